@@ -1,0 +1,79 @@
+"""Checks of arguments, made before any work is done.
+
+Each check returns the value that it was given, so that it can wrap an
+assignment, and otherwise raises a ValueError that names the argument, the
+offending value and what is allowed.
+
+>>> in_interval("sample_rate", 0.5, 0, 1, closed="right")
+0.5
+>>> in_interval("sample_rate", 1.5, 0, 1, closed="right")
+Traceback (most recent call last):
+    ...
+ValueError: sample_rate must lie in (0, 1], got 1.5
+>>> one_of("accountant", "gdp", ("pld", "rdp"))
+Traceback (most recent call last):
+    ...
+ValueError: accountant must be one of 'pld', 'rdp', got 'gdp'
+"""
+
+import math
+import numbers
+
+import numpy as np
+
+_BRACKETS = {"both": "[]", "left": "[)", "right": "(]", "neither": "()"}
+
+
+def _flat(name, value):
+    """The entries of a number, sequence, array or tensor as a flat float64 array."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    try:
+        return np.asarray(value, dtype=np.float64).ravel()
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} must be a number or an array of numbers, got {value!r}") from None
+
+
+def in_interval(name, value, low=-math.inf, high=math.inf, *, closed="both"):
+    """Every entry of `value` lies between `low` and `high`; NaN never does.
+
+    `closed` says which ends are allowed: "both", "left", "right" or "neither".
+    """
+    entries = _flat(name, value)
+    above = entries >= low if closed in ("both", "left") else entries > low
+    below = entries <= high if closed in ("both", "right") else entries < high
+    bad = ~(above & below)
+    if bad.any():
+        first, last = _BRACKETS[closed]
+        raise ValueError(f"{name} must lie in {first}{low:g}, {high:g}{last}, got {entries[bad][0]:g}")
+    return value
+
+
+def whole_number(name, value, low=0, high=math.inf):
+    """`value` is one whole number (an int, or a float or array scalar without a fraction); returned as int."""
+    entries = _flat(name, value)
+    if entries.size != 1 or isinstance(value, bool) or not math.isfinite(entries[0]) or entries[0] != math.floor(entries[0]):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    in_interval(name, entries, low, high)
+    return value if isinstance(value, int) else int(entries[0])
+
+
+def one_of(name, value, allowed):
+    """`value` is one of the `allowed` names."""
+    allowed = tuple(allowed)
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    return value
+
+
+def same_length(**arrays):
+    """All the named arrays have the same length."""
+    lengths = {name: len(values) for name, values in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise ValueError(f"{' and '.join(lengths)} must have the same length, but {said}")
+
+
+def is_number(value):
+    """True for a plain number, false for an array or tensor."""
+    return isinstance(value, numbers.Real)
