@@ -48,7 +48,7 @@ site: $(INSTALLED)
 
 test: $(INSTALLED)
 	@echo "== unit tests and doctests"
-	@$(PY) -m pytest -n 2
+	@$(PY) -m pytest -n 2 --dist loadgroup
 	@echo "== notebooks and their sources"
 	@$(PY) tools/notebooks.py check
 	@echo "== notebooks executed again, outputs compared"

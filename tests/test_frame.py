@@ -1,0 +1,122 @@
+"""The files around the library and the book agree with each other."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import yaml
+
+import dpcompanion
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def lines_of(name):
+    return [line.strip() for line in (ROOT / name).read_text().splitlines() if line.strip() and not line.startswith("#")]
+
+
+def test_conda_installs_the_pins_of_constraints():
+    environment = yaml.safe_load((ROOT / "environment.yml").read_text())
+    *conda, by_pip = environment["dependencies"]
+    assert conda == ["python=3.11", "pip"]
+    assert by_pip["pip"] == [*lines_of("constraints.txt"), "-e ."]
+
+
+def test_everything_that_the_package_asks_for_is_pinned():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = project["dependencies"] + [name for extra in project["optional-dependencies"].values() for name in extra]
+    names = {re.match(r"[\w-]+", wanted).group().lower() for wanted in asked} - {"dpcompanion"}
+    pinned = {line.split("==")[0].lower() for line in lines_of("constraints.txt")}
+    assert names <= pinned
+
+
+def test_every_notebook_is_executed_from_the_source_beside_it():
+    check = [sys.executable, str(ROOT / "tools" / "notebooks.py"), "check"]
+    done = subprocess.run(check, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def chapters(entry):
+    for key in ("root", "file"):
+        if key in entry:
+            yield entry[key]
+    for key in ("parts", "chapters", "sections"):
+        for below in entry.get(key, []):
+            yield from chapters(below)
+
+
+def test_every_page_of_the_book_is_in_its_table_of_contents():
+    listed = list(chapters(yaml.safe_load((ROOT / "_toc.yml").read_text())))
+    there = {path.relative_to(ROOT).with_suffix("").as_posix() for path in (ROOT / "book").rglob("*.md")
+             if "_static" not in path.parts and not any(part.startswith(".") for part in path.parts)}
+    assert len(listed) == len(set(listed)) and set(listed) == there
+
+
+def test_a_notebook_is_shown_and_its_source_is_not():
+    excluded = yaml.safe_load((ROOT / "_config.yml").read_text())["exclude_patterns"]
+    for notebook in (ROOT / "book").rglob("*.ipynb"):
+        source = notebook.relative_to(ROOT).with_suffix(".md")
+        assert any(source.match(pattern) for pattern in excluded), f"_config.yml: exclude_patterns lacks {source}"
+
+
+def test_the_vendored_mathjax_is_that_of_npm():
+    bundle = (ROOT / "book" / "_static" / "mathjax" / "tex-svg.js").read_bytes()
+    assert hashlib.sha256(bundle).hexdigest() == "d4295dc33744836935c1399feece5159577b34c5c8ffb9f1c6324cd82e03a882"
+
+
+def test_the_readme_computes_what_it_says():
+    snippet, = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = [float(comment) for comment in re.findall(r"# (\d\.\d+)", snippet)]
+    printed = [float(line) for line in done.stdout.split()]
+    assert [round(value, 4) for value in printed[: len(said)]] == said
+    assert 0 < printed[-1] < 3.42529
+
+
+def test_the_readme_names_files_that_exist():
+    named = re.findall(r"`((?:book|tools)/[\w./-]+|[A-Z]\w+\.cff|[a-z]+\.(?:yml|txt))`", (ROOT / "README.md").read_text())
+    assert named and not [name for name in named if not (ROOT / name).exists()]
+
+
+def test_the_citation_is_of_this_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == dpcompanion.__version__ and citation["license"] == "Apache-2.0"
+
+
+def make(folder, *arguments, **environment):
+    for name in ("Makefile", "constraints.txt", "pyproject.toml"):
+        shutil.copy(ROOT / name, folder)
+    return subprocess.run(["make", *arguments], capture_output=True, text=True, cwd=folder, env={**os.environ, **environment})
+
+
+def test_make_alone_tells_the_targets(tmp_path):
+    said = make(tmp_path).stdout
+    assert all(f"make {target}" in said for target in ("book", "site", "test", "bench", "clean"))
+
+
+def test_make_says_plainly_what_python_is_needed(tmp_path):
+    for script, complaint in (
+        ("exit 127", "is missing: please install Python 3.11"),
+        ('case "$1" in -V) echo Python 3.9.2;; *) exit 1;; esac', "Python 3.11 or newer is needed"),
+        ('case "$2" in *venv*) exit 1;; esac', "venv"),
+    ):
+        python = tmp_path / "python"
+        python.unlink(missing_ok=True)
+        if "127" not in script:
+            python.write_text(f"#!/bin/sh\n{script}\n")
+            python.chmod(0o755)
+        done = make(tmp_path, "book", f"PYTHON={python}")
+        assert done.returncode != 0 and complaint in done.stdout, done.stdout + done.stderr
+        assert not (tmp_path / ".venv").exists()
+
+
+def test_the_ci_script_runs():
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert subprocess.run(["bash", "-n", str(script)]).returncode == 0

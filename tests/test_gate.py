@@ -1,0 +1,294 @@
+"""The gate turns red when it should: a small book is broken in each way, and each check has to notice.
+
+The book of these tests is one notebook with a number and a figure, and a page
+for each fault that only a browser sees. It is executed and rendered once.
+"""
+
+import base64
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.xdist_group("gate")
+
+NOTEBOOK = r'''---
+kernelspec:
+  name: python3
+  display_name: Python 3
+---
+# Accounting
+
+A formula, $\varepsilon = 1$, and {numref}`fig-line`.
+
+```{code-cell} ipython3
+print(6 * 7)
+```
+
+```{code-cell} ipython3
+---
+mystnb:
+  figure: {caption: "A line.", name: fig-line}
+  image: {alt: "A line that rises from 0 to 9."}
+tags: [hide-input]
+---
+import matplotlib.pyplot as plt
+fig, ax = plt.subplots(figsize=(4, 3), dpi=80)
+ax.plot(range(10))
+plt.show()
+print("sum", sum(range(10)))
+```
+'''
+PAGES = {
+    "macro": "# A macro that nobody defined\n\n$\\undefinedmacro{x}$\n",
+    "outside": '# A picture from elsewhere\n\n<img src="http://example.org/picture.png" alt="A picture.">\n',
+    "dumb": '# A picture without words\n\n<img src="../_static/dot.png">\n',
+    "wide": '# Too wide\n\n<div style="width: 500px; background: grey">wide</div>\n',
+    "dead": '# A dead link\n\n<a href="accounting.html#nowhere">somewhere</a>\n',
+}
+
+
+def tool(name, root, *arguments, **environment):
+    command = [sys.executable, str(ROOT / "tools" / name), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=root, env={**os.environ, **environment})
+
+
+def notebooks(root, *arguments, **environment):
+    return tool("notebooks.py", root, "--root", root, *arguments, **environment)
+
+
+def nbval(root):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--nbval", "--nbval-current-env"]
+    command += ["--nbval-sanitize-with", str(ROOT / "tools" / "nbval_sanitize.cfg"), "--rootdir", str(root), str(twin_of(root))]
+    return subprocess.run(command, capture_output=True, text=True, cwd=root)
+
+
+def twin_of(root):
+    return root / "book" / "accounting.ipynb"
+
+
+def edit(path, change):
+    notebook = json.loads(path.read_text())
+    change(notebook)
+    path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
+
+
+def code(notebook, number):
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"][number - 1]
+
+
+@pytest.fixture(scope="module")
+def sound_book(tmp_path_factory):
+    root = tmp_path_factory.mktemp("book")
+    (root / "book").mkdir()
+    (root / "book" / "accounting.md").write_text(NOTEBOOK)
+    done = notebooks(root, "execute")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root
+
+
+@pytest.fixture
+def book(sound_book, tmp_path):
+    shutil.copytree(sound_book / "book", tmp_path / "book")
+    return tmp_path
+
+
+def test_a_sound_book_passes_the_pair_check_and_nbval(book):
+    checked, compared = notebooks(book, "check"), nbval(book)
+    assert checked.returncode == 0 and "1 notebooks checked, 0 problems" in checked.stdout, checked.stdout
+    assert compared.returncode == 0 and "2 passed" in compared.stdout, compared.stdout
+
+
+def test_executing_again_changes_no_byte(book):
+    before = twin_of(book).read_bytes()
+    done = notebooks(book, "execute", "accounting")
+    assert "accounting: " in done.stdout and done.stdout.rstrip().endswith("2 code cells, reproduced")
+    assert twin_of(book).read_bytes() == before
+
+
+def test_an_unexecuted_notebook_is_refused(book):
+    def clear(notebook):
+        for number in (1, 2):
+            code(notebook, number).update(outputs=[], execution_count=None)
+
+    edit(twin_of(book), clear)
+    checked = notebooks(book, "check")
+    assert checked.returncode == 1 and "was not executed from top to bottom" in checked.stdout
+
+
+def test_a_missing_notebook_and_a_stray_one_are_refused(book):
+    twin_of(book).rename(book / "book" / "other.ipynb")
+    checked = notebooks(book, "check")
+    assert checked.returncode == 1
+    assert "has no executed notebook beside it" in checked.stdout and "other.ipynb: has no source" in checked.stdout
+
+
+def test_a_changed_printed_number_is_found_by_nbval_and_named_by_execute(book):
+    sound = twin_of(book).read_bytes()
+    edit(twin_of(book), lambda notebook: code(notebook, 1)["outputs"][0].update(text=["43\n"]))
+    assert notebooks(book, "check").returncode == 0  # no code is run there, so this is for nbval to find
+    compared = nbval(book)
+    assert compared.returncode == 1 and "1 failed, 1 passed" in compared.stdout, compared.stdout
+    done = notebooks(book, "execute")
+    assert "CHANGED: cell 1" in done.stdout and "-43" in done.stdout and "+42" in done.stdout
+    assert twin_of(book).read_bytes() == sound
+
+
+def test_edited_code_under_stale_outputs_is_refused(book):
+    source = book / "book" / "accounting.md"
+    source.write_text(NOTEBOOK.replace("6 * 7", "6 * 8"))
+    checked = notebooks(book, "check")
+    assert checked.returncode == 1
+    assert "the stamp of its code" in checked.stdout and "cell 2: source is not that of the source" in checked.stdout
+
+
+def test_edited_prose_and_tags_are_refused_until_the_notebook_is_written_again(book):
+    source = book / "book" / "accounting.md"
+    source.write_text(NOTEBOOK.replace("A formula", "One formula").replace("hide-input", "hide-output"))
+    checked = notebooks(book, "check")
+    assert "cell 1: source" in checked.stdout and "cell 3: metadata" in checked.stdout
+    assert notebooks(book, "execute").stdout.rstrip().endswith("reproduced")
+    assert notebooks(book, "check").returncode == 0
+
+
+@pytest.mark.parametrize("option, complaint", [("alt", "no alternative text"), ("caption", "no caption")])
+def test_a_figure_without_words_is_refused(book, option, complaint):
+    def drop(cell_metadata):
+        cell_metadata["mystnb"]["image" if option == "alt" else "figure"].pop(option)
+
+    source = book / "book" / "accounting.md"
+    source.write_text(NOTEBOOK.replace('{alt: "A line that rises from 0 to 9."}', "{}") if option == "alt" else
+                      NOTEBOOK.replace('caption: "A line.", ', ""))
+    edit(twin_of(book), lambda notebook: drop(code(notebook, 2)["metadata"]))
+    checked = notebooks(book, "check")
+    assert checked.returncode == 1 and checked.stdout.count("accounting:") == 1 and complaint in checked.stdout
+
+
+def test_a_figure_without_a_digest_is_refused(book):
+    edit(twin_of(book), lambda notebook: code(notebook, 2).update(
+        outputs=[output for output in code(notebook, 2)["outputs"] if output["output_type"] != "stream"]))
+    assert "prints no digest" in notebooks(book, "check").stdout
+
+
+@pytest.mark.parametrize("output, complaint", [
+    ({"output_type": "error", "ename": "E", "evalue": "", "traceback": []}, "stores an error"),
+    ({"output_type": "stream", "name": "stderr", "text": ["warning\n"]}, "stores output on stderr"),
+])
+def test_stored_errors_and_stderr_are_refused(book, output, complaint):
+    edit(twin_of(book), lambda notebook: code(notebook, 1)["outputs"].append(output))
+    checked = notebooks(book, "check")
+    assert checked.returncode == 1 and complaint in checked.stdout
+
+
+def test_a_figure_may_differ_by_a_hair_and_no_more(book):
+    def repaint(pixels):
+        def change(notebook):
+            data = next(output["data"] for output in code(notebook, 2)["outputs"] if "data" in output)
+            picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB")).copy()
+            picture[:pixels, 0] = 255 - picture[:pixels, 0]
+            stream = io.BytesIO()
+            Image.fromarray(picture).save(stream, "png")
+            data["image/png"] = base64.b64encode(stream.getvalue()).decode()
+
+        edit(twin_of(book), change)
+        return twin_of(book).read_bytes()
+
+    sound = twin_of(book).read_bytes()
+    almost = repaint(pixels=20)
+    assert notebooks(book, "execute").stdout.rstrip().endswith("reproduced")
+    assert twin_of(book).read_bytes() == almost
+    repaint(pixels=200)
+    assert "CHANGED: cell 2" in notebooks(book, "execute").stdout
+    assert twin_of(book).read_bytes() == sound
+
+
+def test_an_error_fails_and_leaves_the_notebook_alone(book):
+    before = twin_of(book).read_bytes()
+    (book / "book" / "accounting.md").write_text(NOTEBOOK.replace("6 * 7", "6 / 0"))
+    done = notebooks(book, "execute")
+    assert done.returncode == 1 and "accounting: FAILED" in done.stdout and "ZeroDivisionError" in done.stdout
+    assert twin_of(book).read_bytes() == before
+
+
+def test_another_preset_leaves_the_committed_notebook_alone(book):
+    before = twin_of(book).read_bytes()
+    (book / "book" / "accounting.md").write_text(NOTEBOOK.replace("6 * 7", "__import__('os').environ['DPCOMPANION_PRESET']"))
+    assert notebooks(book, "execute", DPCOMPANION_PRESET="paper").returncode == 0
+    assert '"paper\\n"' in (book / "_build" / "paper" / "accounting.ipynb").read_text()
+    assert twin_of(book).read_bytes() == before
+
+
+def render(root):
+    command = [str(Path(sys.executable).with_name("jupyter-book")), "build", ".", "-q", "-W", "-n", "--keep-going"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=root)
+
+
+@pytest.fixture(scope="module")
+def rendered(sound_book, tmp_path_factory):
+    """The sound notebook and the faulty pages, rendered as `make site` does; none of the faults is a warning there."""
+    root = tmp_path_factory.mktemp("site")
+    shutil.copytree(sound_book / "book", root / "book")
+    shutil.copytree(ROOT / "book" / "_static", root / "book" / "_static")
+    Image.new("RGB", (4, 4)).save(root / "book" / "_static" / "dot.png")
+    shutil.copy(ROOT / "book" / "references.bib", root / "book")
+    shutil.copy(ROOT / "_config.yml", root)
+    for name, text in PAGES.items():
+        (root / "book" / f"{name}.md").write_text(text)
+    chapters = "".join(f"  - file: book/{name}\n" for name in PAGES)
+    (root / "_toc.yml").write_text(f"format: jb-book\nroot: book/accounting\nchapters:\n{chapters}")
+    built = render(root)
+    assert built.returncode == 0, built.stdout + built.stderr
+    return root
+
+
+def test_warnings_of_the_build_are_errors(rendered, tmp_path):
+    for name in ("_config.yml", "_toc.yml", "book"):
+        copy = shutil.copytree if (rendered / name).is_dir() else shutil.copy
+        copy(rendered / name, tmp_path / name)
+    (tmp_path / "book" / "dead.md").write_text("# A reference to nothing\n\n{numref}`fig-nothing`\n")
+    built = render(tmp_path)
+    assert built.returncode != 0 and "fig-nothing" in built.stdout + built.stderr
+
+
+@pytest.fixture(scope="module")
+def verdicts(rendered):
+    """What the browser check says of each page, or None where there is no Chromium and no CI."""
+    pages = [f"book/{name}.html" for name in ("accounting", *PAGES)]
+    done = tool("browser_check.py", rendered, "--site", rendered / "_build" / "html", "check", *pages)
+    if "no Chromium was found" in done.stdout:
+        assert not os.environ.get("CI"), "the browser check needs a Chromium in CI"
+        warnings.warn("the faults that only a browser sees were NOT tried: no Chromium was found", stacklevel=1)
+        return None
+    assert done.returncode == 1, done.stdout + done.stderr
+    return {page: [line for line in done.stdout.splitlines() if line.startswith(f"{page}:")] for page in pages}
+
+
+@pytest.mark.parametrize("page, complaint", [
+    ("macro", "a formula is broken: Undefined control sequence"),
+    ("outside", "asks another machine for http://example.org/picture.png"),
+    ("dumb", "a picture has no alternative text"),
+    ("wide", "(390 px)"),
+    ("dead", "links to the anchor #nowhere"),
+])
+def test_a_browser_finds_the_fault(verdicts, page, complaint):
+    if verdicts is not None:
+        assert any(complaint in line for line in verdicts[f"book/{page}.html"]), verdicts[f"book/{page}.html"]
+
+
+def test_a_browser_finds_no_fault_with_the_sound_page(verdicts):
+    assert verdicts is None or verdicts["book/accounting.html"] == []
+
+
+def test_without_a_chromium_the_check_says_so_and_fails_only_in_ci(rendered):
+    for ci, status in (("", 0), ("true", 1)):
+        done = tool("browser_check.py", rendered, "--site", rendered / "_build" / "html", PATH="/nonexistent", CHROMIUM="", CI=ci)
+        assert "NOT checked in a browser: no Chromium was found" in done.stdout and done.returncode == status
