@@ -1,0 +1,17 @@
+"""DP-SGD from one description of a run.
+
+* `plan`: `DPSGDPlan`, from which sampler, clip norms, noise and account are made;
+* `sampling`: true Poisson draws;  `noise`: Gaussian noise and the streams of a seed;
+* `clipping`: sums of clipped per-example gradients, and norms; `layers`: how, layer by layer;
+* `loop`: `train`, with checkpoints;
+* `models`: the papers' networks.
+"""
+
+from dpcompanion.training.clipping import clipped_sum, cross_entropy, gradient_norms
+from dpcompanion.training.loop import History, Run, train
+from dpcompanion.training.noise import derive_seed, gaussian_noise, generators
+from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.training.sampling import PoissonSampler
+
+__all__ = ["DPSGDPlan", "History", "PoissonSampler", "Run", "clipped_sum", "cross_entropy", "derive_seed",
+           "gaussian_noise", "generators", "gradient_norms", "train"]

@@ -1,0 +1,303 @@
+r"""Sums of clipped per-example gradients, and the norms alone.
+
+For examples $i$ with gradients $g_i$ (all trainable parameters together) and clip
+norms $C_i$ this computes $\sum_i g_i \min(1, C_i / \lVert g_i\rVert)$.  Methods:
+
+* `func`: `torch.func.vmap` of `grad`; any model that vmap understands; holds one
+  gradient an example, `chunk` examples at a time.
+* `ghost`: one forward and one backward pass, norms from layer inputs and output gradients
+  (`dpcompanion.training.layers`); gradients of large layers are never held.
+* `mixed`: as ghost, but layer by layer the cheaper of Gram matrix and explicit gradient; the fastest.
+* `auto`: `mixed` if the model can be taken apart into layers, else `func`.  `resolve_method` decides and proves it on
+  two examples against plain autograd.
+
+A loss is a function (outputs, targets) -> (n,), one number an example, such as `cross_entropy` here.
+A gradient that is not finite counts as zero in the sum; its norm is reported as inf.
+
+>>> model = torch.nn.Linear(3, 2)
+>>> x, y = torch.randn(5, 3), torch.tensor([0, 1, 0, 1, 1])
+>>> result = clipped_sum(model, cross_entropy, x, y, max_grad_norm=0.1)
+>>> {name: tuple(g.shape) for name, g in result.gradients.items()}
+{'weight': (2, 3), 'bias': (2,)}
+>>> gradient_norms(model, cross_entropy, x, y).shape
+torch.Size([5])
+"""
+
+import contextlib
+import dataclasses
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+from dpcompanion import _checks
+from dpcompanion.training.layers import Unfit, layer_gradient, own_parameters
+
+METHODS = ("auto", "mixed", "ghost", "func")
+# Numbers of per-example gradients that are held at once, 256 MiB in float32.
+_BUDGET = 2**26
+
+
+def cross_entropy(outputs, targets):
+    """Cross entropy of each example, (n,)."""
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+@dataclasses.dataclass(frozen=True)
+class ClippedSum:
+    """Sum of clipped gradients {name: tensor}, gradient norms before clipping (n,), inf where not finite, losses (n,)."""
+
+    gradients: dict
+    norms: torch.Tensor
+    losses: torch.Tensor
+
+    def __add__(self, other):
+        return ClippedSum({name: g + other.gradients[name] for name, g in self.gradients.items()},
+                          torch.cat([self.norms, other.norms]), torch.cat([self.losses, other.losses]))
+
+
+def clip_factors(norms, max_grad_norm):
+    r"""min(1, C/norm), a hair smaller so that rounding does not lift a clipped gradient above C; 0 if not finite.
+
+    >>> clip_factors(torch.tensor([0.5, 4.0, float("inf")]), 1.0)
+    tensor([1.0000, 0.2500, 0.0000])
+    """
+    limits = torch.as_tensor(max_grad_norm, dtype=norms.dtype, device=norms.device)
+    slack = 1 + 8 * torch.finfo(norms.dtype).eps
+    return torch.where(norms.isfinite(), (limits / (norms * slack)).clamp(max=1), 0)
+
+
+def check_model(model):
+    """Refuse layers that mix examples or keep statistics of them.
+
+    Raises:
+        ValueError: naming the layer, for batch norm and for instance norm with running statistics.
+    """
+    for name, module in model.named_modules():
+        mixes = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(
+            module, nn.modules.instancenorm._InstanceNorm)
+        if mixes or getattr(module, "track_running_stats", False):
+            raise ValueError(f"model must treat examples one by one, but layer {name or 'model'!r} is a "
+                             f"{type(module).__name__}, which mixes them; group norm is allowed")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("model must have a trainable parameter, got none")
+
+
+def _check_losses(losses, n):
+    if losses.shape != (n,):
+        raise ValueError(f"loss must return one number an example, shape ({n},), got {tuple(losses.shape)}; "
+                         "use reduction='none'")
+    return losses
+
+
+class _Recorder:
+    """Forward hooks that note, for each layer with trainable parameters, its inputs and where its outputs' gradients arrive."""
+
+    def __init__(self, model):
+        self.uses = {}
+        self.owners = {module: name for name, module in model.named_modules() if own_parameters(module)}
+        seen = {}
+        for module, name in self.owners.items():
+            for parameter in own_parameters(module).values():
+                if parameter in seen:
+                    raise Unfit(f"layers {seen[parameter]!r} and {name!r} share a parameter; use method='func'")
+                seen[parameter] = name
+
+    def _note(self, module, args, kwargs, output):
+        if len(args) != 1 or kwargs or not all(isinstance(t, torch.Tensor) and t.ndim for t in (*args, output)):
+            raise Unfit(f"layer {self.owners[module]!r} does not map one tensor to one tensor; use method='func'")
+        if torch.is_grad_enabled():
+            a = args[0]
+            self.uses.setdefault(module, []).append((a.detach(), a._version, get_gradient_edge(output), len(output)))
+
+    @contextlib.contextmanager
+    def listening(self):
+        hooks = [module.register_forward_hook(self._note, with_kwargs=True) for module in self.owners]
+        try:
+            yield self
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def inputs_and_output_gradients(self, losses):
+        n = len(losses)
+        for module, uses in self.uses.items():
+            if any(len(a) != n or rows != n for a, _, _, rows in uses):
+                raise Unfit(f"layer {self.owners[module]!r} does not keep the examples first; use method='func'")
+        edges = [edge for uses in self.uses.values() for _, _, edge, _ in uses]
+        silent = [p for module in self.owners if module not in self.uses for p in own_parameters(module).values()]
+        gradients = torch.autograd.grad(losses.sum(), [*edges, *silent], allow_unused=True)
+        if any(g is not None for g in gradients[len(edges):]):
+            raise Unfit("a parameter is used outside the forward method of its layer; use method='func'")
+        gradients, pairs = iter(gradients), {}
+        for module, uses in self.uses.items():
+            for a, version, _, _ in uses:
+                if a._version != version:
+                    raise Unfit(f"the input of layer {self.owners[module]!r} is changed in place; use method='func'")
+                g = next(gradients)
+                if g is not None:
+                    pairs.setdefault(module, []).append((a, g))
+        return pairs
+
+
+def _layerwise(model, loss, x, y, max_grad_norm, method):
+    recorder = _Recorder(model)
+    with recorder.listening(), torch.enable_grad():
+        losses = _check_losses(loss(model(x), y), len(x))
+    pairs = recorder.inputs_and_output_gradients(losses)
+    recorder.uses = {}
+    squares, layers, budget = torch.zeros(len(x), dtype=torch.float64, device=x.device), {}, _BUDGET
+    with torch.no_grad():
+        for module in list(pairs):
+            layer = layer_gradient(module, pairs.pop(module), method, budget)
+            squares += layer.squared_norms()
+            if max_grad_norm is not None:
+                layers[module] = layer
+                budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
+        norms = squares.sqrt().to(losses.dtype)
+        finite = norms.isfinite()
+        norms = torch.where(finite, norms, math.inf)
+        if max_grad_norm is None:
+            return ClippedSum({}, norms, losses.detach())
+        factors = clip_factors(norms, max_grad_norm)
+        if x.device.type != "cpu" or not finite.all():
+            for layer in layers.values():
+                layer.keep_only(finite)
+        sums = {}
+        for module, layer in layers.items():
+            prefix = recorder.owners[module]
+            sums |= {f"{prefix}.{name}" if prefix else name: g for name, g in layer.weighted_sum(factors).items()}
+    return ClippedSum({name: sums.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()
+                       if p.requires_grad}, norms, losses.detach())
+
+
+def per_example_gradients(model, loss, x, y):
+    """Explicit gradients of every example by torch.func: ({name: (n, *shape)}, losses (n,))."""
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+
+    def one(parameters, x, y):
+        return loss(torch.func.functional_call(model, parameters, (x.unsqueeze(0),)), y.unsqueeze(0)).sum()
+
+    return torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="different")(
+        parameters, x, y)
+
+
+def _functional(model, loss, x, y, max_grad_norm):
+    gradients, losses = per_example_gradients(model, loss, x, y)
+    norms = sum(g.flatten(1).square().sum(1, dtype=torch.float64) for g in gradients.values()).sqrt().to(losses.dtype)
+    finite = norms.isfinite()
+    norms = torch.where(finite, norms, math.inf)
+    if max_grad_norm is None:
+        return ClippedSum({}, norms, losses)
+    factors = clip_factors(norms, max_grad_norm)
+    masked = x.device.type != "cpu" or not finite.all()
+    sums = {}
+    for name, g in gradients.items():
+        flat = torch.where(finite[:, None], g.flatten(1), 0) if masked else g.flatten(1)
+        sums[name] = (factors.to(g.dtype) @ flat).reshape(g.shape[1:])
+    return ClippedSum(sums, norms, losses)
+
+
+def _default_chunk(model, method):
+    if method != "func":
+        return 512
+    return max(1, min(512, _BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad)))
+
+
+def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
+    if len(x) != len(y):
+        raise ValueError(f"x and y must have the same length, but x has {len(x)} and y has {len(y)}")
+    if chunk is not None:
+        _checks.whole_number("chunk", chunk, 1)
+    _checks.one_of("method", method, METHODS)
+    check_model(model)
+    if method == "auto":
+        method = resolve_method(model, loss, x[:2], y[:2])
+    chunk = chunk or _default_chunk(model, method)
+    for start in range(0, len(x), chunk):
+        part = slice(start, start + chunk)
+        limit = max_grad_norm[part] if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.ndim else max_grad_norm
+        if method == "func":
+            yield _functional(model, loss, x[part], y[part], limit)
+        else:
+            yield _layerwise(model, loss, x[part], y[part], limit, method)
+
+
+def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None):
+    """Sum of the clipped gradients of the examples (x, y), with their norms and losses.
+
+    Args:
+        model: a module; its parameters with requires_grad count.
+        loss: (outputs, targets) -> (n,).
+        x, y: tensors whose first axis counts the examples; n = 0 gives a sum of zeros.
+        max_grad_norm: a number above 0, or a tensor (n,).
+        method: "auto", "mixed", "ghost" or "func".
+        chunk: examples in one pass; the sum does not depend on it but for rounding.
+
+    Returns:
+        ClippedSum with gradients {name: shape of the parameter}, norms (n,), losses (n,).
+
+    Raises:
+        ValueError: for a model that mixes examples, a loss that is reduced, an unknown method, a norm of 0, or
+            (method "mixed" or "ghost") a model that cannot be taken apart into layers.
+    """
+    _checks.in_interval("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+    if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.shape not in ((), (len(x),)):
+        raise ValueError(f"max_grad_norm must be a number or have shape ({len(x)},), got {tuple(max_grad_norm.shape)}")
+    total = None
+    for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
+        total = part if total is None else total + part
+    if total is None:
+        none = torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
+        total = ClippedSum({name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad},
+                           none, none)
+    return total
+
+
+def gradient_norms(model, loss, x, y, *, method="auto", chunk=None):
+    """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where not finite.
+
+    Arguments and errors as for `clipped_sum`.  Memory: one chunk.
+    """
+    norms = [part.norms for part in _in_chunks(model, loss, x, y, None, method, chunk)]
+    return torch.cat(norms) if norms else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
+
+
+def resolve_method(model, loss, x, y):
+    """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else "func".
+
+    The given examples are put through the layers together and through plain autograd one by one, without dropout:
+    both must give the same norms and the same sum.
+
+    Raises:
+        ValueError: if a sound decomposition gives other gradients, as for a model that mixes its examples.
+    """
+    if not len(x):
+        return "func"
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        together = _layerwise(model, loss, x, y, math.inf, "mixed")
+        names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad))
+        alone = []
+        for i in range(len(x)):
+            with torch.enable_grad():
+                value = loss(model(x[i:i + 1]), y[i:i + 1]).sum()
+            alone.append(torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True))
+    except Unfit:
+        return "func"
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+    if not together.norms.isfinite().all():
+        return "mixed"
+    tolerance = 1e4 * torch.finfo(together.norms.dtype).eps
+    norms = torch.stack([torch.stack([g.norm() for g in one]).norm() for one in alone])
+    errors = [(together.gradients[name] - sum(g)).norm() for name, g in zip(names, zip(*alone))]
+    scale = norms.sum() + tolerance
+    if max(*errors, (norms - together.norms).abs().max()) > tolerance * scale:
+        raise ValueError("model must treat examples one by one: gradients of two examples together differ from "
+                         "those of each alone")
+    return "mixed"

@@ -1,0 +1,253 @@
+r"""The gradient of one layer, example by example, from what went in and what came back.
+
+The weight of a linear layer or convolution sees example $i$ as two matrices: its
+inputs $A_i$ (positions x in; the patches, for a convolution) and the gradients
+of its outputs $G_i$ (out x positions).  The gradient of the weight is $G_i A_i$.
+Clipping needs its norm, and then a weighted sum over examples.  Two ways:
+
+* explicit: multiply, in x out numbers an example, and take the norm;
+* ghost: $\lVert G_i A_i\rVert^2 = \langle A_i A_i^T, G_i^T G_i\rangle$, positions^2 numbers an
+  example and no gradient (Goodfellow 2015; Li et al. 2022; Bu et al. 2022).
+  With one position it is a product of two norms.
+
+The sum then comes from the kept gradients, or from one ordinary weighted weight
+gradient.  Neither needs a second pass through the network.  Any other layer that maps
+one tensor to one tensor is differentiated example by example with `torch.func`.
+
+>>> layer = torch.nn.Linear(3, 2).double()
+>>> a, g = torch.randn(5, 3).double(), torch.randn(5, 2).double()
+>>> gradient = Ghost(layer, [(a, g)])
+>>> explicit = torch.einsum("no,ni->noi", g, a)
+>>> squares = explicit.flatten(1).square().sum(1) + g.square().sum(1)
+>>> torch.allclose(gradient.squared_norms(), squares)
+True
+>>> torch.allclose(gradient.weighted_sum(torch.ones(5).double())["weight"], explicit.sum(0))
+True
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.grad import conv2d_weight
+
+# What it costs to write a number of an explicit gradient and read it twice, in multiply-adds (measured on a CPU).
+_TRAFFIC = 16
+# Numbers that a block of examples may take while a norm is worked out.
+_BLOCK = 2**23
+
+
+class Unfit(ValueError):
+    """The model cannot be taken apart layer by layer; `torch.func` may still do it."""
+
+
+def own_parameters(module):
+    """The trainable parameters that belong to `module` itself, not to a child."""
+    return {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+
+
+def _pad(conv, a):
+    if conv.padding_mode == "zeros":
+        return F.pad(a, conv._reversed_padding_repeated_twice)
+    return F.pad(a, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
+
+
+def _patches(conv, a):
+    """(n, channels, height, width) -> (n, groups, positions, in), what each position of the output sees."""
+    windows = _pad(conv, a)
+    for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation), start=2):
+        windows = windows.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    n, channels, height, width = windows.shape[:4]
+    windows = windows.reshape(n, conv.groups, channels // conv.groups, height, width, *conv.kernel_size)
+    return windows.permute(0, 1, 3, 4, 2, 5, 6).reshape(n, conv.groups, height * width, -1)
+
+
+def _matrices(module, a, g):
+    """Inputs (n, groups, positions, in) and output gradients (n, groups, out, positions) of one use of a layer."""
+    if type(module) is nn.Conv2d:
+        return _patches(module, a), g.reshape(len(g), module.groups, -1, g[0, 0].numel())
+    return a.reshape(len(a), 1, -1, a.shape[-1]), g.reshape(len(g), 1, -1, g.shape[-1]).transpose(2, 3)
+
+
+def _positions(module, uses):
+    return sum(g[0].numel() for _, g in uses) // module.weight.shape[0]
+
+
+def _gram_is_cheaper(module, positions):
+    """Whether the Gram matrices cost less arithmetic than what writing and reading a gradient costs."""
+    groups = getattr(module, "groups", 1)
+    gram = positions**2 * (module.weight.shape[0] + groups * module.weight[0].numel())
+    return gram < _TRAFFIC * module.weight.numel()
+
+
+def _bias(module, g):
+    """Gradients of the bias, (n, out)."""
+    if type(module) is nn.Conv2d:
+        return g.flatten(2).sum(2)
+    return g.reshape(len(g), -1, g.shape[-1]).sum(1)
+
+
+def _scaled(tensor, factors):
+    return tensor * factors.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))
+
+
+class Explicit:
+    """Gradients of one layer's parameters, held for every example as {name: (n, *shape)}."""
+
+    def __init__(self, gradients):
+        self.gradients = gradients
+
+    def squared_norms(self):
+        return sum(torch.linalg.vector_norm(g.flatten(1), dim=1).square() for g in self.gradients.values())
+
+    def keep_only(self, rows):
+        self.gradients = {name: _rows(g, rows) for name, g in self.gradients.items()}
+
+    def weighted_sum(self, factors):
+        return {name: (factors.to(g.dtype) @ g.flatten(1)).reshape(g.shape[1:]) for name, g in self.gradients.items()}
+
+
+class Ghost:
+    """A linear layer or convolution of which only inputs and output gradients are held.
+
+    The norm comes from Gram matrices, or from explicit gradients of a few examples at a time where that is less
+    work.  Gram products are added up in float64: their terms can cancel, and a norm must not come out too small.
+    """
+
+    def __init__(self, module, uses):
+        self.module, self.uses = module, uses
+
+    def squared_norms(self):
+        trainable, squares = own_parameters(self.module), 0
+        if "weight" in trainable:
+            numbers = max(self.module.weight.numel(), _positions(self.module, self.uses) * self.module.weight[0].numel())
+            rows = max(1, _BLOCK // numbers)
+            blocks = [[(a[i:i + rows], g[i:i + rows]) for a, g in self.uses]
+                      for i in range(0, len(self.uses[0][0]), rows)]
+            squares = squares + torch.cat([self._weight_squares(block) for block in blocks])
+        if "bias" in trainable:
+            squares = squares + sum(_bias(self.module, g) for _, g in self.uses).square().sum(1)
+        return squares
+
+    def _weight_squares(self, uses):
+        pairs = [_matrices(self.module, a, g) for a, g in uses]
+        inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
+        if inputs.shape[2] == 1:
+            return (inputs.square().sum((2, 3)) * outputs.square().sum((2, 3))).sum(1)
+        if not _gram_is_cheaper(self.module, inputs.shape[2]):
+            return torch.linalg.vector_norm((outputs @ inputs).flatten(1), dim=1).square()
+        inputs, outputs = inputs.double(), outputs.double()
+        return ((inputs @ inputs.mT) * (outputs.mT @ outputs)).sum((1, 2, 3)).clamp(min=0)
+
+    def keep_only(self, rows):
+        self.uses = [(_rows(a, rows), _rows(g, rows)) for a, g in self.uses]
+
+    def weighted_sum(self, factors):
+        sums = {}
+        for a, g in self.uses:
+            g = _scaled(g, factors)
+            for name in own_parameters(self.module):
+                term = self._weight_sum(a, g) if name == "weight" else _bias(self.module, g).sum(0)
+                sums[name] = sums[name] + term if name in sums else term
+        return sums
+
+    def _weight_sum(self, a, g):
+        conv = self.module
+        if type(conv) is nn.Conv2d:
+            return conv2d_weight(_pad(conv, a), conv.weight.shape, g.contiguous(), stride=conv.stride,
+                                 dilation=conv.dilation, groups=conv.groups)
+        return g.reshape(-1, g.shape[-1]).T @ a.reshape(-1, a.shape[-1])
+
+
+class GhostEmbedding:
+    """An embedding: its inputs are one-hot, so that their Gram matrix asks which positions hold the same token."""
+
+    def __init__(self, module, uses):
+        self.module = module
+        self.tokens = torch.cat([a.reshape(len(a), -1) for a, _ in uses], 1)
+        self.g = torch.cat([g.reshape(len(g), -1, g.shape[-1]) for _, g in uses], 1)
+        if module.padding_idx is not None:
+            self.g = self.g * (self.tokens != module.padding_idx).unsqueeze(-1)
+
+    def squared_norms(self):
+        same, g = self.tokens[:, :, None] == self.tokens[:, None, :], self.g.double()
+        return ((g @ g.mT) * same).sum((1, 2)).clamp(min=0)
+
+    def keep_only(self, rows):
+        self.g = _rows(self.g, rows)
+
+    def weighted_sum(self, factors):
+        weight = torch.zeros_like(self.module.weight)
+        return {"weight": weight.index_add_(0, self.tokens.flatten(), _scaled(self.g, factors).flatten(0, 1))}
+
+
+def _rows(tensor, rows):
+    """`tensor` with zeros in the rows that are not to be kept: 0 times inf would be nan."""
+    if not tensor.is_floating_point():
+        return tensor
+    return torch.where(rows.reshape(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
+
+
+def _explicit_matrices(module, uses):
+    gradients = {}
+    for a, g in uses:
+        terms = {}
+        if "weight" in (trainable := own_parameters(module)):
+            inputs, outputs = _matrices(module, a, g)
+            terms["weight"] = (outputs @ inputs).reshape(len(a), *module.weight.shape)
+        if "bias" in trainable:
+            terms["bias"] = _bias(module, g)
+        gradients = {name: gradients[name] + term if gradients else term for name, term in terms.items()}
+    return Explicit(gradients)
+
+
+def _explicit_norm_layer(module, uses):
+    """Group and layer norm: scale sees the normalised input, shift sees the output gradient."""
+    gradients = {}
+    for a, g in uses:
+        if isinstance(module, nn.GroupNorm):
+            normal, shape = F.group_norm(a, module.num_groups, eps=module.eps), (len(a), a.shape[1], -1)
+            terms = {"weight": (normal * g).reshape(shape).sum(2), "bias": g.reshape(shape).sum(2)}
+        else:
+            normal, shape = F.layer_norm(a, module.normalized_shape, eps=module.eps), (len(a), -1, *module.weight.shape)
+            terms = {"weight": (normal * g).reshape(shape).sum(1), "bias": g.reshape(shape).sum(1)}
+        for name in own_parameters(module):
+            gradients[name] = gradients[name] + terms[name] if name in gradients else terms[name]
+    return Explicit(gradients)
+
+
+def _explicit_any(module, uses):
+    """Any layer: the vector-Jacobian product of the layer for each example, by torch.func."""
+    parameters = {name: p.detach() for name, p in own_parameters(module).items()}
+
+    def one(a, g):
+        def layer(parameters):
+            return torch.func.functional_call(module, parameters, (a.unsqueeze(0),))
+        return torch.func.vjp(layer, parameters)[1](g.unsqueeze(0))[0]
+
+    gradients = {}
+    for a, g in uses:
+        try:
+            terms = torch.func.vmap(one)(a, g)
+        except RuntimeError as error:
+            raise Unfit(f"a layer {type(module).__name__} cannot be differentiated by itself: {error}") from error
+        for name, term in terms.items():
+            gradients[name] = gradients[name] + term if name in gradients else term
+    return Explicit(gradients)
+
+
+def layer_gradient(module, uses, method, budget):
+    """The gradient of `module` from its uses [(inputs, output gradients)], in the cheapest form.
+
+    `method` "ghost" keeps no gradient of a linear layer, convolution or embedding; "mixed" keeps it where
+    that saves arithmetic and needs at most `budget` numbers.
+    """
+    if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
+        return GhostEmbedding(module, uses)
+    if type(module) in (nn.Linear, nn.Conv2d):
+        too_large = module.weight.numel() * len(uses[0][0]) > budget
+        if method == "ghost" or too_large or _gram_is_cheaper(module, _positions(module, uses)):
+            return Ghost(module, uses)
+        return _explicit_matrices(module, uses)
+    if type(module) in (nn.GroupNorm, nn.LayerNorm):
+        return _explicit_norm_layer(module, uses)
+    return _explicit_any(module, uses)

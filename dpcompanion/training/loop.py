@@ -1,0 +1,279 @@
+r"""DP-SGD by a plan: draw, clip, add noise, divide by a public constant, step.
+
+    for t in 1..T:
+        B    <- Poisson draw                          (may be empty)
+        g    <- sum of the clipped gradients of B     (in physical batches of one draw)
+        grad <- (g + N(0, s^2)) / expected batch size
+        optimizer.step()
+
+(Abadi et al. 2016, algorithm 1, with the expected batch size for the realised one.)
+Everything random comes from one seed by way of streams (`dpcompanion.training.noise`), so callbacks may
+evaluate, draw and print as they like: they change nothing.  With a checkpoint a run
+that was cut off goes on where it stopped and ends bit for bit where it would have ended.
+
+The history holds training losses and batch sizes.  They are not private: the
+guarantee covers the model's weights, not what is logged beside them.
+
+>>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
+>>> model = torch.nn.Linear(2, 2)
+>>> data = torch.randn(100, 2), torch.arange(100) % 2
+>>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+>>> history = train(model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+>>> len(history.batch_sizes), len(history.epochs)
+(20, 2)
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import threading
+import warnings
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion._progress import bar
+from dpcompanion.training import clipping, noise
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass
+class History:
+    """What a run leaves besides the model.
+
+    Attributes:
+        losses: mean loss of each step's examples, (steps,) float64; nan for an empty batch or a step still to come.
+        batch_sizes: number of examples in each step, (steps,) int64.
+        dropped: how many per-example gradients were not finite and so contributed nothing.
+        epochs: one dict an epoch: epoch, step, loss, epsilon if asked for, and what `on_epoch` returned.
+    """
+
+    losses: torch.Tensor
+    batch_sizes: torch.Tensor
+    dropped: int = 0
+    epochs: list = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class Run:
+    """The state that callbacks see: the plan, the model, the optimizer, the step just done (counted from 1), the history,
+    and the indices and gradient norms (before clipping) of that step's examples."""
+
+    plan: object
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    history: History
+    step: int = 0
+    indices: torch.Tensor | None = None
+    norms: torch.Tensor | None = None
+
+
+def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto", physical_batch_size=512,
+          accountant=None, on_step=None, on_epoch=None, checkpoint=None, checkpoint_every=None, stateful=None,
+          generator_device="cpu", progress=None):
+    """Train `model` in place by DP-SGD as `plan` says.
+
+    Args:
+        model: a module that treats examples one by one (no batch norm).
+        loss: (outputs, targets) -> (n,), such as `cross_entropy`.
+        data: (x, y), tensors of plan.n examples each.
+        plan: a `DPSGDPlan`.
+        optimizer: any torch.optim optimizer of the model's parameters; it sees the noisy mean gradient.
+        seed: whole number; sampling, noise and the model's own draws come from it.
+        device: where to train; the model's own by default. Model and data are moved there.
+        method: how to clip, see `dpcompanion.training.clipping`.
+        physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another.
+        accountant: "pld" or "rdp": note epsilon after every epoch.
+        on_step, on_epoch: functions of a `Run`; what on_epoch returns, a dict or None, goes into the history.
+        checkpoint: a file. If it exists the run goes on from there; it is written every `checkpoint_every` steps (an
+            epoch by default), at the end, and on Ctrl-C, which waits for the step to end (a second one does not).
+        stateful: {name: object} of more to save and restore, by state_dict and load_state_dict: a scheduler, an accountant.
+        generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
+        progress: show a bar; by default on a terminal only.
+
+    Returns:
+        History.
+
+    Raises:
+        ValueError: for a plan that does not fit the data, a model that mixes examples, an optimizer of other
+            parameters, or a checkpoint of another run.
+    """
+    loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, stateful, generator_device)
+    every = plan.steps_per_epoch if checkpoint_every is None else _checks.whole_number(
+        "checkpoint_every", checkpoint_every, 1)
+    if accountant is not None:
+        _checks.one_of("accountant", accountant, ("pld", "rdp"))
+    if checkpoint is not None and os.path.exists(checkpoint):
+        loop.load(checkpoint)
+    run = loop.run
+    with bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance, _deferred_interrupt() as interrupted:
+        while run.step < plan.steps:
+            loop.step()
+            with loop.modes_kept():
+                if on_step is not None:
+                    on_step(run)
+                if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps:
+                    loop.end_epoch(accountant, on_epoch)
+            advance()
+            stop = interrupted()
+            if checkpoint is not None and (run.step % every == 0 or run.step == plan.steps or stop):
+                loop.save(checkpoint)
+            if stop:
+                raise KeyboardInterrupt
+    loop.count_dropped()
+    return run.history
+
+
+class _Loop:
+    def __init__(self, model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, stateful,
+                 generator_device):
+        x, y = data
+        if len(x) != plan.n or len(y) != plan.n:
+            raise ValueError(f"data must hold plan.n = {plan.n} examples, got {len(x)} inputs and {len(y)} targets")
+        _checks.one_of("method", method, clipping.METHODS)
+        clipping.check_model(model)
+        own = set(model.parameters())
+        if any(p not in own for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError("optimizer must hold parameters of the model only, got others")
+        self.physical_batch_size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
+        self.seed = _checks.whole_number("seed", seed, 0)
+        self.device = torch.device(device) if device is not None else next(model.parameters()).device
+        model.to(self.device)
+        self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
+        self.stateful = dict(stateful or {})
+        self.generators = noise.generators(seed, generator_device)
+        self.sampler = plan.sampler(self.generators["sampling"])
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.numbers = sum(p.numel() for p in self.parameters.values())
+        self.dtype = next(iter(self.parameters.values())).dtype
+        self.modes = {module: module.training for module in model.modules()}
+        self.method = method if method != "auto" else clipping.resolve_method(model, loss, self.x[:2], self.y[:2])
+        self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
+        losses = torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device)
+        history = History(losses, torch.zeros(plan.steps, dtype=torch.int64))
+        self.run = Run(plan, model, optimizer, history)
+
+    def step(self):
+        run, plan = self.run, self.run.plan
+        indices = self.sampler.draw().cpu()
+        limits = plan.clip_norms(indices)
+        run.indices = indices.to(self.device)
+        versions = [(name, b, b._version) for name, b in run.model.named_buffers()]
+        with self._own_randomness():
+            total = clipping.clipped_sum(run.model, self.loss, self.x[run.indices], self.y[run.indices], limits,
+                                         method=self.method, chunk=self.physical_batch_size)
+        for name, buffer, version in versions:
+            if buffer._version != version:
+                raise ValueError(f"model must keep no statistics of its examples, but training changes buffer {name!r}")
+        draw = plan.noise((self.numbers,), self.generators["noise"], dtype=self.dtype, device=self.device)
+        pieces = draw.split([p.numel() for p in self.parameters.values()])
+        for (name, p), piece in zip(self.parameters.items(), pieces):
+            p.grad = (total.gradients[name] + piece.view_as(p)) / plan.expected_batch_size
+        run.optimizer.step()
+        run.norms = total.norms
+        self.dropped += total.norms.isinf().sum()
+        run.history.batch_sizes[run.step] = len(indices)
+        if len(indices):
+            run.history.losses[run.step] = total.losses.mean()
+        run.step += 1
+
+    @contextlib.contextmanager
+    def _own_randomness(self):
+        """What the model draws (dropout) depends on seed and step alone, and leaves no trace in the global generators."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(noise.derive_seed(self.seed, "forward", self.run.step))
+            yield
+
+    @contextlib.contextmanager
+    def modes_kept(self):
+        """A callback may switch the model to eval mode; training goes on in the modes it began with."""
+        yield
+        for module, mode in self.modes.items():
+            module.training = mode
+
+    def end_epoch(self, accountant, on_epoch):
+        run, plan = self.run, self.run.plan
+        self.count_dropped()
+        epoch = math.ceil(run.step / plan.steps_per_epoch)
+        losses = run.history.losses[(epoch - 1) * plan.steps_per_epoch:run.step]
+        entry = {"epoch": epoch, "step": run.step, "loss": losses.nanmean().item()}
+        if accountant is not None:
+            entry["epsilon"] = plan.epsilon(steps=run.step, accountant=accountant)
+        if on_epoch is not None:
+            entry |= on_epoch(run) or {}
+        run.history.epochs.append(entry)
+
+    def count_dropped(self):
+        count, history = int(self.dropped), self.run.history
+        if count and not history.dropped:
+            warnings.warn(f"{count} per-example gradients were not finite and contributed nothing", RuntimeWarning,
+                          stacklevel=3)
+        history.dropped = count
+
+    def _identity(self):
+        return {"format": _FORMAT, "plan": self.run.plan.config(), "seed": self.seed,
+                "x": [str(self.x.dtype), *self.x.shape], "y": [str(self.y.dtype), *self.y.shape]}
+
+    def save(self, path):
+        """Write everything to a new file beside `path`, then put it in place in one move."""
+        self.count_dropped()
+        run, history = self.run, self.run.history
+        content = {
+            "identity": self._identity(), "step": run.step, "model": run.model.state_dict(),
+            "optimizer": run.optimizer.state_dict(),
+            "generators": {name: g.get_state() for name, g in self.generators.items()},
+            "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
+            "history": {field.name: getattr(history, field.name) for field in dataclasses.fields(history)}}
+        partial = f"{os.fspath(path)}.{os.getpid()}.partial"
+        try:
+            with open(partial, "wb") as file:
+                torch.save(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        finally:
+            if os.path.exists(partial):
+                os.remove(partial)
+
+    def load(self, path):
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        identity = content.get("identity") if isinstance(content, dict) else None
+        if identity != self._identity():
+            raise ValueError(f"checkpoint must come from the same plan, seed and data, but {os.fspath(path)!r} holds "
+                             f"{identity}, and this run is {self._identity()}")
+        if set(content["stateful"]) != set(self.stateful):
+            raise ValueError(f"stateful must name {sorted(content['stateful'])} as the checkpoint does, "
+                             f"got {sorted(self.stateful)}")
+        run = self.run
+        run.model.load_state_dict(content["model"])
+        run.optimizer.load_state_dict(content["optimizer"])
+        for name, state in content["generators"].items():
+            self.generators[name].set_state(state)
+        for name, state in content["stateful"].items():
+            self.stateful[name].load_state_dict(state)
+        run.step, run.history = content["step"], History(**content["history"])
+        run.history.losses = run.history.losses.to(self.device)
+        self.dropped.fill_(run.history.dropped)
+
+
+@contextlib.contextmanager
+def _deferred_interrupt():
+    """Within, the first Ctrl-C only sets a flag (the value of the yielded function); the second one interrupts."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    before, seen = signal.getsignal(signal.SIGINT), []
+
+    def note(number, frame):
+        seen.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield lambda: bool(seen)
+    finally:
+        signal.signal(signal.SIGINT, before)

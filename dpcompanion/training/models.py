@@ -1,0 +1,157 @@
+"""The networks of the five papers' experiments.
+
+Each takes a `seed` and is initialised from a stream of its own: the same seed
+gives the same network whatever was drawn before, and building one draws
+nothing from PyTorch's global generator.  Inputs are (n, channels, height, width),
+outputs (n, classes) logits.  All treat examples one by one: group norm, no batch norm.
+
+    network        data            source                                      parameters
+    mnist_cnn      1 x 28 x 28     Tramer & Boneh 2021; Boenisch et al. 2023        26,010
+    cifar_cnn      3 x 32 x 32     Tramer & Boneh 2021; Boenisch et al. 2023       550,570
+    lenet5         1 x 32 x 32     LeCun et al. 1998; Thudi et al. 2024             61,706
+    resnet20       3 x 32 x 32     He et al. 2016; Yu et al. 2023                  268,346
+                                   with affine=True, groups=16: Thudi et al.       269,722
+    wrn16_4        3 x 32 x 32     De et al. 2022                                2,753,402
+
+>>> model = mnist_cnn(seed=0)
+>>> parameter_count(model)
+26010
+>>> model(torch.zeros(5, 1, 28, 28)).shape
+torch.Size([5, 10])
+"""
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpcompanion.training.noise import derive_seed
+
+
+def parameter_count(model):
+    """Number of trainable parameters."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def seeded(build):
+    """Give `build` a keyword `seed` that decides its random numbers; the global generator is left as it was."""
+    @functools.wraps(build)
+    def wrapped(*args, seed=0, **kwargs):
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive_seed(seed, "initialisation"))
+            return build(*args, **kwargs)
+    return wrapped
+
+
+@seeded
+def linear(features, classes):
+    """Logistic regression."""
+    return nn.Linear(features, classes)
+
+
+@seeded
+def mnist_cnn(classes=10):
+    """Two tanh convolutions, as in Tramer and Boneh's DP-SGD baseline for MNIST."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, stride=1),
+        nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, classes))
+
+
+@seeded
+def cifar_cnn(classes=10):
+    """Three blocks of two tanh convolutions, as in Tramer and Boneh's baseline for CIFAR-10."""
+    layers, before = [], 3
+    for width in (32, 64, 128):
+        for after in (width, width):
+            layers += [nn.Conv2d(before, after, 3, padding=1), nn.Tanh()]
+            before = after
+        layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, classes))
+
+
+@seeded
+def lenet5(classes=10):
+    """LeNet-5 with tanh and average pooling, on digits padded to 32 x 32."""
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 5), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2),
+        nn.Conv2d(16, 120, 5), nn.Tanh(), nn.Flatten(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, classes))
+
+
+class _BasicBlock(nn.Module):
+    def __init__(self, before, after, stride, norm):
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = norm(after)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.norm2 = norm(after)
+        self.stride, self.added = stride, after - before
+
+    def forward(self, x):
+        out = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        if self.stride > 1:
+            x = F.avg_pool2d(x, self.stride)
+        return F.relu(out + F.pad(x, (0, 0, 0, 0, 0, self.added)))
+
+
+@seeded
+def resnet20(classes=10, *, groups=4, affine=False, channels=3):
+    """ResNet-20 with group norm; shortcuts are average pooling with zero channels appended.
+
+    The defaults are Yu et al.'s, with convolutions from N(0, 2 / (k^2 out)); `groups=16, affine=True` is Thudi et al.'s.
+    """
+    def norm(width):
+        return nn.GroupNorm(groups, width, affine=affine)
+
+    layers, before = [nn.Conv2d(channels, 16, 3, padding=1, bias=False), norm(16), nn.ReLU()], 16
+    for width in (16, 32, 64):
+        for block in range(3):
+            layers.append(_BasicBlock(before, width, 2 if block == 0 and width > 16 else 1, norm))
+            before = width
+    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes))
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.normal_(module.weight, std=math.sqrt(2 / (module.kernel_size[0] ** 2 * module.out_channels)))
+    return model
+
+
+class StandardisedConv2d(nn.Conv2d):
+    """A convolution whose weight is standardised over each output channel, with a learned gain (Qiao et al. 2019)."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.gain = nn.Parameter(torch.ones(self.out_channels, 1, 1, 1))
+
+    def forward(self, x):
+        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, correction=0)
+        scale = self.gain * torch.rsqrt((variance * self.weight[0].numel()).clamp(min=1e-4))
+        return self._conv_forward(x, (self.weight - mean) * scale, self.bias)
+
+
+class _WideBlock(nn.Module):
+    def __init__(self, before, after, stride, groups):
+        super().__init__()
+        self.norm1 = nn.GroupNorm(groups, before)
+        self.conv1 = StandardisedConv2d(before, after, 3, stride=stride, padding=1)
+        self.norm2 = nn.GroupNorm(groups, after)
+        self.conv2 = StandardisedConv2d(after, after, 3, padding=1)
+        self.shortcut = StandardisedConv2d(before, after, 1, stride=stride) if before != after else None
+
+    def forward(self, x):
+        active = F.relu(self.norm1(x))
+        shortcut = x if self.shortcut is None else self.shortcut(active)
+        return shortcut + self.conv2(F.relu(self.norm2(self.conv1(active))))
+
+
+@seeded
+def wrn16_4(classes=10, *, groups=16, channels=3):
+    """Wide ResNet of depth 16 and width 4 with group norm and weight standardisation, as in De et al."""
+    layers, before = [StandardisedConv2d(channels, 16, 3, padding=1)], 16
+    for width in (64, 128, 256):
+        for block in range(2):
+            layers.append(_WideBlock(before, width, 2 if block == 0 and width > 64 else 1, groups))
+            before = width
+    return nn.Sequential(*layers, nn.GroupNorm(groups, before), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+                         nn.Linear(before, classes))

@@ -1,0 +1,55 @@
+"""Gaussian noise and the seeds of a run.
+
+One seed gives a run three independent streams: `sampling` (who is in a step),
+`noise`, and `forward` (what the model itself draws, such as dropout, seeded
+anew for every step).  Initialisation has a stream of its own, see
+`dpcompanion.training.models`.  By default the draws are made on the CPU, so that
+a run on a GPU takes the same batches and the same noise.
+
+What this does not protect against.  Seeds: whoever knows the seed can
+subtract the noise, and PyTorch's CPU generator uses only 32 bits of it, few
+enough to try them all; the streams are not cryptographic.  A fixed seed is for
+research; keep the seed of a model that you release secret, and know these 32
+bits.  Floating point: the sum of a gradient and a float Gaussian is not exactly
+Gaussian, and its last bits can tell neighbouring data sets apart (Mironov 2012).
+The accounts of this library hold for real numbers.
+
+>>> streams = generators(seed=7)
+>>> gaussian_noise((2,), 3.0, streams["noise"]).shape
+torch.Size([2])
+"""
+
+import hashlib
+
+import torch
+
+from dpcompanion import _checks
+
+STREAMS = ("sampling", "noise")
+
+
+def derive_seed(seed, *names):
+    """A seed for the stream called `names`, by hashing: streams of one seed are independent.
+
+    The seed of stream s is the first 63 bits of sha256("seed/s").
+
+    >>> derive_seed(0, "noise") == derive_seed(0, "noise") != derive_seed(1, "noise")
+    True
+    """
+    text = "/".join(map(str, (_checks.whole_number("seed", seed, 0), *names)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def generators(seed, device="cpu"):
+    """The generators `sampling` and `noise` of a run, on `device`."""
+    return {name: torch.Generator(device=device).manual_seed(derive_seed(seed, name)) for name in STREAMS}
+
+
+def gaussian_noise(shape, std, generator, *, dtype=torch.float64, device="cpu"):
+    """Independent N(0, std^2) entries, drawn in float64 on the generator's device, then rounded and moved.
+
+    A float64 draw reaches further into the tails than a float32 one, and models of both types get the same noise.
+    """
+    _checks.in_interval("std", std, 0, float("inf"), closed="left")
+    noise = torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device)
+    return noise.mul_(std).to(dtype=dtype, device=device)

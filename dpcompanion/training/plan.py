@@ -1,0 +1,181 @@
+r"""One description of a DP-SGD run, from which everything else is made.
+
+A step of DP-SGD (Abadi et al. 2016; for each example its own rate and norm,
+Boenisch et al. 2023) takes example $i$ with probability $q_i$, clips its
+gradient $g_i$ to length $C_i$ and moves along
+
+$$ \frac{1}{\sum_i q_i}\Big(\sum_{i \in B} g_i \min(1, C_i/\lVert g_i\rVert)
+   + \mathcal N(0, s^2 I)\Big), \qquad s = \sigma \cdot \operatorname{mean}_i C_i. $$
+
+Sampler, clip norms, noise and account all come from the plan, so they cannot
+disagree.  The normaliser $\sum_i q_i$ is the expected batch size: a public
+constant, where the realised size would depend on the data.
+
+>>> plan = DPSGDPlan(n=60_000, sample_rate=512 / 60_000, steps=9375, max_grad_norm=1.0,
+...                  noise_multiplier=3.42529, delta=1e-5)
+>>> plan.expected_batch_size
+512.0
+>>> round(plan.epsilon(accountant="rdp"), 4)
+1.0036
+
+With a clip norm for each example the noise stays one number, and the example
+with the smaller norm is hidden better:
+
+>>> plan = DPSGDPlan(n=4, sample_rate=0.1, steps=100, max_grad_norm=[0.5, 0.5, 1.5, 1.5],
+...                  noise_multiplier=2.0, delta=1e-5)
+>>> plan.noise_std, plan.effective_noise_multiplier.tolist()
+(2.0, [4.0, 4.0, 1.3333333333333333, 1.3333333333333333])
+>>> epsilons = plan.epsilon()
+>>> bool(epsilons[0] < epsilons[2])
+True
+"""
+
+import dataclasses
+import hashlib
+import math
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion.training.noise import gaussian_noise
+from dpcompanion.training.sampling import PoissonSampler
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class DPSGDPlan:
+    """What a run of DP-SGD does, and so what it costs.
+
+    Args:
+        n: number of examples.
+        sample_rate: probability that an example enters a step; a number or one for each example, (n,), in (0, 1].
+        steps: number of steps.
+        max_grad_norm: length to which a gradient is clipped; a number or one for each example, (n,), above 0.
+        noise_multiplier: standard deviation of the noise on the sum of clipped gradients, in units of the mean
+            clip norm. 0 means no noise and no privacy.
+        delta: the delta at which `epsilon` is reported.
+
+    Raises:
+        ValueError: naming the argument, if one is out of its range or an array is not of length n.
+    """
+
+    n: int
+    sample_rate: float | torch.Tensor
+    steps: int
+    max_grad_norm: float | torch.Tensor
+    noise_multiplier: float
+    delta: float
+
+    def __post_init__(self):
+        def fix(name, value):
+            object.__setattr__(self, name, value)
+
+        fix("n", _checks.whole_number("n", self.n, 1))
+        fix("steps", _checks.whole_number("steps", self.steps, 0))
+        for name, high in (("sample_rate", 1.0), ("max_grad_norm", math.inf)):
+            value = getattr(self, name)
+            _checks.in_interval(name, value, 0, high, closed="right" if high == 1 else "neither")
+            value = torch.as_tensor(value, dtype=torch.float64, device="cpu").clone()
+            if value.shape not in ((), (self.n,)):
+                raise ValueError(f"{name} must be a number or have shape ({self.n},), got shape {tuple(value.shape)}")
+            fix(name, value if value.ndim else value.item())
+        for name, high, closed in (("noise_multiplier", math.inf, "left"), ("delta", 1, "neither")):
+            if not _checks.is_number(getattr(self, name)):
+                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
+            fix(name, float(_checks.in_interval(name, getattr(self, name), 0, high, closed=closed)))
+
+    @classmethod
+    def for_epsilon(cls, target_epsilon, *, n, sample_rate, steps, max_grad_norm, delta, accountant="pld"):
+        """The plan with the least noise whose epsilon does not exceed `target_epsilon`, for one rate for all.
+
+        >>> plan = DPSGDPlan.for_epsilon(2.0, n=1000, sample_rate=0.05, steps=200, max_grad_norm=1.0, delta=1e-5)
+        >>> 1.99 < plan.epsilon() <= 2.0
+        True
+        """
+        from dpcompanion import accounting
+
+        if not (_checks.is_number(sample_rate) and _checks.is_number(max_grad_norm)):
+            raise ValueError("sample_rate and max_grad_norm must be numbers, one for all examples, got "
+                             f"{sample_rate!r} and {max_grad_norm!r}")
+        noise_multiplier = accounting.find_noise_multiplier(
+            target_epsilon=target_epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps,
+            accountant=accountant)
+        return cls(n=n, sample_rate=sample_rate, steps=steps, max_grad_norm=max_grad_norm,
+                   noise_multiplier=noise_multiplier, delta=delta)
+
+    @property
+    def expected_batch_size(self):
+        """Sum of the rates: the public constant by which the noisy sum is divided."""
+        return self.n * self.sample_rate if isinstance(self.sample_rate, float) else self.sample_rate.sum().item()
+
+    @property
+    def steps_per_epoch(self):
+        """Steps in which an example is seen once on average, as a whole number."""
+        return max(1, round(self.n / self.expected_batch_size))
+
+    @property
+    def noise_std(self):
+        """Standard deviation, in each coordinate, of the noise on the sum: `noise_multiplier` times the mean clip norm."""
+        norm = self.max_grad_norm
+        return self.noise_multiplier * (norm if isinstance(norm, float) else norm.mean().item())
+
+    @property
+    def effective_noise_multiplier(self):
+        """Noise over clip norm, what the account of an example depends on: a float, or (n,) for a norm for each."""
+        if isinstance(self.max_grad_norm, float):
+            return self.noise_multiplier
+        return self.noise_std / self.max_grad_norm
+
+    @property
+    def individual(self):
+        """True if examples differ in rate or norm, and so in epsilon."""
+        return not (isinstance(self.sample_rate, float) and isinstance(self.max_grad_norm, float))
+
+    def sampler(self, generator):
+        """The Poisson sampler of this plan, drawing from `generator`."""
+        return PoissonSampler(self.n, self.sample_rate, generator)
+
+    def clip_norms(self, indices):
+        """The clip norms of the examples at `indices`, (len(indices),) float64."""
+        if isinstance(self.max_grad_norm, float):
+            return torch.full((len(indices),), self.max_grad_norm, dtype=torch.float64)
+        return self.max_grad_norm[indices]
+
+    def noise(self, shape, generator, *, dtype=torch.float64, device="cpu"):
+        """Noise for a sum of clipped gradients, N(0, noise_std^2), drawn from `generator`."""
+        return gaussian_noise(shape, self.noise_std, generator, dtype=dtype, device=device)
+
+    def epsilon(self, delta=None, *, steps=None, accountant="pld"):
+        """Epsilon after `steps` steps (all of the plan's by default), under add/remove with Poisson sampling.
+
+        A float, or an (n,) float64 tensor where examples differ (individualised DP, Boenisch et al. 2023),
+        computed once for each distinct pair of rate and norm. Inf without noise, 0 without a step.
+
+        Raises:
+            ValueError: if `steps` exceeds the plan's, `delta` is outside (0, 1) or `accountant` is unknown.
+        """
+        from dpcompanion.accounting import compute_epsilon
+
+        steps = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
+        delta = _checks.in_interval("delta", self.delta if delta is None else delta, 0, 1, closed="neither")
+        _checks.one_of("accountant", accountant, ("pld", "rdp"))
+        rates = torch.as_tensor(self.sample_rate, dtype=torch.float64)
+        multipliers = torch.as_tensor(self.effective_noise_multiplier, dtype=torch.float64)
+        pairs = torch.stack(torch.broadcast_tensors(rates, multipliers), dim=-1).reshape(-1, 2)
+        distinct, which = torch.unique(pairs, dim=0, return_inverse=True)
+        values = torch.tensor([
+            0.0 if steps == 0 else math.inf if noise == 0 else
+            float(compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta,
+                                  accountant=accountant))
+            for rate, noise in distinct.tolist()], dtype=torch.float64)
+        return values[which] if self.individual else values.item()
+
+    def config(self):
+        """The plan as plain JSON values; arrays as their length, mean and sha256. Equal plans give equal configs."""
+        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def _plain(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    digest = hashlib.sha256(value.numpy().tobytes()).hexdigest()
+    return {"length": len(value), "mean": value.mean().item(), "sha256": digest}

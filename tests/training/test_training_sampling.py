@@ -1,0 +1,85 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from dpcompanion.training import PoissonSampler, derive_seed, gaussian_noise, generators
+
+FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right sampler would have failed
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_inclusion_counts_match_the_rates_of_each_example():
+    rates = torch.linspace(0.02, 0.9, 200, dtype=torch.float64)
+    counts = PoissonSampler(200, rates, generator()).masks(4000).sum(0)
+    chi_square = ((counts - 4000 * rates) ** 2 / (4000 * rates * (1 - rates))).sum().item()
+    assert FALSE_ALARM / 2 < stats.chi2.sf(chi_square, df=200) < 1 - FALSE_ALARM / 2
+
+
+def test_examples_and_steps_are_independent_so_that_batch_sizes_are_binomial():
+    sizes = PoissonSampler(50, 0.1, generator()).masks(5000).sum(1)
+    expected = stats.binom.pmf(range(15), 50, 0.1) * 5000
+    observed = torch.bincount(sizes, minlength=15)[:15].double().numpy()
+    chi_square = ((observed - expected) ** 2 / expected).sum()
+    assert FALSE_ALARM / 2 < stats.chi2.sf(chi_square, df=14) < 1 - FALSE_ALARM / 2
+    centred = sizes.double() - 5
+    correlation = (centred[1:] * centred[:-1]).mean() / centred.square().mean()
+    assert abs(correlation) * 5000**0.5 < stats.norm.isf(FALSE_ALARM / 2)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 300), st.floats(1e-6, 1), st.integers(0, 2**32))
+def test_no_example_is_twice_in_a_draw(n, rate, seed):
+    indices = PoissonSampler(n, rate, generator(seed)).draw()
+    assert len(indices.unique()) == len(indices)
+    assert ((0 <= indices) & (indices < n)).all()
+
+
+def test_a_rate_of_one_takes_everyone_and_a_tiny_rate_gives_empty_draws():
+    assert PoissonSampler(7, 1.0, generator()).draw().tolist() == list(range(7))
+    empty = PoissonSampler(7, 1e-9, generator()).draw()
+    assert empty.shape == (0,) and empty.dtype == torch.int64
+
+
+def test_draws_and_masks_are_the_same_stream():
+    masks = PoissonSampler(20, 0.3, generator()).masks(4)
+    one_by_one = PoissonSampler(20, 0.3, generator())
+    for mask in masks:
+        assert one_by_one.draw().tolist() == mask.nonzero().squeeze(1).tolist()
+
+
+@pytest.mark.parametrize("n, rate, name", [(0, 0.5, "n"), (5, 0.0, "sample_rate"), (5, [0.5] * 4, "sample_rate")])
+def test_a_bad_sampler_is_refused(n, rate, name):
+    with pytest.raises(ValueError, match=name):
+        PoissonSampler(n, rate, generator())
+
+
+def test_noise_has_the_promised_distribution():
+    draw = gaussian_noise((100_000,), 2.5, generator(1))
+    assert stats.kstest(draw.numpy() / 2.5, "norm").pvalue > FALSE_ALARM
+    low, high = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], 100_000)
+    assert low < (draw / 2.5).square().sum() < high
+
+
+def test_noise_is_the_same_in_both_precisions_but_for_rounding():
+    one, other = (gaussian_noise((100,), 1.0, generator(), dtype=dtype) for dtype in (torch.float32, torch.float64))
+    assert one.dtype == torch.float32
+    torch.testing.assert_close(one, other.float(), rtol=0, atol=0)
+
+
+def test_a_negative_standard_deviation_is_refused():
+    with pytest.raises(ValueError, match="std"):
+        gaussian_noise((3,), -1.0, generator())
+
+
+def test_streams_of_one_seed_differ_and_repeat():
+    assert len({derive_seed(seed, name) for seed in range(50) for name in ("sampling", "noise", "forward")}) == 150
+    first, again = generators(3), generators(3)
+    assert torch.rand(5, generator=first["noise"]).tolist() == torch.rand(5, generator=again["noise"]).tolist()
+    assert torch.rand(5, generator=first["sampling"]).tolist() != torch.rand(5, generator=generators(3)["noise"]).tolist()
+    with pytest.raises(ValueError, match="seed"):
+        derive_seed(-1, "noise")
