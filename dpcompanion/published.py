@@ -1,0 +1,239 @@
+"""What the five papers print: every table, figure and theorem that the book holds itself against.
+
+The numbers lie in `papers/*.toml`, one file a paper, as strings, digit for
+digit.  Here they become `Printed` numbers: floats that know how they were
+printed, and so how precise the print is.
+
+>>> exhibit("idp-sgd/table-5").title
+'Hyperparameters of DP-SGD'
+>>> sigma = exhibit("idp-sgd/table-5")["mnist.sigma"]
+>>> sigma, sigma.rounding
+(Printed('3.42529'), 5e-06)
+>>> exhibit("idp-sgd/table-2")["mnist.A.sample"].sd
+0.09
+
+`verdict` is the one place where ours is held against theirs.
+
+>>> verdict(3.4247, sigma)
+'close'
+>>> verdict(3.42529, sigma)
+'matches'
+"""
+
+import dataclasses
+import functools
+import importlib.resources
+import math
+import re
+import tomllib
+import types
+
+from dpcompanion import _checks
+
+PAPERS = ("intrinsic-privacy", "per-instance-accounting", "individual-accounting", "idp-sgd", "gradients-look-alike")
+KINDS = ("table", "figure", "theorem", "algorithm", "text")
+
+# The words for an outcome, and what each promises.
+VERDICTS = {
+    "matches": "|ours - paper| is at most 2 sqrt(sd_ours^2 + sd_paper^2) plus the rounding of the print",
+    "close": "within 10%, or within 1 point of accuracy",
+    "differs": "further away than that",
+    "holds": "a qualitative finding, by a criterion written down before the run",
+    "fails": "a qualitative finding that the same criterion did not confirm",
+    "not run": "with what it would need",
+    "wrong in the paper": "with the proof",
+}
+
+_PRINTED = re.compile(r"""
+    \s*(?P<sign>[+-]?)(?P<whole>\d+)(?:\.(?P<fraction>\d*))?
+    (?:[eE](?P<exponent>[+-]?\d+))?
+    (?:\s*±\s*(?P<sd>\d+(?:\.\d+)?) | \((?P<last>\d+)\))?\s*""", re.VERBOSE)
+
+
+class Printed(float):
+    """A number as a paper prints it: its value, and `text`, `sd` and `rounding`.
+
+    `sd` is the printed standard deviation ("96.75±0.15", or "0.927(2)" for 0.002), 0 where none is printed, and
+    `rounding` half a unit in the last printed place.  Raises ValueError for anything else.
+
+    >>> accuracy = Printed("0.927(2)")
+    >>> accuracy + 0, accuracy.sd, accuracy.rounding
+    (0.927, 0.002, 0.0005)
+    >>> Printed("9.62e-5").rounding
+    5e-08
+    """
+
+    def __new__(cls, text):
+        match = _PRINTED.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            raise ValueError(f"text must be a printed number such as '3.42', '96.75±0.15', '0.927(2)', got {text!r}")
+        value, _, _ = re.split(r"±|\(", text.strip() + "±±", maxsplit=2)
+        self = super().__new__(cls, value)
+        places = len(match["fraction"] or "") - int(match["exponent"] or 0)
+        self.text = text.strip()
+        self.rounding = float(f"0.5e{-places}")
+        self.sd = float(match["sd"] or f"{match['last'] or 0}e{-places}")
+        return self
+
+    def __repr__(self):
+        return f"Printed({self.text!r})"
+
+    def __str__(self):
+        return self.text
+
+    __format__ = float.__format__
+
+    def __reduce__(self):
+        return Printed, (self.text,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Paper:
+    """A paper: its slug, title, authors, venue, the question that it asks, and the setup that its exhibits share."""
+
+    slug: str
+    title: str
+    short: str
+    authors: str
+    venue: str
+    question: str
+    setup: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exhibit:
+    """A table, figure, theorem, algorithm or passage of a paper.
+
+    `numbers` holds what it prints, nested as in the paper; `exhibit["mnist.A.sample"]` is one of them, a `Printed`, a
+    tuple of them, or text where the paper prints no plain number.  `shows` is the finding in words, `caution` what is
+    wrong or loose in it, `data` the data sets that it needs and `scale` what its own scale needs: "cpu" or "gpu".
+    """
+
+    paper: str
+    id: str
+    kind: str
+    title: str
+    place: str
+    setup: str = ""
+    unit: str = ""
+    shows: str = ""
+    caution: str = ""
+    data: tuple = ()
+    scale: str = "gpu"
+    numbers: types.MappingProxyType = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
+
+    @property
+    def name(self):
+        """The name that experiments, records and chapters use, such as "idp-sgd/table-5"."""
+        return f"{self.paper}/{self.id}"
+
+    def flat(self):
+        """All numbers under their dotted names, in the paper's order.
+
+        >>> exhibit("intrinsic-privacy/table-2").flat()["adult.learning_rate"]
+        Printed('0.5')
+        """
+        return dict(_flatten(self.numbers))
+
+    def __getitem__(self, key):
+        flat = self.flat()
+        if key not in flat:
+            raise ValueError(f"key must be one of {', '.join(flat) or '(no numbers)'}, got {key!r}")
+        return flat[key]
+
+
+def _flatten(numbers, prefix=""):
+    for key, value in numbers.items():
+        if isinstance(value, types.MappingProxyType):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _number(leaf):
+    if isinstance(leaf, dict):
+        return types.MappingProxyType({key: _number(value) for key, value in leaf.items()})
+    if isinstance(leaf, list):
+        return tuple(map(_number, leaf))
+    return Printed(leaf) if _PRINTED.fullmatch(leaf) else leaf
+
+
+@functools.cache
+def _read(slug):
+    file = importlib.resources.files("dpcompanion") / "papers" / f"{slug}.toml"
+    content = tomllib.loads(file.read_text(encoding="utf-8"))
+    found = content.pop("exhibit")
+    exhibits = {}
+    for fields in found:
+        fields["data"] = tuple(fields.get("data", ()))
+        fields["numbers"] = _number(fields.get("numbers", {}))
+        exhibits[fields["id"]] = Exhibit(paper=slug, **fields)
+    return Paper(slug=slug, **content), exhibits
+
+
+def papers():
+    """The five papers, oldest idea first.
+
+    >>> [paper.short for paper in papers()][-2:]
+    ['Boenisch et al. 2023', 'Thudi et al. 2024']
+    """
+    return [_read(slug)[0] for slug in PAPERS]
+
+
+def paper(slug):
+    """One paper by its slug."""
+    return _read(_checks.one_of("slug", slug, PAPERS))[0]
+
+
+def exhibits(paper=None):
+    """All exhibits, or those of one paper, in the paper's order.
+
+    >>> len(exhibits()) == sum(len(exhibits(paper=slug)) for slug in PAPERS)
+    True
+    """
+    slugs = PAPERS if paper is None else (_checks.one_of("paper", paper, PAPERS),)
+    return [found for slug in slugs for found in _read(slug)[1].values()]
+
+
+def exhibit(name):
+    """One exhibit by its name, "paper/id"; a ValueError for an unknown one lists that paper's exhibits."""
+    slug, _, id = str(name).partition("/")
+    _checks.one_of("paper", slug, PAPERS)
+    known = _read(slug)[1]
+    if id not in known:
+        raise ValueError(f"name must be one of {', '.join(f'{slug}/{key}' for key in known)}, got {name!r}")
+    return known[id]
+
+
+def verdict(ours, published, *, sd_ours=0.0, sd_published=None, rounding=None, points=False):
+    """ "matches", "close" or "differs", by the rule in `VERDICTS`.
+
+    Args:
+        ours: our number; NaN differs from everything.
+        published: a number, a `Printed` one or its text; the standard deviation and the rounding of the print are
+            read off a `Printed` one unless they are given.
+        sd_ours, sd_published: standard deviations of the two.
+        rounding: half a unit in the last printed place.
+        points: the numbers are percentages of accuracy, and close means within 1 point.
+
+    >>> verdict(97.6, "97.81±0.09", sd_ours=0.1, points=True)
+    'matches'
+    >>> verdict(96.9, "97.81±0.09", sd_ours=0.1, points=True)
+    'close'
+    >>> verdict(2.9, "3.42529")
+    'differs'
+    """
+    published = Printed(published) if isinstance(published, str) else published
+    if sd_published is None:
+        sd_published = getattr(published, "sd", 0.0)
+    if rounding is None:
+        rounding = getattr(published, "rounding", 0.0)
+    for name, value in (("sd_ours", sd_ours), ("sd_published", sd_published), ("rounding", rounding)):
+        _checks.in_interval(name, value, 0, math.inf, closed="left")
+    ours, paper = float(ours), float(published)
+    distance = 0.0 if ours == paper else abs(ours - paper)
+    # A number that rounds to exactly half a unit must not depend on the last bit of the subtraction.
+    slack = 1e-12 * max(1.0, abs(paper)) if rounding else 0.0
+    if distance <= 2 * math.hypot(sd_ours, sd_published) + rounding + slack:
+        return "matches"
+    return "close" if distance <= (1.0 if points else 0.1 * abs(paper)) else "differs"
