@@ -38,12 +38,12 @@ $(INSTALLED): constraints.txt pyproject.toml
 book: $(INSTALLED)
 	@$(PY) tools/notebooks.py execute
 	@rm -rf _build/html _build/.doctrees
-	@$(JUPYTER_BOOK)
+	@$(JUPYTER_BOOK) >/dev/null
 	@echo "the book: file://$(CURDIR)/_build/html/index.html"
 
 site: $(INSTALLED)
 	@rm -rf _build/html _build/.doctrees
-	@$(JUPYTER_BOOK) -W -n --keep-going
+	@$(JUPYTER_BOOK) -W -n --keep-going >/dev/null
 	@echo "the book, from the committed outputs: file://$(CURDIR)/_build/html/index.html"
 
 test: $(INSTALLED)
