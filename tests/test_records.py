@@ -1,0 +1,191 @@
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dpcompanion import records
+from dpcompanion.records import MeanSD, mean_and_sd
+
+NAME = "idp-sgd/table-5"
+
+
+def record(values=None, **kwargs):
+    return records.make(NAME, "paper", values or {"mnist.sigma": 3.4247}, config={"delta": 1e-5, "seeds": [1, 2]},
+                        **kwargs)
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path):
+    values = {"nan": math.nan, "inf": math.inf, "low": -math.inf, "zero": -0.0, "tiny": 5e-324, "third": 1 / 3,
+              "text": "ä <b>", "list": [1, 2.5, None, True], "seeds": MeanSD(96.75, math.nan, 1), "nest": {"a": {}}}
+    arrays = {"norms": np.arange(6, dtype=np.float32).reshape(2, 3), "nan": np.array([np.nan, np.inf])}
+    made = record(values, arrays=arrays, code_hash="abc", wall_time=1.5, command="dpcompanion run",
+                  data=[{"name": "mnist", "sha256": "0"}])
+    path = records.write(made, tmp_path)
+    assert path == tmp_path / "idp-sgd" / "table-5.paper.json"
+    assert sorted(file.name for file in path.parent.iterdir()) == ["table-5.paper.json", "table-5.paper.npz"]
+    back = records.find(NAME, "paper", tmp_path)
+    for field in dataclasses.fields(made):
+        if field.name not in ("values", "arrays"):
+            assert getattr(back, field.name) == getattr(made, field.name), field.name
+    assert repr(back.values) == repr(made.values) and math.copysign(1, back.values["zero"]) == -1
+    for key, array in arrays.items():
+        np.testing.assert_array_equal(back.arrays[key], array)
+        assert back.arrays[key].dtype == array.dtype
+    assert back.seeds == [1, 2]
+    json.loads(path.read_text(), parse_constant=lambda constant: pytest.fail(f"{constant} is not standard JSON"))
+
+
+def test_a_record_says_what_it_was_made_with():
+    made = record()
+    assert {"python", "dpcompanion", "torch", "numpy", "scipy"} <= made.versions.keys()
+    assert made.device.startswith("cpu") and made.created.endswith("+00:00")
+    assert made.commit is None or len(made.commit.removesuffix("+changes")) == 40
+
+
+def test_values_of_numpy_and_torch_are_unpacked_and_others_refused():
+    made = record({"a": np.float64(1.5), "b": torch.tensor([1.0, 2.0], dtype=torch.float64), "c": np.int64(3),
+                   "d": (1, 2)})
+    assert made.values == {"a": 1.5, "b": [1.0, 2.0], "c": 3, "d": [1, 2]}
+    with pytest.raises(ValueError, match="a record holds numbers, strings, lists and dicts"):
+        record({"a": object()})
+    with pytest.raises(ValueError, match="keys of a record must be strings"):
+        record({"a": {1: 2}})
+
+
+@pytest.mark.parametrize("name, preset, message", [
+    ("idp-sgd/table-55", "paper", "name must be one of"), ("../x/table-5", "paper", "paper must be one of"),
+    (NAME, "../paper", "preset must consist of"), (NAME, None, "preset must consist of"),
+])
+def test_a_record_belongs_to_a_published_exhibit(name, preset, message):
+    with pytest.raises(ValueError, match=message):
+        records.make(name, preset, {}, config={})
+
+
+def test_a_record_is_stale_when_configuration_or_code_changed_but_not_for_other_seeds():
+    made = record(code_hash="abc")
+    assert not made.is_stale(config={"delta": 1e-5, "seeds": [7]}, code_hash="abc")
+    assert not made.is_stale()
+    assert made.is_stale(config={"delta": 1e-6}) and made.is_stale(code_hash="abd")
+    assert made.is_stale(config={"delta": 1e-5, "epochs": 3})
+
+
+def _first(x):
+    """Says one thing."""
+    return x + 1  # a comment
+
+
+def _second(x):
+    return x + 2
+
+
+def test_the_hash_of_code_sees_what_it_does_and_not_how_it_is_commented(monkeypatch):
+    plain = "def _first(x):\n\n    return x+1\n"
+    with_comments = records.code_hash(_first)
+    monkeypatch.setattr(records.inspect, "getsource", lambda function: plain)
+    assert records.code_hash(_first) == with_comments
+    monkeypatch.undo()
+    assert records.code_hash(_second) != with_comments
+    assert records.code_hash(_first, _second) != with_comments
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda text: text[:-20], "is damaged"), (lambda text: "[]", "is no record of schema"),
+    (lambda text: text.replace('"schema": 1', '"schema": 2'), "is no record of schema"),
+    (lambda text: text.replace('"device"', '"gadget"'), "device, gadget missing or unknown"),
+    (lambda text: text.replace('"seeds"', "Infinity"), "is damaged"),
+    (lambda text: text.replace('"command": ""', '"command": 3'), "command is a int"),
+])
+def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path, damage, message):
+    path = records.write(record(), tmp_path)
+    path.write_text(damage(path.read_text()))
+    with pytest.raises(ValueError, match=f"table-5.paper.json {message}|table-5.paper.json.*{message}"):
+        records.read(path)
+
+
+def test_arrays_that_are_altered_or_missing_are_refused_by_name(tmp_path):
+    path = records.write(record(arrays={"a": np.ones(3)}), tmp_path)
+    file = path.with_suffix(".npz")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.raises(ValueError, match="table-5.paper.npz holds other arrays"):
+        records.read(path)
+    file.unlink()
+    with pytest.raises(ValueError, match="table-5.paper.npz is missing"):
+        records.read(path)
+    with pytest.raises(ValueError, match="x holds objects"):
+        records.write(record(arrays={"x": np.array([{}])}), tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_record_and_no_litter(tmp_path, monkeypatch):
+    path = records.write(record({"a": 1}), tmp_path)
+
+    def fail(*_):
+        raise OSError("disk full")
+    monkeypatch.setattr(records.os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        records.write(record({"a": 2}), tmp_path)
+    assert records.read(path).values == {"a": 1} and list(path.parent.iterdir()) == [path]
+
+
+def test_a_new_record_without_arrays_removes_the_old_ones(tmp_path):
+    path = records.write(record(arrays={"a": np.ones(3)}), tmp_path)
+    records.write(record(), tmp_path)
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_no_record_is_none(tmp_path):
+    assert records.find(NAME, "paper", tmp_path) is None
+
+
+def test_records_live_in_the_checkout_or_in_the_current_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(records, "_repository", lambda: None)
+    assert records.results_folder() == tmp_path / "results" and records.commit() is None
+    monkeypatch.setattr(records, "_repository", lambda: tmp_path / "checkout")
+    assert records.results_folder() == tmp_path / "checkout" / "results"
+    assert records.results_folder("elsewhere").name == "elsewhere"
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
+    calls = []
+
+    def work(name, stop=None):
+        if name == stop:
+            raise KeyboardInterrupt
+        calls.append(name)
+        return {"accuracy": float(name[-1])}, {"norms": np.full(3, float(name[-1]))}
+    pieces = [f"seed-{seed}" for seed in range(4)]
+    with pytest.raises(KeyboardInterrupt):
+        records.resumable(lambda name: work(name, "seed-2"), pieces, folder=tmp_path, config={"lr": 1})
+    assert calls == ["seed-0", "seed-1"]
+    done = records.resumable(work, pieces, folder=tmp_path, config={"lr": 1})
+    assert calls == pieces and list(done) == pieces
+    assert done["seed-1"][0] == {"accuracy": 1.0} and done["seed-1"][1]["norms"].tolist() == [1, 1, 1]
+    records.resumable(work, pieces, folder=tmp_path, config={"lr": 2})
+    assert len(calls) == 8  # another configuration: everything anew
+    records.discard(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_a_piece_that_is_damaged_is_computed_again(tmp_path):
+    first = records.resumable(lambda name: 1.0, ["a"], folder=tmp_path, config={})
+    (tmp_path / "a.piece.json").write_text("{")
+    assert records.resumable(lambda name: 2.0, ["a"], folder=tmp_path, config={}) == {"a": 2.0} != first
+
+
+@pytest.mark.parametrize("pieces", [["a/b"], ["../a"], [""], [3], ["a", "a"]])
+def test_pieces_have_safe_and_different_names(tmp_path, pieces):
+    with pytest.raises(ValueError, match="pieces must"):
+        records.resumable(lambda name: 1, pieces, folder=tmp_path, config={})
+
+
+def test_the_mean_over_seeds_has_a_sample_deviation():
+    values = [96.7, 96.9, 96.8, 97.3]
+    result = mean_and_sd(values)
+    assert result == pytest.approx((np.mean(values), np.std(values, ddof=1), 4))
+    assert math.isnan(mean_and_sd([1.0]).sd) and math.isnan(mean_and_sd([1.0, math.nan]).mean)
+    with pytest.raises(ValueError, match="values must be one number or more"):
+        mean_and_sd([])
