@@ -1,0 +1,185 @@
+"""The table that every chapter uses: published, recorded and live numbers side by side, their deviation, the verdict.
+
+>>> compare("idp-sgd/table-5", live={"mnist.sigma": 3.4247, "svhn.sigma": 2.7460})
+                published     live    verdict
+mnist.sigma     3.42529    3.42470    close, -0.017%
+svhn.sigma      2.74658    2.74600    close, -0.021%
+
+A notebook shows the same as a Markdown table in which the three kinds of
+number carry the classes `published`, `recorded` and `live`, and verdicts
+the classes `matches`, `close`, ....  Rows hold few digits, those of the
+print, and nothing that changes between two runs of the same numbers.
+"""
+
+import dataclasses
+import math
+
+from dpcompanion import _checks, published
+from dpcompanion.records import MeanSD, Record
+
+KINDS = ("published", "recorded", "live")
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One number of the table; None where a kind is missing.  `ours` is held against the published one."""
+
+    label: str
+    published: object = None
+    recorded: object = None
+    live: object = None
+    verdict: str = ""
+    deviation: str = ""
+
+
+class Comparison:
+    """Rows and their rendering, see `compare`."""
+
+    def __init__(self, rows, stale=False):
+        self.rows = tuple(rows)
+        self._kinds = [kind for kind in KINDS if any(getattr(row, kind) is not None for row in self.rows)]
+        self._heads = ["", *(f"{kind} (stale)" if stale and kind == "recorded" else kind for kind in self._kinds),
+                       "verdict"]
+
+    def counts(self):
+        """How many rows have which verdict.
+
+        >>> compare("idp-sgd/table-5", live={"mnist.sigma": 3.4247, "mnist.iterations": 9375}).counts()
+        {'matches': 1, 'close': 1}
+        """
+        found = [row.verdict for row in self.rows]
+        return {word: found.count(word) for word in published.VERDICTS if word in found}
+
+    def _cells(self, row):
+        digits = _decimals(row)
+        return [_shown(getattr(row, kind), digits) for kind in self._kinds]
+
+    def __repr__(self):
+        lines = [self._heads]
+        for row in self.rows:
+            lines.append([row.label, *self._cells(row), ", ".join(filter(None, (row.verdict, row.deviation)))])
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        shown = []
+        for line in lines:
+            numbers = (cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:-1]))
+            shown.append("    ".join([line[0].ljust(widths[0]), *numbers, line[-1]]).rstrip())
+        return "\n".join(shown)
+
+    def _repr_markdown_(self):
+        lines = ["| " + " | ".join(head or " " for head in self._heads) + " |",
+                 "|:--|" + "--:|" * len(self._kinds) + ":--|"]
+        for row in self.rows:
+            cells = [f"[{cell}]{{.{kind}}}" if cell else " " for kind, cell in zip(self._kinds, self._cells(row))]
+            word = f"[{row.verdict}]{{.{row.verdict.replace(' ', '-')}}}" if row.verdict else ""
+            outcome = " ".join(filter(None, (word, row.deviation)))
+            lines.append("| " + " | ".join([row.label.replace("|", "\\|"), *cells, outcome or " "]) + " |")
+        return "\n".join(lines)
+
+
+def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, verdicts=None, points=None, stale=False):
+    """The table of an exhibit.
+
+    Args:
+        exhibit: its name; None for numbers that no paper printed.
+        live, recorded: dotted name -> number, `MeanSD`, or a list of them where the paper prints a list;
+            `recorded` may be a `Record`.
+        keys: which rows, in which order; all that live or recorded hold by default, in the paper's order.
+        labels: dotted name -> what the first column says.
+        verdicts: dotted name -> a word of `published.VERDICTS` that replaces the computed one, such as
+            "wrong in the paper".
+        points: whether numbers are percentages of accuracy; by default what the exhibit's unit says.
+        stale: whether `recorded` is stale; the heading then says so, and live numbers are judged before recorded.
+
+    What is held against the paper is the recorded number, which has the paper's scale, and the live one where nothing
+    is recorded.  Raises ValueError for an unknown exhibit, name or verdict, and for lists of another length.
+    """
+    paper = published.exhibit(exhibit) if exhibit is not None else None
+    printed = paper.flat() if paper else {}
+    live = dict(live or {})
+    recorded = dict(recorded.values if isinstance(recorded, Record) else recorded or {})
+    labels, verdicts = dict(labels or {}), dict(verdicts or {})
+    ours = {**recorded, **live}
+    if keys is None:
+        keys = [key for key in printed if key in ours] + [key for key in ours if key not in printed]
+    for key in keys:
+        if key not in printed and key not in ours:
+            raise ValueError(f"keys must be names of the exhibit or of our numbers, got {key!r}")
+    for word in verdicts.values():
+        _checks.one_of("verdicts", word, published.VERDICTS)
+    if points is None:
+        points = bool(paper) and paper.unit.startswith("%")
+    rows = []
+    for key in keys:
+        for label, *values in _entries(labels.get(key, key), printed.get(key), recorded.get(key), live.get(key)):
+            rows.append(_row(label, *values, verdicts.get(key), points, stale))
+    return Comparison(rows, stale)
+
+
+def _entries(label, *values):
+    """The rows of one name: one, or one for each entry of a list."""
+    lists = [value for value in values if isinstance(value, (list, tuple)) and not isinstance(value, MeanSD)]
+    if not lists:
+        return [(label, *values)]
+    if any(value is not None and not any(value is entry for entry in lists) for value in values) or len(
+            {len(value) for value in lists}) > 1:
+        raise ValueError(f"the values of {label} must be lists of the same length, got {values!r}")
+    return [(f"{label}[{i + 1}]", *(value and value[i] for value in values)) for i in range(len(lists[0]))]
+
+
+def _row(label, paper, recorded, live, word, points, stale):
+    candidates = (live, recorded) if stale else (recorded, live)
+    ours = next((value for value in candidates if value is not None), None)
+    deviation = ""
+    if isinstance(paper, float) and _is_number(ours):
+        mean, sd = _mean(ours), _sd(ours)
+        word = word or published.verdict(mean, paper, sd_ours=sd, points=points)
+        deviation = _deviation(mean, paper, points)
+    return Row(label, paper, recorded, live, word or ("not run" if paper is not None and ours is None else ""),
+               deviation)
+
+
+def _is_number(value):
+    return isinstance(value, (int, float, MeanSD)) and not isinstance(value, bool)
+
+
+def _mean(value):
+    return float(value.mean if isinstance(value, MeanSD) else value)
+
+
+def _sd(value):
+    sd = value.sd if isinstance(value, MeanSD) else getattr(value, "sd", 0.0)
+    return sd if math.isfinite(sd) else 0.0
+
+
+def _deviation(ours, paper, points):
+    if not math.isfinite(ours - paper):
+        return ""
+    if points:
+        return f"{round(ours - paper, 2) + 0.0:+.2f} points"
+    if paper == 0:
+        return ""
+    percent = 100 * (ours - paper) / abs(paper)
+    return "0%" if abs(percent) < 5e-4 else f"{percent:+.2g}%" if abs(percent) < 100 else f"{percent:+.0f}%"
+
+
+def _decimals(row):
+    """The decimals of the print; None (four significant digits) where nothing is printed."""
+    rounding = getattr(row.published, "rounding", None)
+    return None if rounding is None else max(0, round(-math.log10(2 * rounding)))
+
+
+def _shown(value, digits):
+    if value is None:
+        return ""
+    if isinstance(value, published.Printed):
+        return value.text
+    if not _is_number(value):
+        return str(value)
+    if isinstance(value, int):
+        return str(value)
+    mean, sd = _mean(value), _sd(value)
+    tiny = digits is not None and digits > 6
+    text = f"{mean:.4g}" if digits is None or tiny or not math.isfinite(mean) else f"{mean:.{digits}f}"
+    if not sd:
+        return text
+    return f"{text}±{sd:.2g}" if digits is None or tiny else f"{text}±{sd:.{digits}f}"

@@ -1,0 +1,78 @@
+import math
+
+import pytest
+
+from dpcompanion import records
+from dpcompanion.comparison import compare
+from dpcompanion.records import MeanSD
+
+TABLE_2 = "idp-sgd/table-2"
+
+
+def test_the_table_puts_published_recorded_and_live_side_by_side():
+    table = compare(TABLE_2, recorded={"mnist.A.sample": MeanSD(97.7, 0.1, 10)}, live={"mnist.A.sample": 91.23456})
+    assert repr(table) == (
+        "                   published      recorded     live    verdict\n"
+        "mnist.A.sample    97.81±0.09    97.70±0.10    91.23    matches, -0.11 points")
+    assert table._repr_markdown_() == (
+        "|   | published | recorded | live | verdict |\n"
+        "|:--|--:|--:|--:|:--|\n"
+        "| mnist.A.sample | [97.81±0.09]{.published} | [97.70±0.10]{.recorded} | [91.23]{.live} |"
+        " [matches]{.matches} -0.11 points |")
+
+
+def test_a_column_without_a_number_is_left_out_and_none_has_more_than_five():
+    table = compare(TABLE_2, live={"mnist.A.sample": 97.8, "mnist.A.scale": 97.0})
+    assert "recorded" not in repr(table) and table.counts() == {"matches": 1, "close": 1}
+    assert table._repr_markdown_().splitlines()[0].count("|") == 5
+    assert compare(live={"a": 1.0})._repr_markdown_().splitlines()[-1] == "| a | [1]{.live} |   |"
+
+
+def test_a_record_is_judged_first_unless_it_is_stale():
+    arguments = {"recorded": {"mnist.A.sample": 97.8}, "live": {"mnist.A.sample": 90.0}}
+    assert compare(TABLE_2, **arguments).counts() == {"matches": 1}
+    stale = compare(TABLE_2, stale=True, **arguments)
+    assert stale.counts() == {"differs": 1} and "recorded (stale)" in repr(stale)
+    record = records.make(TABLE_2, "paper", {"mnist.A.sample": 97.8}, config={})
+    assert compare(TABLE_2, recorded=record).counts() == {"matches": 1}
+
+
+def test_lists_become_one_row_for_each_entry():
+    table = compare("idp-sgd/table-7", live={"svhn.A.c_p": [0.5613, 0.9701, 1.2699], "svhn.A.sigma_scale": 1.712},
+                    verdicts={"svhn.A.sigma_scale": "wrong in the paper"}, labels={"svhn.A.c_p": "c"})
+    assert [row.label for row in table.rows] == ["svhn.A.sigma_scale", "c[1]", "c[2]", "c[3]"]
+    assert table.counts() == {"matches": 3, "wrong in the paper": 1}
+    assert "wrong in the paper, -9.7%" in repr(table)
+    assert "[wrong in the paper]{.wrong-in-the-paper} -9.7%" in table._repr_markdown_()
+    with pytest.raises(ValueError, match="lists of the same length"):
+        compare("idp-sgd/table-7", live={"svhn.A.c_p": [0.5, 0.9]})
+    with pytest.raises(ValueError, match="lists of the same length"):
+        compare("idp-sgd/table-7", live={"svhn.A.c_p": 0.5})
+
+
+def test_rows_keep_the_papers_order_and_unknown_names_are_refused():
+    table = compare("idp-sgd/table-5", live={"extra": 12345.678, "svhn.sigma": 2.746, "mnist.sigma": 3.4247})
+    assert [row.label for row in table.rows] == ["mnist.sigma", "svhn.sigma", "extra"]
+    assert repr(table).splitlines()[-1].split() == ["extra", "1.235e+04"]
+    assert compare("idp-sgd/table-5", keys=["mnist.clip"]).counts() == {"not run": 1}
+    with pytest.raises(ValueError, match="keys must be names.*'mnist.tau'"):
+        compare("idp-sgd/table-5", keys=["mnist.tau"])
+    with pytest.raises(ValueError, match="verdicts must be one of .*'matches'.*got 'fine'"):
+        compare("idp-sgd/table-5", live={"mnist.sigma": 1}, verdicts={"mnist.sigma": "fine"})
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, True, None, "text"])
+def test_odd_values_are_shown_and_never_called_a_match(value):
+    table = compare("idp-sgd/table-5", live={"mnist.sigma": value})
+    assert "matches" not in repr(table) and "matches" not in table._repr_markdown_()
+
+
+def test_small_and_large_prints_keep_their_digits():
+    shown = repr(compare("intrinsic-privacy/table-3", live={"adult.delta": 3.4123e-5, "adult.eps_i": 6.9521}))
+    assert "3.412e-05    matches" in shown and "6.95    matches" in shown
+    assert "9440    close, +0.69%" in repr(compare("idp-sgd/table-5", live={"mnist.iterations": 9440}))
+
+
+def test_a_bar_in_a_label_does_not_break_the_table():
+    line = compare(live={"a": 1.0}, labels={"a": "|w|"})._repr_markdown_().splitlines()[-1]
+    assert line.startswith("| \\|w\\| |")

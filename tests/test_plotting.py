@@ -1,0 +1,56 @@
+import numpy as np
+import pytest
+import torch
+
+from dpcompanion import plotting
+
+
+def test_notions_that_meet_in_a_figure_have_different_colours():
+    for together in (("published", "recorded", "live"), ("rdp", "pld", "gaussian", "opacus", "dp-accounting", "clt"),
+                     ("worst case", "individual", "per-instance", "intrinsic", "estimate"),
+                     ("non-private", "dp-sgd", "sample", "scale", "combined"), ("group 1", "group 2", "group 3")):
+        assert len({plotting.COLORS[notion] for notion in together}) == len(together)
+
+
+def test_an_unknown_notion_is_refused():
+    with pytest.raises(ValueError, match="notion must be one of .*'pld'.*got 'moments'"):
+        plotting.style("moments")
+
+
+def test_every_figure_has_the_same_width_and_a_white_ground():
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    for rows, height in ((1, 3.4), (2, 5.44)):
+        fig, axes = plotting.figure(rows)
+        assert fig.get_size_inches().tolist() == pytest.approx([5.2, height]) and fig.dpi == 150
+        assert fig.get_facecolor() == (1, 1, 1, 1)
+        plt.close(fig)
+    with pytest.raises(ValueError, match=r"columns must lie in \[1, 2\]"):
+        plotting.figure(1, 3)
+
+
+def test_two_drawings_of_the_same_figure_are_the_same_bytes(tmp_path):
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    for name in ("one.png", "two.png"):
+        fig, axes = plotting.figure()
+        axes.plot([1, 2, 3], **plotting.style("pld"))
+        fig.savefig(tmp_path / name)
+        plt.close(fig)
+    assert (tmp_path / "one.png").read_bytes() == (tmp_path / "two.png").read_bytes()
+
+
+def test_a_digest_changes_with_the_data_and_not_with_the_last_bits():
+    values = np.linspace(0, 1, 7)
+    text = plotting.digest(a=values, b=torch.tensor([1, 2]))
+    assert text == plotting.digest(a=values * (1 + 1e-12), b=[1, 2])
+    assert text != plotting.digest(a=values * 1.01, b=[1, 2])
+    assert plotting.digest(a=[-0.0]) == "a: 1 value, 0 .. 0, sum 0"
+    assert plotting.digest(a=[]) == "a: 0 values"
+    assert plotting.digest(a=3.5) == "a: 1 value, 3.5 .. 3.5, sum 3.5"
