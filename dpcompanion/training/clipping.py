@@ -269,10 +269,10 @@ def resolve_method(model, loss, x, y):
     """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else "func".
 
     The given examples are put through the layers together and through plain autograd one by one, without dropout:
-    both must give the same norms and the same sum.
+    layers are trusted only if norms and sum agree.
 
     Raises:
-        ValueError: if a sound decomposition gives other gradients, as for a model that mixes its examples.
+        ValueError: if an example's loss depends on the other examples.
     """
     if not len(x):
         return "func"
@@ -281,10 +281,11 @@ def resolve_method(model, loss, x, y):
     try:
         together = _layerwise(model, loss, x, y, math.inf, "mixed")
         names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad))
-        alone = []
+        alone, losses = [], []
         for i in range(len(x)):
             with torch.enable_grad():
                 value = loss(model(x[i:i + 1]), y[i:i + 1]).sum()
+            losses.append(value.detach())
             alone.append(torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True))
     except Unfit:
         return "func"
@@ -294,10 +295,10 @@ def resolve_method(model, loss, x, y):
     if not together.norms.isfinite().all():
         return "mixed"
     tolerance = 1e4 * torch.finfo(together.norms.dtype).eps
+    if not torch.allclose(together.losses, torch.stack(losses), rtol=tolerance, atol=tolerance):
+        raise ValueError("model must treat examples one by one, but the loss of an example changes with its company: "
+                         f"{together.losses.tolist()} together, {torch.stack(losses).tolist()} alone")
     norms = torch.stack([torch.stack([g.norm() for g in one]).norm() for one in alone])
     errors = [(together.gradients[name] - sum(g)).norm() for name, g in zip(names, zip(*alone))]
-    scale = norms.sum() + tolerance
-    if max(*errors, (norms - together.norms).abs().max()) > tolerance * scale:
-        raise ValueError("model must treat examples one by one: gradients of two examples together differ from "
-                         "those of each alone")
-    return "mixed"
+    worst = max(*errors, (norms - together.norms).abs().max())
+    return "mixed" if worst <= tolerance * (norms.sum() + tolerance) else "func"

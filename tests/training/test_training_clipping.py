@@ -1,0 +1,294 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dpcompanion.training import clipped_sum, clipping, cross_entropy, gradient_norms, layers, models
+
+METHODS = ("auto", "mixed", "ghost", "func")
+
+
+def oracle(model, loss, x, y, max_grad_norm):
+    """Norms and clipped sum by plain autograd, one example after the other."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    limits = torch.as_tensor(max_grad_norm, dtype=torch.float64).expand(len(x))
+    total, norms = [torch.zeros_like(p) for p in parameters], []
+    for i in range(len(x)):
+        gradient = torch.autograd.grad(loss(model(x[i:i + 1]), y[i:i + 1]).sum(), parameters, materialize_grads=True,
+                                       allow_unused=True)
+        norms.append(torch.cat([g.flatten() for g in gradient]).norm())
+        for t, g in zip(total, gradient):
+            t += g * min(1.0, limits[i].item() / norms[-1].item())
+    return total, torch.stack(norms)
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item()
+
+
+class Repeated(nn.Module):
+    """Layers that are used twice, at different numbers of positions too."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.linear, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.Linear(8, 8), nn.GroupNorm(2, 2)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = F.avg_pool2d(torch.tanh(self.conv(self.norm(torch.tanh(self.conv(x))))), 4)
+        return self.head(torch.tanh(self.linear(torch.tanh(self.linear(self.norm(x).flatten(1))))))
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm, self.linear = nn.Embedding(7, 5, padding_idx=0), nn.LayerNorm(5), nn.Linear(5, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.linear(self.norm(self.embedding(x)))).mean(1))
+
+
+class Scale(nn.Module):
+    """A layer that no rule knows, with parameters of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([1.5, 0.5, 2.0]))
+
+    def forward(self, x):
+        return x * torch.sin(self.scale) + self.scale
+
+
+def images(*shape):
+    return torch.randn(5, *shape, dtype=torch.float64)
+
+
+MODELS = {
+    "linear": (lambda: nn.Linear(4, 3), lambda: images(4)),
+    "mlp without biases": (lambda: nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)),
+                           lambda: images(4)),
+    "mnist cnn": (models.mnist_cnn, lambda: images(1, 28, 28)),
+    "positions few and channels many": (
+        lambda: nn.Sequential(nn.Conv2d(16, 24, 3), nn.Flatten(), nn.Linear(96, 3)), lambda: images(16, 4, 4)),
+    "strided, dilated, grouped, reflected": (
+        lambda: nn.Sequential(nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 2), groups=2,
+                                        padding_mode="reflect"), nn.Tanh(),
+                              nn.Conv2d(6, 6, 3, padding="same", groups=6), nn.Flatten(), nn.LazyLinear(3)),
+        lambda: images(4, 7, 8)),
+    "linear over positions": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(30, 3)),
+                              lambda: images(6, 4)),
+    "repeated layers": (Repeated, lambda: images(2, 16, 4)[:, :, :8]),
+    "embedding": (Tokens, lambda: torch.randint(7, (5, 6))),
+    "own layer": (lambda: nn.Sequential(nn.Linear(4, 3), Scale(), nn.PReLU(3), nn.Linear(3, 3)), lambda: images(4)),
+    "inplace activation": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+                           lambda: images(4)),
+    "convolution in one dimension": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(18, 3)),
+                                     lambda: images(2, 8)),
+}
+
+
+def build(name):
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model, x = make(), inputs()
+    if name == "repeated layers":
+        x = images(2, 8, 8)
+    model = model.double()
+    model(x)
+    return model, x, torch.randint(3, (len(x),))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", MODELS)
+def test_clipping_equals_explicit_gradients_one_by_one(name, method):
+    model, x, y = build(name)
+    _, norms = oracle(model, cross_entropy, x, y, 1.0)
+    limit = norms.median().item()
+    total, norms = oracle(model, cross_entropy, x, y, limit)
+    result = clipped_sum(model, cross_entropy, x, y, limit, method=method)
+    assert relative(result.norms, norms) < 1e-10
+    assert [n for n, _ in model.named_parameters()] == list(result.gradients)
+    for ours, theirs in zip(result.gradients.values(), total):
+        assert ours.shape == theirs.shape and relative(ours, theirs) < 1e-10
+    assert relative(gradient_norms(model, cross_entropy, x, y, method=method), norms) < 1e-10
+    torch.testing.assert_close(result.losses, cross_entropy(model(x), y).detach())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_single_example_and_none_at_all_are_batches(method):
+    model, x, y = build("mnist cnn")
+    total, norms = oracle(model, cross_entropy, x[:1], y[:1], 0.1)
+    one = clipped_sum(model, cross_entropy, x[:1], y[:1], 0.1, method=method)
+    assert relative(one.gradients["0.weight"], total[0]) < 1e-10 and relative(one.norms, norms) < 1e-10
+    none = clipped_sum(model, cross_entropy, x[:0], y[:0], 0.1, method=method)
+    assert none.norms.shape == (0,) and all((g == 0).all() for g in none.gradients.values())
+    assert gradient_norms(model, cross_entropy, x[:0], y[:0], method=method).shape == (0,)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_example_may_have_a_clip_norm_of_its_own_in_any_chunks(method):
+    model, x, y = build("mnist cnn")
+    limits = torch.tensor([0.1, 0.5, 0.01, 100.0, 0.3], dtype=torch.float64)
+    total, _ = oracle(model, cross_entropy, x, y, limits)
+    for chunk in (1, 2, 5, None):
+        result = clipped_sum(model, cross_entropy, x, y, limits, method=method, chunk=chunk)
+        for ours, theirs in zip(result.gradients.values(), total):
+            assert relative(ours, theirs) < 1e-10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_frozen_parameters_do_not_count(method):
+    model, x, y = build("mnist cnn")
+    model[0].requires_grad_(False)
+    model[3].weight.requires_grad_(False)
+    model[7].bias.requires_grad_(False)
+    total, norms = oracle(model, cross_entropy, x, y, 0.5)
+    result = clipped_sum(model, cross_entropy, x, y, 0.5, method=method)
+    assert list(result.gradients) == [n for n, p in model.named_parameters() if p.requires_grad]
+    assert relative(result.norms, norms) < 1e-10
+    for ours, theirs in zip(result.gradients.values(), total):
+        assert relative(ours, theirs) < 1e-10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_float32_no_clipped_gradient_is_longer_than_the_clip_norm(method):
+    model, x, y = models.mnist_cnn(seed=3), torch.randn(64, 1, 28, 28) * 3, torch.randint(10, (64,))
+    for i in range(64):
+        result = clipped_sum(model, cross_entropy, x[i:i + 1], y[i:i + 1], 0.1, method=method)
+        length = math.sqrt(sum(g.double().square().sum().item() for g in result.gradients.values()))
+        assert result.norms.item() < 0.1 or 0.1 * (1 - 1e-5) < length <= 0.1 * (1 + 1e-6)
+
+
+def test_gram_norms_in_float32_survive_terms_that_cancel():
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64, bias=False)
+    a, g = torch.ones(1, 4, 64) + 1e-3 * torch.randn(1, 4, 64), torch.randn(1, 4, 64)
+    g[:, 3] = -g[:, :3].sum(1)
+    exact = torch.einsum("npo,npi->noi", g.double(), a.double()).norm()
+    assert relative(layers.Ghost(layer, [(a, g)]).squared_norms().sqrt()[0], exact) < 1e-6
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e300])
+def test_a_gradient_that_is_not_finite_contributes_nothing(method, bad):
+    model, x, y = build("positions few and channels many")
+    expected = clipped_sum(model, cross_entropy, x[1:], y[1:], 0.5, method=method)
+    x[0] = bad
+    result = clipped_sum(model, lambda out, y: cross_entropy(out, y) + out.square().sum(1) * (out.abs() > 1e9).any(1),
+                         x, y, 0.5, method=method)
+    assert result.norms[0] == math.inf and result.norms[1:].isfinite().all()
+    for name, g in result.gradients.items():
+        torch.testing.assert_close(g, expected.gradients[name])
+
+
+@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.LazyBatchNorm1d(),
+                                   nn.InstanceNorm1d(3, track_running_stats=True)])
+def test_layers_that_mix_examples_are_refused_by_name(layer):
+    model = nn.ModuleDict({"first": nn.Linear(3, 3), "mixer": layer})
+    with pytest.raises(ValueError, match=f"'mixer' is a {type(layer).__name__}"):
+        clipping.check_model(model)
+
+
+def test_instance_norm_without_statistics_is_allowed():
+    clipping.check_model(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(3)))
+
+
+def test_a_model_that_mixes_examples_in_its_own_code_is_found_out():
+    class Centred(nn.Linear):
+        def forward(self, x):
+            return super().forward(x - x.mean(0))
+
+    model, x = nn.Sequential(nn.Linear(3, 3), Centred(3, 2)), torch.randn(4, 3)
+    with pytest.raises(ValueError, match="one by one"):
+        clipped_sum(model, cross_entropy, x, torch.tensor([0, 1, 0, 1]), 1.0)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.two.weight = self.one.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.two(torch.tanh(self.one(x)))))
+
+
+class Outside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(F.linear(x, self.one.weight, self.one.bias)))
+
+
+class Sneaky(Outside):
+    """Uses a weight both inside and outside its layer."""
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.one(x) + F.linear(x, self.one.weight)))
+
+
+class Overwritten(Outside):
+    def forward(self, x):
+        before = x * 1.0
+        hidden = self.one(before)
+        before.zero_()
+        return self.head(hidden)
+
+
+@pytest.mark.parametrize("make, message", [(Tied, "share"), (Outside, "outside"), (Overwritten, "in place")])
+def test_a_model_that_layers_cannot_explain_is_left_to_torch_func(make, message):
+    torch.manual_seed(0)
+    model, x, y = make().double(), torch.randn(5, 4).double(), torch.randint(3, (5,))
+    for method in ("mixed", "ghost"):
+        with pytest.raises(ValueError, match=message):
+            clipped_sum(model, cross_entropy, x, y, 1.0, method=method)
+    assert clipping.resolve_method(model, cross_entropy, x[:2], y[:2]) == "func"
+    if make is not Overwritten:
+        total, norms = oracle(model, cross_entropy, x, y, 0.3)
+        result = clipped_sum(model, cross_entropy, x, y, 0.3)
+        assert relative(result.norms, norms) < 1e-10
+        assert all(relative(a, b) < 1e-10 for a, b in zip(result.gradients.values(), total))
+
+
+def test_a_layer_whose_weight_is_used_beside_it_is_found_out():
+    torch.manual_seed(0)
+    model, x, y = Sneaky().double(), torch.randn(5, 4).double(), torch.randint(3, (5,))
+    total, norms = oracle(model, cross_entropy, x, y, 0.3)
+    result = clipped_sum(model, cross_entropy, x, y, 0.3)
+    assert relative(result.norms, norms) < 1e-10
+    assert clipping.resolve_method(model, cross_entropy, x[:2], y[:2]) == "func"
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"max_grad_norm": 0.0}, "max_grad_norm"), ({"max_grad_norm": torch.ones(3)}, "max_grad_norm"),
+    ({"method": "magic"}, "method"), ({"chunk": 0}, "chunk"), ({"y": torch.zeros(4, dtype=torch.int64)}, "y"),
+    ({"loss": F.cross_entropy}, "reduction='none'")])
+def test_bad_input_is_refused_by_name(arguments, message):
+    model, x, y = build("linear")
+    given = {"loss": cross_entropy, "y": y, "max_grad_norm": 1.0, "method": "mixed", **arguments}
+    with pytest.raises(ValueError, match=message):
+        clipped_sum(model, given.pop("loss"), x, given.pop("y"), given.pop("max_grad_norm"), **given)
+
+
+def test_clipping_leaves_no_hook_no_gradient_and_no_mode_behind():
+    model, x, y = build("mnist cnn")
+    model.eval()
+    model[0].train()
+    clipped_sum(model, cross_entropy, x, y, 1.0)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+    assert [module.training for module in model] == [True] + [False] * 9
+
+
+def test_dropout_draws_anew_for_each_example():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(50, 2)).double()
+    x, y = torch.ones(8, 50).double(), torch.zeros(8, dtype=torch.int64)
+    for method in ("mixed", "func"):
+        assert len(gradient_norms(model, cross_entropy, x, y, method=method).unique()) > 1
+    assert clipping.resolve_method(model, cross_entropy, x[:2], y[:2]) == "mixed"

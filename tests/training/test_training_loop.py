@@ -1,0 +1,375 @@
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from scipy import stats
+from torch import nn
+
+from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, generators, gradient_norms, train
+
+FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
+
+
+def problem(n=40, steps=30, sample_rate=0.05, dtype=torch.float64, **changes):
+    """A small classification problem whose draws are often empty, and a plan for it."""
+    g = torch.Generator().manual_seed(1)
+    x, y = torch.randn(n, 4, dtype=dtype, generator=g), torch.randint(3, (n,), generator=g)
+    plan = DPSGDPlan(**{"n": n, "sample_rate": sample_rate, "steps": steps, "max_grad_norm": 0.5,
+                        "noise_multiplier": 1.0, "delta": 1e-3, **changes})
+    return (x, y), plan
+
+
+def network(dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)).to(dtype)
+
+
+def run(data, plan, *, model=None, seed=5, **arguments):
+    model = network(data[0].dtype) if model is None else model
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    history = train(model, cross_entropy, data, plan, optimizer=optimizer, seed=seed, **arguments)
+    return model, history
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def same(one, other):
+    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
+
+
+def test_a_step_is_the_noisy_clipped_sum_over_the_public_constant():
+    data, plan = problem(steps=1, sample_rate=0.3)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3).double()
+    start = weights(model).clone()
+    streams = generators(5)
+    indices = plan.sampler(streams["sampling"]).draw()
+    assert len(indices) != plan.expected_batch_size
+    total = torch.zeros(15, dtype=torch.float64)
+    for i in indices:
+        value = cross_entropy(model(data[0][i:i + 1]), data[1][i:i + 1]).sum()
+        g = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()))])
+        total += g * min(1, 0.5 / g.norm().item())
+    noise = 0.5 * torch.randn(15, dtype=torch.float64, generator=streams["noise"])
+    run(data, plan, model=model)
+    torch.testing.assert_close(weights(model), start - 0.3 * (total + noise) / 12.0)
+
+
+def test_an_empty_draw_is_a_step_of_noise_alone_with_the_promised_spread():
+    data, plan = problem(n=4, steps=300, sample_rate=1e-9, max_grad_norm=torch.tensor([1.0, 2.0, 3.0, 6.0]),
+                         noise_multiplier=0.7)
+    seen = []
+
+    def note(run):
+        seen.append(torch.cat([p.grad.flatten() for p in run.model.parameters()]))
+
+    _, history = run(data, plan, on_step=note)
+    assert history.batch_sizes.sum() == 0 and history.losses.isnan().all()
+    noise = torch.cat(seen) * plan.expected_batch_size / (0.7 * 3.0)
+    low, high = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], noise.numel())
+    assert low < noise.square().sum() < high
+    assert stats.kstest(noise.numpy(), "norm").pvalue > FALSE_ALARM
+
+
+def test_in_a_real_run_the_noise_around_the_clipped_sum_has_the_promised_spread():
+    data, plan = problem(steps=200, sample_rate=0.5)
+    model = nn.Linear(4, 3).double()
+    state = {}
+
+    def note(run):
+        x, y = data[0][run.indices], data[1][run.indices]
+        if state:
+            total = clipping.clipped_sum(state["before"], cross_entropy, x, y, 0.5).gradients.values()
+            noisy = torch.cat([p.grad.flatten() for p in run.model.parameters()]) * plan.expected_batch_size
+            state["noise"].append(noisy - torch.cat([g.flatten() for g in total]))
+        else:
+            state["noise"], state["before"] = [], nn.Linear(4, 3).double()
+        state["before"].load_state_dict(run.model.state_dict())
+
+    run(data, plan, model=model, on_step=note)
+    noise = torch.cat(state["noise"]) / plan.noise_std
+    low, high = stats.chi2.ppf([FALSE_ALARM / 2, 1 - FALSE_ALARM / 2], noise.numel())
+    assert low < noise.square().sum() < high
+
+
+def test_over_a_run_with_evaluation_no_example_is_twice_in_a_step_and_inclusion_follows_the_rates():
+    rates = torch.linspace(0.05, 0.6, 40, dtype=torch.float64)
+    data, plan = problem(steps=300, sample_rate=rates)
+    counts, sizes = torch.zeros(40), []
+
+    def note(run):
+        assert len(run.indices.unique()) == len(run.indices) == len(run.norms)
+        counts[run.indices] += 1
+        sizes.append(len(run.indices))
+        gradient_norms(run.model, cross_entropy, *data, method="mixed")
+
+    _, history = run(data, plan, on_step=note, physical_batch_size=3)
+    chi_square = ((counts - 300 * rates) ** 2 / (300 * rates * (1 - rates))).sum().item()
+    assert FALSE_ALARM / 2 < stats.chi2.sf(chi_square, df=40) < 1 - FALSE_ALARM / 2
+    assert history.batch_sizes.tolist() == sizes
+
+
+def test_what_a_step_reads_is_its_own_draw_and_nothing_of_another():
+    data, plan = problem(steps=50, sample_rate=0.3)
+    read, sampler = [], plan.sampler(generators(5)["sampling"])
+
+    def note(module, inputs):
+        read.append(inputs[0].detach().clone())
+
+    def check(run):
+        expected = data[0][sampler.draw()]
+        assert torch.equal(torch.cat(read), expected) and max(map(len, read)) <= 4
+        read.clear()
+        run.model.eval()
+        for i in range(0, 40, 7):
+            run.model(data[0][i:i + 7])
+        read.clear()
+
+    model = nn.Linear(4, 3).double()
+    model.register_forward_pre_hook(note)
+    run(data, plan, model=model, on_step=check, physical_batch_size=4, method="mixed")
+
+
+def test_evaluating_between_steps_changes_nothing():
+    data, plan = problem(sample_rate=0.2)
+    plain, _ = run(data, plan)
+
+    def meddle(run):
+        run.model.eval()
+        with torch.no_grad():
+            run.model(data[0])
+        gradient_norms(run.model, cross_entropy, *data, method="mixed")
+        torch.randn(random.randrange(1, 9))
+        torch.manual_seed(run.step)
+        return {"seen": run.step}
+
+    watched, history = run(data, plan, on_step=meddle, on_epoch=meddle)
+    assert same(plain, watched)
+    assert [e["seen"] for e in history.epochs] == [5, 10, 15, 20, 25, 30]
+
+
+def test_training_leaves_the_global_generator_alone():
+    data, plan = problem()
+    model, state = network(), torch.get_rng_state()
+    run(data, plan, model=model)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("method", ["mixed", "ghost", "func"])
+def test_physical_batches_and_methods_give_the_same_run(method):
+    data, plan = problem(sample_rate=0.4)
+
+    def bare():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    whole, _ = run(data, plan, model=bare())
+    pieces, _ = run(data, plan, model=bare(), physical_batch_size=3, method=method)
+    torch.testing.assert_close(weights(whole), weights(pieces), rtol=1e-10, atol=1e-12)
+
+
+def test_the_seed_decides_the_run():
+    data, plan = problem()
+    (one, _), (again, _), (other, _) = (run(data, plan, seed=seed) for seed in (1, 1, 2))
+    assert same(one, again) and not same(one, other)
+
+
+class Counter:
+    """Something with a state that must survive an interruption."""
+
+    def __init__(self):
+        self.total = 0
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_run_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended(tmp_path, seed, dtype):
+    data, plan = problem(dtype=dtype)
+    dice = random.Random(seed)
+
+    def attempt(path, cuts, every):
+        model, counter = network(dtype), Counter()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+
+        def on_step(run):
+            counter.total += int(run.indices.sum())
+            scheduler.step()
+            if run.step in cuts:
+                cuts.remove(run.step)
+                raise KeyboardInterrupt
+
+        history = train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, on_step=on_step, checkpoint=path,
+                        checkpoint_every=every, stateful={"counter": counter, "scheduler": scheduler})
+        return model, optimizer, counter.total, history
+
+    model, optimizer, total, history = attempt(None, [], None)
+    assert (history.batch_sizes == 0).any() and (history.batch_sizes > 0).any()
+    cuts, path, broken = sorted(dice.sample(range(1, 31), 3)), tmp_path / "run.pt", True
+    every = dice.randrange(1, 9)
+    while broken:
+        try:
+            resumed = attempt(path, cuts, every)
+            broken = False
+        except KeyboardInterrupt:
+            pass
+    assert same(model, resumed[0]) and total == resumed[2]
+    for ours, theirs in zip(optimizer.state.values(), resumed[1].state.values()):
+        assert torch.equal(ours["momentum_buffer"], theirs["momentum_buffer"])
+    assert torch.equal(history.batch_sizes, resumed[3].batch_sizes)
+    assert torch.equal(history.losses.nan_to_num(-1), resumed[3].losses.nan_to_num(-1))
+    assert str(history.epochs) == str(resumed[3].epochs)
+    assert os.listdir(tmp_path) == ["run.pt"]
+
+
+def test_ctrl_c_waits_for_the_step_and_writes_a_checkpoint(tmp_path):
+    data, plan = problem()
+    path, before = tmp_path / "run.pt", signal.getsignal(signal.SIGINT)
+
+    def interrupt(run):
+        if run.step == 7:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(data, plan, on_step=interrupt, checkpoint=path, checkpoint_every=1000)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert torch.load(path, weights_only=True)["step"] == 7
+    assert same(run(data, plan)[0], run(data, plan, checkpoint=path)[0])
+
+
+def test_a_second_ctrl_c_does_not_wait():
+    data, plan = problem()
+
+    def interrupt(run):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        raise AssertionError("the second one was ignored")
+
+    with pytest.raises(KeyboardInterrupt):
+        run(data, plan, on_step=interrupt)
+
+
+def test_a_finished_run_is_read_back_without_training(tmp_path):
+    data, plan = problem()
+    model, history = run(data, plan, checkpoint=tmp_path / "run.pt")
+    again, read = run(data, plan, checkpoint=tmp_path / "run.pt", on_step=lambda run: 1 / 0)
+    assert same(model, again) and torch.equal(history.batch_sizes, read.batch_sizes)
+
+
+@pytest.mark.parametrize("change", [{"seed": 6}, {"noise_multiplier": 0.9}, {"n": 41}, {"dtype": torch.float32},
+                                    {"stateful": {"counter": Counter()}}])
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, change):
+    data, plan = problem()
+    run(data, plan, checkpoint=tmp_path / "run.pt")
+    arguments = {name: change.pop(name) for name in ("seed", "stateful") if name in change}
+    data, plan = problem(**change)
+    with pytest.raises(ValueError, match="checkpoint|stateful"):
+        run(data, plan, checkpoint=tmp_path / "run.pt", **arguments)
+
+
+def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path, monkeypatch):
+    data, plan = problem()
+    path = tmp_path / "run.pt"
+    save, calls = torch.save, []
+
+    def failing(content, file):
+        calls.append(1)
+        if len(calls) == 3:
+            file.write(b"half")
+            raise OSError("disk full")
+        save(content, file)
+
+    monkeypatch.setattr(torch, "save", failing)
+    with pytest.raises(OSError):
+        run(data, plan, checkpoint=path, checkpoint_every=4)
+    assert os.listdir(tmp_path) == ["run.pt"]
+    assert torch.load(path, weights_only=True)["step"] == 8
+    assert same(run(data, plan)[0], run(data, plan, checkpoint=path)[0])
+
+
+def test_gradients_that_are_not_finite_are_dropped_counted_and_warned_of_once(tmp_path):
+    data, plan = problem(sample_rate=0.5)
+    data[0][3] = math.nan
+    hits = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, history = run(data, plan, on_step=lambda run: hits.append((run.indices == 3).sum().item()),
+                             checkpoint=tmp_path / "run.pt")
+    assert weights(model).isfinite().all()
+    assert history.dropped == sum(hits) > 1
+    assert [str(w.message) for w in caught if "not finite" in str(w.message)] != []
+    assert len([w for w in caught if "not finite" in str(w.message)]) == 1
+
+
+def test_epsilon_after_every_epoch_is_the_plans():
+    data, plan = problem(steps=25, sample_rate=0.1)
+    _, history = run(data, plan, accountant="rdp")
+    assert [entry["step"] for entry in history.epochs] == [10, 20, 25]
+    assert [entry["epoch"] for entry in history.epochs] == [1, 2, 3]
+    assert [entry["epsilon"] for entry in history.epochs] == [plan.epsilon(steps=t, accountant="rdp") for t in (10, 20, 25)]
+
+
+def test_a_model_that_keeps_statistics_in_its_own_code_is_refused():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+        def forward(self, x):
+            if self.training:
+                self.seen += x.sum()
+            return x
+
+    data, plan = problem(sample_rate=0.5)
+    with pytest.raises(ValueError, match="buffer '0.seen'"):
+        run(data, plan, model=nn.Sequential(Counting(), nn.Linear(4, 3)).double())
+
+
+def test_what_does_not_fit_together_is_refused_before_any_work():
+    data, plan = problem()
+    other = nn.Linear(4, 3).double()
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="optimizer"):
+        train(other, cross_entropy, data, plan, optimizer=optimizer, seed=0)
+    with pytest.raises(ValueError, match="data"):
+        run((data[0][1:], data[1][1:]), plan)
+    with pytest.raises(ValueError, match="BatchNorm1d"):
+        run(data, plan, model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
+    for bad in ({"method": "magic"}, {"physical_batch_size": 0}, {"seed": -1}, {"checkpoint_every": 0},
+                {"accountant": "gdp"}):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            run(data, plan, **bad)
+
+
+def test_bars_are_silent_off_a_terminal_and_can_be_forced_or_switched_off(capsys):
+    data, plan = problem(steps=3)
+    run(data, plan)
+    run(data, plan, progress=False)
+    assert capsys.readouterr().err == ""
+    run(data, plan, progress=True)
+    assert "DP-SGD" in capsys.readouterr().err
+
+
+def test_training_imports_nothing_but_torch_numpy_and_scipy():
+    code = ("import sys; sys.modules.update(dict.fromkeys(['opacus', 'dp_accounting', 'mlxtend', 'tqdm']))\n"
+            "import torch; from dpcompanion.training import *\n"
+            "plan = DPSGDPlan(n=9, sample_rate=.5, steps=2, max_grad_norm=1., noise_multiplier=1., delta=.1)\n"
+            "model = torch.nn.Linear(2, 2)\n"
+            "train(model, cross_entropy, (torch.randn(9, 2), torch.ones(9).long()), plan, seed=0, progress=True,\n"
+            "      optimizer=torch.optim.Adam(model.parameters()))")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
