@@ -120,3 +120,7 @@ def test_the_ci_script_runs():
     script = ROOT / ".ci" / "run"
     assert os.access(script, os.X_OK)
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+
+
+def test_docstrings_may_write_formulas_between_dollar_signs():
+    assert subprocess.run([sys.executable, "-m", "doctest", str(ROOT / "book" / "_ext" / "docstrings.py")]).returncode == 0
