@@ -82,7 +82,7 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
     Args:
         exhibit: its name; None for numbers that no paper printed.
         live, recorded: dotted name -> number, `MeanSD`, or a list of them where the paper prints a list;
-            `recorded` may be a `Record`.
+            either may be a `Record`.
         keys: which rows, in which order; all that live or recorded hold by default, in the paper's order.
         labels: dotted name -> what the first column says.
         verdicts: dotted name -> a word of `published.VERDICTS` that replaces the computed one, such as
@@ -95,8 +95,8 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
     """
     paper = published.exhibit(exhibit) if exhibit is not None else None
     printed = paper.flat() if paper else {}
-    live = dict(live or {})
-    recorded = dict(recorded.values if isinstance(recorded, Record) else recorded or {})
+    live, recorded = (dict(values.values if isinstance(values, Record) else values or {})
+                      for values in (live, recorded))
     labels, verdicts = dict(labels or {}), dict(verdicts or {})
     ours = {**recorded, **live}
     if keys is None:

@@ -120,10 +120,15 @@ def hash_of(value):
 
 
 def code_hash(*functions):
-    """A sha256 of the source of functions, blind to comments, docstrings and layout."""
+    """A sha256 of the source of functions and classes, blind to comments, docstrings and layout.
+
+    A function's own decorators do not count: they register it, and hold the configurations of all presets.
+    """
     total = hashlib.sha256()
     for function in functions:
         tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+        if isinstance(tree.body[0], ast.FunctionDef):
+            tree.body[0].decorator_list = []
         for node in ast.walk(tree):
             body = getattr(node, "body", None)
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
@@ -270,20 +275,20 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
             raise ValueError(f"pieces must be names of letters, digits, hyphens, dots and underscores, got {name!r}")
     if len(set(pieces)) < len(pieces):
         raise ValueError(f"pieces must differ from each other, got {pieces!r}")
-    key, folder, results = hash_of(config), pathlib.Path(folder), {}
+    hashed, folder, results = hash_of(config), pathlib.Path(folder), {}
     with bar(len(pieces), label=label, show=show) as advance:
         for name in pieces:
             path = folder / f"{name}.piece.json"
             try:
                 kept = _read_json(path)
-                if kept["config"] != key:
+                if kept["config"] != hashed:
                     raise ValueError("another configuration")
                 arrays = _read_arrays(path, kept["arrays"])
             except (OSError, ValueError, KeyError, TypeError):
                 values = work(name)
                 values, arrays = values if _has_arrays(values) else (values, {})
-                arrays = {label: np.asarray(array) for label, array in arrays.items()}
-                kept = {"config": key, "values": _plain(values)}
+                arrays = {key: np.asarray(array) for key, array in arrays.items()}
+                kept = {"config": hashed, "values": _plain(values)}
                 kept["arrays"] = _write_arrays(path.with_suffix(".npz"), arrays)
                 _replace(path, _json(kept).encode())
             results[name] = (kept["values"], arrays) if arrays else kept["values"]

@@ -82,7 +82,7 @@ def _second(x):
 
 
 def test_the_hash_of_code_sees_what_it_does_and_not_how_it_is_commented(monkeypatch):
-    plain = "def _first(x):\n\n    return x+1\n"
+    plain = "@register(quick=3)\ndef _first(x):\n\n    return x+1\n"
     with_comments = records.code_hash(_first)
     monkeypatch.setattr(records.inspect, "getsource", lambda function: plain)
     assert records.code_hash(_first) == with_comments

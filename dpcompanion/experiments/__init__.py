@@ -1,0 +1,234 @@
+"""The experiments of the book: each exhibit that computes is one function, registered under the exhibit's name.
+
+    @experiment("idp-sgd/table-5", quick=Table5(), paper=Table5())
+    def table_5(config, run): ...
+
+A function gets a frozen configuration, one for each preset (`quick`: minutes on
+two cores; `paper`: the paper's own data and scale), and a `Run`, through which it
+asks for data, device and resumable pieces, so that all of them end up in the
+record.  It returns values under the dotted names of the published numbers, or
+a pair (values, arrays).
+
+>>> record = run("idp-sgd/table-5")
+>>> round(record.values["mnist.sigma"], 2)
+3.42
+>>> [entry.name for entry in catalogue(folder="nowhere")][:1]
+['idp-sgd/table-5']
+
+`run` is what the command line calls.  Modules of papers are loaded when one
+of their experiments is asked for.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+import os
+import pathlib
+import tempfile
+import time
+
+import torch
+
+from dpcompanion import _checks, comparison, data, published, records
+
+PRESETS = ("quick", "paper")
+_REGISTRY = {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Experiment:
+    """A registered experiment: its exhibit's name, its function, a configuration for each preset, and the helpers
+    whose code counts as its own."""
+
+    name: str
+    function: object
+    presets: dict
+    uses: tuple = ()
+
+    @property
+    def title(self):
+        """The published title."""
+        return published.exhibit(self.name).title
+
+    @property
+    def code_hash(self):
+        return records.code_hash(self.function, *self.uses)
+
+    def record(self, preset="paper", folder=None):
+        """The record in the results folder, or None."""
+        return records.find(self.name, _checks.one_of("preset", preset, self.presets), folder)
+
+    def is_stale(self, record):
+        """Whether a record was made with another configuration or another code than this experiment now has."""
+        if record.preset not in self.presets:
+            return True
+        return record.is_stale(config=self.presets[record.preset], code_hash=self.code_hash)
+
+
+@dataclasses.dataclass(eq=False)
+class Run:
+    """What an experiment sees of the run that it is part of.
+
+    `device` is where to compute; `folder` keeps the pieces of an unfinished run; `loaded` lists the data that were
+    used, for the record.
+    """
+
+    config: object
+    device: torch.device
+    folder: pathlib.Path
+    code_hash: str
+    loaded: list = dataclasses.field(default_factory=list)
+
+    def load(self, name, **arguments):
+        """`data.load`, noted in the record."""
+        dataset = data.load(name, **arguments)
+        if dataset.provenance() not in self.loaded:
+            self.loaded.append(dataset.provenance())
+        return dataset
+
+    def pieces(self, work, names, **arguments):
+        """`records.resumable` for this run: {name: work(name)}, kept until the record is written."""
+        # Seeds name pieces, so another list of them shares what is done already.
+        config = {key: value for key, value in dataclasses.asdict(self.config).items() if key != "seeds"}
+        key = {"config": config, "code": self.code_hash, "device": self.device.type}
+        return records.resumable(work, names, folder=self.folder, config=key, **arguments)
+
+
+def experiment(name, *, uses=(), **presets):
+    """Register a function as the experiment of an exhibit.
+
+    Args:
+        name: the exhibit, such as "idp-sgd/table-5".
+        uses: functions whose code counts as the experiment's own: a change makes its records stale.
+        presets: preset -> frozen dataclass, one at least; a field `seeds` is what `run(seeds=...)` replaces.
+    """
+    published.exhibit(name)
+    for preset, config in presets.items():
+        _checks.one_of("presets", preset, PRESETS)
+        if not (dataclasses.is_dataclass(config) and config.__dataclass_params__.frozen):
+            raise ValueError(f"presets must be frozen dataclasses, got {config!r} for {preset!r}")
+    if not presets or name in _REGISTRY:
+        raise ValueError(f"name must be new and have a preset, got {name!r} with {presets!r}")
+
+    def register(function):
+        _REGISTRY[name] = Experiment(name, function, dict(presets), tuple(uses))
+        return function
+    return register
+
+
+def get(name):
+    """The experiment of an exhibit; ValueError lists those that there are."""
+    _load(str(name).partition("/")[0])
+    if name not in _REGISTRY:
+        _load()
+    _checks.one_of("name", name, names())
+    return _REGISTRY[name]
+
+
+def names():
+    """The names of all experiments, in the order of the papers and their exhibits."""
+    _load()
+    return tuple(exhibit.name for exhibit in published.exhibits() if exhibit.name in _REGISTRY)
+
+
+def default_preset():
+    """The preset that notebooks run with: `DPCOMPANION_PRESET`, or "quick"."""
+    return _checks.one_of("DPCOMPANION_PRESET", os.environ.get("DPCOMPANION_PRESET") or "quick", PRESETS)
+
+
+def run(name, *, preset=None, device="cpu", out=None, seeds=None):
+    """Run an experiment and return its `Record`.
+
+    Args:
+        name: "idp-sgd/table-5".
+        preset: "quick" or "paper"; `default_preset()` by default.
+        device: where to compute.
+        out: the folder to write the record into (`records.results_folder()` is the usual one); None writes nothing.
+            With a folder, an interrupted run goes on where it stopped when it is started again.
+        seeds: replaces the configuration's seeds.
+
+    Raises ValueError for unknown names, presets and devices, and for seeds that the experiment does not use.
+    """
+    found = get(name)
+    preset = _checks.one_of("preset", preset or default_preset(), found.presets)
+    config = found.presets[preset]
+    if seeds is not None:
+        if not hasattr(config, "seeds"):
+            raise ValueError(f"seeds must be left out, since {name} draws nothing at random, got {seeds!r}")
+        seeds = tuple(_checks.whole_number("seeds", seed) for seed in seeds)
+        if not seeds or len(set(seeds)) < len(seeds):
+            raise ValueError(f"seeds must be different whole numbers, one at least, got {seeds!r}")
+        config = dataclasses.replace(config, seeds=seeds)
+    device = _device(device)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = records.path_of(name, preset, scratch if out is None else out)
+        parts = path.with_name(f".{path.stem}.parts")
+        this = Run(config, device, parts, found.code_hash)
+        started = time.perf_counter()
+        values = found.function(config, this)
+        values, arrays = values if isinstance(values, tuple) else (values, {})
+        command = f"dpcompanion run {name} --preset {preset} --device {device}"
+        if seeds is not None:
+            command += f" --seeds {' '.join(map(str, seeds))}"
+        record = records.make(
+            name, preset, values, config=config, code_hash=found.code_hash, data=this.loaded, arrays=arrays,
+            device=device, wall_time=time.perf_counter() - started, command=command)
+        if out is not None:
+            records.write(record, out)
+            records.discard(parts)
+    return record
+
+
+def compare(live, *, folder=None, **options):
+    """The table of a live `Record` beside the published numbers and, where there is one, the paper-scale record.
+
+    `options` go to `dpcompanion.comparison.compare`.  A stale record is said to be stale.
+    """
+    found = get(live.name)
+    recorded = found.record("paper", folder) if "paper" in found.presets else None
+    stale = recorded is not None and found.is_stale(recorded)
+    return comparison.compare(live.name, live=live, recorded=recorded, stale=stale, **options)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A line of the catalogue; `records` maps each preset to "missing", "fresh", "stale" or "damaged"."""
+
+    name: str
+    title: str
+    presets: tuple
+    records: dict
+
+
+def catalogue(folder=None):
+    """All experiments with their published titles, presets, and the state of their records."""
+    entries = []
+    for name in names():
+        found = _REGISTRY[name]
+        states = {}
+        for preset in found.presets:
+            try:
+                record = found.record(preset, folder)
+                states[preset] = "missing" if record is None else "stale" if found.is_stale(record) else "fresh"
+            except ValueError:
+                states[preset] = "damaged"
+        entries.append(Entry(name, found.title, tuple(found.presets), states))
+    return entries
+
+
+def _device(device):
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be a torch device such as 'cpu' or 'cuda', got {device!r}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device must be available, got {str(device)!r} where torch finds no GPU")
+    return device
+
+
+def _load(*papers):
+    """Import the modules of the given papers, or of all."""
+    for slug in papers or published.PAPERS:
+        module = f"{__name__}.{slug.replace('-', '_')}"
+        if slug in published.PAPERS and importlib.util.find_spec(module):
+            importlib.import_module(module)

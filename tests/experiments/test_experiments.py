@@ -1,0 +1,154 @@
+import dataclasses
+import json
+import math
+
+import numpy as np
+import pytest
+
+from dpcompanion import experiments, published, records
+
+NAME = "individual-accounting/table-1"  # an exhibit to hang a test's own experiment on
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    examples: int = 3
+    seeds: tuple = (0, 1)
+
+
+def work(config, run):
+    digits = run.load("digits", split="test")
+    done = run.pieces(lambda name: float(name.split("-")[1]), [f"seed-{seed}" for seed in config.seeds])
+    return {"mean": records.mean_and_sd(done.values()), "examples": len(digits)}, {"seeds": np.array(config.seeds)}
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(experiments, "_REGISTRY", dict(experiments._REGISTRY))
+    experiments._REGISTRY.pop(NAME, None)
+    experiments.experiment(NAME, quick=Config(), paper=Config(examples=30))(work)
+    return NAME
+
+
+def test_a_run_makes_a_record_with_its_provenance(registered, tmp_path):
+    record = experiments.run(registered, preset="quick", out=tmp_path)
+    assert record.values == {"mean": records.MeanSD(0.5, math.sqrt(0.5), 2), "examples": 359}
+    assert record.config == {"examples": 3, "seeds": [0, 1]} and record.arrays["seeds"].tolist() == [0, 1]
+    assert [entry["name"] for entry in record.data] == ["digits"] and len(record.data[0]["sha256"]) == 64
+    assert record.command == f"dpcompanion run {registered} --preset quick --device cpu"
+    assert record.wall_time > 0 and record.device.startswith("cpu")
+    files = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    assert files == ["table-1.quick.json", "table-1.quick.npz"]
+    assert records.find(registered, "quick", tmp_path).values == record.values
+
+
+def test_without_a_folder_nothing_is_written(registered, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    experiments.run(registered, preset="quick")
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_run_is_continued_by_the_next_one(registered, tmp_path, monkeypatch):
+    calls = []
+
+    def broken(config, run):
+        def piece(name):
+            if name == "seed-1" and "stop" not in calls:
+                calls.append("stop")
+                raise KeyboardInterrupt
+            calls.append(name)
+            return 1.0
+        return {"sum": sum(run.pieces(piece, ["seed-0", "seed-1"]).values())}
+    monkeypatch.setitem(experiments._REGISTRY, NAME,
+                        experiments.Experiment(NAME, broken, {"quick": Config()}))
+    with pytest.raises(KeyboardInterrupt):
+        experiments.run(NAME, preset="quick", out=tmp_path)
+    assert experiments.run(NAME, preset="quick", out=tmp_path).values == {"sum": 2.0}
+    assert calls == ["seed-0", "stop", "seed-1"]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["table-1.quick.json"]
+
+
+def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(registered, tmp_path, monkeypatch):
+    def state():
+        return next(entry for entry in experiments.catalogue(tmp_path) if entry.name == registered).records
+    assert state() == {"quick": "missing", "paper": "missing"}
+    experiments.run(registered, preset="quick", out=tmp_path, seeds=[5])
+    assert state() == {"quick": "fresh", "paper": "missing"}
+    changed = experiments.Experiment(registered, work, {"quick": Config(examples=4), "paper": Config()})
+    monkeypatch.setitem(experiments._REGISTRY, registered, changed)
+    assert state()["quick"] == "stale"
+    other = experiments.Experiment(registered, records.find, {"quick": Config(), "paper": Config()})
+    monkeypatch.setitem(experiments._REGISTRY, registered, other)
+    assert state()["quick"] == "stale"
+    records.path_of(registered, "paper", tmp_path).write_text("{")
+    assert state()["paper"] == "damaged"
+
+
+def test_a_live_run_is_shown_beside_the_record_which_is_called_stale_when_it_is(registered, tmp_path, monkeypatch):
+    live = experiments.run(registered, preset="quick")
+    assert "recorded" not in repr(experiments.compare(live, folder=tmp_path, keys=["examples"]))
+    experiments.run(registered, preset="paper", out=tmp_path)
+    shown = repr(experiments.compare(live, folder=tmp_path, keys=["examples"]))
+    assert "recorded" in shown and "stale" not in shown
+    changed = experiments.Experiment(registered, work, {"quick": Config(), "paper": Config(examples=31)})
+    monkeypatch.setitem(experiments._REGISTRY, registered, changed)
+    assert "recorded (stale)" in repr(experiments.compare(live, folder=tmp_path, keys=["examples"]))
+
+
+def test_seeds_are_replaced_and_named_in_the_command(registered):
+    record = experiments.run(registered, preset="quick", seeds=[7, 8, 9])
+    assert record.seeds == [7, 8, 9] and record.command.endswith("--seeds 7 8 9")
+    assert record.values["mean"].n == 3
+
+
+@pytest.mark.parametrize("arguments, message", [
+    ({"name": "idp-sgd/table-55"}, "name must be one of .*'idp-sgd/table-5'.*got 'idp-sgd/table-55'"),
+    ({"preset": "full"}, "preset must be one of 'quick', 'paper', got 'full'"),
+    ({"device": "abacus"}, "device must be a torch device"), ({"seeds": []}, "seeds must be different"),
+    ({"seeds": [1, 1]}, "seeds must be different"), ({"seeds": [0.5]}, "seeds must be a whole number"),
+    ({"seeds": [-1]}, "seeds must lie in"),
+])
+def test_bad_arguments_are_named(registered, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        experiments.run(**{"name": registered, "preset": "quick", **arguments})
+
+
+def test_seeds_are_refused_where_nothing_is_random():
+    with pytest.raises(ValueError, match="seeds must be left out"):
+        experiments.run("idp-sgd/table-5", seeds=[1])
+
+
+def test_the_preset_comes_from_one_place(monkeypatch):
+    monkeypatch.delenv("DPCOMPANION_PRESET", raising=False)
+    assert experiments.default_preset() == "quick"
+    monkeypatch.setenv("DPCOMPANION_PRESET", "paper")
+    assert experiments.default_preset() == "paper"
+    monkeypatch.setenv("DPCOMPANION_PRESET", "big")
+    with pytest.raises(ValueError, match="DPCOMPANION_PRESET must be one of 'quick', 'paper', got 'big'"):
+        experiments.default_preset()
+
+
+def test_an_experiment_belongs_to_an_exhibit_and_has_a_frozen_configuration(registered):
+    with pytest.raises(ValueError, match="name must be new"):
+        experiments.experiment(registered, quick=Config())
+    with pytest.raises(ValueError, match="name must be one of"):
+        experiments.experiment("idp-sgd/table-55", quick=Config())
+    with pytest.raises(ValueError, match="presets must be frozen dataclasses"):
+        experiments.experiment("idp-sgd/table-8", quick={"examples": 3})
+    with pytest.raises(ValueError, match="presets must be one of"):
+        experiments.experiment("idp-sgd/table-8", large=Config())
+
+
+def test_every_registered_experiment_has_a_quick_and_a_paper_preset():
+    assert {"idp-sgd/table-5", "idp-sgd/table-7"} <= set(experiments.names())
+    for name in experiments.names():
+        assert set(experiments.get(name).presets) == set(experiments.PRESETS)
+
+
+def test_configurations_survive_json():
+    for name in experiments.names():
+        for preset, config in experiments.get(name).presets.items():
+            made = records.make(name, preset, {}, config=config)
+            assert not made.is_stale(config=config)
+            json.dumps(made.config, allow_nan=False)
+            assert published.exhibit(name)
