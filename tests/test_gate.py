@@ -211,6 +211,14 @@ def test_a_figure_may_differ_by_a_hair_and_no_more(book):
     assert twin_of(book).read_bytes() == sound
 
 
+def test_execute_tells_new_code_from_changed_numbers(book):
+    (book / "book" / "accounting.md").write_text(NOTEBOOK.replace("print(6 * 7)", "n = 11\nprint(6 * 7)"))
+    done = notebooks(book, "execute")
+    assert done.stdout.rstrip().endswith("2 code cells, reproduced, new code: cell 1")
+    edit(twin_of(book), lambda notebook: code(notebook, 1)["outputs"][0].update(text=["43\n"]))
+    assert "CHANGED: cell 1" in notebooks(book, "execute").stdout
+
+
 def test_an_error_fails_and_leaves_the_notebook_alone(book):
     before = twin_of(book).read_bytes()
     (book / "book" / "accounting.md").write_text(NOTEBOOK.replace("6 * 7", "6 / 0"))
@@ -237,7 +245,8 @@ def rendered(sound_book, tmp_path_factory):
     """The sound notebook and the faulty pages, rendered as `make site` does; none of the faults is a warning there."""
     root = tmp_path_factory.mktemp("site")
     shutil.copytree(sound_book / "book", root / "book")
-    shutil.copytree(ROOT / "book" / "_static", root / "book" / "_static")
+    for name in ("_static", "_ext"):
+        shutil.copytree(ROOT / "book" / name, root / "book" / name)
     Image.new("RGB", (4, 4)).save(root / "book" / "_static" / "dot.png")
     shutil.copy(ROOT / "book" / "references.bib", root / "book")
     shutil.copy(ROOT / "_config.yml", root)

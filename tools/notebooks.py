@@ -113,16 +113,12 @@ def execute(root, source, preset, timeout):
             return f"{name}: FAILED after {time.monotonic() - started:.0f} s", str(error), False
     fresh.metadata = nbformat.from_dict(metadata)
 
-    changed, difference = compare(fresh, committed) if committed else ([], "")
-    if not committed:
-        verdict = "new"
-    elif not changed:
-        verdict = "reproduced"
-    elif code_stamp(fresh) != committed.metadata.get("dpcompanion", {}).get("code_sha256"):
-        verdict = "new code"
-        difference = ""
+    if committed:
+        changed, added, difference = compare(fresh, committed)
+        verdict = f"CHANGED: cell {', '.join(map(str, changed))}" if changed else "reproduced"
+        verdict += f", new code: cell {', '.join(map(str, added))}" if added else ""
     else:
-        verdict = f"CHANGED: cell {', '.join(map(str, changed))}"
+        verdict, difference = "new", ""
     write_if_different(twin, nbformat.writes(fresh) + "\n")
     cells = sum(cell.cell_type == "code" for cell in fresh.cells)
     return f"{name}: {time.monotonic() - started:.0f} s, {cells} code cells, {verdict}", difference, True
@@ -136,22 +132,26 @@ def kernel_environment(preset):
 
 
 def compare(fresh, committed):
-    """Numbers of the code cells (from 1) whose outputs differ, and a short diff of them.
+    """Numbers (from 1) of the code cells whose outputs differ and of those whose code is new, and a short diff of the first.
 
     A cell that reproduces takes over the committed outputs, so that equal results are equal bytes.
     """
-    changed, lines = [], []
-    old_cells = [cell for cell in committed.cells if cell.cell_type == "code"]
-    new_cells = [cell for cell in fresh.cells if cell.cell_type == "code"]
-    for number, new in enumerate(new_cells, 1):
-        old = old_cells[number - 1] if number <= len(old_cells) else None
-        if old is not None and same_outputs(new.outputs, old.outputs):
-            new.outputs = old.outputs
-            continue
-        changed.append(number)
-        was, now = (shown(cell.outputs) if cell else [] for cell in (old, new))
-        lines += list(difflib.unified_diff(was, now, f"committed, cell {number}", f"now, cell {number}", lineterm="", n=0))[:12]
-    return changed, "\n".join(lines[:60])
+    before = {cell.id: cell for cell in committed.cells if cell.cell_type == "code"}
+    changed, added, lines = [], [], []
+    for number, cell in enumerate((cell for cell in fresh.cells if cell.cell_type == "code"), 1):
+        old = before.get(cell.id)
+        if old is None:
+            added.append(number)
+        elif same_outputs(cell.outputs, old.outputs):
+            cell.outputs = old.outputs
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output.execution_count = cell.execution_count
+        else:
+            changed.append(number)
+            names = f"committed, cell {number}", f"now, cell {number}"
+            lines += list(difflib.unified_diff(shown(old.outputs), shown(cell.outputs), *names, lineterm="", n=0))[:12]
+    return changed, added, "\n".join(lines[:60])
 
 
 def same_outputs(new, old):
