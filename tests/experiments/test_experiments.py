@@ -24,6 +24,7 @@ def work(config, run):
 
 @pytest.fixture
 def registered(monkeypatch):
+    experiments.names()  # loads the modules, which register into the dictionary that is copied next
     monkeypatch.setattr(experiments, "_REGISTRY", dict(experiments._REGISTRY))
     experiments._REGISTRY.pop(NAME, None)
     experiments.experiment(NAME, quick=Config(), paper=Config(examples=30))(work)
