@@ -52,7 +52,7 @@ test: $(INSTALLED)
 	@echo "== notebooks and their sources"
 	@$(PY) tools/notebooks.py check
 	@echo "== notebooks executed again, outputs compared"
-	@$(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 900 \
+	@DPCOMPANION_PRESET=quick $(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 900 \
 	  --nbval-sanitize-with tools/nbval_sanitize.cfg $$(find book -name '*.ipynb' -not -path '*/.*')
 	@echo "== pages"
 	@$(MAKE) --no-print-directory site

@@ -250,6 +250,8 @@ def rendered(sound_book, tmp_path_factory):
     Image.new("RGB", (4, 4)).save(root / "book" / "_static" / "dot.png")
     shutil.copy(ROOT / "book" / "references.bib", root / "book")
     shutil.copy(ROOT / "_config.yml", root)
+    (root / ".pytest_cache").mkdir()
+    (root / ".pytest_cache" / "README.md").write_text("# No page of the book\n")
     for name, text in PAGES.items():
         (root / "book" / f"{name}.md").write_text(text)
     chapters = "".join(f"  - file: book/{name}\n" for name in PAGES)
