@@ -467,7 +467,7 @@ def _read_npz(path, name, verify):
 
 
 def _idx(path, verify):
-    """An IDX file: two zero bytes, a type (8: uint8), the number of axes, each axis as a big-endian int32, then data."""
+    """An IDX file: two zero bytes, a type (8: uint8), the number of axes, each as a big-endian int32, then data."""
     content = _content(path, verify)
     axes = content[3] if len(content) > 3 and content[:3] == b"\0\0\x08" else 0
     shape = np.frombuffer(content, ">i4", axes, 4) if axes and len(content) >= 4 + 4 * axes else ()
