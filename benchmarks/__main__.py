@@ -1,0 +1,75 @@
+"""Run every benchmark and print its table.
+
+    python -m benchmarks                    all of them
+    python -m benchmarks training           one of them
+    python -m benchmarks --write            and write benchmarks/README.md
+
+A module of this folder takes part if it has a function `run()` that returns rows: dicts with the same keys, which
+become the columns.  The module's docstring becomes the text above the table.
+"""
+
+import argparse
+import importlib
+import os
+import pathlib
+import pkgutil
+import platform
+import sys
+
+FOLDER = pathlib.Path(__file__).parent
+
+
+def names():
+    """The modules beside this one, in alphabetical order."""
+    return sorted(m.name for m in pkgutil.iter_modules([str(FOLDER)]) if not m.name.startswith("_"))
+
+
+def table(rows):
+    """Rows as a Markdown table; numbers with three significant digits.
+
+    >>> print(table([{"way": "ours", "ms": 1.23456}, {"way": "a peer", "ms": 1234.5}]))
+    | way | ms |
+    |---|---|
+    | ours | 1.23 |
+    | a peer | 1234 |
+    """
+    def text(value):
+        if not isinstance(value, float):
+            return "" if value is None else str(value)
+        return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+    columns = list(rows[0])
+    lines = [columns, *([text(row[c]) for c in columns] for row in rows)]
+    lines = ["| " + " | ".join(cells) + " |" for cells in lines]
+    return "\n".join([lines[0], "|---" * len(columns) + "|", *lines[1:]])
+
+
+def machine():
+    """The machine and the versions, in one line."""
+    import torch
+
+    processor = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+                     platform.processor()) if os.path.exists("/proc/cpuinfo") else platform.processor()
+    return f"{processor}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Timings beside peers.")
+    parser.add_argument("modules", nargs="*", metavar="module", help=f"which to run: {', '.join(names())}")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/README.md")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.modules) - set(names()):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names())}")
+    parts = [f"# Benchmarks\n\nMade by `python -m benchmarks --write` on {machine()}."]
+    for name in options.modules or names():
+        module = importlib.import_module(f"benchmarks.{name}")
+        if hasattr(module, "run"):
+            print(f"benchmarks.{name} ...", file=sys.stderr, flush=True)
+            parts.append(f"## {name}\n\n{module.__doc__.strip()}\n\n{table(module.run())}")
+            print(parts[-1] + "\n", flush=True)
+    if options.write:
+        (FOLDER / "README.md").write_text("\n\n".join(parts) + "\n")
+
+
+if __name__ == "__main__":
+    main()
