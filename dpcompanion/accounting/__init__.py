@@ -1,0 +1,27 @@
+"""What DP-SGD costs: privacy accounting for the sampled Gaussian mechanism.
+
+Everything here is a pure function of numbers or tensors, in float64, and returns a bound that never
+under-states.  Neighbours differ by adding or removing one example; batches are Poisson samples.
+
+* `compute_epsilon`, `compute_delta`: a whole run, by privacy loss distributions or by RDP;
+* `find_noise_multiplier`, `find_sample_rate`, `find_steps`: the parameters that meet a target;
+* `rdp_sampled_gaussian`, `rdp_to_epsilon`, `rdp_to_delta`: the Renyi accountant in its two halves;
+* `gaussian_epsilon`, `gaussian_delta`: the Gaussian mechanism, exactly;
+* `pld`: the privacy loss distribution itself, its grid and its error.
+
+>>> from dpcompanion.accounting import compute_epsilon
+>>> round(compute_epsilon(sample_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5), 3)
+1.828
+"""
+
+from . import pld
+from .calibration import find_noise_multiplier, find_sample_rate, find_steps
+from .conversions import rdp_to_delta, rdp_to_epsilon
+from .gaussian import gaussian_delta, gaussian_epsilon
+from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
+from .runs import ACCOUNTANTS, compute_delta, compute_epsilon
+
+__all__ = [
+    "ACCOUNTANTS", "DEFAULT_ORDERS", "compute_delta", "compute_epsilon", "find_noise_multiplier", "find_sample_rate",
+    "find_steps", "gaussian_delta", "gaussian_epsilon", "pld", "rdp_sampled_gaussian", "rdp_to_delta", "rdp_to_epsilon",
+]

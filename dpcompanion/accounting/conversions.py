@@ -1,0 +1,104 @@
+r"""From Renyi differential privacy to (epsilon, delta).
+
+A mechanism whose Renyi divergence of order :math:`\alpha` is at most
+:math:`\rho` is :math:`(\varepsilon, \delta)`-DP for each :math:`\delta` with
+
+.. math::
+    \varepsilon = \rho + \frac{\ln(1/\delta)}{\alpha - 1}
+        \qquad\text{(Mironov 2017, proposition 3),}
+
+    \varepsilon = \rho + \ln\frac{\alpha - 1}{\alpha} - \frac{\ln \delta + \ln \alpha}{\alpha - 1}
+        \qquad\text{(Balle et al. 2020, theorem 21; Canonne et al. 2020, proposition 12).}
+
+The second is never above the first.  Each order gives a valid epsilon, so the
+smallest one counts.  Two details keep the result honest where the noise is large:
+an epsilon below zero means that epsilon 0 holds, and epsilon 0 also holds
+once delta covers the total variation distance, which Bretagnolle and Huber bound
+by :math:`\sqrt{1 - e^{-\rho}}` and Pinsker by :math:`\sqrt{\rho/2}`.
+
+>>> from dpcompanion.accounting import DEFAULT_ORDERS, rdp_sampled_gaussian, rdp_to_epsilon
+>>> rdp = 1000 * rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=1.0)
+>>> epsilon, order = rdp_to_epsilon(rdp, DEFAULT_ORDERS, 1e-5)
+>>> round(float(epsilon), 4), float(order)
+(2.1014, 7.8)
+"""
+
+import math
+
+import torch
+
+from .. import _checks
+
+CONVERSIONS = ("balle2020", "mironov2017")
+
+
+def rdp_to_epsilon(rdp, orders, delta, *, conversion="balle2020"):
+    r"""The smallest epsilon that Renyi divergences at several orders imply.
+
+    Args:
+        rdp: total divergence at each order, in nats: a tensor of shape ``(..., K)`` (or a sequence of K numbers).
+        orders: the K orders, above 1.
+        delta: a number in (0, 1), or a tensor that broadcasts against ``rdp.shape[:-1]``.
+        conversion: "balle2020" (the default, tighter) or "mironov2017".
+
+    Returns:
+        The pair (epsilon, order), each a float64 tensor of shape ``(...)``: the bound, never negative,
+        and the order that gives it (nan where epsilon is inf).
+
+    Raises:
+        ValueError: a negative or NaN divergence, an order not above 1, lengths that differ, a delta outside (0, 1).
+
+    >>> rdp_to_epsilon([0.1, 0.4], [2, 8], 1e-5, conversion="mironov2017")
+    (tensor(2.0447, dtype=torch.float64), tensor(8., dtype=torch.float64))
+    """
+    rdp, orders, delta = _checked(rdp, orders, conversion=conversion, delta=delta)
+    log_inverse_delta = -torch.log(delta)[..., None]
+    if conversion == "mironov2017":
+        epsilons = rdp + log_inverse_delta / (orders - 1)
+    else:
+        epsilons = rdp + torch.log1p(-1 / orders) + (log_inverse_delta - torch.log(orders)) / (orders - 1)
+    epsilon, best = epsilons.clamp(min=0).min(dim=-1)
+    if conversion == "balle2020":
+        epsilon = torch.where(_total_variation(rdp) <= delta, 0.0, epsilon)
+    return epsilon, torch.where(epsilon.isfinite(), orders[best], math.nan)
+
+
+def rdp_to_delta(rdp, orders, epsilon, *, conversion="balle2020"):
+    """The smallest delta at a given epsilon; shapes and errors as in `rdp_to_epsilon`.
+
+    >>> delta, order = rdp_to_delta([0.1, 0.4], [2, 8], 2.0447, conversion="mironov2017")
+    >>> f"{float(delta):.2e}", float(order)
+    ('1.00e-05', 8.0)
+    """
+    rdp, orders, epsilon = _checked(rdp, orders, conversion=conversion, epsilon=epsilon)
+    log_deltas = (orders - 1) * (rdp - epsilon[..., None])
+    if conversion == "balle2020":
+        log_deltas = log_deltas + (orders - 1) * torch.log1p(-1 / orders) - torch.log(orders)
+    log_delta, best = log_deltas.min(dim=-1)
+    delta = torch.exp(log_delta).clamp(max=1.0)
+    if conversion == "balle2020":
+        delta = torch.minimum(delta, _total_variation(rdp))
+    return delta, orders[best]
+
+
+def _total_variation(rdp):
+    """A bound on the total variation distance, by the smallest divergence at hand."""
+    least = rdp.min(dim=-1).values
+    return torch.minimum(torch.sqrt(-torch.expm1(-least)), torch.sqrt(least / 2))
+
+
+def _checked(rdp, orders, *, conversion, **target):
+    (name, value), = target.items()
+    _checks.one_of("conversion", conversion, CONVERSIONS)
+    _checks.in_interval("rdp", rdp, 0)
+    _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
+    if name == "delta":
+        _checks.in_interval(name, value, 0, 1, closed="neither")
+    else:
+        _checks.in_interval(name, value, 0)
+    rdp = torch.as_tensor(rdp, dtype=torch.float64)
+    orders = torch.as_tensor(orders, dtype=torch.float64, device=rdp.device).reshape(-1)
+    if rdp.ndim == 0 or rdp.shape[-1] != len(orders):
+        raise ValueError(f"rdp must have one entry for each of the {len(orders)} orders in its last dimension, "
+                         f"got shape {tuple(rdp.shape)}")
+    return rdp, orders, torch.as_tensor(value, dtype=torch.float64, device=rdp.device)

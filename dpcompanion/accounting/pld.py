@@ -1,0 +1,328 @@
+r"""Privacy loss distributions of the sampled Gaussian mechanism.
+
+For a pair of output distributions (P, Q) the privacy loss is
+:math:`L = \ln(P/Q)` under P.  Losses of independent steps add up, and the sum S decides
+the whole trade-off curve exactly:
+
+.. math:: \delta(\varepsilon) = E\left[(1 - e^{\varepsilon - S})_+\right].
+
+So T steps cost one convolution power.  Four ideas make it fast, sound and exact in the tails.
+
+1. *Connect the dots* (Doroshenko et al. 2022).  The loss of one step is moved to a grid of
+   spacing h.  Mass between two grid points is shared between them so that the masses under P
+   and under Q both stay: the result dominates the step (its :math:`\delta(\varepsilon)` is never
+   below), and the excess is of second order in h.
+2. *Tilting*.  The convolution is that of :math:`e^{\lambda L}` times the distribution, normalised,
+   with :math:`\lambda` the saddle point, so that the bulk of what is convolved lies at the epsilon
+   that is asked for.  Rounding errors of the Fourier transform are then relative to delta, not
+   to 1, and delta may be 1e-15.
+3. *A window by Chernoff's bound*.  What the transform wraps around, and what the tails of one
+   step lose by truncation, is bounded under the tilted law and added to delta.
+4. *The grid follows from the error*.  Sharing a mass between the ends of a cell of width h raises
+   :math:`\ln E[e^{\lambda L}]` by about :math:`\lambda(1+\lambda) h^2/12` on average, so epsilon by
+   :math:`T (1+\lambda) h^2 / 12`.  h is chosen to keep that below `TOLERANCE`, and is at most 1e-4 (1e-5 of an
+   epsilon above 10); `ComposedLoss.error` says what the rise really is.
+
+Both directions count: *remove* has :math:`P = (1-q)N(0,\sigma^2) + qN(1,\sigma^2)` and
+:math:`Q = N(0, \sigma^2)`, *add* has them swapped.
+
+Time and memory: about :math:`500 \sqrt{T}` grid points; 0.02 s for ten thousand steps, about a second and
+500 MB for ten million.
+
+>>> from dpcompanion.accounting import pld
+>>> loss = pld.compose(sample_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5)
+>>> f"epsilon {loss.epsilon(1e-5):.4f}, grid {loss.interval:.0e}, error below {max(loss.error, 1e-4):.0e}"
+'epsilon 1.8283, grid 1e-04, error below 1e-04'
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+
+from .. import _checks
+from .gaussian import gaussian_delta, gaussian_epsilon
+from .rdp import log_density_ratio
+
+DIRECTIONS = ("remove", "add")
+#: What the discretisation may add to epsilon, relative to epsilon + 1/tilt.
+TOLERANCE = 5e-5
+
+_LOG_NEGLIGIBLE = -75.0      # tilted densities below e^-75 of the peak are cut, and the cut is accounted for
+_WINDOW_LOG_TAIL = -38.0     # tilted mass outside the window, each side: below e^-38
+_LARGEST_GRID = 1 << 22      # points of one transform; a run that wants more gets a coarser grid, and its error says so
+_TAIL = 13.0                 # standard deviations of the Gaussian that are looked at, at least
+_NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(4))
+
+
+class _Step:
+    """The privacy loss of one step: its exact moments, and its discretised and tilted distribution."""
+
+    def __init__(self, sample_rate, noise_multiplier, direction):
+        self.q = torch.tensor(float(sample_rate), dtype=torch.float64)
+        self.sigma = torch.tensor(float(noise_multiplier), dtype=torch.float64)
+        self.remove = direction == "remove"
+        # Tilts pull the noise away from zero, upwards (remove) or downwards (add), by at most the fourteen
+        # standard deviations or so in which a delta of 1e-15 can hide.
+        reach = 14 + _TAIL
+        low, high = (-_TAIL, 1 / float(self.sigma) + reach) if self.remove else (-reach, _TAIL)
+        spacing = 0.5 * min(1.0, float(self.sigma))
+        self.t = torch.arange(low, high + spacing, spacing, dtype=torch.float64)
+        self.loss, log_density = self._loss_and_log_density(self.t)
+        self.log_weight = log_density + math.log(spacing)
+        weight = torch.exp(self.log_weight)
+        mean = (weight * self.loss).sum()
+        self.std = float(torch.sqrt((weight * (self.loss - mean) ** 2).sum()))
+
+    def _loss_and_log_density(self, t):
+        """The loss at x = sigma t, and the log density of t under the first distribution of the pair."""
+        log_ratio = log_density_ratio(t, self.q, self.sigma)
+        log_phi = -0.5 * t * t - 0.5 * math.log(2 * math.pi)
+        return (log_ratio, log_phi + log_ratio) if self.remove else (-log_ratio, log_phi)
+
+    def _t_of_loss(self, loss):
+        """The inverse of the loss, -inf and inf where the loss does not reach."""
+        log_ratio = loss if self.remove else -loss
+        small = torch.log1p((torch.expm1(log_ratio.clamp(max=30)) / self.q).clamp(min=-1))
+        large = log_ratio - torch.log(self.q) + torch.log1p(-(1 - self.q) * torch.exp(-log_ratio.clamp(min=30)))
+        return self.sigma * torch.where(log_ratio < 30, small, large) + 0.5 / self.sigma
+
+    def log_mgf(self, tilts):
+        """K(tilt) = ln E[exp(tilt L)], by the trapezoidal rule; inf where its range does not hold the tilted law."""
+        exponent = self.log_weight + tilts[:, None] * self.loss
+        log_mgf = torch.logsumexp(exponent, dim=1)
+        edge = torch.maximum(exponent[:, 0], exponent[:, -1])
+        return torch.where(edge - exponent.max(dim=1).values < _LOG_NEGLIGIBLE, log_mgf, math.inf)
+
+    def tilted_variance(self, tilt):
+        weight = torch.softmax(self.log_weight + tilt * self.loss, dim=0)
+        return float((weight * (self.loss - (weight * self.loss).sum()) ** 2).sum())
+
+    def discretise(self, interval, tilt):
+        """Connect-the-dots masses of the tilted law on the grid {i h}.
+
+        Returns (first index, masses that sum to 1, ln of their sum before, bound on the mass that was cut).
+        """
+        exponent = self.log_weight + tilt * self.loss
+        scale = torch.logsumexp(exponent, dim=0)
+        kept = (exponent - scale > _LOG_NEGLIGIBLE).nonzero()[:, 0]
+        cut = len(self.t) * math.exp(_LOG_NEGLIGIBLE)
+        low, high = float(self.t[max(int(kept[0]) - 1, 0)]), float(self.t[min(int(kept[-1]) + 1, len(self.t) - 1)])
+        ends = torch.sort(self._loss_and_log_density(torch.tensor([low, high], dtype=torch.float64))[0]).values
+        first, last = math.floor(float(ends[0]) / interval), math.ceil(float(ends[1]) / interval)
+        # No piece crosses a grid point of the loss, and none is so long that four nodes are too few.
+        grid = torch.arange(first, last + 1, dtype=torch.float64) * interval
+        pieces = math.ceil((high - low) / (0.1 * min(1.0, 2 * float(self.sigma))))
+        at = torch.cat([self._t_of_loss(grid).clamp(low, high), torch.linspace(low, high, pieces + 1, dtype=torch.float64)])
+        at = torch.sort(at).values
+        width = at.diff()[:, None]
+        loss, log_density = self._loss_and_log_density(at[:-1, None] + width * (_NODES + 1) / 2)
+        cell = torch.floor(loss.mean(dim=1) / interval).clamp(first, last - 1)
+        # The share of a mass at `loss` that goes to the upper end: it keeps the mass of exp(-loss), that under Q.
+        upper = (torch.expm1(-(loss - cell[:, None] * interval)) / math.expm1(-interval)).clamp(0, 1)
+        mass = width / 2 * _WEIGHTS * torch.exp(log_density + tilt * cell[:, None] * interval - scale)
+        lower_mass, upper_mass = (mass * (1 - upper)).sum(dim=1), (mass * upper).sum(dim=1) * math.exp(tilt * interval)
+        masses = torch.zeros(last - first + 1, dtype=torch.float64)
+        index = (cell - first).long()
+        masses.index_add_(0, index, lower_mass).index_add_(0, index + 1, upper_mass)
+        total = masses.sum()
+        return first, masses / total, float(torch.log(total) + scale), cut
+
+
+@dataclass(frozen=True)
+class ComposedLoss:
+    r"""The summed privacy loss of a run, on a grid, tilted: an upper bound on the run in one direction.
+
+    Attributes:
+        interval: spacing h of the grid.
+        error: what the discretisation adds to epsilon near the target, to first order (it never subtracts).
+        tilt: the saddle point :math:`\lambda`.
+        first: index of the first grid point of `masses`.
+        masses: probabilities under the tilted law at ``(first + j) * interval``.
+        log_scale: :math:`\ln E[e^{\lambda S}]` on the grid.
+        slack: bound on the tilted mass that the window and the transform may have lost.
+    """
+
+    interval: float
+    error: float
+    tilt: float
+    first: int
+    masses: torch.Tensor
+    log_scale: float
+    slack: float
+
+    def _log_delta(self, epsilon):
+        # A mass at or below epsilon costs nothing; one far above, in the tilted law, next to nothing.
+        start = min(max(math.floor(epsilon / self.interval) - self.first, 0), len(self.masses))
+        above = (self.first + torch.arange(start, len(self.masses), dtype=torch.float64)) * self.interval - epsilon
+        above.clamp_(min=0)
+        total = (self.masses[start:] * torch.exp(-self.tilt * above) * -torch.expm1(-above)).sum()
+        return min(0.0, self.log_scale - self.tilt * epsilon + math.log(float(total) + self.slack))
+
+    def delta(self, epsilon):
+        """Upper bound on delta at `epsilon` (a float, at least 0)."""
+        return math.exp(self._log_delta(epsilon))
+
+    def epsilon(self, delta):
+        """Upper bound on epsilon at `delta` (a float in (0, 1)); 0.0 where delta covers the total variation."""
+        target = math.log(delta)
+        if self._log_delta(0.0) <= target:
+            return 0.0
+        high = max(self.first + len(self.masses), 1) * self.interval
+        while self._log_delta(high) > target:
+            high *= 2
+        root = brentq(lambda e: self._log_delta(e) - target, 0.0, high, xtol=1e-300, rtol=1e-9)
+        step = 1e-9
+        while self._log_delta(root) > target:        # the root may lie a hair on the wrong side
+            root, step = root * (1 + step), 2 * step
+        return root
+
+
+def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, direction="remove", interval=None):
+    r"""The privacy loss of `steps` steps, discretised so that it is accurate near `delta` or near `epsilon`.
+
+    Neighbouring relation: add or remove one example. Sampler: Poisson.
+
+    Args:
+        sample_rate: in (0, 1).
+        noise_multiplier: above 0.
+        steps: a whole number, at least 1.
+        delta, epsilon: one of the two: where on the curve the result is to be accurate. It is an upper bound everywhere.
+        direction: "remove" or "add"; the account of a run is the worse of the two.
+        interval: spacing of the grid; None chooses it (see the module's text).
+
+    Raises:
+        ValueError: an argument outside its range, or not exactly one of `delta` and `epsilon`.
+
+    Source: Koskela et al. 2020 (FFT), Doroshenko et al. 2022 (connect the dots).
+    """
+    _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="neither")
+    _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+    steps = _checks.whole_number("steps", steps, low=1)
+    _checks.one_of("direction", direction, DIRECTIONS)
+    if (delta is None) == (epsilon is None):
+        raise ValueError(f"exactly one of delta and epsilon must be given, got delta={delta!r} and epsilon={epsilon!r}")
+    if delta is not None:
+        _checks.in_interval("delta", delta, 0, 1, closed="neither")
+    else:
+        _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
+    if interval is not None:
+        _checks.in_interval("interval", interval, 0, math.inf, closed="neither")
+    return _compose(_Step(sample_rate, noise_multiplier, direction), steps, delta, epsilon, interval)
+
+
+def _compose(step, steps, delta, epsilon, interval=None):
+    if delta is None:
+        return _compose_near(step, steps, epsilon, TOLERANCE * epsilon, interval)
+    epsilon = _chernoff_epsilon(*_log_mgfs(step, steps), delta)
+    for _ in range(4):
+        loss = _compose_near(step, steps, epsilon, TOLERANCE * epsilon, interval)
+        found = loss.epsilon(delta)
+        if found < 20 * loss.interval:
+            # Within a cell the curve is a chord, which the first-order error does not see.
+            loss = replace(loss, error=max(loss.error, loss.interval))
+        # Chernoff's bound may lie far above the epsilon that it leads to: then look again, nearer.
+        if loss.error <= 2 * TOLERANCE * found or found > epsilon / 2 or interval is not None:
+            break
+        epsilon = found
+    return loss
+
+
+def _log_mgfs(step, steps):
+    """Tilts on a wide grid, and ln E[exp(tilt S)] of the whole run at each."""
+    # Many small losses (central limit) put the saddle point near 1 / std, one rare large loss near sigma.
+    few, many = sorted((1 / (step.std * math.sqrt(steps)), float(step.sigma)))
+    tilts = torch.from_numpy(np.geomspace(1e-3 * few, 1e2 * many, int(20 * math.log10(1e5 * many / few))))
+    # The window's bound looks a little beyond the tilt, so a tilt whose neighbourhood is out of range will not do.
+    reachable = step.log_mgf(1.2 * tilts).isfinite()
+    return tilts[reachable], steps * step.log_mgf(tilts[reachable])
+
+
+def _compose_near(step, steps, epsilon, error, interval):
+    """The run's loss, accurate near `epsilon`: the discretisation is to add at most `error` there."""
+    tilts, log_mgfs = _log_mgfs(step, steps)
+    tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs, epsilon).argmin())])
+    low, high, outside = _window(step, steps, tilt)
+    if interval is None:
+        # Far below 1 / tilt an epsilon is as good as zero.
+        error = max(error, 1e-3 * TOLERANCE / tilt)
+        interval = min(math.sqrt(12 * error / (steps * (1 + tilt))), 1e-4 * max(1.0, epsilon / 10), 1 / tilt,
+                       (epsilon + 0.01 / tilt) / 100)
+        interval = max(interval, (high - low) / (_LARGEST_GRID - 2))
+    first, masses, log_mass, cut = step.discretise(interval, tilt)
+    slack = steps * cut
+    if steps > 1:
+        first, masses = _convolve(first, masses, steps, start=math.floor(low / interval), size=(high - low) / interval + 2)
+        # Errors of the transform grow with the power: relative to the bulk, 1e-15 a step covers them amply.
+        masses, slack = masses * (1 + 1e-15 * steps), slack + outside + 1e-15
+    rise = log_mass - float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
+    return ComposedLoss(interval=interval, error=steps * max(rise, 0.0) / tilt, tilt=tilt, first=first, masses=masses,
+                        log_scale=steps * log_mass, slack=slack)
+
+
+def _convolve(first, masses, steps, *, start, size):
+    """The `steps`-fold convolution of masses at first, first + 1, ..., on a circle of at least `size` points from `start`."""
+    size = 1 << max(4, math.ceil(math.log2(size)))
+    centre = first + round(float((masses * torch.arange(len(masses))).sum()))
+    circle = torch.zeros(size, dtype=torch.float64)
+    circle.index_add_(0, (torch.arange(len(masses)) + (first - centre)) % size, masses)
+    frequencies = torch.fft.rfft(circle)
+    power = torch.polar(torch.exp(steps * torch.log(frequencies.abs())), steps * frequencies.angle())
+    composed = torch.fft.irfft(power, n=size).clamp_(min=0)
+    return start, torch.roll(composed, -((start - steps * centre) % size))
+
+
+def _chernoff_epsilon(tilts, log_mgfs, delta):
+    """The best epsilon by Chernoff's bound with the factor of Balle et al. 2020: orders are tilts + 1."""
+    epsilons = (log_mgfs - math.log(delta) - torch.log1p(tilts)) / tilts - torch.log1p(1 / tilts)
+    return max(float(epsilons.min()), 0.0)
+
+
+def _chernoff_log_delta(tilts, log_mgfs, epsilon):
+    return log_mgfs - tilts * (epsilon + torch.log1p(1 / tilts)) - torch.log1p(tilts)
+
+
+def _window(step, steps, tilt):
+    """An interval that holds the tilted sum of the losses, and a bound on the probability that it does not."""
+    variance = step.tilted_variance(tilt)
+    here = float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
+    # As with the tilts: the spread sets the scale where many losses add up, the tilt where one rare loss decides.
+    few, many = sorted((tilt, 1 / max(math.sqrt(steps * variance), 1e-6 / tilt)))
+    offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(20 * math.log10(1e3 * many / few))))
+
+    def reach(signed):
+        rise = steps * (step.log_mgf(tilt + signed) - here) - _WINDOW_LOG_TAIL
+        return (rise / signed.abs()).nan_to_num(nan=math.inf).min()
+
+    # P(S > s) <= exp(steps (K(tilt + o) - K(tilt)) - o s), and likewise below with negative offsets.
+    high, low = float(reach(offsets)), -float(reach(-offsets))
+    return low, high, 2 * math.exp(_WINDOW_LOG_TAIL)
+
+
+def epsilon(*, sample_rate, noise_multiplier, steps, delta):
+    """Epsilon of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_epsilon`)."""
+    if sample_rate == 1:
+        return float(gaussian_epsilon(math.sqrt(steps) / noise_multiplier, delta))
+    worst = _compose(_Step(sample_rate, noise_multiplier, "remove"), steps, delta, None).epsilon(delta)
+    if worst < _largest_loss_of_adding(sample_rate, steps):
+        add = _Step(sample_rate, noise_multiplier, "add")
+        if _compose(add, steps, None, worst).delta(worst) > delta:
+            worst = max(worst, _compose(add, steps, delta, None).epsilon(delta))
+    return worst
+
+
+def delta(*, sample_rate, noise_multiplier, steps, epsilon):
+    """Delta of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_delta`)."""
+    if sample_rate == 1:
+        return float(gaussian_delta(math.sqrt(steps) / noise_multiplier, epsilon))
+    worst = _compose(_Step(sample_rate, noise_multiplier, "remove"), steps, None, epsilon).delta(epsilon)
+    if epsilon < _largest_loss_of_adding(sample_rate, steps):
+        worst = max(worst, _compose(_Step(sample_rate, noise_multiplier, "add"), steps, None, epsilon).delta(epsilon))
+    return worst
+
+
+def _largest_loss_of_adding(sample_rate, steps):
+    """Adding an example never costs more: P/Q = 1/(1 - q + q e^u) is below 1/(1 - q)."""
+    return -steps * math.log1p(-sample_rate)

@@ -1,0 +1,92 @@
+r"""What a whole run of DP-SGD costs: epsilon at a delta, or delta at an epsilon.
+
+A run is `steps` steps of the sampled Gaussian mechanism with the same sample rate and noise
+multiplier (add/remove neighbours, Poisson sampling).  Two accountants answer:
+
+* "pld", the default: the composed privacy loss distribution, tight up to a grid that adds about 1e-4 of
+  epsilon (`dpcompanion.accounting.pld`);
+* "rdp": Renyi divergences at many orders, added up and converted (`rdp`, `conversions`); microseconds
+  rather than milliseconds, and typically 5 to 15% above.
+
+Both are upper bounds on the same number, so the PLD epsilon is the one to report.
+"""
+
+import math
+
+from .. import _checks
+from . import pld
+from .conversions import rdp_to_delta, rdp_to_epsilon
+from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
+
+ACCOUNTANTS = ("pld", "rdp")
+
+
+def compute_epsilon(*, sample_rate, noise_multiplier, steps, delta, accountant="pld"):
+    r"""Epsilon of `steps` steps of the sampled Gaussian mechanism at `delta`, an upper bound.
+
+    Neighbouring relation: add or remove one example. Sampler: Poisson.
+
+    Args:
+        sample_rate: probability in (0, 1] with which an example enters a step.
+        noise_multiplier: standard deviation of the noise over the clip norm, at least 0.
+        steps: number of steps, a whole number of at least 0.
+        delta: in (0, 1).
+        accountant: "pld" (tight) or "rdp" (fast).
+
+    Returns:
+        A float, at least 0; inf where there is no noise.
+
+    Raises:
+        ValueError: an argument outside its range.
+
+    >>> reference = dict(sample_rate=512 / 60000, noise_multiplier=3.42529, steps=9375, delta=1e-5)
+    >>> round(compute_epsilon(**reference), 4), round(compute_epsilon(**reference, accountant="rdp"), 4)
+    (0.9172, 1.0036)
+    """
+    steps = _check_run(sample_rate, noise_multiplier, steps, accountant)
+    _checks.in_interval("delta", delta, 0, 1, closed="neither")
+    q, sigma, delta = float(sample_rate), float(noise_multiplier), float(delta)
+    if steps == 0 or sigma == 0:
+        return 0.0 if steps == 0 else math.inf
+    if accountant == "pld":
+        return pld.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
+    orders = _orders(sigma)
+    rdp = steps * rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=orders)
+    return float(rdp_to_epsilon(rdp, orders, delta)[0])
+
+
+def compute_delta(*, sample_rate, noise_multiplier, steps, epsilon, accountant="pld"):
+    """Delta of `steps` steps of the sampled Gaussian mechanism at `epsilon` (at least 0), an upper bound.
+
+    All else as in `compute_epsilon`.
+
+    >>> run = dict(sample_rate=0.01, noise_multiplier=1.0, steps=1000)
+    >>> f"{compute_delta(**run, epsilon=2.0):.2e} {compute_delta(**run, epsilon=2.0, accountant='rdp'):.2e}"
+    '2.67e-06 1.98e-05'
+    """
+    steps = _check_run(sample_rate, noise_multiplier, steps, accountant)
+    _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
+    q, sigma, epsilon = float(sample_rate), float(noise_multiplier), float(epsilon)
+    if steps == 0 or sigma == 0:
+        return 0.0 if steps == 0 else 1.0
+    if accountant == "pld":
+        return pld.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
+    orders = _orders(sigma)
+    rdp = steps * rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=orders)
+    return float(rdp_to_delta(rdp, orders, epsilon)[0])
+
+
+def _check_run(sample_rate, noise_multiplier, steps, accountant):
+    _checks.one_of("accountant", accountant, ACCOUNTANTS)
+    _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
+    _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="left")
+    return _checks.whole_number("steps", steps, low=0)
+
+
+def _orders(noise_multiplier):
+    """The default orders and, where the noise is so large that they cost little, orders beyond 1024.
+
+    With the default orders alone a tiny divergence still costs ln(1 / (1024 delta)) / 1023, whatever the noise.
+    """
+    beyond = [1024 * math.sqrt(2) ** j for j in range(1, 61)]
+    return DEFAULT_ORDERS + tuple(order for order in beyond if order <= 32 * noise_multiplier)
