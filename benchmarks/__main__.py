@@ -58,6 +58,8 @@ def main(arguments=None):
     parser.add_argument("modules", nargs="*", metavar="module", help=f"which to run: {', '.join(names())}")
     parser.add_argument("--write", action="store_true", help="write benchmarks/README.md")
     options = parser.parse_args(arguments)
+    if options.modules and options.write:
+        parser.error("--write wants all benchmarks: name none")
     if unknown := set(options.modules) - set(names()):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names())}")
     parts = [f"# Benchmarks\n\nMade by `python -m benchmarks --write` on {machine()}."]

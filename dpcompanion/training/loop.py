@@ -101,11 +101,11 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         ValueError: for a plan that does not fit the data, a model that mixes examples, an optimizer of other
             parameters, or a checkpoint of another run.
     """
-    loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, stateful, generator_device)
     every = plan.steps_per_epoch if checkpoint_every is None else _checks.whole_number(
         "checkpoint_every", checkpoint_every, 1)
     if accountant is not None:
         _checks.one_of("accountant", accountant, ("pld", "rdp"))
+    loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, stateful, generator_device)
     if checkpoint is not None and os.path.exists(checkpoint):
         loop.load(checkpoint)
     run = loop.run
