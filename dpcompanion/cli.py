@@ -1,0 +1,158 @@
+"""The command line: privacy parameters at the prompt, and the book's records.
+
+    dpcompanion epsilon --sample-rate 512/60000 --noise-multiplier 3.42529 --steps 9375 --delta 1e-5
+    dpcompanion noise-multiplier --epsilon 1 --delta 1e-5 --sample-rate 0.01 --steps 1000
+    dpcompanion sample-rate --epsilon 1 --delta 1e-5 --noise-multiplier 2 --steps 1000
+    dpcompanion steps --epsilon 1 --delta 1e-5 --noise-multiplier 1 --sample-rate 0.01
+    dpcompanion list
+    dpcompanion run idp-sgd/table-5 --preset paper
+
+Every answer names the neighbouring relation, the sampler, the accountant and delta.  What is printed is
+rounded to the safe side; `--json` gives all digits.  A mistake ends in one line on stderr and exit status 2.
+
+>>> main(["epsilon", "--sample-rate", "0.01", "--noise-multiplier", "1", "--steps", "1000", "--delta", "1e-5",
+...       "--accountant", "rdp"])
+epsilon 2.10137 at delta 1e-05 (add/remove one example, Poisson sampling, accountant rdp)
+0
+"""
+
+import argparse
+import json
+import math
+import sys
+
+RELATION, SAMPLER = "add or remove one example", "Poisson"
+
+# Each quantity: option, its other spelling if any, how it is read, and what it is.
+_OPTIONS = {
+    "sample_rate": ("--sample-rate", None, "RATE", "probability that an example enters a step; 0.01 or 512/60000"),
+    "noise_multiplier": ("--noise-multiplier", None, "SIGMA", "standard deviation of the noise over the clip norm"),
+    "steps": ("--steps", None, "T", "number of steps"),
+    "delta": ("--delta", None, "DELTA", "the delta of (epsilon, delta)"),
+    "target_epsilon": ("--epsilon", "--target-epsilon", "EPSILON", "the epsilon that may be spent"),
+    "target_delta": ("--delta", "--target-delta", "DELTA", "the delta that may be spent"),
+}
+
+# Each command: the function in `accounting`, what it takes, and the side to which its answer is rounded.
+_QUESTIONS = {
+    "epsilon": ("compute_epsilon", ("sample_rate", "noise_multiplier", "steps", "delta"), math.ceil,
+                "what a run costs"),
+    "noise-multiplier": ("find_noise_multiplier", ("target_epsilon", "target_delta", "sample_rate", "steps"), math.ceil,
+                         "the least noise that keeps a budget"),
+    "sample-rate": ("find_sample_rate", ("target_epsilon", "target_delta", "noise_multiplier", "steps"), math.floor,
+                    "the largest sample rate within a budget"),
+    "steps": ("find_steps", ("target_epsilon", "target_delta", "sample_rate", "noise_multiplier"), math.floor,
+              "the most steps within a budget"),
+}
+
+
+def _number(text):
+    """A number or a fraction such as 512/60000."""
+    top, slash, bottom = text.partition("/")
+    if top.isdigit() and not slash:
+        return int(top)
+    try:
+        return float(top) / float(bottom) if slash else float(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a fraction such as 512/60000") from None
+
+
+def rounded(value, toward, digits=6):
+    """`value` to `digits` significant digits, rounded by math.ceil or math.floor.
+
+    >>> rounded(1.82826712, math.ceil), rounded(0.0141524479, math.floor), rounded(254, math.floor)
+    (1.82827, 0.0141524, 254)
+    """
+    if isinstance(value, int) or value == 0 or not math.isfinite(value):
+        return value
+    decimals = digits - 1 - math.floor(math.log10(abs(value)))
+    scaled = toward(value * 10.0**decimals)
+    return float(f"{scaled}e{-decimals}")
+
+
+def _answer(arguments):
+    from . import accounting
+
+    name, parameters, toward, _ = _QUESTIONS[arguments.command]
+    given = {parameter: getattr(arguments, parameter) for parameter in parameters}
+    value = getattr(accounting, name)(**given, accountant=arguments.accountant)
+    delta = given.get("delta", given.get("target_delta"))
+    if arguments.json:
+        key = arguments.command.replace("-", "_")
+        said = {key: value if math.isfinite(value) else str(value), **given, "accountant": arguments.accountant,
+                "neighbouring_relation": RELATION, "sampler": SAMPLER}
+        print(json.dumps(said, indent=1))
+    else:
+        budget = f"for epsilon {given['target_epsilon']:g} " if "target_epsilon" in given else ""
+        print(f"{arguments.command} {rounded(value, toward):.12g} {budget}at delta {delta:g} "
+              f"(add/remove one example, Poisson sampling, accountant {arguments.accountant})")
+
+
+def _run(arguments):
+    from . import experiments, records
+
+    folder = records.results_folder() if arguments.out is None else arguments.out
+    record = experiments.run(arguments.name, preset=arguments.preset, device=arguments.device, out=folder,
+                             seeds=arguments.seeds)
+    path = records.path_of(record.name, record.preset, folder)
+    if arguments.json:
+        print(path.read_text())
+    else:
+        print(experiments.compare(record, folder=folder))
+        print(f"the record: {path}")
+
+
+def _list(arguments):
+    from . import experiments
+
+    entries = experiments.catalogue(arguments.out)
+    if arguments.json:
+        print(json.dumps([vars(entry) for entry in entries], indent=1))
+        return
+    width = max((len(entry.name) for entry in entries), default=0)
+    for entry in entries:
+        states = ", ".join(f"{preset} {state}" for preset, state in entry.records.items())
+        print(f"{entry.name:{width}}  {entry.title}  [{states}]")
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="dpcompanion", description="Privacy accounting for DP-SGD, and the records of the book.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for command, (_, parameters, _, what) in _QUESTIONS.items():
+        sub = commands.add_parser(command, help=what, description=f"{what}: add/remove one example, Poisson sampling".capitalize())
+        for parameter in parameters:
+            option, other, metavar, meaning = _OPTIONS[parameter]
+            sub.add_argument(*filter(None, (option, other)), dest=parameter, type=_number, required=True, metavar=metavar, help=meaning)
+        sub.add_argument("--accountant", default="pld", help="pld (tight, the default) or rdp (fast)")
+        sub.set_defaults(do=_answer)
+    run = commands.add_parser("run", help="make a record of an experiment", description="Run an experiment and write its record.")
+    run.add_argument("name", help="such as idp-sgd/table-5; `dpcompanion list` names them all")
+    run.add_argument("--preset", help="quick or paper; DPCOMPANION_PRESET or quick by default")
+    run.add_argument("--device", default="cpu", help="cpu or cuda")
+    run.add_argument("--seeds", type=int, nargs="+", help="instead of the seeds of the preset")
+    run.set_defaults(do=_run)
+    listing = commands.add_parser("list", help="the experiments and their records", description="List the experiments and their records.")
+    listing.set_defaults(do=_list)
+    for sub in (run, listing):
+        sub.add_argument("--out", metavar="FOLDER", help="where records lie; ./results by default")
+    for sub in commands.choices.values():
+        sub.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def main(argv=None):
+    """The entry point; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.do(arguments)
+    except (ValueError, FileNotFoundError) as error:
+        print(f"dpcompanion {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""The command line: answers, rounding to the safe side, errors and records."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dpcompanion import accounting, cli
+
+RUN = ["--sample-rate", "512/60000", "--noise-multiplier", "3.42529", "--steps", "9375", "--delta", "1e-5"]
+
+
+def said(capsys, *arguments):
+    assert cli.main(list(arguments)) == 0
+    return capsys.readouterr().out
+
+
+def test_epsilon_prints_the_reference_point_with_all_that_it_rests_on(capsys):
+    out = said(capsys, "epsilon", *RUN, "--accountant", "rdp")
+    assert out == "epsilon 1.00358 at delta 1e-05 (add/remove one example, Poisson sampling, accountant rdp)\n"
+
+
+@pytest.mark.parametrize("question, other, name", [
+    ("noise-multiplier", ["--sample-rate", "0.01", "--steps", "1000"], "find_noise_multiplier"),
+    ("sample-rate", ["--noise-multiplier", "2", "--steps", "1000"], "find_sample_rate"),
+    ("steps", ["--noise-multiplier", "2", "--sample-rate", "0.01"], "find_steps"),
+])
+def test_each_search_answers_as_the_library_does(capsys, question, other, name):
+    answer = json.loads(said(capsys, question, "--epsilon", "1", "--delta", "1e-5", *other, "--accountant", "rdp", "--json"))
+    given = {key: answer[key] for key in ("sample_rate", "noise_multiplier", "steps") if key != question.replace("-", "_")}
+    expected = getattr(accounting, name)(target_epsilon=1, target_delta=1e-5, accountant="rdp", **given)
+    assert answer[question.replace("-", "_")] == expected
+    assert answer["neighbouring_relation"] and answer["sampler"] == "Poisson"
+
+
+def test_json_of_an_infinite_epsilon_is_valid_json(capsys):
+    out = said(capsys, "epsilon", "--sample-rate", "1", "--noise-multiplier", "0", "--steps", "1", "--delta", "1e-5", "--json")
+    assert json.loads(out)["epsilon"] == "inf"
+
+
+@given(st.floats(1e-12, 1e12))
+def test_printed_answers_are_rounded_to_the_safe_side(value):
+    up, down = cli.rounded(value, math.ceil), cli.rounded(value, math.floor)
+    assert down <= value * (1 + 1e-15) and value <= up * (1 + 1e-15)
+    assert up - down <= 1.001e-5 * value
+
+
+@pytest.mark.parametrize("arguments, words", [
+    (["epsilon", *RUN[:-1], "2"], "delta must lie in (0, 1), got 2"),
+    (["epsilon", *RUN, "--accountant", "gdp"], "accountant must be one of"),
+    (["steps", "--epsilon", "1", "--delta", "1e-5", "--sample-rate", "0.5", "--noise-multiplier", "0.1"], "cannot be met"),
+    (["run", "no-such/exhibit"], "name must be one of"),
+])
+def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys, arguments, words):
+    assert cli.main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and words in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("rate", ["1/0", "x"])
+def test_an_unreadable_number_is_refused(capsys, rate):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["epsilon", "--sample-rate", rate, *RUN[2:]])
+    assert stop.value.code == 2 and "512/60000" in capsys.readouterr().err
+
+
+def test_run_writes_a_record_and_list_shows_it(capsys, tmp_path):
+    assert "table-5  " in said(capsys, "list", "--out", str(tmp_path))
+    out = said(capsys, "run", "idp-sgd/table-5", "--out", str(tmp_path))
+    assert "mnist.sigma" in out and (tmp_path / "idp-sgd" / "table-5.quick.json").exists()
+    entries = json.loads(said(capsys, "list", "--out", str(tmp_path), "--json"))
+    state = {entry["name"]: entry["records"]["quick"] for entry in entries}
+    assert state["idp-sgd/table-5"] == "fresh" and state["idp-sgd/table-7"] == "missing"
+
+
+def test_the_command_is_there_without_importing_anything_heavy_for_its_help():
+    code = "import sys, dpcompanion.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nsys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
