@@ -49,7 +49,7 @@ def cross_entropy(outputs, targets):
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSum:
-    """Sum of clipped gradients {name: tensor}, gradient norms before clipping (n,), inf where not finite, losses (n,)."""
+    """Sum of clipped gradients {name: tensor}, norms before clipping (n,), inf where not finite, losses (n,)."""
 
     gradients: dict
     norms: torch.Tensor
@@ -95,7 +95,7 @@ def _check_losses(losses, n):
 
 
 class _Recorder:
-    """Forward hooks that note, for each layer with trainable parameters, its inputs and where its outputs' gradients arrive."""
+    """Forward hooks that note, for each trainable layer, its inputs and where the gradients of its outputs arrive."""
 
     def __init__(self, model):
         self.uses = {}

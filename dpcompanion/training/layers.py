@@ -119,7 +119,8 @@ class Ghost:
     def squared_norms(self):
         trainable, squares = own_parameters(self.module), 0
         if "weight" in trainable:
-            numbers = max(self.module.weight.numel(), _positions(self.module, self.uses) * self.module.weight[0].numel())
+            weight = self.module.weight
+            numbers = max(weight.numel(), _positions(self.module, self.uses) * weight[0].numel())
             rows = max(1, _BLOCK // numbers)
             blocks = [[(a[i:i + rows], g[i:i + rows]) for a, g in self.uses]
                       for i in range(0, len(self.uses[0][0]), rows)]

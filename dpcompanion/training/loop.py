@@ -59,8 +59,8 @@ class History:
 
 @dataclasses.dataclass
 class Run:
-    """The state that callbacks see: the plan, the model, the optimizer, the step just done (counted from 1), the history,
-    and the indices and gradient norms (before clipping) of that step's examples."""
+    """The state that callbacks see: plan, model, optimizer, history, the step just done (counted from 1), and the
+    indices and gradient norms (before clipping) of that step's examples."""
 
     plan: object
     model: torch.nn.Module
@@ -90,7 +90,7 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         on_step, on_epoch: functions of a `Run`; what on_epoch returns, a dict or None, goes into the history.
         checkpoint: a file. If it exists the run goes on from there; it is written every `checkpoint_every` steps (an
             epoch by default), at the end, and on Ctrl-C, which waits for the step to end (a second one does not).
-        stateful: {name: object} of more to save and restore, by state_dict and load_state_dict: a scheduler, an accountant.
+        stateful: {name: object} of more to save and restore, by state_dict and load_state_dict, such as a scheduler.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
         progress: show a bar; by default on a terminal only.
 
@@ -105,7 +105,8 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         "checkpoint_every", checkpoint_every, 1)
     if accountant is not None:
         _checks.one_of("accountant", accountant, ("pld", "rdp"))
-    loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, stateful, generator_device)
+    loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, stateful,
+                 generator_device)
     if checkpoint is not None and os.path.exists(checkpoint):
         loop.load(checkpoint)
     run = loop.run
@@ -182,7 +183,7 @@ class _Loop:
 
     @contextlib.contextmanager
     def _own_randomness(self):
-        """What the model draws (dropout) depends on seed and step alone, and leaves no trace in the global generators."""
+        """What the model draws (dropout) depends on seed and step alone; the global generators stay as they were."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             torch.manual_seed(noise.derive_seed(self.seed, "forward", self.run.step))

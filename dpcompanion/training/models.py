@@ -100,7 +100,8 @@ class _BasicBlock(nn.Module):
 def resnet20(classes=10, *, groups=4, affine=False, channels=3):
     """ResNet-20 with group norm; shortcuts are average pooling with zero channels appended.
 
-    The defaults are Yu et al.'s, with convolutions from N(0, 2 / (k^2 out)); `groups=16, affine=True` is Thudi et al.'s.
+    The defaults are Yu et al.'s, with convolutions from N(0, 2 / (k^2 out)); `groups=16, affine=True` is Thudi et
+    al.'s.
     """
     def norm(width):
         return nn.GroupNorm(groups, width, affine=affine)

@@ -114,7 +114,7 @@ class DPSGDPlan:
 
     @property
     def noise_std(self):
-        """Standard deviation, in each coordinate, of the noise on the sum: `noise_multiplier` times the mean clip norm."""
+        """Standard deviation of each coordinate of the noise on the sum: `noise_multiplier` x mean clip norm."""
         norm = self.max_grad_norm
         return self.noise_multiplier * (norm if isinstance(norm, float) else norm.mean().item())
 

@@ -320,7 +320,8 @@ def test_epsilon_after_every_epoch_is_the_plans():
     _, history = run(data, plan, accountant="rdp")
     assert [entry["step"] for entry in history.epochs] == [10, 20, 25]
     assert [entry["epoch"] for entry in history.epochs] == [1, 2, 3]
-    assert [entry["epsilon"] for entry in history.epochs] == [plan.epsilon(steps=t, accountant="rdp") for t in (10, 20, 25)]
+    expected = [plan.epsilon(steps=t, accountant="rdp") for t in (10, 20, 25)]
+    assert [entry["epsilon"] for entry in history.epochs] == expected
 
 
 def test_a_model_that_keeps_statistics_in_its_own_code_is_refused():

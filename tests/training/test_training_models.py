@@ -6,7 +6,8 @@ from dpcompanion.training import cross_entropy, gradient_norms, models
 NETWORKS = [
     (models.mnist_cnn, {}, 26_010, (1, 28, 28)), (models.cifar_cnn, {}, 550_570, (3, 32, 32)),
     (models.lenet5, {}, 61_706, (1, 32, 32)), (models.resnet20, {}, 268_346, (3, 32, 32)),
-    (models.resnet20, {"groups": 16, "affine": True}, 269_722, (3, 32, 32)), (models.wrn16_4, {}, 2_753_402, (3, 32, 32))]
+    (models.resnet20, {"groups": 16, "affine": True}, 269_722, (3, 32, 32)),
+    (models.wrn16_4, {}, 2_753_402, (3, 32, 32))]
 
 
 @pytest.mark.parametrize("build, options, count, shape", NETWORKS)

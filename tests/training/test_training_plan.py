@@ -11,8 +11,9 @@ GOOD = dict(n=10, sample_rate=0.5, steps=20, max_grad_norm=2.0, noise_multiplier
 
 @pytest.mark.parametrize("change", [
     {"n": 0}, {"n": 2.5}, {"sample_rate": 0.0}, {"sample_rate": 1.1}, {"sample_rate": [0.5] * 9}, {"steps": -1},
-    {"sample_rate": float("nan")}, {"max_grad_norm": 0.0}, {"max_grad_norm": float("inf")}, {"max_grad_norm": [1.0] * 11},
-    {"max_grad_norm": torch.ones(10, 1)}, {"noise_multiplier": -1.0}, {"noise_multiplier": [1.0] * 10},
+    {"sample_rate": float("nan")}, {"max_grad_norm": 0.0}, {"max_grad_norm": float("inf")},
+    {"max_grad_norm": [1.0] * 11}, {"max_grad_norm": torch.ones(10, 1)}, {"noise_multiplier": -1.0},
+    {"noise_multiplier": [1.0] * 10},
     {"noise_multiplier": float("nan")}, {"delta": 0.0}, {"delta": 1.0}, {"delta": [0.1]}])
 def test_a_bad_argument_is_refused_by_name(change):
     with pytest.raises(ValueError, match=next(iter(change))):
