@@ -58,12 +58,7 @@ class Comparison:
         lines = [self._heads]
         for row in self.rows:
             lines.append([row.label, *self._cells(row), ", ".join(filter(None, (row.verdict, row.deviation)))])
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        shown = []
-        for line in lines:
-            numbers = (cell.rjust(width) for cell, width in zip(line[1:-1], widths[1:-1]))
-            shown.append("    ".join([line[0].ljust(widths[0]), *numbers, line[-1]]).rstrip())
-        return "\n".join(shown)
+        return _aligned(lines, last_left=True)
 
     def _repr_markdown_(self):
         lines = ["| " + " | ".join(head or " " for head in self._heads) + " |",
@@ -74,6 +69,53 @@ class Comparison:
             outcome = " ".join(filter(None, (word, row.deviation)))
             lines.append("| " + " | ".join([row.label.replace("|", "\\|"), *cells, outcome or " "]) + " |")
         return "\n".join(lines)
+
+
+class Table:
+    """Any other table of numbers: a word in the first column, then columns of one kind each.
+
+    Args:
+        heads: the column heads; the first may be empty.
+        rows: sequences of cells, each a string or a number (shown with four significant digits).
+        kinds: for each column after the first, "published", "recorded", "live", or None for plain words.
+
+    Raises:
+        ValueError: rows or kinds that do not fit the heads, or an unknown kind.
+
+    >>> Table(["accountant", "epsilon"], [["RDP", 1.00357], ["PLD", 0.91721]], kinds=["live"])
+    accountant    epsilon
+    RDP             1.004
+    PLD            0.9172
+    """
+
+    def __init__(self, heads, rows, *, kinds):
+        self.heads, self.kinds = [str(head) for head in heads], list(kinds)
+        self.rows = [[_shown(cell, None) for cell in row] for row in rows]
+        _checks.same_length(**{"heads[1:]": self.heads[1:], "kinds": self.kinds})
+        for row in self.rows:
+            _checks.same_length(heads=self.heads, row=row)
+        for kind in self.kinds:
+            _checks.one_of("kinds", kind, (*KINDS, None))
+
+    def __repr__(self):
+        return _aligned([self.heads, *self.rows], last_left=False)
+
+    def _repr_markdown_(self):
+        lines = ["| " + " | ".join(head or " " for head in self.heads) + " |", "|:--|" + "--:|" * len(self.kinds)]
+        for word, *cells in self.rows:
+            cells = [f"[{cell}]{{.{kind}}}" if kind and cell else cell or " " for kind, cell in zip(self.kinds, cells)]
+            lines.append("| " + " | ".join([word, *cells]) + " |")
+        return "\n".join(lines)
+
+
+def _aligned(lines, *, last_left):
+    """Lines of cells as text in columns: the first to the left, the others to the right, or the last to the left too."""
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    sides = ["<"] + [">"] * (len(widths) - 1)
+    if last_left:
+        sides[-1] = "<"
+    return "\n".join("    ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths)).rstrip()
+                     for line in lines)
 
 
 def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, verdicts=None, points=None, stale=False):

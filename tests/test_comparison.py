@@ -3,7 +3,7 @@ import math
 import pytest
 
 from dpcompanion import records
-from dpcompanion.comparison import compare
+from dpcompanion.comparison import Table, compare
 from dpcompanion.records import MeanSD
 
 TABLE_2 = "idp-sgd/table-2"
@@ -76,3 +76,17 @@ def test_small_and_large_prints_keep_their_digits():
 def test_a_bar_in_a_label_does_not_break_the_table():
     line = compare(live={"a": 1.0}, labels={"a": "|w|"})._repr_markdown_().splitlines()[-1]
     assert line.startswith("| \\|w\\| |")
+
+
+def test_a_table_shows_each_column_as_the_kind_that_it_is():
+    table = Table(["what", "paper", "here"], [["a", "0.1", 0.123456], ["b", "", 2]], kinds=["published", "live"])
+    assert repr(table).splitlines() == ["what    paper      here", "a         0.1    0.1235", "b                     2"]
+    assert "| a | [0.1]{.published} | [0.1235]{.live} |" in table._repr_markdown_()
+    assert "| b |   | [2]{.live} |" in table._repr_markdown_()
+
+
+@pytest.mark.parametrize("heads, rows, kinds, words", [
+    (["a", "b"], [["x"]], ["live"], "same length"), (["a", "b"], [], [], "same length"), (["a", "b"], [], ["dead"], "kinds")])
+def test_a_table_that_does_not_fit_is_refused(heads, rows, kinds, words):
+    with pytest.raises(ValueError, match=words):
+        Table(heads, rows, kinds=kinds)
