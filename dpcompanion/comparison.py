@@ -58,7 +58,7 @@ class Comparison:
         lines = [self._heads]
         for row in self.rows:
             lines.append([row.label, *self._cells(row), ", ".join(filter(None, (row.verdict, row.deviation)))])
-        return _aligned(lines, last_left=True)
+        return _aligned(lines, "<" + ">" * len(self._kinds) + "<")
 
     def _repr_markdown_(self):
         lines = ["| " + " | ".join(head or " " for head in self._heads) + " |",
@@ -98,22 +98,19 @@ class Table:
             _checks.one_of("kinds", kind, (*KINDS, None))
 
     def __repr__(self):
-        return _aligned([self.heads, *self.rows], last_left=False)
+        return _aligned([self.heads, *self.rows], "<" + "".join(">" if kind else "<" for kind in self.kinds))
 
     def _repr_markdown_(self):
-        lines = ["| " + " | ".join(head or " " for head in self.heads) + " |", "|:--|" + "--:|" * len(self.kinds)]
+        lines = ["| " + " | ".join(head or " " for head in self.heads) + " |", "|:--|" + "".join("--:|" if kind else ":--|" for kind in self.kinds)]
         for word, *cells in self.rows:
             cells = [f"[{cell}]{{.{kind}}}" if kind and cell else cell or " " for kind, cell in zip(self.kinds, cells)]
             lines.append("| " + " | ".join([word, *cells]) + " |")
         return "\n".join(lines)
 
 
-def _aligned(lines, *, last_left):
-    """Lines of cells as text in columns: the first to the left, the others to the right, or the last to the left too."""
+def _aligned(lines, sides):
+    """Lines of cells as text in columns; `sides` says for each column whether it stands to the left (<) or right (>)."""
     widths = [max(map(len, column)) for column in zip(*lines)]
-    sides = ["<"] + [">"] * (len(widths) - 1)
-    if last_left:
-        sides[-1] = "<"
     return "\n".join("    ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths)).rstrip()
                      for line in lines)
 
