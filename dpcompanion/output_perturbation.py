@@ -1,0 +1,248 @@
+r"""Output perturbation, and the noise that SGD brings along (Hyland and Tople 2020).
+
+**Sensitivity.**  For a convex, L-Lipschitz, beta-smooth loss and a learning rate
+:math:`\eta \le 2/\beta`, k passes of SGD in batches of B move the weights by at most
+
+.. math:: \hat\Delta_S = 2 k L \eta / B
+
+when one example is replaced and the seed stays (theorem 2, after Wu et al. 2017).
+
+**Intrinsic noise.**  Take the weights over seeds as a draw of :math:`N(\bar w_S, \sigma_i^2 I)`.
+Then SGD is a Gaussian mechanism with :math:`\mu = \Delta/\sigma_i` (algorithm 1), and to reach a
+target only the missing noise must be added: :math:`\sigma_\text{augment}^2 = \sigma_\text{target}^2 - \sigma_i^2`
+(algorithm 2).
+
+The bound on sensitivity is a theorem.  That the noise is Gaussian, the same in all
+directions and for all data sets, is an assumption: whatever follows from a sigma_i is an
+estimate, not a guarantee.  `noise_covariance` and `mahalanobis` drop the second
+assumption, `dpcompanion.attacks` none but puts the result to the test.
+
+Neighbours replace one example.  "analytic" is the exact Gaussian mechanism (Balle and Wang
+2018), "classical" is :math:`\varepsilon = \sqrt{2 \ln(1.25/\delta)}\,\Delta/\sigma`, which the paper uses and
+which is proved for epsilon below 1 only.  Weights are (data sets, seeds, parameters).
+
+>>> bound = sgd_sensitivity(passes=1850 / 325, lipschitz=2**0.5, learning_rate=0.1, batch_size=32)
+>>> epsilon = intrinsic_epsilon(bound, 0.028, 1 / 10397)
+>>> print(f"{bound:.4f} {epsilon:.2f}")
+0.0530 8.31
+"""
+
+import math
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
+from dpcompanion.ensembles import train_grid
+
+__all__ = ["sgd_sensitivity", "sgd_sensitivity_estimate", "pairwise_sensitivity", "empirical_sensitivity", "seed_sigma",
+           "intrinsic_sigma", "intrinsic_epsilon", "augmented_sigma", "noise_covariance", "mahalanobis", "train_grid"]
+
+_MECHANISMS = ("analytic", "classical")
+
+
+def sgd_sensitivity(*, passes, lipschitz, learning_rate, batch_size):
+    r"""Theorem 2: :math:`2 \lceil k \rceil L \eta / B`, the passes k rounded up.
+
+    A run that has begun a pass may have met the replaced example in it already, so that a part of a pass counts as a
+    whole one. The sum of gradients is divided by B in every batch. Numbers or tensors that broadcast; returns a float64
+    tensor.
+
+    Raises ValueError for passes, learning rates or Lipschitz constants that are not positive, and for a batch size
+    below 1.
+
+    >>> sgd_sensitivity(passes=5.7, lipschitz=2**0.5, learning_rate=0.1, batch_size=32)
+    tensor(0.0530, dtype=torch.float64)
+    """
+    passes = _positive("passes", passes)
+    return sgd_sensitivity_estimate(passes=passes.ceil(), lipschitz=lipschitz, learning_rate=learning_rate,
+                                    batch_size=batch_size)
+
+
+def sgd_sensitivity_estimate(*, passes, lipschitz, learning_rate, batch_size):
+    r"""The paper's value :math:`2 k L \eta / B` with a fractional number of passes k: no bound. See `sgd_sensitivity`.
+
+    >>> sgd_sensitivity_estimate(passes=1850 * 32 / 10397, lipschitz=2**0.5, learning_rate=0.1, batch_size=32)
+    tensor(0.0503, dtype=torch.float64)
+    """
+    passes, lipschitz, learning_rate = (_positive(name, value) for name, value in (
+        ("passes", passes), ("lipschitz", lipschitz), ("learning_rate", learning_rate)))
+    _checks.in_interval("batch_size", batch_size, 1, math.inf, closed="left")
+    return 2 * passes * lipschitz * learning_rate / torch.as_tensor(batch_size, dtype=torch.float64)
+
+
+def pairwise_sensitivity(weights):
+    r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for every seed r and pair i < j of data sets, (seeds, pairs).
+
+    Pairs come in the order of `torch.combinations`. Under one seed the runs on S_i and S_j differ in two places, that
+    of example i and that of example j, so that twice the bound of theorem 2 holds for them; it holds once against the
+    data set that replaces nothing (data set 0 of `train_grid`).
+
+    >>> pairwise_sensitivity(torch.tensor([[[0.0, 0.0]], [[3.0, 4.0]], [[0.0, 4.0]]]))
+    tensor([[5., 4., 3.]], dtype=torch.float64)
+    """
+    weights = _weights(weights, data_sets=2, seeds=1)
+    first, second = torch.combinations(torch.arange(len(weights))).T
+    # Differences rather than products: neighbours lie so close to each other that |a|^2 - 2ab + |b|^2 cancels.
+    return torch.stack([(run[first] - run[second]).norm(dim=-1) for run in weights.unbind(1)])
+
+
+def empirical_sensitivity(weights):
+    """Equation 17: the largest `pairwise_sensitivity` that was seen, a float64 tensor.
+
+    A maximum over the pairs that were tried, so a lower bound on the sensitivity. Raises ValueError for fewer than two
+    data sets.
+    """
+    return pairwise_sensitivity(weights).max()
+
+
+def seed_sigma(weights):
+    """The standard deviation of the weights about their mean over seeds, pooled over parameters, (data sets,).
+
+    As algorithm 1 has it: residuals about a mean of R runs, so that it is too small by sqrt((R - 1) / R), on the safe
+    side. Raises ValueError for fewer than two seeds.
+    """
+    weights = _weights(weights, seeds=2)
+    return (weights - weights.mean(1, keepdim=True)).flatten(1).square().mean(1).sqrt()
+
+
+def intrinsic_sigma(weights):
+    """Algorithm 1: the median over data sets of `seed_sigma`, a float64 tensor.
+
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> intrinsic_sigma(0.1 * torch.randn(5, 400, 20, generator=generator, dtype=torch.float64))
+    tensor(0.1003, dtype=torch.float64)
+    """
+    return seed_sigma(weights).quantile(0.5)
+
+
+def intrinsic_epsilon(sensitivity, sigma, delta, *, mechanism="analytic"):
+    r"""Equation 16: epsilon of the Gaussian mechanism with noise `sigma`, float64; inf where sigma is 0.
+
+    Args:
+        sensitivity: at least 0; number or tensor.
+        sigma: at least 0; number or tensor. The three broadcast.
+        delta: in (0, 1); number or tensor.
+        mechanism: "analytic", or "classical", which is no bound once epsilon exceeds 1.
+
+    >>> intrinsic_epsilon(0.050, 0.028, 9.62e-5, mechanism="classical")
+    tensor(7.7724, dtype=torch.float64)
+    """
+    _checks.one_of("mechanism", mechanism, _MECHANISMS)
+    sensitivity, sigma = _at_least_0("sensitivity", sensitivity), _at_least_0("sigma", sigma)
+    delta = _delta(delta)
+    ratio = torch.where(sensitivity == 0, 0.0, sensitivity / sigma)
+    if mechanism == "analytic":
+        return gaussian_epsilon(ratio, delta)
+    return ratio * torch.sqrt(2 * torch.log(1.25 / delta))
+
+
+def augmented_sigma(sensitivity, sigma_intrinsic, *, target_epsilon, target_delta, mechanism="analytic"):
+    r"""Algorithm 2: the noise to add, :math:`\sqrt{\max(0, \sigma_\text{target}^2 - \sigma_i^2)}`, float64.
+
+    Args:
+        sensitivity, sigma_intrinsic: at least 0; numbers or tensors that broadcast. With `sigma_intrinsic=0` this is
+            plain output perturbation, and a guarantee if the sensitivity is one.
+        target_epsilon, target_delta: the budget; epsilon > 0, delta in (0, 1).
+        mechanism: "analytic", or "classical", which is a bound for a target below 1 only.
+
+    The analytic noise is found conservatively: `gaussian_delta` at the total never exceeds the target.
+
+    >>> augmented_sigma(0.050, [0.0, 0.028, 0.3], target_epsilon=1, target_delta=9.62e-5)
+    tensor([0.1598, 0.1573, 0.0000], dtype=torch.float64)
+    """
+    _checks.one_of("mechanism", mechanism, _MECHANISMS)
+    sensitivity, own = _at_least_0("sensitivity", sensitivity), _at_least_0("sigma_intrinsic", sigma_intrinsic)
+    epsilon, delta = _positive("target_epsilon", target_epsilon), _delta(target_delta)
+    if mechanism == "analytic":
+        target = sensitivity / _largest_mu(epsilon, delta)
+    else:
+        target = sensitivity * torch.sqrt(2 * torch.log(1.25 / delta)) / epsilon
+    return (target**2 - own**2).clamp(min=0).sqrt()
+
+
+def noise_covariance(weights, *, shrinkage=None):
+    r"""The covariance of the weights over seeds, shrunk towards a multiple of the identity; (parameters, parameters).
+
+    :math:`(1 - \rho) \hat S + \rho\, \frac{\operatorname{tr} \hat S}{d} I`, with the sample covariance of the residuals
+    of each data set about its own mean, averaged over data sets. Without a `shrinkage` rho in [0, 1], that of Ledoit and
+    Wolf (2004), :math:`\rho = \min(1, \overline{\|r r^\top - \hat S\|^2} / (R \|\hat S - \frac{\operatorname{tr} \hat S}{d} I\|^2))`
+    with R seeds, is taken: runs of one seed on neighbouring data sets are nearly equal, so data sets do not count as
+    more samples. Returns (covariance, rho).
+
+    >>> generator = torch.Generator().manual_seed(0)
+    >>> draws = torch.randn(1, 5000, 2, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 0.1])
+    >>> covariance, shrinkage = noise_covariance(draws)
+    >>> covariance.diag().sqrt(), shrinkage < 0.001
+    (tensor([1.0107, 0.1024], dtype=torch.float64), True)
+    """
+    weights = _weights(weights, seeds=2)
+    seeds, size = weights.shape[1:]
+    residuals = (weights - weights.mean(1, keepdim=True))
+    sample = (residuals.mT @ residuals).mean(0) / seeds
+    mean = sample.diag().mean() * torch.eye(size, dtype=sample.dtype)
+    if shrinkage is None:
+        # The mean of ||r r' - S||^2 over draws is the mean of |r|^4 less |S|^2, averaged over data sets.
+        spread = residuals.square().sum(-1).square().mean() - sample.square().sum()
+        distance = (sample - mean).square().sum()
+        shrinkage = min(1.0, float(spread / (seeds * distance))) if distance > 0 else 1.0
+    _checks.in_interval("shrinkage", shrinkage, 0, 1)
+    # The factor makes up for residuals about an estimated mean.
+    return ((1 - shrinkage) * sample + shrinkage * mean) * (seeds / (seeds - 1)), shrinkage
+
+
+def mahalanobis(differences, covariance):
+    r""":math:`\mu = \sqrt{d^\top S^{-1} d}` of differences d between means, (..., parameters) to (...).
+
+    What tells two Gaussians N(m, S) and N(m + d, S) apart: they are as far from each other as N(0, 1) and N(mu, 1), so
+    that `gaussian_epsilon(mu, delta)` is their exact epsilon. Raises ValueError for a covariance that is not positive
+    definite.
+
+    >>> mahalanobis(torch.tensor([3.0, 0.5]), torch.diag(torch.tensor([9.0, 0.25])))
+    tensor(1.4142, dtype=torch.float64)
+    """
+    differences, covariance = (torch.as_tensor(v, dtype=torch.float64) for v in (differences, covariance))
+    if covariance.ndim != 2 or covariance.shape != (differences.shape[-1],) * 2:
+        raise ValueError(f"covariance must be {differences.shape[-1]} x {differences.shape[-1]}, got {tuple(covariance.shape)}")
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    if failed:
+        raise ValueError("covariance must be positive definite; shrink it, or use more seeds than parameters")
+    flat = differences.reshape(-1, differences.shape[-1])
+    return torch.linalg.solve_triangular(factor, flat.T, upper=False).norm(dim=0).reshape(differences.shape[:-1])
+
+
+def _largest_mu(epsilon, delta):
+    """The largest mu whose Gaussian mechanism stays within (epsilon, delta), rounded down."""
+    epsilon, delta = torch.broadcast_tensors(epsilon, delta)
+    low, high = torch.zeros_like(epsilon), torch.ones_like(epsilon)
+    while bool((within := gaussian_delta(high, epsilon) <= delta).any()):
+        low, high = torch.where(within, high, low), torch.where(within, 2 * high, high)
+    for _ in range(80):
+        middle = (low + high) / 2
+        within = gaussian_delta(middle, epsilon) <= delta
+        low, high = torch.where(within, middle, low), torch.where(within, high, middle)
+    return low * (1 - 1e-12)
+
+
+def _weights(weights, *, data_sets=1, seeds=1):
+    weights = torch.as_tensor(weights, dtype=torch.float64)
+    if weights.ndim != 3:
+        raise ValueError(f"weights must be (data sets, seeds, parameters), got shape {tuple(weights.shape)}")
+    for axis, name, least, why in ((0, "data sets", data_sets, "sensitivity compares two"),
+                                   (1, "seeds", seeds, "the noise is what differs between them")):
+        if weights.shape[axis] < least:
+            raise ValueError(f"weights must hold {least} {name} or more, since {why}, got {weights.shape[axis]}")
+    _checks.in_interval("weights", weights, -math.inf, math.inf, closed="neither")
+    return weights
+
+
+def _positive(name, value):
+    return torch.as_tensor(_checks.in_interval(name, value, 0, math.inf, closed="neither"), dtype=torch.float64)
+
+
+def _at_least_0(name, value):
+    return torch.as_tensor(_checks.in_interval(name, value, 0, math.inf, closed="left"), dtype=torch.float64)
+
+
+def _delta(value):
+    return torch.as_tensor(_checks.in_interval("delta", value, 0, 1, closed="neither"), dtype=torch.float64)

@@ -1,0 +1,145 @@
+"""Runs side by side are the runs one by one."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from dpcompanion.ensembles import epoch_orders, initial_weights, train_grid
+
+N, D = 43, 5
+
+
+def problem(dtype=torch.float64, scale=1.0):
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(N + 1, D, generator=generator, dtype=torch.float64)
+    labels = (features[:, 0] + 0.3 * torch.randn(N + 1, generator=generator, dtype=torch.float64) > 0).long()
+    return (scale * features / features.norm(dim=1, keepdim=True)).to(dtype), labels
+
+
+def reference(features, labels, *, data_set, seed, steps, batch_size, learning_rate, initialisation, hidden=0, at=()):
+    """One run, as plainly as PyTorch allows: modules, autograd, one batch after another."""
+    x, y = features[1:].clone(), labels[1:].clone().to(features)
+    if data_set:
+        x[data_set - 1], y[data_set - 1] = features[0], labels[0]
+    layers = [nn.Linear(D, hidden), nn.ReLU(), nn.Linear(hidden, 1)] if hidden else [nn.Linear(D, 1)]
+    model = nn.Sequential(*layers).to(features.dtype)
+    start = initial_weights(D, seed if initialisation == "varying" else 0, hidden=hidden).to(features.dtype)
+    linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
+    with torch.no_grad():
+        for layer in linear:
+            size = layer.weight.shape[0] * (layer.weight.shape[1] + 1)
+            block, start = start[:size].view(layer.weight.shape[0], -1), start[size:]
+            layer.weight.copy_(block[:, :-1])
+            layer.bias.copy_(block[:, -1])
+
+    def flat():
+        return torch.cat([torch.cat((layer.weight, layer.bias[:, None]), 1).flatten() for layer in linear]).detach().clone()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
+    batches = [batch for order in epoch_orders(N, seed, steps, features=D, hidden=hidden)
+               for batch in (order - 1).split(batch_size)]
+    snapshots = {0: flat()}
+    for step, batch in enumerate(batches[:steps], 1):
+        optimizer.zero_grad()
+        loss = nn.functional.binary_cross_entropy_with_logits(model(x[batch]).squeeze(1), y[batch], reduction="sum")
+        (loss / batch_size).backward()
+        optimizer.step()
+        snapshots[step] = flat()
+    return torch.stack([snapshots[s] for s in at]) if at else snapshots[steps]
+
+
+@pytest.mark.parametrize("initialisation", ["varying", "fixed"])
+@pytest.mark.parametrize("hidden", [0, 3])
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_every_run_equals_a_plain_loop(initialisation, hidden, dtype, tolerance):
+    features, labels = problem(dtype)
+    settings = dict(steps=30, batch_size=8, learning_rate=0.7, initialisation=initialisation, hidden=hidden)
+    data_sets, seeds = (0, 4, N, 17), (5, 0, 9)
+    grid = train_grid(features, labels, data_sets=data_sets, seeds=seeds, **settings)
+    assert grid.dtype == dtype
+    for i, data_set in enumerate(data_sets):
+        for r, seed in enumerate(seeds):
+            alone = reference(features, labels, data_set=data_set, seed=seed, **settings)
+            torch.testing.assert_close(grid[i, r], alone, rtol=0, atol=tolerance)
+
+
+def test_a_batch_of_all_examples_holds_every_replaced_one_at_once():
+    features, labels = problem()
+    settings = dict(steps=3, batch_size=N, learning_rate=1.0, initialisation="fixed")
+    grid = train_grid(features, labels, data_sets=range(N + 1), seeds=(0, 1), **settings)
+    alone = torch.stack([reference(features, labels, data_set=i, seed=1, **settings) for i in range(N + 1)])
+    torch.testing.assert_close(grid[:, 1], alone, rtol=0, atol=1e-12)
+    # Full batches know no order.
+    torch.testing.assert_close(grid[:, 0], grid[:, 1], rtol=0, atol=1e-12)
+
+
+def test_snapshots_are_the_weights_on_the_way():
+    features, labels = problem()
+    settings = dict(steps=12, batch_size=5, learning_rate=0.5, initialisation="varying")
+    at = (0, 1, 9, 12, 9)
+    grid = train_grid(features, labels, data_sets=(0, 3), seeds=(1, 2), snapshots=at, **settings)
+    assert grid.shape == (5, 2, 2, D + 1)
+    torch.testing.assert_close(grid[:, 1, 0], reference(features, labels, data_set=3, seed=1, at=at, **settings),
+                               rtol=0, atol=1e-12)
+
+
+def test_a_grid_trained_in_parts_is_the_grid_trained_at_once(monkeypatch):
+    features, labels = problem()
+    settings = dict(data_sets=(0, 2, 8), steps=20, batch_size=8, learning_rate=1.0)
+    whole = train_grid(features, labels, seeds=range(6), **settings)
+    parts = [train_grid(features, labels, seeds=seeds, **settings) for seeds in ((0, 1, 2), (3, 4, 5))]
+    torch.testing.assert_close(whole, torch.cat(parts, 1), rtol=0, atol=1e-14)
+    monkeypatch.setattr("dpcompanion.ensembles._CHUNK_BYTES", 1)
+    torch.testing.assert_close(whole, train_grid(features, labels, seeds=range(6), **settings), rtol=0, atol=1e-14)
+
+
+def test_the_fixed_initialisation_is_the_same_for_all_seeds_and_the_varying_one_is_not():
+    features, labels = problem()
+    settings = dict(data_sets=(0, 1), seeds=(0, 1, 2), steps=1, batch_size=8, learning_rate=1.0, snapshots=(0,))
+    fixed = train_grid(features, labels, initialisation="fixed", **settings)
+    varying = train_grid(features, labels, initialisation="varying", **settings)
+    assert (fixed == fixed[:, :1, :1]).all()
+    assert (varying[0, 0, 0] != varying[0, 0, 1])[:-1].all()
+
+
+def test_initial_weights_are_those_of_keras():
+    weights = torch.stack([initial_weights(50, seed) for seed in range(200)])
+    limit = (6 / 51) ** 0.5
+    assert weights[:, :-1].abs().max() <= limit and weights[:, :-1].abs().max() > 0.99 * limit
+    assert (weights[:, -1] == 0).all()
+    assert weights[:, :-1].var().item() == pytest.approx(limit**2 / 3, rel=0.03)
+
+
+@pytest.mark.parametrize("change,said", [
+    (dict(labels=torch.full((N + 1,), 2)), "labels must be 0 or 1, got 2"),
+    (dict(features=problem(scale=1.01)[0]), "features must have row norms of at most 1"),
+    (dict(features=problem()[0] * float("nan")), "features must be finite"),
+    (dict(features=problem()[0].half()), "features must be a float32 or float64"),
+    (dict(labels=torch.zeros(3)), "features and labels must have the same length"),
+    (dict(batch_size=N + 1), f"batch_size must be at most the {N} examples"),
+    (dict(batch_size=0), "batch_size must lie in"),
+    (dict(learning_rate=4.01), "learning_rate must be at most 2 / beta = 4"),
+    (dict(learning_rate=0.0), "learning_rate must lie in"),
+    (dict(seeds=[1]), "seeds must be two or more different numbers"),
+    (dict(seeds=[1, 1]), "seeds must be two or more different numbers"),
+    (dict(data_sets=[1]), "data_sets must be two or more different numbers"),
+    (dict(data_sets=[1, N + 1]), "data_sets must lie in"),
+    (dict(steps=0), "steps must lie in"),
+    (dict(snapshots=[11]), "snapshots must lie in"),
+    (dict(initialisation="random"), "initialisation must be one of"),
+])
+def test_bad_input_names_the_argument_or_the_condition_that_fails(change, said):
+    features, labels = problem()
+    given = dict(features=features, labels=labels, data_sets=(0, 1), seeds=(0, 1), steps=10, batch_size=8,
+                 learning_rate=1.0)
+    with pytest.raises(ValueError, match=re.escape(said)):
+        train_grid(**{**given, **change})
+
+
+def test_the_conditions_of_theorem_2_can_be_left_on_purpose():
+    features, labels = problem(scale=3.0)
+    settings = dict(steps=7, batch_size=8, learning_rate=5.0, initialisation="varying")
+    grid = train_grid(features, labels, data_sets=(0, 1), seeds=(0, 1), enforce_conditions=False, **settings)
+    torch.testing.assert_close(grid[1, 1], reference(features, labels, data_set=1, seed=1, **settings))

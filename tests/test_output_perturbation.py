@@ -1,0 +1,166 @@
+"""Sensitivity, intrinsic noise and what is added to it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import optimize, stats
+from sklearn.covariance import ledoit_wolf
+
+from dpcompanion import published
+from dpcompanion.ensembles import train_grid
+from dpcompanion.output_perturbation import (
+    augmented_sigma, empirical_sensitivity, intrinsic_epsilon, intrinsic_sigma, mahalanobis, noise_covariance,
+    pairwise_sensitivity, seed_sigma, sgd_sensitivity, sgd_sensitivity_estimate)
+
+TABLE_3 = published.exhibit("intrinsic-privacy/table-3")
+TASKS = ("mnist-binary", "forest", "adult")
+SIZES = {"mnist-binary": (10397, 32, 0.1, 1850), "forest": (378783, 50, 1.0, 8400), "adult": (29305, 32, 0.5, 3400)}
+
+
+def gaussian_delta(mu, epsilon):
+    return stats.norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * stats.norm.cdf(-mu / 2 - epsilon / mu)
+
+
+@pytest.mark.parametrize("task,ceiling", zip(TASKS, (0.0530, 0.1131, 0.1768)))
+def test_the_bound_rounds_passes_up_and_the_papers_value_does_not(task, ceiling):
+    n, batch_size, learning_rate, steps = SIZES[task]
+    given = dict(passes=steps * batch_size / n, lipschitz=2**0.5, learning_rate=learning_rate, batch_size=batch_size)
+    assert sgd_sensitivity(**given).item() == pytest.approx(ceiling, abs=6e-5)
+    assert published.verdict(sgd_sensitivity_estimate(**given), TABLE_3[f"{task}.delta_theory"]) in ("matches", "close")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_classical_formula_reproduces_table_3_from_its_own_columns(task):
+    row = {key: TABLE_3[f"{task}.{key}"] for key in ("delta_theory", "delta_empirical", "delta", "sigma_i", "eps_i",
+                                                    "eps_i_star")}
+    for sensitivity, epsilon in (("delta_theory", "eps_i"), ("delta_empirical", "eps_i_star")):
+        low, high = (intrinsic_epsilon(row[sensitivity] + sign * row[sensitivity].rounding,
+                                       row["sigma_i"] - sign * row["sigma_i"].rounding, float(row["delta"]),
+                                       mechanism="classical") for sign in (-1, 1))
+        assert low - row[epsilon].rounding <= row[epsilon] <= high + row[epsilon].rounding
+
+
+def test_runs_keep_the_bound_against_the_base_set_and_twice_the_bound_against_each_other():
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(30, 4, generator=generator, dtype=torch.float64)
+    features = features / features.norm(dim=1, keepdim=True)
+    labels = torch.randint(2, (30,), generator=generator)
+    weights = train_grid(features, labels, data_sets=range(30), seeds=range(8), steps=20, batch_size=7, learning_rate=4.0)
+    bound = sgd_sensitivity(passes=20 / 5, lipschitz=2**0.5, learning_rate=4.0, batch_size=7)
+    apart = (weights[1:] - weights[:1]).norm(dim=-1)
+    assert 0.1 * bound < apart.max() <= bound
+    assert empirical_sensitivity(weights) <= 2 * bound
+    assert apart.max() < empirical_sensitivity(weights)
+
+
+def test_the_bound_is_tight_at_the_first_step():
+    """Two examples that pull as far apart as the Lipschitz constant allows, on saturated weights."""
+    features = torch.tensor([[1.0], [-1.0]] + 6 * [[1.0]], dtype=torch.float64)
+    labels = torch.tensor([0, 0] + 6 * [1])
+    weights = train_grid(features, labels, data_sets=(0, 1), seeds=(0, 1), steps=1, batch_size=7, learning_rate=1.0)
+    step = sgd_sensitivity(passes=1, lipschitz=2**0.5, learning_rate=1.0, batch_size=7)
+    assert 0.3 * step < empirical_sensitivity(weights) <= step
+
+
+def test_pairwise_sensitivity_is_the_distance_of_every_pair_under_one_seed():
+    weights = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = pairwise_sensitivity(weights)
+    pairs = [(i, j) for i in range(4) for j in range(i + 1, 4)]
+    for k, (i, j) in enumerate(pairs):
+        for r in range(3):
+            assert found[r, k] == pytest.approx(math.dist(weights[i, r], weights[j, r]))
+    assert empirical_sensitivity(weights) == found.max()
+
+
+def test_intrinsic_sigma_is_the_papers_algorithm_step_by_step():
+    weights = torch.randn(5, 7, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    sigmas = [np.std((w - w.mean(0)).ravel()) for w in weights.numpy()]
+    torch.testing.assert_close(seed_sigma(weights), torch.tensor(sigmas))
+    assert intrinsic_sigma(weights) == pytest.approx(np.median(sigmas))
+
+
+def test_analytic_epsilon_solves_the_exact_equation():
+    for ratio, delta in ((0.3, 1e-5), (1.8, 9.62e-5), (4.0, 1e-6)):
+        exact = optimize.brentq(lambda e: gaussian_delta(ratio, e) - delta, 1e-9, 100, xtol=1e-13)
+        assert intrinsic_epsilon(ratio, 1.0, delta).item() == pytest.approx(exact, rel=1e-9)
+
+
+def test_classical_epsilon_is_no_bound_for_large_ratios():
+    small, large = intrinsic_epsilon([0.1, 10.0], 1.0, 1e-5, mechanism="classical")
+    exact_small, exact_large = intrinsic_epsilon([0.1, 10.0], 1.0, 1e-5)
+    assert small > exact_small and large < exact_large
+
+
+def test_without_noise_epsilon_is_infinite_and_without_sensitivity_it_is_0():
+    for mechanism in ("analytic", "classical"):
+        assert intrinsic_epsilon(0.1, 0.0, 1e-5, mechanism=mechanism) == math.inf
+        assert intrinsic_epsilon(0.0, 0.0, 1e-5, mechanism=mechanism) == 0
+
+
+@pytest.mark.parametrize("mechanism", ["analytic", "classical"])
+def test_intrinsic_and_augmented_noise_together_meet_the_target(mechanism):
+    for target in (0.5, 1.0, 6.0):
+        own = torch.tensor([0.0, 0.01, 0.02], dtype=torch.float64)
+        added = augmented_sigma(0.05, own, target_epsilon=target, target_delta=1e-4,
+                                mechanism=mechanism)
+        total = torch.hypot(added, own)
+        epsilon = intrinsic_epsilon(0.05, total, 1e-4, mechanism=mechanism)
+        assert (epsilon <= target * (1 + 1e-12)).all()
+        torch.testing.assert_close(epsilon[added > 0], torch.full_like(epsilon[added > 0], target), rtol=1e-9, atol=0)
+
+
+def test_enough_intrinsic_noise_needs_no_more():
+    assert augmented_sigma(0.05, 10.0, target_epsilon=1, target_delta=1e-5) == 0
+
+
+def test_the_covariance_of_many_seeds_is_recovered_and_that_of_few_is_shrunk():
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(6, 6, generator=generator, dtype=torch.float64)
+    truth = root @ root.T
+    draws = torch.randn(2, 20000, 6, generator=generator, dtype=torch.float64) @ root.T
+    covariance, shrinkage = noise_covariance(draws)
+    assert shrinkage < 1e-3
+    torch.testing.assert_close(covariance, truth, rtol=0.05, atol=0.2)
+    covariance, shrinkage = noise_covariance(draws[:, :4])
+    assert shrinkage > 0.1 and torch.linalg.eigvalsh(covariance).min() > 0
+
+
+def test_the_shrinkage_is_that_of_ledoit_and_wolf():
+    draws = torch.randn(1, 40, 8, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    draws = draws * torch.linspace(0.2, 2, 8)
+    covariance, shrinkage = noise_covariance(draws)
+    oracle, intensity = ledoit_wolf(draws[0].numpy())
+    assert shrinkage == pytest.approx(intensity)
+    np.testing.assert_allclose(covariance.numpy() * 39 / 40, oracle)
+
+
+def test_mahalanobis_is_the_distance_after_whitening():
+    generator = torch.Generator().manual_seed(0)
+    root = torch.randn(5, 5, generator=generator, dtype=torch.float64)
+    differences = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64)
+    expected = (differences @ torch.linalg.inv(root).T).norm(dim=-1)
+    torch.testing.assert_close(mahalanobis(differences, root @ root.T), expected)
+
+
+@pytest.mark.parametrize("call,said", [
+    (lambda: sgd_sensitivity(passes=0, lipschitz=1, learning_rate=1, batch_size=1), "passes must lie in"),
+    (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=0.5), "batch_size must lie in"),
+    (lambda: sgd_sensitivity(passes=1, lipschitz=math.inf, learning_rate=1, batch_size=1), "lipschitz must lie in"),
+    (lambda: empirical_sensitivity(torch.zeros(1, 5, 2)), "weights must hold 2 data sets or more"),
+    (lambda: intrinsic_sigma(torch.zeros(3, 1, 2)), "weights must hold 2 seeds or more"),
+    (lambda: intrinsic_sigma(torch.zeros(3, 2)), "weights must be (data sets, seeds, parameters)"),
+    (lambda: intrinsic_sigma(torch.full((2, 2, 2), math.nan)), "weights must lie in"),
+    (lambda: intrinsic_epsilon(-1, 1, 1e-5), "sensitivity must lie in"),
+    (lambda: intrinsic_epsilon(1, 1, 0), "delta must lie in"),
+    (lambda: intrinsic_epsilon(1, 1, 1e-5, mechanism="laplace"), "mechanism must be one of"),
+    (lambda: augmented_sigma(1, 0, target_epsilon=0, target_delta=1e-5), "target_epsilon must lie in"),
+    (lambda: mahalanobis(torch.zeros(3), torch.eye(2)), "covariance must be 3 x 3"),
+    (lambda: mahalanobis(torch.zeros(2), torch.zeros(2, 2)), "covariance must be positive definite"),
+    (lambda: noise_covariance(torch.zeros(2, 3, 2), shrinkage=2), "shrinkage must lie in"),
+])
+def test_bad_input_names_the_argument(call, said):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert said in str(error.value)
