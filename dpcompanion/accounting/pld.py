@@ -31,8 +31,8 @@ Time and memory: about :math:`500 \sqrt{T}` grid points; 0.02 s for ten thousand
 
 >>> from dpcompanion.accounting import pld
 >>> loss = pld.compose(sample_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5)
->>> f"epsilon {loss.epsilon(1e-5):.4f}, grid {loss.interval:.0e}, error below {max(loss.error, 1e-4):.0e}"
-'epsilon 1.8283, grid 1e-04, error below 1e-04'
+>>> f"epsilon {loss.epsilon(1e-5):.3f}, grid {loss.interval:.0e}, error below {max(loss.error, 1e-4):.0e}"
+'epsilon 1.828, grid 1e-04, error below 1e-04'
 """
 
 import math
