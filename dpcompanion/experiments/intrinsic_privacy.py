@@ -585,26 +585,34 @@ def worst_neighbours(weights, count):
 
 
 def gaussian_view(weights):
-    r"""Fitted Gaussians of data set 0 against each other one: a dict.
+    r"""Fitted Gaussians of data set 0 against each other one, over many more seeds than parameters: a dict.
 
-    `mu`: mahalanobis of the mean differences, less what the estimate's own variance adds to its square;
-    `mu_pooled`: their length over the pooled sigma; `covariance`, `shrinkage`, `differences`.
+    `mu`: mahalanobis of the mean differences with the sample covariance, freed of what the estimates add to its square
+    (an inverse covariance is too large by (R - 1) / (R - d - 2), a squared difference by its own variance);
+    `mu_shrunk`: the same with the covariance shrunk by `shrinkage`, which drowns the directions of least noise;
+    `mu_pooled`: lengths of the differences over the pooled sigma; also `covariance`, `differences`.
     """
-    covariance, shrinkage = op.noise_covariance(weights)
+    seeds, size = weights.shape[1:]
     coupled = weights[1:] - weights[:1]
     differences = coupled.mean(1)
-    spread = (coupled - differences[:, None]).mT @ (coupled - differences[:, None]) / (coupled.shape[1] - 1)
-    excess = (torch.linalg.inv(covariance) * spread).sum((1, 2)) / coupled.shape[1]
-    mu = (op.mahalanobis(differences, covariance)**2 - excess).clamp(min=0).sqrt()
-    return {"mu": mu, "mu_pooled": differences.norm(dim=1) / op.intrinsic_sigma(weights), "covariance": covariance,
-            "shrinkage": shrinkage, "differences": differences}
+    spread = (coupled - differences[:, None]).mT @ (coupled - differences[:, None]) / (seeds - 1)
+
+    def mu(covariance):
+        inverse = torch.linalg.inv(covariance) * (seeds - size - 2) / (seeds - 1)
+        square = torch.einsum("pi,ij,pj->p", differences, inverse, differences)
+        return (square - (inverse * spread).sum((1, 2)) / seeds).clamp(min=0).sqrt()
+
+    covariance, _ = op.noise_covariance(weights, shrinkage=0.0)
+    shrunk, shrinkage = op.noise_covariance(weights)
+    return {"mu": mu(covariance), "mu_shrunk": mu(shrunk), "mu_pooled": differences.norm(dim=1) / op.intrinsic_sigma(weights),
+            "covariance": covariance, "shrinkage": shrinkage, "differences": differences}
 
 
 def gaussian_ratio(first, second):
     """The log likelihood ratio of Gaussians fitted to two clouds of weights, (seeds, parameters), as a function."""
     fits = []
     for cloud in (first, second):
-        covariance, _ = op.noise_covariance(cloud[None])
+        covariance, _ = op.noise_covariance(cloud[None], shrinkage=0.0)
         fits.append((cloud.mean(0), covariance, torch.linalg.slogdet(covariance).logabsdet))
 
     def score(weights):
@@ -698,6 +706,7 @@ def algorithm_1(config, run):
                 f"{row}.neighbours": chosen, f"{row}.sigma_i": sigma, f"{row}.shrinkage": view["shrinkage"],
                 f"{row}.sigma_largest": spectrum[0], f"{row}.sigma_smallest": spectrum[-1],
                 f"{row}.mu_pooled": view["mu_pooled"], f"{row}.mu_covariance": view["mu"],
+                f"{row}.mu_shrunk": view["mu_shrunk"],
                 f"{row}.mu_claimed": bound / sigma, f"{row}.mu_claimed_star": star / sigma,
                 f"{row}.mu_audited": mu, f"{row}.epsilon_audited": epsilon,
                 f"{row}.epsilon_of_mu_audited": gaussian_epsilon(mu, delta),

@@ -1,0 +1,135 @@
+"""The exhibits of Hyland and Tople, on small grids."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dpcompanion import experiments, output_perturbation
+from dpcompanion.experiments import intrinsic_privacy as ip
+from dpcompanion.experiments import Run
+
+SMALL = ip.Task(16, 1.0, 40, seeds=8, data_sets=4)
+NAMES = [name for name in experiments.names() if name.startswith("intrinsic-privacy/")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_trained(monkeypatch, tmp_path):
+    monkeypatch.setattr(ip, "_TRAINED", {})
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+
+
+@pytest.fixture
+def run():
+    return Run(None, torch.device("cpu"), None, "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_exhibit_gives_the_same_finite_numbers_twice(name, monkeypatch):
+    found = experiments.get(name)
+    config = found.presets["quick"]
+    changes = {"tasks": {key: dataclasses.replace(task, steps=30, seeds=min(task.seeds, 140), data_sets=4)
+                         for key, task in config.tasks.items()}} if hasattr(config, "tasks") else {"draws": 200}
+    for field, value in (("models", 10), ("neighbours", 2), ("points", 5), ("targets", (1.0,))):
+        if hasattr(config, field):
+            changes[field] = value
+    if len(getattr(config, "epsilons", ())) > 1:
+        changes["epsilons"] = (0.5, 2.0)
+    monkeypatch.setitem(found.presets, "quick", dataclasses.replace(config, **changes))
+    first = experiments.run(name, preset="quick")
+    ip._TRAINED.clear()
+    again = experiments.run(name, preset="quick")
+    for key, value in first.values.items():
+        if key.endswith(".seconds"):
+            continue
+        np.testing.assert_array_equal(value, again.values[key], err_msg=key)
+        allowed = "percent_of_gap" in key or "p_value" in key or "eps" in key
+        assert allowed or np.isfinite(np.atleast_1d(value).astype(float)[:1]).all(), key
+    assert first.arrays.keys() == again.arrays.keys()
+    for key, array in first.arrays.items():
+        np.testing.assert_array_equal(array, again.arrays[key])
+
+
+@pytest.mark.parametrize("name,examples,size", [("digits", 720, 50), ("breast-cancer", 411, 30)])
+def test_examples_have_norm_1_and_the_held_out_one_comes_first(name, examples, size):
+    found = ip.problem(name)
+    assert found.features.shape == (examples, size) and len(found.labels) == examples
+    torch.testing.assert_close(found.features.norm(dim=1), torch.ones(examples, dtype=torch.float64))
+    assert set(found.labels.tolist()) == {0, 1}
+
+
+def test_grids_agree_with_algorithm_1_by_hand(run):
+    weights = ip.trained("digits", SMALL, run)[1:].numpy()
+    table = {}
+    sigma = np.median([(w - w.mean(0)).std() for w in weights])
+    star = max(np.linalg.norm(weights[a, r] - weights[b, r]) for a in range(4) for b in range(4) for r in range(8))
+    name = "intrinsic-privacy/table-3"
+    table = experiments.get(name).function(ip.Grids({"digits": SMALL}), run)
+    assert table["digits.sigma_i"].item() == pytest.approx(sigma)
+    assert table["digits.delta_empirical"].item() == pytest.approx(star)
+    c = math.sqrt(2 * math.log(1.25 * 720))
+    assert table["digits.eps_i_star"].item() == pytest.approx(c * star / sigma)
+    assert table["digits.eps_i"].item() == pytest.approx(c * 2 * (40 * 16 / 720) * math.sqrt(2) * 1.0 / 16 / sigma)
+
+
+def test_an_interrupted_grid_goes_on_where_it_stopped(run, monkeypatch):
+    task = dataclasses.replace(SMALL, seeds=34)
+    whole = ip.trained("digits", task, run)
+    ip._TRAINED.clear()
+    monkeypatch.setattr(ip, "KEPT", 0)
+    train, calls = ip.ensembles.train_grid, []
+
+    def interrupted(*arguments, seeds, **options):
+        calls.append(tuple(seeds))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return train(*arguments, seeds=seeds, **options)
+
+    monkeypatch.setattr(ip.ensembles, "train_grid", interrupted)
+    monkeypatch.setattr(ip.records, "code_hash", lambda *functions: "the same")
+    with pytest.raises(KeyboardInterrupt):
+        ip.trained("digits", task, run)
+    found = ip.trained("digits", task, run)
+    assert calls == [tuple(range(16)), tuple(range(16, 32)), tuple(range(16, 32)), (32, 33)]
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-14)
+
+
+def test_the_gaussian_view_recovers_mu_and_the_pooled_one_understates_it():
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.tensor([1.0, 1.0, 1.0, 0.1], dtype=torch.float64)
+    noise = torch.randn(3000, 4, generator=generator, dtype=torch.float64) * scale
+    shift = torch.tensor([0.0, 0.0, 0.0, 0.2], dtype=torch.float64)
+    weights = torch.stack((noise, noise + shift))
+    view = ip.gaussian_view(weights)
+    assert view["mu"].item() == pytest.approx(2.0, rel=0.05)
+    assert view["mu_pooled"].item() == pytest.approx(0.2 / math.sqrt(3.01 / 4), rel=0.05)
+
+
+@pytest.mark.parametrize("make", [ip.gaussian_ratio, ip.linear_classifier])
+def test_an_audit_finds_what_is_there_and_no_more(make):
+    generator = torch.Generator().manual_seed(1)
+
+    def clouds(mu):
+        return torch.randn(8000, 3, generator=generator, dtype=torch.float64), torch.randn(
+            8000, 3, generator=generator, dtype=torch.float64) + torch.tensor([mu, 0, 0])
+
+    fit, trial = clouds(1.5), clouds(1.5)
+    epsilon, mu = ip.counted(make(*fit), fit, trial, delta=1e-4, confidence=0.95)
+    assert 1.3 < mu < 1.5
+    assert 1.5 < epsilon < output_perturbation.intrinsic_epsilon(1.5, 1.0, 1e-4)
+    same, fresh = clouds(0.0), clouds(0.0)
+    epsilon, mu = ip.counted(make(*same), same, fresh, delta=1e-4, confidence=0.95)
+    assert epsilon < 0.1 and mu < 0.1
+
+
+def test_more_noise_never_reads_as_less(run):
+    values = experiments.get("intrinsic-privacy/algorithm-2").function(
+        ip.Audit({"digits": dataclasses.replace(SMALL, seeds=200)}, 2), run)
+    for initialisation in ip.INITIALISATIONS:
+        row = f"digits.{initialisation}"
+        needed = torch.as_tensor(values[f"{row}.needed"])
+        assert (needed.diff() <= 0).all()
+        assert (torch.stack(values[f"{row}.theory.added"]) >= torch.stack(values[f"{row}.empirical.added"])).all()
+        assert (torch.stack(values[f"{row}.theory.epsilon_covariance"]).diff() >= 0).all()
