@@ -17,7 +17,9 @@ So T steps cost one convolution power.  Four ideas make it fast, sound and exact
    that is asked for.  Rounding errors of the Fourier transform are then relative to delta, not
    to 1, and delta may be 1e-15.
 3. *A window by Chernoff's bound*.  What the transform wraps around, and what the tails of one
-   step lose by truncation, is bounded under the tilted law and added to delta.
+   step lose by truncation, is bounded under the tilted law and added to delta.  A cell of width h raises
+   :math:`\ln E[e^{\lambda L}]` by at most :math:`(\lambda(1+\lambda))_+ h^2/8` (Hoeffding's lemma on the two ends of the
+   cell), so the bound holds for the grid's law too, however coarse.
 4. *The grid follows from the error*.  Sharing a mass between the ends of a cell of width h raises
    :math:`\ln E[e^{\lambda L}]` by about :math:`\lambda(1+\lambda) h^2/12` on average, so epsilon by
    :math:`T (1+\lambda) h^2 / 12`.  h is chosen to keep that below `TOLERANCE`, and is at most 1e-4 (1e-5 of an
@@ -40,7 +42,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
+from scipy.fft import next_fast_len
 
 from .. import _checks
 from .gaussian import gaussian_delta, gaussian_epsilon
@@ -73,8 +75,8 @@ class _Step:
         self.loss, log_density = self._loss_and_log_density(self.t)
         self.log_weight = log_density + math.log(spacing)
         weight = torch.exp(self.log_weight)
-        mean = (weight * self.loss).sum()
-        self.std = float(torch.sqrt((weight * (self.loss - mean) ** 2).sum()))
+        self.mean = float((weight * self.loss).sum())
+        self.std = float(torch.sqrt((weight * (self.loss - self.mean) ** 2).sum()))
 
     def _loss_and_log_density(self, t):
         """The loss at x = sigma t, and the log density of t under the first distribution of the pair."""
@@ -154,28 +156,41 @@ class ComposedLoss:
     slack: float
 
     def _log_delta(self, epsilon):
+        """The logarithm of the bound on delta, and its derivative."""
         # A mass at or below epsilon costs nothing; one far above, in the tilted law, next to nothing.
-        start = min(max(math.floor(epsilon / self.interval) - self.first, 0), len(self.masses))
+        start = min(max(math.floor(epsilon / self.interval) + 1 - self.first, 0), len(self.masses))
         above = (self.first + torch.arange(start, len(self.masses), dtype=torch.float64)) * self.interval - epsilon
         above.clamp_(min=0)
-        total = (self.masses[start:] * torch.exp(-self.tilt * above) * -torch.expm1(-above)).sum()
-        return min(0.0, self.log_scale - self.tilt * epsilon + math.log(float(total) + self.slack))
+        tilted = self.masses[start:] * torch.exp(-self.tilt * above)
+        all_above, total = float(tilted.sum()), -float((tilted * torch.expm1(-above)).sum())
+        # No mass counts for more than max_a e^(-tilt a) (1 - e^-a) < 1 / (1 + tilt).
+        slack = self.slack / (1 + self.tilt)
+        slope = -(self.tilt * slack + max(all_above - total, 0.0)) / (total + slack)
+        return min(0.0, self.log_scale - self.tilt * epsilon + math.log(total + slack)), slope
 
     def delta(self, epsilon):
         """Upper bound on delta at `epsilon` (a float, at least 0)."""
-        return math.exp(self._log_delta(epsilon))
+        return math.exp(self._log_delta(epsilon)[0])
 
     def epsilon(self, delta):
         """Upper bound on epsilon at `delta` (a float in (0, 1)); 0.0 where delta covers the total variation."""
         target = math.log(delta)
-        if self._log_delta(0.0) <= target:
+        if self._log_delta(0.0)[0] <= target:
             return 0.0
-        high = max(self.first + len(self.masses), 1) * self.interval
-        while self._log_delta(high) > target:
-            high *= 2
-        root = brentq(lambda e: self._log_delta(e) - target, 0.0, high, xtol=1e-300, rtol=1e-9)
-        step = 1e-9
-        while self._log_delta(root) > target:        # the root may lie a hair on the wrong side
+        low, high = 0.0, math.inf
+        # Newton's method from the tilted mean, near which the answer lies, kept within what is known.
+        index = torch.arange(len(self.masses), dtype=torch.float64)
+        root = max(self.first + float(index @ self.masses), 1.0) * self.interval
+        for _ in range(200):
+            value, slope = self._log_delta(root)
+            low, high = (low, root) if value <= target else (root, high)
+            last, root = root, root + (target - value) / slope
+            if not low <= root <= high:
+                root = 2 * low if high == math.inf else (low + high) / 2
+            if abs(root - last) <= 1e-9 * root:
+                break
+        step = 1e-10
+        while self._log_delta(root)[0] > target:        # the root may lie a hair on the wrong side
             root, step = root * (1 + step), 2 * step
         return root
 
@@ -210,24 +225,26 @@ def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, d
         _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
     if interval is not None:
         _checks.in_interval("interval", interval, 0, math.inf, closed="neither")
-    return _compose(_Step(sample_rate, noise_multiplier, direction), steps, delta, epsilon, interval)
-
-
-def _compose(step, steps, delta, epsilon, interval=None):
+    step = _Step(sample_rate, noise_multiplier, direction)
     if delta is None:
-        return _compose_near(step, steps, epsilon, TOLERANCE * epsilon, interval)
+        return _compose_near(step, steps, epsilon, interval)
+    return _compose_at(step, steps, delta, interval)[0]
+
+
+def _compose_at(step, steps, delta, interval=None):
+    """The run's loss, accurate near `delta`, and its epsilon there."""
     epsilon = _chernoff_epsilon(*_log_mgfs(step, steps), delta)
     for _ in range(4):
-        loss = _compose_near(step, steps, epsilon, TOLERANCE * epsilon, interval)
+        loss = _compose_near(step, steps, epsilon, interval)
         found = loss.epsilon(delta)
         if found < 20 * loss.interval:
             # Within a cell the curve is a chord, which the first-order error does not see.
             loss = replace(loss, error=max(loss.error, loss.interval))
         # Chernoff's bound may lie far above the epsilon that it leads to: then look again, nearer.
-        if loss.error <= 2 * TOLERANCE * found or found > epsilon / 2 or interval is not None:
+        if found == 0 or loss.error <= 2 * TOLERANCE * found or found > epsilon / 2 or interval is not None:
             break
         epsilon = found
-    return loss
+    return loss, found
 
 
 def _log_mgfs(step, steps):
@@ -240,17 +257,18 @@ def _log_mgfs(step, steps):
     return tilts[reachable], steps * step.log_mgf(tilts[reachable])
 
 
-def _compose_near(step, steps, epsilon, error, interval):
-    """The run's loss, accurate near `epsilon`: the discretisation is to add at most `error` there."""
+def _compose_near(step, steps, epsilon, interval=None):
+    """The run's loss, accurate near `epsilon`."""
     tilts, log_mgfs = _log_mgfs(step, steps)
     tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs, epsilon).argmin())])
-    low, high, outside = _window(step, steps, tilt)
     if interval is None:
+        low, high, _ = _window(step, steps, tilt, 0.0)
         # Far below 1 / tilt an epsilon is as good as zero.
-        error = max(error, 1e-3 * TOLERANCE / tilt)
+        error = TOLERANCE * max(epsilon, 1e-3 / tilt)
         interval = min(math.sqrt(12 * error / (steps * (1 + tilt))), 1e-4 * max(1.0, epsilon / 10), 1 / tilt,
                        (epsilon + 0.01 / tilt) / 100)
         interval = max(interval, (high - low) / (_LARGEST_GRID - 2))
+    low, high, outside = _window(step, steps, tilt, interval)
     first, masses, log_mass, cut = step.discretise(interval, tilt)
     slack = steps * cut
     if steps > 1:
@@ -264,7 +282,7 @@ def _compose_near(step, steps, epsilon, error, interval):
 
 def _convolve(first, masses, steps, *, start, size):
     """The `steps`-fold convolution of masses at first, first + 1, ..., on a circle of at least `size` points from `start`."""
-    size = 1 << max(4, math.ceil(math.log2(size)))
+    size = next_fast_len(max(16, math.ceil(size)), real=True)
     centre = first + round(float((masses * torch.arange(len(masses))).sum()))
     circle = torch.zeros(size, dtype=torch.float64)
     circle.index_add_(0, (torch.arange(len(masses)) + (first - centre)) % size, masses)
@@ -284,8 +302,8 @@ def _chernoff_log_delta(tilts, log_mgfs, epsilon):
     return log_mgfs - tilts * (epsilon + torch.log1p(1 / tilts)) - torch.log1p(tilts)
 
 
-def _window(step, steps, tilt):
-    """An interval that holds the tilted sum of the losses, and a bound on the probability that it does not."""
+def _window(step, steps, tilt, interval):
+    """Ends between which the tilted sum of the losses on the grid lies, and a bound on the probability that it does not."""
     variance = step.tilted_variance(tilt)
     here = float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
     # As with the tilts: the spread sets the scale where many losses add up, the tilt where one rare loss decides.
@@ -293,8 +311,9 @@ def _window(step, steps, tilt):
     offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(20 * math.log10(1e3 * many / few))))
 
     def reach(signed):
-        rise = steps * (step.log_mgf(tilt + signed) - here) - _WINDOW_LOG_TAIL
-        return (rise / signed.abs()).nan_to_num(nan=math.inf).min()
+        tilts = tilt + signed
+        rise = step.log_mgf(tilts) - here + (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
+        return ((steps * rise - _WINDOW_LOG_TAIL) / signed.abs()).nan_to_num(nan=math.inf).min()
 
     # P(S > s) <= exp(steps (K(tilt + o) - K(tilt)) - o s), and likewise below with negative offsets.
     high, low = float(reach(offsets)), -float(reach(-offsets))
@@ -305,11 +324,15 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     """Epsilon of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_epsilon`)."""
     if sample_rate == 1:
         return float(gaussian_epsilon(math.sqrt(steps) / noise_multiplier, delta))
-    worst = _compose(_Step(sample_rate, noise_multiplier, "remove"), steps, delta, None).epsilon(delta)
-    if worst < _largest_loss_of_adding(sample_rate, steps):
+    step = _Step(sample_rate, noise_multiplier, "remove")
+    if _total_variation(step, steps) <= delta:
+        return 0.0
+    worst = _compose_at(step, steps, delta)[1]
+    # At epsilon 0 delta is the total variation, in either direction.
+    if 0 < worst < _largest_loss_of_adding(sample_rate, steps):
         add = _Step(sample_rate, noise_multiplier, "add")
-        if _compose(add, steps, None, worst).delta(worst) > delta:
-            worst = max(worst, _compose(add, steps, delta, None).epsilon(delta))
+        if _compose_near(add, steps, worst).delta(worst) > delta:
+            worst = max(worst, _compose_at(add, steps, delta)[1])
     return worst
 
 
@@ -317,12 +340,19 @@ def delta(*, sample_rate, noise_multiplier, steps, epsilon):
     """Delta of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_delta`)."""
     if sample_rate == 1:
         return float(gaussian_delta(math.sqrt(steps) / noise_multiplier, epsilon))
-    worst = _compose(_Step(sample_rate, noise_multiplier, "remove"), steps, None, epsilon).delta(epsilon)
+    worst = _compose_near(_Step(sample_rate, noise_multiplier, "remove"), steps, epsilon).delta(epsilon)
     if epsilon < _largest_loss_of_adding(sample_rate, steps):
-        worst = max(worst, _compose(_Step(sample_rate, noise_multiplier, "add"), steps, None, epsilon).delta(epsilon))
+        worst = max(worst, _compose_near(_Step(sample_rate, noise_multiplier, "add"), steps, epsilon).delta(epsilon))
     return worst
 
 
 def _largest_loss_of_adding(sample_rate, steps):
     """Adding an example never costs more: P/Q = 1/(1 - q + q e^u) is below 1/(1 - q)."""
     return -steps * math.log1p(-sample_rate)
+
+
+def _total_variation(step, steps):
+    """A bound on the total variation of a run: as many times that of one step, or Pinsker's."""
+    one = float(step.q) * math.erf(1 / (math.sqrt(8) * float(step.sigma)))
+    divergence = max(step.mean, 0.0) + 1e-15 * step.std
+    return min(steps * one, math.sqrt(steps * divergence / 2))

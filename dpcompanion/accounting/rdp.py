@@ -146,11 +146,13 @@ def _log_excess_by_integral(q, sigma, orders):
     """ln(A - 1) at real orders, shape (len(q), len(orders)).
 
     In units of sigma the integrand has Gaussian bumps of width 1 between 0 and order / sigma, and branch
-    points at distance pi sigma from the real axis: a step of half the smaller of 1 and sigma leaves an
-    error below 1e-15.
+    points at distance pi sigma from the real axis, near the t at which the two halves of P are equal: a step of
+    half the smaller of 1 and sigma leaves an error below 1e-15.  Where sigma is so small that the integrand is
+    negligible there, a density of about exp(-1 / 8 sigma^2) against q^2, the branch points do not matter.
     """
     result = torch.empty(len(q), len(orders), dtype=torch.float64, device=q.device)
-    step = 0.5 * sigma.clamp(max=1.0)
+    apart = 1 / (8 * sigma**2) + 2 * torch.log(q) > 60
+    step = torch.where(apart, 0.5, 0.5 * sigma.clamp(max=1.0))
     # Orders of like size share their nodes, so that one large order does not cost all the others.
     size_class = torch.ceil(torch.log2(orders)).long()
     for size in size_class.unique():
@@ -174,10 +176,10 @@ def _log_excess_by_integral(q, sigma, orders):
 def _log_convex_excess(log_r, a):
     """ln(r^a - 1 - a (r - 1)), which is the log of a number that is never negative."""
     y = torch.expm1(log_r.clamp(max=1.0))
-    series, term = torch.zeros_like(y * a), 0.5 * a * (a - 1) * y * y
-    for m in range(2, 10):
-        series = series + term
-        term = term * (a - m) / (m + 1) * y
-    direct = 1 - a * torch.exp(-(a - 1) * log_r) + (a - 1) * torch.exp(-a * log_r)
-    near = (a * y).abs() < 0.05
-    return torch.where(near, torch.log(series), a * log_r + torch.log(torch.where(near, 1.0, direct)))
+    series = 0.5 * a * (a - 1) * y * y * (1 + (a - 2) / 3 * y * (1 + (a - 3) / 4 * y * (1 + (a - 4) / 5 * y)))
+    # r^a - 1 - a (r - 1) = r (r^(a-1) - 1) - (a - 1) (r - 1) keeps a small a - 1 exact. Of r > 1 the r^a comes out.
+    up, fall = log_r > 0, torch.expm1(-log_r.abs())
+    power = torch.expm1(-(a - 1) * log_r.abs())
+    direct = torch.where(up, (a - 1) * fall * (1 + power) - power, power * (1 + fall) - (a - 1) * fall)
+    near = (a * y).abs() < 0.003
+    return torch.log(torch.where(near, series, direct)) + torch.where(up & ~near, a * log_r, 0.0)

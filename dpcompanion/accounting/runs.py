@@ -50,7 +50,7 @@ def compute_epsilon(*, sample_rate, noise_multiplier, steps, delta, accountant="
         return 0.0 if steps == 0 else math.inf
     if accountant == "pld":
         return pld.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
-    orders = _orders(sigma)
+    orders = orders_for(sigma)
     rdp = steps * rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=orders)
     return float(rdp_to_epsilon(rdp, orders, delta)[0])
 
@@ -71,7 +71,7 @@ def compute_delta(*, sample_rate, noise_multiplier, steps, epsilon, accountant="
         return 0.0 if steps == 0 else 1.0
     if accountant == "pld":
         return pld.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
-    orders = _orders(sigma)
+    orders = orders_for(sigma)
     rdp = steps * rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=orders)
     return float(rdp_to_delta(rdp, orders, epsilon)[0])
 
@@ -83,7 +83,7 @@ def _check_run(sample_rate, noise_multiplier, steps, accountant):
     return _checks.whole_number("steps", steps, low=0)
 
 
-def _orders(noise_multiplier):
+def orders_for(noise_multiplier):
     """The default orders and, where the noise is so large that they cost little, orders beyond 1024.
 
     With the default orders alone a tiny divergence still costs ln(1 / (1024 delta)) / 1023, whatever the noise.
