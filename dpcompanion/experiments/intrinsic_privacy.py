@@ -168,17 +168,21 @@ def trained(name, task, run, initialisation="varying", **options):
     return _grid(name, task, run, initialisation, **options)[0]
 
 
-def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_seed=0):
+def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_seed=0, held_out=None):
     """The weights, and the seconds that training took when it was done.
 
-    `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`. Runs that take long are kept, piece by
-    piece.
+    `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out` (features, label) stands in for
+    the example that replaces others. Runs that take long are kept, piece by piece.
     """
     found = problem(name, run)
     data_sets = tuple(range(task.data_sets + 1)) if data_sets is None else tuple(data_sets)
     key = {"task": name, "batch_size": task.batch_size, "learning_rate": task.learning_rate, "steps": task.steps,
            "initialisation": initialisation, "hidden": hidden, "data_sets": data_sets,
            "code": records.code_hash(*_ENSEMBLE)}
+    if held_out is not None:
+        key["held_out"] = [held_out[0].tolist(), held_out[1]]
+        found = dataclasses.replace(found, features=torch.cat((held_out[0][None], found.features[1:])),
+                                    labels=torch.cat((torch.tensor([held_out[1]]), found.labels[1:])))
 
     def train(piece):
         first, last = map(int, piece.split("-"))
@@ -566,15 +570,16 @@ def figures_8_9(config, run):
 
 @dataclasses.dataclass(frozen=True)
 class Audit(Grids):
-    """Fresh seeds for data set 0 and its `neighbours` that move the weights most, in units of the noise.
+    """Fresh seeds for data set 0 and its `neighbours` that move the weights most, in units of the noise, and for as many
+    as `canaries` in which a made-up example takes another's place.
 
-    Half of the seeds fit the Gaussians and the distinguishers, the other half are counted. `pairs` gives the number of
-    candidates by task, looked at under the seeds of the task's own grid.
+    Half of the seeds fit the Gaussians and the distinguishers, the other half are counted.
     """
 
     neighbours: int
+    canaries: int
     confidence: float = 0.95
-    targets: tuple = (0.5, 1.0, 2.0, 4.0, 8.0)
+    targets: tuple = (1.0, 2.0, 4.0, 8.0)
     first_seed: int = 100_000
 
 
@@ -653,119 +658,148 @@ def counted(score, fit, trial, *, delta, confidence):
             attacks.mu_lower_bound(**counts(trial, at_mu[None]), confidence=confidence)[0])
 
 
-def _clouds(name, task, run, config, initialisation):
-    """Fresh weights of data set 0 and its worst neighbours; the small grid that they were chosen on; their numbers."""
+def canary(found, weights, count):
+    """A made-up example that moves the weights where they are least noisy, and the examples whose place it takes.
+
+    An example pulls by (y - p) x, with a 1 for the bias. Candidates are the directions of least noise with the largest
+    norm that training examples have and the label that the mean model finds least likely; the one with the largest
+    pull' S^-1 pull is taken, and the `count` examples that pull against it the most. Returns ((features, label), numbers).
+    """
+    covariance, _ = op.noise_covariance(weights[:1], shrinkage=0.0)
+    mean, directions = weights[0].mean(0), torch.linalg.eigh(covariance).eigenvectors[:-1, :8].T
+    norm = found.features.norm(dim=1).max()
+    rows = torch.cat((directions, -directions)) / directions.norm(dim=1).repeat(2)[:, None] * norm
+    labels = ((rows @ mean[:-1] + mean[-1]) < 0).long()
+
+    def pulls(features, labels):
+        features = torch.cat((features, torch.ones_like(features[:, :1])), 1)
+        return (labels - (features @ mean).sigmoid())[:, None] * features
+
+    candidates = pulls(rows, labels)
+    best = int(op.mahalanobis(candidates, covariance).argmax())
+    against = pulls(found.features[1:], found.labels[1:]) @ torch.linalg.solve(covariance, candidates[best])
+    return (rows[best], int(labels[best])), ((-against).topk(count).indices + 1).tolist()
+
+
+def _clouds(name, task, run, config, initialisation, kind):
+    """Fresh weights of data set 0 and neighbours of it, "natural" ones (its worst in the task's own grid) or with a
+    "canary"; the task's own grid; the numbers of the neighbours."""
     small = dataclasses.replace(task, seeds=PAPER[name].seeds if name in PAPER else 99 if name in UNSCALED else 40)
     grid = trained(name, small, run, initialisation)
     chosen = worst_neighbours(grid, config.neighbours)
-    return trained(name, task, run, initialisation, data_sets=(0, *chosen), first_seed=config.first_seed), grid, chosen
+    first = config.first_seed
+    weights = trained(name, task, run, initialisation, data_sets=(0, *chosen), first_seed=first)
+    if kind == "canary":
+        held_out, chosen = canary(problem(name, run), weights, config.canaries)
+        weights = trained(name, task, run, initialisation, data_sets=(0, *chosen), first_seed=2 * first, held_out=held_out)
+    return weights, grid, chosen
 
 
 _AUDIT = (*_ENSEMBLE, _grid, sensitivities, worst_neighbours, gaussian_view, gaussian_ratio, linear_classifier, counted,
-          _clouds)
-_QUICK_AUDIT = Audit({"digits": dataclasses.replace(QUICK["digits"], seeds=2000)}, 3)
+          canary, _clouds)
+_QUICK_AUDIT = Audit({"digits": dataclasses.replace(QUICK["digits"], seeds=2000)}, 3, 2)
 _PAPER_AUDIT = Audit({
     "mnist-binary": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
     "mnist-binary-unscaled": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
     "forest": dataclasses.replace(PAPER["forest"], seeds=2000),
-    "adult": dataclasses.replace(PAPER["adult"], seeds=6000)}, 7)
+    "adult": dataclasses.replace(PAPER["adult"], seeds=6000)}, 7, 3)
+KINDS = ("natural", "canary")
 
 
-@experiment("intrinsic-privacy/algorithm-1", uses=_AUDIT, quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
+def _cases(config, run):
+    """Every case of an audit: its name, delta, theorem 2's bound, and what `_clouds` gives."""
+    for name, task in config.tasks.items():
+        examples = problem(name, run).examples
+        for initialisation in INITIALISATIONS:
+            for kind in KINDS:
+                clouds = _clouds(name, task, run, config, initialisation, kind)
+                yield f"{name}.{initialisation}.{kind}", 1 / examples, sensitivities(task, examples)[0], *clouds
+
+
+@experiment("intrinsic-privacy/algorithm-1", uses=(*_AUDIT, _cases), quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
 def algorithm_1(config, run):
     """Algorithm 1 put to the test: the whole covariance instead of one sigma, tails, and an audit.
 
-    For each task, initialisation and neighbour (of data set 0, the worst first): mu by the pooled sigma and by the whole
-    covariance, the bounds of two distinguishers, and epsilon that algorithm 1 claims with theorem 2's sensitivity.
-    Confidence is shared among the neighbours and distinguishers of a row.
+    For each task, initialisation and kind of neighbour, one number for each neighbour of data set 0: mu by the pooled
+    sigma, by the whole covariance, and by an audit, which is a lower bound; beside them what algorithm 1 claims, with
+    theorem 2's sensitivity and with the empirical one. Confidence is shared among the neighbours of a row and the two
+    distinguishers.
     """
     values, arrays = {}, {}
-    for name, task in config.tasks.items():
-        examples = problem(name, run).examples
-        delta, bound = 1 / examples, sensitivities(task, examples)[0]
-        for initialisation in INITIALISATIONS:
-            row = f"{name}.{initialisation}"
-            weights, grid, chosen = _clouds(name, task, run, config, initialisation)
-            fit, trial = weights.split(weights.shape[1] // 2, 1)
-            view = gaussian_view(fit)
-            sigma = op.intrinsic_sigma(grid)
-            spectrum = torch.linalg.eigvalsh(view["covariance"]).flip(0).sqrt()
-            each = 1 - (1 - config.confidence) / (2 * len(chosen))
-            found = {kind: torch.stack([torch.stack(counted(make(fit[0], other), (fit[0], other), (trial[0], fresh), delta=delta,
-                                                            confidence=each))
-                                        for other, fresh in zip(fit[1:], trial[1:])]).T
-                     for kind, make in (("gaussian_ratio", gaussian_ratio), ("linear", linear_classifier))}
-            epsilon, mu = torch.stack(list(found.values())).amax(0)
-            # The direction that tells the worst neighbour apart, over all seeds: tails decide delta.
-            worst = int(view["mu"].argmax())
-            projected = weights[0] @ torch.linalg.solve(view["covariance"], view["differences"][worst])
-            z = (projected - projected.mean()) / projected.std()
-            claimed = op.intrinsic_epsilon(bound, sigma, delta)
-            star = op.empirical_sensitivity(grid[1:])
-            values |= {
-                f"{row}.neighbours": chosen, f"{row}.sigma_i": sigma, f"{row}.shrinkage": view["shrinkage"],
-                f"{row}.sigma_largest": spectrum[0], f"{row}.sigma_smallest": spectrum[-1],
-                f"{row}.mu_pooled": view["mu_pooled"], f"{row}.mu_covariance": view["mu"],
-                f"{row}.mu_shrunk": view["mu_shrunk"],
-                f"{row}.mu_claimed": bound / sigma, f"{row}.mu_claimed_star": star / sigma,
-                f"{row}.mu_audited": mu, f"{row}.epsilon_audited": epsilon,
-                f"{row}.epsilon_of_mu_audited": gaussian_epsilon(mu, delta),
-                f"{row}.epsilon_pooled": gaussian_epsilon(view["mu_pooled"], delta),
-                f"{row}.epsilon_covariance": gaussian_epsilon(view["mu"], delta),
-                f"{row}.epsilon_claimed": claimed, f"{row}.epsilon_claimed_star": op.intrinsic_epsilon(star, sigma, delta),
-                f"{row}.kurtosis_weights": stats.kurtosis(weights[0].numpy(), axis=0).mean(),
-                f"{row}.kurtosis_worst": stats.kurtosis(z.numpy()),
-                f"{row}.beyond_3_sigma": (z.abs() > 3).double().mean(), f"{row}.beyond_4_sigma": (z.abs() > 4).double().mean(),
-            }
-            for kind, (epsilons, mus) in found.items():
-                values |= {f"{row}.epsilon_audited.{kind}": epsilons, f"{row}.mu_audited.{kind}": mus}
-            arrays[f"{row}.spectrum"] = spectrum.numpy()
-            arrays[f"{row}.worst_direction"] = np.histogram(z.numpy(), np.linspace(-5, 5, 81))[0]
+    for row, delta, bound, weights, grid, chosen in _cases(config, run):
+        fit, trial = weights.split(weights.shape[1] // 2, 1)
+        view, sigma, star = gaussian_view(fit), op.intrinsic_sigma(grid), op.empirical_sensitivity(grid[1:])
+        spectrum = torch.linalg.eigvalsh(view["covariance"]).flip(0).sqrt()
+        each = 1 - (1 - config.confidence) / (2 * len(chosen))
+        found = {kind: torch.stack([torch.stack(counted(make(fit[0], other), (fit[0], other), (trial[0], fresh), delta=delta,
+                                                        confidence=each))
+                                    for other, fresh in zip(fit[1:], trial[1:])]).T
+                 for kind, make in (("gaussian_ratio", gaussian_ratio), ("linear", linear_classifier))}
+        epsilon, mu = torch.stack(list(found.values())).amax(0)
+        # The direction that tells the worst neighbour apart, in the half that it was not chosen on: tails decide delta.
+        worst = int(view["mu"].argmax())
+        projected = trial[0] @ torch.linalg.solve(view["covariance"], view["differences"][worst])
+        z = (projected - projected.mean()) / projected.std()
+        values |= {
+            f"{row}.neighbours": chosen, f"{row}.sigma_i": sigma, f"{row}.shrinkage": view["shrinkage"],
+            f"{row}.sigma_largest": spectrum[0], f"{row}.sigma_smallest": spectrum[-1],
+            f"{row}.moved": view["differences"].norm(dim=1), f"{row}.mu_pooled": view["mu_pooled"],
+            f"{row}.mu_shrunk": view["mu_shrunk"], f"{row}.mu_covariance": view["mu"], f"{row}.mu_audited": mu,
+            f"{row}.mu_claimed": bound / sigma, f"{row}.mu_claimed_star": star / sigma, f"{row}.epsilon_audited": epsilon,
+            f"{row}.epsilon_of_mu_audited": gaussian_epsilon(mu, delta),
+            f"{row}.epsilon_pooled": gaussian_epsilon(view["mu_pooled"], delta),
+            f"{row}.epsilon_covariance": gaussian_epsilon(view["mu"], delta),
+            f"{row}.epsilon_claimed": op.intrinsic_epsilon(bound, sigma, delta),
+            f"{row}.epsilon_claimed_star": op.intrinsic_epsilon(star, sigma, delta),
+            f"{row}.kurtosis_weights": stats.kurtosis(weights[0].numpy(), axis=0).mean(),
+            f"{row}.kurtosis_worst": stats.kurtosis(z.numpy()),
+            f"{row}.beyond_3_sigma": (z.abs() > 3).double().mean(), f"{row}.beyond_4_sigma": (z.abs() > 4).double().mean(),
+        }
+        for kind, (epsilons, mus) in found.items():
+            values |= {f"{row}.epsilon_audited.{kind}": epsilons, f"{row}.mu_audited.{kind}": mus}
+        arrays[f"{row}.spectrum"] = spectrum.numpy()
+        arrays[f"{row}.worst_direction"] = np.histogram(z.numpy(), np.linspace(-5, 5, 81))[0]
     return values, arrays
 
 
-@experiment("intrinsic-privacy/algorithm-2", uses=_AUDIT, quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
+@experiment("intrinsic-privacy/algorithm-2", uses=(*_AUDIT, _cases), quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
 def algorithm_2(config, run):
     """Algorithm 2 put to the test: with the noise that it adds, and with the noise that would be enough.
 
-    For each target epsilon, against the worst neighbour of data set 0: the noise by theorem 2's sensitivity and by the
-    empirical one, what the whole covariance says that this gives, and what an audit with that noise shows. `needed` is
-    the noise at which the whole covariance meets the target for all audited neighbours.
+    For each target epsilon and kind of neighbour: the noise by theorem 2's sensitivity and by the empirical one, what
+    the whole covariance says that this gives against the worst neighbour, and what an audit with that noise shows.
+    `needed` is the noise at which the whole covariance meets the target for all audited neighbours.
     """
     values = {}
-    for name, task in config.tasks.items():
-        examples = problem(name, run).examples
-        delta, bound = 1 / examples, sensitivities(task, examples)[0]
-        for initialisation in INITIALISATIONS:
-            row = f"{name}.{initialisation}"
-            weights, grid, chosen = _clouds(name, task, run, config, initialisation)
-            view, sigma = gaussian_view(weights), op.intrinsic_sigma(grid)
-            identity = torch.eye(weights.shape[-1], dtype=torch.float64)
-            generator = torch.Generator().manual_seed(0)
-            noise = torch.randn(2, *weights.shape[1:], generator=generator, dtype=torch.float64)
-            worst = int(view["mu"].argmax())
+    for row, delta, bound, weights, grid, _ in _cases(config, run):
+        view, sigma = gaussian_view(weights), op.intrinsic_sigma(grid)
+        identity = torch.eye(weights.shape[-1], dtype=torch.float64)
+        noise = torch.randn(2, *weights.shape[1:], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        worst = int(view["mu"].argmax())
 
-            def mus(added):
-                return op.mahalanobis(view["differences"], view["covariance"] + added**2 * identity)
+        def mus(added):
+            return op.mahalanobis(view["differences"], view["covariance"] + added**2 * identity)
 
-            def audited(added):
-                noisy = weights[[0, worst + 1]] + added * noise
-                fit, trial = noisy.split(noisy.shape[1] // 2, 1)
-                return counted(gaussian_ratio(*fit), fit, trial, delta=delta, confidence=config.confidence)[0]
+        def audited(added):
+            noisy = weights[[0, worst + 1]] + added * noise
+            fit, trial = noisy.split(noisy.shape[1] // 2, 1)
+            return torch.stack(counted(gaussian_ratio(*fit), fit, trial, delta=delta, confidence=config.confidence))
 
-            for kind, sensitivity in (("theory", bound), ("empirical", op.empirical_sensitivity(grid[1:]))):
-                added = [op.augmented_sigma(sensitivity, sigma, target_epsilon=t, target_delta=delta) for t in config.targets]
-                values |= {f"{row}.{kind}.added": added,
-                           f"{row}.{kind}.epsilon_covariance": [gaussian_epsilon(mus(a).max(), delta) for a in added],
-                           f"{row}.{kind}.epsilon_audited": [audited(a) for a in added]}
-            needed = []
-            for target in config.targets:
-                low, high = 0.0, 10.0
-                for _ in range(60):
-                    middle = (low + high) / 2
-                    enough = bool((gaussian_delta(mus(middle), target) <= delta).all())
-                    low, high = (low, middle) if enough else (middle, high)
-                needed.append(high)
-            values |= {f"{row}.targets": list(config.targets), f"{row}.needed": needed,
-                       f"{row}.needed.epsilon_audited": [audited(a) for a in needed]}
+        def report(kind, added):
+            epsilons, audits = torch.stack([mus(a).max() for a in added]), torch.stack([audited(a) for a in added]).T
+            return {f"{row}.{kind}.added": added, f"{row}.{kind}.epsilon_covariance": gaussian_epsilon(epsilons, delta),
+                    f"{row}.{kind}.epsilon_audited": audits[0],
+                    f"{row}.{kind}.epsilon_of_mu_audited": gaussian_epsilon(audits[1], delta)}
+
+        for kind, sensitivity in (("theory", bound), ("empirical", op.empirical_sensitivity(grid[1:]))):
+            values |= report(kind, op.augmented_sigma(sensitivity, sigma, target_epsilon=config.targets, target_delta=delta))
+        needed = []
+        for target in config.targets:
+            low, high = 0.0, 10.0
+            for _ in range(60):
+                middle = (low + high) / 2
+                enough = bool((gaussian_delta(mus(middle), target) <= delta).all())
+                low, high = (low, middle) if enough else (middle, high)
+            needed.append(high)
+        values |= {f"{row}.targets": config.targets, **report("needed", torch.tensor(needed, dtype=torch.float64))}
     return values

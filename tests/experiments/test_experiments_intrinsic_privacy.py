@@ -126,10 +126,16 @@ def test_an_audit_finds_what_is_there_and_no_more(make):
 
 def test_more_noise_never_reads_as_less(run):
     values = experiments.get("intrinsic-privacy/algorithm-2").function(
-        ip.Audit({"digits": dataclasses.replace(SMALL, seeds=200)}, 2), run)
-    for initialisation in ip.INITIALISATIONS:
-        row = f"digits.{initialisation}"
-        needed = torch.as_tensor(values[f"{row}.needed"])
-        assert (needed.diff() <= 0).all()
-        assert (torch.stack(values[f"{row}.theory.added"]) >= torch.stack(values[f"{row}.empirical.added"])).all()
-        assert (torch.stack(values[f"{row}.theory.epsilon_covariance"]).diff() >= 0).all()
+        ip.Audit({"digits": dataclasses.replace(SMALL, seeds=200)}, 2, 1), run)
+    for row in (f"digits.{initialisation}.{kind}" for initialisation in ip.INITIALISATIONS for kind in ip.KINDS):
+        assert (values[f"{row}.needed.added"].diff() <= 0).all()
+        assert (values[f"{row}.theory.added"] >= values[f"{row}.empirical.added"]).all()
+        assert (values[f"{row}.theory.epsilon_covariance"].diff() >= 0).all()
+        assert (values[f"{row}.needed.epsilon_covariance"] <= torch.tensor(values[f"{row}.targets"]) * (1 + 1e-9)).all()
+
+
+def test_a_canary_moves_the_weights_further_in_units_of_the_noise_than_natural_neighbours(run):
+    config = ip.Audit({"digits": dataclasses.replace(SMALL, seeds=300)}, 2, 2)
+    (_, task), = config.tasks.items()
+    mu = {kind: ip.gaussian_view(ip._clouds("digits", task, run, config, "fixed", kind)[0])["mu"].max() for kind in ip.KINDS}
+    assert mu["canary"] > 1.5 * mu["natural"]
