@@ -1,0 +1,76 @@
+import math
+
+import mpmath as mp
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
+
+
+def exact_delta(mu, epsilon):
+    with mp.workdps(400):
+        mu, epsilon = mp.mpf(mu), mp.mpf(epsilon)
+        upper = lambda x: mp.erfc(x / mp.sqrt(2)) / 2  # noqa: E731
+        return upper(epsilon / mu - mu / 2) - mp.exp(epsilon) * upper(epsilon / mu + mu / 2)
+
+
+@given(log_mu=st.floats(-6, 2), z=st.floats(0, 36))
+@settings(max_examples=300, deadline=None)
+def test_delta_agrees_with_the_formula_in_high_precision(log_mu, z):
+    mu = 10**log_mu
+    epsilon = max(0.0, mu * (z + mu / 2 - 3))          # from the bulk to a delta of e^-650
+    exact = float(exact_delta(mu, epsilon))
+    assert float(gaussian_delta(mu, epsilon)) == pytest.approx(exact, rel=1e-11 * (1 + z * z), abs=1e-305)
+
+
+@given(log_mu=st.floats(-7, 3), log_delta=st.floats(-300, -0.01))
+@settings(max_examples=100, deadline=None)
+def test_epsilon_meets_delta_and_nothing_smaller_does(log_mu, log_delta):
+    mu, delta = 10**log_mu, 10**log_delta
+    epsilon = float(gaussian_epsilon(mu, delta))
+    assert float(gaussian_delta(mu, epsilon)) <= delta
+    if epsilon > 0:
+        assert float(gaussian_delta(mu, epsilon * (1 - 1e-9))) > delta * (1 - 1e-9)
+    else:
+        assert float(exact_delta(mu, 0)) <= delta * (1 + 1e-12)
+
+
+@given(mu=st.floats(0.01, 20), epsilon=st.floats(0, 50), factor=st.floats(1.001, 5))
+@settings(max_examples=200, deadline=None)
+def test_delta_rises_with_the_sensitivity_and_falls_with_epsilon(mu, epsilon, factor):
+    here = float(gaussian_delta(mu, epsilon))
+    assert 0 <= here <= 1
+    assert float(gaussian_delta(mu * factor, epsilon)) >= here * (1 - 1e-10)
+    assert float(gaussian_delta(mu, epsilon * factor)) <= here * (1 + 1e-10)
+
+
+def test_at_epsilon_zero_delta_is_the_total_variation():
+    for mu in (1e-9, 0.3, 5.0):
+        assert float(gaussian_delta(mu, 0.0)) == pytest.approx(math.erf(mu / math.sqrt(8)), rel=1e-12)
+
+
+def test_the_ends_of_the_range():
+    assert gaussian_delta([0.0, math.inf, 1.0, 0.0], [0.0, 5.0, math.inf, 3.0]).tolist() == [0, 1, 0, 0]
+    assert gaussian_epsilon([0.0, math.inf], 1e-5).tolist() == [0, math.inf]
+    assert float(gaussian_epsilon(1e-300, 1e-5)) == 0 and float(gaussian_epsilon(1e4, 1e-5)) == pytest.approx(5e7 + 4.26489e4, rel=1e-6)
+
+
+def test_shapes_broadcast_and_stay_where_they_are():
+    mu = torch.tensor([0.1, 1.0, 3.0], dtype=torch.float32)
+    found = gaussian_delta(mu[:, None], torch.tensor([0.5, 1.0]))
+    assert found.shape == (3, 2) and found.dtype == torch.float64 and found.device == mu.device
+    assert float(found[1, 1]) == float(gaussian_delta(1.0, 1.0))
+    assert gaussian_epsilon(1.0, [1e-5, 1e-6]).shape == (2,) and gaussian_epsilon(1.0, 1e-5).shape == ()
+
+
+@pytest.mark.parametrize("call, name", [
+    (lambda: gaussian_delta(-1.0, 1.0), "sensitivity_over_sigma"), (lambda: gaussian_delta(math.nan, 1.0), "sensitivity_over_sigma"),
+    (lambda: gaussian_delta(1.0, -0.1), "epsilon"), (lambda: gaussian_delta(1.0, [1.0, math.nan]), "epsilon"),
+    (lambda: gaussian_epsilon("x", 0.1), "sensitivity_over_sigma"), (lambda: gaussian_epsilon(1.0, 0.0), "delta"),
+    (lambda: gaussian_epsilon(1.0, 1.0), "delta"), (lambda: gaussian_epsilon(1.0, math.nan), "delta"),
+])
+def test_bad_arguments_are_named(call, name):
+    with pytest.raises(ValueError, match=name):
+        call()
