@@ -23,7 +23,7 @@ Memory: below 500 MB beside the counts, whatever their number.
 
 >>> counts = torch.tensor([[1000, 0], [0, 1000], [500, 500], [0, 0]])
 >>> epsilon_of_histories(counts, sample_rate=0.01, noise_multipliers=[1.0, 2.0], delta=1e-5)
-tensor([1.8290, 0.6399, 1.3539, 0.0000], dtype=torch.float64)
+tensor([1.8292, 0.6223, 1.3996, 0.0000], dtype=torch.float64)
 """
 
 import math

@@ -1,0 +1,68 @@
+"""Loss distributions of many histories at once, against one at a time."""
+
+import math
+
+import pytest
+import torch
+from dp_accounting.pld import privacy_loss_distribution
+
+from dpcompanion.accounting import compute_epsilon, gaussian_epsilon
+from dpcompanion.accounting.histories import epsilon_of_histories
+
+
+@pytest.mark.parametrize("rate, noises, steps, delta", [
+    (0.01, [1.0, 2.0, 50.0], 1000, 1e-5), (512 / 60000, [3.42529, 7.0, 350.0], 9375, 1e-5),
+    (0.1, [1.0, 3.0, 10.0], 50, 1e-9), (0.5, [0.5, 5.0], 3, 1e-5), (0.2, [0.8, 20.0], 40, 1e-13), (0.9, [2.0, 30.0], 7, 0.01),
+])
+def test_a_history_at_one_level_costs_what_the_run_costs(rate, noises, steps, delta):
+    found = epsilon_of_histories(torch.eye(len(noises)) * steps, sample_rate=rate, noise_multipliers=noises, delta=delta)
+    for epsilon, noise in zip(found.tolist(), noises):
+        exact = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta)
+        assert exact * (1 - 2e-4) <= epsilon <= exact * 1.002 + 1e-6
+
+
+def test_mixed_histories_are_never_below_dp_accounting_and_within_a_hundredth_above():
+    generator = torch.Generator().manual_seed(0)
+    rate, noises, delta = 0.02, [1.2, 2.0, 4.0], 1e-5
+    counts = torch.randint(20, 150, (50, 3), generator=generator)
+    counts *= (torch.rand(50, 3, generator=generator) < 0.7).long()
+    ours = epsilon_of_histories(counts, sample_rate=rate, noise_multipliers=noises, delta=delta)
+    steps = [privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=rate, value_discretization_interval=5e-5)
+             for noise in noises]
+    compared = 0
+    for row, epsilon in zip(counts.tolist(), ours.tolist()):
+        parts = [step.self_compose(count) for step, count in zip(steps, row) if count]
+        if not parts:
+            assert epsilon == 0
+            continue
+        composed = parts[0]
+        for part in parts[1:]:
+            composed = composed.compose(part)
+        reference = composed.get_epsilon_for_delta(delta)
+        assert reference * (1 - 1e-4) <= epsilon <= reference * 1.01
+        compared += 1
+    assert compared >= 45
+
+
+def test_no_steps_cost_nothing_and_the_order_of_histories_does_not_matter():
+    counts = torch.tensor([[0, 0], [30, 4], [500, 0], [0, 1], [30, 4]])
+    given = dict(sample_rate=0.05, noise_multipliers=[1.0, 4.0], delta=1e-6)
+    found = epsilon_of_histories(counts, **given)
+    assert found[0] == 0 and found[1] == found[4] and found[2] > found[1] > found[3] >= 0
+    assert torch.allclose(epsilon_of_histories(counts.flip(0), **given), found.flip(0), rtol=1e-9, atol=0)
+    assert (epsilon_of_histories(torch.zeros(3, 2), **given) == 0).all()
+
+
+def test_full_batches_are_one_gaussian_mechanism():
+    found = epsilon_of_histories([[3, 4]], sample_rate=1, noise_multipliers=[2.0, 5.0], delta=1e-5)
+    assert float(found) == float(gaussian_epsilon(math.sqrt(3 / 4 + 4 / 25), 1e-5))
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(counts=[[-1, 0]]), "counts"), (dict(counts=[[1, 2, 3]]), r"shape \(n, 2\)"), (dict(sample_rate=0), "sample_rate"),
+    (dict(noise_multipliers=[0.0, 1.0]), "noise_multipliers"), (dict(delta=0), "delta"),
+])
+def test_bad_input_is_refused_by_name(change, words):
+    given = dict(counts=[[1, 2]], sample_rate=0.1, noise_multipliers=[1.0, 2.0], delta=1e-5)
+    with pytest.raises(ValueError, match=words):
+        epsilon_of_histories(**{**given, **change})

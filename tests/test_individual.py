@@ -1,0 +1,166 @@
+"""Accounts for each example: bounds, exactness, state, and bad input."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian, rdp_to_epsilon
+from dpcompanion.accounting.runs import orders_for
+from dpcompanion.individual import IndividualAccountant
+
+RUN = dict(sample_rate=0.02, noise_multiplier=1.5, max_grad_norm=0.7)
+MODES = [dict(rounding=0.01, accountant="rdp"), dict(rounding=None, accountant="rdp"), dict(rounding=0.01, accountant="pld")]
+
+
+def history(n, updates, seed=0):
+    """Norms that differ between examples and over time, some above the clip norm, some zero."""
+    generator = torch.Generator().manual_seed(seed)
+    level = torch.rand(n, generator=generator, dtype=torch.float64) ** 2
+    noise = torch.randn(updates, n, generator=generator, dtype=torch.float64)
+    norms = level * torch.exp(0.4 * noise)
+    return norms * (torch.rand(updates, n, generator=generator) > 0.05)
+
+
+def recorded(norms, steps=3, **mode):
+    accountant = IndividualAccountant(norms.shape[1], **{**RUN, **mode})
+    for update in norms:
+        accountant.record(update, steps=steps)
+    return accountant
+
+
+def direct(norms, steps, delta):
+    """RDP epsilon of each example by summing the divergences of its own, unrounded norms."""
+    orders = orders_for(1000 * RUN["noise_multiplier"])
+    epsilons = []
+    for column in norms.T:
+        share = (column / RUN["max_grad_norm"]).clamp(max=1)
+        share = share[share > 0]
+        rdp = steps * rdp_sampled_gaussian(sample_rate=RUN["sample_rate"], noise_multiplier=RUN["noise_multiplier"] / share,
+                                           orders=[order for order in orders if order <= 1024]).sum(dim=0)
+        epsilons.append(rdp_to_epsilon(rdp, [order for order in orders if order <= 1024], delta)[0])
+    return torch.stack(epsilons)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_at_the_clip_norm_cost_what_the_worst_case_costs(mode):
+    accountant = IndividualAccountant(2, **{**RUN, **mode})
+    accountant.record([RUN["max_grad_norm"], 100.0], steps=400)
+    worst = compute_epsilon(sample_rate=0.02, noise_multiplier=1.5, steps=400, delta=1e-5, accountant=mode["accountant"])
+    epsilon = accountant.epsilon(1e-5)
+    assert float(epsilon[0]) == pytest.approx(worst, rel=1e-3) and epsilon[0] == epsilon[1]
+    assert epsilon[0] >= worst * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_zero_norm_costs_nothing(mode):
+    accountant = IndividualAccountant(2, **{**RUN, **mode})
+    accountant.record([0.0, 0.3], steps=1000)
+    assert accountant.epsilon(1e-5)[0] == 0 < accountant.epsilon(1e-5)[1]
+
+
+def test_without_rounding_the_account_is_the_direct_sum_within_a_thousandth_above():
+    norms = history(30, 40)
+    ours, exact = recorded(norms, steps=5, rounding=None).epsilon(1e-5), direct(norms, 5, 1e-5)
+    used = exact > 0.02                      # below, orders above 1024 make ours the smaller bound
+    assert used.sum() > 15
+    assert ((ours / exact)[used] <= 1.001).all() and ((ours / exact)[used] >= 1 - 1e-6).all()
+
+
+@given(st.lists(st.floats(0, 2), min_size=1, max_size=8), st.sampled_from([0.01, 0.1, 0.3]), st.integers(1, 5000))
+@settings(max_examples=30, deadline=None)
+def test_rounding_is_upwards_and_by_at_most_one_level(norms, rounding, steps):
+    accountant = IndividualAccountant(len(norms), **RUN, rounding=rounding)
+    accountant.record(norms, steps=steps)
+    levels = torch.cat([torch.zeros(1, dtype=torch.float64), accountant.levels])
+    for row, norm in zip(accountant._counts, norms):
+        share = min(norm / RUN["max_grad_norm"], 1.0)
+        if share == 0:
+            assert row.sum() == 0
+        else:
+            level = accountant.levels[row.nonzero()[0, 0]]
+            assert row.sum() == steps and share <= level and level - share <= rounding * (1 + 1e-9)
+    assert levels[-1] == 1.0
+
+
+def test_accounts_are_ordered_unrounded_below_rounded_and_pld_below_rdp():
+    norms = history(60, 20, seed=1)
+    exact = recorded(norms, rounding=None).epsilon(1e-5)
+    rounded = recorded(norms, rounding=0.01).epsilon(1e-5)
+    coarse = recorded(norms, rounding=0.1).epsilon(1e-5)
+    pld = recorded(norms, rounding=0.01, accountant="pld").epsilon(1e-5)
+    assert (exact <= rounded * (1 + 1e-3)).all() and (rounded <= coarse * (1 + 1e-9)).all()
+    assert (pld <= rounded * (1 + 1e-6)).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_longer_gradients_and_more_steps_never_cost_less(mode):
+    norms = history(40, 10, seed=2)
+    base = recorded(norms, **mode).epsilon(1e-5)
+    assert (recorded(norms * 1.3, **mode).epsilon(1e-5) >= base * (1 - 1e-3)).all()
+    assert (recorded(norms, steps=4, **mode).epsilon(1e-5) >= base * (1 - 1e-3)).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_state_is_saved_restored_and_merged(mode):
+    norms = history(20, 12, seed=3)
+    whole, first, second = (recorded(part, **mode) for part in (norms, norms[:5], norms[5:]))
+    restored = IndividualAccountant(20, **{**RUN, **mode})
+    restored.load_state_dict(first.state_dict())
+    restored.merge(second)
+    assert restored.steps == whole.steps == 36
+    assert torch.allclose(restored.epsilon(1e-5), whole.epsilon(1e-5), rtol=1e-12, atol=0)
+    before = first.epsilon(1e-5)
+    restored.record(norms[0])
+    assert torch.equal(first.epsilon(1e-5), before)
+
+
+def test_norms_in_single_precision_are_rounded_up():
+    exact = torch.tensor([0.07, 0.35, 0.7, 0.2], dtype=torch.float64)
+    for mode in MODES:
+        double, single = (IndividualAccountant(4, **{**RUN, **mode}) for _ in range(2))
+        double.record(exact, steps=100)
+        single.record(exact.float(), steps=100)
+        assert (single.epsilon(1e-5) >= double.epsilon(1e-5)).all()
+
+
+def test_many_examples_in_pieces_give_what_few_give():
+    norms = history(10, 6, seed=4)
+    for mode in MODES:
+        few = recorded(norms, **mode).epsilon(1e-5)
+        many = recorded(norms.repeat(1, 1000), **mode).epsilon(1e-5)
+        assert torch.allclose(many, few.repeat(1000), rtol=1e-12 if mode["accountant"] == "rdp" else 1e-9, atol=0)
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(n=0), "n must lie"), (dict(sample_rate=0), "sample_rate"), (dict(sample_rate=1.1), "sample_rate"),
+    (dict(noise_multiplier=0), "noise_multiplier"), (dict(max_grad_norm=math.inf), "max_grad_norm"),
+    (dict(rounding=0), "rounding"), (dict(rounding=1.5), "rounding"), (dict(accountant="gdp"), "accountant"),
+    (dict(rounding=None, accountant="pld"), "rounding"),
+])
+def test_bad_parameters_are_refused_by_name(change, words):
+    with pytest.raises(ValueError, match=words):
+        IndividualAccountant(**{**dict(n=3), **RUN, **change})
+
+
+@pytest.mark.parametrize("norms, words", [
+    ([0.1, 0.2], r"shape \(3,\)"), ([0.1, -0.2, 0.0], "norms must lie"), ([0.1, math.nan, 0.0], "norms must lie"),
+    ([0.1, math.inf, 0.0], "norms must lie"),
+])
+def test_bad_norms_are_refused_and_leave_the_account_as_it_was(norms, words):
+    accountant = IndividualAccountant(3, **RUN)
+    with pytest.raises(ValueError, match=words):
+        accountant.record(norms)
+    assert accountant.steps == 0 and (accountant.epsilon(1e-5) == 0).all()
+
+
+def test_the_state_of_another_run_is_refused():
+    one, other = IndividualAccountant(3, **RUN), IndividualAccountant(3, **{**RUN, "sample_rate": 0.5})
+    with pytest.raises(ValueError, match="state must be"):
+        one.load_state_dict(other.state_dict())
+    with pytest.raises(ValueError, match="other must be"):
+        one.merge(other)
+    with pytest.raises(ValueError, match="delta"):
+        one.epsilon(1.0)
