@@ -21,7 +21,7 @@ for each example and order (about 2 GB for a million), and at most 200 MB of nor
 >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5)
 >>> accountant.record([0.5, 0.2, 0.0], steps=1000)
 >>> accountant.epsilon(1e-5)
-tensor([2.1014, 0.5361, 0.0000], dtype=torch.float64)
+tensor([2.1014, 0.5203, 0.0000], dtype=torch.float64)
 """
 
 import math
