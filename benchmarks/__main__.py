@@ -2,7 +2,7 @@
 
     python -m benchmarks                    all of them
     python -m benchmarks training           one of them
-    python -m benchmarks --write            and write benchmarks/README.md
+    python -m benchmarks training --write   and write its table into benchmarks/README.md
 
 A module of this folder takes part if it has a function `run()` that returns rows: dicts with the same keys, which
 become the columns.  The module's docstring becomes the text above the table.
@@ -14,9 +14,12 @@ import os
 import pathlib
 import pkgutil
 import platform
+import re
 import sys
 
 FOLDER = pathlib.Path(__file__).parent
+README = FOLDER / "README.md"
+TITLE = "# Benchmarks\n\nMade by `python -m benchmarks --write`; each section names its machine."
 
 
 def names():
@@ -53,24 +56,29 @@ def machine():
     return f"{processor}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}"
 
 
+def sections(text):
+    """The sections of a written README: {module name: its text, heading included}."""
+    parts = re.split(r"^(?=## )", text, flags=re.MULTILINE)[1:]
+    return {part.splitlines()[0].removeprefix("## "): part.strip() for part in parts}
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Timings beside peers.")
     parser.add_argument("modules", nargs="*", metavar="module", help=f"which to run: {', '.join(names())}")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/README.md")
+    parser.add_argument("--write", action="store_true", help="write the tables into benchmarks/README.md, others stay")
     options = parser.parse_args(arguments)
-    if options.modules and options.write:
-        parser.error("--write wants all benchmarks: name none")
     if unknown := set(options.modules) - set(names()):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names())}")
-    parts = [f"# Benchmarks\n\nMade by `python -m benchmarks --write` on {machine()}."]
+    written = sections(README.read_text()) if README.exists() else {}
     for name in options.modules or names():
         module = importlib.import_module(f"benchmarks.{name}")
         if hasattr(module, "run"):
             print(f"benchmarks.{name} ...", file=sys.stderr, flush=True)
-            parts.append(f"## {name}\n\n{module.__doc__.strip()}\n\n{table(module.run())}")
-            print(parts[-1] + "\n", flush=True)
-    if options.write:
-        (FOLDER / "README.md").write_text("\n\n".join(parts) + "\n")
+            written[name] = f"## {name}\n\n{module.__doc__.strip()}\n\n{table(module.run())}\n\n{machine()}."
+            print(written[name] + "\n", flush=True)
+            if options.write:
+                parts = [TITLE, *(written[name] for name in names() if name in written)]
+                README.write_text("\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":
