@@ -6,7 +6,7 @@ the whole trade-off curve exactly:
 
 .. math:: \delta(\varepsilon) = E\left[(1 - e^{\varepsilon - S})_+\right].
 
-So T steps cost one convolution power.  Four ideas make it fast, sound and exact in the tails.
+So T steps cost one convolution power.  Five ideas make it fast, sound and exact in the tails.
 
 1. *Connect the dots* (Doroshenko et al. 2022).  The loss of one step is moved to a grid of
    spacing h.  Mass between two grid points is shared between them so that the masses under P
@@ -20,7 +20,10 @@ So T steps cost one convolution power.  Four ideas make it fast, sound and exact
    step lose by truncation, is bounded under the tilted law and added to delta.  A cell of width h raises
    :math:`\ln E[e^{\lambda L}]` by at most :math:`(\lambda(1+\lambda))_+ h^2/8` (Hoeffding's lemma on the two ends of the
    cell), so the bound holds for the grid's law too, however coarse.
-4. *The grid follows from the error*.  Sharing a mass between the ends of a cell of width h raises
+4. *A cap on the loss of a step*, so rare that delta hardly notices: what lies beyond it is added to delta, a
+   hundred-thousandth of it.  Without the cap a loss whose moments explode has no useful tilt (rates so small
+   that one extreme draw outweighs all the others).
+5. *The grid follows from the error*.  Sharing a mass between the ends of a cell of width h raises
    :math:`\ln E[e^{\lambda L}]` by about :math:`\lambda(1+\lambda) h^2/12` on average, so epsilon by
    :math:`T (1+\lambda) h^2 / 12`.  h is chosen to keep that below `TOLERANCE`, and is at most 1e-4 (1e-5 of an
    epsilon above 10); `ComposedLoss.error` says what the rise really is.
@@ -43,6 +46,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from scipy.fft import next_fast_len
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
 
 from .. import _checks
 from .gaussian import gaussian_delta, gaussian_epsilon
@@ -55,28 +60,44 @@ TOLERANCE = 5e-5
 _LOG_NEGLIGIBLE = -75.0      # tilted densities below e^-75 of the peak are cut, and the cut is accounted for
 _WINDOW_LOG_TAIL = -38.0     # tilted mass outside the window, each side: below e^-38
 _LARGEST_GRID = 1 << 22      # points of one transform; a run that wants more gets a coarser grid, and its error says so
-_TAIL = 13.0                 # standard deviations of the Gaussian that are looked at, at least
+_TAIL = 13.0                 # standard deviations of the Gaussian that are looked at on the side of small losses
+_LOG_CAPPED = math.log(1e-5)  # the part of delta that the cap on the loss may add
+_STEEPEST = 6.0              # how fast the log of the tilted density may rise between the last two nodes
 _NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(4))
+_PANEL_NODES, _PANEL_WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(6))
 
 
 class _Step:
-    """The privacy loss of one step: its exact moments, and its discretised and tilted distribution."""
+    """The privacy loss of one step below a cap: its exact moments, and its discretised and tilted distribution.
 
-    def __init__(self, sample_rate, noise_multiplier, direction):
+    The loss exceeds the cap with the probability exp(log_capped).
+    """
+
+    def __init__(self, sample_rate, noise_multiplier, direction, log_capped):
         self.q = torch.tensor(float(sample_rate), dtype=torch.float64)
         self.sigma = torch.tensor(float(noise_multiplier), dtype=torch.float64)
-        self.remove = direction == "remove"
-        # Tilts pull the noise away from zero, upwards (remove) or downwards (add), by at most the fourteen
-        # standard deviations or so in which a delta of 1e-15 can hide.
-        reach = 14 + _TAIL
-        low, high = (-_TAIL, 1 / float(self.sigma) + reach) if self.remove else (-reach, _TAIL)
-        spacing = 0.5 * min(1.0, float(self.sigma))
-        self.t = torch.arange(low, high + spacing, spacing, dtype=torch.float64)
+        self.remove, self.log_capped = direction == "remove", log_capped
+        # The loss rises with t where an example is removed, and falls where it is added.
+        start, end = (-_TAIL, self._t_of_cap()) if self.remove else (_TAIL, -self._t_of_cap())
+        panels = math.ceil(abs(end - start) / min(0.5, float(self.sigma)))
+        edges = torch.linspace(start, end, panels + 1, dtype=torch.float64)
+        width = edges.diff()[:, None]
+        self.ends = start, end
+        self.t = (edges[:-1, None] + width * (_PANEL_NODES + 1) / 2).reshape(-1)
         self.loss, log_density = self._loss_and_log_density(self.t)
-        self.log_weight = log_density + math.log(spacing)
+        self.log_weight = log_density + torch.log(width.abs() / 2 * _PANEL_WEIGHTS).reshape(-1)
         weight = torch.exp(self.log_weight)
-        self.mean = float((weight * self.loss).sum())
-        self.std = float(torch.sqrt((weight * (self.loss - self.mean) ** 2).sum()))
+        self.std = float(torch.sqrt((weight * (self.loss - (weight * self.loss).sum()) ** 2).sum()))
+
+    def _t_of_cap(self):
+        """How far in t the cap lies: the tail of N(0, 1), or of the mixture where an example is removed, beyond it."""
+        def excess(t):
+            log_tail = float(log_ndtr(-t))
+            if self.remove:
+                log_tail = np.logaddexp(log_tail + math.log1p(-float(self.q)),
+                                        float(log_ndtr(1 / float(self.sigma) - t)) + math.log(float(self.q)))
+            return log_tail - self.log_capped
+        return brentq(excess, 0.0, 50 + 1 / float(self.sigma))
 
     def _loss_and_log_density(self, t):
         """The loss at x = sigma t, and the log density of t under the first distribution of the pair."""
@@ -92,11 +113,11 @@ class _Step:
         return self.sigma * torch.where(log_ratio < 30, small, large) + 0.5 / self.sigma
 
     def log_mgf(self, tilts):
-        """K(tilt) = ln E[exp(tilt L)], by the trapezoidal rule; inf where its range does not hold the tilted law."""
+        """K(tilt) = ln E[exp(tilt L)]; inf where the nodes do not resolve the tilted law."""
         exponent = self.log_weight + tilts[:, None] * self.loss
-        log_mgf = torch.logsumexp(exponent, dim=1)
-        edge = torch.maximum(exponent[:, 0], exponent[:, -1])
-        return torch.where(edge - exponent.max(dim=1).values < _LOG_NEGLIGIBLE, log_mgf, math.inf)
+        out_of_range = exponent[:, 0] - exponent.max(dim=1).values > _LOG_NEGLIGIBLE
+        too_steep = tilts * (self.loss[-1] - self.loss[-2]) > _STEEPEST
+        return torch.where(out_of_range | too_steep, math.inf, torch.logsumexp(exponent, dim=1))
 
     def tilted_variance(self, tilt):
         weight = torch.softmax(self.log_weight + tilt * self.loss, dim=0)
@@ -111,9 +132,12 @@ class _Step:
         scale = torch.logsumexp(exponent, dim=0)
         kept = (exponent - scale > _LOG_NEGLIGIBLE).nonzero()[:, 0]
         cut = len(self.t) * math.exp(_LOG_NEGLIGIBLE)
-        low, high = float(self.t[max(int(kept[0]) - 1, 0)]), float(self.t[min(int(kept[-1]) + 1, len(self.t) - 1)])
-        ends = torch.sort(self._loss_and_log_density(torch.tensor([low, high], dtype=torch.float64))[0]).values
-        first, last = math.floor(float(ends[0]) / interval), math.ceil(float(ends[1]) / interval)
+        before, after = int(kept[0]) - 1, int(kept[-1]) + 1
+        ends = torch.tensor([self.t[before] if before >= 0 else self.ends[0],
+                             self.t[after] if after < len(self.t) else self.ends[1]], dtype=torch.float64)
+        low, high = sorted(ends.tolist())
+        least, most = self._loss_and_log_density(ends)[0].tolist()
+        first, last = math.floor(least / interval), max(math.ceil(most / interval), math.floor(least / interval) + 1)
         # No piece crosses a grid point of the loss, and none is so long that four nodes are too few.
         grid = torch.arange(first, last + 1, dtype=torch.float64) * interval
         pieces = math.ceil((high - low) / (0.1 * min(1.0, 2 * float(self.sigma))))
@@ -145,6 +169,7 @@ class ComposedLoss:
         masses: probabilities under the tilted law at ``(first + j) * interval``.
         log_scale: :math:`\ln E[e^{\lambda S}]` on the grid.
         slack: bound on the tilted mass that the window and the transform may have lost.
+        log_capped: logarithm of the probability that the loss of any step exceeds its cap, which counts as delta.
     """
 
     interval: float
@@ -154,6 +179,7 @@ class ComposedLoss:
     masses: torch.Tensor
     log_scale: float
     slack: float
+    log_capped: float
 
     def _log_delta(self, epsilon):
         """The logarithm of the bound on delta, and its derivative."""
@@ -166,15 +192,22 @@ class ComposedLoss:
         # No mass counts for more than max_a e^(-tilt a) (1 - e^-a) < 1 / (1 + tilt).
         slack = self.slack / (1 + self.tilt)
         slope = -(self.tilt * slack + max(all_above - total, 0.0)) / (total + slack)
-        return min(0.0, self.log_scale - self.tilt * epsilon + math.log(total + slack)), slope
+        log_below = self.log_scale - self.tilt * epsilon + math.log(total + slack)
+        log_delta = float(np.logaddexp(log_below, self.log_capped))
+        return min(0.0, log_delta), slope * math.exp(log_below - log_delta)
 
     def delta(self, epsilon):
         """Upper bound on delta at `epsilon` (a float, at least 0)."""
         return math.exp(self._log_delta(epsilon)[0])
 
     def epsilon(self, delta):
-        """Upper bound on epsilon at `delta` (a float in (0, 1)); 0.0 where delta covers the total variation."""
+        """Upper bound on epsilon at `delta` (a float in (0, 1)); 0.0 where delta covers the total variation.
+
+        inf at a delta so far below that the cap on the losses alone costs more.
+        """
         target = math.log(delta)
+        if self.log_capped >= target:
+            return math.inf
         if self._log_delta(0.0)[0] <= target:
             return 0.0
         low, high = 0.0, math.inf
@@ -225,48 +258,78 @@ def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, d
         _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
     if interval is not None:
         _checks.in_interval("interval", interval, 0, math.inf, closed="neither")
-    step = _Step(sample_rate, noise_multiplier, direction)
-    if delta is None:
-        return _compose_near(step, steps, epsilon, interval)
-    return _compose_at(step, steps, delta, interval)[0]
+    run = float(sample_rate), float(noise_multiplier), steps, direction
+    return _compose_near(*run, epsilon, interval=interval) if delta is None else _compose_at(*run, delta, interval)[0]
 
 
-def _compose_at(step, steps, delta, interval=None):
+def _capped_step(sample_rate, noise_multiplier, steps, direction, log_delta):
+    """A step whose loss is capped as a run of delta exp(log_delta) can afford."""
+    return _Step(sample_rate, noise_multiplier, direction, _LOG_CAPPED + log_delta - math.log(steps))
+
+
+def _compose_at(sample_rate, noise_multiplier, steps, direction, delta, interval=None):
     """The run's loss, accurate near `delta`, and its epsilon there."""
-    epsilon = _chernoff_epsilon(*_log_mgfs(step, steps), delta)
+    step = _capped_step(sample_rate, noise_multiplier, steps, direction, math.log(delta))
+    return _refined(step, steps, _chernoff_epsilon(*_log_mgfs(step, steps), delta), delta, interval)
+
+
+def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delta=None, interval=None):
+    """The run's loss, accurate near `epsilon`; `delta` is about what it is there, if that is known."""
+    def capped(log_delta):
+        return _capped_step(sample_rate, noise_multiplier, steps, direction, log_delta)
+
+    def excess(log_delta):
+        step = capped(log_delta)
+        return float(_chernoff_log_delta(*_log_mgfs(step, steps), epsilon).min()) - log_delta
+
+    if delta is not None:
+        log_delta = math.log(delta)
+    else:
+        # The rarer the cap, the larger is Chernoff's bound below it: the best cap is where the two agree.
+        low, high = -690.0, 0.0
+        log_delta = high if excess(high) >= 0 else low if excess(low) <= 0 else brentq(excess, low, high, xtol=0.5)
+    return _refined(capped(log_delta), steps, epsilon, None, interval)[0]
+
+
+def _refined(step, steps, epsilon, delta, interval):
+    """The loss of a run near `epsilon`, or from there on to `delta`, on a grid fine enough; and the epsilon."""
+    slope, coarser = 0.0, math.inf
     for _ in range(4):
-        loss = _compose_near(step, steps, epsilon, interval)
-        found = loss.epsilon(delta)
-        if found < 20 * loss.interval:
-            # Within a cell the curve is a chord, which the first-order error does not see.
-            loss = replace(loss, error=max(loss.error, loss.interval))
-        # Chernoff's bound may lie far above the epsilon that it leads to: then look again, nearer.
-        if found == 0 or loss.error <= 2 * TOLERANCE * found or found > epsilon / 2 or interval is not None:
+        loss = _compose_step(step, steps, epsilon, slope, interval)
+        if delta is not None:
+            epsilon = loss.epsilon(delta)
+        # Where delta falls faster than the tilt says, errors of the grid weigh more; within a cell the curve is a
+        # chord, which no tilt sees.
+        slope = -loss._log_delta(epsilon)[1]
+        error = loss.error * max(1.0, (1 + slope) / (1 + loss.tilt))
+        loss = replace(loss, error=max(error, loss.interval) if epsilon < 20 * loss.interval else error)
+        if epsilon == 0 or loss.error <= 2 * TOLERANCE * epsilon or interval is not None or loss.interval > 0.8 * coarser:
             break
-        epsilon = found
-    return loss, found
+        coarser = loss.interval
+    return loss, epsilon
 
 
 def _log_mgfs(step, steps):
     """Tilts on a wide grid, and ln E[exp(tilt S)] of the whole run at each."""
     # Many small losses (central limit) put the saddle point near 1 / std, one rare large loss near sigma.
     few, many = sorted((1 / (step.std * math.sqrt(steps)), float(step.sigma)))
-    tilts = torch.from_numpy(np.geomspace(1e-3 * few, 1e2 * many, int(20 * math.log10(1e5 * many / few))))
+    tilts = torch.from_numpy(np.geomspace(1e-3 * few, 1e2 * many, int(10 * math.log10(1e5 * many / few))))
     # The window's bound looks a little beyond the tilt, so a tilt whose neighbourhood is out of range will not do.
     reachable = step.log_mgf(1.2 * tilts).isfinite()
     return tilts[reachable], steps * step.log_mgf(tilts[reachable])
 
 
-def _compose_near(step, steps, epsilon, interval=None):
-    """The run's loss, accurate near `epsilon`."""
+def _compose_step(step, steps, epsilon, slope, interval):
+    """The loss of `steps` such steps, accurate near `epsilon`, where the log of delta falls at the rate `slope` or the tilt."""
     tilts, log_mgfs = _log_mgfs(step, steps)
     tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs, epsilon).argmin())])
     if interval is None:
         low, high, _ = _window(step, steps, tilt, 0.0)
         # Far below 1 / tilt an epsilon is as good as zero.
-        error = TOLERANCE * max(epsilon, 1e-3 / tilt)
-        interval = min(math.sqrt(12 * error / (steps * (1 + tilt))), 1e-4 * max(1.0, epsilon / 10), 1 / tilt,
-                       (epsilon + 0.01 / tilt) / 100)
+        slope = max(slope, tilt)
+        error = TOLERANCE * max(epsilon, 1e-3 / slope)
+        interval = min(math.sqrt(12 * error / (steps * (1 + slope))), 1e-4 * max(1.0, epsilon / 10), 1 / slope,
+                       (epsilon + 0.01 / slope) / 100)
         interval = max(interval, (high - low) / (_LARGEST_GRID - 2))
     low, high, outside = _window(step, steps, tilt, interval)
     first, masses, log_mass, cut = step.discretise(interval, tilt)
@@ -277,7 +340,7 @@ def _compose_near(step, steps, epsilon, interval=None):
         masses, slack = masses * (1 + 1e-15 * steps), slack + outside + 1e-15
     rise = log_mass - float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
     return ComposedLoss(interval=interval, error=steps * max(rise, 0.0) / tilt, tilt=tilt, first=first, masses=masses,
-                        log_scale=steps * log_mass, slack=slack)
+                        log_scale=steps * log_mass, slack=slack, log_capped=step.log_capped + math.log(steps))
 
 
 def _convolve(first, masses, steps, *, start, size):
@@ -308,7 +371,7 @@ def _window(step, steps, tilt, interval):
     here = float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
     # As with the tilts: the spread sets the scale where many losses add up, the tilt where one rare loss decides.
     few, many = sorted((tilt, 1 / max(math.sqrt(steps * variance), 1e-6 / tilt)))
-    offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(20 * math.log10(1e3 * many / few))))
+    offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(8 * math.log10(1e3 * many / few))))
 
     def reach(signed):
         tilts = tilt + signed
@@ -324,15 +387,13 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     """Epsilon of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_epsilon`)."""
     if sample_rate == 1:
         return float(gaussian_epsilon(math.sqrt(steps) / noise_multiplier, delta))
-    step = _Step(sample_rate, noise_multiplier, "remove")
-    if _total_variation(step, steps) <= delta:
+    if _total_variation(sample_rate, noise_multiplier, steps) <= delta:
         return 0.0
-    worst = _compose_at(step, steps, delta)[1]
+    run = sample_rate, noise_multiplier, steps
+    worst = _compose_at(*run, "remove", delta)[1]
     # At epsilon 0 delta is the total variation, in either direction.
-    if 0 < worst < _largest_loss_of_adding(sample_rate, steps):
-        add = _Step(sample_rate, noise_multiplier, "add")
-        if _compose_near(add, steps, worst).delta(worst) > delta:
-            worst = max(worst, _compose_at(add, steps, delta)[1])
+    if 0 < worst < _largest_loss_of_adding(sample_rate, steps) and _compose_near(*run, "add", worst, delta).delta(worst) > delta:
+        worst = max(worst, _compose_at(*run, "add", delta)[1])
     return worst
 
 
@@ -340,9 +401,10 @@ def delta(*, sample_rate, noise_multiplier, steps, epsilon):
     """Delta of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_delta`)."""
     if sample_rate == 1:
         return float(gaussian_delta(math.sqrt(steps) / noise_multiplier, epsilon))
-    worst = _compose_near(_Step(sample_rate, noise_multiplier, "remove"), steps, epsilon).delta(epsilon)
+    run = sample_rate, noise_multiplier, steps
+    worst = _compose_near(*run, "remove", epsilon).delta(epsilon)
     if epsilon < _largest_loss_of_adding(sample_rate, steps):
-        worst = max(worst, _compose_near(_Step(sample_rate, noise_multiplier, "add"), steps, epsilon).delta(epsilon))
+        worst = max(worst, _compose_near(*run, "add", epsilon).delta(epsilon))
     return worst
 
 
@@ -351,8 +413,14 @@ def _largest_loss_of_adding(sample_rate, steps):
     return -steps * math.log1p(-sample_rate)
 
 
-def _total_variation(step, steps):
-    """A bound on the total variation of a run: as many times that of one step, or Pinsker's."""
-    one = float(step.q) * math.erf(1 / (math.sqrt(8) * float(step.sigma)))
-    divergence = max(step.mean, 0.0) + 1e-15 * step.std
-    return min(steps * one, math.sqrt(steps * divergence / 2))
+def _total_variation(sample_rate, noise_multiplier, steps):
+    """A bound on the total variation of a run: as many times that of one step, or by the Hellinger distance.
+
+    With 2 c = E_Q[(sqrt(P/Q) - 1)^2], which is 1 - E_Q[sqrt(P/Q)] times 2, it is at most sqrt(1 - (1 - c)^(2 steps)).
+    """
+    one = sample_rate * math.erf(1 / (math.sqrt(8) * noise_multiplier))
+    spacing = 0.5 * min(1.0, noise_multiplier)
+    t = torch.arange(-_TAIL, _TAIL + 1 / noise_multiplier, spacing, dtype=torch.float64)
+    root = torch.expm1(log_density_ratio(t, torch.tensor(sample_rate).double(), torch.tensor(noise_multiplier).double()) / 2)
+    c = min(float((root**2 * torch.exp(-0.5 * t * t)).sum()) * spacing / math.sqrt(8 * math.pi), 1.0)
+    return min(steps * one, math.sqrt(-math.expm1(2 * steps * math.log1p(-c))) if c < 1 else 1.0)
