@@ -15,15 +15,15 @@ read off in the frequency domain, without transforming back:
     W_\varepsilon = \text{transform of } (1 - e^{\varepsilon - l})_+ \text{ on the grid}.
 
 What makes it sound.  Steps are discretised by connecting the dots and tilted as in `pld`; the window holds all but a
-bounded mass of every history (Chernoff); the frequencies left out are bounded by the largest modulus among them; both
-bounds are added to delta.  Between the epsilons that are looked at, delta is convex in :math:`e^\varepsilon`
+bounded mass of every history (Chernoff); losses above the steps' caps count as delta; the frequencies left out are
+bounded by the largest modulus among them.  All these bounds are added to delta.  Between the epsilons that are looked at, delta is convex in :math:`e^\varepsilon`
 (it is a mean of such functions), so a chord is an upper bound.  Histories of like epsilon share grid, tilt and window.
 
 Memory: below 500 MB beside the counts, whatever their number.
 
 >>> counts = torch.tensor([[1000, 0], [0, 1000], [500, 500], [0, 0]])
->>> epsilon_of_histories(counts, sample_rate=0.01, noise_multipliers=[1.0, 2.0], delta=1e-5)
-tensor([1.8292, 0.6223, 1.3996, 0.0000], dtype=torch.float64)
+>>> epsilon_of_histories(counts, sample_rate=0.01, noise_multipliers=[1.0, 2.0], delta=1e-5).round(decimals=2)
+tensor([1.8300, 0.6200, 1.4000, 0.0000], dtype=torch.float64)
 """
 
 import math
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from .. import _checks
-from .pld import _WINDOW_LOG_TAIL, DIRECTIONS, _Step
+from .pld import _LOG_CAPPED, _WINDOW_LOG_TAIL, DIRECTIONS, _Step
 
 #: What discretisation may add to epsilon, relatively.
 TOLERANCE = 1e-3
@@ -80,8 +80,9 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     if not len(used):
         return epsilon
     busy = counts.any(dim=1).nonzero()[:, 0]
+    log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(counts.sum(dim=1).max()))
     for direction in DIRECTIONS:
-        steps = [_Step(sample_rate, levels[j], direction) for j in used.tolist()]
+        steps = [_Step(sample_rate, levels[j], direction, log_capped) for j in used.tolist()]
         found = _one_direction(counts[busy][:, used], steps, float(delta))
         epsilon[busy] = torch.maximum(epsilon[busy], found)
     return epsilon
@@ -98,7 +99,8 @@ def _one_direction(counts, steps, delta):
     narrow = min(step.std for step in steps)
     tilts = torch.from_numpy(np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(narrow, 1.0), 160))
     mgf = torch.stack([torch.where(step.log_mgf(1.2 * tilts).isfinite(), step.log_mgf(tilts), math.inf) for step in steps])
-    bonus = -math.log(delta) - torch.log1p(tilts)
+    # A little less than delta leaves room for the capped losses.
+    bonus = -math.log(delta * (1 - 2 * math.exp(_LOG_CAPPED))) - torch.log1p(tilts)
     # Chernoff's bound with the factor of Balle et al. (as in `pld`): where to look first.
     guess = torch.cat([((_moments(part, mgf) + bonus) / tilts - torch.log1p(1 / tilts)).min(dim=1).values
                        for part in counts.split(_ROWS)])
@@ -170,7 +172,8 @@ def _bucket(counts, steps, guess, tilts, mgf, delta):
         # Rounding errors of a power grow with it; relative to the bulk, 1e-15 a step covers them.
         value = value.clamp(min=0) * (1 + 1e-15 * part.sum(dim=1, keepdim=True)) + slack
         log_deltas = part @ log_mass - tilt * grid + torch.log(value)
-        results.append(_read_off(torch.exp(log_deltas.clamp(max=0.0)), grid, delta))
+        capped = part.sum(dim=1, keepdim=True) * math.exp(steps[0].log_capped)
+        results.append(_read_off(torch.exp(log_deltas.clamp(max=0.0)) + capped, grid, delta))
     return 0.6 * low, torch.cat(results)
 
 
