@@ -531,7 +531,7 @@ class Networks(Grids):
     hidden: dict
 
 
-_NETWORKS = {name: dataclasses.replace(PAPER[name], seeds=48, data_sets=32) for name in ("mnist-binary", "adult")}
+_NETWORKS = {name: dataclasses.replace(PAPER[name], seeds=32, data_sets=24) for name in ("mnist-binary", "adult")}
 _NETWORKS["mnist-binary-unscaled"] = _NETWORKS["mnist-binary"]
 
 
@@ -704,8 +704,7 @@ _QUICK_AUDIT = Audit({"digits": dataclasses.replace(QUICK["digits"], seeds=2000)
 _PAPER_AUDIT = Audit({
     "mnist-binary": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
     "mnist-binary-unscaled": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
-    "forest": dataclasses.replace(PAPER["forest"], seeds=1200),
-    "adult": dataclasses.replace(PAPER["adult"], seeds=4000)}, 7, 3)
+    "adult": dataclasses.replace(PAPER["adult"], seeds=1600)}, 7, 3)
 KINDS = ("natural", "canary")
 
 
