@@ -49,6 +49,15 @@ def in_interval(name, value, low=-math.inf, high=math.inf, *, closed="both"):
     return value
 
 
+def number(name, value, low=-math.inf, high=math.inf, *, closed="both"):
+    """`value` is one number (or an array scalar) between `low` and `high`; returned as float."""
+    entries = _flat(name, value)
+    if entries.size != 1:
+        raise ValueError(f"{name} must be one number, got {value!r}")
+    in_interval(name, entries, low, high, closed=closed)
+    return float(entries[0])
+
+
 def whole_number(name, value, low=0, high=math.inf):
     """`value` is one whole number (an int, or a float or array scalar without a fraction); returned as int."""
     entries = _flat(name, value)

@@ -35,7 +35,7 @@ def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, a
         accountant: "pld" or "rdp".
 
     Returns:
-        A float; `compute_epsilon` at it never exceeds the target.
+        A float, at least 1e-3; `compute_epsilon` at it never exceeds the target.
 
     Raises:
         ValueError: an argument outside its range, or a target that no noise multiplier up to 1e9 meets.
@@ -43,8 +43,8 @@ def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, a
     >>> round(find_noise_multiplier(target_epsilon=1, target_delta=1e-5, sample_rate=1 / 118, steps=9440, accountant="rdp"), 3)
     3.425
     """
-    _check_target(target_epsilon, target_delta, accountant)
-    _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
+    target_epsilon, target_delta = _check_target(target_epsilon, target_delta, accountant)
+    sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
     steps = _checks.whole_number("steps", steps, low=1)
 
     def excess(log_noise, accountant=accountant):
@@ -65,8 +65,8 @@ def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, a
     >>> round(find_sample_rate(target_epsilon=1.0, target_delta=1e-5, noise_multiplier=1.415, steps=1000), 4)
     0.01
     """
-    _check_target(target_epsilon, target_delta, accountant)
-    _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+    target_epsilon, target_delta = _check_target(target_epsilon, target_delta, accountant)
+    noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
     steps = _checks.whole_number("steps", steps, low=1)
 
     def excess(log_rate, accountant=accountant):
@@ -89,16 +89,16 @@ def find_steps(*, target_epsilon, target_delta, sample_rate, noise_multiplier, a
     >>> find_steps(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0)
     254
     """
-    _check_target(target_epsilon, target_delta, accountant)
-    _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
-    _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+    target_epsilon, target_delta = _check_target(target_epsilon, target_delta, accountant)
+    sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+    noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
 
     def epsilon(steps, accountant=accountant):
         return compute_epsilon(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, delta=target_delta,
                                accountant=accountant)
 
-    if epsilon(1) > target_epsilon:
-        raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met: one step already costs {epsilon(1):g}")
+    if (one := epsilon(1)) > target_epsilon:
+        raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met: one step already costs {one:g}")
 
     def whole(log_steps):
         return math.log(max(1, round(math.exp(log_steps))))
@@ -115,8 +115,8 @@ def find_steps(*, target_epsilon, target_delta, sample_rate, noise_multiplier, a
 
 def _check_target(target_epsilon, target_delta, accountant):
     _checks.one_of("accountant", accountant, ACCOUNTANTS)
-    _checks.in_interval("target_epsilon", target_epsilon, 0, math.inf, closed="neither")
-    _checks.in_interval("target_delta", target_delta, 0, 1, closed="neither")
+    return (_checks.number("target_epsilon", target_epsilon, 0, math.inf, closed="neither"),
+            _checks.number("target_delta", target_delta, 0, 1, closed="neither"))
 
 
 def _log_ratio(epsilon, target):
@@ -149,7 +149,7 @@ def _crossing(excess, accountant, *, start, low, high, meets, snap=float):
         if x == end:
             return x if good else None
         # Epsilon is about a power, of exponent 1/2 to 2, of what is searched: its logarithm says how far to walk.
-        stride = max(0.02, abs(value)) if stride is None else 2 * stride
+        stride = min(max(0.02, abs(value)), 1.0) if stride is None else 2 * stride
         x = min(max(snap(x + toward * stride), low), high) if abs(end - x) > stride else end
 
 
@@ -159,9 +159,11 @@ def _narrow(excess, good, bad, snap):
     while abs(bad[0] - good[0]) > PRECISION:
         gap = bad[0] - good[0]
         smooth = idle < 2 and max(-good[1], bad[1]) < 50
-        share = -good[1] / (bad[1] - good[1]) if smooth else 0.5
-        # Aim a little past the secant's estimate, away from the nearer end: the crossing is then caught in a narrow bracket.
-        share += math.copysign(max(0.01, PRECISION / 2 / abs(gap)), 0.5 - share)
+        share = 0.5
+        if smooth:
+            # Aim a little past the secant's estimate, away from the nearer end: the crossing is then caught in a narrow bracket.
+            share = -good[1] / (bad[1] - good[1])
+            share += math.copysign(min(max(0.01, PRECISION / 2 / abs(gap)), 0.25), 0.5 - share)
         x = snap(good[0] + share * gap)
         if x in (good[0], bad[0]):
             x = snap(good[0] + 0.5 * gap)

@@ -67,6 +67,14 @@ _NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss
 _PANEL_NODES, _PANEL_WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(6))
 
 
+def _scale(q, sigma):
+    """The length in t over which densities and losses are smooth: their branch points lie pi sigma from the real axis.
+
+    Where sigma is so small that next to no mass is near them they do not matter.
+    """
+    return 1.0 if 1 / (8 * sigma**2) + math.log(q) > -_LOG_NEGLIGIBLE else min(1.0, 2 * sigma)
+
+
 class _Step:
     """The privacy loss of one step below a cap: its exact moments, and its discretised and tilted distribution.
 
@@ -79,7 +87,8 @@ class _Step:
         self.remove, self.log_capped = direction == "remove", log_capped
         # The loss rises with t where an example is removed, and falls where it is added.
         start, end = (-_TAIL, self._t_of_cap()) if self.remove else (_TAIL, -self._t_of_cap())
-        panels = math.ceil(abs(end - start) / min(0.5, float(self.sigma)))
+        self.scale = _scale(sample_rate, noise_multiplier)
+        panels = math.ceil(abs(end - start) / (0.5 * self.scale))
         edges = torch.linspace(start, end, panels + 1, dtype=torch.float64)
         width = edges.diff()[:, None]
         self.ends = start, end
@@ -140,7 +149,7 @@ class _Step:
         first, last = math.floor(least / interval), max(math.ceil(most / interval), math.floor(least / interval) + 1)
         # No piece crosses a grid point of the loss, and none is so long that four nodes are too few.
         grid = torch.arange(first, last + 1, dtype=torch.float64) * interval
-        pieces = math.ceil((high - low) / (0.1 * min(1.0, 2 * float(self.sigma))))
+        pieces = math.ceil((high - low) / (0.1 * self.scale))
         at = torch.cat([self._t_of_loss(grid).clamp(low, high), torch.linspace(low, high, pieces + 1, dtype=torch.float64)])
         at = torch.sort(at).values
         width = at.diff()[:, None]
@@ -217,7 +226,8 @@ class ComposedLoss:
         for _ in range(200):
             value, slope = self._log_delta(root)
             low, high = (low, root) if value <= target else (root, high)
-            last, root = root, root + (target - value) / slope
+            # On a grid coarser than 1 delta falls in stairs, flat in between.
+            last, root = root, root + (target - value) / slope if slope else math.nan
             if not low <= root <= high:
                 root = 2 * low if high == math.inf else (low + high) / 2
             if abs(root - last) <= 1e-9 * root:
@@ -246,19 +256,18 @@ def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, d
 
     Source: Koskela et al. 2020 (FFT), Doroshenko et al. 2022 (connect the dots).
     """
-    _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="neither")
-    _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
-    steps = _checks.whole_number("steps", steps, low=1)
+    run = (_checks.number("sample_rate", sample_rate, 0, 1, closed="neither"),
+           _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"),
+           _checks.whole_number("steps", steps, low=1), direction)
     _checks.one_of("direction", direction, DIRECTIONS)
     if (delta is None) == (epsilon is None):
         raise ValueError(f"exactly one of delta and epsilon must be given, got delta={delta!r} and epsilon={epsilon!r}")
     if delta is not None:
-        _checks.in_interval("delta", delta, 0, 1, closed="neither")
+        delta = _checks.number("delta", delta, 0, 1, closed="neither")
     else:
-        _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
+        epsilon = _checks.number("epsilon", epsilon, 0, math.inf, closed="left")
     if interval is not None:
-        _checks.in_interval("interval", interval, 0, math.inf, closed="neither")
-    run = float(sample_rate), float(noise_multiplier), steps, direction
+        interval = _checks.number("interval", interval, 0, math.inf, closed="neither")
     return _compose_near(*run, epsilon, interval=interval) if delta is None else _compose_at(*run, delta, interval)[0]
 
 
@@ -283,12 +292,17 @@ def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delt
         return float(_chernoff_log_delta(*_log_mgfs(step, steps), epsilon).min()) - log_delta
 
     if delta is not None:
-        log_delta = math.log(delta)
-    else:
-        # The rarer the cap, the larger is Chernoff's bound below it: the best cap is where the two agree.
-        low, high = -690.0, 0.0
-        log_delta = high if excess(high) >= 0 else low if excess(low) <= 0 else brentq(excess, low, high, xtol=0.5)
-    return _refined(capped(log_delta), steps, epsilon, None, interval)[0]
+        return _refined(capped(math.log(delta)), steps, epsilon, None, interval)[0]
+    # The rarer the cap, the larger is Chernoff's bound below it: the best cap is where the two agree.
+    low, high = -690.0, 0.0
+    log_delta = high if excess(high) >= 0 else low if excess(low) <= 0 else brentq(excess, low, high, xtol=0.5)
+    for _ in range(3):
+        loss = _refined(capped(log_delta), steps, epsilon, None, interval)[0]
+        found = loss._log_delta(epsilon)[0]
+        if loss.log_capped < found + _LOG_CAPPED + 1 or found < low:
+            break
+        log_delta = found         # Chernoff's bound was far above: cap more rarely
+    return loss
 
 
 def _refined(step, steps, epsilon, delta, interval):
@@ -419,7 +433,7 @@ def _total_variation(sample_rate, noise_multiplier, steps):
     With 2 c = E_Q[(sqrt(P/Q) - 1)^2], which is 1 - E_Q[sqrt(P/Q)] times 2, it is at most sqrt(1 - (1 - c)^(2 steps)).
     """
     one = sample_rate * math.erf(1 / (math.sqrt(8) * noise_multiplier))
-    spacing = 0.5 * min(1.0, noise_multiplier)
+    spacing = 0.25 * _scale(sample_rate, noise_multiplier)
     t = torch.arange(-_TAIL, _TAIL + 1 / noise_multiplier, spacing, dtype=torch.float64)
     root = torch.expm1(log_density_ratio(t, torch.tensor(sample_rate).double(), torch.tensor(noise_multiplier).double()) / 2)
     c = min(float((root**2 * torch.exp(-0.5 * t * t)).sum()) * spacing / math.sqrt(8 * math.pi), 1.0)

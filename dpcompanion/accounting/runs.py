@@ -43,9 +43,8 @@ def compute_epsilon(*, sample_rate, noise_multiplier, steps, delta, accountant="
     >>> round(compute_epsilon(**reference), 4), round(compute_epsilon(**reference, accountant="rdp"), 4)
     (0.9172, 1.0036)
     """
-    steps = _check_run(sample_rate, noise_multiplier, steps, accountant)
-    _checks.in_interval("delta", delta, 0, 1, closed="neither")
-    q, sigma, delta = float(sample_rate), float(noise_multiplier), float(delta)
+    q, sigma, steps = _check_run(sample_rate, noise_multiplier, steps, accountant)
+    delta = _checks.number("delta", delta, 0, 1, closed="neither")
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else math.inf
     if accountant == "pld":
@@ -64,9 +63,8 @@ def compute_delta(*, sample_rate, noise_multiplier, steps, epsilon, accountant="
     >>> f"{compute_delta(**run, epsilon=2.0):.2e} {compute_delta(**run, epsilon=2.0, accountant='rdp'):.2e}"
     '2.67e-06 1.98e-05'
     """
-    steps = _check_run(sample_rate, noise_multiplier, steps, accountant)
-    _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
-    q, sigma, epsilon = float(sample_rate), float(noise_multiplier), float(epsilon)
+    q, sigma, steps = _check_run(sample_rate, noise_multiplier, steps, accountant)
+    epsilon = _checks.number("epsilon", epsilon, 0, math.inf, closed="left")
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else 1.0
     if accountant == "pld":
@@ -78,9 +76,9 @@ def compute_delta(*, sample_rate, noise_multiplier, steps, epsilon, accountant="
 
 def _check_run(sample_rate, noise_multiplier, steps, accountant):
     _checks.one_of("accountant", accountant, ACCOUNTANTS)
-    _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
-    _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="left")
-    return _checks.whole_number("steps", steps, low=0)
+    return (_checks.number("sample_rate", sample_rate, 0, 1, closed="right"),
+            _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"),
+            _checks.whole_number("steps", steps, low=0))
 
 
 def orders_for(noise_multiplier):

@@ -1,0 +1,148 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpcompanion.accounting import ACCOUNTANTS, compute_delta, compute_epsilon, gaussian_delta, gaussian_epsilon, pld
+
+log_uniform = dict(rate=st.floats(-7, 0), noise=st.floats(-1, 6), log_delta=st.floats(-15, math.log10(0.5)))
+
+
+def run_of(rate, noise, log_steps):
+    return dict(sample_rate=min(10**rate, 1.0), noise_multiplier=10**noise, steps=round(10**log_steps))
+
+
+def check_order(epsilon_pld, epsilon_rdp):
+    assert 0 <= epsilon_pld < math.inf and 0 <= epsilon_rdp < math.inf
+    assert epsilon_pld <= epsilon_rdp * (1 + 1e-6)
+
+
+def check_monotone(run, delta, argument, factor, accountant):
+    """More noise or delta, or fewer steps or a lower rate, never raises epsilon, up to the error of the grid."""
+    cheaper, epsilon = dict(run, delta=delta), compute_epsilon(**run, delta=delta, accountant=accountant)
+    if argument in ("noise_multiplier", "delta"):
+        cheaper[argument] = min(cheaper[argument] * factor, 0.5 if argument == "delta" else math.inf)
+    else:
+        cheaper[argument] = cheaper[argument] / factor if argument == "sample_rate" else max(1, int(cheaper[argument] / factor))
+    assert compute_epsilon(**cheaper, accountant=accountant) <= epsilon * (1 + 3e-4) + 1e-12
+
+
+@given(log_steps=st.floats(0, 7), **log_uniform)
+@settings(max_examples=25, deadline=None)
+def test_over_the_whole_range_epsilon_is_finite_and_pld_is_never_above_rdp(rate, noise, log_steps, log_delta):
+    run, delta = run_of(rate, noise, log_steps), 10**log_delta
+    check_order(*(compute_epsilon(**run, delta=delta, accountant=a) for a in ("pld", "rdp")))
+
+
+@pytest.mark.parametrize("sample_rate, noise_multiplier, steps, delta", [
+    (1e-7, 0.1, 10**7, 1e-15), (1e-7, 1.0, 10**7, 1e-5), (1.0, 0.1, 10**7, 0.5), (1 - 1e-9, 0.1, 10**7, 1e-5), (0.5, 1e6, 10**7, 1e-15),
+    (1e-7, 1e6, 1, 1e-15), (1 - 1e-12, 1e6, 1, 1e-15), (1e-7, 0.1, 1, 1e-15), (0.5, 0.1, 1, 0.5), (1.0, 1e6, 1, 0.5)])
+def test_the_corners_of_the_range_are_finite_and_ordered(sample_rate, noise_multiplier, steps, delta):
+    run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, delta=delta)
+    check_order(*(compute_epsilon(**run, accountant=a) for a in ("pld", "rdp")))
+
+
+@given(log_steps=st.floats(0, 5), factor=st.floats(1.001, 10), **log_uniform,
+       argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps", "delta"]))
+@settings(max_examples=40, deadline=None)
+def test_the_pld_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, log_delta, argument, factor):
+    check_monotone(run_of(rate, noise, log_steps), 10**log_delta, argument, factor, "pld")
+
+
+@given(log_steps=st.floats(0, 7), factor=st.floats(1.001, 10), **log_uniform,
+       argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps", "delta"]))
+@settings(max_examples=80, deadline=None)
+def test_the_rdp_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, log_delta, argument, factor):
+    check_monotone(run_of(rate, noise, log_steps), 10**log_delta, argument, factor, "rdp")
+
+
+@given(log_steps=st.floats(0, 5), factor=st.floats(1.001, 10), scale=st.floats(0.01, 3), rate=st.floats(-5, 0), noise=st.floats(-0.5, 3),
+       accountant=st.sampled_from(ACCOUNTANTS))
+@settings(max_examples=25, deadline=None)
+def test_delta_falls_with_epsilon_and_stays_a_probability(rate, noise, log_steps, scale, factor, accountant):
+    run = run_of(rate, noise, log_steps)
+    epsilon = scale * compute_epsilon(**run, delta=1e-5, accountant=accountant)
+    here, further = (compute_delta(**run, epsilon=e, accountant=accountant) for e in (epsilon, epsilon * factor))
+    assert 0 <= further <= here * (1 + 1e-2) + 1e-300 and here <= 1
+
+
+@given(log_steps=st.floats(0, 5), rate=st.floats(-4, 0), noise=st.floats(-0.5, 2), log_delta=st.floats(-14, -2))
+@settings(max_examples=25, deadline=None)
+def test_delta_and_epsilon_are_inverse_to_each_other(rate, noise, log_steps, log_delta):
+    run, delta = run_of(rate, noise, log_steps), 10**log_delta
+    for accountant, tolerance in (("rdp", 1e-6), ("pld", 1e-2)):
+        epsilon = compute_epsilon(**run, delta=delta, accountant=accountant)
+        back = compute_delta(**run, epsilon=epsilon, accountant=accountant)
+        assert back <= delta * (1 + tolerance)
+        if epsilon > 1e-6:
+            assert back >= delta * (1 - tolerance)
+
+
+@given(noise=st.floats(-1, 6), log_steps=st.floats(0, 7), log_delta=st.floats(-15, -0.31))
+@settings(max_examples=50, deadline=None)
+def test_full_batches_are_the_gaussian_mechanism(noise, log_steps, log_delta):
+    run, delta = run_of(0, noise, log_steps), 10**log_delta
+    mu = math.sqrt(run["steps"]) / run["noise_multiplier"]
+    assert compute_epsilon(**run, delta=delta) == float(gaussian_epsilon(mu, delta))
+    assert compute_delta(**run, epsilon=1.0) == float(gaussian_delta(mu, 1.0))
+    assert compute_epsilon(**run, delta=delta, accountant="rdp") >= float(gaussian_epsilon(mu, delta)) * (1 - 1e-12)
+
+
+def test_almost_full_batches_approach_the_gaussian_mechanism():
+    run = dict(noise_multiplier=10.0, steps=100, delta=1e-5)
+    full = compute_epsilon(sample_rate=1.0, **run)
+    assert full * (1 - 1e-5) <= compute_epsilon(sample_rate=1 - 1e-9, **run) <= full * (1 + 2e-4)
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_epsilon_vanishes_as_the_noise_grows(accountant):
+    # No floor: with orders up to 1024 alone, RDP would never fall below ln(1 / (1024 delta)) / 1023.
+    epsilons = [compute_epsilon(sample_rate=0.01, noise_multiplier=s, steps=1000, delta=1e-9, accountant=accountant)
+                for s in (1e2, 1e3, 1e4, 1e5, 1e6)]
+    assert all(b <= a / 5 for a, b in zip(epsilons, epsilons[1:])) and epsilons[-1] < 2e-6
+    assert compute_epsilon(sample_rate=0.01, noise_multiplier=1e6, steps=1000, delta=1e-5, accountant=accountant) == 0
+
+
+@pytest.mark.parametrize("accountant", ACCOUNTANTS)
+def test_nothing_costs_nothing_and_no_noise_costs_everything(accountant):
+    run = dict(sample_rate=0.5, accountant=accountant)
+    assert compute_epsilon(**run, noise_multiplier=1.0, steps=0, delta=1e-5) == 0
+    assert compute_delta(**run, noise_multiplier=0.0, steps=0, epsilon=0.0) == 0
+    assert compute_epsilon(**run, noise_multiplier=0.0, steps=1, delta=1e-5) == math.inf
+    assert compute_delta(**run, noise_multiplier=0.0, steps=1, epsilon=5.0) == 1
+
+
+def test_at_epsilon_zero_one_step_costs_its_total_variation():
+    exact = 0.3 * math.erf(1 / (math.sqrt(8) * 2.0))
+    assert exact * (1 - 1e-12) <= compute_delta(sample_rate=0.3, noise_multiplier=2.0, steps=1, epsilon=0.0) <= exact * 1.001
+
+
+def test_pld_is_the_default_and_numbers_of_numpy_and_torch_are_numbers():
+    run = dict(sample_rate=0.01, noise_multiplier=1.0, steps=100, delta=1e-5)
+    expected = compute_epsilon(**run)
+    assert expected == compute_epsilon(**run, accountant="pld") == pld.epsilon(**run) and type(expected) is float
+    assert compute_epsilon(**{**run, "noise_multiplier": np.float64(1), "steps": np.int64(100)}) == expected
+    assert compute_epsilon(**{**run, "noise_multiplier": torch.tensor(1.0), "steps": torch.tensor(100), "delta": np.float64(1e-5)}) == expected
+
+
+BAD = [("sample_rate", 0.0), ("sample_rate", 1.1), ("sample_rate", math.nan), ("sample_rate", "half"),
+       ("noise_multiplier", -0.1), ("noise_multiplier", math.inf), ("noise_multiplier", math.nan), ("noise_multiplier", None),
+       ("noise_multiplier", [1.0, 2.0]), ("sample_rate", torch.tensor([0.1, 0.2])), ("steps", [1, 2]), ("steps", -1), ("steps", 2.5), ("steps", math.inf), ("steps", math.nan), ("steps", True), ("steps", "ten"),
+       ("accountant", "gdp"), ("accountant", None)]
+
+
+@pytest.mark.parametrize("name, value", BAD + [("delta", 0.0), ("delta", 1.0), ("delta", -1e-5), ("delta", math.nan), ("delta", [])])
+def test_bad_arguments_of_epsilon_are_named_with_their_value(name, value):
+    arguments = dict(sample_rate=0.1, noise_multiplier=1.0, steps=10, delta=1e-5, accountant="pld")
+    with pytest.raises(ValueError, match=name):
+        compute_epsilon(**{**arguments, name: value})
+
+
+@pytest.mark.parametrize("name, value", BAD + [("epsilon", -0.1), ("epsilon", math.inf), ("epsilon", math.nan)])
+def test_bad_arguments_of_delta_are_named_with_their_value(name, value):
+    arguments = dict(sample_rate=0.1, noise_multiplier=1.0, steps=10, epsilon=1.0, accountant="pld")
+    with pytest.raises(ValueError, match=name):
+        compute_delta(**{**arguments, name: value})
