@@ -620,7 +620,8 @@ def gaussian_ratio(first, second):
     """The log likelihood ratio of Gaussians fitted to two clouds of weights, (seeds, parameters), as a function."""
     fits = []
     for cloud in (first, second):
-        covariance, _ = op.noise_covariance(cloud[None], shrinkage=0.0)
+        # A hair of shrinkage, since a weight that no batch moves has no noise at all; any score is a valid distinguisher.
+        covariance, _ = op.noise_covariance(cloud[None], shrinkage=1e-9)
         fits.append((cloud.mean(0), covariance, torch.linalg.slogdet(covariance).logabsdet))
 
     def score(weights):
