@@ -161,7 +161,7 @@ def _narrow(excess, good, bad, snap):
         smooth = idle < 2 and max(-good[1], bad[1]) < 50
         share = 0.5
         if smooth:
-            # Aim a little past the secant's estimate, away from the nearer end: the crossing is then caught in a narrow bracket.
+            # Aim a little past the secant's estimate, away from the nearer end: the bracket closes from both sides.
             share = -good[1] / (bad[1] - good[1])
             share += math.copysign(min(max(0.01, PRECISION / 2 / abs(gap)), 0.25), 0.5 - share)
         x = snap(good[0] + share * gap)

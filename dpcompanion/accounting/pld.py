@@ -31,8 +31,8 @@ So T steps cost one convolution power.  Five ideas make it fast, sound and exact
 Both directions count: *remove* has :math:`P = (1-q)N(0,\sigma^2) + qN(1,\sigma^2)` and
 :math:`Q = N(0, \sigma^2)`, *add* has them swapped.
 
-Time and memory: about :math:`500 \sqrt{T}` grid points; 0.02 s for ten thousand steps, about a second and
-500 MB for ten million.
+Time and memory on one core: about :math:`500 \sqrt{T}` grid points; 0.02 s for ten thousand steps, one to three
+seconds and half a gigabyte for ten million.  Runs of tiny epsilon from rare large losses take ten times as long as others.
 
 >>> from dpcompanion.accounting import pld
 >>> loss = pld.compose(sample_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5)
