@@ -139,6 +139,8 @@ class IndividualAccountant:
         if not isinstance(other, IndividualAccountant) or other._parameters() != self._parameters():
             raise ValueError(f"other must be an accountant with the parameters {self._parameters()}, got "
                              f"{other._parameters() if isinstance(other, IndividualAccountant) else other!r}")
+        # Counts are 32 bits wide: one that wrapped around would make an account too small.
+        _checks.whole_number("other.steps", other.steps, 0, 2**31 - 1 - self.steps)
         if self.rounding is None:
             self._flush()
             other._flush()

@@ -164,3 +164,13 @@ def test_the_state_of_another_run_is_refused():
         one.merge(other)
     with pytest.raises(ValueError, match="delta"):
         one.epsilon(1.0)
+
+
+def test_more_steps_than_a_count_can_hold_are_refused():
+    one, other = IndividualAccountant(1, **RUN), IndividualAccountant(1, **RUN)
+    one.record([0.1], steps=2**31 - 10)
+    other.record([0.1], steps=10)
+    with pytest.raises(ValueError, match="steps"):
+        one.record([0.1], steps=10)
+    with pytest.raises(ValueError, match="other.steps"):
+        one.merge(other)
