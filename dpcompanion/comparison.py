@@ -77,10 +77,12 @@ class Table:
     Args:
         heads: the column heads; the first may be empty.
         rows: sequences of cells, each a string or a number (shown with four significant digits).
-        kinds: for each column after the first, "published", "recorded", "live", or None for plain words.
+        kinds: for each column after the first, "published", "recorded", "live", None for plain words, or "row" where it
+            is the row that says.
+        row_kinds: the kind of each row, for columns of the kind "row".
 
     Raises:
-        ValueError: rows or kinds that do not fit the heads, or an unknown kind.
+        ValueError: rows or kinds that do not fit the heads or the rows, or an unknown kind.
 
     >>> Table(["accountant", "epsilon"], [["RDP", 1.00357], ["PLD", 0.91721]], kinds=["live"])
     accountant    epsilon
@@ -88,22 +90,27 @@ class Table:
     PLD            0.9172
     """
 
-    def __init__(self, heads, rows, *, kinds):
+    def __init__(self, heads, rows, *, kinds, row_kinds=None):
         self.heads, self.kinds = [str(head) for head in heads], list(kinds)
         self.rows = [[_shown(cell, None) for cell in row] for row in rows]
+        self.row_kinds = [None] * len(self.rows) if row_kinds is None else list(row_kinds)
         _checks.same_length(**{"heads[1:]": self.heads[1:], "kinds": self.kinds})
+        _checks.same_length(rows=self.rows, row_kinds=self.row_kinds)
         for row in self.rows:
             _checks.same_length(heads=self.heads, row=row)
         for kind in self.kinds:
-            _checks.one_of("kinds", kind, (*KINDS, None))
+            _checks.one_of("kinds", kind, (*KINDS, "row", None))
+        for kind in self.row_kinds:
+            _checks.one_of("row_kinds", kind, KINDS if "row" in self.kinds else (*KINDS, None))
 
     def __repr__(self):
         return _aligned([self.heads, *self.rows], "<" + "".join(">" if kind else "<" for kind in self.kinds))
 
     def _repr_markdown_(self):
         lines = ["| " + " | ".join(head or " " for head in self.heads) + " |", "|:--|" + "".join("--:|" if kind else ":--|" for kind in self.kinds)]
-        for word, *cells in self.rows:
-            cells = [f"[{cell}]{{.{kind}}}" if kind and cell else cell or " " for kind, cell in zip(self.kinds, cells)]
+        for (word, *cells), row_kind in zip(self.rows, self.row_kinds):
+            kinds = [row_kind if kind == "row" else kind for kind in self.kinds]
+            cells = [f"[{cell}]{{.{kind}}}" if kind and cell else cell or " " for kind, cell in zip(kinds, cells)]
             lines.append("| " + " | ".join([word, *cells]) + " |")
         return "\n".join(lines)
 

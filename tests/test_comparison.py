@@ -85,6 +85,15 @@ def test_a_table_shows_each_column_as_the_kind_that_it_is():
     assert "| b |   | [2]{.live} |" in table._repr_markdown_()
 
 
+def test_a_row_can_say_what_its_numbers_are():
+    table = Table(["what", "paper", "ours"], [["a", "1", 2], ["b", "3", 4]], kinds=["published", "row"],
+                  row_kinds=["recorded", "live"])
+    assert table._repr_markdown_().splitlines()[2:] == ["| a | [1]{.published} | [2]{.recorded} |",
+                                                        "| b | [3]{.published} | [4]{.live} |"]
+    with pytest.raises(ValueError, match="row_kinds must be one of"):
+        Table(["what", "ours"], [["a", 1]], kinds=["row"])
+
+
 @pytest.mark.parametrize("heads, rows, kinds, words", [
     (["a", "b"], [["x"]], ["live"], "same length"), (["a", "b"], [], [], "same length"), (["a", "b"], [], ["dead"], "kinds")])
 def test_a_table_that_does_not_fit_is_refused(heads, rows, kinds, words):
