@@ -115,6 +115,50 @@ class Table:
         return "\n".join(lines)
 
 
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A qualitative finding held against its criterion: where it was looked for, the criterion, our numbers, the outcome."""
+
+    where: str
+    criterion: str
+    ours: str
+    holds: bool
+
+
+class Findings:
+    """Findings and their rendering, see `dpcompanion.experiments.findings`.
+
+    >>> found = Findings([Finding("Forest", "seeds move weights further than data", "98%", True)], kind="recorded")
+    >>> found
+    where     criterion                               ours    verdict
+    Forest    seeds move weights further than data     98%    holds
+    >>> found.counts()
+    {'holds': 1}
+    """
+
+    def __init__(self, rows, *, kind):
+        self.rows, self.kind = tuple(rows), _checks.one_of("kind", kind, KINDS)
+
+    def counts(self):
+        """How many hold and how many fail."""
+        words = [_outcome(row) for row in self.rows]
+        return {word: words.count(word) for word in ("holds", "fails") if word in words}
+
+    def _table(self, verdict):
+        rows = [[row.where, row.criterion, row.ours, verdict(row)] for row in self.rows]
+        return Table(["where", "criterion", "ours", "verdict"], rows, kinds=[None, self.kind, None])
+
+    def __repr__(self):
+        return repr(self._table(_outcome))
+
+    def _repr_markdown_(self):
+        return self._table(lambda row: f"[{_outcome(row)}]{{.{_outcome(row)}}}")._repr_markdown_()
+
+
+def _outcome(finding):
+    return "holds" if finding.holds else "fails"
+
+
 def _aligned(lines, sides):
     """Lines of cells as text in columns; `sides` says for each column whether it stands to the left (<) or right (>)."""
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -131,8 +175,8 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
             either may be a `Record`.
         keys: which rows, in which order; all that live or recorded hold by default, in the paper's order.
         labels: dotted name -> what the first column says.
-        verdicts: dotted name -> a word of `published.VERDICTS` that replaces the computed one, such as
-            "wrong in the paper".
+        verdicts: dotted name -> a word of `published.VERDICTS` that replaces the computed one; numbers that
+            `published` knows to be wrong in the paper need none.
         points: whether numbers are percentages of accuracy; by default what the exhibit's unit says.
         stale: whether `recorded` is stale; the heading then says so, and live numbers are judged before recorded.
 
@@ -145,6 +189,8 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
                       for values in (live, recorded))
     labels, verdicts = dict(labels or {}), dict(verdicts or {})
     ours = {**recorded, **live}
+    if paper:
+        verdicts = {key: "wrong in the paper" for key in printed if paper.is_wrong(key)} | verdicts
     if keys is None:
         keys = [key for key in printed if key in ours] + [key for key in ours if key not in printed]
     for key in keys:

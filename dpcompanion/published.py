@@ -21,6 +21,7 @@ printed, and so how precise the print is.
 """
 
 import dataclasses
+import fnmatch
 import functools
 import importlib.resources
 import math
@@ -107,6 +108,8 @@ class Exhibit:
     `numbers` holds what it prints, nested as in the paper; `exhibit["mnist.A.sample"]` is one of them, a `Printed`, a
     tuple of them, or text where the paper prints no plain number.  `shows` is the finding in words, `caution` what is
     wrong or loose in it, `data` the data sets that it needs and `scale` what its own scale needs: "cpu" or "gpu".
+    `wrong` are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it is the words that
+    are; `tests` name the tests that check an exhibit that no experiment computes, as "tests/test_x.py::test_y".
     """
 
     paper: str
@@ -120,12 +123,22 @@ class Exhibit:
     caution: str = ""
     data: tuple = ()
     scale: str = "gpu"
+    wrong: tuple = ()
+    tests: tuple = ()
     numbers: types.MappingProxyType = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
     @property
     def name(self):
         """The name that experiments, records and chapters use, such as "idp-sgd/table-5"."""
         return f"{self.paper}/{self.id}"
+
+    def is_wrong(self, key):
+        """Whether a number is proved wrong in the paper.
+
+        >>> exhibit("idp-sgd/table-7").is_wrong("mnist.A.sigma_p"), exhibit("idp-sgd/table-7").is_wrong("mnist.A.q_p")
+        (True, False)
+        """
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.wrong)
 
     def flat(self):
         """All numbers under their dotted names, in the paper's order.
@@ -165,7 +178,8 @@ def _read(slug):
     found = content.pop("exhibit")
     exhibits = {}
     for fields in found:
-        fields["data"] = tuple(fields.get("data", ()))
+        for key in ("data", "wrong", "tests"):
+            fields[key] = tuple(fields.get(key, ()))
         fields["numbers"] = _number(fields.get("numbers", {}))
         exhibits[fields["id"]] = Exhibit(paper=slug, **fields)
     return Paper(slug=slug, **content), exhibits

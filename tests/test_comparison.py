@@ -3,7 +3,7 @@ import math
 import pytest
 
 from dpcompanion import records
-from dpcompanion.comparison import Table, compare
+from dpcompanion.comparison import Finding, Findings, Table, compare
 from dpcompanion.records import MeanSD
 
 TABLE_2 = "idp-sgd/table-2"
@@ -99,3 +99,16 @@ def test_a_row_can_say_what_its_numbers_are():
 def test_a_table_that_does_not_fit_is_refused(heads, rows, kinds, words):
     with pytest.raises(ValueError, match=words):
         Table(heads, rows, kinds=kinds)
+
+
+def test_numbers_that_are_proved_wrong_are_called_so_without_being_asked_for():
+    rows = {row.label: row.verdict for row in compare("idp-sgd/table-7", live={"mnist.A.sigma_scale": 2.0629, "mnist.A.sigma_p": [3.425, 1.92, 1.424]}).rows}
+    assert rows["mnist.A.sigma_scale"] == "matches" and rows["mnist.A.sigma_p[1]"] == "wrong in the paper"
+
+
+def test_findings_say_where_by_what_and_with_which_outcome():
+    rows = [Finding("Forest", "above one half", "98%", True), Finding("Adult", "above one half", "2%", False)]
+    assert Findings(rows, kind="live").counts() == {"holds": 1, "fails": 1}
+    assert "| Adult | above one half | [2%]{.live} | [fails]{.fails} |" in Findings(rows, kind="live")._repr_markdown_()
+    with pytest.raises(ValueError, match="kind must be one of .* got 'guessed'"):
+        Findings(rows, kind="guessed")

@@ -33,6 +33,7 @@ from dpcompanion import _checks, comparison, data, published, records
 
 PRESETS = ("quick", "paper")
 _REGISTRY = {}
+_CRITERIA = []
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,6 +115,60 @@ def experiment(name, *, uses=(), **presets):
         _REGISTRY[name] = Experiment(name, function, dict(presets), tuple(uses))
         return function
     return register
+
+
+@dataclasses.dataclass(frozen=True)
+class Criterion:
+    """What decides a qualitative finding of an exhibit, from the values of a record of the experiment `of`."""
+
+    exhibit: str
+    of: str
+    text: str
+    judge: object
+
+
+def finding(name, criterion, *, of=None):
+    """Register the criterion of a qualitative finding, before it is run.
+
+    Args:
+        name: the exhibit that shows the finding.
+        criterion: what must be the case for it to hold, in words.
+        of: the experiment whose record it is judged by; by default that of the exhibit itself.
+
+    The function that follows takes a `Record` and yields (where, our numbers in words, whether it holds):
+
+        @finding("intrinsic-privacy/figure-1", "runs from one start end at least 1% of their way apart")
+        def ends_apart(record):
+            share = record.values["apart_at_end"] / record.values["travelled"]
+            yield "Forest", f"{share:.1%}", share > 0.01
+    """
+    for exhibit in (name, of or name):
+        published.exhibit(exhibit)
+
+    def register(judge):
+        _CRITERIA.append(Criterion(name, of or name, criterion, judge))
+        return judge
+    return register
+
+
+def criteria(name):
+    """The criteria of an exhibit, in the order in which they are written down."""
+    published.exhibit(name)
+    _load(name.partition("/")[0])
+    return [criterion for criterion in _CRITERIA if criterion.exhibit == name]
+
+
+def findings(record, name=None):
+    """The findings of an exhibit, held against their criteria: a `comparison.Findings`.
+
+    Args:
+        record: of the experiment that they are judged by; what was run at the scale of the paper counts as recorded.
+        name: the exhibit; by default the one that the record is named after.
+    """
+    rows = [comparison.Finding(where, criterion.text, ours, bool(holds))
+            for criterion in criteria(name or record.name) if criterion.of == record.name
+            for where, ours, holds in criterion.judge(record)]
+    return comparison.Findings(rows, kind="recorded" if record.preset == "paper" else "live")
 
 
 def get(name):

@@ -153,3 +153,18 @@ def test_configurations_survive_json():
             assert not made.is_stale(config=config)
             json.dumps(made.config, allow_nan=False)
             assert published.exhibit(name)
+
+
+def test_a_finding_is_judged_by_the_record_of_the_experiment_that_it_names(registered, monkeypatch):
+    monkeypatch.setattr(experiments, "_CRITERIA", [])
+
+    @experiments.finding("individual-accounting/figure-2", "more than two examples", of=NAME)
+    def enough(record):
+        yield "here", f"{record.values['examples']} examples", record.values["examples"] > 2
+
+    record = experiments.run(NAME, preset="quick")
+    assert experiments.findings(record).rows == ()  # table 1 itself claims nothing
+    found = experiments.findings(record, "individual-accounting/figure-2")
+    assert [(row.where, row.holds) for row in found.rows] == [("here", True)] and found.kind == "live"
+    with pytest.raises(ValueError, match="name must be one of"):
+        experiments.finding("individual-accounting/figure-99", "anything")
