@@ -27,7 +27,7 @@ from scipy import stats
 from dpcompanion import attacks, data, ensembles, records
 from dpcompanion import output_perturbation as op
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
-from dpcompanion.experiments import experiment
+from dpcompanion.experiments import experiment, finding, get
 
 INITIALISATIONS = ("varying", "fixed")
 KEPT = 3e6  # steps of SGD, about ten seconds: smaller grids are trained again when they are needed
@@ -807,3 +807,140 @@ def algorithm_2(config, run):
             needed.append(high)
         values |= {f"{row}.targets": config.targets, **report("needed", torch.tensor(needed, dtype=torch.float64))}
     return values
+
+
+# Criteria of the qualitative findings ----------------------------------------------------------------------------------
+
+NAMES = {"mnist-binary": "MNIST-binary", "mnist-binary-unscaled": "MNIST-binary, not scaled", "forest": "Forest",
+         "adult": "Adult", "digits": "digits", "breast-cancer": "breast cancer"}
+
+
+def _bounded(record):
+    """The tasks that theorem 2 covers."""
+    return [name for name in record.config["tasks"] if not name.endswith("-unscaled")]
+
+
+@finding("intrinsic-privacy/figure-1", "from one start, runs end apart by 1% of their way or more")
+def _ends_apart(record):
+    share = record.values["apart_at_end"] / record.values["travelled"]
+    yield "all runs", f"{100 * share:.1f}%", share > 0.01
+
+
+@finding("intrinsic-privacy/theorem-2", "no distance that was seen, with one place replaced, exceeds the bound")
+def _within_bound(record):
+    for name in _bounded(record):
+        seen, bound = record.values[f"{name}.one_place"], record.values[f"{name}.bound"]
+        yield NAMES[name], f"{seen:.3f} of {bound:.3f}", seen <= bound
+
+
+@finding("intrinsic-privacy/claims-1-2", "simulated mean within 0.1%, variance within 2%, chance at most Chebyshev's")
+def _claims(record):
+    value = record.values
+    good = (abs(value["mean"] / value["mean_claimed"] - 1) < 1e-3 and value["chance"] <= value["chebyshev"]
+            and abs(value["variance"] / value["variance_claimed"] - 1) < 0.02)
+    yield "random orders", f"{value['mean']:.1f}, {value['variance']:.2f}", good
+
+
+@finding("intrinsic-privacy/algorithm-1", "no attack shows more than is claimed with theorem 2's sensitivity")
+def _claim_stands(record):
+    yield from _attacked(record, _bounded(record), "mu_claimed", "epsilon_claimed")
+
+
+@finding("intrinsic-privacy/algorithm-1", "no attack shows more than is claimed with the empirical sensitivity")
+def _empirical_claim_stands(record):
+    yield from _attacked(record, record.config["tasks"], "mu_claimed_star", "epsilon_claimed_star")
+
+
+def _attacked(record, tasks, mu, epsilon):
+    for name in tasks:
+        for start in INITIALISATIONS:
+            row = f"{name}.{start}.canary"
+            seen = max(record.values[f"{row}.mu_audited"])
+            shown = max(record.values[f"{row}.epsilon_of_mu_audited"])
+            yield (f"{NAMES[name]}, {start} start", f"at least {shown:.2f}; claimed {record.values[f'{row}.{epsilon}']:.2f}",
+                   seen <= record.values[f"{row}.{mu}"])
+
+
+@finding("intrinsic-privacy/algorithm-2", "at target 1, no attack shows more than 1 with theorem 2's sensitivity")
+def _augmented_stands(record):
+    yield from _augmented(record, _bounded(record), "theory")
+
+
+@finding("intrinsic-privacy/algorithm-2", "at target 1, no attack shows more than 1 with the empirical sensitivity")
+def _empirically_augmented_stands(record):
+    yield from _augmented(record, record.config["tasks"], "empirical")
+
+
+def _augmented(record, tasks, sensitivity):
+    for name in tasks:
+        for start in INITIALISATIONS:
+            row = f"{name}.{start}.canary"
+            shown = record.values[f"{row}.{sensitivity}.epsilon_of_mu_audited"][record.values[f"{row}.targets"].index(1.0)]
+            yield f"{NAMES[name]}, {start} start", f"at least {shown:.2f}", shown <= 1.0
+
+
+@finding("intrinsic-privacy/figure-2", "95% of pairs of seeds (fixed start) above every pair of data sets")
+def _seeds_above_data(record):
+    for name in record.config["tasks"]:
+        share = record.values[f"{name}.seed_above_all_data.fixed"]
+        yield NAMES[name], f"{100 * share:.1f}%", share >= 0.95
+
+
+@finding("intrinsic-privacy/figure-2", "95% of pairs of seeds (varying start) above the bound")
+def _seeds_above_bound(record):
+    for name in record.config["tasks"]:
+        if f"{name}.bound" in record.values:
+            share = record.values[f"{name}.seed_above_bound.varying"]
+            yield NAMES[name], f"{100 * share:.1f}%", share >= 0.95
+
+
+@finding("intrinsic-privacy/figure-2", "a varying start raises the median by 1 to 5 times")
+def _start_matters(record):
+    for name in record.config["tasks"]:
+        factor = record.values[f"{name}.varying_over_fixed"]
+        yield NAMES[name], f"{factor:.1f}", 1 <= factor <= 5.5
+
+
+@finding("intrinsic-privacy/figure-3", "less than half of the weights below 0.05, none below 0.05 over their number")
+def _looks_normal(record):
+    for name in record.config["tasks"]:
+        for start in INITIALISATIONS:
+            low, corrected = (record.values[f"{name}.{start}.{key}"] for key in ("below_5_percent", "below_bonferroni"))
+            yield f"{NAMES[name]}, {start} start", f"{100 * low:.1f}%, {100 * corrected:.1f}%", low < 0.5 and corrected == 0
+
+
+@finding("intrinsic-privacy/figure-4", "largest above twice the median, skewed to the right (classical)")
+def _right_tail(record):
+    for name in record.config["tasks"]:
+        median, largest, skew = (record.values[f"{name}.classical.{key}"] for key in ("median", "max", "skew"))
+        yield NAMES[name], f"{median:.2f}, up to {largest:.2f}", largest > 2 * median and skew > 0
+
+
+@finding("intrinsic-privacy/figure-5", "augmented never less accurate by more than 0.001")
+def _never_worse(record):
+    for name in record.config["tasks"]:
+        for which in ("theory", "empirical"):
+            low, high = (record.values[f"{name}.classical.{which}.{key}_gain"] for key in ("smallest", "largest"))
+            yield f"{NAMES[name]}, {which}", f"{low:+.4f} to {high:+.4f}", low >= -0.001
+
+
+def _of_varying_start(exhibit, record):
+    """The record of an exhibit with a varying start at the same preset, to set one with a fixed start against."""
+    return get(f"intrinsic-privacy/{exhibit}").record(record.preset)
+
+
+@finding("intrinsic-privacy/figures-8-9", "median epsilon of pairs larger than with a varying start")
+def _larger_when_fixed(record):
+    varying = _of_varying_start("figure-4", record)
+    for name in record.config["tasks"] if varying else ():
+        fixed, free = record.values[f"{name}.analytic.median"], varying.values[f"{name}.analytic.median"]
+        yield NAMES[name], f"{fixed:.2f} against {free:.2f}", fixed > free
+
+
+@finding("intrinsic-privacy/figures-8-9", "largest gain smaller than with a varying start")
+def _smaller_gains(record):
+    varying = _of_varying_start("figure-5", record)
+    for name in record.config["tasks"] if varying else ():
+        fixed, free = (values[f"{prefix}{name}.classical.empirical.largest_gain"]
+                       for prefix, values in (("utility.", record.values), ("", varying.values)))
+        yield NAMES[name], f"{fixed:.4f} against {free:.4f}", fixed < free

@@ -139,3 +139,13 @@ def test_a_canary_moves_the_weights_further_in_units_of_the_noise_than_natural_n
     (_, task), = config.tasks.items()
     mu = {kind: ip.gaussian_view(ip._clouds("digits", task, run, config, "fixed", kind)[0])["mu"].max() for kind in ip.KINDS}
     assert mu["canary"] > 1.5 * mu["natural"]
+
+
+def test_every_criterion_is_judged_by_the_record_of_its_exhibit():
+    for name in experiments.names():
+        if name.startswith("intrinsic-privacy/") and experiments.criteria(name):
+            found = experiments.findings(experiments.get(name).record("paper"))
+            assert {row.criterion for row in found.rows} == {criterion.text for criterion in experiments.criteria(name)}
+    heavy = experiments.findings(experiments.get("intrinsic-privacy/algorithm-1").record("paper"))
+    assert {row.holds for row in heavy.rows if "theorem 2" in row.criterion} == {True}
+    assert {row.holds for row in heavy.rows if "empirical" in row.criterion} == {False}
