@@ -6,11 +6,17 @@ covers T = epochs ceil(N / B) steps.  Epsilon is by RDP, at delta 1e-5.
 """
 
 import dataclasses
+import functools
 import math
 
-from dpcompanion import idp
+import torch
+import torch.nn.functional as F
+
+from dpcompanion import data, idp, records
 from dpcompanion.accounting import compute_epsilon, find_noise_multiplier
 from dpcompanion.experiments import experiment
+from dpcompanion.records import mean_and_sd
+from dpcompanion.training import DPSGDPlan, cross_entropy, derive_seed, models, train
 
 BUDGETS = (1.0, 2.0, 3.0)
 GROUPS = {"A": (34, 43, 23), "B": (54, 37, 9)}
@@ -121,4 +127,216 @@ def table_7(config, run):
                                              **{**run_of, "steps": short.steps})
                 values[f"{row}.sigma_p_30_epochs"] = found.noise_multipliers
                 values[f"{row}.c_p_30_epochs"] = found.max_grad_norms
+    return values
+
+
+# Training ----------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained: a data set, a network, plain SGD with momentum, and the plan of DP-SGD that budgets start from."""
+
+    data: str
+    model: str
+    training: Training
+    learning_rate: float
+    momentum: float = 0.5
+
+
+MNIST = Task("mnist", "mnist_cnn", TABLE_5["mnist"], 0.6)
+# Softmax regression on digits of 14 x 14 pixels: seconds for hundreds of runs.
+DIGITS = Task("mnist-5k", "softmax", Training(4000, 200, 15, 1.0), 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Features and labels of a task's training and test examples."""
+
+    features: torch.Tensor
+    labels: torch.Tensor
+    test_features: torch.Tensor
+    test_labels: torch.Tensor
+
+
+@functools.cache
+def _problem(name, model):
+    parts, loaded = [], []
+    for split in ("train", "test"):
+        found = data.load(name, split=split)
+        loaded.append(found.provenance())
+        if model == "softmax":
+            parts += [F.avg_pool2d(found.features.double(), 2).flatten(1), found.labels]
+        else:
+            parts += [found.normalised().features, found.labels]
+    return Problem(*parts), loaded
+
+
+def problem(task, run=None):
+    """The examples of a task, noted in the run's record."""
+    found, loaded = _problem(task.data, task.model)
+    if run is not None:
+        run.loaded += [provenance for provenance in loaded if provenance not in run.loaded]
+    return found
+
+
+def network(task, seed):
+    """The task's network, initialised by the seed."""
+    if task.model == "softmax":
+        return models.linear(196, 10, seed=seed).double()
+    return getattr(models, task.model)(seed=seed)
+
+
+def assign(examples, shares, seed):
+    """Each example's group, (examples,): shares to the nearest whole example, in an order drawn by the seed.
+
+    >>> torch.bincount(assign(1000, (34, 43, 23), seed=0)).tolist()
+    [340, 430, 230]
+    """
+    ends = [round(examples * sum(shares[:i + 1]) / sum(shares)) for i in range(len(shares))]
+    groups = torch.bucketize(torch.arange(examples), torch.tensor(ends), right=True)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "groups"))
+    return groups[torch.randperm(examples, generator=generator)]
+
+
+@functools.cache
+def parameters(method, budgets, counts, training, delta, accountant="rdp"):
+    """(noise multiplier, each group's rate, each group's clip norm) of "dpsgd", "sample" or "scale".
+
+    DP-SGD gives everybody the smallest budget.
+    """
+    run_of = {"target_delta": delta, "sample_rate": training.sample_rate, "steps": training.steps, "accountant": accountant}
+    same = torch.ones(len(budgets), dtype=torch.float64)
+    if method == "sample":
+        found = idp.sample_parameters(budgets, counts, **run_of)
+        return found.noise_multiplier, found.sample_rates, same * training.clip
+    if method == "scale":
+        found = idp.scale_parameters(budgets, counts, max_grad_norm=training.clip, **run_of)
+        return found.noise_multiplier, same * training.sample_rate, found.max_grad_norms
+    noise = find_noise_multiplier(target_epsilon=min(budgets), **run_of)
+    return noise, same * training.sample_rate, same * training.clip
+
+
+def plan_of(method, groups, budgets, training, *, delta, accountant="rdp"):
+    """The plan of a method for examples in `groups`, (n,) numbers of entries of `budgets`."""
+    counts = tuple(torch.bincount(groups, minlength=len(budgets)).tolist())
+    noise, rates, norms = parameters(method, tuple(budgets), counts, training, delta, accountant)
+    return DPSGDPlan(n=len(groups), sample_rate=rates[groups], steps=training.steps, max_grad_norm=norms[groups],
+                     noise_multiplier=noise, delta=delta)
+
+
+def predictions(model, features):
+    """Logits, (n, classes), a thousand examples at a time."""
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([model(part) for part in features.split(1000)])
+
+
+def accuracy(logits, labels):
+    """Per cent of right answers."""
+    return 100 * (logits.argmax(-1) == labels).double().mean(-1)
+
+
+def class_accuracy(logits, labels, classes=10):
+    """Per cent of right answers in each class, (classes,)."""
+    return torch.stack([accuracy(logits[labels == c], labels[labels == c]) for c in range(classes)])
+
+
+# Accuracy ----------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """Runs of each kind on one task, for each seed.
+
+    `kinds`: "dpsgd" and "loosest" (DP-SGD for all at the smallest and at the largest budget), "A.sample" (a distribution
+    of groups and a method), and "B.alone" (DP-SGD on the group with the smallest budget, without the others).  A run is
+    looked at after every `look` epochs, and its strictest group's own loss after every `group_look`.
+    """
+
+    task: Task
+    kinds: tuple = ("dpsgd", "loosest", "A.sample", "A.scale", "B.sample", "B.scale", "B.alone")
+    seeds: tuple = tuple(range(10))
+    budgets: tuple = BUDGETS
+    groups: dict = dataclasses.field(default_factory=lambda: GROUPS)
+    delta: float = 1e-5
+    look: int = 5
+    group_look: int = 20
+
+
+def trial(config, kind, seed, run):
+    """One run: accuracy on test data over the epochs, at the end by class, and the strictest group's loss and accuracy.
+
+    Runs of one seed share the assignment of groups, the initial weights and the streams of random numbers.
+    """
+    task, found = config.task, problem(config.task, run)
+    setup, _, method = kind.rpartition(".")
+    groups = assign(len(found.labels), config.groups[setup or "B"], seed)
+    strictest = groups == 0
+    features, labels, training, budgets = found.features, found.labels, task.training, config.budgets
+    if method == "alone":
+        features, labels = features[strictest], labels[strictest]
+        training = dataclasses.replace(training, examples=len(labels))
+        groups, budgets, method = groups[strictest], budgets[:1], "dpsgd"
+    if method == "loosest":
+        groups, budgets, method = torch.zeros_like(groups), budgets[-1:], "dpsgd"
+    plan = plan_of(method, groups, budgets, training, delta=config.delta)
+    model = network(task, seed)
+    seen = {"epochs": [], "accuracy": [], "group_epochs": [], "group_loss": [], "group_accuracy": []}
+
+    def look(run_now):
+        epoch = run_now.step // math.ceil(training.examples / training.batch)
+        if epoch % config.look == 0:
+            seen["epochs"].append(epoch)
+            seen["accuracy"].append(accuracy(predictions(model, test_features), test_labels))
+        if epoch % config.group_look == 0:
+            logits = predictions(model, own_features)
+            seen["group_epochs"].append(epoch)
+            seen["group_loss"].append(cross_entropy(logits, own_labels).mean())
+            seen["group_accuracy"].append(accuracy(logits, own_labels))
+
+    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
+    own_features, own_labels = (part[strictest].to(run.device) for part in (found.features, found.labels))
+    optimizer = torch.optim.SGD(model.to(run.device).parameters(), lr=task.learning_rate, momentum=task.momentum)
+    history = train(model, cross_entropy, (features, labels), plan, optimizer=optimizer, seed=seed, on_epoch=look,
+                    progress=False)
+    logits = predictions(model, test_features)
+    return {**seen, "final": accuracy(logits, test_labels), "classes": class_accuracy(logits, test_labels),
+            "dropped": history.dropped}
+
+
+_TRIAL = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, predictions, accuracy, class_accuracy, trial)
+
+
+def trials(config, run):
+    """{kind: [what `trial` returns for each seed]}.  Trials that take minutes are kept in the data folder, so that more
+    seeds or kinds, and other exhibits, go on from them."""
+    key = {"task": config.task, "budgets": config.budgets, "groups": config.groups, "delta": config.delta,
+           "look": config.look, "group_look": config.group_look, "device": run.device.type,
+           "code": records.code_hash(*_TRIAL)}
+    folder = run.folder
+    if config.task.model != "softmax":
+        folder = data.data_folder() / "trials" / f"{config.task.data}-{records.hash_of(key)[:12]}"
+    pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
+    problem(config.task, run)
+    done = records.resumable(lambda piece: trial(config, *pieces[piece], run), pieces, folder=folder, config=key, label="trials")
+    return {kind: [done[f"{kind}.seed-{seed}"] for seed in config.seeds] for kind in config.kinds}
+
+
+@experiment("idp-sgd/table-2", uses=(*_TRIAL, trials), quick=Trials(DIGITS, seeds=tuple(range(5)), look=3, group_look=3),
+            paper=Trials(MNIST, kinds=("dpsgd", "A.sample", "A.scale", "B.sample", "B.scale"), seeds=(0,)))
+def table_2(config, run):
+    """Accuracy of DP-SGD, Sample and Scale: `mnist.A.sample` and so on, with the curves of figure 1 and appendix D.7.
+
+    On MNIST the paper uses one set of hyperparameters for all methods, so this is table 8 as well.
+    """
+    values = {}
+    for kind, each in trials(config, run).items():
+        for setup in [kind] if "." in kind else [f"{setup}.{kind}" for setup in config.groups]:
+            values[f"{config.task.data}.{setup}"] = mean_and_sd(one["final"] for one in each)
+        values[f"{kind}.final"] = [one["final"] for one in each]
+        values[f"{kind}.classes"] = [mean_and_sd(classes) for classes in zip(*(one["classes"] for one in each))]
+        for name in ("epochs", "group_epochs"):
+            values[f"{kind}.{name}"] = each[0][name]
+        for name in ("accuracy", "group_loss", "group_accuracy"):
+            values[f"{kind}.{name}"] = [mean_and_sd(looks) for looks in zip(*(one[name] for one in each))]
+        values[f"{kind}.dropped"] = sum(one["dropped"] for one in each)
     return values
