@@ -200,10 +200,8 @@ def assign(examples, shares, seed):
 
 @functools.cache
 def parameters(method, budgets, counts, training, delta, accountant="rdp"):
-    """(noise multiplier, each group's rate, each group's clip norm) of "dpsgd", "sample" or "scale".
-
-    DP-SGD gives everybody the smallest budget.
-    """
+    """(noise multiplier, each group's rate, each group's clip norm) of "dpsgd", "sample", "scale" or "combined-50", which
+    takes half of what Sample changes and leaves the rest to Scale.  DP-SGD gives everybody the smallest budget."""
     run_of = {"target_delta": delta, "sample_rate": training.sample_rate, "steps": training.steps, "accountant": accountant}
     same = torch.ones(len(budgets), dtype=torch.float64)
     if method == "sample":
@@ -212,6 +210,10 @@ def parameters(method, budgets, counts, training, delta, accountant="rdp"):
     if method == "scale":
         found = idp.scale_parameters(budgets, counts, max_grad_norm=training.clip, **run_of)
         return found.noise_multiplier, same * training.sample_rate, found.max_grad_norms
+    if method.startswith("combined-"):
+        found = idp.combined_parameters(budgets, counts, max_grad_norm=training.clip,
+                                        sample_weight=int(method.partition("-")[2]) / 100, **run_of)
+        return found.noise_multiplier, found.sample_rates, found.max_grad_norms
     noise = find_noise_multiplier(target_epsilon=min(budgets), **run_of)
     return noise, same * training.sample_rate, same * training.clip
 
