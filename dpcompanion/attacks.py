@@ -17,7 +17,19 @@ The guess, its threshold included, must be fixed before the trials that are coun
 tensor(3.8720, dtype=torch.float64)
 >>> mu_lower_bound(true_positives=900, positives=1000, false_positives=10, negatives=1000)
 tensor(3.2635, dtype=torch.float64)
+
+**LiRA** (Carlini et al. 2022) asks of one example whether a model was trained on it.  Shadow models are trained on
+random halves of the data; what an example scores under those that saw it, and under those that did not,
+is taken as two Gaussians, and the target's score is weighed between them.
+
+    masks = shadow_masks(64, n, generator=generator)     # who is in which shadow model's data
+    scores = shadow_scores(fit, masks, size=16, jobs=2)  # (64, n) log-odds of the true class
+    ratios = lira(target_scores, scores, masks)
+    auc(ratios[members], ratios[~members])
 """
+
+import math
+import typing
 
 import torch
 from scipy import special
@@ -79,3 +91,150 @@ def _rates(true_positives, positives, false_positives, negatives, confidence):
     each = (1 + confidence) / 2
     return (clopper_pearson(true_positives, positives, confidence=each)[0],
             clopper_pearson(false_positives, negatives, confidence=each)[1])
+
+
+class Interval(typing.NamedTuple):
+    """An estimate and a two-sided confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def log_odds(logits, labels):
+    r"""ln(p / (1 - p)) of the true class, (..., n), from logits (..., n, classes): the score that LiRA needs.
+
+    A logit by itself is not enough: adding a constant to all logits of an example changes no prediction.
+
+    >>> log_odds(torch.tensor([[2.0, 0.0]]), torch.tensor([0]))
+    tensor([2.])
+    """
+    labels = labels.expand(logits.shape[:-1]).unsqueeze(-1)
+    others = logits.scatter(-1, labels, -math.inf).logsumexp(-1)
+    return logits.gather(-1, labels).squeeze(-1) - others
+
+
+def shadow_masks(models, n, *, generator):
+    """Who is in the data of each shadow model, (models, n) booleans; every example is in exactly half of them.
+
+    Raises ValueError for an odd number of models.
+
+    >>> masks = shadow_masks(4, 100, generator=torch.Generator().manual_seed(0))
+    >>> masks.sum(0).unique()
+    tensor([2])
+    """
+    if _checks.whole_number("models", models, 2) % 2:
+        raise ValueError(f"models must be even, so that every example is in half of them, got {models}")
+    draws = torch.rand(models, _checks.whole_number("n", n, 1), generator=generator, device=generator.device)
+    return draws.argsort(0) < models // 2
+
+
+def shadow_scores(fit, masks, *, size=1, jobs=1):
+    """The scores of all examples under every shadow model, (models, n).
+
+    Args:
+        fit: (numbers (k,), masks (k, n)) -> (k, n) scores of models trained on these masks, such as `log_odds`.
+        masks: (models, n) booleans.
+        size: how many models `fit` trains at a time.
+        jobs: how many such sets to train at once, by joblib; whatever back end is active there (processes, Dask, Ray)
+            carries them. `fit` must then be picklable. 1 runs them here.
+
+    >>> shadow_scores(lambda numbers, masks: masks.double() + numbers[:, None], torch.eye(2, dtype=torch.bool))
+    tensor([[1., 0.],
+            [1., 2.]], dtype=torch.float64)
+    """
+    _checks.whole_number("jobs", jobs, -1)
+    numbers = torch.arange(len(masks)).split(_checks.whole_number("size", size, 1))
+    if jobs == 1:
+        return torch.cat([fit(some, masks[some]) for some in numbers])
+    import joblib
+
+    return torch.cat(joblib.Parallel(n_jobs=jobs)(joblib.delayed(fit)(some, masks[some]) for some in numbers))
+
+
+def lira(targets, shadows, masks, *, variance="each"):
+    """The log-likelihood ratio of LiRA: how much likelier a target's score is if the example was in its data.
+
+    Args:
+        targets: (..., n) scores under one or more target models.
+        shadows: (models, n) scores under the shadow models.
+        masks: (models, n) booleans: who was in their data.
+        variance: "each" example's own in and out variances, or "pooled" over examples (one for in and one for out), which
+            is steadier below some 64 shadow models.
+
+    Returns (..., n). Raises ValueError for an example with fewer than two shadow models in or out.
+    """
+    _checks.one_of("variance", variance, ("each", "pooled"))
+    if shadows.shape != masks.shape or shadows.ndim != 2 or targets.shape[-1] != shadows.shape[1]:
+        raise ValueError(f"shadows and masks must have shape (models, n), and targets (..., n), got {tuple(shadows.shape)},"
+                         f" {tuple(masks.shape)}, {tuple(targets.shape)}")
+    ratio = 0
+    for inside, sign in ((masks, 1), (~masks, -1)):
+        count = inside.sum(0)
+        if bool((count < 2).any()):
+            raise ValueError(f"masks must have every example in two shadow models and out of two, got {int(count.min())}")
+        mean = torch.where(inside, shadows, 0).sum(0) / count
+        squares = torch.where(inside, (shadows - mean) ** 2, 0).sum(0)
+        spread = squares / (count - 1) if variance == "each" else squares.sum() / (count - 1).sum()
+        spread = spread.clamp(min=torch.finfo(shadows.dtype).tiny)
+        ratio = ratio - sign * ((targets - mean) ** 2 / spread + spread.log()) / 2
+    return ratio
+
+
+def roc(members, nonmembers):
+    """The ROC curve of a score that is larger for members: (false positive rates, true positive rates), from (0, 0) to
+    (1, 1), one point for each threshold.
+
+    >>> [rates.tolist() for rates in roc(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 0.0]))]
+    [[0.0, 0.0, 0.5, 1.0], [0.0, 0.5, 1.0, 1.0]]
+    """
+    members, nonmembers = _scores(members, nonmembers)
+    thresholds = torch.cat((members, nonmembers)).unique().flip(0)
+    rates = [torch.searchsorted(-values.sort(descending=True).values, -thresholds, right=True) / len(values)
+             for values in (nonmembers.double(), members.double())]
+    return tuple(torch.cat((torch.zeros(1, dtype=torch.float64), rate.double())) for rate in rates)
+
+
+def auc(members, nonmembers, *, confidence=0.95):
+    """The area under the ROC curve, the chance that a member scores above a nonmember, with DeLong's interval.
+
+    The interval is about other examples of the same kind under this model, not about other models.
+
+    >>> [round(x, 3) for x in auc(torch.tensor([3.0, 2.0, 1.0, 2.5]), torch.tensor([1.0, 0.0, 1.5, 2.0]))]
+    [0.812, 0.481, 1.0]
+    """
+    _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
+    members, nonmembers = _scores(members, nonmembers)
+
+    def below(values, others):
+        """For each value the share of others below it, ties counted half."""
+        others = others.sort().values
+        return (torch.searchsorted(others, values) + torch.searchsorted(others, values, right=True)).double() / (2 * len(others))
+
+    placed, passed = below(members, nonmembers), below(nonmembers, members)
+    variance = sum(float(part.var()) / len(part) for part in (placed, passed) if len(part) > 1)
+    value, reach = float(placed.mean()), float(special.ndtri((1 + confidence) / 2)) * math.sqrt(variance)
+    return Interval(value, max(0.0, value - reach), min(1.0, value + reach))
+
+
+def tpr_at_fpr(members, nonmembers, *, fpr=0.01, confidence=0.95):
+    """The true positive rate at the lowest threshold that at most the share `fpr` of nonmembers exceeds, with Clopper and
+    Pearson's interval, in which the threshold counts as given.
+
+    >>> tpr_at_fpr(torch.arange(100.0) + 50, torch.arange(100.0), fpr=0.1)[0]
+    0.6
+    """
+    _checks.in_interval("fpr", fpr, 0, 1, closed="left")
+    members, nonmembers = _scores(members, nonmembers)
+    allowed = math.floor(fpr * len(nonmembers) + 1e-9)
+    threshold = nonmembers.sort(descending=True).values[allowed]
+    hits = int((members > threshold).sum())
+    low, high = clopper_pearson(hits, len(members), confidence=(1 + confidence) / 2)
+    return Interval(hits / len(members), float(low), float(high))
+
+
+def _scores(members, nonmembers):
+    for name, values in (("members", members), ("nonmembers", nonmembers)):
+        if values.ndim != 1 or not len(values) or bool(values.isnan().any()):
+            raise ValueError(f"{name} must be a list of one score or more, none of them NaN, got shape {tuple(values.shape)}")
+    return members.double(), nonmembers.double()

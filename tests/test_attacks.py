@@ -1,13 +1,15 @@
-"""Lower bounds from counted guesses."""
+"""Lower bounds from counted guesses, and LiRA."""
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
 
 from dpcompanion.accounting import gaussian_epsilon
-from dpcompanion.attacks import clopper_pearson, epsilon_lower_bound, mu_lower_bound
+from dpcompanion.attacks import (auc, clopper_pearson, epsilon_lower_bound, lira, log_odds, mu_lower_bound, roc, shadow_masks,
+                                 shadow_scores, tpr_at_fpr)
 
 
 @pytest.mark.parametrize("successes,trials", [(0, 10), (3, 10), (10, 10), (1, 100000)])
@@ -60,3 +62,110 @@ def test_bad_counts_are_refused(change, said):
     given = dict(true_positives=1, positives=10, false_positives=1, negatives=10, delta=0.0)
     with pytest.raises(ValueError, match=said):
         epsilon_lower_bound(**{**given, **change})
+
+
+def generator(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def test_log_odds_are_those_of_the_softmax_and_blind_to_a_common_shift_even_where_it_saturates():
+    logits = torch.randn(3, 5, 4, dtype=torch.float64, generator=generator())
+    labels = torch.tensor([0, 1, 2, 3, 0])
+    p = logits.softmax(-1).gather(-1, labels.expand(3, 5)[..., None]).squeeze(-1)
+    assert torch.allclose(log_odds(logits, labels), (p / (1 - p)).log())
+    assert torch.allclose(log_odds(logits + 7, labels), log_odds(logits, labels))
+    sure = torch.tensor([[300.0, 0.0, -1.0]], dtype=torch.float64)
+    assert log_odds(sure, torch.tensor([0])).item() == pytest.approx(300 - math.log(1 + math.exp(-1)))
+
+
+def test_every_example_is_in_half_of_the_shadow_models():
+    masks = shadow_masks(6, 50, generator=generator())
+    assert (masks.sum(0) == 3).all() and masks.unique(dim=1).shape[1] > 10
+    with pytest.raises(ValueError, match="even"):
+        shadow_masks(5, 50, generator=generator())
+
+
+@pytest.mark.parametrize("variance", ["each", "pooled"])
+def test_lira_is_the_ratio_of_two_normal_densities(variance):
+    masks = shadow_masks(12, 7, generator=generator())
+    shadows = torch.randn(12, 7, dtype=torch.float64, generator=generator(1)) + masks
+    targets = torch.randn(2, 7, dtype=torch.float64, generator=generator(2))
+    found = lira(targets, shadows, masks, variance=variance)
+    for i in range(7):
+        sides = []
+        for inside in (masks, ~masks):
+            own = shadows[inside[:, i], i].numpy()
+            deviations = [shadows[inside[:, j], j].numpy() - shadows[inside[:, j], j].numpy().mean() for j in range(7)]
+            sd = own.std(ddof=1) if variance == "each" else math.sqrt((np.stack(deviations) ** 2).sum() / (7 * 5))
+            sides.append(stats.norm(own.mean(), sd).logpdf(targets[:, i].numpy()))
+        assert found[:, i].numpy() == pytest.approx(sides[0] - sides[1])
+
+
+def test_lira_finds_the_members_of_gaussian_scores_as_well_as_theory_allows():
+    """In scores that a membership shifts by mu standard deviations no attack beats Phi(mu / sqrt 2)."""
+    n, mu = 4000, 1.0
+    difficulty = 3 * torch.randn(n, dtype=torch.float64, generator=generator(3))
+    masks = shadow_masks(64, n, generator=generator(4))
+    shadows = difficulty + mu * masks + torch.randn(64, n, dtype=torch.float64, generator=generator(5))
+    members = torch.rand(n, generator=generator(6)) < 0.5
+    target = difficulty + mu * members + torch.randn(n, dtype=torch.float64, generator=generator(7))
+    best = stats.norm.cdf(mu / math.sqrt(2))
+    ratios = lira(target, shadows, masks, variance="pooled")
+    found = auc(ratios[members], ratios[~members])
+    assert found.low < best < found.high and found.high - found.low < 0.05
+    assert auc(target[members], target[~members]).high < found.low     # without shadow models difficulty drowns it
+    assert lira(target, shadows, masks).isfinite().all()
+
+
+def test_lira_refuses_examples_that_were_never_in_or_never_out():
+    with pytest.raises(ValueError, match="two shadow models"):
+        lira(torch.zeros(2), torch.zeros(4, 2), torch.tensor([[True, True]] * 2 + [[False, True]] * 2))
+    with pytest.raises(ValueError, match="shape"):
+        lira(torch.zeros(3), torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bool))
+
+
+def test_shadow_sets_are_the_same_one_by_one_side_by_side_and_in_parallel():
+    masks = shadow_masks(6, 9, generator=generator())
+    one = shadow_scores(_number_and_mask, masks)
+    assert torch.equal(one, shadow_scores(_number_and_mask, masks, size=4))
+    assert torch.equal(one, shadow_scores(_number_and_mask, masks, size=2, jobs=2))
+
+
+def _number_and_mask(numbers, masks):
+    return masks.double() + 10 * numbers[:, None]
+
+
+def test_the_area_is_that_of_the_curve_and_of_scikit_learn():
+    from sklearn import metrics
+
+    members, others = torch.randn(300, generator=generator()) + 0.4, torch.randn(200, generator=generator(1))
+    members, others = members.mul(5).round(), others.mul(5).round()     # many ties
+    labels = np.r_[np.ones(300), np.zeros(200)]
+    scores = torch.cat((members, others)).numpy()
+    assert auc(members, others).value == pytest.approx(metrics.roc_auc_score(labels, scores))
+    fpr, tpr = roc(members, others)
+    expected = metrics.roc_curve(labels, scores, drop_intermediate=False)
+    assert fpr.numpy() == pytest.approx(expected[0]) and tpr.numpy() == pytest.approx(expected[1])
+    assert np.trapezoid(tpr, fpr) == pytest.approx(auc(members, others).value)
+
+
+def test_delongs_interval_covers_as_often_as_it_says():
+    truth, covered = stats.norm.cdf(0.5 / math.sqrt(2)), 0
+    draws = torch.randn(400, 160, dtype=torch.float64, generator=generator())
+    for row in draws:
+        found = auc(row[:80] + 0.5, row[80:], confidence=0.9)
+        covered += found.low <= truth <= found.high
+    assert 0.86 <= covered / 400 <= 0.94
+
+
+def test_the_rate_at_a_low_false_positive_rate_respects_it_with_ties():
+    members, others = torch.tensor([5.0, 4.0, 4.0, 1.0]), torch.tensor([4.0, 4.0, 3.0, 2.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    assert tpr_at_fpr(members, others, fpr=0.1).value == 0.25     # at 4 two of ten would be accused
+    assert tpr_at_fpr(members, others, fpr=0.2).value == 0.75
+    assert tpr_at_fpr(members, others, fpr=0.0).value == 0.25
+    low, high = tpr_at_fpr(members, others, fpr=0.2)[1:]
+    exact = stats.binomtest(3, 4).proportion_ci(confidence_level=0.95, method="exact")
+    assert (low, high) == pytest.approx((exact.low, exact.high))
+    for bad in (torch.tensor([]), torch.tensor([math.nan])):
+        with pytest.raises(ValueError, match="members"):
+            tpr_at_fpr(bad, others)
