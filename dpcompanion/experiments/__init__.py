@@ -135,7 +135,7 @@ def finding(name, criterion, *, of=None):
         criterion: what must be the case for it to hold, in words.
         of: the experiment whose record it is judged by; by default that of the exhibit itself.
 
-    The function that follows takes a `Record` and yields (where, our numbers in words, whether it holds):
+    The function that follows takes a `Record` and yields (where, our numbers in words, whether it holds)::
 
         @finding("intrinsic-privacy/figure-1", "runs from one start end at least 1% of their way apart")
         def ends_apart(record):
