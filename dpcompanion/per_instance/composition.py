@@ -1,0 +1,225 @@
+r"""Composition by expected divergences: theorem 3.3 of Thudi et al. 2024, and facts 3.4 and 3.5 about it.
+
+Training passes through states :math:`\theta_1 \dots \theta_n`, and step t has the divergence :math:`D_\beta(t)` of order
+:math:`\beta`, which depends on the state before it. For every :math:`p > 1`, with :math:`i = n - t` steps still to come,
+
+.. math::
+    D_\alpha \le \frac{1}{\alpha - 1} \sum_{t=1}^{n} \frac{(p-1)^i}{p^{i+1}}
+        \ln E\Big[\big(e^{(g^i(\alpha) - 1)\, D_{g^i(\alpha)}(t)}\big)^p\Big],
+    \qquad g^i(\alpha) = 1 + \Big(\frac{p}{p-1}\Big)^i (\alpha - 1),
+
+where the expectation is over runs of the *first* argument of the divergence.
+
+Proof: with F the inner integral of the last step, :math:`\int X^\alpha Y^{1-\alpha} = \int X_{<n}^{\alpha - 1/p}\, Y_{<n}^{1-\alpha} \cdot X_{<n}^{1/p} F`.
+Hoelder's inequality with p/(p-1) and p bounds it by the same integral over one step less, of order
+:math:`\frac{p}{p-1}(\alpha - \frac1p) = g(\alpha)`, to the power (p-1)/p, times :math:`E[F^p]^{1/p}`. Repeat.
+
+The statement prints :math:`g(\alpha) = \frac{p}{p-1}\alpha - \frac1p`, larger than the proof's: a bound too, a looser one. Orders
+blow up for the *early* steps, which have many after them. With p = 2 it is theorem A.2.
+
+>>> holder_order(8, 30, [0, 1, 9])
+tensor([ 8.0000,  8.2414, 10.4975], dtype=torch.float64)
+"""
+
+import math
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion.accounting import rdp_sampled_gaussian
+
+RECURSIONS = ("proof", "statement")
+
+_NODES = 4096            # sensitivities in the table of `compose_sensitivities`
+_ORDERS = 65             # orders in it
+_LARGEST_ORDER = 1024
+_CHUNK = 1 << 17         # numbers in one temporary tensor
+_HAIR = 1 + 1e-11        # for rounding errors
+
+
+def holder_order(order, p, i, *, recursion="proof"):
+    r""":math:`g_p^i(\alpha)`: the order at which theorem 3.3 asks for a step that has i steps after it.
+
+    Args:
+        order: :math:`\alpha`, above 1.
+        p: above 1.
+        i: at least 0, a number or a tensor.
+        recursion: "proof", :math:`g(\alpha) = \frac{p\alpha - 1}{p - 1}`; or "statement", the larger one that the theorem prints.
+
+    >>> holder_order(8, 30, 9), holder_order(8, 30, 9, recursion="statement")
+    (tensor(10.4975, dtype=torch.float64), tensor(10.5093, dtype=torch.float64))
+    """
+    _checks.one_of("recursion", recursion, RECURSIONS)
+    order = _checks.number("order", order, 1, math.inf, closed="neither")
+    p = _checks.number("p", p, 1, math.inf, closed="neither")
+    i = torch.as_tensor(_checks.in_interval("i", i, 0, math.inf, closed="left"), dtype=torch.float64)
+    fixed = 1.0 if recursion == "proof" else (p - 1) / p          # the order that the recursion leaves where it is
+    return fixed + torch.exp(-i * math.log1p(-1 / p)) * (order - fixed)
+
+
+def smallest_exponent(steps):
+    r"""Fact 3.4: the smallest p for which no order exceeds twice the first, :math:`1/(1 - 2^{-1/n})`, rounded up.
+
+    :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`, so that it suffices that :math:`(p/(p-1))^n \le 2`. That is about
+    :math:`1.44\,n + \frac12`; the paper's 3n does it for every n.
+
+    >>> smallest_exponent(1), round(smallest_exponent(1000), 2)
+    (2.0, 1443.2)
+    """
+    steps = _checks.whole_number("steps", steps, 1)
+    return -1 / math.expm1(-math.log(2) / steps) * (1 + 1e-13) if steps > 1 else 2.0
+
+
+def log_runs_needed(*, rdp, rdp_doubled, order, precision, failure):
+    r"""Fact 3.5: the natural logarithm of the number of runs after which Hoeffding's inequality vouches for a mean.
+
+    With p = 3n the moment f of a step lies in :math:`[1, e^{3(2\alpha-1)\varepsilon'}]`. Runs
+    :math:`l \ge \frac{\ln(2/J)}{2c^2} e^{6(2\alpha-1)\varepsilon' - 6(\alpha-1)\varepsilon}` bring their mean within
+    :math:`c\,e^{3(\alpha-1)\varepsilon}` of E f, but for a probability J. The paper prints the exponent with the opposite sign.
+
+    Args:
+        rdp, rdp_doubled: :math:`\varepsilon, \varepsilon'`, the data-independent divergence of the whole run at orders
+            :math:`\alpha` and :math:`2\alpha`.
+        order: :math:`\alpha`, above 1.
+        precision: c, above 0.
+        failure: J in (0, 1).
+
+    >>> round(log_runs_needed(rdp=0.5, rdp_doubled=1.2, order=8, precision=0.1, failure=0.05) / math.log(10), 1)
+    40.0
+    """
+    order = _checks.number("order", order, 1, math.inf, closed="neither")
+    rdp, doubled = _checks.number("rdp", rdp, 0), _checks.number("rdp_doubled", rdp_doubled, 0)
+    precision = _checks.number("precision", precision, 0, math.inf, closed="neither")
+    failure = _checks.number("failure", failure, 0, 1, closed="neither")
+    exponent = 6 * (2 * order - 1) * doubled - 6 * (order - 1) * rdp
+    return math.log(math.log(2 / failure)) - math.log(2 * precision**2) + exponent
+
+
+def compose(divergence, *, steps, order, p, recursion="proof", each_step=False):
+    r"""Theorem 3.3, for divergences of any kind.
+
+    Args:
+        divergence: a function (step, order) -> (runs, ...): the divergences of a step (counted from 1), at an order (a float), in
+            runs of training that are independent; bounds on them, or the divergences themselves.
+        steps: n.
+        order: :math:`\alpha`, above 1.
+        p: above 1; the paper takes 3n. See `smallest_exponent`.
+        recursion: see `holder_order`.
+        each_step: return the contributions, (steps, ...), in place of their sum.
+
+    Returns:
+        (...) float64, nats. The mean over the runs stands in for the expectation, so this is an *estimate*, low on average,
+        unless the divergences are the same in all states. `log_runs_needed` says why no confidence bound comes with it;
+        `exact_composition` has one, and is smaller.
+
+    >>> steps, sizes = 20, torch.tensor([0.9, 1.0])
+    >>> compose(lambda step, order: 0.001 * order * sizes**2, steps=steps, order=4, p=3 * steps)
+    tensor(0.0825, dtype=torch.float64)
+    >>> compose(lambda step, order: torch.full((2,), 0.004), steps=steps, order=4, p=3 * steps)      # plain composition
+    tensor(0.0800, dtype=torch.float64)
+    """
+    steps = _checks.whole_number("steps", steps, 1)
+    i = torch.arange(steps - 1, -1, -1, dtype=torch.float64)
+    orders = holder_order(order, p, i, recursion=recursion).tolist()
+    shares = torch.exp(i * math.log1p(-1 / p)) / p / (order - 1)
+    contributions, total = [], 0.0
+    for step, (at, share) in enumerate(zip(orders, shares.tolist()), start=1):
+        found = torch.as_tensor(divergence(step, at), dtype=torch.float64)
+        if found.ndim == 0 or bool((found < 0).any()) or bool(found.isnan().any()):
+            raise ValueError(f"divergence must return (runs, ...) numbers of 0 or more, got {found!r} at step {step}")
+        one = share * (torch.logsumexp(p * (at - 1) * found, 0) - math.log(len(found))).clamp(min=0)
+        if each_step:
+            contributions.append(one)
+        else:
+            total = total + one
+    return torch.stack(contributions) if each_step else total
+
+
+def compose_sensitivities(sensitivities, *, sample_rate, noise_std, order, p=None, recursion="proof", each_step=False):
+    r"""Theorem 3.3 for runs of DP-SGD whose sensitivities are known: all steps, runs and points at once.
+
+    The same as `compose` with `step_divergence`, and never below it (about 1e-5 above): moments are read off a table of
+    sensitivities and orders, from above. :math:`A(\Delta)` is convex in :math:`\Delta^2` (its second derivative is the expectation of
+    :math:`r^{\alpha-4} w^2 (2r^2 + 4(\alpha-2)rw + (\alpha-2)(\alpha-3)w^2) \ge 0` up to a factor, w being q times the likelihood ratio,
+    at most r), and its logarithm is convex in the order (Lyapunov), so that chords lie above.
+
+    Args:
+        sensitivities: (steps, runs, ...) norms of the clipped gradient of each point, at least 0.
+        sample_rate, noise_std: numbers.
+        order: above 1.
+        p: by default 3 x steps. The largest order, that of the first step, may not exceed 1024.
+        recursion, each_step: as for `compose`.
+
+    Returns:
+        (...) float64, or (steps, ...) contributions: an *estimate*, see `compose`.
+
+    >>> sensitivities = torch.linspace(1.0, 0.2, 100)[:, None, None].expand(100, 10, 3)
+    >>> compose_sensitivities(sensitivities, sample_rate=0.05, noise_std=1.0, order=4)
+    tensor([0.4544, 0.4544, 0.4544], dtype=torch.float64)
+    """
+    order = _checks.number("order", order, 1, math.inf, closed="neither")
+    rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+    noise = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
+    sensitivities = torch.as_tensor(sensitivities)
+    if sensitivities.ndim < 2 or 0 in sensitivities.shape:
+        raise ValueError(f"sensitivities must be (steps, runs, ...), got shape {tuple(sensitivities.shape)}")
+    low, high = (float(v) for v in sensitivities.aminmax())
+    _checks.in_interval("sensitivities", [low, high], 0, math.inf, closed="left")
+    steps, runs, *rest = sensitivities.shape
+    p = 3.0 * steps if p is None else p
+    device = sensitivities.device
+    i = torch.arange(steps - 1, -1, -1, dtype=torch.float64)
+    orders = holder_order(order, p, i, recursion=recursion)
+    if float(orders[0]) > _LARGEST_ORDER:
+        raise ValueError(f"p must keep every order at or below {_LARGEST_ORDER}, got {p:g}, which makes that of the first step "
+                         f"{float(orders[0]):.3g}")
+    shares = torch.exp(i * math.log1p(-1 / p)) / p / (order - 1)
+    result = torch.zeros((steps if each_step else 1, *rest), dtype=torch.float64, device=device)
+    if high == 0:
+        return result if each_step else result[0]
+    table = _MomentTable(rate, noise, order, float(orders[0]), high, device)
+    block = max(1, _CHUNK // max(1, sensitivities[0].numel()))
+    for start in range(0, steps, block):
+        part = slice(start, start + block)
+        log_moments = table(sensitivities[part], orders[part].to(device))
+        share = shares[part].to(device).view(-1, *(1,) * len(rest))
+        found = share * (torch.logsumexp(p * log_moments, 1) - math.log(runs))
+        if each_step:
+            result[part] = found
+        else:
+            result[0] += found.sum(0)
+    return result if each_step else result[0]
+
+
+class _MomentTable:
+    """Upper bounds on ln A(sensitivity) at orders between two ends: chords between nodes."""
+
+    def __init__(self, rate, noise, least, greatest, largest, device):
+        self.orders = torch.linspace(least, max(greatest, least * (1 + 1e-9)), _ORDERS, dtype=torch.float64)
+        self.scale = _NODES / largest
+        nodes = largest * torch.arange(1, _NODES + 1, dtype=torch.float64) / _NODES
+        logs = torch.zeros(_NODES + 1, _ORDERS, dtype=torch.float64)
+        logs[1:] = rdp_sampled_gaussian(sample_rate=rate, noise_multiplier=noise / nodes, orders=self.orders) * (self.orders - 1)
+        logs = (logs * _HAIR).T.contiguous()
+        rise = logs.diff(dim=1)
+        # A chord of A from a to b is a + x (b - a), whose logarithm is at most ln a + x (b / a - 1); where the cell is too
+        # steep for that, the upper end serves as the whole of it.
+        steep = rise > 0.5
+        # Two rows for each order: what a cell starts with, and by how much it rises.
+        self.base = torch.where(steep, logs[:, 1:], logs[:, :-1]).to(device).reshape(-1)
+        self.rise = torch.where(steep, 0.0, torch.expm1(rise.clamp(max=1.0))).to(device).reshape(-1)
+
+    def __call__(self, sensitivities, orders):
+        """(steps, ...) sensitivities, (steps,) orders."""
+        at = (orders - self.orders[0]) / float(self.orders[1] - self.orders[0])
+        row = at.long().clamp(0, _ORDERS - 2)
+        ones = (1,) * (sensitivities.ndim - 1)
+        upper, row = (at - row).clamp(0, 1).view(-1, *ones), row.view(-1, *ones)
+        x = sensitivities.double() * self.scale
+        node = x.long().clamp_(max=_NODES - 1)
+        share = ((x * x - node * node) / (2 * node + 1)).clamp_(0, 1)
+        place = row * _NODES + node
+        first = torch.addcmul(self.base[place], self.rise[place], share)
+        place += _NODES
+        second = torch.addcmul(self.base[place], self.rise[place], share)
+        return torch.lerp(first, second, upper)

@@ -1,0 +1,443 @@
+r"""What one step tells about a point x that is, or is not, in the data set.
+
+Batches B are Poisson samples of the other points, U is the update, s the noise's standard deviation, and x enters with
+probability q. With x the step draws from a mixture over B of :math:`(1-q)\,N(U(B), s^2) + q\,N(U(B+x), s^2)`, without
+it from the mixture of :math:`N(U(B), s^2)`. One step with sensitivity :math:`\Delta` has, with the density ratio
+:math:`r = 1 - q + q e^{w\Delta/s - \Delta^2/2s^2}` and w a standard normal,
+
+.. math::
+    A(\Delta) = E[r^\alpha] = \sum_k \binom{\alpha}{k} (1-q)^{\alpha-k} q^k e^{(k^2-k)\Delta^2/2s^2},
+    \qquad B(\Delta) = E[r^{1-\alpha}] \le A(\Delta),
+
+and the divergences :math:`\ln A / (\alpha - 1)` with x against without ("remove") and :math:`\ln B / (\alpha-1)` for the other way
+round ("add"). Everything is float64 and stays in the log domain: an order of 1024 overflows nowhere.
+"""
+
+import math
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, rdp_sampled_gaussian
+from dpcompanion.accounting.rdp import log_density_ratio
+from dpcompanion.per_instance.confidence import log_mean_bound
+
+DIRECTIONS = ("remove", "add")
+
+_TAIL = 9.0              # standard deviations beyond which a Gaussian tail is below float64's resolution
+_CHUNK = 1 << 18         # numbers in one temporary tensor
+_LARGEST_NOISE = 1e100   # so that a sensitivity that is tiny beside the noise still costs something
+
+
+def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direction="remove"):
+    r"""Theorem 3.2: the Renyi divergence of one step whose sum x moves by at most `sensitivity`.
+
+    Neighbouring relation: the data set with x and without it. Sampler: Poisson. For the sum of clipped gradients the
+    sensitivity is the norm of x's clipped gradient, the same for every batch.
+
+    Args:
+        sample_rate: q in (0, 1].
+        noise_multiplier: the noise's standard deviation in the unit of `sensitivity` (with norms as shares of the clip norm
+            it is the noise multiplier of DP-SGD), above 0.
+        sensitivity: at least 0. The three broadcast, to a shape ``S``.
+        orders: a number above 1, whole or not, or K of them.
+        direction: "remove" compares with x to without; it is never below "add", the other way round (Mironov et al.
+            2019, theorem 5), so that it serves for both.
+
+    Returns:
+        ``(*S, K)`` float64 (``S`` for a single order): nats. The proof's equation 21 loses the factor :math:`q^k`; the
+        theorem has it.
+
+    >>> step_divergence(sample_rate=0.1, noise_multiplier=1.0, sensitivity=[1.0, 0.5, 0.0], orders=[2, 8])
+    tensor([[0.0170, 1.3784],
+            [0.0028, 0.0137],
+            [0.0000, 0.0000]], dtype=torch.float64)
+    """
+    _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+    _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
+    q, noise, sensitivity = _as_tensors(sample_rate=sample_rate, noise_multiplier=noise_multiplier, sensitivity=sensitivity)
+    _checks.one_of("direction", direction, DIRECTIONS)
+    ratio = (noise / sensitivity).clamp(max=_LARGEST_NOISE)
+    alpha = torch.as_tensor(orders, dtype=torch.float64, device=q.device)
+    if direction == "remove":
+        found = rdp_sampled_gaussian(sample_rate=q, noise_multiplier=ratio, orders=alpha)
+    else:
+        found = torch.stack([_log_mass_add(q, ratio, a) / (a - 1) for a in alpha.reshape(-1).tolist()], dim=-1)
+        found = found.reshape(q.shape + alpha.shape)
+    return torch.where(sensitivity.reshape(sensitivity.shape + (1,) * alpha.ndim) == 0, 0.0, found)
+
+
+def log_mass(sensitivity, *, sample_rate, noise_std, order, direction="remove"):
+    r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add"), which is `order` - 1 times `step_divergence`.
+
+    Args:
+        sensitivity: (...) at least 0.
+        sample_rate, noise_std: numbers, or (...).
+        order: above 1.
+
+    >>> log_mass([0.0, 1.0], sample_rate=0.1, noise_std=1.0, order=3)
+    tensor([0.0000, 0.0...], dtype=torch.float64)
+    """
+    order = _checks.number("order", order, 1, math.inf, closed="neither")
+    return (order - 1) * step_divergence(sample_rate=sample_rate, noise_multiplier=noise_std, sensitivity=sensitivity,
+                                         orders=order, direction=direction)
+
+
+def coupled_divergence(sensitivities, *, sample_rate, noise_std, order, max_sensitivity=None, confidence=None,
+                       probabilities=None, direction="remove"):
+    r"""One step of any update rule, by the distribution of :math:`\Delta(B) = \|U(B + x) - U(B)\|` over batches.
+
+    .. math:: D_\alpha \le \frac{1}{\alpha - 1} \ln E_B[A(\Delta(B))]
+
+    Both data sets draw from mixtures over the same B with the same weights, and :math:`\int P^\alpha Q^{1-\alpha}` is jointly
+    convex in (P, Q): so the mixture's is at most the mean of the parts'. The parts are one-dimensional Gaussians. The same
+    with B in place of A holds for "add"; "remove" is never below it and serves for both.
+
+    Args:
+        sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from the sampler of the data
+            set *without* x (for the mean rule :math:`\|g_x - \operatorname{mean}(B)\| / (|B| + 1)`).
+        sample_rate, noise_std: q in (0, 1] and s > 0, numbers or (...).
+        order: above 1.
+        max_sensitivity: a bound on :math:`\Delta(B)` for every B; needed with a confidence.
+        confidence: if given, the result is an upper confidence bound at this level for each entry by itself; few batches
+            give what `max_sensitivity` alone gives, or little less. Without it the mean over the batches stands in for
+            the expectation: an *estimate*, low on average.
+        probabilities: (batches,) of *all* batches, in place of draws: then the result is exact.
+        direction: "remove" or "add".
+
+    Returns:
+        (...) float64, nats.
+
+    >>> sensitivities = torch.linspace(0.1, 0.5, 1000)
+    >>> coupled_divergence(sensitivities, sample_rate=0.1, noise_std=1.0, order=8)
+    tensor(0.0050, dtype=torch.float64)
+    >>> coupled_divergence(sensitivities, sample_rate=0.1, noise_std=1.0, order=8, max_sensitivity=0.5, confidence=0.99)
+    tensor(0.0055, dtype=torch.float64)
+    >>> step_divergence(sample_rate=0.1, noise_multiplier=1.0, sensitivity=0.5, orders=8)      # the worst batch
+    tensor(0.0132, dtype=torch.float64)
+    """
+    order = _checks.number("order", order, 1, math.inf, closed="neither")
+    sensitivities, probabilities = _batches(sensitivities, probabilities, max_sensitivity, confidence)
+    step = dict(sample_rate=sample_rate, noise_std=noise_std, order=order, direction=direction)
+    masses = log_mass(sensitivities, **step)
+    if confidence is None:
+        return _log_mean(masses, probabilities) / (order - 1)
+    largest = log_mass(max_sensitivity, **step)
+    return log_mean_bound(masses, largest, confidence=confidence, log_smallest=0.0) / (order - 1)
+
+
+def coupled_delta(sensitivities, *, sample_rate, noise_std, epsilon, max_sensitivity=None, confidence=None,
+                  probabilities=None, direction="remove"):
+    r"""One step of any update rule: the delta at `epsilon`, by the distribution of the sensitivity.
+
+    The hockey-stick divergence is jointly convex as well, so :math:`\delta(\varepsilon) \le E_B[\delta_{\Delta(B)}(\varepsilon)]` with the exact
+    value of the sampled Gaussian (Balle, Barthe and Gaboardi 2018): for "remove"
+    :math:`q\,\delta_G(\ln(1 + (e^\varepsilon - 1)/q))`, for "add" :math:`c\,\delta_G(\ln(q e^\varepsilon/c))` with
+    :math:`c = 1 - (1-q) e^\varepsilon`, or 0 where c is not positive; :math:`\delta_G` is the analytic Gaussian mechanism's. It holds where
+    corollary 3.1 does, with neither Hoelder's inequality nor a second delta.
+
+    Arguments as for `coupled_divergence`; `epsilon` is at least 0, a number or (...). Returns (...) float64.
+
+    >>> coupled_delta([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, epsilon=0.2)
+    tensor(0.0129, dtype=torch.float64)
+    """
+    _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
+    sensitivities, probabilities = _batches(sensitivities, probabilities, max_sensitivity, confidence)
+    deltas = _sampled_delta(sensitivities, sample_rate, noise_std, epsilon, direction)
+    if confidence is None:
+        return torch.exp(_log_mean(torch.log(deltas), probabilities))
+    largest = _sampled_delta(max_sensitivity, sample_rate, noise_std, epsilon, direction)
+    return torch.exp(log_mean_bound(torch.log(deltas), torch.log(largest), confidence=confidence))
+
+
+def coupled_epsilon(sensitivities, *, sample_rate, noise_std, delta, **options):
+    """The epsilon at which `coupled_delta` falls to `delta`, rounded up; the other arguments are its own.
+
+    >>> coupled_epsilon([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, delta=1e-5)
+    tensor(3.4819, dtype=torch.float64)
+    """
+    _checks.number("delta", delta, 0, 1, closed="neither")
+
+    def reached(epsilon):
+        return coupled_delta(sensitivities, sample_rate=sample_rate, noise_std=noise_std, epsilon=epsilon, **options) <= delta
+
+    done = reached(0.0)
+    low, high = torch.zeros_like(done, dtype=torch.float64), torch.ones_like(done, dtype=torch.float64)
+    while not bool((enough := reached(high)).all()):
+        low, high = torch.where(enough, low, high), torch.where(enough, high, 2 * high)
+    for _ in range(50):
+        middle = (low + high) / 2
+        enough = reached(middle)
+        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+    return torch.where(done, 0.0, high)
+
+
+def holder_epsilon(sensitivities, *, sample_rate, noise_std, delta, p, share=0.5, max_sensitivity=None, confidence=None,
+                   probabilities=None):
+    r"""Corollary 3.1: an epsilon at `delta` for x's presence, from the p-norm of the sensitivity distribution.
+
+    With :math:`a_p = q\,(E_B[e^{p\,\varepsilon_G(\Delta(B))}])^{1/p}`,
+
+    .. math:: \varepsilon' = \ln\big(a_p^{p/(p-1)}\, \delta'^{-1/(p-1)} + 1 - q\big)
+              \quad\text{at}\quad \delta = q\,\delta_G + \delta',
+
+    where :math:`\varepsilon_G` is the epsilon of the analytic Gaussian mechanism at :math:`\delta_G` (the classical
+    :math:`\sqrt{2\ln(1.25/\delta)}/s` per unit of sensitivity is proved for results below 1 only).
+
+    Proof: :math:`P(M(X') \in S) \le q\,E_B[e^{\varepsilon_G} P_B] + q\delta_G + (1-q) Q` with :math:`P_B = P(N(U(B)) \in S)` and Q its mean.
+    Hoelder's inequality and :math:`P_B^{p/(p-1)} \le P_B` make the first term at most :math:`a_p Q^{1-1/p}`. Either that is at
+    most :math:`\delta'`; or :math:`Q^{-1/p} < (a_p/\delta')^{1/(p-1)}`, and then it is at most :math:`a_p^{p/(p-1)} \delta'^{-1/(p-1)} Q`.
+
+    One-sided: nothing is said of P(M(X) in S). `coupled_epsilon` is smaller and serves both sides.
+
+    Args:
+        sensitivities, sample_rate, noise_std, max_sensitivity, confidence, probabilities: as for `coupled_divergence`.
+        delta: the total, in (0, 1).
+        p: above 1, or a sequence of them: the least epsilon counts.
+        share: of `delta` that goes to :math:`\delta'`, in (0, 1).
+
+    >>> holder_epsilon([0.2, 0.4, 0.6], sample_rate=0.01, noise_std=1.0, delta=1e-5, p=[10, 100, 1000, 10000])
+    tensor(0.0502, dtype=torch.float64)
+    """
+    _checks.number("delta", delta, 0, 1, closed="neither")
+    _checks.number("share", share, 0, 1, closed="neither")
+    _checks.in_interval("p", p, 1, math.inf, closed="neither")
+    sensitivities, probabilities = _batches(sensitivities, probabilities, max_sensitivity, confidence)
+    q, _ = _as_tensors(sample_rate=sample_rate, sensitivity=0.0)
+    noise = torch.as_tensor(_checks.in_interval("noise_std", noise_std, 0, math.inf, closed="neither"), dtype=torch.float64)
+    delta_prime, delta_gauss = share * delta, ((1 - share) * delta / q).clamp(max=1 - 1e-12)
+    losses = gaussian_epsilon(sensitivities / noise, delta_gauss)
+    powers = torch.as_tensor(p, dtype=torch.float64).reshape(-1).tolist()
+    found = []
+    for power in powers:
+        if confidence is None:
+            log_moment = _log_mean(power * losses, probabilities)
+        else:
+            largest = power * gaussian_epsilon(max_sensitivity / noise, delta_gauss)
+            log_moment = log_mean_bound(power * losses, largest, confidence=1 - (1 - confidence) / len(powers), log_smallest=0.0)
+        first = (power * torch.log(q) + log_moment - math.log(delta_prime)) / (power - 1)
+        found.append(torch.logaddexp(first, torch.log1p(-q)))
+    return torch.stack(found).min(0).values.clamp(min=0)
+
+
+def update_divergence(updates, updates_with, *, noise_std, order, direction="both", tuples=20, generator=None,
+                      max_distance=None, confidence=None):
+    r"""Theorem 3.6: one step of any update rule, by comparing batches of both data sets with each other.
+
+    .. math::
+        D_\alpha(M(X') \| M(X)) \le \frac{1}{\alpha-1} E_{B \sim X} \ln E_{B_1 \dots B_\alpha \sim X'}
+        \exp\Big(\frac{1}{s^2} \sum_{i<j} \langle U(B_i) - U(B), U(B_j) - U(B)\rangle\Big)
+
+    for "remove"; "add" swaps X and X'. This is the paper's :math:`-\Delta_{U,\alpha}/2s^2`, written so that it shows that all
+    that matters are inner products: one pool of updates of each data set and their Gram matrix serve every tuple.
+
+    Without a confidence the result is an *estimate*, as in the paper: the logarithm of a Monte Carlo mean is low on
+    average. With one, Jensen's inequality moves the logarithm outside, and disjoint tuples of the pool are independent draws:
+    an upper confidence bound. Since one tuple may outweigh all others by far, it is mostly the trivial bound
+    :math:`\alpha R^2 / 2s^2`, R being `max_distance`; never less than what can be proved.
+
+    The bound does not vanish for X = X': use `coupled_divergence`.
+
+    Args:
+        updates, updates_with: (pool, parameters) updates of independent batches of X and of X' (with x); a tuple takes
+            different entries of a pool, so that a pool needs `order` entries or more.
+        noise_std: s, above 0, in the unit of the updates.
+        order: a whole number of 2 or more.
+        direction: "remove", "add", or "both" for the larger.
+        tuples: drawn for each B. The paper compares 20 B with 20 tuples.
+        generator: for the tuples; by default one with seed 0.
+        max_distance: a bound on the distance between any two updates; needed with a confidence.
+        confidence: in (0, 1).
+
+    Returns:
+        A float64 tensor without dimensions, nats.
+
+    Raises:
+        ValueError: pools of other shapes, or too small for an estimate.
+
+    >>> generator = torch.Generator().manual_seed(1)
+    >>> updates = 0.02 * torch.randn(80, 5, generator=generator, dtype=torch.float64)
+    >>> estimate = update_divergence(updates, updates + 0.01, noise_std=0.1, order=8)
+    """
+    order = _checks.whole_number("order", order, 2)
+    noise = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
+    tuples = _checks.whole_number("tuples", tuples, 1)
+    _checks.one_of("direction", direction, ("both", *DIRECTIONS))
+    pools = [torch.as_tensor(pool, dtype=torch.float64) for pool in (updates, updates_with)]
+    for name, pool in zip(("updates", "updates_with"), pools):
+        if pool.ndim != 2 or pool.shape[1] != pools[0].shape[1] or len(pool) == 0:
+            raise ValueError(f"{name} must be (pool, parameters), as many parameters in both, got {tuple(pool.shape)}")
+        _checks.in_interval(name, pool, -math.inf, math.inf, closed="neither")
+    if confidence is not None:
+        _checks.number("confidence", confidence, 0, 1, closed="neither")
+        if max_distance is None:
+            raise ValueError("max_distance must be given with a confidence: a bound on the distance between any two updates")
+        _checks.number("max_distance", max_distance, 0, math.inf, closed="left")
+    stacked = torch.cat(pools)
+    stacked = stacked - stacked.mean(0)          # distances stay, and the products below lose fewer digits
+    gram = stacked @ stacked.T
+    if generator is None:
+        generator = torch.Generator(device=gram.device).manual_seed(0)
+    first, second = slice(0, len(pools[0])), slice(len(pools[0]), None)
+    sides = {"remove": (first, second), "add": (second, first)}
+    chosen = DIRECTIONS if direction == "both" else (direction,)
+    results = []
+    for one in chosen:
+        alone, tupled = sides[one]
+        blocks = gram[alone, alone].diagonal() / noise**2, gram[alone, tupled] / noise**2, gram[tupled, tupled] / noise**2
+        if confidence is None:
+            results.append(_tuple_estimate(*blocks, order, tuples, generator))
+        else:
+            results.append(_tuple_bound(*blocks, order, max_distance / noise, 1 - (1 - confidence) / len(chosen)))
+    return torch.stack(results).max()
+
+
+def _tuple_exponents(own, cross, inner, chosen):
+    """Sum over pairs of <u_i - v, u_j - v>: own = |v|^2 (m,), cross = <v, u> (m, pool), inner = <u, u>; chosen (m, tuples, order)."""
+    order = chosen.shape[-1]
+    projections = torch.gather(cross[:, None, :].expand(-1, chosen.shape[1], -1), 2, chosen)
+    pairs = inner[chosen[..., :, None], chosen[..., None, :]]
+    # |sum of w|^2 - sum of |w|^2 with w = u - v; the diagonal of the pairs drops out of both.
+    off_diagonal = pairs.sum((-1, -2)) - pairs.diagonal(dim1=-1, dim2=-2).sum(-1)
+    return (off_diagonal - 2 * (order - 1) * projections.sum(-1) + order * (order - 1) * own[:, None]) / 2
+
+
+def _tuple_estimate(own, cross, inner, order, tuples, generator):
+    pool = len(inner)
+    if pool < order:
+        raise ValueError(f"each pool must hold {order} updates or more, one for each of a tuple, got {pool}")
+    total, rows = own.new_zeros(()), max(1, _CHUNK // (tuples * max(pool, order * order)))
+    for part in torch.arange(len(own), device=own.device).split(rows):
+        keys = torch.rand(len(part), tuples, pool, generator=generator, device=own.device)
+        exponents = _tuple_exponents(own[part], cross[part], inner, keys.topk(order).indices)
+        total = total + (torch.logsumexp(exponents, 1) - math.log(tuples)).sum()
+    return (total / len(own) / (order - 1)).clamp(min=0)
+
+
+def _tuple_bound(own, cross, inner, order, radius, confidence):
+    """Jensen, and one disjoint tuple for each v."""
+    if float((own[:, None] - 2 * cross + inner.diagonal()).max()) > radius**2 * (1 + 1e-6):
+        raise ValueError("max_distance must bound the distance between any two updates, but two of the pools are further apart")
+    count = min(len(own), len(inner) // order)
+    trivial = own.new_tensor(order * (order - 1) / 2 * radius**2)
+    chosen = torch.arange(count * order, device=own.device).view(count, 1, order)
+    exponents = _tuple_exponents(own[:count], cross[:count], inner, chosen).flatten().clamp(max=trivial)
+    return log_mean_bound(exponents, trivial, confidence=confidence) / (order - 1)
+
+
+def _as_tensors(**values):
+    """The named values as float64 tensors of one shape, each checked by what it is."""
+    for name, low, closed, high in (("sample_rate", 0, "right", 1), ("sensitivity", 0, "left", math.inf)):
+        if name in values:
+            _checks.in_interval(name, values[name], low, high, closed=closed)
+    device = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
+    return torch.broadcast_tensors(*(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values.values()))
+
+
+def _batches(sensitivities, probabilities, max_sensitivity, confidence):
+    """The sensitivities as (batches, ...), and the logarithms of their weights."""
+    _checks.in_interval("sensitivities", sensitivities, 0, math.inf, closed="left")
+    sensitivities = torch.as_tensor(sensitivities, dtype=torch.float64)
+    if sensitivities.ndim == 0 or len(sensitivities) == 0:
+        raise ValueError(f"sensitivities must be (batches, ...), one batch or more, got shape {tuple(sensitivities.shape)}")
+    if max_sensitivity is not None:
+        _checks.number("max_sensitivity", max_sensitivity, 0, math.inf, closed="left")
+        _checks.in_interval("sensitivities", sensitivities, 0, max_sensitivity * (1 + 1e-9))
+        sensitivities = sensitivities.clamp(max=max_sensitivity)
+    if confidence is not None:
+        _checks.number("confidence", confidence, 0, 1, closed="neither")
+        if max_sensitivity is None:
+            raise ValueError("max_sensitivity must be given with a confidence: draws alone bound no mean")
+        if probabilities is not None:
+            raise ValueError("confidence must be None where probabilities are given, since then the result is exact")
+    if probabilities is None:
+        return sensitivities, None
+    _checks.in_interval("probabilities", probabilities, 0, 1)
+    probabilities = torch.as_tensor(probabilities, dtype=torch.float64)
+    if probabilities.shape != sensitivities.shape[:1] or abs(float(probabilities.sum()) - 1) > 1e-9:
+        raise ValueError(f"probabilities must be {len(sensitivities)} numbers that sum to 1, got shape "
+                         f"{tuple(probabilities.shape)} and sum {float(probabilities.sum()):g}")
+    return sensitivities, torch.log(probabilities)
+
+
+def _log_mean(log_values, log_weights=None):
+    """ln of the mean of e^values over the first dimension."""
+    if log_weights is None:
+        return torch.logsumexp(log_values, 0) - math.log(len(log_values))
+    return torch.logsumexp(log_values + log_weights.view(-1, *(1,) * (log_values.ndim - 1)), 0)
+
+
+def _sampled_delta(sensitivity, sample_rate, noise_std, epsilon, direction):
+    """Delta of one step of the sampled Gaussian mechanism, exactly."""
+    _checks.one_of("direction", direction, DIRECTIONS)
+    _checks.in_interval("noise_std", noise_std, 0, math.inf, closed="neither")
+    q, sensitivity, noise, epsilon = _as_tensors(sample_rate=sample_rate, sensitivity=sensitivity, noise_std=noise_std,
+                                                 epsilon=epsilon)
+    rise = torch.expm1(epsilon)
+    if direction == "remove":
+        return q * gaussian_delta(sensitivity / noise, torch.log1p(rise / q))
+    rest = (q - (1 - q) * rise).clamp(min=0)     # 1 - (1 - q) e^epsilon
+    return torch.where(rest > 0, rest * gaussian_delta(sensitivity / noise, epsilon + torch.log(q) - torch.log(rest)), 0.0)
+
+
+def _log_mass_add(q, sigma, order):
+    """ln B, elementwise, by the trapezoidal rule; see `_add_nodes` for where and how fine."""
+    shape, q, sigma, power = q.shape, q.reshape(-1), sigma.reshape(-1), order - 1
+    result = torch.empty_like(q)
+    full = q == 1
+    result[full] = order * power / (2 * sigma[full] ** 2)
+    rows = (~full).nonzero()[:, 0]
+    q, sigma = q[rows], sigma[rows]
+    # E[r] = 1, so that E[r^-b] - 1 = E[r^-b - 1 + b (r - 1)], whose integrand is never negative. Where sigma is small
+    # nothing cancels in E[r^-b - 1], and the bump of r at 1 / sigma need not be integrated.
+    joint = sigma > 0.25
+    start, step, count = _add_nodes(q, sigma, power, joint)
+    by_count = torch.argsort(count)
+    done = 0
+    while done < len(by_count):
+        width = int(count[by_count[done:done + 1 + _CHUNK // int(count[by_count[done]])]].max())
+        part = by_count[done:done + max(1, _CHUNK // width)]
+        nodes = torch.arange(int(count[part].max()), dtype=torch.float64, device=q.device)
+        t = start[part, None] + step[part, None] * nodes
+        log_r = log_density_ratio(t, q[part, None], sigma[part, None])
+        log_phi = -0.5 * t * t + torch.log(step[part, None] / math.sqrt(2 * math.pi))
+        log_excess = torch.logsumexp(_log_inverse_excess(log_r, power) + log_phi, dim=1)
+        small = torch.logaddexp(log_excess, torch.zeros_like(log_excess))
+        apart = torch.logsumexp(-power * log_r + log_phi, dim=1).clamp(min=0)
+        result[rows[part]] = torch.where(joint[part], small, apart)
+        done += len(part)
+    return result.reshape(shape)
+
+
+def _add_nodes(q, sigma, power, joint):
+    """First node, distance and number of nodes for integrals of r^-power phi.
+
+    The integrand is log-concave with curvature of 1 or more around its mode, so 9 to both sides of the mode hold all of it. In
+    the strip of half-width d around the real axis it grows by exp(power d^2 / 8 sigma^2 + d^2 / 2) at most, and it is
+    analytic up to pi sigma: with the distances below the rule errs by less than 1e-14.
+    """
+    start = _add_mode(q, sigma, power) - _TAIL
+    end = torch.where(joint, 1 / sigma, 0.0) + _TAIL
+    step = torch.minimum(0.5 * sigma, 0.6 / torch.sqrt(1 + power / (4 * sigma**2))).clamp(max=0.5)
+    return start, step, torch.ceil((end - start) / step).long() + 1
+
+
+def _add_mode(q, sigma, power):
+    """The t at which r(t)^-power phi(t) is largest: the root of t + power / sigma * w(t), w the share of q e^u in r."""
+    log_odds = torch.log(q) - torch.log1p(-q) - 0.5 / sigma**2
+    low, high = -power / sigma, torch.zeros_like(sigma)
+    for _ in range(60):
+        middle = (low + high) / 2
+        above = middle + power / sigma * torch.sigmoid(middle / sigma + log_odds) > 0
+        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
+    return high
+
+
+def _log_inverse_excess(log_r, power):
+    """ln(r^-b - 1 + b (r - 1)), which is the log of a number that is never negative."""
+    y = torch.expm1(log_r.clamp(max=300.0))
+    series = 0.5 * power * (power + 1) * y * y * (1 - (power + 2) / 3 * y * (1 - (power + 3) / 4 * y * (1 - (power + 4) / 5 * y)))
+    near = max(power, 1.0) * y.abs() < 0.003
+    rise = (-power * log_r).clamp(max=30.0)
+    direct = torch.log(torch.where(near, series, torch.expm1(rise) + power * y))
+    return torch.where(-power * log_r > 30.0, -power * log_r, direct)
