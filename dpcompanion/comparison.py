@@ -110,6 +110,7 @@ class Table:
         lines = ["| " + " | ".join(head or " " for head in self.heads) + " |", "|:--|" + "".join("--:|" if kind else ":--|" for kind in self.kinds)]
         for (word, *cells), row_kind in zip(self.rows, self.row_kinds):
             kinds = [row_kind if kind == "row" else kind for kind in self.kinds]
+            word, *cells = (cell.replace("|", "\\|") for cell in (word, *cells))
             cells = [f"[{cell}]{{.{kind}}}" if kind and cell else cell or " " for kind, cell in zip(kinds, cells)]
             lines.append("| " + " | ".join([word, *cells]) + " |")
         return "\n".join(lines)

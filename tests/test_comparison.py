@@ -112,3 +112,7 @@ def test_findings_say_where_by_what_and_with_which_outcome():
     assert "| Adult | above one half | [2%]{.live} | [fails]{.fails} |" in Findings(rows, kind="live")._repr_markdown_()
     with pytest.raises(ValueError, match="kind must be one of .* got 'guessed'"):
         Findings(rows, kind="guessed")
+
+
+def test_a_bar_in_a_cell_does_not_end_it():
+    assert "| rule | \\|ours - paper\\| is small |" in Table(["", "means"], [["rule", "|ours - paper| is small"]], kinds=[None])._repr_markdown_()

@@ -1,0 +1,275 @@
+"""The scoreboard: how each exhibit of the five papers stands, from the published numbers and the records alone.
+
+An exhibit is *reproduced* if every number that it prints was recomputed at the paper's scale and matches or comes
+close, and every finding holds; *in part* if some do, or if only a quick run shows them; *contradicted* if none does;
+*wrong in the paper* if something that it prints is proved wrong (the rest is counted beside it); *not run* otherwise.
+What no experiment computes, such as a lemma, can be checked by tests, which `published` names.
+
+>>> board = standings("intrinsic-privacy")
+>>> [one.state for one in board if one.exhibit.id == "claims-1-2"]
+['reproduced']
+>>> sum(counts(board).values()) == len(board)
+True
+
+An exhibit's *place* is the section of a chapter whose heading names it ("Figures 6 and 7", "Table III"), or else the
+first whose code asks for it by name.
+"""
+
+import dataclasses
+import os
+import pathlib
+import re
+
+from dpcompanion import experiments, published, records
+from dpcompanion.comparison import Table, compare
+
+STATES = {
+    "reproduced": "recomputed at the paper's scale; every number matches or is close, every finding holds",
+    "in part": "some do, or only a quick run shows them",
+    "contradicted": "recomputed, and none agrees",
+    "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
+    "not run": "with what it would need",
+}
+_ROMAN = {"I": 1, "II": 2, "III": 3, "IV": 4}
+_KINDS = "figure|table|theorem|algorithm|claim|fact|corollary|lemma|definition"
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A section of the book: the page, such as "book/papers/idp-sgd", and the anchor of its heading on it."""
+
+    page: str
+    anchor: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Standing:
+    """How an exhibit stands.
+
+    Attributes:
+        exhibit: the `published.Exhibit`.
+        state: a word of `STATES`.
+        numbers: verdict -> how many of its numbers.
+        findings: {"holds": ..., "fails": ...}.
+        record: the record that it is judged by, or None.
+        stale: whether that record was made by other code or another configuration than today's.
+        place: where the book shows it, or None.
+    """
+
+    exhibit: published.Exhibit
+    state: str
+    numbers: dict
+    findings: dict
+    record: records.Record | None
+    stale: bool
+    place: Place | None
+
+    @property
+    def verdicts(self):
+        """All counts in words, such as "12 match, 3 close, 2 hold".
+
+        >>> [one.verdicts for one in standings("intrinsic-privacy") if one.exhibit.id == "figure-4"]
+        ['4 hold']
+        """
+        plural = {"matches": "match", "differs": "differ", "holds": "hold", "fails": "fail"}
+        counts = {**self.numbers, **self.findings}
+        counts.pop("not run", None)
+        words = {word: word if count == 1 or word not in plural else plural[word] for word, count in counts.items()}
+        return ", ".join(f"{count} {words[word]}" for word, count in counts.items())
+
+    @property
+    def basis(self):
+        """What the state rests on, or what is needed to have one."""
+        if self.record is not None:
+            return f"{self.record.preset} record{', stale' if self.stale else ''}"
+        if self.exhibit.tests:
+            return "tests"
+        if self.state != "not run":
+            return "quick run, live" if self.state == "in part" else "proof"
+        data = f", data: {', '.join(self.exhibit.data)}" if self.exhibit.data else ""
+        return ("needs a GPU" if self.exhibit.scale == "gpu" else "needs an experiment") + data
+
+
+def standings(paper=None, *, folder=None, book=None):
+    """How the exhibits of a paper stand, or those of all, in the papers' order.
+
+    Args:
+        paper: the paper's slug; all papers by default.
+        folder: of the records, see `records.results_folder`.
+        book: the folder of the book's sources; that of the checkout by default.
+    """
+    exhibits = published.exhibits(paper)
+    places = {slug: _places(slug, book) for slug in dict.fromkeys(exhibit.paper for exhibit in exhibits)}
+    return [_standing(exhibit, folder, places[exhibit.paper].get(exhibit.id)) for exhibit in exhibits]
+
+
+def counts(standings):
+    """State -> how many exhibits, for all states."""
+    return {state: sum(one.state == state for one in standings) for state in STATES}
+
+
+class Board:
+    """The table of some standings, with links to their places when a notebook shows it.
+
+    Args:
+        standings: the rows.
+        page: the page that the table stands on, which links start from.
+
+    >>> Board(standings("intrinsic-privacy")[:1])
+    exhibit     state         verdicts    basis
+    Figure 1    reproduced    1 holds     paper record
+    """
+
+    def __init__(self, standings, page="book/scoreboard"):
+        self.rows, self.page = tuple(standings), page
+
+    def __repr__(self):
+        table = [[label(one.exhibit), one.state, one.verdicts, one.basis] for one in self.rows]
+        return repr(Table(["exhibit", "state", "verdicts", "basis"], table, kinds=[None, None, None]))
+
+    def _repr_markdown_(self):
+        lines = ["| exhibit | state | verdicts | basis |", "|:--|:--|:--|:--|"]
+        for one in self.rows:
+            state = f"[{one.state}]{{.{one.state.replace(' ', '-')}}}"
+            name = self._link(one) + ": " + one.exhibit.title.replace("|", "\\|")
+            lines.append(f"| {name} | {state} | {one.verdicts or ' '} | {one.basis} |")
+        return "\n".join(lines)
+
+    def _link(self, one):
+        if one.place is None:
+            return label(one.exhibit)
+        address = os.path.relpath(one.place.page, os.path.dirname(self.page))
+        return f'<a href="{address}.html#{one.place.anchor}">{label(one.exhibit)}</a>'
+
+
+def label(exhibit):
+    """What readers call an exhibit.
+
+    >>> label(published.exhibit("intrinsic-privacy/figures-8-9")), label(published.exhibit("idp-sgd/table-d7"))
+    ('Figures 8-9', 'Table D7')
+    """
+    kind, _, number = exhibit.id.partition("-")
+    return f"{kind.capitalize()} {number.upper() if number[:1].isdigit() or len(number) < 4 else number.replace('-', ' ')}"
+
+
+def compared(standings):
+    """(exhibit's label and title, `Comparison` of all printed numbers) for each standing whose record holds some."""
+    return [(f"{label(one.exhibit)}: {one.exhibit.title}", _compared(one.exhibit, one.record)) for one in standings if one.numbers]
+
+
+def _compared(exhibit, record):
+    printed = {key: value for key, value in exhibit.flat().items()
+               if all(isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,)))}
+    recorded = {key: record.values[key] for key in printed if key in record.values}
+    kind = "recorded" if record.preset == "paper" else "live"
+    return compare(exhibit.name, keys=list(printed), **{kind: recorded})
+
+
+def _standing(exhibit, folder, place):
+    judged = dict.fromkeys([exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))])
+    found = {name: _record(name, folder) for name in judged}
+    numbers, held = {}, {}
+    if found[exhibit.name] is not None:
+        numbers = _compared(exhibit, found[exhibit.name]).counts()
+    for record in filter(None, found.values()):
+        for word, count in experiments.findings(record, exhibit.name).counts().items():
+            held[word] = held.get(word, 0) + count
+    record = next(filter(None, found.values()), None)
+    stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
+    state = _state(exhibit, numbers, held, record)
+    return Standing(exhibit, state, numbers, held, record, stale, place)
+
+
+def _record(name, folder):
+    """The record at the scale of the paper, or the quick one where there is no other."""
+    return records.find(name, "paper", folder) or records.find(name, "quick", folder)
+
+
+def _state(exhibit, numbers, held, record):
+    if exhibit.wrong and (record is not None or "statement" in exhibit.wrong):
+        return "wrong in the paper"
+    good = sum(numbers.get(word, 0) for word in ("matches", "close")) + held.get("holds", 0)
+    bad = numbers.get("differs", 0) + held.get("fails", 0)
+    if good + bad == 0:
+        if exhibit.tests:
+            return "reproduced"
+        return "in part" if exhibit.name in experiments.names() else "not run"
+    if good == 0:
+        return "contradicted"
+    return "reproduced" if bad == 0 and not numbers.get("not run") and record.preset == "paper" else "in part"
+
+
+def _places(paper, book=None):
+    """Exhibit -> its place, from the headings of the paper's own pages, then from the code of all pages."""
+    book = (records._repository() or pathlib.Path.cwd()) / "book" if book is None else pathlib.Path(book)
+    own = sorted(book.glob(f"papers/{paper}*.md"))
+    others = sorted(path for path in book.glob("*.md") if path.stem not in ("scoreboard", "errata", "intro"))
+    exhibits, places = published.exhibits(paper), {}
+    for path in own:
+        for heading, anchor, code in _sections(path.read_text(encoding="utf-8")):
+            named = _named(heading)
+            for exhibit in exhibits:
+                if named & _named(exhibit.id):
+                    places.setdefault(exhibit.id, _place(book, path, anchor))
+    for path in (*own, *others):
+        for heading, anchor, code in _sections(path.read_text(encoding="utf-8")):
+            for exhibit in exhibits:
+                said = f'"{exhibit.name}"' in code or path in own and (f'"{exhibit.id}"' in code or f'/{exhibit.id}"' in code)
+                if anchor and said:
+                    places.setdefault(exhibit.id, _place(book, path, anchor))
+    return places
+
+
+def _place(book, path, anchor):
+    return Place(f"book/{path.relative_to(book).with_suffix('').as_posix()}", anchor)
+
+
+def _sections(text):
+    """(heading, anchor, code) of each section of a page; the anchor of the title's own section is empty."""
+    sections, fence = [["", "", ""]], None
+    for line in text.splitlines():
+        mark = re.match(r"(`{3,}|~{3,})(.*)", line)
+        if fence is None and mark:
+            fence, is_code = mark[1], "code-cell" in mark[2]
+        elif fence is not None and line.strip() == fence:
+            fence = None
+        elif fence is not None and is_code:
+            sections[-1][2] += line + "\n"
+        elif fence is None and (heading := re.match(r"(#+)\s+(.*)", line)):
+            sections.append([heading[2], _anchor(heading[2]) if len(heading[1]) > 1 else "", ""])
+    return [tuple(section) for section in sections]
+
+
+def _anchor(heading):
+    """The anchor that Sphinx gives a heading.
+
+    >>> _anchor("Table III: intrinsic epsilon"), _anchor("Figures 8 and 9: a start")
+    ('table-iii-intrinsic-epsilon', 'figures-8-and-9-a-start')
+    """
+    words = re.sub(r"\{\w+\}`([^`]*)`|[`*$]", r"\1", heading).lower()
+    return re.sub(r"^[-0-9]+|-+$", "", re.sub(r"[^a-z0-9]+", "-", words))
+
+
+def _named(words):
+    """The exhibits that a heading, or an exhibit's id, speaks of, as (kind, number) pairs.
+
+    >>> sorted(_named("Theorem 2 and claims 1 and 2; Tables I to III of the paper"))
+    [('claim', '1'), ('claim', '2'), ('table', '1'), ('table', '2'), ('table', '3'), ('theorem', '2')]
+    >>> _named("algorithms-1-2-3") == _named("Algorithms 1 to 3")
+    True
+    """
+    found, kind, last, span = set(), None, None, False
+    for word in re.findall(r"[A-Za-z]?\.?\d+(?:\.\d+)*|[A-Za-z]+|[-\u2013]", words):
+        if re.fullmatch(f"({_KINDS})s?", word, re.IGNORECASE):
+            kind, last, span = word.lower().rstrip("s"), None, False
+        elif kind and (re.search(r"\d", word) or word in _ROMAN):
+            number = str(_ROMAN.get(word, word.lower()))
+            if span and number.isdigit() and str(last).isdigit():
+                found |= {(kind, str(between)) for between in range(int(last), int(number))}
+            found.add((kind, number))
+            last, span = number, False
+        elif word in ("to", "-", "\u2013"):
+            span = last is not None
+        elif word != "and":
+            kind = None
+    return found

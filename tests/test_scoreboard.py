@@ -1,0 +1,118 @@
+import pathlib
+import re
+
+import pytest
+
+from dpcompanion import experiments, published, records, scoreboard
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+EVERYTHING = scoreboard.standings()
+BY_NAME = {one.exhibit.name: one for one in EVERYTHING}
+
+
+def test_every_exhibit_of_the_five_papers_has_its_row():
+    assert [one.exhibit.name for one in EVERYTHING] == [exhibit.name for exhibit in published.exhibits()]
+    assert {one.state for one in EVERYTHING} <= set(scoreboard.STATES)
+    shown = [row for slug in published.PAPERS
+             for row in scoreboard.Board(scoreboard.standings(slug))._repr_markdown_().splitlines()[2:]]
+    assert len(shown) == len(EVERYTHING) and not [row for row in shown if row.count("|") != 5]
+
+
+def test_every_record_is_on_the_board():
+    for path in (ROOT / "results").glob("*/*.paper.json"):
+        one = BY_NAME[f"{path.parent.name}/{path.name.removesuffix('.paper.json')}"]
+        judged = one.exhibit.flat() or experiments.criteria(one.exhibit.name)
+        assert one.state != "not run" or not judged, f"{one.exhibit.name} has a record, but stands as not run"
+
+
+def shown_in(page):
+    """The exhibits that a page holds against the paper: in its code, `compare("...")`, `run("...")` and their like."""
+    text = page.read_text(encoding="utf-8")
+    code = "".join(re.findall(r"```\{code-cell\}.*?\n(.*?)```", text, re.DOTALL))
+    paper = (re.search(r'^PAPER = "([\w-]+)"', code, re.MULTILINE) or [None, page.stem])[1]
+    names = re.findall(r'(?:compare|run|live|recorded|findings)\(\s*f?"([^"]+)"', code)
+    names = [name.replace("{PAPER}", paper) if "/" in name else f"{paper}/{name}" for name in names]
+    return {name for name in names if name in BY_NAME}
+
+
+PAGES = sorted(path for path in (ROOT / "book").rglob("*.md") if path.stem not in ("scoreboard", "intro") and "_static" not in path.parts)
+
+
+def test_what_a_chapter_holds_against_the_paper_is_on_the_board_with_its_place():
+    found = {name for page in PAGES for name in shown_in(page)}
+    assert {"idp-sgd/table-5", "intrinsic-privacy/table-3"} <= found
+    for name in found:
+        assert BY_NAME[name].state != "not run", f"{name} is shown in a chapter, but stands as not run"
+        assert BY_NAME[name].place is not None, f"{name} is shown in a chapter, but no heading names it"
+
+
+def test_places_are_headings_that_exist():
+    for one in EVERYTHING:
+        if one.place:
+            text = (ROOT / one.place.page).with_suffix(".md").read_text(encoding="utf-8")
+            anchors = [anchor for _, anchor, _ in scoreboard._sections(text)]
+            assert anchors.count(one.place.anchor) == 1, f"{one.exhibit.name}: {one.place}"
+
+
+def test_the_tests_that_stand_for_an_exhibit_exist():
+    for one in EVERYTHING:
+        for test in one.exhibit.tests:
+            file, _, name = test.partition("::")
+            assert f"def {name}(" in (ROOT / file).read_text(encoding="utf-8"), f"{one.exhibit.name}: {test} is not there"
+
+
+def test_what_is_wrong_in_a_paper_is_named_as_it_prints_it():
+    for exhibit in published.exhibits():
+        for pattern in exhibit.wrong:
+            assert pattern == "statement" or any(exhibit.is_wrong(key) for key in exhibit.flat()), f"{exhibit.name}: {pattern}"
+
+
+NAME = "individual-accounting/table-3"  # four printed accuracies
+
+
+def standing(folder, values, preset="paper", name=NAME):
+    records.write(records.make(name, preset, values, config={}), folder)
+    return next(one for one in scoreboard.standings(name.partition("/")[0], folder=folder) if one.exhibit.name == name)
+
+
+@pytest.mark.parametrize("values, preset, state, verdicts", [
+    ({"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 98.0}, "paper", "reproduced", "3 match, 1 close"),
+    ({"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 90.0}, "paper", "in part", "3 match, 1 differs"),
+    ({"cifar10.individual": 74.1}, "paper", "in part", "1 matches"),
+    ({"cifar10.individual": 60.0, "cifar10.maximum": float("nan"), "mnist.individual": 90.0, "mnist.maximum": 90.0}, "paper", "contradicted", "4 differ"),
+    ({"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 97.2}, "quick", "in part", "4 match"),
+])
+def test_a_state_follows_from_the_verdicts(tmp_path, values, preset, state, verdicts):
+    one = standing(tmp_path, values, preset)
+    assert (one.state, one.verdicts) == (state, verdicts)
+    assert one.basis.startswith(f"{preset} record")
+
+
+def test_an_exhibit_with_an_error_in_it_is_called_wrong_and_the_rest_is_counted(tmp_path):
+    one = standing(tmp_path, {"mnist.A.sigma_scale": 2.063, "mnist.A.sigma_p": [3.425, 1.92, 1.424]}, name="idp-sgd/table-7")
+    assert one.state == "wrong in the paper" and one.verdicts == "1 matches, 16 wrong in the paper"
+
+
+def test_findings_count_as_numbers_do(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "_CRITERIA", list(experiments._CRITERIA))
+    for good in (True, False):
+        experiments.finding("individual-accounting/figure-5", f"is {good}", of=NAME)(lambda record, good=good: [("here", "", good)])
+    standing(tmp_path, {"mnist.individual": 97.2})
+    one = next(one for one in scoreboard.standings("individual-accounting", folder=tmp_path) if one.exhibit.id == "figure-5")
+    assert one.state == "in part" and one.verdicts == "1 holds, 1 fails" and one.record.name == NAME
+
+
+def test_without_a_record_and_an_experiment_an_exhibit_says_what_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "names", tuple)
+    one = next(one for one in scoreboard.standings("per-instance-accounting", folder=tmp_path) if one.exhibit.id == "figure-4")
+    assert one.state == "not run" and one.basis == "needs a GPU, data: utkface"
+
+
+def test_a_place_is_found_by_heading_first_and_by_code_else(tmp_path):
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "individual-accounting.md").write_text(
+        "# A chapter\n\n```{code-cell} ipython3\n# Table 3 in a comment\nrun(\"individual-accounting/table-3\")\n```\n\n"
+        "## What it costs\n\n```{code-cell} ipython3\ncompare(\"individual-accounting/table-1\")\n```\n\n## Figures 7 and 8, Table 3: more\n")
+    places = scoreboard._places("individual-accounting", tmp_path)
+    assert {id: place.anchor for id, place in places.items()} == {
+        "table-1": "what-it-costs", "table-3": "figures-7-and-8-table-3-more", "figures-7-8": "figures-7-and-8-table-3-more"}
