@@ -24,6 +24,7 @@ for each example and order (about 2 GB for a million), and at most 200 MB of nor
 tensor([2.1014, 0.5203, 0.0000], dtype=torch.float64)
 """
 
+import functools
 import math
 
 import torch
@@ -72,7 +73,7 @@ class IndividualAccountant:
         #: Steps recorded so far.
         self.steps = 0
         if self.rounding is None:
-            self._orders, self._table = self._chords()
+            self._orders, self._table = (part.to(self.device) for part in _chords(self.sample_rate, self.noise_multiplier))
             self._rdp = torch.zeros(self.n, len(self._orders), dtype=torch.float64, device=self.device)
             self._waiting = []
         else:
@@ -82,6 +83,37 @@ class IndividualAccountant:
             self.levels[-1] = 1.0
             self._levels = self.levels.to(self.device)
             self._counts = torch.zeros(self.n, levels, dtype=torch.int32, device=self.device)
+
+    @classmethod
+    def for_plan(cls, plan, **arguments):
+        """The accountant of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm for all.
+
+        Arguments: rounding, accountant and device, as for the class. Raises ValueError for a plan with rates or clip
+        norms for each example, or without noise.
+
+        >>> from dpcompanion.training import DPSGDPlan
+        >>> plan = DPSGDPlan(n=3, sample_rate=0.01, steps=1000, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-5)
+        >>> IndividualAccountant.for_plan(plan, rounding=None).n
+        3
+        """
+        if plan.individual:
+            raise ValueError("plan must have one sample_rate and one max_grad_norm for all examples, got one for each")
+        return cls(plan.n, sample_rate=plan.sample_rate, noise_multiplier=plan.noise_multiplier,
+                   max_grad_norm=plan.max_grad_norm, **arguments)
+
+    def charged(self, norms):
+        """What `record` charges for these norms: themselves or the next level of the grid, at most C; float64.
+
+        A gradient clipped to this costs no more than has been charged.
+
+        >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=2.0, rounding=0.1)
+        >>> accountant.charged([0.0, 0.5, 7.0])
+        tensor([0.0000, 0.6000, 2.0000], dtype=torch.float64)
+        """
+        share = self._shares(norms)
+        if self.rounding is not None:
+            share = torch.where(share > 0, self._levels[torch.searchsorted(self._levels, share)], 0)
+        return share * self.max_grad_norm
 
     def record(self, norms, steps=1):
         """Account for `steps` steps in which example i's gradient has the norm ``norms[i]``.
@@ -95,16 +127,7 @@ class IndividualAccountant:
             ValueError: norms of another shape, negative or not finite.
         """
         steps = _checks.whole_number("steps", steps, 0, 2**31 - 1 - self.steps)
-        norms = norms if isinstance(norms, torch.Tensor) else torch.as_tensor(norms, dtype=torch.float64)
-        if norms.shape != (self.n,):
-            raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
-        share = norms.detach().to(device=self.device, dtype=torch.float64) / self.max_grad_norm
-        if not bool(((share >= 0) & share.isfinite()).all()):
-            _checks.in_interval("norms", norms, 0, math.inf, closed="left")
-        if norms.dtype != torch.float64:
-            # A norm that was summed in few digits may lie a few of its last places below the true one.
-            share = share * (1 + 8 * torch.finfo(norms.dtype).eps if norms.is_floating_point() else 1)
-        share = share.clamp(max=1.0)
+        share = self._shares(norms)
         if self.rounding is None:
             self._waiting.append((share, steps))
             if len(self._waiting) * self.n > _WAITING:
@@ -114,6 +137,19 @@ class IndividualAccountant:
             place = torch.arange(self.n, device=self.device) * len(self._levels) + level
             self._counts.view(-1)[place] += steps * (share > 0).to(torch.int32)
         self.steps += steps
+
+    def _shares(self, norms):
+        """Norms as shares of the clip norm, at most 1, none of them below its norm."""
+        norms = norms if isinstance(norms, torch.Tensor) else torch.as_tensor(norms, dtype=torch.float64)
+        if norms.shape != (self.n,):
+            raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
+        share = norms.detach().to(device=self.device, dtype=torch.float64) / self.max_grad_norm
+        if not bool(((share >= 0) & share.isfinite()).all()):
+            _checks.in_interval("norms", norms, 0, math.inf, closed="left")
+        if norms.dtype != torch.float64:
+            # A norm that was summed in few digits may lie a few of its last places below the true one.
+            share = share * (1 + 8 * torch.finfo(norms.dtype).eps if norms.is_floating_point() else 1)
+        return share.clamp(max=1.0)
 
     def epsilon(self, delta):
         """Epsilon of every example at `delta`, from all that has been recorded: an upper bound, (n,) float64.
@@ -130,7 +166,7 @@ class IndividualAccountant:
             parts = ((part, self._orders) for part in self._rdp.split(_ROWS))
         else:
             orders = orders_for(self.noise_multiplier / float(self.levels[0]))
-            table = self._rdp_at(self._levels, orders)
+            table = _rdp_at(self._levels, orders, self.sample_rate, self.noise_multiplier)
             parts = ((part.double() @ table, orders) for part in self._counts.split(_ROWS))
         return torch.cat([rdp_to_epsilon(rdp, orders, delta)[0] for rdp, orders in parts])
 
@@ -173,39 +209,6 @@ class IndividualAccountant:
         return {"n": self.n, "sample_rate": self.sample_rate, "noise_multiplier": self.noise_multiplier,
                 "max_grad_norm": self.max_grad_norm, "rounding": self.rounding, "accountant": self.accountant}
 
-    def _rdp_at(self, shares, orders):
-        """RDP of a step with gradients of these shares (above 0) of the clip norm, (len(shares), len(orders)).
-
-        Orders beyond 1024 serve examples that cost next to nothing. At a share where such an order is dear to compute
-        it is never the best one, and a bound that says nothing stands in for it.
-        """
-        noise = self.noise_multiplier / shares
-        usual = [order for order in orders if order <= 1024]
-        table = [rdp_sampled_gaussian(sample_rate=self.sample_rate, noise_multiplier=noise, orders=usual)]
-        for order in orders[len(usual):]:
-            column = torch.full_like(noise, _NOTHING)
-            cheap = order <= 32 * noise
-            column[cheap] = rdp_sampled_gaussian(sample_rate=self.sample_rate, noise_multiplier=noise[cheap], orders=[order])[:, 0]
-            table.append(column[:, None])
-        return torch.cat(table, dim=1)
-
-    def _chords(self):
-        """Orders, and the table of RDP at the nodes, whose chords over x = (norm / C)^2 are upper bounds.
-
-        At a whole order the moment is a sum of exponentials of affine functions of x, so its logarithm is convex. At a
-        fractional order convexity is checked, on the nodes and between them, and an order that fails is left out.
-        """
-        orders = orders_for(_NODES * self.noise_multiplier)
-        orders = sorted({order if order < 64 else float(round(order)) for order in orders})
-        nodes = torch.linspace(0, 1, 2 * _NODES + 1, dtype=torch.float64)
-        table = torch.zeros(len(nodes), len(orders), dtype=torch.float64)
-        table[1:] = self._rdp_at(nodes[1:], orders)
-        slopes = table.diff(dim=0) / (nodes**2).diff()[:, None]
-        orders = torch.tensor(orders, dtype=torch.float64)
-        keep = (slopes.diff(dim=0) >= -1e-9 * slopes[1:].abs()).all(dim=0) | (orders == orders.round())
-        # The hair covers what rounding errors do to a chord.
-        return orders[keep].to(self.device), (table[::2, keep] * (1 + 1e-9)).to(self.device)
-
     def _flush(self):
         """Add the waiting norms to the accounts: a histogram of weights on the nodes, times the table."""
         waiting, self._waiting = self._waiting, []
@@ -222,3 +225,39 @@ class IndividualAccountant:
                 histogram.scatter_add_(0, base + node, steps * (1 - upper))
                 histogram.scatter_add_(0, base + node + 1, steps * upper)
             self._rdp[rows] += histogram.view(count, -1) @ self._table
+
+
+def _rdp_at(shares, orders, sample_rate, noise_multiplier):
+    """RDP of a step with gradients of these shares (above 0) of the clip norm, (len(shares), len(orders)).
+
+    Orders beyond 1024 serve examples that cost next to nothing. At a share where such an order is dear to compute
+    it is never the best one, and a bound that says nothing stands in for it.
+    """
+    noise = noise_multiplier / shares
+    usual = [order for order in orders if order <= 1024]
+    table = [rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise, orders=usual)]
+    for order in orders[len(usual):]:
+        column = torch.full_like(noise, _NOTHING)
+        cheap = order <= 32 * noise
+        column[cheap] = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise[cheap], orders=[order])[:, 0]
+        table.append(column[:, None])
+    return torch.cat(table, dim=1)
+
+
+@functools.lru_cache(maxsize=4)
+def _chords(sample_rate, noise_multiplier):
+    """Orders, and the table of RDP at the nodes, whose chords over x = (norm / C)^2 are upper bounds.
+
+    At a whole order the moment is a sum of exponentials of affine functions of x, so its logarithm is convex. At a
+    fractional order convexity is checked, on the nodes and between them, and an order that fails is left out.
+    """
+    orders = orders_for(_NODES * noise_multiplier)
+    orders = sorted({order if order < 64 else float(round(order)) for order in orders})
+    nodes = torch.linspace(0, 1, 2 * _NODES + 1, dtype=torch.float64)
+    table = torch.zeros(len(nodes), len(orders), dtype=torch.float64)
+    table[1:] = _rdp_at(nodes[1:], orders, sample_rate, noise_multiplier)
+    slopes = table.diff(dim=0) / (nodes**2).diff()[:, None]
+    orders = torch.tensor(orders, dtype=torch.float64)
+    keep = (slopes.diff(dim=0) >= -1e-9 * slopes[1:].abs()).all(dim=0) | (orders == orders.round())
+    # The hair covers what rounding errors do to a chord.
+    return orders[keep], table[::2, keep] * (1 + 1e-9)

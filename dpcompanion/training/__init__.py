@@ -4,6 +4,7 @@
 * `sampling`: true Poisson draws;  `noise`: Gaussian noise and the streams of a seed;
 * `clipping`: sums of clipped per-example gradients, and norms; `layers`: how, layer by layer;
 * `loop`: `train`, with checkpoints;
+* `tracking`: everybody's gradient norms along a run, for accounts of each example;
 * `models`: the papers' networks.
 """
 
@@ -12,6 +13,7 @@ from dpcompanion.training.loop import History, Run, train
 from dpcompanion.training.noise import derive_seed, gaussian_noise, generators
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.sampling import PoissonSampler
+from dpcompanion.training.tracking import NormTracker
 
-__all__ = ["DPSGDPlan", "History", "PoissonSampler", "Run", "clipped_sum", "cross_entropy", "derive_seed",
+__all__ = ["DPSGDPlan", "History", "NormTracker", "PoissonSampler", "Run", "clipped_sum", "cross_entropy", "derive_seed",
            "gaussian_noise", "generators", "gradient_norms", "train"]

@@ -72,7 +72,7 @@ class Run:
 
 
 def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto", physical_batch_size=512,
-          accountant=None, on_step=None, on_epoch=None, checkpoint=None, checkpoint_every=None, stateful=None,
+          accountant=None, trackers=(), on_step=None, on_epoch=None, checkpoint=None, checkpoint_every=None, stateful=None,
           generator_device="cpu", progress=None):
     """Train `model` in place by DP-SGD as `plan` says.
 
@@ -87,6 +87,8 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         method: how to clip, see `dpcompanion.training.clipping`.
         physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another.
         accountant: "pld" or "rdp": note epsilon after every epoch.
+        trackers: objects that follow the norms of all examples, such as a `dpcompanion.training.tracking.NormTracker`, and
+            may clip to less than the plan does. They are saved with the run.
         on_step, on_epoch: functions of a `Run`; what on_epoch returns, a dict or None, goes into the history.
         checkpoint: a file. If it exists the run goes on from there; it is written every `checkpoint_every` steps (an
             epoch by default), at the end, and on Ctrl-C, which waits for the step to end (a second one does not).
@@ -105,7 +107,7 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         "checkpoint_every", checkpoint_every, 1)
     if accountant is not None:
         _checks.one_of("accountant", accountant, ("pld", "rdp"))
-    loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, stateful,
+    loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers, stateful,
                  generator_device)
     if checkpoint is not None and os.path.exists(checkpoint):
         loop.load(checkpoint)
@@ -129,8 +131,8 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
 
 
 class _Loop:
-    def __init__(self, model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, stateful,
-                 generator_device):
+    def __init__(self, model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers,
+                 stateful, generator_device):
         x, y = data
         if len(x) != plan.n or len(y) != plan.n:
             raise ValueError(f"data must hold plan.n = {plan.n} examples, got {len(x)} inputs and {len(y)} targets")
@@ -144,7 +146,10 @@ class _Loop:
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         model.to(self.device)
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
-        self.stateful = dict(stateful or {})
+        self.trackers = tuple(trackers)
+        for tracker in self.trackers:
+            tracker.check_plan(plan)
+        self.stateful = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)} | dict(stateful or {})
         self.generators = noise.generators(seed, generator_device)
         self.sampler = plan.sampler(self.generators["sampling"])
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -159,11 +164,18 @@ class _Loop:
 
     def step(self):
         run, plan = self.run, self.run.plan
+        with self._own_randomness("tracking"):
+            lower = [tracker.before_step() for tracker in self.trackers]
         indices = self.sampler.draw().cpu()
         limits = plan.clip_norms(indices)
+        for norms in lower:
+            if norms is not None:
+                limits = torch.minimum(limits, norms.cpu()[indices])
+        # Whoever is clipped to nothing takes no part, and the clipping need not divide by zero.
+        indices, limits = indices[limits > 0], limits[limits > 0]
         run.indices = indices.to(self.device)
         versions = [(name, b, b._version) for name, b in run.model.named_buffers()]
-        with self._own_randomness():
+        with self._own_randomness("forward"):
             total = clipping.clipped_sum(run.model, self.loss, self.x[run.indices], self.y[run.indices], limits,
                                          method=self.method, chunk=self.physical_batch_size)
         for name, buffer, version in versions:
@@ -180,13 +192,15 @@ class _Loop:
         if len(indices):
             run.history.losses[run.step] = total.losses.mean()
         run.step += 1
+        for tracker in self.trackers:
+            tracker.after_step(run.indices, run.norms)
 
     @contextlib.contextmanager
-    def _own_randomness(self):
+    def _own_randomness(self, stream):
         """What the model draws (dropout) depends on seed and step alone; the global generators stay as they were."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(noise.derive_seed(self.seed, "forward", self.run.step))
+            torch.manual_seed(noise.derive_seed(self.seed, stream, self.run.step))
             yield
 
     @contextlib.contextmanager

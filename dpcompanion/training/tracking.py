@@ -1,0 +1,294 @@
+r"""Everybody's gradient norm along a run, for accounts of each example (Yu et al. 2022 and 2023).
+
+An account charges example i at each step for a bound on its gradient's norm,
+but a step of SGD computes the norms of its own batch only.  `NormTracker` keeps :math:`Z_i`, the
+latest known norm of every example at most C, charges everybody for it, and renews it
+
+* by full-batch passes, K of them an epoch, evenly spaced, the first before the first step;
+* with ``running=True``, also whenever an example is sampled (version 1 of the paper, which starts at Z = C; K may be 0).
+
+Two ways to clip, two kinds of account::
+
+    clipping        a gradient is clipped to    the account is
+    "individual"    Z_i as charged              exact: what is charged is enforced (`epsilon`)
+    "maximum"       C, as in plain DP-SGD       an ESTIMATE: the norm may have grown since the last pass
+                                                (`estimated_epsilon`; `epsilon` refuses)
+
+The noise stays sigma C.  An exact account is one along the realised trajectory: Z is a function of the model, which is
+public, and of the example.  It is so only without running estimates.  Those depend on who was in which
+batch, which is secret and on whose secrecy the sample rate's discount rests: an account by them is an estimate
+however gradients are clipped (Yu et al. 2022, section 3.1, says otherwise).
+
+Cost: a pass is a forward and backward pass over the data; else O(n) for a pass, O(batch) for a step.
+Memory: 8 bytes an example, beside the account.
+
+In `train`::
+
+    accountant = IndividualAccountant.for_plan(plan)
+    tracker = NormTracker(accountant, model, loss, data, steps_per_epoch=plan.steps_per_epoch, clipping="individual")
+    train(model, loss, data, plan, optimizer=optimizer, seed=0, trackers=[tracker])
+    tracker.epsilon(1e-5)                                       # (n,)
+
+In a loop of one's own, with Opacus for instance, where a step clips to C::
+
+    tracker.before_step()                                       # before each logical step
+    ...                                                         # backward
+    norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()], dim=1).norm(dim=1)
+    ...                                                         # optimizer.step()
+    tracker.after_step(indices, norms)                          # the two are needed for running estimates only
+    ...
+    tracker.estimated_epsilon(1e-5)
+
+>>> from dpcompanion.individual import IndividualAccountant
+>>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
+>>> model = torch.nn.Linear(2, 2)
+>>> data = torch.randn(100, 2), torch.arange(100) % 2
+>>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+>>> tracker = NormTracker(IndividualAccountant.for_plan(plan), model, cross_entropy, data,
+...                       steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=2, clipping="individual")
+>>> history = train(model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0,
+...                 trackers=[tracker])
+>>> tracker.exact, tracker.passes, bool((tracker.epsilon(1e-3) <= plan.epsilon(accountant="rdp") + 1e-9).all())
+(True, 4, True)
+"""
+
+import contextlib
+import math
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion.training import clipping as clipping_
+
+CLIPPINGS = ("maximum", "individual")
+
+
+class NormTracker:
+    """Latest known gradient norms of the examples, and what they cost; see the module's text.
+
+    Args:
+        accountant: an `IndividualAccountant` of these examples; the tracker records into it.
+        model, loss, data: as for `train`; data, (x, y), holds the accountant's n examples and may lie on another device.
+        steps_per_epoch: steps in an epoch.
+        updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `steps_per_epoch` on (or
+            math.inf) there is one before every step; 0 needs `running`.
+        running: renew an example's norm also when it is sampled.
+        clipping: "maximum" or "individual".
+        examples: (n,) distinct indices, if the accountant and data are a part of what is trained on; such a tracker only
+            observes, so clipping is "maximum".
+        budget: a `dpcompanion.filters.RenyiFilter` of the n examples: who cannot pay for a step takes no part in it.
+            Needs clipping "individual" without running estimates.
+        trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch (`trajectory`): 4 bytes an
+            example and epoch.
+        keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass.
+        method, chunk: how the passes are computed, see `gradient_norms`.
+
+    The passes see the model in evaluation mode, without dropout, draw no random numbers and leave gradients,
+    modes and Opacus' per-example gradients as they are.  A gradient that is not finite is charged at C.
+
+    Raises:
+        ValueError: an argument outside its range, or options that contradict each other.
+    """
+
+    def __init__(self, accountant, model, loss, data, *, steps_per_epoch, updates_per_epoch=1, running=False,
+                 clipping="maximum", examples=None, budget=None, trajectory_delta=None, keep_norms=False,
+                 method="auto", chunk=512):
+        self._accountant, self.model, self.loss = accountant, model, loss
+        self.x, self.y = data
+        if len(self.x) != accountant.n or len(self.y) != accountant.n:
+            raise ValueError(f"data must hold the accountant's {accountant.n} examples, got {len(self.x)} inputs and "
+                             f"{len(self.y)} targets")
+        self.steps_per_epoch = _checks.whole_number("steps_per_epoch", steps_per_epoch, 1)
+        self.updates_per_epoch = min(_checks.number("updates_per_epoch", updates_per_epoch, 0), self.steps_per_epoch)
+        self.running = bool(running)
+        if not self.updates_per_epoch and not self.running:
+            raise ValueError("updates_per_epoch must be above 0 unless running=True, got 0")
+        self.clipping = _checks.one_of("clipping", clipping, CLIPPINGS)
+        if examples is not None:
+            if clipping != "maximum":
+                raise ValueError(f"clipping must be 'maximum' for a tracker of some examples only, got {clipping!r}")
+            examples = torch.as_tensor(examples, dtype=torch.int64, device="cpu")
+            if examples.shape != (accountant.n,) or len(examples.unique()) != accountant.n:
+                raise ValueError(f"examples must be {accountant.n} distinct indices, got shape {tuple(examples.shape)}")
+            self._sorted, self._order = examples.sort()
+        self.examples = examples
+        if budget is not None:
+            if not self.exact:
+                raise ValueError("budget needs clipping='individual' and running=False: a filter must know what is charged")
+            if budget.n != accountant.n:
+                raise ValueError(f"budget must be a filter of {accountant.n} examples, got {budget.n}")
+        self.budget = budget
+        self.trajectory_delta = None if trajectory_delta is None else _checks.number(
+            "trajectory_delta", trajectory_delta, 0, 1, closed="neither")
+        self.keep_norms = bool(keep_norms)
+        self.method, self.chunk = _checks.one_of("method", method, clipping_.METHODS), _checks.whole_number("chunk", chunk, 1)
+        #: Norms that are charged at the next step, at most C, (n,) float64.
+        self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64, device=accountant.device)
+        #: Steps begun, and full-batch passes made.
+        self.step, self.passes = 0, 0
+        self._waiting = 0                    # steps at `_charged` that the accountant does not know of yet
+        self._charged = self.norms
+        self._trajectory, self._kept = [], []
+
+    @property
+    def exact(self):
+        """Whether what is charged is enforced: individual clipping, and no running estimates."""
+        return self.clipping == "individual" and not self.running
+
+    @property
+    def accountant(self):
+        """The accountant, with all steps recorded."""
+        if self._waiting:
+            self._accountant.record(self._charged, steps=self._waiting)
+            self._waiting = 0
+        return self._accountant
+
+    def epsilon(self, delta):
+        """Epsilon of every example, an upper bound along the realised trajectory, (n,) float64.
+
+        Raises:
+            ValueError: if the account is an estimate.
+        """
+        if not self.exact:
+            raise ValueError("epsilon needs clipping='individual' and running=False; this account is an estimate, "
+                             "see estimated_epsilon")
+        return self.accountant.epsilon(delta)
+
+    def estimated_epsilon(self, delta):
+        """Epsilon of every example if each norm had been what was last seen: no bound, (n,) float64."""
+        return self.accountant.epsilon(delta)
+
+    @property
+    def trajectory(self):
+        """Everybody's epsilon (rounded up, an estimate unless `exact`) at the end of each epoch, (epochs, n) float32."""
+        return torch.stack(self._trajectory) if self._trajectory else torch.zeros(0, self._accountant.n)
+
+    @property
+    def norms_of_passes(self):
+        """(steps, norms): before which step (from 0) each pass was made, and what it found, (passes, n) float32."""
+        steps = [step for step, _ in self._kept]
+        norms = [norms for _, norms in self._kept]
+        return torch.tensor(steps, dtype=torch.int64), torch.stack(norms) if norms else torch.zeros(0, self._accountant.n)
+
+    def before_step(self):
+        """Begin a step: renew the norms if a pass is due, and charge everybody.
+
+        Returns:
+            The norms to which this step must clip, (n,) float64, 0 for who takes no part; None if that is C for all.
+        """
+        if self._due():
+            self._measure()
+        charged, limits = self.norms, None
+        if self.clipping == "individual":
+            limits = self._accountant.charged(self.norms)
+            if self.budget is not None:
+                stays = self.budget.admit(limits)
+                limits = torch.where(stays, limits, 0)
+                charged = torch.where(stays, charged, 0)
+        if self._waiting and charged is not self._charged and not torch.equal(charged, self._charged):
+            self.accountant                  # records what waits
+        self._charged = charged
+        self._waiting += 1
+        self.step += 1
+        return limits
+
+    def after_step(self, indices=None, norms=None):
+        """End a step whose examples `indices` had gradients of `norms`, before clipping; both are needed for running
+        estimates only. Without examples, as in an empty batch, both are empty."""
+        if self.running:
+            if indices is None or norms is None:
+                raise ValueError("indices and norms must be given where running=True, got None")
+            indices, norms = torch.as_tensor(indices, device="cpu"), torch.as_tensor(norms)
+            _checks.same_length(indices=indices, norms=norms)
+            if self.examples is not None:
+                mine = torch.isin(indices, self._sorted)
+                indices, norms = self._order[torch.searchsorted(self._sorted, indices[mine])], norms[mine.to(norms.device)]
+            self.accountant                  # what waits was charged at the norms before
+            self.norms = self.norms.index_put((indices.to(self.norms.device),), self._bounded(norms))
+        if self.trajectory_delta is not None and self.step % self.steps_per_epoch == 0:
+            epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()
+            self._trajectory.append(_float32_above(epsilon))
+
+    def check_plan(self, plan):
+        """Raise ValueError unless the account is of this plan."""
+        mine = self._accountant
+        n = plan.n if self.examples is None else mine.n
+        if (mine.n, mine.sample_rate, mine.max_grad_norm, mine.noise_multiplier) != (
+                n, plan.sample_rate, plan.max_grad_norm, plan.noise_multiplier):
+            raise ValueError("trackers must keep accounts of the plan (IndividualAccountant.for_plan), but their n, "
+                             "sample_rate, max_grad_norm and noise_multiplier are "
+                             f"{(mine.n, mine.sample_rate, mine.max_grad_norm, mine.noise_multiplier)}")
+
+    def state_dict(self):
+        """All that is needed to go on, the account included."""
+        return {"accountant": self.accountant.state_dict(), "options": self._options(), "norms": self.norms.cpu(),
+                "step": self.step, "passes": self.passes, "trajectory": list(self._trajectory), "kept": list(self._kept),
+                "budget": None if self.budget is None else self.budget.state_dict()}
+
+    def load_state_dict(self, state):
+        """Go on from a `state_dict` of a tracker with the same options; ValueError names what differs."""
+        if state["options"] != self._options():
+            raise ValueError(f"state must be of a tracker with {self._options()}, got {state['options']}")
+        self._accountant.load_state_dict(state["accountant"])
+        if self.budget is not None:
+            self.budget.load_state_dict(state["budget"])
+        self.norms = state["norms"].to(self._accountant.device)
+        self.step, self.passes, self._waiting, self._charged = int(state["step"]), int(state["passes"]), 0, self.norms
+        self._trajectory, self._kept = list(state["trajectory"]), [tuple(kept) for kept in state["kept"]]
+
+    def _options(self):
+        return {"steps_per_epoch": self.steps_per_epoch, "updates_per_epoch": self.updates_per_epoch,
+                "running": self.running, "clipping": self.clipping, "budget": self.budget is not None,
+                "examples": None if self.examples is None else self.examples.tolist(),
+                "trajectory_delta": self.trajectory_delta, "keep_norms": self.keep_norms}
+
+    def _due(self):
+        """Whether a pass comes before this step: passes lie at the whole multiples of steps_per_epoch / K, rounded up."""
+        rate = self.updates_per_epoch / self.steps_per_epoch
+        count = math.floor(self.step * rate + 1e-9)
+        return rate > 0 and (self.step == 0 or count > math.floor((self.step - 1) * rate + 1e-9))
+
+    def _measure(self):
+        parameter = next(self.model.parameters())
+        parts = []
+        with _undisturbed(self.model) as model:
+            if self.method == "auto":
+                self.method = clipping_.resolve_method(model, self.loss, self.x[:2].to(parameter.device),
+                                                       self.y[:2].to(parameter.device))
+            for start in range(0, len(self.x), self.chunk):
+                part = slice(start, start + self.chunk)
+                parts.append(clipping_.gradient_norms(model, self.loss, self.x[part].to(parameter.device),
+                                                      self.y[part].to(parameter.device), method=self.method,
+                                                      chunk=self.chunk))
+        self.norms = self._bounded(torch.cat(parts))
+        self.passes += 1
+        if self.keep_norms:
+            self._kept.append((self.step, _float32_above(self.norms.cpu())))
+
+    def _bounded(self, norms):
+        """Norms as float64, a few units up for what their summation may have lost, at most C, which also stands for inf."""
+        up = 1 + 8 * torch.finfo(norms.dtype).eps
+        norms = norms.detach().to(device=self.norms.device, dtype=torch.float64) * up
+        return torch.nan_to_num(norms, nan=math.inf).clamp(max=self._accountant.max_grad_norm)
+
+
+def _float32_above(values):
+    rounded = values.float()
+    return torch.where(rounded.double() < values, torch.nextafter(rounded, torch.tensor(math.inf)), rounded)
+
+
+@contextlib.contextmanager
+def _undisturbed(model):
+    """The model in evaluation mode, without the hooks of Opacus' GradSampleModule, and as it was afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    hooked = getattr(model, "hooks_enabled", False)
+    model.eval()
+    if hooked:
+        model.disable_hooks()
+    try:
+        yield getattr(model, "_module", model)
+    finally:
+        if hooked:
+            model.enable_hooks()
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,301 @@
+"""Norms of all examples along a run: when they are renewed, what is charged, and that it is enforced."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dpcompanion.individual import IndividualAccountant
+from dpcompanion.training import DPSGDPlan, cross_entropy, generators, gradient_norms, train
+from dpcompanion.training.tracking import NormTracker
+
+
+def problem(n=60, steps=30, sample_rate=0.1, **changes):
+    generator = torch.Generator().manual_seed(1)
+    y = torch.randint(3, (n,), generator=generator)
+    x = torch.randn(n, 4, dtype=torch.float64, generator=generator) + 2 * nn.functional.one_hot(y, 4)
+    plan = DPSGDPlan(**{"n": n, "sample_rate": sample_rate, "steps": steps, "max_grad_norm": 1.0,
+                        "noise_multiplier": 1.0, "delta": 1e-3, **changes})
+    return (x, y), plan
+
+
+def network(dropout=0.0, dtype=torch.float64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).to(dtype)
+
+
+def tracked(data, plan, model, *, rounding=None, accountant="rdp", **options):
+    account = IndividualAccountant.for_plan(plan, rounding=rounding, accountant=accountant)
+    return NormTracker(account, model, cross_entropy, data, **{"steps_per_epoch": plan.steps_per_epoch, **options})
+
+
+def run(data, plan, model, *trackers, **arguments):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    return train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, trackers=trackers, **arguments)
+
+
+def true_norms(data, plan, **arguments):
+    """The norms of all examples before each step, (steps, n), from a run that is watched from outside."""
+    model = network()
+    norms = [gradient_norms(model, cross_entropy, *data)]
+    run(data, plan, model, on_step=lambda run: norms.append(gradient_norms(run.model, cross_entropy, *data)), **arguments)
+    return torch.stack(norms[:plan.steps])
+
+
+def direct(norms, plan):
+    """The account of a (steps, n) history of charged norms."""
+    account = IndividualAccountant.for_plan(plan, rounding=None)
+    for row in norms:
+        account.record(row)
+    return account.epsilon(1e-3)
+
+
+@pytest.mark.parametrize("per_epoch, expected", [
+    (0.5, [0, 20]), (1, [0, 10, 20]), (2, [0, 5, 10, 15, 20, 25]), (3, [0, 4, 7, 10, 14, 17, 20, 24, 27]),
+    (math.inf, list(range(30))),
+])
+def test_passes_are_evenly_spaced_and_the_first_precedes_the_first_step(per_epoch, expected):
+    data, plan = problem()
+    model = network()
+    tracker = tracked(data, plan, model, updates_per_epoch=per_epoch, keep_norms=True)
+    run(data, plan, model, tracker)
+    steps, norms = tracker.norms_of_passes
+    assert steps.tolist() == expected and tracker.passes == len(expected)
+    truth = true_norms(data, plan)[steps].clamp(max=plan.max_grad_norm)
+    assert (norms >= truth).all() and torch.allclose(norms.double(), truth, rtol=1e-6)
+
+
+def test_passes_before_every_step_account_for_the_true_norms():
+    data, plan = problem()
+    model = network()
+    tracker = tracked(data, plan, model, updates_per_epoch=math.inf)
+    run(data, plan, model, tracker)
+    truth = direct(true_norms(data, plan), plan)
+    assert torch.allclose(tracker.estimated_epsilon(1e-3), truth, rtol=1e-9) and truth.std() > 0.1
+
+
+def test_between_passes_the_last_norms_are_charged():
+    data, plan = problem()
+    model = network()
+    tracker = tracked(data, plan, model, updates_per_epoch=1)
+    run(data, plan, model, tracker)
+    truth = true_norms(data, plan)
+    assert torch.allclose(tracker.estimated_epsilon(1e-3), direct(truth[torch.arange(30) // 10 * 10], plan), rtol=1e-9)
+
+
+def test_running_estimates_begin_at_the_clip_norm_and_follow_who_is_sampled():
+    data, plan = problem()
+    model, seen = network(), []
+    tracker = tracked(data, plan, model, updates_per_epoch=0, running=True)
+    run(data, plan, model, tracker, on_step=lambda run: seen.append((run.indices, run.norms)))
+    latest, charged = torch.full((60,), plan.max_grad_norm, dtype=torch.float64), []
+    for indices, norms in seen:
+        charged.append(latest.clone())
+        latest[indices] = norms.clamp(max=plan.max_grad_norm)
+    assert tracker.passes == 0
+    assert torch.allclose(tracker.estimated_epsilon(1e-3), direct(torch.stack(charged), plan), rtol=1e-9)
+
+
+def test_watching_changes_nothing_about_the_run():
+    data, plan = problem()
+    plain, watched = network(dropout=0.3), network(dropout=0.3)
+    run(data, plan, plain)
+    trackers = [tracked(data, plan, watched, updates_per_epoch=3), tracked(data, plan, watched, updates_per_epoch=0, running=True)]
+    run(data, plan, watched, *trackers)
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters())) and watched.training
+
+
+@pytest.mark.parametrize("rounding", [None, 0.1])
+def test_individual_clipping_enforces_what_is_charged(rounding):
+    data, plan = problem(n=30, sample_rate=0.4, max_grad_norm=2.0)
+    model, limits, own = network(), [], []
+    tracker = tracked(data, plan, model, rounding=rounding, steps_per_epoch=10, clipping="individual")
+    before_step = tracker.before_step
+
+    def note():
+        limits.append(before_step())
+        own.append(network())
+        own[-1].load_state_dict(model.state_dict())
+        return limits[-1]
+
+    tracker.before_step = note
+    streams = generators(5)
+    sampler = plan.sampler(streams["sampling"])
+    parameters = sum(p.numel() for p in model.parameters())
+
+    def check(run):
+        """The step taken is that of gradients clipped to the limits, computed here one by one."""
+        before, limit = own[-1], limits[-1]
+        indices = sampler.draw()
+        total = torch.zeros(parameters, dtype=torch.float64)
+        for i in indices:
+            value = cross_entropy(before(data[0][i:i + 1]), data[1][i:i + 1]).sum()
+            g = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(before.parameters()))])
+            total += g * min(1, (limit[i] / g.norm()).item())
+        noise = plan.noise((parameters,), streams["noise"])
+        got = torch.cat([p.grad.flatten() for p in run.model.parameters()])
+        torch.testing.assert_close(got, (total + noise) / plan.expected_batch_size)
+
+    run(data, plan, model, tracker, on_step=check)
+    assert len({tuple(limit.tolist()) for limit in limits}) == 3 and all((limit < 2).any() for limit in limits)
+    if rounding:
+        assert all(torch.allclose((limit / 0.2).round(), limit / 0.2) for limit in limits)
+    assert torch.allclose(tracker.epsilon(1e-3), direct(torch.stack(limits), plan), rtol=1e-3)
+    assert (tracker.epsilon(1e-3) <= plan.epsilon(accountant="rdp") * (1 + 1e-9)).all()
+
+
+def test_individual_clipping_to_norms_of_every_step_is_plain_dp_sgd():
+    data, plan = problem()
+    plain, clipped = network(), network()
+    run(data, plan, plain)
+    run(data, plan, clipped, tracked(data, plan, clipped, updates_per_epoch=math.inf, clipping="individual"))
+    for a, b in zip(plain.parameters(), clipped.parameters()):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(clipping="individual", running=True), dict(updates_per_epoch=math.inf)])
+def test_an_estimate_is_never_given_out_as_an_epsilon(options):
+    data, plan = problem()
+    tracker = tracked(data, plan, network(), **options)
+    tracker.before_step()
+    assert not tracker.exact and (tracker.estimated_epsilon(1e-3) > 0).all()
+    with pytest.raises(ValueError, match="estimate"):
+        tracker.epsilon(1e-3)
+
+
+@pytest.mark.parametrize("options", [dict(updates_per_epoch=2, clipping="individual"),
+                                     dict(updates_per_epoch=1, running=True, clipping="individual"),
+                                     dict(updates_per_epoch=0, running=True)])
+@pytest.mark.parametrize("mode", [dict(rounding=None), dict(rounding=0.05, accountant="pld")])
+def test_an_interrupted_run_ends_bit_for_bit_where_it_would_have_ended(tmp_path, options, mode):
+    class Enough(Exception):
+        pass
+
+    def stop(run):
+        if run.step == 17:
+            raise Enough
+
+    def fresh():
+        data, plan = problem()
+        model = network(dropout=0.2)
+        return data, plan, model, tracked(data, plan, model, trajectory_delta=1e-3, keep_norms=True, **options, **mode)
+
+    data, plan, whole, reference = fresh()
+    run(data, plan, whole, reference)
+    data, plan, model, tracker = fresh()
+    with pytest.raises(Enough):
+        run(data, plan, model, tracker, on_step=stop, checkpoint=tmp_path / "run.pt", checkpoint_every=7)
+    data, plan, model, tracker = fresh()
+    run(data, plan, model, tracker, checkpoint=tmp_path / "run.pt", checkpoint_every=7)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters()))
+    assert len(tracker.trajectory) == 3
+    if mode["rounding"]:
+        assert torch.equal(reference.estimated_epsilon(1e-3), tracker.estimated_epsilon(1e-3))
+        assert torch.equal(reference.trajectory, tracker.trajectory)
+    else:                                # unrounded accounts are sums of floats, and an interruption splits the sum
+        torch.testing.assert_close(reference.estimated_epsilon(1e-3), tracker.estimated_epsilon(1e-3), rtol=1e-12, atol=0)
+    assert all(torch.equal(a, b) for a, b in zip(reference.norms_of_passes, tracker.norms_of_passes))
+
+
+def test_the_trajectory_is_the_account_at_the_end_of_each_epoch():
+    data, plan = problem()
+    model, seen = network(), []
+    tracker = tracked(data, plan, model, trajectory_delta=1e-3)
+    run(data, plan, model, tracker, on_epoch=lambda run: seen.append(tracker.estimated_epsilon(1e-3)))
+    assert (tracker.trajectory >= torch.stack(seen)).all()
+    assert torch.allclose(tracker.trajectory.double(), torch.stack(seen), rtol=1e-6)
+    assert (tracker.trajectory.diff(dim=0) >= 0).all()
+
+
+def test_a_tracker_of_some_examples_keeps_their_accounts():
+    (x, y), plan = problem()
+    some = torch.tensor([41, 3, 17, 58])
+    for options in (dict(updates_per_epoch=1), dict(updates_per_epoch=0, running=True)):
+        model = network()
+        everybody = tracked((x, y), plan, model, **options)
+        account = IndividualAccountant(4, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, rounding=None)
+        few = NormTracker(account, model, cross_entropy, (x[some], y[some]), steps_per_epoch=10, examples=some, **options)
+        run((x, y), plan, model, everybody, few)
+        assert torch.allclose(few.estimated_epsilon(1e-3), everybody.estimated_epsilon(1e-3)[some], rtol=1e-9)
+
+
+def test_a_gradient_that_is_not_finite_is_charged_at_the_clip_norm():
+    (x, y), plan = problem()
+    x = x.clone()
+    x[7] = math.inf
+    model = network()
+    tracker = tracked((x, y), plan, model, clipping="individual")
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        run((x, y), plan, model, tracker)
+    assert torch.isclose(tracker.epsilon(1e-3)[7], tracker.epsilon(1e-3).max())
+    assert float(tracker.epsilon(1e-3)[7]) == pytest.approx(plan.epsilon(accountant="rdp"), rel=1e-3)
+
+
+def test_passes_leave_gradients_and_modes_alone():
+    data, plan = problem()
+    model = network(dropout=0.5).train()
+    model[0].eval()
+    model[0].weight.grad = torch.ones(8, 4, dtype=torch.float64)
+    state = torch.get_rng_state()
+    tracked(data, plan, model).before_step()
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 4, dtype=torch.float64)) and model[3].weight.grad is None
+    assert not model[0].training and model[2].training and torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_in_a_loop_with_opacus_it_tracks_what_opacus_computes():
+    from opacus import GradSampleModule
+    from opacus.optimizers import DPOptimizer
+
+    (x, y), plan = problem()
+    model = GradSampleModule(network(), loss_reduction="sum")
+    optimizer = DPOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=1.0, max_grad_norm=1.0,
+                            expected_batch_size=6, loss_reduction="sum", generator=torch.Generator().manual_seed(3))
+    sampler = plan.sampler(torch.Generator().manual_seed(4))
+    passes, running = (tracked((x, y), plan, model, **options) for options in (
+        dict(updates_per_epoch=math.inf, keep_norms=True), dict(updates_per_epoch=0, running=True)))
+    latest, charged = torch.ones(60, dtype=torch.float64), []
+    for _ in range(12):
+        indices = sampler.draw()
+        optimizer.zero_grad()
+        passes.before_step()
+        running.before_step()
+        cross_entropy(model(x[indices]), y[indices]).sum().backward()
+        norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()], dim=1).norm(dim=1)
+        assert len(norms) == len(indices) and torch.allclose(passes.norms[indices], norms.clamp(max=1.0))
+        optimizer.step()
+        passes.after_step()
+        running.after_step(indices, norms)
+        charged.append(latest.clone())
+        latest[indices] = norms.clamp(max=1.0)
+    assert torch.allclose(running.estimated_epsilon(1e-3), direct(torch.stack(charged), plan), rtol=1e-9)
+    assert torch.allclose(passes.estimated_epsilon(1e-3), direct(passes.norms_of_passes[1], plan), rtol=1e-5)
+
+
+@pytest.mark.parametrize("options, words", [
+    (dict(updates_per_epoch=0), "running=True"), (dict(updates_per_epoch=-1), "updates_per_epoch"),
+    (dict(steps_per_epoch=0), "steps_per_epoch"), (dict(clipping="both"), "clipping"), (dict(method="magic"), "method"),
+    (dict(examples=[0], clipping="individual"), "some examples"), (dict(examples=[0, 1]), "60 distinct"),
+    (dict(trajectory_delta=0), "trajectory_delta"), (dict(chunk=0), "chunk"),
+])
+def test_bad_options_are_refused_by_name(options, words):
+    data, plan = problem()
+    with pytest.raises(ValueError, match=words):
+        tracked(data, plan, network(), **options)
+
+
+def test_data_plan_and_state_of_another_run_are_refused():
+    data, plan = problem()
+    with pytest.raises(ValueError, match="60 examples"):
+        tracked((data[0][:5], data[1][:5]), plan, network())
+    model = network()
+    _, other = problem(noise_multiplier=2.0)
+    with pytest.raises(ValueError, match="of the plan"):
+        run(data, other, model, tracked(data, plan, model))
+    with pytest.raises(ValueError, match="state must be"):
+        tracked(data, plan, model).load_state_dict(tracked(data, plan, model, updates_per_epoch=2).state_dict())
+    with pytest.raises(ValueError, match="one for each"):
+        IndividualAccountant.for_plan(problem(sample_rate=torch.full((60,), 0.1))[1])
+    with pytest.raises(ValueError, match="indices and norms"):
+        tracked(data, plan, model, running=True).after_step()
