@@ -8,13 +8,15 @@ covers T = epochs ceil(N / B) steps.  Epsilon is by RDP, at delta 1e-5.
 import dataclasses
 import functools
 import math
+import time
 
 import torch
 import torch.nn.functional as F
+from scipy import special, stats
 
-from dpcompanion import data, idp, records
-from dpcompanion.accounting import compute_epsilon, find_noise_multiplier
-from dpcompanion.experiments import experiment
+from dpcompanion import attacks, data, idp, published, records
+from dpcompanion.accounting import compute_epsilon, find_noise_multiplier, find_steps, rdp_sampled_gaussian, rdp_to_epsilon
+from dpcompanion.experiments import experiment, finding
 from dpcompanion.records import mean_and_sd
 from dpcompanion.training import DPSGDPlan, cross_entropy, derive_seed, models, train
 
@@ -144,6 +146,8 @@ class Task:
 
 
 MNIST = Task("mnist", "mnist_cnn", TABLE_5["mnist"], 0.6)
+CIFAR10 = Task("cifar10", "cifar_cnn", TABLE_5["cifar10"], 0.7)
+MNIST_5K = Task("mnist-5k", "mnist_cnn", Training(4000, 512, 80, 0.2), 0.6)
 # Softmax regression on digits of 14 x 14 pixels: seconds for hundreds of runs.
 DIGITS = Task("mnist-5k", "softmax", Training(4000, 200, 15, 1.0), 1.0)
 
@@ -323,15 +327,10 @@ def trials(config, run):
     return {kind: [done[f"{kind}.seed-{seed}"] for seed in config.seeds] for kind in config.kinds}
 
 
-@experiment("idp-sgd/table-2", uses=(*_TRIAL, trials), quick=Trials(DIGITS, seeds=tuple(range(5)), look=3, group_look=3),
-            paper=Trials(MNIST, kinds=("dpsgd", "A.sample", "A.scale", "B.sample", "B.scale"), seeds=(0,)))
-def table_2(config, run):
-    """Accuracy of DP-SGD, Sample and Scale: `mnist.A.sample` and so on, with the curves of figure 1 and appendix D.7.
-
-    On MNIST the paper uses one set of hyperparameters for all methods, so this is table 8 as well.
-    """
+def accuracies(config, done):
+    """The trials' values: `mnist.A.sample` and so on, the curves of figure 1, and what appendix D.7 looks at."""
     values = {}
-    for kind, each in trials(config, run).items():
+    for kind, each in done.items():
         for setup in [kind] if "." in kind else [f"{setup}.{kind}" for setup in config.groups]:
             values[f"{config.task.data}.{setup}"] = mean_and_sd(one["final"] for one in each)
         values[f"{kind}.final"] = [one["final"] for one in each]
@@ -342,3 +341,522 @@ def table_2(config, run):
             values[f"{kind}.{name}"] = [mean_and_sd(looks) for looks in zip(*(one[name] for one in each))]
         values[f"{kind}.dropped"] = sum(one["dropped"] for one in each)
     return values
+
+
+_QUICK_TRIALS = Trials(DIGITS, seeds=tuple(range(5)), look=3, group_look=3)
+_PAPER_TRIALS = Trials(MNIST, kinds=("dpsgd", "A.sample", "A.scale", "B.sample", "B.scale"), seeds=(0,))
+
+
+@experiment("idp-sgd/table-2", uses=(*_TRIAL, trials, accuracies), quick=_QUICK_TRIALS, paper=_PAPER_TRIALS)
+def table_2(config, run):
+    """Accuracy of DP-SGD, Sample and Scale, with the curves of figure 1.
+
+    On MNIST the paper uses one set of hyperparameters for all methods, so this is table 8 as well.
+    """
+    return accuracies(config, trials(config, run))
+
+
+@experiment("idp-sgd/table-8", uses=(*_TRIAL, trials, accuracies), paper=_PAPER_TRIALS)
+def table_8(config, run):
+    """Table 2 with the hyperparameters of table 5 for every method: on MNIST these are the same runs."""
+    return accuracies(config, trials(config, run))
+
+
+_D7 = {"sample": "B.sample", "scale": "B.scale", "dpsgd_54": "B.alone", "dpsgd_100": "dpsgd"}
+
+
+@experiment("idp-sgd/table-d7", uses=(*_TRIAL, trials), paper=dataclasses.replace(_PAPER_TRIALS, kinds=tuple(_D7.values())))
+def table_d7(config, run):
+    """Loss and accuracy of the strictest group's own training examples (B), over the epochs."""
+    values = {}
+    for name, kind in _D7.items():
+        each = trials(dataclasses.replace(config, kinds=(kind,)), run)[kind]
+        for quantity in ("loss", "accuracy"):
+            for epoch, looks in zip(each[0]["group_epochs"], zip(*(one[f"group_{quantity}"] for one in each))):
+                values[f"{quantity}.epoch_{epoch}.{name}"] = mean_and_sd(looks)
+    return values
+
+
+# Many runs side by side --------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Runs of each kind on one task, for each seed, `together` of them side by side.
+
+    Kinds are as for `Trials`; accuracies are noted after every `look` epochs.
+    """
+
+    task: Task
+    kinds: tuple = ()
+    seeds: tuple = tuple(range(5))
+    budgets: tuple = BUDGETS
+    groups: dict = dataclasses.field(default_factory=lambda: GROUPS)
+    delta: float = 1e-5
+    look: int = 5
+    together: int = 1
+
+
+ALL = 10_000  # runs of softmax regression go side by side, however many they are
+
+
+def train_all(task, plans, seeds, features, labels, *, device="cpu", members=None, start=None, look=None):
+    """One run for each plan and seed, side by side, each as `train` would leave it.
+
+    Args:
+        plans: of the same n and steps.  Run r starts from the task's network of seed r, or from ``start[name][r]``.
+        members: (runs, n) booleans: who is in the data of each run.
+        look: also keep the parameters after every `look` epochs.
+
+    Returns [(epoch, {name: (runs, ...) parameters})], the end last.
+    """
+    kept = {}
+    for r, (plan, seed) in enumerate(zip(plans, seeds)):
+        model = network(task, seed)
+        if start is not None:
+            model.load_state_dict({name: values[r] for name, values in start.items()})
+
+        def note(now):
+            epoch = math.ceil(now.step / plan.steps_per_epoch)
+            if now.step == plan.steps or (look and epoch % look == 0):
+                state = {name: p.detach().clone() for name, p in model.named_parameters()}
+                kept.setdefault(epoch, []).append(state)
+
+        optimizer = torch.optim.SGD(model.to(device).parameters(), lr=task.learning_rate, momentum=task.momentum)
+        train(model, cross_entropy, (features, labels), plan, optimizer=optimizer, seed=seed, on_epoch=note, progress=False)
+    return [(epoch, {name: torch.stack([state[name] for state in states]) for name in states[0]})
+            for epoch, states in kept.items()]
+
+
+def predict_all(task, parameters, features):
+    """The logits of all runs, (runs, n, classes), a thousand examples at a time."""
+    model = network(task, 0).to(features.device)
+
+    def one(parameters, part):
+        return torch.func.functional_call(model, parameters, (part,))
+
+    with torch.no_grad():
+        return torch.cat([torch.func.vmap(one, in_dims=(0, None))(parameters, part) for part in features.split(1000)], 1)
+
+
+def compared(config, run, plan):
+    """{kind: [outcome for each seed]} of runs with the plans `plan(kind, seed)`.
+
+    An outcome holds the accuracy on test data, `final` and in each of the `classes`, and its course, `epochs` and `accuracy`.
+    """
+    task, found = config.task, problem(config.task, run)
+    runs = [(kind, seed) for kind in config.kinds for seed in config.seeds]
+    parts = [runs[i:i + config.together] for i in range(0, len(runs), config.together)]
+    parts = {records.hash_of(part)[:12]: part for part in parts}
+    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
+
+    def work(piece):
+        part = parts[piece]
+        trained = train_all(task, [plan(kind, seed) for kind, seed in part], [seed for _, seed in part], found.features,
+                            found.labels, device=run.device, look=config.look)
+        course = [accuracy(predict_all(task, parameters, test_features), test_labels) for _, parameters in trained]
+        logits = predict_all(task, trained[-1][1], test_features)
+        return {"outcomes": [
+            {"final": course[-1][r], "classes": class_accuracy(logits[r], test_labels),
+             "epochs": [epoch for epoch, _ in trained], "accuracy": [at[r] for at in course]} for r in range(len(part))]}
+
+    done = run.pieces(work, parts, label="runs")
+    outcomes = {name: outcome for piece, part in parts.items() for name, outcome in zip(part, done[piece]["outcomes"])}
+    return {kind: [outcomes[kind, seed] for seed in config.seeds] for kind in config.kinds}
+
+
+def finals(outcomes):
+    """{kind: mean and standard deviation of the final accuracy}."""
+    return {kind: mean_and_sd(one["final"] for one in each) for kind, each in outcomes.items()}
+
+
+def named(values, task, data):
+    """The values under the published names if the task's data are the paper's, else under the name of the data."""
+    return values if task.data == data else {f"{task.data}.{key}": value for key, value in values.items()}
+
+
+_COMPARED = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, accuracy, class_accuracy, train_all,
+             predict_all, compared)
+
+
+def ahead(record, one, other):
+    """How far the kind `one` is ahead of the `other`, in points: the mean difference over seeds, which both share, and half
+    the width of its 95% interval."""
+    first, second = (torch.tensor(record.values[f"{kind}.final"], dtype=torch.float64) for kind in (one, other))
+    difference = first - second
+    if len(difference) < 2:
+        return float(difference.mean()), math.inf
+    reach = float(special.stdtrit(len(difference) - 1, 0.975)) * float(difference.std()) / math.sqrt(len(difference))
+    return float(difference.mean()), reach
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups100(Compared):
+    """Table 9: how many groups, and between which ends their budgets are drawn."""
+
+    number: int = 100
+    between: tuple = (1.0, 6.0)
+
+
+@experiment("idp-sgd/table-9", uses=_COMPARED, quick=Groups100(DIGITS, ("dpsgd", "sample", "scale"), together=ALL),
+            paper=Groups100(MNIST, ("dpsgd", "sample", "scale"), seeds=(0,)))
+def table_9(config, run):
+    """A hundred groups of the same size, each with a budget drawn uniformly; DP-SGD gives all the lower end."""
+    examples = len(problem(config.task, run).labels)
+
+    def plan(kind, seed):
+        generator = torch.Generator().manual_seed(derive_seed(seed, "budgets"))
+        low, high = config.between
+        budgets = (low + (high - low) * torch.rand(config.number, dtype=torch.float64, generator=generator)).tolist()
+        groups = assign(examples, (1,) * config.number, seed)
+        return plan_of(kind, groups, (low,) * config.number if kind == "dpsgd" else budgets, config.task.training, delta=config.delta)
+
+    outcomes = compared(config, run, plan)
+    values = {f"{kind}.final": [one["final"] for one in each] for kind, each in outcomes.items()}
+    return values | named(finals(outcomes), config.task, "mnist")
+
+
+@experiment("idp-sgd/table-14", uses=_COMPARED,
+            quick=Compared(DIGITS, ("scale", "combined-25", "combined-50", "combined-75", "sample"), together=ALL),
+            paper=Compared(MNIST, ("scale", "combined-25", "combined-50", "combined-75", "sample"), seeds=(0,)))
+def table_14(config, run):
+    """Sample and Scale at once, each group's own budget met; the weight is how much of Sample's change of rates is made."""
+    examples = len(problem(config.task, run).labels)
+    outcomes = compared(config, run, lambda kind, seed: plan_of(
+        kind, assign(examples, config.groups["A"], seed), config.budgets, config.task.training, delta=config.delta))
+    weights = {"scale": "weight_0", "sample": "weight_100"}
+    outcomes = {weights.get(kind, kind.replace("combined-", "weight_")): each for kind, each in outcomes.items()}
+    values = {f"{kind}.final": [one["final"] for one in each] for kind, each in outcomes.items()}
+    return values | named(finals(outcomes), config.task, "mnist")
+
+
+@dataclasses.dataclass(frozen=True)
+class Baselines(Compared):
+    """Table 17: the noise multiplier of training on the groups one after another."""
+
+    noise_multiplier: float = 2.5
+
+
+def exclude(config, found, groups):
+    """DP-SGD at the second budget on those whose budget is no smaller: (features, labels, plan)."""
+    kept = groups > 0
+    training = dataclasses.replace(config.task.training, examples=int(kept.sum()))
+    plan = plan_of("dpsgd", torch.zeros(training.examples, dtype=torch.long), config.budgets[1:2], training, delta=config.delta)
+    return found.features[kept], found.labels[kept], plan
+
+
+def in_sequence(config, found, groups, order):
+    """(features, labels, plan) for each group in turn, at one noise multiplier, for as many steps as its budget pays."""
+    for p in order:
+        own = groups == p
+        training = dataclasses.replace(config.task.training, examples=int(own.sum()))
+        steps = find_steps(target_epsilon=config.budgets[p], target_delta=config.delta, sample_rate=training.sample_rate,
+                           noise_multiplier=config.noise_multiplier, accountant="rdp")
+        yield found.features[own], found.labels[own], DPSGDPlan(
+            n=training.examples, sample_rate=training.sample_rate, steps=steps, max_grad_norm=training.clip,
+            noise_multiplier=config.noise_multiplier, delta=config.delta)
+
+
+def baseline(config, kind, seed, run):
+    """The final accuracy of "A.exclude_low", "A.sequential" (strictest group first) or "A.reversed"."""
+    setup, _, method = kind.partition(".")
+    task, found = config.task, problem(config.task, run)
+    groups = assign(len(found.labels), config.groups[setup], seed)
+    order = range(len(config.budgets)) if method == "sequential" else reversed(range(len(config.budgets)))
+    stages = [exclude(config, found, groups)] if method == "exclude_low" else in_sequence(config, found, groups, order)
+    model = network(task, seed).to(run.device)
+    for number, (features, labels, plan) in enumerate(stages):
+        optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum)
+        train(model, cross_entropy, (features, labels), plan, optimizer=optimizer, seed=derive_seed(seed, "stage", number) % 2**31,
+              progress=False)
+    return accuracy(predictions(model, found.test_features.to(run.device)), found.test_labels.to(run.device))
+
+
+_BASELINES = ("A.exclude_low", "A.sequential", "A.reversed", "B.exclude_low", "B.sequential", "B.reversed")
+
+
+@experiment("idp-sgd/table-17", uses=(*_TRIAL, exclude, in_sequence, baseline),
+            quick=Baselines(DIGITS, _BASELINES, seeds=tuple(range(3))), paper=Baselines(MNIST, _BASELINES, seeds=(0,)))
+def table_17(config, run):
+    """Two ways to use different budgets with DP-SGD alone; `reversed` takes the groups in the other order."""
+    pieces = {f"{kind}.seed-{seed}": (kind, seed) for kind in config.kinds for seed in config.seeds}
+    problem(config.task, run)
+    done = run.pieces(lambda piece: {"final": baseline(config, *pieces[piece], run)}, pieces, label="baselines")
+    final = {kind: [done[f"{kind}.seed-{seed}"]["final"] for seed in config.seeds] for kind in config.kinds}
+    values = {f"{kind}.final": each for kind, each in final.items()}
+    return values | named({kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist")
+
+
+# Classes -----------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Classes(Compared):
+    """Figures 5 and 6, table 10: one class at a time gets another budget than the rest."""
+
+    levels: dict = dataclasses.field(default_factory=lambda: {"lower": 1.0, "higher": 3.0})
+    rest: float = 2.0
+    method: str = "sample"
+
+
+def by_class(config, run):
+    """{(class, level): accuracy of every class, (seeds, classes)}, with the key (None, "same") for the same budget for all."""
+    labels = problem(config.task, run).labels
+
+    def plan(kind, seed):
+        own, _, level = kind.partition(".")
+        if kind == "same":
+            return plan_of("dpsgd", torch.zeros_like(labels), (config.rest,), config.task.training, delta=config.delta)
+        return plan_of(config.method, (labels == int(own)).long(), (config.rest, config.levels[level]), config.task.training,
+                       delta=config.delta)
+
+    kinds = ("same", *(f"{c}.{level}" for c in range(10) for level in config.levels))
+    outcomes = compared(dataclasses.replace(config, kinds=kinds), run, plan)
+    return {(None if kind == "same" else int(kind.partition(".")[0]), kind.rpartition(".")[2]):
+            torch.tensor([one["classes"] for one in each]) for kind, each in outcomes.items()}
+
+
+@experiment("idp-sgd/figures-5-6", uses=(*_COMPARED, by_class), quick=Classes(DIGITS, seeds=tuple(range(3)), together=ALL),
+            paper=Classes(MNIST, seeds=(0,)))
+def figures_5_6(config, run):
+    """`changes.lower` and `changes.higher`: how far the accuracy of the class in the column moves when the class in the row
+    gets another budget, in points, mean over seeds (10 x 10)."""
+    found = by_class(config, run)
+    same = found.pop((None, "same"))
+    changes = {level: torch.stack([(found[c, level] - same).mean(0) for c in range(10)]) for level in config.levels}
+    values = {"same": same.mean(0)}
+    for level, change in changes.items():
+        own, others = change.diagonal(), (change.sum(1) - change.diagonal()) / 9
+        values |= {f"{level}.own": own, f"{level}.others": others}
+    return values, {f"changes.{level}": change.numpy() for level, change in changes.items()}
+
+
+@experiment("idp-sgd/table-10", uses=(*_COMPARED, by_class), paper=Classes(CIFAR10, seeds=tuple(range(10)), together=10))
+def table_10(config, run):
+    """Accuracy of the class with another budget and of the other nine, as the paper prints it."""
+    found = by_class(config, run)
+    values = {}
+    for c in range(10):
+        for level in ("higher", "same", "lower"):
+            classes = found[(None, "same") if level == "same" else (c, level)]
+            values[f"class_{c}.class.{level}"] = mean_and_sd(classes[:, c])
+            values[f"class_{c}.others.{level}"] = mean_and_sd((classes.sum(1) - classes[:, c]) / 9)
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Levelled(Compared):
+    """Table 11: the budget of the baseline, the budgets of the paper, and our search: rounds, runs in each, step."""
+
+    baseline: float = 3.0
+    rounds: int = 6
+    runs: int = 3
+    step: float = 0.15
+    paper_budgets: tuple = (0.75, 0.5, 2.0, 2.6, 4.1, 2.1, 2.05, 3.0, 3.1, 6.1)
+
+
+def level_budgets(config, run):
+    """Budgets for each class that level out the accuracies, and those of every round, (rounds + 1, classes).
+
+    Each round trains by Sample and looks at the accuracy on the *training* examples of each class; a class that is a point
+    behind the mean has its budget raised by `step`, relatively, and all are scaled so that the mean stays that of the
+    baseline.  The search is no free lunch: its runs see private data, and what they cost adds up.
+    """
+    task, found = config.task, problem(config.task, run)
+    budgets, history = torch.full((10,), config.baseline, dtype=torch.float64), []
+    features, labels = found.features.to(run.device), found.labels.to(run.device)
+    for number in range(config.rounds):
+        history.append(budgets)
+        seeds = [derive_seed(number, "level", r) % 2**31 for r in range(config.runs)]
+        plan = plan_of("sample", found.labels, tuple(budgets.tolist()), task.training, delta=config.delta)
+        (_, trained), = train_all(task, [plan] * config.runs, seeds, found.features, found.labels, device=run.device)
+        reached = class_accuracy(predict_all(task, trained, features).flatten(0, 1), labels.repeat(config.runs)).cpu()
+        budgets = budgets * torch.exp(config.step * (reached.mean() - reached).clamp(-5, 5))
+        budgets = (budgets * config.baseline / budgets.mean()).round(decimals=2)
+    return torch.stack([*history, budgets])
+
+
+def search_cost(config, examples, budgets):
+    """What the runs of the search cost each class together, by RDP: (classes,) epsilons."""
+    training = config.task.training
+    orders = torch.arange(2, 129, dtype=torch.float64)
+    total = 0
+    for row in budgets[:-1]:
+        noise, rates, _ = parameters("sample", tuple(row.tolist()), tuple(examples), training, config.delta)
+        total = total + config.runs * training.steps * rdp_sampled_gaussian(sample_rate=rates, noise_multiplier=noise, orders=orders)
+    return rdp_to_epsilon(total, orders, config.delta)[0]
+
+
+@experiment("idp-sgd/table-11", uses=(*_COMPARED, level_budgets, search_cost),
+            quick=Levelled(DIGITS, ("baseline", "sample", "scale", "paper.sample", "paper.scale"), seeds=tuple(range(4)), together=ALL),
+            paper=Levelled(MNIST, ("baseline", "sample", "scale", "paper.sample", "paper.scale"), seeds=(0, 1, 2)))
+def table_11(config, run):
+    """Accuracy of each class at one budget for all, at budgets that our search found, and at the paper's (`paper.sample`)."""
+    labels = problem(config.task, run).labels
+    searched = level_budgets(config, run)
+
+    def plan(kind, seed):
+        source, _, method = kind.rpartition(".")
+        budgets = {"paper": config.paper_budgets, "": tuple(searched[-1].tolist())}[source]
+        if method == "baseline":
+            method, budgets = "dpsgd", (config.baseline,) * 10
+        return plan_of(method, labels, budgets, config.task.training, delta=config.delta)
+
+    values = {"budgets": searched[-1], "cost_of_search": search_cost(config, torch.bincount(labels).tolist(), searched)}
+    arrays = {"searched": searched.numpy()}
+    for kind, each in compared(config, run, plan).items():
+        classes = torch.tensor([one["classes"] for one in each], dtype=torch.float64)
+        values[kind] = [mean_and_sd(column) for column in classes.T]
+        values[f"gap.{kind}"] = mean_and_sd(classes.amax(1) - classes.amin(1))
+        values[f"gap_of_means.{kind}"] = classes.mean(0).max() - classes.mean(0).min()
+        values[f"{kind}.accuracy"] = mean_and_sd(one["final"] for one in each)
+    return named(values, config.task, "mnist"), arrays
+
+
+# Membership inference ----------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Shadows:
+    """LiRA against models that are trained on halves of the data: half of the examples at one budget, half at another.
+
+    `kinds`: "sample" and "scale", and "dpsgd-10", DP-SGD for all at budget 10.
+    """
+
+    task: Task
+    kinds: tuple = ("sample", "scale", "dpsgd-10", "dpsgd-20")
+    budgets: tuple = (10.0, 20.0)
+    shadows: int = 32
+    targets: int = 5
+    variance: str = "pooled"
+    delta: float = 1e-5
+    size: int = ALL
+    seeds: tuple = (0,)
+
+
+def attacked(config, kind, run):
+    """LiRA on models of one kind: the targets' masks, log-likelihood ratios, accuracies, and every example's group.
+
+    The models are trained on random halves of the examples, which are drawn like everything else from the seed.
+    """
+    task, found = config.task, problem(config.task, run)
+    seed, n = config.seeds[0], len(found.labels)
+    groups = assign(n, (1, 1), seed)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "shadow"))
+    masks = torch.cat((attacks.shadow_masks(config.shadows, n, generator=generator),
+                       torch.rand(config.targets, n, generator=generator) < 0.5))
+    method, _, budget = kind.partition("-")
+    budgets = (float(budget),) * 2 if budget else config.budgets
+    # A half of the examples in the batches that the task asks for: rates are those of a data set of half the size.
+    training = dataclasses.replace(task.training, examples=n // 2)
+    plan = plan_of("dpsgd" if budget else method, groups, budgets, training, delta=config.delta)
+    features, labels = found.features.to(run.device), found.labels.to(run.device)
+    accuracies = []
+
+    def fit(numbers, masks):
+        (_, trained), = train_all(task, [plan] * len(numbers), [derive_seed(seed, "model", int(k)) % 2**31 for k in numbers],
+                                  found.features, found.labels, device=run.device, members=masks)
+        logits = predict_all(task, trained, features)
+        right = (logits.argmax(-1) == labels).double().cpu()
+        accuracies.extend(zip((100 * (right * masks).sum(1) / masks.sum(1)).tolist(),
+                              (100 * (right * ~masks).sum(1) / (~masks).sum(1)).tolist()))
+        return attacks.log_odds(logits, labels).cpu()
+
+    scores = attacks.shadow_scores(fit, masks, size=config.size)
+    return groups, masks, scores, accuracies
+
+
+@experiment("idp-sgd/table-6", uses=(idp.sample_parameters, idp.scale_parameters, Training), quick=Accounts(), paper=Accounts())
+def table_6(config, run):
+    """The noise multiplier of every row, as what it is: that of Sample, or the pooled one of Scale, not that of eps 1.
+
+    Besides: `sigma_of_eps_1`, what the column is said to hold.  In the MNIST rows that is what it does hold.
+    """
+    values = {}
+    for name, training in config.training.items():
+        for method in ("sample", "scale"):
+            for setup, shares in config.groups.items():
+                row = published.exhibit("idp-sgd/table-6").numbers[name][f"{method}_{setup}"]
+                tuned = dataclasses.replace(training, batch=int(row["batch"]), epochs=int(row["epochs"]), clip=float(row["clip"]))
+                noise, _, _ = parameters(method, config.budgets, shares, tuned, config.delta)
+                strictest, _, _ = parameters("dpsgd", config.budgets, shares, tuned, config.delta)
+                key = f"{name}.{method}_{setup}"
+                values[f"{key}.iterations"] = round(tuned.epochs * tuned.examples / tuned.batch)
+                values[f"{key}.sigma"] = strictest if name == "mnist" else noise
+                values[f"{key}.sigma_of_method"] = noise
+                values[f"{key}.sigma_of_eps_1"] = strictest
+    return values
+
+
+@experiment("idp-sgd/figure-4", uses=(parameters, Training), quick=Accounts(), paper=Accounts())
+def figure_4(config, run):
+    """What each group has spent after every fourth epoch on MNIST (B): `sample` and `scale`, (groups, epochs)."""
+    training, shares = config.training["mnist"], config.groups["B"]
+    epochs = list(range(4, training.epochs + 1, 4))
+    values = {"epochs": epochs}
+    for method in ("sample", "scale"):
+        noise, rates, norms = parameters(method, config.budgets, shares, training, config.delta)
+        multipliers = noise * training.clip / norms
+        values[method] = [[compute_epsilon(sample_rate=rate, noise_multiplier=sigma, steps=epoch * training.steps // training.epochs,
+                                           delta=config.delta, accountant="rdp") for epoch in epochs]
+                          for rate, sigma in zip(rates.tolist(), multipliers.tolist())]
+    return values
+
+
+@finding("idp-sgd/figure-4", "at the last step every group has spent its budget, to within 0.1%, and none more")
+def spent_together(record):
+    for method in ("sample", "scale"):
+        ends = [spent[-1] for spent in record.values[method]]
+        shares = [end / budget for end, budget in zip(ends, record.config["budgets"])]
+        yield method.capitalize(), ", ".join(f"{end:.4f}" for end in ends), all(0.999 <= share <= 1 + 1e-9 for share in shares)
+
+
+@dataclasses.dataclass(frozen=True)
+class Searches:
+    """Table 15: how many groups, with budgets spread evenly over [1, 3], in the setting of CIFAR-10."""
+
+    groups: tuple = (2, 8, 32, 128)
+    training: Training = TABLE_5["cifar10"]
+    delta: float = 1e-5
+
+
+@experiment("idp-sgd/table-15", uses=(Training,), quick=Searches(), paper=Searches())
+def table_15(config, run):
+    """Seconds to find the parameters, to the finer of the paper's two precisions."""
+    values = {}
+    run_of = {"target_delta": config.delta, "sample_rate": config.training.sample_rate, "steps": config.training.steps}
+    for number in config.groups:
+        budgets = torch.linspace(1, 3, number, dtype=torch.float64).tolist()
+        for method, search, options in (("sample", idp.sample_parameters, {}),
+                                        ("scale", idp.scale_parameters, {"max_grad_norm": config.training.clip})):
+            started = time.perf_counter()
+            search(budgets, [1] * number, **run_of, **options)
+            values[f"precision_1e-4.groups_{number}.{method}"] = time.perf_counter() - started
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Table 16: how many steps of each method are timed, in turns, on one batch after another."""
+
+    task: Task
+    steps: int
+    rounds: int = 3
+    budgets: tuple = BUDGETS
+    groups: tuple = GROUPS["A"]
+    delta: float = 1e-5
+
+
+@experiment("idp-sgd/table-16", uses=(Task, Training, _problem, network, assign, parameters, plan_of), quick=Steps(MNIST_5K, 6))
+def table_16(config, run):
+    """Milliseconds of a step of DP-SGD, Sample and Scale with the paper's network: the shortest of a few turns."""
+    task, found = config.task, problem(config.task, run)
+    groups = assign(len(found.labels), config.groups, 0)
+    shortest = dict.fromkeys(("dpsgd", "sample", "scale"), math.inf)
+    plans = {method: dataclasses.replace(plan_of(method, groups, config.budgets, task.training, delta=config.delta), steps=config.steps)
+             for method in shortest}
+    for _ in range(config.rounds):
+        for method, plan in plans.items():
+            model = network(task, 0).to(run.device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate)
+            started = time.perf_counter()
+            train(model, cross_entropy, (found.features, found.labels), plan, optimizer=optimizer, seed=0, progress=False)
+            shortest[method] = min(shortest[method], 1000 * (time.perf_counter() - started) / config.steps)
+    return {f"{task.data}.{method}": value for method, value in shortest.items()}
