@@ -51,12 +51,22 @@ def linear(features, classes):
     return nn.Linear(features, classes)
 
 
+class MaxPool2d(nn.MaxPool2d):
+    """Max pooling that is as fast on a CPU as elsewhere: PyTorch vectorises it over the channels only where these lie
+    side by side in memory, which here is ten times faster (18 ms against 2 ms for 512 digits)."""
+
+    def forward(self, x):
+        if x.device.type == "cpu":
+            x = x.movedim(-3, -1).contiguous().movedim(-1, -3)
+        return super().forward(x)
+
+
 @seeded
 def mnist_cnn(classes=10):
     """Two tanh convolutions, as in Tramer and Boneh's DP-SGD baseline for MNIST."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), nn.MaxPool2d(2, stride=1),
-        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), nn.MaxPool2d(2, stride=1),
+        nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), MaxPool2d(2, stride=1),
+        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), MaxPool2d(2, stride=1),
         nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, classes))
 
 
@@ -68,7 +78,7 @@ def cifar_cnn(classes=10):
         for after in (width, width):
             layers += [nn.Conv2d(before, after, 3, padding=1), nn.Tanh()]
             before = after
-        layers.append(nn.MaxPool2d(2))
+        layers.append(MaxPool2d(2))
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(2048, 128), nn.Tanh(), nn.Linear(128, classes))
 
 

@@ -50,3 +50,11 @@ def test_a_standardised_convolution_has_weights_of_mean_zero_and_norm_one():
     response = conv(torch.eye(27).reshape(27, 3, 3, 3)).reshape(27, 4)
     torch.testing.assert_close(response.sum(0), torch.zeros(4), atol=1e-5, rtol=0)
     torch.testing.assert_close(response.norm(dim=0), torch.ones(4))
+
+
+def test_pooling_with_channels_side_by_side_is_pooling():
+    x = torch.randn(3, 5, 7, 6, requires_grad=True)
+    ours, theirs = models.MaxPool2d(2, stride=1)(x), torch.nn.functional.max_pool2d(x, 2, stride=1)
+    weights = torch.randn_like(theirs)
+    assert torch.equal(ours, theirs)
+    assert torch.equal(*(torch.autograd.grad((weights * pooled).sum(), x)[0] for pooled in (ours, theirs)))
