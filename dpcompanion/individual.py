@@ -24,19 +24,17 @@ for each example and order (about 2 GB for a million), and at most 200 MB of nor
 tensor([2.1014, 0.5203, 0.0000], dtype=torch.float64)
 """
 
-import functools
 import math
 
 import torch
 
 from . import _checks
-from .accounting import ACCOUNTANTS, rdp_sampled_gaussian, rdp_to_epsilon
+from .accounting import ACCOUNTANTS, rdp_to_epsilon
+from .accounting.chords import NODES, chords, rdp_of_shares, weights
 from .accounting.histories import epsilon_of_histories
 from .accounting.runs import orders_for
 
-_NODES = 1024                # of the table without rounding, evenly spaced in the norm
 _WAITING = 25_000_000        # norms that may wait before they are added up
-_NOTHING = 1e30              # an upper bound on any divergence, finite so that none of it is nothing
 _ROWS = 8192                 # examples that are worked on at a time
 
 
@@ -73,7 +71,10 @@ class IndividualAccountant:
         #: Steps recorded so far.
         self.steps = 0
         if self.rounding is None:
-            self._orders, self._table = (part.to(self.device) for part in _chords(self.sample_rate, self.noise_multiplier))
+            orders = orders_for(NODES * self.noise_multiplier)
+            orders = tuple(sorted({order if order < 64 else float(round(order)) for order in orders}))
+            self._orders, self._table = (part.to(self.device) for part in
+                                         chords(self.sample_rate, self.noise_multiplier, orders))
             self._rdp = torch.zeros(self.n, len(self._orders), dtype=torch.float64, device=self.device)
             self._waiting = []
         else:
@@ -166,7 +167,8 @@ class IndividualAccountant:
             parts = ((part, self._orders) for part in self._rdp.split(_ROWS))
         else:
             orders = orders_for(self.noise_multiplier / float(self.levels[0]))
-            table = _rdp_at(self._levels, orders, self.sample_rate, self.noise_multiplier)
+            table = rdp_of_shares(self._levels, orders, sample_rate=self.sample_rate,
+                                  noise_multiplier=self.noise_multiplier)
             parts = ((part.double() @ table, orders) for part in self._counts.split(_ROWS))
         return torch.cat([rdp_to_epsilon(rdp, orders, delta)[0] for rdp, orders in parts])
 
@@ -215,49 +217,10 @@ class IndividualAccountant:
         for start in range(0, self.n if waiting else 0, _ROWS // 4):
             rows = slice(start, min(start + _ROWS // 4, self.n))
             count = rows.stop - rows.start
-            histogram = torch.zeros(count * (_NODES + 1), dtype=torch.float64, device=self.device)
-            base = torch.arange(count, device=self.device) * (_NODES + 1)
+            histogram = torch.zeros(count * (NODES + 1), dtype=torch.float64, device=self.device)
+            base = torch.arange(count, device=self.device) * (NODES + 1)
             for shares, steps in waiting:
-                share = shares[rows]
-                node = (share * _NODES).long().clamp(max=_NODES - 1)
-                left, right = (node / _NODES) ** 2, ((node + 1) / _NODES) ** 2
-                upper = ((share**2 - left) / (right - left)).clamp(0, 1)
+                node, upper = weights(shares[rows])
                 histogram.scatter_add_(0, base + node, steps * (1 - upper))
                 histogram.scatter_add_(0, base + node + 1, steps * upper)
             self._rdp[rows] += histogram.view(count, -1) @ self._table
-
-
-def _rdp_at(shares, orders, sample_rate, noise_multiplier):
-    """RDP of a step with gradients of these shares (above 0) of the clip norm, (len(shares), len(orders)).
-
-    Orders beyond 1024 serve examples that cost next to nothing. At a share where such an order is dear to compute
-    it is never the best one, and a bound that says nothing stands in for it.
-    """
-    noise = noise_multiplier / shares
-    usual = [order for order in orders if order <= 1024]
-    table = [rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise, orders=usual)]
-    for order in orders[len(usual):]:
-        column = torch.full_like(noise, _NOTHING)
-        cheap = order <= 32 * noise
-        column[cheap] = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise[cheap], orders=[order])[:, 0]
-        table.append(column[:, None])
-    return torch.cat(table, dim=1)
-
-
-@functools.lru_cache(maxsize=4)
-def _chords(sample_rate, noise_multiplier):
-    """Orders, and the table of RDP at the nodes, whose chords over x = (norm / C)^2 are upper bounds.
-
-    At a whole order the moment is a sum of exponentials of affine functions of x, so its logarithm is convex. At a
-    fractional order convexity is checked, on the nodes and between them, and an order that fails is left out.
-    """
-    orders = orders_for(_NODES * noise_multiplier)
-    orders = sorted({order if order < 64 else float(round(order)) for order in orders})
-    nodes = torch.linspace(0, 1, 2 * _NODES + 1, dtype=torch.float64)
-    table = torch.zeros(len(nodes), len(orders), dtype=torch.float64)
-    table[1:] = _rdp_at(nodes[1:], orders, sample_rate, noise_multiplier)
-    slopes = table.diff(dim=0) / (nodes**2).diff()[:, None]
-    orders = torch.tensor(orders, dtype=torch.float64)
-    keep = (slopes.diff(dim=0) >= -1e-9 * slopes[1:].abs()).all(dim=0) | (orders == orders.round())
-    # The hair covers what rounding errors do to a chord.
-    return orders[keep], table[::2, keep] * (1 + 1e-9)

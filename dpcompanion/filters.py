@@ -1,0 +1,166 @@
+r"""A budget for each example that no run can exceed: the Renyi filter (Feldman and Zrnic 2021).
+
+Accounts along a trajectory (`individual`) are known only afterwards and differ from run to run.  A filter turns them
+round: example i has a budget beforehand, pays for each step what its own gradient costs, and leaves for good before
+the step that it cannot pay.  Whoever has small gradients stays longer.
+
+What is proved.  Fix an order :math:`\alpha` and a budget B.  If step t, given the outputs before it, has
+individual Renyi divergence :math:`\rho_t(i)` for example i, known before the step, and i takes part only while
+:math:`\sum_{s \le t} \rho_s(i) \le B`, then all outputs together have divergence of order :math:`\alpha` at most B
+between any data set with i and the same without it (their theorem 3.1: adaptive divergences add up as long as their sum is bounded).
+Here :math:`\rho_t(i)` is that of the sampled Gaussian mechanism with sensitivity the norm to which i is clipped at step t: a
+function of i and of the models so far, and of nothing else.  Full-batch gradient descent (sample_rate 1) and Poisson sampling
+are covered alike; a norm that hangs on who was sampled before is not.
+
+* One order, fixed beforehand, gives (epsilon, delta) by the usual conversion at that order: `for_epsilon` takes the one that
+  admits the most steps at the full norm.
+* A whole curve: with a budget at each of several orders, i leaves when any of them would be exceeded, so every
+  one holds, and epsilon may be read off at the best order afterwards.  The budgets must be fixed beforehand.
+* Not proved, and not offered: leaving when the epsilon of the best order so far exceeds a target.  The best order depends on
+  the outputs, and the theorem is for one order at a time.
+
+The guarantee is the budget, for every data set and run (individual DP, add/remove; others' budgets may differ).  What an example
+has `spent` is an account along the trajectory, as private as the example.  So is the list of those who have left.
+
+>>> filter = RenyiFilter.for_epsilon(3, target_epsilons=2.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0,
+...                                  max_grad_norm=1.0)
+>>> steps = sum(filter.admit(torch.tensor([1.0, 0.5, 0.0])) for _ in range(1000))
+>>> steps.tolist(), filter.active.tolist(), float(filter.epsilon(1e-5)[0]) <= 2
+([881, 1000, 1000], [False, True, True], True)
+"""
+
+import math
+
+import torch
+
+from . import _checks
+from .accounting import rdp_sampled_gaussian, rdp_to_epsilon
+from .accounting.chords import between, chords
+from .accounting.runs import orders_for
+
+
+class RenyiFilter:
+    """Budgets of n examples at K orders; see the module's text.
+
+    Args:
+        n: number of examples.
+        sample_rate: in (0, 1]; 1 for full-batch gradient descent.
+        noise_multiplier: noise over `max_grad_norm`, above 0.
+        max_grad_norm: the longest norm that may be admitted, above 0.
+        orders: (K,) distinct orders above 1, fixed before the run.
+        budgets: Renyi divergences (nats) above 0 that broadcast to (n, K); inf for no limit at an order, but each example
+            has one that is finite.
+        device: where the account is kept.
+
+    Raises:
+        ValueError: an argument outside its range, or a fractional order at which the divergence is not convex in the squared
+            norm (none is known).
+    """
+
+    def __init__(self, n, *, sample_rate, noise_multiplier, max_grad_norm, orders, budgets, device=None):
+        self.n = _checks.whole_number("n", n, 1)
+        self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+        self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+        self.max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+        _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
+        orders = torch.as_tensor(orders, dtype=torch.float64, device="cpu").reshape(-1)
+        if len(orders.unique()) != len(orders) or not len(orders):
+            raise ValueError(f"orders must be distinct and one at least, got {orders.tolist()}")
+        _checks.in_interval("budgets", budgets, 0, math.inf, closed="right")
+        self.device = torch.device("cpu" if device is None else device)
+        budgets = torch.as_tensor(budgets, dtype=torch.float64, device=self.device)
+        try:
+            budgets = budgets.expand(self.n, len(orders)).clone()
+        except RuntimeError:
+            raise ValueError(f"budgets must broadcast to ({self.n}, {len(orders)}), got {tuple(budgets.shape)}") from None
+        if not bool(budgets.isfinite().any(dim=1).all()):
+            raise ValueError("budgets must be finite at one order at least for each example, got inf at all")
+        orders, place = orders.sort()
+        served, table = chords(self.sample_rate, self.noise_multiplier, tuple(orders.tolist()))
+        if len(served) != len(orders):
+            raise ValueError(f"orders must be ones at which the divergence is convex in the squared norm, such as whole "
+                             f"numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}")
+        self._table = table.to(self.device)
+        #: The orders, ascending, (K,), and the budgets, (n, K).
+        self.orders, self.budgets = orders.to(self.device), budgets[:, place.to(self.device)]
+        #: What each example has paid, (n, K), and whether it still takes part, (n,).
+        self.spent = torch.zeros_like(self.budgets)
+        self.active = torch.ones(self.n, dtype=torch.bool, device=self.device)
+
+    @classmethod
+    def for_epsilon(cls, n, *, target_epsilons, target_delta, sample_rate, noise_multiplier, max_grad_norm, order=None,
+                    device=None):
+        """A filter that holds every example to its epsilon at `target_delta`.
+
+        Args:
+            target_epsilons: a number above 0 or one for each example, (n,).
+            order: at which to keep the budgets, above 1. By default each distinct target has its own, the one that admits the
+                most steps at the full norm; a higher one may suit examples with short gradients better.
+
+        The conversion is that of Balle et al. 2020.
+
+        Raises:
+            ValueError: a target below what the conversion alone costs at every order.
+        """
+        n = _checks.whole_number("n", n, 1)
+        _checks.in_interval("target_epsilons", target_epsilons, 0, math.inf, closed="neither")
+        delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
+        targets = torch.as_tensor(target_epsilons, dtype=torch.float64, device="cpu")
+        if targets.shape not in ((), (n,)):
+            raise ValueError(f"target_epsilons must be a number or have shape ({n},), got {tuple(targets.shape)}")
+        usual = torch.tensor(orders_for(noise_multiplier) if order is None else
+                             [_checks.number("order", order, 1, math.inf, closed="neither")], dtype=torch.float64)
+        cost = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=usual)
+        overhead = torch.log1p(-1 / usual) - (math.log(delta) + usual.log()) / (usual - 1)
+        distinct, which = targets.reshape(-1).unique(return_inverse=True)
+        room = distinct[:, None] - overhead
+        budget, best = room.gather(1, (room / cost).argmax(dim=1, keepdim=True)), (room / cost).argmax(dim=1)
+        if bool((budget <= 0).any()):
+            raise ValueError(f"target_epsilons must leave room for a step at some order, got {distinct[0]:g} at delta {delta:g}")
+        chosen, column = best.unique(return_inverse=True)
+        budgets = torch.full((len(distinct), len(chosen)), math.inf, dtype=torch.float64)
+        budgets.scatter_(1, column[:, None], budget * (1 - 1e-12))
+        return cls(n, sample_rate=sample_rate, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
+                   orders=usual[chosen], budgets=budgets[which], device=device)
+
+    def admit(self, norms):
+        """Who takes part in the next step, and pays for it: (n,) booleans.
+
+        Args:
+            norms: (n,), from 0 to `max_grad_norm`: the lengths to which gradients will be clipped in this step.
+
+        Raises:
+            ValueError: norms of another shape or outside their range.
+        """
+        norms = torch.as_tensor(norms, dtype=torch.float64, device=self.device)
+        if norms.shape != (self.n,):
+            raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
+        shares = norms / self.max_grad_norm
+        if not bool(((shares >= 0) & (shares <= 1 + 1e-12)).all()):
+            _checks.in_interval("norms", norms, 0, self.max_grad_norm)
+        after = self.spent + between(shares.clamp(max=1), self._table)
+        self.active = self.active & (after <= self.budgets).all(dim=1)
+        self.spent = torch.where(self.active[:, None], after, self.spent)
+        return self.active
+
+    def epsilon(self, delta):
+        """The epsilon that each example's budgets guarantee at `delta`, whatever happens: (n,) float64."""
+        _checks.in_interval("delta", delta, 0, 1, closed="neither")
+        return rdp_to_epsilon(self.budgets.clamp(max=1e30), self.orders, delta)[0]
+
+    def state_dict(self):
+        """Budgets, what was spent, and who takes part."""
+        return {"parameters": self._parameters(), "budgets": self.budgets.clone(), "spent": self.spent.clone(),
+                "active": self.active.clone()}
+
+    def load_state_dict(self, state):
+        """Go on from a `state_dict` of a filter with the same parameters and budgets; ValueError names what differs."""
+        if state["parameters"] != self._parameters():
+            raise ValueError(f"state must be of a filter with {self._parameters()}, got {state['parameters']}")
+        if not torch.equal(state["budgets"].to(self.device), self.budgets):
+            raise ValueError("state must be of a filter with the same budgets, got others")
+        self.spent, self.active = state["spent"].to(self.device).clone(), state["active"].to(self.device).clone()
+
+    def _parameters(self):
+        return {"n": self.n, "sample_rate": self.sample_rate, "noise_multiplier": self.noise_multiplier,
+                "max_grad_norm": self.max_grad_norm, "orders": self.orders.tolist()}

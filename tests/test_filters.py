@@ -1,0 +1,199 @@
+"""The Renyi filter: budgets are never exceeded, nobody comes back, and the whole adaptive run keeps to them."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpcompanion.accounting import find_steps, rdp_sampled_gaussian
+from dpcompanion.accounting.chords import between, chords
+from dpcompanion.filters import RenyiFilter
+from dpcompanion.individual import IndividualAccountant
+from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, train
+
+RUN = dict(sample_rate=0.1, noise_multiplier=2.0, max_grad_norm=0.5)
+
+
+def exact(norm, orders, run=RUN):
+    """The divergence of a step at this norm."""
+    return rdp_sampled_gaussian(sample_rate=run["sample_rate"], orders=orders,
+                                noise_multiplier=run["noise_multiplier"] * run["max_grad_norm"] / norm)
+
+
+@pytest.mark.parametrize("run", [RUN, dict(sample_rate=1.0, noise_multiplier=10.0, max_grad_norm=1.0),
+                                 dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=2.0)])
+@pytest.mark.parametrize("epsilon", [2.0, 3.0])
+def test_at_the_full_norm_everybody_leaves_after_find_steps(run, epsilon):
+    steps = find_steps(target_epsilon=epsilon, target_delta=1e-5, accountant="rdp", sample_rate=run["sample_rate"],
+                       noise_multiplier=run["noise_multiplier"])
+    filter = RenyiFilter.for_epsilon(2, target_epsilons=epsilon, target_delta=1e-5, **run)
+    admitted = [bool(filter.admit([run["max_grad_norm"]] * 2).all()) for _ in range(steps + 3)]
+    assert admitted == [True] * steps + [False] * 3
+
+
+@given(st.lists(st.lists(st.floats(1e-6, 0.5) | st.just(0.0), min_size=3, max_size=3), min_size=1, max_size=60), st.sampled_from([2, 3.7, 16]),
+       st.floats(1e-3, 0.1))
+@settings(max_examples=40, deadline=None)
+def test_no_budget_is_exceeded_and_whoever_left_stays_away(history, order, budget):
+    filter = RenyiFilter(3, **RUN, orders=order, budgets=budget)
+    truth, before = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.bool)
+    for norms in history:
+        stays = filter.admit(norms)
+        for i in range(3):
+            if stays[i] and norms[i] > 0:
+                truth[i] += exact(norms[i], [order])[0]
+            elif before[i] and not stays[i]:         # it had to go: with this step it would have exceeded, but for the chord's hair
+                assert truth[i] + exact(norms[i], [order])[0] > budget * (1 - 2e-3)
+        assert not (stays & ~before).any() and (truth <= budget).all() and (filter.spent <= budget).all()
+        assert (filter.spent[:, 0] >= truth * (1 - 1e-12)).all()
+        before = stays
+
+
+def test_a_curve_of_budgets_holds_at_every_order():
+    orders, steps = [2.0, 5.5, 20.0], 40
+    budgets = steps * exact(0.5, orders)
+    filter = RenyiFilter(3, **RUN, orders=orders, budgets=budgets)
+    norms = torch.tensor([0.5, 0.2, 0.01], dtype=torch.float64)
+    admitted = sum(filter.admit(norms).int() for _ in range(300)).tolist()
+    assert 39 <= admitted[0] <= 40               # a hair of the chord may cost the last step
+    assert admitted[2] == 300 and 40 * 2 < admitted[1] < 300
+    for i in range(3):
+        assert (admitted[i] * exact(float(norms[i]), orders) <= budgets).all()
+
+
+def adaptive_divergence(order, budget, direction, run, points=161):
+    """Divergence between three adaptive, filtered steps with and without an example, by quadrature.
+
+    The example's norm at steps two and three hangs on the outputs before; each admitted step is (1 - q) N(0, s^2) + q N(c, s^2)
+    against N(0, s^2).
+    """
+    q, c = run["sample_rate"], run["max_grad_norm"]
+    s = run["noise_multiplier"] * c
+    grid = torch.linspace(-9 * s, 9 * s + c, points, dtype=torch.float64)
+    width = float(grid[1] - grid[0])
+
+    def densities(norm):
+        without = torch.exp(-grid**2 / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
+        moved = torch.exp(-(grid - norm)**2 / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
+        return (1 - q) * without + q * moved, without
+
+    def integrand(norm):
+        with_, without = densities(norm)
+        p, r = (with_, without) if direction == "remove" else (without, with_)
+        return p**order * r ** (1 - order) * width
+
+    def moment(step, outputs, filter):
+        if step == 3:
+            return 1.0
+        norm = c if step == 0 else (c if sum(outputs) > 0.3 * c else 0.35 * c)
+        copy = RenyiFilter(1, **run, orders=order, budgets=budget)
+        copy.load_state_dict(filter.state_dict())
+        if not copy.admit([norm])[0]:
+            norm = 0.0
+        values = integrand(norm) if norm else densities(0.0)[0] * width
+        if step == 2:
+            return float(values.sum())
+        # Later norms depend on whether the outputs add up to more than a threshold: few distinct futures.
+        cache, total = {}, 0.0
+        for output, value in zip(grid.tolist(), values.tolist()):
+            future = outputs + [output]
+            key = tuple(future) if step == 0 else sum(future) > 0.3 * c
+            if key not in cache:
+                cache[key] = moment(step + 1, future, copy)
+            total += value * cache[key]
+        return total
+
+    return math.log(moment(0, [], RenyiFilter(1, **run, orders=order, budgets=budget))) / (order - 1)
+
+
+@pytest.mark.parametrize("direction", ["remove", "add"])
+@pytest.mark.parametrize("sample_rate", [0.4, 1.0])
+def test_the_whole_adaptive_run_keeps_to_the_budget(direction, sample_rate):
+    run = dict(sample_rate=sample_rate, noise_multiplier=1.5, max_grad_norm=1.0)
+    order = 3
+    one = float(exact(1.0, [order], run)[0])
+    budget = 2.2 * one                           # two steps at the full norm, or one and two short ones
+    divergence = adaptive_divergence(order, budget, direction, run)
+    assert divergence <= budget
+    if direction == "remove":
+        assert divergence > 1.5 * one            # the bound is not vacuous
+    assert adaptive_divergence(order, 100 * one, direction, run) > divergence
+
+
+def test_budgets_differ_between_examples_and_are_their_guarantee():
+    targets = torch.tensor([1.0, 2.0, 4.0, 2.0])
+    filter = RenyiFilter.for_epsilon(4, target_epsilons=targets, target_delta=1e-5, **RUN)
+    assert torch.allclose(filter.epsilon(1e-5), targets.double(), rtol=1e-6) and (filter.epsilon(1e-5) <= targets).all()
+    admitted = sum(filter.admit([0.5] * 4).int() for _ in range(300)).tolist()
+    assert admitted[0] < admitted[1] == admitted[3] < admitted[2]
+    assert admitted == [find_steps(target_epsilon=e, target_delta=1e-5, sample_rate=0.1, noise_multiplier=2.0, accountant="rdp")
+                        for e in targets.tolist()]
+    at_order = RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, order=16, **RUN)
+    assert at_order.orders.tolist() == [16.0] and (at_order.epsilon(1e-5) <= 2).all()
+
+
+def test_chords_lie_above_the_divergence_by_little():
+    orders, table = chords(0.02, 0.9, (1.5, 2, 8.5, 64))
+    shares = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).clamp(min=0.01)
+    ratio = between(shares, table) / rdp_sampled_gaussian(sample_rate=0.02, noise_multiplier=0.9 / shares, orders=orders)
+    assert (ratio >= 1).all() and (ratio[:, :3] <= 1.001).all() and ratio.max() < 1.01
+
+
+def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (80,), generator=generator)
+    x = torch.randn(80, 3, dtype=torch.float64, generator=generator) + y[:, None]
+    plan = DPSGDPlan(n=80, sample_rate=0.2, steps=30, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+    model = torch.nn.Linear(3, 2).double()
+    filter = RenyiFilter.for_epsilon(80, target_epsilons=1.5, target_delta=1e-3, sample_rate=0.2, noise_multiplier=2.0,
+                                     max_grad_norm=1.0)
+    tracker = NormTracker(IndividualAccountant.for_plan(plan, rounding=None), model, cross_entropy, (x, y), steps_per_epoch=5,
+                          updates_per_epoch=5, clipping="individual", budget=filter)
+    present = []
+
+    def check(run):
+        assert filter.active[run.indices].all()
+        present.append(int(filter.active.sum()))
+
+    train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), seed=1, trackers=[tracker],
+          on_step=check)
+    assert present[0] == 80 > present[-1] > 0 and present == sorted(present, reverse=True)
+    assert (tracker.epsilon(1e-3) <= 1.5).all() and plan.epsilon(accountant="rdp") > 1.7
+    fresh = NormTracker(IndividualAccountant.for_plan(plan, rounding=None), model, cross_entropy, (x, y), steps_per_epoch=5,
+                        updates_per_epoch=5, clipping="individual", budget=RenyiFilter.for_epsilon(
+                            80, target_epsilons=1.5, target_delta=1e-3, sample_rate=0.2, noise_multiplier=2.0, max_grad_norm=1.0))
+    fresh.load_state_dict(tracker.state_dict())
+    assert torch.equal(fresh.budget.active, filter.active) and torch.equal(fresh.epsilon(1e-3), tracker.epsilon(1e-3))
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(orders=1.0), "orders"), (dict(orders=[2, 2]), "distinct"), (dict(budgets=0.0), "budgets"),
+    (dict(budgets=math.inf), "finite at one"), (dict(budgets=[0.1, 0.2]), r"broadcast to \(3, 1\)"), (dict(n=0), "n must"),
+    (dict(sample_rate=0.0), "sample_rate"), (dict(noise_multiplier=0.0), "noise_multiplier"),
+    (dict(max_grad_norm=math.inf), "max_grad_norm"),
+])
+def test_bad_parameters_are_refused_by_name(change, words):
+    with pytest.raises(ValueError, match=words):
+        RenyiFilter(**{**dict(n=3, orders=4, budgets=0.1), **RUN, **change})
+
+
+def test_bad_norms_targets_and_states_are_refused():
+    filter = RenyiFilter(2, **RUN, orders=4, budgets=0.1)
+    for norms, words in (([0.1], "shape"), ([0.6, 0.1], "norms"), ([-0.1, 0.1], "norms"), ([math.nan, 0.1], "norms")):
+        with pytest.raises(ValueError, match=words):
+            filter.admit(norms)
+    assert (filter.spent == 0).all() and filter.active.all()
+    with pytest.raises(ValueError, match="room for a step"):
+        RenyiFilter.for_epsilon(2, target_epsilons=1e-9, target_delta=1e-5, **RUN)
+    with pytest.raises(ValueError, match="target_epsilons"):
+        RenyiFilter.for_epsilon(2, target_epsilons=[1.0, 2.0, 3.0], target_delta=1e-5, **RUN)
+    with pytest.raises(ValueError, match="state must be"):
+        filter.load_state_dict(RenyiFilter(2, **RUN, orders=5, budgets=0.1).state_dict())
+    with pytest.raises(ValueError, match="same budgets"):
+        filter.load_state_dict(RenyiFilter(2, **RUN, orders=4, budgets=0.2).state_dict())
+    plan = DPSGDPlan(n=2, sample_rate=0.1, steps=9, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-3)
+    with pytest.raises(ValueError, match="budget needs"):
+        NormTracker(IndividualAccountant.for_plan(plan), torch.nn.Linear(1, 2), cross_entropy, (torch.ones(2, 1), torch.tensor([0, 1])),
+                    steps_per_epoch=3, budget=filter)
