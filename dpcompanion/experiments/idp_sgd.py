@@ -10,6 +10,7 @@ import functools
 import math
 import time
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy import special, stats
@@ -17,8 +18,10 @@ from scipy import special, stats
 from dpcompanion import attacks, data, idp, published, records
 from dpcompanion.accounting import compute_epsilon, find_noise_multiplier, find_steps, rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.experiments import experiment, finding
+from dpcompanion.filters import RenyiFilter
+from dpcompanion.individual import IndividualAccountant
 from dpcompanion.records import mean_and_sd
-from dpcompanion.training import DPSGDPlan, cross_entropy, derive_seed, models, train
+from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, derive_seed, models, train
 
 BUDGETS = (1.0, 2.0, 3.0)
 GROUPS = {"A": (34, 43, 23), "B": (54, 37, 9)}
@@ -647,9 +650,9 @@ class Levelled(Compared):
     """Table 11: the budget of the baseline, the budgets of the paper, and our search: rounds, runs in each, step."""
 
     baseline: float = 3.0
-    rounds: int = 6
-    runs: int = 3
-    step: float = 0.15
+    rounds: int = 8
+    runs: int = 2
+    step: float = 0.04
     paper_budgets: tuple = (0.75, 0.5, 2.0, 2.6, 4.1, 2.1, 2.05, 3.0, 3.1, 6.1)
 
 
@@ -669,7 +672,7 @@ def level_budgets(config, run):
         plan = plan_of("sample", found.labels, tuple(budgets.tolist()), task.training, delta=config.delta)
         (_, trained), = train_all(task, [plan] * config.runs, seeds, found.features, found.labels, device=run.device)
         reached = class_accuracy(predict_all(task, trained, features).flatten(0, 1), labels.repeat(config.runs)).cpu()
-        budgets = budgets * torch.exp(config.step * (reached.mean() - reached).clamp(-5, 5))
+        budgets = budgets * torch.exp(config.step * (reached.mean() - reached).clamp(-10, 10))
         budgets = (budgets * config.baseline / budgets.mean()).round(decimals=2)
     return torch.stack([*history, budgets])
 
@@ -725,7 +728,7 @@ class Shadows:
     budgets: tuple = (10.0, 20.0)
     shadows: int = 32
     targets: int = 5
-    variance: str = "pooled"
+    variance: str = "each"
     delta: float = 1e-5
     size: int = ALL
     seeds: tuple = (0,)
@@ -761,6 +764,65 @@ def attacked(config, kind, run):
 
     scores = attacks.shadow_scores(fit, masks, size=config.size)
     return groups, masks, scores, accuracies
+
+
+def attack_values(config, groups, masks, scores, accuracies):
+    """What figure 2 and table 12 print: areas for each group, t-tests between the members of the two, accuracies.
+
+    `auc.eps_10` is of the first target; `auc_all.eps_10` the mean over all models, each of which is a target of all others
+    once, with its standard deviation.
+    """
+    shadows, every = config.shadows, torch.arange(len(masks))
+    targets = attacks.lira(scores[shadows:], scores[:shadows], masks[:shadows], variance=config.variance)
+    values, areas = {}, {budget: [] for budget in config.budgets}
+    for k in every:
+        ratios = attacks.lira(scores[k], scores[every != k], masks[every != k], variance=config.variance)
+        for p, budget in enumerate(config.budgets):
+            areas[budget].append(attacks.auc(ratios[masks[k] & (groups == p)], ratios[~masks[k] & (groups == p)]).value)
+    tests = []
+    for ratios, members in zip(targets, masks[shadows:]):
+        strict, loose = (ratios[members & (groups == p)].numpy() for p in (0, 1))
+        tests.append(stats.ttest_ind(loose, strict, equal_var=True))
+    first, own = targets[0], masks[shadows]
+    for p, budget in enumerate(config.budgets):
+        inside, outside = first[own & (groups == p)], first[~own & (groups == p)]
+        name = f"eps_{budget:g}"
+        values[f"auc.{name}"], *values[f"auc_interval.{name}"] = attacks.auc(inside, outside)
+        values[f"tpr_at_1%.{name}"], *values[f"tpr_interval.{name}"] = attacks.tpr_at_fpr(inside, outside, fpr=0.01)
+        values[f"auc_all.{name}"] = mean_and_sd(areas[budget])
+    values |= {"t_test.t": tests[0].statistic, "t_test.p": tests[0].pvalue, "accuracy.train": accuracies[shadows][0],
+               "accuracy.test": accuracies[shadows][1], "t": [test.statistic for test in tests], "p": [test.pvalue for test in tests]}
+    return values
+
+
+def curves(config, groups, masks, scores, rates):
+    """True positive rates of the targets' mean ROC curve at the given false positive rates, for all and for each group."""
+    targets = attacks.lira(scores[config.shadows:], scores[:config.shadows], masks[:config.shadows], variance=config.variance)
+    found = {}
+    for name, part in (("all", groups >= 0), *((f"eps_{budget:g}", groups == p) for p, budget in enumerate(config.budgets))):
+        each = []
+        for ratios, members in zip(targets, masks[config.shadows:]):
+            fpr, tpr = attacks.roc(ratios[members & part], ratios[~members & part])
+            each.append(np.interp(rates, fpr.numpy(), tpr.numpy()))
+        found[name] = np.mean(each, axis=0)
+    return found
+
+
+RATES = np.concatenate((np.logspace(-3, -1, 41), np.linspace(0.11, 1, 90)))
+_LIRA = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, train_all, predict_all, attacked, attack_values,
+         curves)
+
+
+@experiment("idp-sgd/figure-2", uses=_LIRA, quick=Shadows(DIGITS), paper=Shadows(CIFAR10, shadows=512, size=16))
+def figure_2(config, run):
+    """LiRA against Sample (figure 2, table 12), Scale (figure 8) and DP-SGD at either budget for all (figure 10)."""
+    values, arrays = {}, {"rates": RATES}
+    for kind in config.kinds:
+        found = attacked(config, kind, run)
+        prefix = "" if kind == "sample" else f"{kind}."
+        values |= {prefix + key: value for key, value in attack_values(config, *found).items()}
+        arrays |= {f"{kind}.{name}": tpr for name, tpr in curves(config, *found[:3], RATES).items()}
+    return named(values, config.task, "cifar10"), arrays
 
 
 @experiment("idp-sgd/table-6", uses=(idp.sample_parameters, idp.scale_parameters, Training), quick=Accounts(), paper=Accounts())
@@ -860,3 +922,160 @@ def table_16(config, run):
             train(model, cross_entropy, (found.features, found.labels), plan, optimizer=optimizer, seed=0, progress=False)
             shortest[method] = min(shortest[method], 1000 * (time.perf_counter() - started) / config.steps)
     return {f"{task.data}.{method}": value for method, value in shortest.items()}
+
+
+# Accounting and assignment together --------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Descent:
+    """How a filtered run goes: rate 1 is gradient descent on all examples, a smaller one Poisson batches."""
+
+    sample_rate: float
+    clip: float
+    steps: int
+    learning_rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Filtered:
+    """Table 4: training in which everybody leaves when their budget is spent.
+
+    DP-SGD takes the descent's steps, at the noise with which they cost the smallest budget; runs with a filter take `longer`
+    times as many, at the same noise.  `assigned`: the budgets of either half of the examples.
+    """
+
+    task: Task
+    descents: dict
+    kinds: tuple = ("dpsgd", "accounting", "accounting_and_assignment")
+    assigned: dict = dataclasses.field(default_factory=lambda: {
+        "accounting": (0.3, 0.3), "accounting_and_assignment": (0.3, 0.31)})
+    epsilon: float = 0.3
+    longer: float = 1.5
+    seeds: tuple = (0, 1)
+    delta: float = 1e-5
+
+
+def filtered(config, descent, kind, seed, run):
+    """One run: final accuracy, and the share of examples that are still in after each step."""
+    task, found = config.task, problem(config.task, run)
+    n, steps = len(found.labels), descent.steps
+    noise = find_noise_multiplier(target_epsilon=config.epsilon, target_delta=config.delta, sample_rate=descent.sample_rate,
+                                  steps=steps, accountant="rdp")
+    own = {"sample_rate": descent.sample_rate, "max_grad_norm": descent.clip, "noise_multiplier": noise}
+    plan = DPSGDPlan(n=n, steps=steps if kind == "dpsgd" else round(config.longer * steps), delta=config.delta, **own)
+    model = network(task, seed).to(run.device)
+    examples, active, budget = (found.features.to(run.device), found.labels.to(run.device)), [], None
+    if kind != "dpsgd":
+        budgets = torch.tensor(config.assigned[kind], dtype=torch.float64)[assign(n, (1, 1), seed)]
+        budget = RenyiFilter.for_epsilon(n, target_epsilons=budgets, target_delta=config.delta, **own)
+    # Norms are renewed once an epoch, which in full batches is every step; gradients are clipped to them.
+    tracker = budget and NormTracker(IndividualAccountant.for_plan(plan), model, cross_entropy, examples, clipping="individual",
+                                     steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=1, budget=budget)
+
+    def note(_):
+        active.append(float(budget.active.double().mean()) if budget else 1.0)
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=descent.learning_rate, momentum=task.momentum)
+    train(model, cross_entropy, examples, plan, optimizer=optimizer, seed=seed, trackers=[tracker] if tracker else [],
+          on_step=note, progress=False)
+    return {"final": accuracy(predictions(model, found.test_features.to(run.device)), found.test_labels.to(run.device)),
+            "active": active, "largest": float(budget.epsilon(config.delta).max()) if budget else plan.epsilon(accountant="rdp")}
+
+
+@experiment("idp-sgd/table-4", uses=(Task, Training, Problem, _problem, network, assign, predictions, accuracy, Descent, filtered),
+            quick=Filtered(DIGITS, {"full": Descent(1.0, 1.0, 20, 1.0), "full_long": Descent(1.0, 6.0, 30, 0.5),
+                                    "poisson_long": Descent(0.05, 6.0, 60, 0.5)}),
+            paper=Filtered(MNIST, {"full": Descent(1.0, 1.0, 100, 0.5)}, seeds=(0,)))
+def table_4(config, run):
+    """Accuracy with a filter, alone and with individual budgets, and `active`: who is left, over the steps (figure 3).
+
+    The first descent has the published names; `full_long` and `poisson_long` clip where few gradients reach.
+    """
+    pieces = {f"{descent}.{kind}.seed-{seed}": (descent, kind, seed) for descent in config.descents for kind in config.kinds
+              for seed in config.seeds}
+    problem(config.task, run)
+
+    def work(piece):
+        descent, kind, seed = pieces[piece]
+        return filtered(config, config.descents[descent], kind, seed, run)
+
+    done, values = run.pieces(work, pieces, label="filters"), {}
+    for number, descent in enumerate(config.descents):
+        for kind in config.kinds:
+            each = [done[f"{descent}.{kind}.seed-{seed}"] for seed in config.seeds]
+            name = f"{descent}.{kind}" if number else kind
+            values |= named({name: mean_and_sd(one["final"] for one in each)}, config.task, "mnist")
+            values |= {f"{descent}.{kind}.final": [one["final"] for one in each], f"{descent}.{kind}.active": each[0]["active"],
+                       f"{descent}.{kind}.largest": max(one["largest"] for one in each)}
+    return values
+
+
+# Beyond the paper --------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Beyond(Compared):
+    """Kinds: a distribution of groups with a method and an accountant, "A.sample.pld"; or "people" with everybody's own
+    budget, uniform between the two ends, or "rounded" down to whole numbers, "people.sample" and "rounded.sample"."""
+
+    between: tuple = (1.0, 6.0)
+
+
+def beyond(config, run):
+    """{kind: [outcome for each seed]} for budgets by RDP and by PLD, and for budgets that are everybody's own."""
+    examples = len(problem(config.task, run).labels)
+
+    def plan(kind, seed):
+        who, method, *accountant = kind.split(".")
+        options = {"delta": config.delta, "accountant": accountant[0] if accountant else "rdp"}
+        if who in config.groups:
+            return plan_of(method, assign(examples, config.groups[who], seed), config.budgets, config.task.training, **options)
+        generator = torch.Generator().manual_seed(derive_seed(seed, "people"))
+        low, high = config.between
+        own = low + (high - low) * torch.rand(examples, dtype=torch.float64, generator=generator)
+        if who == "rounded":
+            own = own.floor()
+        budgets, groups = own.unique(return_inverse=True)
+        return plan_of(method, groups, tuple(budgets.tolist()), config.task.training, **options)
+
+    return compared(config, run, plan)
+
+
+BEYOND = Beyond(DIGITS, ("A.dpsgd.rdp", "A.dpsgd.pld", "A.sample.rdp", "A.sample.pld", "A.scale.rdp", "A.scale.pld",
+                         "people.sample", "people.scale", "rounded.sample", "rounded.scale"), together=ALL)
+
+
+def audit(method, *, budgets=BUDGETS, shares=GROUPS["A"], sample_rate=0.5, steps=20, delta=1e-5, runs=60_000, draws=1, seed=0,
+          confidence=0.95):
+    """Lower bounds on the epsilon of a canary in each group, (groups,) float64.
+
+    A canary's gradient is as long as its clip norm in every step, in a direction of its own, and the attacker sees every
+    step: nobody can do better than their likelihood ratio, whose threshold is chosen on one half of the runs and counted on the
+    other.  `draws` Poisson draws are joined in every step: more than one is the fault of which algorithm 1 knows nothing.
+    """
+    training = Training(round(1000), round(1000 * sample_rate), 1, 1.0)
+    training = dataclasses.replace(training, epochs=steps * training.batch // training.examples)
+    noise, rates, norms = parameters(method, tuple(budgets), tuple(shares), training, delta)
+    plan = DPSGDPlan(n=len(budgets), sample_rate=rates, steps=training.steps, max_grad_norm=norms, noise_multiplier=1.0, delta=delta)
+    std = noise * training.clip
+    streams = {name: torch.Generator().manual_seed(derive_seed(seed, name)) for name in ("sampling", "noise")}
+    ratios = []
+    for inside in (1.0, 0.0):
+        taken = sum(plan.sampler(streams["sampling"]).masks(runs * training.steps).double() for _ in range(draws))
+        seen = inside * taken * norms + std * torch.randn(taken.shape, dtype=torch.float64, generator=streams["noise"])
+        step = torch.log1p(rates * torch.expm1(norms * (2 * seen - norms) / (2 * std**2)))
+        ratios.append(step.view(runs, training.steps, -1).sum(1))
+    half = runs // 2
+    bounds = []
+    for p in range(len(budgets)):
+        inside, outside = ratios[0][:, p], ratios[1][:, p]
+        # Candidates for the threshold, judged on the first half; each bound on the second half uses the best of them alone.
+        candidates = outside[:half].quantile(torch.linspace(0.5, 0.9995, 60, dtype=torch.float64))
+
+        def bound(threshold, part):
+            counts = [int((values[part] > threshold).sum()) for values in (inside, outside)]
+            return attacks.epsilon_lower_bound(true_positives=counts[0], positives=half, false_positives=counts[1], negatives=half,
+                                               delta=delta, confidence=confidence)
+
+        best = max(candidates, key=lambda threshold: float(bound(threshold, slice(0, half))))
+        bounds.append(bound(best, slice(half, 2 * half)))
+    return torch.stack(bounds)
