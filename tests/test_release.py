@@ -1,0 +1,114 @@
+"""Private means and quantiles: calibrated noise, sound sensitivities, and which method errs less."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dpcompanion.accounting import gaussian_delta
+from dpcompanion.release import (
+    _convolved, _noisy_prefixes, _square_root, noise_ratio, private_mean, private_quantiles, split)
+
+BUDGET = dict(epsilon=0.1, delta=1e-5)
+SHARES = [0.1, 0.3, 0.5, 0.7, 0.9]
+
+
+def epsilons(n=60_000, seed=0):
+    """Like the individual epsilons of a run on MNIST: most of them low, a few at the worst case of 2.4."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.exp(0.75 * torch.randn(n, generator=generator, dtype=torch.float64) - 0.84).clamp(max=2.4)
+
+
+def released(values, seed, **options):
+    return private_quantiles(values, SHARES, upper=2.4, generator=torch.Generator().manual_seed(seed), **{**BUDGET, **options})
+
+
+@pytest.mark.parametrize("epsilon, delta", [(0.1, 1e-5), (1.0, 1e-9), (3.0, 0.1)])
+def test_the_noise_is_the_least_that_the_exact_curve_of_the_gaussian_mechanism_allows(epsilon, delta):
+    ratio = noise_ratio(epsilon, delta)
+    assert float(gaussian_delta(ratio, epsilon)) <= delta < float(gaussian_delta(ratio * (1 + 1e-9), epsilon))
+
+
+def test_the_mean_has_noise_of_the_promised_spread():
+    values = epsilons(500)
+    draws = [private_mean(values, upper=2.4, generator=torch.Generator().manual_seed(s), **BUDGET) for s in range(400)]
+    std = 2.4 / noise_ratio(**BUDGET) / 500
+    assert stats.kstest(np.array(draws), "norm", args=(float(values.mean()), std)).pvalue > 1e-4
+
+
+def test_releases_that_split_a_budget_compose_to_it():
+    each = split(0.1, 1e-5, 3)
+    together = math.sqrt(3) * noise_ratio(each, 1e-5)
+    assert float(gaussian_delta(together, 0.1)) <= 1e-5 and each > 0.1 / 3
+    assert split(0.1, 1e-5, 1) == pytest.approx(0.1, rel=1e-9)
+
+
+def test_the_square_root_of_prefix_sums_is_one_and_no_column_is_longer_than_the_first():
+    column = _square_root(40)
+    matrix = torch.stack([_convolved(column, row) for row in torch.eye(40, dtype=torch.float64)], dim=1)
+    assert torch.allclose(matrix @ matrix, torch.ones(40, 40, dtype=torch.float64).tril(), atol=1e-12)
+    assert torch.allclose(matrix.norm(dim=0).max(), column.norm())
+
+
+def test_the_noise_on_the_curve_is_that_of_the_factorisation():
+    bins, n = 16, 10**5                  # so many values in each bin that the noisy curve needs no isotonic correction
+    values = (torch.arange(n, dtype=torch.float64) + 0.5) / n
+    truth = torch.arange(1, bins, dtype=torch.float64) * n / bins
+    draws = torch.stack([_noisy_prefixes(values, 1.0, bins, noise_ratio(**BUDGET), torch.Generator().manual_seed(s))
+                         for s in range(300)])[:, :-1] - truth
+    column = _square_root(bins)
+    expected = column.square().cumsum(0)[:-1].sqrt() * float(column.norm()) / noise_ratio(**BUDGET)
+    low, high = (math.sqrt(stats.chi2.ppf(p, 300) / 300) for p in (1e-6, 1 - 1e-6))
+    measured = draws.square().mean(dim=0).sqrt() / expected
+    assert ((measured > low) & (measured < high)).all()
+
+
+def test_without_noise_quantiles_are_those_of_the_data():
+    values, truth = epsilons(), torch.quantile(epsilons(), torch.tensor(SHARES, dtype=torch.float64))
+    loose = released(values, 0, epsilon=1e6, bins=4096)
+    assert torch.allclose(loose, truth, rtol=2e-3)
+    iterated = released(values, 0, epsilon=1e6, method="andrew2021", steps=300)
+    assert torch.allclose(iterated, truth, rtol=2e-3)
+
+
+def test_at_the_same_budget_the_curve_errs_less_than_the_iterations():
+    values = epsilons()
+    truth = torch.quantile(values, torch.tensor(SHARES, dtype=torch.float64))
+
+    def error(**options):
+        return float(torch.stack([(released(values, seed, **options) / truth - 1).abs() for seed in range(20)]).mean())
+
+    curve = error()
+    assert curve < 0.004
+    for rate in (0.2, 0.5, 1.0, 1.5):
+        assert curve < 0.75 * error(method="andrew2021", learning_rate=rate)
+
+
+def test_no_value_moves_a_release_further_than_the_bound_allows():
+    generator = torch.Generator().manual_seed(0)
+    values = torch.rand(50, generator=generator, dtype=torch.float64)
+    for wild in (math.inf, -math.inf, math.nan, 1e9):
+        other = values.clone()
+        other[3] = wild
+        means = [private_mean(v, upper=1.0, generator=torch.Generator().manual_seed(1), **BUDGET) for v in (values, other)]
+        assert abs(means[0] - means[1]) <= 1.0 / 50
+        assert released(other, 2).isfinite().all()
+
+
+def test_the_same_generator_gives_the_same_release():
+    assert torch.equal(released(epsilons(300), 5), released(epsilons(300), 5))
+    assert not torch.equal(released(epsilons(300), 5), released(epsilons(300), 6))
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(quantiles=[0.0]), "quantiles"), (dict(quantiles=[1.0]), "quantiles"), (dict(upper=0), "upper"),
+    (dict(epsilon=0), "epsilon"), (dict(delta=1), "delta"), (dict(method="magic"), "method"), (dict(bins=1), "bins"),
+    (dict(method="andrew2021", steps=0), "steps"), (dict(method="andrew2021", learning_rate=0), "learning_rate"),
+    (dict(method="andrew2021", start=3.0), "start"), (dict(values=[]), "values"), (dict(values=[[0.1]]), "values"),
+])
+def test_bad_arguments_are_refused_by_name(change, words):
+    good = dict(values=[0.5, 0.7], quantiles=[0.5], upper=2.0, generator=torch.Generator(), **BUDGET)
+    with pytest.raises(ValueError, match=words):
+        private_quantiles(**{**good, **change})
