@@ -1,7 +1,7 @@
 """The scoreboard: how each exhibit of the five papers stands, from the published numbers and the records alone.
 
 An exhibit is *reproduced* if every number that it prints was recomputed at the paper's scale and matches or comes
-close, and every finding holds; *in part* if some do, or if only a quick run shows them; *contradicted* if none does;
+close, and every finding holds; *in part* if some do, or if only a chapter's quick run shows them; *contradicted* if none does;
 *wrong in the paper* if something that it prints is proved wrong (the rest is counted beside it); *not run* otherwise.
 What no experiment computes, such as a lemma, can be checked by tests, which `published` names.
 
@@ -25,7 +25,7 @@ from dpcompanion.comparison import Table, compare
 
 STATES = {
     "reproduced": "recomputed at the paper's scale; every number matches or is close, every finding holds",
-    "in part": "some do, or only a quick run shows them",
+    "in part": "some do, or only a chapter's quick run shows them",
     "contradicted": "recomputed, and none agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
     "not run": "with what it would need",
@@ -87,7 +87,10 @@ class Standing:
         if self.state != "not run":
             return "quick run, live" if self.state == "in part" else "proof"
         data = f", data: {', '.join(self.exhibit.data)}" if self.exhibit.data else ""
-        return ("needs a GPU" if self.exhibit.scale == "gpu" else "needs an experiment") + data
+        ready = self.exhibit.name in experiments.names()
+        if self.exhibit.scale == "gpu":
+            return ("ready, " if ready else "") + "needs a GPU" + data
+        return ("ready to run" if ready else "needs an experiment") + data
 
 
 def standings(paper=None, *, folder=None, book=None):
@@ -176,7 +179,7 @@ def _standing(exhibit, folder, place):
             held[word] = held.get(word, 0) + count
     record = next(filter(None, found.values()), None)
     stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
-    state = _state(exhibit, numbers, held, record)
+    state = _state(exhibit, numbers, held, record, place)
     return Standing(exhibit, state, numbers, held, record, stale, place)
 
 
@@ -185,7 +188,7 @@ def _record(name, folder):
     return records.find(name, "paper", folder) or records.find(name, "quick", folder)
 
 
-def _state(exhibit, numbers, held, record):
+def _state(exhibit, numbers, held, record, place):
     if exhibit.wrong and (record is not None or "statement" in exhibit.wrong):
         return "wrong in the paper"
     good = sum(numbers.get(word, 0) for word in ("matches", "close")) + held.get("holds", 0)
@@ -193,7 +196,7 @@ def _state(exhibit, numbers, held, record):
     if good + bad == 0:
         if exhibit.tests:
             return "reproduced"
-        return "in part" if exhibit.name in experiments.names() else "not run"
+        return "in part" if place and exhibit.name in experiments.names() else "not run"
     if good == 0:
         return "contradicted"
     return "reproduced" if bad == 0 and not numbers.get("not run") and record.preset == "paper" else "in part"
