@@ -1,0 +1,908 @@
+r"""Exhibits of Thudi et al. 2024, "Gradients look alike".
+
+Most of them need one thing: the gradient norms of some points along some runs of DP-SGD.
+`watched` trains the runs of a task and notes them, for `points` training points and as many
+test points, at `stops` moments (between two of them norms count as at the first).
+A run on X' = the training set is what the divergence D(X' || X) of a training point looks at, and a run on
+X = the training set what D(X || X') of a test point looks at: one set of runs serves all points of both kinds.
+
+What the paper does not spell out and its public code shows: digits are scaled to 32 x 32 and normalised by
+public constants; the noise comes from Opacus's RDP accountant; the initial stage is the network before
+training; corollary 3.1 is taken at p = 10^4 with half of delta for each part.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy import stats
+
+from dpcompanion import data, records
+from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
+from dpcompanion.experiments import experiment, finding
+from dpcompanion.per_instance import (
+    coupled_divergence, coupled_epsilon, exact_composition, holder_epsilon, holder_order, log_mass, naive_unlearning, step_divergence,
+    tilted_counts, tilted_noise, update_divergence,
+)
+from dpcompanion.training import DPSGDPlan, clipped_sum, cross_entropy, gradient_norms, models, train
+from dpcompanion.training.clipping import per_example_gradients
+
+STAGES = ("initial", "middle", "final")
+DIRECTIONS = {"remove": "X' || X", "add": "X || X'"}     # runs with the point, for training points; without, for test points
+ORDERS = (1.25, 1.5, 1.75, 2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
+KEPT = 2000                                # steps of runs beyond which they are kept on disk
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Runs of DP-SGD on one data set, from one initialisation, and how often to look at how many points."""
+
+    data: str
+    model: str
+    epsilon: float = 10.0
+    batch_size: int = 128
+    epochs: int = 10
+    learning_rate: float = 0.1
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    drops: tuple = ()                      # epochs at which the learning rate drops tenfold
+    delta: float = 1e-5
+    max_grad_norm: float = 1.0
+    runs: int = 4
+    points: int = 100
+    stops: int = 100
+
+
+MNIST = Task("mnist", "lenet5", runs=5, points=200)
+CIFAR10 = Task("cifar10", "resnet20", epochs=200, momentum=0.9, weight_decay=1e-4, drops=(100, 150), runs=10, points=500)
+DIGITS = Task("mnist-5k", "lenet5", learning_rate=1.0, runs=3, points=60, stops=31)
+PLAIN_DIGITS = dataclasses.replace(DIGITS, model="softmax", runs=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Watch:
+    """What an exhibit looks at: tasks by name, and the order of the divergence."""
+
+    tasks: dict
+    order: float = 8
+
+
+# Training --------------------------------------------------------------------------------------------------------------
+
+_MODELS = {
+    "lenet5": models.lenet5,
+    "mnist_cnn": models.mnist_cnn,
+    "softmax": lambda seed: torch.nn.Sequential(torch.nn.Flatten(), models.linear(784, 10, seed=seed)),
+    "resnet20": functools.partial(models.resnet20, groups=16, affine=True),
+}
+
+
+def _inputs(name, model, split, run):
+    """Features and labels as the network wants them: normalised, LeNet-5's digits scaled to 32 x 32."""
+    found = run.load(name, split=split).normalised()
+    features = found.features
+    if model == "lenet5":
+        features = F.interpolate(features, size=32, mode="bilinear", align_corners=False)
+    return features, found.labels
+
+
+def plan_of(task, examples):
+    """The plan that spends the task's epsilon, by RDP (add or remove one example, Poisson sampling)."""
+    rate = task.batch_size / examples
+    return DPSGDPlan.for_epsilon(task.epsilon, n=examples, sample_rate=rate, steps=round(task.epochs / rate),
+                                 max_grad_norm=task.max_grad_norm, delta=task.delta, accountant="rdp")
+
+
+def moments(task, steps):
+    """After how many steps the points are looked at: before training, then `stops` times, and halfway."""
+    return sorted({round(steps * i / task.stops) for i in range(task.stops + 1)} | {steps // 2})
+
+
+def watch(task, seed, run):
+    """One run: norms (moments, 2 points), whether a point is classified correctly, weights by stage, test accuracy."""
+    x, y = _inputs(task.data, task.model, "train", run)
+    test_x, test_y = _inputs(task.data, task.model, "test", run)
+    plan = plan_of(task, len(y))
+    members, others = (torch.as_tensor(np.random.RandomState(0).permutation(n)[:task.points]) for n in (len(y), len(test_y)))
+    points = torch.cat((x[members], test_x[others])).to(run.device), torch.cat((y[members], test_y[others])).to(run.device)
+    model = _MODELS[task.model](seed=0).to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum,
+                                weight_decay=task.weight_decay)
+    stops = set(moments(task, plan.steps))
+    norms, correct, weights, started = [], [], [], time.perf_counter()
+
+    def look(step):
+        model.eval()
+        norms.append(gradient_norms(model, cross_entropy, *points, method="mixed").cpu())
+        with torch.no_grad():
+            correct.append((model(points[0]).argmax(1) == points[1]).cpu())
+            if step in (0, plan.steps // 2, plan.steps):
+                weights.append(torch.nn.utils.parameters_to_vector(model.parameters()).cpu())
+
+    def on_step(state):
+        if state.step in stops:
+            look(state.step)
+        drops = sum(state.step >= epoch * plan.steps_per_epoch for epoch in task.drops)
+        optimizer.param_groups[0]["lr"] = task.learning_rate * 0.1**drops
+
+    look(0)
+    train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=seed, device=run.device, method="mixed",
+          on_step=on_step, progress=False)
+    with torch.no_grad():
+        right = sum((model(part.to(run.device)).argmax(1).cpu() == labels).sum()
+                    for part, labels in zip(test_x.split(1000), test_y.split(1000)))
+    arrays = {"norms": norms, "correct": correct, "weights": weights}
+    values = {"accuracy": float(right) / len(test_y), "seconds": time.perf_counter() - started}
+    return values, {key: torch.stack(value).numpy() for key, value in arrays.items()}
+
+
+_WATCH = (watch, _inputs, plan_of, moments)
+_WATCHED = {}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Watched:
+    """The runs of a task: norms and correct (runs, moments, 2 points), weights (runs, stages, parameters)."""
+
+    plan: DPSGDPlan
+    moments: list
+    norms: torch.Tensor
+    correct: torch.Tensor
+    weights: torch.Tensor
+    accuracy: list
+
+    def seen(self, direction, what="norms"):
+        """Norms (or `correct`) of the points that a direction is about, (runs, moments, points)."""
+        first, second = getattr(self, what).chunk(2, -1)
+        return {"remove": first, "add": second}[direction]
+
+    @property
+    def stages(self):
+        """Where the stages are among the moments."""
+        return [self.moments.index(step) for step in (0, self.plan.steps // 2, self.plan.steps)]
+
+
+def watched(task, run):
+    """The runs of a task, `Watched`, seeds 0, 1, ...; runs that take long are kept in the data folder, each as it ends."""
+    examples = len(run.load(task.data, split="train"))
+    plan = plan_of(task, examples)
+    key = {"task": {**dataclasses.asdict(task), "runs": None}, "code": records.code_hash(*_WATCH), "device": run.device.type}
+    hashed, pieces = records.hash_of({**key, "runs": task.runs}), [f"seed-{seed}" for seed in range(task.runs)]
+    if hashed not in _WATCHED:
+        def work(piece):
+            return watch(task, int(piece.removeprefix("seed-")), run)
+
+        if plan.steps < KEPT:
+            parts = [work(piece) for piece in pieces]
+        else:
+            folder = data.data_folder() / "watched" / f"{task.data}-{task.model}-{records.hash_of(key)[:12]}"
+            parts = records.resumable(work, pieces, folder=folder, config=key).values()
+        arrays = {name: torch.as_tensor(np.stack([found[name] for _, found in parts])) for name in ("norms", "correct", "weights")}
+        arrays["norms"] = arrays["norms"].double().clamp(max=task.max_grad_norm)
+        _WATCHED[hashed] = Watched(plan, moments(task, plan.steps), **arrays, accuracy=[v["accuracy"] for v, _ in parts])
+    run.load(task.data, split="test")
+    return _WATCHED[hashed]
+
+
+# Theorems 3.2 and 3.3 -----------------------------------------------------------------------------------------------
+
+def divergence(norms, plan, order):
+    """Theorem 3.2 for one step, of clipped gradients of these norms: the shape of `norms`."""
+    return step_divergence(sample_rate=plan.sample_rate, noise_multiplier=plan.noise_std, sensitivity=norms, orders=order)
+
+
+def share_of(norms, plan, order):
+    """`divergence` over that of the worst case, a gradient as long as the clip norm."""
+    return divergence(norms, plan, order) / divergence(plan.max_grad_norm, plan, order)
+
+
+def weighted_costs(found, direction, order):
+    """Divergences of the steps at their orders in theorem 3.3, p = 3n, (moments but the last, runs, points), and weights.
+
+    The theorem reads D <= sum_t ln E exp(w_t D_t) / w_t, where D_t is the divergence of step t at the order
+    g_t = 1 + (p/(p-1))^(n-t) (order-1), w_t = p (g_t - 1), and E the mean over runs: an estimate of their expectation.
+    """
+    n, norms = found.plan.steps, found.seen(direction)
+    orders = holder_order(order, 3 * n, n - 1 - torch.tensor(found.moments[:-1]))
+    costs = torch.stack([divergence(norms[:, index], found.plan, g) for index, g in enumerate(orders.tolist())])
+    return costs, 3 * n * (orders - 1)
+
+
+def soft_maximum(costs, weights):
+    """ln E exp(w D) / w over the runs: between their mean and their maximum."""
+    weights = weights[:, None]
+    return (torch.logsumexp(weights[..., None] * costs, 1) - math.log(costs.shape[1])) / weights
+
+
+def contributions(found, direction, order):
+    """What each step adds to the sum of theorem 3.3: (moments but the last, points)."""
+    return soft_maximum(*weighted_costs(found, direction, order))
+
+
+def composed(found, direction, order):
+    """Theorem 3.3 for the whole run, (points,): every step between two moments costs what the first of them costs."""
+    steps = torch.as_tensor(np.diff(found.moments), dtype=torch.float64)
+    return steps @ contributions(found, direction, order)
+
+
+def epsilons(found, direction, orders=ORDERS):
+    """Epsilon of each point by theorem 3.3 at its best order, and that order."""
+    total = torch.stack([composed(found, direction, order) for order in orders], -1)
+    return rdp_to_epsilon(total, orders, found.plan.delta)
+
+
+def worst_case(plan, orders=ORDERS):
+    """The data-independent epsilon of a run and its best order."""
+    step = rdp_sampled_gaussian(sample_rate=plan.sample_rate, noise_multiplier=plan.noise_multiplier, orders=orders)
+    return rdp_to_epsilon(plan.steps * step, orders, plan.delta)
+
+
+# Figures 1, 5 and 6: the cost of steps over training -----------------------------------------------------------------------
+
+def _vary(task, **changes):
+    return dataclasses.replace(task, **changes)
+
+
+_COMPOSE = (*_WATCH, watched, divergence, share_of, weighted_costs, soft_maximum, composed, epsilons, worst_case)
+FIGURE_1 = Watch({"eps 10": MNIST, "eps 3": _vary(MNIST, epsilon=3.0, runs=1), "eps 1": _vary(MNIST, epsilon=1.0, runs=2)})
+FIGURE_1_QUICK = Watch({"eps 10": DIGITS, "eps 1": _vary(DIGITS, epsilon=1.0, runs=2)})
+
+
+@experiment("gradients-look-alike/figure-1", uses=_COMPOSE, quick=FIGURE_1_QUICK, paper=FIGURE_1)
+def figure_1(config, run):
+    """Contributions of the steps over the data-independent cost at one order, and epsilon of the whole run at the best.
+
+    For each task and direction: means and 10th percentiles over points, for the first step, the middle and the end;
+    `total`, theorem 3.3 for the whole run over the data-independent sum; `epsilon`, quantiles over points.
+    """
+    values, arrays = {}, {}
+    for name, task in config.tasks.items():
+        found = watched(task, run)
+        baseline = divergence(task.max_grad_norm, found.plan, config.order)
+        epsilon, order = worst_case(found.plan)
+        values |= {f"{name}.accuracy": records.mean_and_sd(found.accuracy), f"{name}.noise_multiplier": found.plan.noise_multiplier,
+                   f"{name}.steps": found.plan.steps, f"{name}.worst_case.rdp": found.plan.steps * baseline,
+                   f"{name}.worst_case.epsilon": epsilon, f"{name}.worst_case.order": order}
+        arrays[f"{name}.moments"] = np.array(found.moments)
+        for direction in DIRECTIONS:
+            row = f"{name}.{direction}"
+            share = contributions(found, direction, config.order) / baseline
+            mean, low = share.mean(1), share.quantile(0.1, dim=1)
+            middle = found.stages[1]
+            values |= {f"{row}.first": mean[0], f"{row}.middle": mean[middle], f"{row}.last": mean[-1],
+                       f"{row}.first_p10": low[0], f"{row}.middle_p10": low[middle], f"{row}.last_p10": low[-1],
+                       f"{row}.last_p10_cost": low[-1] * baseline}
+            epsilon, best = epsilons(found, direction)
+            total = composed(found, direction, config.order) / (found.plan.steps * baseline)
+            quantiles = torch.tensor([0.0, 0.1, 0.5, 0.9, 1.0], dtype=torch.float64)
+            values |= {f"{row}.total": total.mean(), f"{row}.total_p10": total.quantile(0.1), f"{row}.epsilon": epsilon.quantile(quantiles),
+                       f"{row}.orders": [best.min(), best.max()],
+                       f"{row}.above_worst_case": (epsilon > values[f"{name}.worst_case.epsilon"]).double().mean()}
+            arrays |= {f"{row}.mean": mean.numpy(), f"{row}.p10": low.numpy(), f"{row}.epsilon": epsilon.numpy(), f"{row}.total": total.numpy()}
+    return values, arrays
+
+
+@finding("gradients-look-alike/figure-1", "the mean share of the first step is above 1")
+def _first_step_dearer(record):
+    yield from _shares(record, "first", lambda share: share > 1)
+
+
+@finding("gradients-look-alike/figure-1", "the mean share of the last step is below one half")
+def _falls_well_below(record):
+    yield from _shares(record, "last", lambda share: share < 0.5)
+
+
+@finding("gradients-look-alike/figure-1", "the 10th percentile of the last step's share is below a tenth of its mean")
+def _long_tail(record):
+    for name in record.config["tasks"]:
+        for direction in DIRECTIONS:
+            low, mean = (record.values[f"{name}.{direction}.{key}"] for key in ("last_p10", "last"))
+            yield f"{name}, {DIRECTIONS[direction]}", f"{low:.1g} of {mean:.2f}", low < mean / 10
+
+
+@finding("gradients-look-alike/figure-1", "with less noise (eps 10) the 10th percentile of the last step's cost is smaller than at eps 1")
+def _noise_is_not_always_better(record):
+    for direction in DIRECTIONS:
+        loud, quiet = (record.values[f"{name}.{direction}.last_p10_cost"] for name in ("eps 1", "eps 10"))
+        yield DIRECTIONS[direction], f"{quiet:.1g} against {loud:.1g}", quiet < loud
+
+
+@finding("gradients-look-alike/figure-1", "theorem 3.3, at the best order, gives the median point at most half of the data-independent epsilon")
+def _epsilon_halved(record):
+    for name in record.config["tasks"]:
+        for direction in DIRECTIONS:
+            median, worst = record.values[f"{name}.{direction}.epsilon"][2], record.values[f"{name}.worst_case.epsilon"]
+            yield f"{name}, {DIRECTIONS[direction]}", f"{median:.2f} of {worst:.2f}", median <= worst / 2
+
+
+def _shares(record, which, good):
+    for name in record.config["tasks"]:
+        for direction in DIRECTIONS:
+            share = record.values[f"{name}.{direction}.{which}"]
+            yield f"{name}, {DIRECTIONS[direction]}", f"{share:.2f}", good(share)
+
+
+@dataclasses.dataclass(frozen=True)
+class Intervals(Watch):
+    """Figure 5: the first `shown` training points, with bootstrap intervals over runs."""
+
+    shown: int = 10
+    resamples: int = 400
+
+
+@experiment("gradients-look-alike/figure-5", uses=_COMPOSE, quick=Intervals({"eps 10": DIGITS}), paper=Intervals({"eps 10": MNIST}))
+def figure_5(config, run):
+    """Contributions of the steps for single training points, with 95% bootstrap intervals over the runs."""
+    (name, task), = config.tasks.items()
+    found = watched(task, run)
+    baseline = divergence(task.max_grad_norm, found.plan, config.order)
+    costs, weights = weighted_costs(found, "remove", config.order)
+    costs = costs[..., :config.shown]
+    draws = torch.randint(task.runs, (config.resamples, task.runs), generator=torch.Generator().manual_seed(0))
+    again = torch.stack([soft_maximum(costs[:, draw], weights) for draw in draws]) / baseline
+    low, high = again.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
+    share = soft_maximum(costs, weights) / baseline
+    steps = torch.as_tensor(np.diff(found.moments), dtype=torch.float64) / found.plan.steps
+    values = {f"{name}.runs": task.runs, f"{name}.width": steps @ (high - low), f"{name}.widest": (high - low).amax(0),
+              f"{name}.last": share[-1]}
+    return values, {"moments": np.array(found.moments), "share": share.numpy(), "low": low.numpy(), "high": high.numpy()}
+
+
+@finding("gradients-look-alike/figure-5", "the mean width of the 95% interval is below a fifth of the data-independent cost, for 8 of 10 points")
+def _narrow(record):
+    for name in record.config["tasks"]:
+        narrow = sum(width < 0.2 for width in record.values[f"{name}.width"])
+        yield name, f"{narrow} of {record.config['shown']}", narrow >= 0.8 * record.config["shown"]
+
+
+FIGURE_6 = Watch({"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=2), "batch 64": _vary(MNIST, batch_size=64, runs=1),
+                  "batch 512": _vary(MNIST, batch_size=512, runs=1), "MNIST CNN": _vary(MNIST, model="mnist_cnn", runs=1),
+                  "softmax regression": _vary(MNIST, model="softmax", runs=2)})
+FIGURE_6_QUICK = Watch({"eps 10": DIGITS, "eps 1": _vary(DIGITS, epsilon=1.0, runs=2), "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
+                        "batch 512": _vary(PLAIN_DIGITS, batch_size=512), "softmax regression": PLAIN_DIGITS})
+
+
+@experiment("gradients-look-alike/figure-6", uses=_COMPOSE, quick=FIGURE_6_QUICK, paper=FIGURE_6)
+def figure_6(config, run):
+    """The mean expected cost of a step over the data-independent one, at tenths of the run, and epsilon of the whole run."""
+    values = {}
+    for name, task in config.tasks.items():
+        found = watched(task, run)
+        baseline = divergence(task.max_grad_norm, found.plan, config.order)
+        share = contributions(found, "remove", config.order).mean(1) / baseline
+        tenths = np.searchsorted(found.moments, [found.plan.steps * k / 10 for k in range(10)], side="right") - 1
+        epsilon, _ = epsilons(found, "remove")
+        values |= {f"{name}.share": share[tenths], f"{name}.last": share[-1], f"{name}.accuracy": np.mean(found.accuracy),
+                   f"{name}.worst_case.epsilon": worst_case(found.plan)[0], f"{name}.epsilon": epsilon.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))}
+    return values
+
+
+@finding("gradients-look-alike/figure-6", "the mean share of the last step is below half of the first step's")
+def _falls_in_every_setting(record):
+    for name in record.config["tasks"]:
+        first, last = record.values[f"{name}.share"][0], record.values[f"{name}.last"]
+        yield name, f"{first:.2f} to {last:.2f}", last < first / 2
+
+
+# Figures 2, 3, 7 and 9: points at three stages of one run --------------------------------------------------------------
+
+def stages_of(found, order):
+    """The cost of one step over the data-independent one, and who is classified correctly, (stages, points of both kinds).
+
+    At the stages of the first run, by theorem 3.2 at `order`.
+    """
+    norms, correct = found.norms[0, found.stages], found.correct[0, found.stages]
+    return share_of(norms, found.plan, order), correct
+
+
+def step_epsilon(norms, plan):
+    """Epsilon of one step of the worst case and of clipped gradients of these norms, at the run's delta and the best order.
+
+    A single step is mostly covered by delta alone; what is left are the points that a step can give away.
+    """
+    orders = (*range(2, 65), 96, 128, 192, 256)
+    rdp = torch.stack([divergence(norms, plan, order) for order in orders], -1)
+    return rdp_to_epsilon(rdp, orders, plan.delta)[0]
+
+
+_STAGES = (*_WATCH, watched, divergence, share_of, stages_of, step_epsilon)
+_BATCHES = {f"batch {size}": _vary(CIFAR10, batch_size=size, runs=1) for size in (32, 64, 256, 512)}
+FIGURE_2 = Watch({"batch 128": _vary(CIFAR10, runs=1), **_BATCHES})
+FIGURE_2_QUICK = Watch({"batch 128": DIGITS, "batch 64": _vary(PLAIN_DIGITS, batch_size=64), "batch 512": _vary(PLAIN_DIGITS, batch_size=512)})
+
+
+@experiment("gradients-look-alike/figure-2", uses=_STAGES, quick=FIGURE_2_QUICK, paper=FIGURE_2)
+def figure_2(config, run):
+    """Costs of one step over the data-independent one: quantiles over points at three stages, and epsilon of that step."""
+    values, arrays = {}, {}
+    quantiles = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9], dtype=torch.float64)
+    for name, task in config.tasks.items():
+        found = watched(task, run)
+        share, _ = stages_of(found, config.order)
+        epsilon = step_epsilon(found.norms[0, found.stages], found.plan)
+        values[f"{name}.worst_case.epsilon"] = step_epsilon(torch.full((1,), task.max_grad_norm, dtype=torch.float64), found.plan)[0]
+        for stage, costs, eps in zip(STAGES, share, epsilon):
+            values |= {f"{name}.{stage}.share": costs.quantile(quantiles), f"{name}.{stage}.below_tenth": (costs < 0.1).double().mean(),
+                       f"{name}.{stage}.below_thousandth": (costs < 1e-3).double().mean(), f"{name}.{stage}.epsilon": eps.quantile(quantiles)}
+        arrays[f"{name}.share"] = share.numpy()
+    return values, arrays
+
+
+@finding("gradients-look-alike/figure-2", "at the final stage, a tenth of the points or more cost less than a thousandth of the data-independent step")
+def _tail_at_the_end(record):
+    for name in record.config["tasks"]:
+        share = record.values[f"{name}.final.below_thousandth"]
+        yield name, f"{100 * share:.0f}%", share >= 0.1
+
+
+def correct_and_not(found, order):
+    """{stage: {"correct" or "incorrect": (points, mean share, median share, mean epsilon of the step)}}."""
+    share, correct = stages_of(found, order)
+    epsilon = step_epsilon(found.norms[0, found.stages], found.plan)
+    table = {}
+    for stage, costs, right, eps in zip(STAGES, share, correct, epsilon):
+        for word, chosen in (("correct", right), ("incorrect", ~right)):
+            some = bool(chosen.any())
+            table[f"{stage}.{word}.points"] = int(chosen.sum())
+            table[f"{stage}.{word}.mean"] = costs[chosen].mean() if some else math.nan
+            table[f"{stage}.{word}.median"] = costs[chosen].median() if some else math.nan
+            table[f"{stage}.{word}.epsilon"] = eps[chosen].mean() if some else math.nan
+    return table
+
+
+def _correct_more_private(record):
+    for name in record.config["tasks"]:
+        for stage in STAGES[1:]:
+            right, wrong = (record.values[f"{name}.{stage}.{word}.mean"] for word in ("correct", "incorrect"))
+            yield f"{name}, {stage}", f"{right:.2f} against {wrong:.2f}", right < wrong
+
+
+@experiment("gradients-look-alike/figure-3", uses=(*_STAGES, correct_and_not), quick=Watch({"LeNet-5": DIGITS}),
+            paper=Watch({"ResNet-20": _vary(CIFAR10, runs=1)}))
+def figure_3(config, run):
+    """Costs of one step over the data-independent one, of points that are classified correctly and of the others."""
+    return {f"{name}.{key}": value for name, task in config.tasks.items()
+            for key, value in correct_and_not(watched(task, run), config.order).items()}
+
+
+FIGURE_7 = Watch({"LeNet-5": MNIST, "MNIST CNN": _vary(MNIST, model="mnist_cnn", runs=1), "softmax regression": _vary(MNIST, model="softmax", runs=2)})
+FIGURE_7_QUICK = Watch({"LeNet-5": DIGITS, "softmax regression": PLAIN_DIGITS})
+
+
+@experiment("gradients-look-alike/figure-7", uses=(*_STAGES, correct_and_not), quick=FIGURE_7_QUICK, paper=FIGURE_7)
+def figure_7(config, run):
+    """As figure 3, on digits, for several networks."""
+    return figure_3(config, run)
+
+
+for _name in ("figure-3", "figure-7"):
+    finding(f"gradients-look-alike/{_name}", "in the middle and at the end, correct points cost less on average than incorrect ones")(_correct_more_private)
+
+
+# Figure 9: corollary 3.1 ------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Corollary(Watch):
+    """Figure 9: the exponent p of the paper's code, others of which the best is taken, and the delta of the step."""
+
+    p: float = 1e4
+    others: tuple = (3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 1e5, 1e6)
+
+
+@experiment("gradients-look-alike/figure-9", uses=_STAGES, quick=Corollary(FIGURE_7_QUICK.tasks),
+            paper=Corollary(FIGURE_7.tasks | {"ResNet-20": _vary(CIFAR10, runs=1)}))
+def figure_9(config, run):
+    """Epsilon of one step at delta 1e-5 by corollary 3.1, corrected, for the sum; means over correct and incorrect points.
+
+    `paper_p` at the paper's p, `best_p` at the best of several, `exact` the sampled Gaussian mechanism's own epsilon;
+    `worst_case` for a gradient as long as the clip norm.
+    """
+    values = {}
+    for name, task in config.tasks.items():
+        found = watched(task, run)
+        norms, correct = found.norms[0, found.stages], found.correct[0, found.stages]
+        step = {"sample_rate": found.plan.sample_rate, "noise_std": found.plan.noise_std, "delta": task.delta}
+
+        def three(norms):
+            return {"paper_p": holder_epsilon(norms[None], p=config.p, **step), "best_p": holder_epsilon(norms[None], p=config.others, **step),
+                    "exact": coupled_epsilon(norms[None], **step)}
+
+        values |= {f"{name}.worst_case.{key}": value for key, value in three(torch.tensor(task.max_grad_norm, dtype=torch.float64)).items()}
+        for kind, epsilon in three(norms).items():
+            for stage, eps, right in zip(STAGES, epsilon, correct):
+                for word, chosen in (("correct", right), ("incorrect", ~right)):
+                    values[f"{name}.{stage}.{word}.{kind}"] = eps[chosen].mean() if chosen.any() else math.nan
+                values[f"{name}.{stage}.{kind}_at_most"] = eps.max()
+    return values
+
+
+@finding("gradients-look-alike/figure-9", "no point above the worst case; in the middle and at the end correct points below incorrect ones")
+def _corollary_better(record):
+    for name in record.config["tasks"]:
+        value = {key.removeprefix(f"{name}."): entry for key, entry in record.values.items() if key.startswith(f"{name}.")}
+        for stage in STAGES[1:]:
+            right, wrong, worst = value[f"{stage}.correct.paper_p"], value[f"{stage}.incorrect.paper_p"], value["worst_case.paper_p"]
+            yield f"{name}, {stage}", f"{right:.2f}, {wrong:.2f} of {worst:.2f}", right < wrong and value[f"{stage}.paper_p_at_most"] <= worst * (1 + 1e-9)
+
+
+# Figures 4 and 8: the mean of the clipped gradients -------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Means(Watch):
+    """Theorem 3.6 from a pool of batches of each size, at the stages of a run of each task."""
+
+    batch_sizes: tuple = (16, 32, 64, 128, 256, 512)
+    pool: int = 40
+    tuples: int = 20
+    shown: int = 100
+    seeds: tuple = (0,)
+
+
+def batch_sums(model, x, y, masks, limit):
+    """Sums of clipped gradients of the examples in each mask, (masks, parameters) float64."""
+    sums = [clipped_sum(model, cross_entropy, x[mask], y[mask], limit, method="mixed").gradients for mask in masks]
+    return torch.stack([torch.cat([g.flatten() for g in one.values()]) for one in sums]).double()
+
+
+def clipped_gradients(model, x, y, limit):
+    """Clipped gradients of single examples, (examples, parameters) float64."""
+    gradients, _ = per_example_gradients(model, cross_entropy, x, y)
+    flat = torch.cat([g.flatten(1) for g in gradients.values()], 1).double()
+    return flat / (flat.norm(dim=1, keepdim=True) / limit).clamp(min=1)
+
+
+def coordinates(vectors):
+    """Coordinates of few long vectors in the space that they span: all inner products stay, (n, n)."""
+    values, directions = torch.linalg.eigh(vectors @ vectors.T)
+    return directions * values.clamp(min=0).sqrt()
+
+
+def mean_update_bounds(sums, sizes, gradients, *, sample_rate, noise_std, order, tuples, generator):
+    """Divergences of one step with the mean of clipped gradients, for each of the points with these gradients.
+
+    Returns:
+        {"remove", "add": theorem 3.6 for either direction, from batches that the point enters with its rate; "alone": the same
+        where it enters none, so for X = X'; "coupled": ours; "sensitivity": the mean of |U(B + x) - U(B)|}, each (points,).
+        Theorem 3.6 and ours are estimates.
+    """
+    sizes, points = sizes.double()[:, None], len(gradients)
+    flat = coordinates(torch.cat((sums, gradients)))
+    sums, gradients = flat[:len(sums)], flat[len(sums):]
+    means = sums / sizes.clamp(min=1)
+    half = len(sums) // 2
+    found = {key: [] for key in ("remove", "add", "alone", "coupled", "sensitivity")}
+    pool = {"noise_std": noise_std, "order": order, "tuples": tuples, "generator": generator}
+    alone = update_divergence(means[:half], means[half:], direction="remove", **pool)
+    for g in gradients:
+        enters = (torch.rand(half, 1, generator=generator, dtype=torch.float64) < sample_rate).double()
+        with_point = (sums[half:] + enters * g) / (sizes[half:] + enters).clamp(min=1)
+        for direction in DIRECTIONS:
+            found[direction].append(update_divergence(means[:half], with_point, direction=direction, **pool))
+        distance = (g - means).norm(dim=1) / (sizes[:, 0] + 1)
+        found["coupled"].append(coupled_divergence(distance, sample_rate=sample_rate, noise_std=noise_std, order=order))
+        found["sensitivity"].append(distance.mean())
+    found["alone"] = [alone] * points
+    return {key: torch.stack(value) for key, value in found.items()}
+
+
+def mean_update_bound(norms, plan, order):
+    """A bound, not an estimate, on one step with the mean, from the clipped norms of the points alone: (points,).
+
+    The coupled bound with |U(B + x) - U(B)| = |g - mean(B)| / (|B| + 1) <= (|g| + C) / (|B| + 1), |g| for an empty batch, and the
+    law of |B|, which is binomial. With |g| = C it is data-independent, for data sets of this size.
+    """
+    mean = plan.n * plan.sample_rate
+    sizes = torch.arange(int(mean + 12 * mean**0.5 + 30) + 1, dtype=torch.float64)
+    law = stats.binom(plan.n - 1, plan.sample_rate)
+    weights = torch.as_tensor(law.pmf(sizes.numpy()))
+    weights[-1] = (1 - weights[:-1].sum()).clamp(min=0)       # larger batches count as the largest of these
+    limit = plan.max_grad_norm
+    distances = torch.where(sizes[:, None] == 0, norms, (norms + limit) / (sizes[:, None] + 1)).clamp(max=limit)
+    return coupled_divergence(distances, probabilities=weights, sample_rate=plan.sample_rate, noise_std=plan.noise_std, order=order)
+
+
+_MEANS = (*_WATCH, watched, divergence, batch_sums, clipped_gradients, coordinates, mean_update_bounds, mean_update_bound)
+QUICK_MEANS = Means({"LeNet-5": DIGITS}, batch_sizes=(16, 64, 256), pool=32, shown=20)
+
+
+@experiment("gradients-look-alike/figure-8", uses=_MEANS, quick=QUICK_MEANS, paper=Means({"LeNet-5": MNIST}))
+def figure_8(config, run):
+    """The mean update by theorem 3.6 and by the coupled bound, for batches of several sizes.
+
+    Shares are over the divergence of a sensitivity as large as the clip norm; the noise is that which gives the run its epsilon at
+    that batch size. `bound` is the coupled bound from the point's norm and the law of the batch size, `any_data` the same for any point
+    of any data set of this size. `relevance` is the correlation over points between theorem 3.6's estimate and how far the point moves
+    the update.
+    """
+    values, arrays = {}, {}
+    for name, task in config.tasks.items():
+        found = watched(task, run)
+        x, y = _inputs(task.data, task.model, "train", run)
+        members = torch.as_tensor(np.random.RandomState(0).permutation(len(y))[:config.shown])
+        rest = torch.ones(len(y), dtype=torch.bool)
+        rest[members] = False
+        model, generator = _MODELS[task.model](seed=0), torch.Generator().manual_seed(config.seeds[0])
+        for stage, weights in zip(STAGES, found.weights[0]):
+            torch.nn.utils.vector_to_parameters(weights, model.parameters())
+            model.eval().to(run.device)
+            gradients = clipped_gradients(model, x[members].to(run.device), y[members].to(run.device), task.max_grad_norm).cpu()
+            for size in config.batch_sizes:
+                plan = plan_of(_vary(task, batch_size=size), len(y))
+                masks = (torch.rand(2 * config.pool, len(y), generator=generator, dtype=torch.float64) < plan.sample_rate) & rest
+                sums = batch_sums(model, x.to(run.device), y.to(run.device), masks, task.max_grad_norm).cpu()
+                bounds = mean_update_bounds(sums, masks.sum(1), gradients, sample_rate=plan.sample_rate, noise_std=plan.noise_std,
+                                            order=config.order, tuples=config.tuples, generator=generator)
+                bounds["bound"] = mean_update_bound(gradients.norm(dim=1), plan, config.order)
+                worst = divergence(task.max_grad_norm, plan, config.order)
+                any_data = mean_update_bound(torch.full((1,), task.max_grad_norm, dtype=torch.float64), plan, config.order)
+                row = f"{name}.{stage}.batch {size}"
+                quantiles = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
+                for key in ("remove", "add", "alone", "coupled", "bound"):
+                    values[f"{row}.{key}"] = (bounds[key] / worst).quantile(quantiles)
+                    arrays[f"{row}.{key}"] = (bounds[key] / worst).numpy()
+                pair = torch.stack((bounds["remove"], bounds["sensitivity"]))
+                values |= {f"{row}.worst_case": worst, f"{row}.any_data": any_data[0] / worst, f"{row}.relevance": torch.corrcoef(pair)[0, 1]}
+    return values, arrays
+
+
+@experiment("gradients-look-alike/figure-4", uses=_MEANS, quick=dataclasses.replace(QUICK_MEANS, batch_sizes=(128,)),
+            paper=Means({"ResNet-20": _vary(CIFAR10, runs=1)}, batch_sizes=(32, 64, 128, 256, 512), shown=500))
+def figure_4(config, run):
+    """As figure 8, for CIFAR-10."""
+    return figure_8(config, run)
+
+
+def _each_mean(record):
+    for name in record.config["tasks"]:
+        for stage in STAGES:
+            yield name, stage, {size: {key: record.values[f"{name}.{stage}.batch {size}.{key}"] for key in ("remove", "add", "alone", "coupled", "bound", "relevance")}
+                                for size in record.config["batch_sizes"]}
+
+
+@finding("gradients-look-alike/figure-4", "theorem 3.6 gives the median point less than a tenth of the worst case in the middle and at the end, both ways")
+def _tenth(record):
+    for name, stage, sizes in _each_mean(record):
+        for size, found in sizes.items() if stage != "initial" else ():
+            worst = max(found["remove"][1], found["add"][1])
+            yield f"{name}, {stage}, batch {size}", f"{worst:.2g}", worst < 0.1
+
+
+@finding("gradients-look-alike/figure-8", "theorem 3.6's median falls from the smallest batch to the largest")
+def _larger_batches(record):
+    for name, stage, sizes in _each_mean(record):
+        first, *_, last = (found["remove"][1] for found in sizes.values())
+        yield f"{name}, {stage}", f"{first:.2g} to {last:.2g}", last < first
+
+
+@finding("gradients-look-alike/theorem-3.6", "theorem 3.6 tells points apart: its correlation with how far a point moves the update is above 0.5",
+         of="gradients-look-alike/figure-8")
+def _relevant(record):
+    for name, stage, sizes in _each_mean(record):
+        typical = float(np.median([found["relevance"] for found in sizes.values()]))
+        yield f"{name}, {stage}", f"{typical:.2f}", typical > 0.5
+
+
+@finding("gradients-look-alike/theorem-3.6", "the coupled bound's median is below theorem 3.6's for every batch size", of="gradients-look-alike/figure-8")
+def _coupled_smaller(record):
+    for name, stage, sizes in _each_mean(record):
+        ratios = [found["remove"][1] / found["coupled"][1] for found in sizes.values()]
+        yield f"{name}, {stage}", f"{min(ratios):.2g} to {max(ratios):.2g} times", min(ratios) > 1
+
+
+# Theorem 3.3 beside the exact composition, and unlearning: many runs of softmax regression side by side ---------------------
+
+@dataclasses.dataclass(frozen=True)
+class Composition:
+    """Softmax regression on digits shrunk to `side` x `side`: `runs` of each kind for each of `points` test points."""
+
+    data: str
+    side: int
+    epsilon: float
+    epochs: float
+    points: int
+    runs: int
+    order: int = 6
+    orders: tuple = (4, 6, 10)
+    batch_size: int = 128
+    learning_rate: float = 4.0
+    max_grad_norm: float = 1.0
+    delta: float = 1e-5
+    seeds: tuple = (0,)
+
+
+def shrunk(config, run):
+    """Training digits and the test points, as rows with a constant 1, and their labels."""
+    found = []
+    for split in ("train", "test"):
+        digits = run.load(config.data, split=split, dtype=torch.float64)
+        rows = F.adaptive_avg_pool2d(digits.features, config.side).flatten(1)
+        found += [torch.cat((rows, torch.ones(len(rows), 1, dtype=rows.dtype)), 1), digits.labels]
+    x, y, test_x, test_y = found
+    chosen = torch.as_tensor(np.random.RandomState(0).permutation(len(test_y))[:config.points])
+    return x, y, test_x[chosen], test_y[chosen]
+
+
+def batches(runs, n, rate, generator):
+    """A Poisson sample of n for each run: indices (runs, most) and which of them count.
+
+    The gaps between the examples that are drawn are geometric.
+    """
+    width, log_missed = int(n * rate + 6 * (n * rate) ** 0.5 + 10), torch.log1p(-torch.tensor(rate, dtype=torch.float64))
+    places = torch.full((runs, 1), -1, dtype=torch.int64)
+    while int(places[:, -1].min()) < n:
+        uniform = torch.rand(runs, width, generator=generator, dtype=torch.float64)
+        gaps = 1 + torch.floor(torch.log1p(-uniform) / log_missed).clamp(max=n).long()
+        places = torch.cat((places, places[:, -1:] + gaps.cumsum(1)), 1)
+    places = places[:, 1:]
+    return places.clamp(max=n - 1), places < n
+
+
+def side_by_side(x, y, point_x, point_y, plan, *, kind, runs, order, learning_rate, seed):
+    """Runs of DP-SGD for each point, side by side, (steps, runs, points) clipped norms of the point's gradients along them.
+
+    x holds the *other* examples. `kind` says how the point enters: "with" at its rate, "without" never, "remove" and "add" as in
+    tilted training of either direction at `order`.
+    """
+    generator, points = torch.Generator().manual_seed(seed), len(point_y)
+    lanes, limit, noise_std = runs * points, plan.max_grad_norm, plan.noise_std
+    who = torch.arange(points).repeat(runs)
+    weights = torch.zeros(lanes, x.shape[1], 10, dtype=x.dtype)
+    one_hot, own_x, own_hot = F.one_hot(y, 10).to(x.dtype), point_x[who, None], F.one_hot(point_y, 10).to(x.dtype)[who, None]
+    lengths, own_length = x.norm(dim=1), own_x.norm(dim=2)
+    common = {"sample_rate": plan.sample_rate, "noise_std": noise_std, "order": order, "generator": generator}
+    norms = []
+    for _ in range(plan.steps):
+        drawn, counted = batches(lanes, len(y), plan.sample_rate, generator)
+        features = x[drawn]
+        errors = torch.softmax(features @ weights, 2) - one_hot[drawn]
+        factors = (limit / (lengths[drawn] * errors.norm(dim=2)).clamp(min=1e-12)).clamp(max=1) * counted
+        total = features.transpose(1, 2) @ (factors[..., None] * errors)
+        own = torch.softmax(own_x @ weights, 2) - own_hot
+        length = own_length * own.norm(dim=2)
+        gradient = (own_x.transpose(1, 2) @ own) * (limit / length.clamp(min=1e-12)).clamp(max=1)[..., None]
+        length = length[:, 0].clamp(max=limit)
+        norms.append(length.view(runs, points))
+        noise = noise_std * torch.randn(weights.shape, generator=generator, dtype=x.dtype)
+        if kind == "add":
+            noise = tilted_noise(noise.flatten(1), gradient.flatten(1), **common).view_as(noise)
+        else:
+            chance = torch.rand(lanes, generator=generator, dtype=torch.float64) < plan.sample_rate
+            count = {"with": chance, "without": torch.zeros_like(chance)}.get(kind)
+            count = tilted_counts(length, **common) if count is None else count
+            total = total + count.to(x.dtype)[:, None, None] * gradient
+        weights = weights - learning_rate / plan.expected_batch_size * (total + noise)
+    return torch.stack(norms)
+
+
+_SIDE_BY_SIDE = (shrunk, batches, side_by_side)
+
+
+def composed_exactly(norms, plan, order, direction, confidence=0.95):
+    """`exact_composition` of tilted runs whose norms these are, (steps, runs, points)."""
+    step = {"sample_rate": plan.sample_rate, "noise_std": plan.noise_std, "order": order, "direction": direction}
+    worst = plan.steps * float(log_mass(plan.max_grad_norm, **step)) / (order - 1)
+    return exact_composition(log_mass(norms, **step).sum(0), order=order, worst_case=worst, confidence=confidence)
+
+
+def theorem_3_3(norms, plan, order):
+    """Theorem 3.3 at p = 3n along runs whose norms these are, (steps, runs, points): (points,), an estimate."""
+    n = plan.steps
+    orders = holder_order(order, 3 * n, torch.arange(n - 1, -1, -1))
+    costs = torch.stack([divergence(step, plan, g) for step, g in zip(norms, orders.tolist())])
+    return soft_maximum(costs, 3 * n * (orders - 1)).sum(0)
+
+
+@experiment("gradients-look-alike/theorem-3.3", uses=(*_SIDE_BY_SIDE, composed_exactly, theorem_3_3, soft_maximum, divergence),
+            quick=Composition("mnist-5k", 7, 3.0, epochs=8, points=10, runs=8),
+            paper=Composition("mnist", 14, 3.0, epochs=2, points=20, runs=12, orders=(4, 6, 10, 16)))
+def composition(config, run):
+    """Theorem 3.3, the exact composition, the worst case, and the account along each trajectory, for the same points.
+
+    At one order, nats: `worst_case`, `theorem_3_3`, `exact` with `low` and `high` (bootstrap, 95%) and `upper_bound` (95%
+    confidence), each for both directions. Epsilons, with x against without, at the best of the orders: the same, and
+    `trajectory`, (runs, points), the output-specific accounts of Yu et al. along the runs with x.
+    """
+    x, y, point_x, point_y = shrunk(config, run)
+    plan = plan_of(config, len(y))
+
+    def runs_of(kind, order=config.order):
+        def work(_):
+            found = side_by_side(x, y, point_x, point_y, plan, kind=kind, runs=config.runs, order=order,
+                                 learning_rate=config.learning_rate, seed=config.seeds[0] + order)
+            return {}, {"norms": found.numpy()}
+        (_, arrays), = run.pieces(work, [f"{kind}-{order}"]).values()
+        return torch.as_tensor(arrays["norms"])
+
+    seen = {"remove": runs_of("with"), "add": runs_of("without")}
+    tilted = {order: composed_exactly(runs_of("remove", order), plan, order, "remove", 1 - 0.05 / len(config.orders)) for order in config.orders}
+    at_order = {"remove": composed_exactly(runs_of("remove"), plan, config.order, "remove"),
+                "add": composed_exactly(runs_of("add"), plan, config.order, "add")}
+    worst = plan.steps * divergence(1.0, plan, torch.tensor(config.orders, dtype=torch.float64))
+    values = {"steps": plan.steps, "noise_multiplier": plan.noise_multiplier, "worst_case": plan.steps * divergence(1.0, plan, config.order)}
+    for direction, found in at_order.items():
+        values |= {f"{direction}.theorem_3_3": theorem_3_3(seen[direction], plan, config.order), f"{direction}.exact": found.estimate,
+                   f"{direction}.low": found.low, f"{direction}.high": found.high, f"{direction}.upper_bound": found.upper_bound,
+                   f"{direction}.mean_norm": seen[direction].mean((0, 1))}
+
+    def epsilon(rdp):
+        return rdp_to_epsilon(rdp, config.orders, config.delta)[0]
+
+    trajectory = torch.stack([divergence(seen["remove"], plan, order).sum(0) for order in config.orders], -1)
+    values |= {"epsilon.worst_case": epsilon(worst), "epsilon.trajectory": records.mean_and_sd(epsilon(trajectory).mean(1)),
+               "epsilon.theorem_3_3": epsilon(torch.stack([theorem_3_3(seen["remove"], plan, order) for order in config.orders], -1)),
+               "epsilon.exact": epsilon(torch.stack([found.estimate for found in tilted.values()], -1)),
+               "epsilon.upper_bound": epsilon(torch.stack([found.upper_bound for found in tilted.values()], -1)),
+               "epsilon.trajectory_mean": epsilon(trajectory).mean(0), "epsilon.trajectory_max": epsilon(trajectory).amax(0)}
+    return values
+
+
+@finding("gradients-look-alike/theorem-3.3", "theorem 3.3 is at least the exact composition, for every point and both ways")
+def _no_less_than_exact(record):
+    for direction in DIRECTIONS:
+        loose, exact = (np.array(record.values[f"{direction}.{key}"]) for key in ("theorem_3_3", "exact"))
+        yield DIRECTIONS[direction], f"{(loose / exact).min():.2f} to {(loose / exact).max():.2f} times", (loose >= exact).all()
+
+
+@finding("gradients-look-alike/theorem-3.3", "theorem 3.3 gives a smaller epsilon than the worst case, for half of the points or more")
+def _below_worst_case(record):
+    found = np.array(record.values["epsilon.theorem_3_3"]) < record.values["epsilon.worst_case"]
+    yield "all points", f"{found.sum()} of {found.size}", found.mean() >= 0.5
+
+
+@finding("gradients-look-alike/theorem-3.3", "the exact composition gives a smaller epsilon than the worst case, for half of the points or more")
+def _exact_below_worst_case(record):
+    found = np.array(record.values["epsilon.exact"]) < 0.99 * record.values["epsilon.worst_case"]
+    yield "all points", f"{found.sum()} of {found.size}", found.mean() >= 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Unlearning(Composition):
+    """Requests to be forgotten, one after another; the order and the budget of the guarantee."""
+
+    requests: int = 5
+    budget: float = 0.1
+
+
+@experiment("gradients-look-alike/definition-5.1-fact-5.2", uses=(*_SIDE_BY_SIDE, composed_exactly, divergence),
+            quick=Unlearning("mnist-5k", 7, 1.0, epochs=8, points=1, runs=20, order=2),
+            paper=Unlearning("mnist", 14, 1.0, epochs=2, points=1, runs=20, order=2))
+def unlearning(config, run):
+    """Naive per-instance unlearning of training examples: bounds and decisions, by divergences of three kinds.
+
+    `worst_case`, `estimate` and `upper_bound` (95% confidence for each divergence by itself) of the exact composition; `norms` the mean
+    gradient norm of each example, along the runs at the lowest order.
+    """
+    x, y, _, _ = shrunk(config, run)
+    asking = torch.as_tensor(np.random.RandomState(0).permutation(len(y))[:config.requests])
+    plan, found, norms = plan_of(config, len(y)), {}, [math.nan] * config.requests
+
+    def exact(request, order):
+        if (request, order) not in found:
+            rest = torch.ones(len(y), dtype=torch.bool)
+            rest[asking[:request]] = False
+            one = asking[request - 1:request]
+            seen = side_by_side(x[rest], y[rest], x[one], y[one], plan, kind="remove", runs=config.runs, order=int(order),
+                                learning_rate=config.learning_rate, seed=1000 * request + int(order))
+            norms[request - 1] = float(seen.mean())
+            found[request, order] = composed_exactly(seen, plan, int(order), "remove")
+        return found[request, order]
+
+    kinds = {"worst_case": lambda request, order: plan.steps * float(divergence(1.0, plan, order)),
+             "estimate": lambda request, order: float(exact(request, order).estimate[0]),
+             "upper_bound": lambda request, order: float(exact(request, order).upper_bound[0])}
+    values = {"noise_multiplier": plan.noise_multiplier, "steps": plan.steps}
+    for kind, divergences in kinds.items():
+        decisions = naive_unlearning(divergences, requests=config.requests, order=config.order, budget=config.budget)
+        values |= {f"{kind}.bound_if_kept": [d.bound_if_kept for d in decisions], f"{kind}.keep": [d.keep for d in decisions],
+                   f"{kind}.retrained": sum(not d.keep for d in decisions)}
+    return values | {"norms": norms, "divergences_needed": len(found)}
+
+
+@finding("gradients-look-alike/definition-5.1-fact-5.2", "per-instance divergences retrain less often than worst-case ones")
+def _keeps_longer(record):
+    worst, own = (record.values[f"{kind}.retrained"] for kind in ("worst_case", "estimate"))
+    yield "all requests", f"{own} against {worst} of {record.config['requests']}", own < worst
