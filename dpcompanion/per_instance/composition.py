@@ -30,8 +30,8 @@ from dpcompanion.accounting import rdp_sampled_gaussian
 
 RECURSIONS = ("proof", "statement")
 
-_NODES = 4096            # sensitivities in the table of `compose_sensitivities`
-_ORDERS = 65             # orders in it
+_NODES = 1024            # sensitivities in the table of `compose_sensitivities`
+_ORDERS = 33             # orders in it
 _LARGEST_ORDER = 1024
 _CHUNK = 1 << 17         # numbers in one temporary tensor
 _HAIR = 1 + 1e-11        # for rounding errors
@@ -138,7 +138,7 @@ def compose(divergence, *, steps, order, p, recursion="proof", each_step=False):
 def compose_sensitivities(sensitivities, *, sample_rate, noise_std, order, p=None, recursion="proof", each_step=False):
     r"""Theorem 3.3 for runs of DP-SGD whose sensitivities are known: all steps, runs and points at once.
 
-    The same as `compose` with `step_divergence`, and never below it (about 1e-5 above): moments are read off a table of
+    The same as `compose` with `step_divergence`, and never below it (mostly 1e-4 above): moments are read off a table of
     sensitivities and orders, from above. :math:`A(\Delta)` is convex in :math:`\Delta^2` (its second derivative is the expectation of
     :math:`r^{\alpha-4} w^2 (2r^2 + 4(\alpha-2)rw + (\alpha-2)(\alpha-3)w^2) \ge 0` up to a factor, w being q times the likelihood ratio,
     at most r), and its logarithm is convex in the order (Lyapunov), so that chords lie above.
@@ -204,7 +204,7 @@ class _MomentTable:
         rise = logs.diff(dim=1)
         # A chord of A from a to b is a + x (b - a), whose logarithm is at most ln a + x (b / a - 1); where the cell is too
         # steep for that, the upper end serves as the whole of it.
-        steep = rise > 0.5
+        steep = rise > 1
         # Two rows for each order: what a cell starts with, and by how much it rises.
         self.base = torch.where(steep, logs[:, 1:], logs[:, :-1]).to(device).reshape(-1)
         self.rise = torch.where(steep, 0.0, torch.expm1(rise.clamp(max=1.0))).to(device).reshape(-1)

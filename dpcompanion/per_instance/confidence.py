@@ -22,7 +22,7 @@ import torch
 
 from dpcompanion import _checks
 
-_HALVINGS = 60
+_HALVINGS = 40
 
 
 def log_mean_bound(log_values, log_largest, *, confidence, log_smallest=-math.inf):

@@ -21,12 +21,12 @@ along g only, and is drawn exactly by rejection (`tilted_noise`).
 A run of four steps whose gradient shrinks as the model moves, one parameter, q = 0.3, s = 1, order 4:
 
 >>> generator = torch.Generator().manual_seed(0)
->>> theta, total = torch.zeros(20_000, dtype=torch.float64), torch.zeros(20_000, dtype=torch.float64)
+>>> theta, total = torch.zeros(4_000, dtype=torch.float64), torch.zeros(4_000, dtype=torch.float64)
 >>> for step in range(4):
 ...     gradient = 1 / (1 + theta**2)
 ...     total += log_mass(gradient, sample_rate=0.3, noise_std=1.0, order=4)
 ...     count = tilted_counts(gradient, sample_rate=0.3, noise_std=1.0, order=4, generator=generator)
-...     theta += count * gradient + torch.randn(20_000, generator=generator, dtype=torch.float64)
+...     theta += count * gradient + torch.randn(4_000, generator=generator, dtype=torch.float64)
 >>> found = exact_composition(total, order=4, worst_case=4 * float(log_mass(1.0, sample_rate=0.3, noise_std=1.0, order=4)) / 3)
 >>> print(f"{found.estimate:.2f}, at most {found.upper_bound:.2f}; worst case {found.worst_case:.2f}")
 0.72, at most 0.74; worst case 2.42
