@@ -8,7 +8,8 @@ import torch
 from scipy import stats
 
 from dpcompanion.accounting import gaussian_epsilon
-from dpcompanion.attacks import (auc, clopper_pearson, epsilon_lower_bound, lira, log_odds, mu_lower_bound, roc, shadow_masks,
+from dpcompanion.attacks import (auc, clopper_pearson, epsilon_lower_bound, lira, log_odds,
+                                 loss_threshold_attack, mu_lower_bound, roc, shadow_masks,
                                  shadow_scores, tpr_at_fpr)
 
 
@@ -169,3 +170,31 @@ def test_the_rate_at_a_low_false_positive_rate_respects_it_with_ties():
     for bad in (torch.tensor([]), torch.tensor([math.nan])):
         with pytest.raises(ValueError, match="members"):
             tpr_at_fpr(bad, others)
+
+
+def test_a_loss_threshold_is_chosen_on_one_half_and_counted_on_the_other():
+    members, others = torch.arange(40.0), torch.arange(60.0) + 1000
+    found = loss_threshold_attack(members, others, generator=generator())
+    assert found.success.value == found.fitted == 1 and found.advantage == 1 and 0 <= found.threshold < 1000
+    assert found.success[1:] == pytest.approx((stats.binomtest(40, 40).proportion_ci(method="exact").low, 1.0))
+    swapped = loss_threshold_attack(others, members, generator=generator())
+    assert swapped.fitted == 0.5             # a high loss says nothing to this attack
+
+
+def test_a_threshold_fitted_to_noise_promises_more_than_it_keeps():
+    """Where members and others have the same losses no attack beats one half."""
+    fitted, covered = [], 0
+    for seed in range(300):
+        losses = torch.randn(2, 60, generator=torch.Generator().manual_seed(seed))
+        found = loss_threshold_attack(losses[0], losses[1], generator=torch.Generator().manual_seed(seed))
+        fitted.append(found.fitted)
+        covered += found.success.low <= 0.5 <= found.success.high
+    assert np.mean(fitted) > 0.56 and min(fitted) >= 0.5 and covered >= 0.93 * 300
+
+
+def test_bad_losses_are_refused():
+    for members, words in ((torch.ones(1), "two losses"), (torch.tensor([math.nan, 1.0]), "members"), (torch.ones(2, 2), "members")):
+        with pytest.raises(ValueError, match=words):
+            loss_threshold_attack(members, torch.ones(5), generator=generator())
+    with pytest.raises(ValueError, match="confidence"):
+        loss_threshold_attack(torch.ones(5), torch.ones(5), generator=generator(), confidence=1)
