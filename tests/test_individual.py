@@ -174,3 +174,19 @@ def test_more_steps_than_a_count_can_hold_are_refused():
         one.record([0.1], steps=10)
     with pytest.raises(ValueError, match="other.steps"):
         one.merge(other)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
+    whole = recorded(history(4, 3), **mode)
+    good, before = whole.state_dict(), whole.epsilon(1e-5)
+    tampered = [dict(accounts=good["accounts"] - 100), dict(steps=-1), dict(steps=2.5),
+                dict(accounts=good["accounts"].float()), dict(accounts=good["accounts"][:2])]
+    if mode["rounding"]:
+        tampered.append(dict(steps=whole.steps - 1))         # a count of more steps than there were
+    else:
+        tampered.append(dict(accounts=torch.full_like(good["accounts"], math.nan)))
+    for change in tampered:
+        with pytest.raises(ValueError, match="state"):
+            whole.load_state_dict({**good, **change})
+    assert torch.equal(whole.epsilon(1e-5), before)
