@@ -1,18 +1,19 @@
 r"""How private is one point of one data set, against whoever sees only the model? (Thudi et al. 2024)
 
-Per-instance DP fixes the pair of data sets, X and X' = X with the point x, and asks how well the two trainings can be told apart.
-Everything that a worst case must allow for may then be replaced by what happens on this data. Four parts:
+Per-instance DP fixes the pair of data sets, X and X' = X with the point x, and asks how well the two trainings can be
+told apart. Everything that a worst case must allow for may then be replaced by what happens on this data. Four parts:
 
-* `steps`: one step. `step_divergence` (theorem 3.2), `update_divergence` (theorem 3.6), `holder_epsilon` (corollary 3.1), and what the
-  paper says it has no way to do: `coupled_divergence`, by the distribution of the sensitivity itself;
+* `steps`: one step. `step_divergence` (theorem 3.2), `update_divergence` (theorem 3.6), `holder_epsilon` (corollary
+  3.1), and what the paper says it has no way to do: `coupled_divergence`, by the distribution of the sensitivity;
 * `composition`: many steps, by theorem 3.3 (`compose`);
-* `tilted`: many steps, exactly, from a handful of runs in which x enters more often (`tilted_counts`, `exact_composition`);
+* `tilted`: many steps, exactly, from a handful of runs in which x enters more often (`tilted_counts`,
+  `exact_composition`);
 * `unlearning`: retrain, or keep the model? (`naive_unlearning`).
 
-Neighbouring relation: add or remove the point x; "remove" is the divergence of training with x from training without, "add" the other
-way round. Sampler: Poisson. Divergences are in nats. What is a bound and what an estimate is said with each: an expectation that is
-replaced by a mean over runs makes an estimate, `confidence` an upper confidence bound. Whatever the number, it holds for this X and
-this x alone, and publishing it may tell of both.
+Neighbouring relation: add or remove the point x; "remove" is the divergence of training with x from training without,
+"add" the other way round. Sampler: Poisson. Divergences are in nats. What is a bound and what an estimate is said with
+each: an expectation that is replaced by a mean over runs makes an estimate, `confidence` an upper confidence bound.
+Whatever the number, it holds for this X and this x alone, and publishing it may tell of both.
 
 >>> import torch
 >>> from dpcompanion.accounting import rdp_to_epsilon
@@ -34,6 +35,7 @@ from .unlearning import Decision, naive_unlearning
 
 __all__ = [
     "CompositionEstimate", "Decision", "compose", "compose_sensitivities", "coupled_delta", "coupled_divergence",
-    "coupled_epsilon", "exact_composition", "holder_epsilon", "holder_order", "log_mass", "log_mean_bound", "log_runs_needed",
-    "naive_unlearning", "smallest_exponent", "step_divergence", "tilted_counts", "tilted_noise", "update_divergence",
+    "coupled_epsilon", "exact_composition", "holder_epsilon", "holder_order", "log_mass", "log_mean_bound",
+    "log_runs_needed", "naive_unlearning", "smallest_exponent", "step_divergence", "tilted_counts", "tilted_noise",
+    "update_divergence",
 ]

@@ -1,7 +1,8 @@
 r"""Composition by expected divergences: theorem 3.3 of Thudi et al. 2024, and facts 3.4 and 3.5 about it.
 
-Training passes through states :math:`\theta_1 \dots \theta_n`, and step t has the divergence :math:`D_\beta(t)` of order
-:math:`\beta`, which depends on the state before it. For every :math:`p > 1`, with :math:`i = n - t` steps still to come,
+Training passes through states :math:`\theta_1 \dots \theta_n`, and step t has the divergence :math:`D_\beta(t)` of
+order :math:`\beta`, which depends on the state before it. For every :math:`p > 1`, with :math:`i = n - t` steps still
+to come,
 
 .. math::
     D_\alpha \le \frac{1}{\alpha - 1} \sum_{t=1}^{n} \frac{(p-1)^i}{p^{i+1}}
@@ -10,12 +11,13 @@ Training passes through states :math:`\theta_1 \dots \theta_n`, and step t has t
 
 where the expectation is over runs of the *first* argument of the divergence.
 
-Proof: with F the inner integral of the last step, :math:`\int X^\alpha Y^{1-\alpha} = \int X_{<n}^{\alpha - 1/p}\, Y_{<n}^{1-\alpha} \cdot X_{<n}^{1/p} F`.
-Hoelder's inequality with p/(p-1) and p bounds it by the same integral over one step less, of order
+Proof: with F the inner integral of the last step,
+:math:`\int X^\alpha Y^{1-\alpha} = \int X_{<n}^{\alpha - 1/p}\, Y_{<n}^{1-\alpha} \cdot X_{<n}^{1/p} F`. Hoelder's
+inequality with p/(p-1) and p bounds it by the same integral over one step less, of order
 :math:`\frac{p}{p-1}(\alpha - \frac1p) = g(\alpha)`, to the power (p-1)/p, times :math:`E[F^p]^{1/p}`. Repeat.
 
-The statement prints :math:`g(\alpha) = \frac{p}{p-1}\alpha - \frac1p`, larger than the proof's: a bound too, a looser one. Orders
-blow up for the *early* steps, which have many after them. With p = 2 it is theorem A.2.
+The statement prints :math:`g(\alpha) = \frac{p}{p-1}\alpha - \frac1p`, larger than the proof's: a bound too, a looser
+one. Orders blow up for the *early* steps, which have many after them. With p = 2 it is theorem A.2.
 
 >>> holder_order(8, 30, [0, 1, 9])
 tensor([ 8.0000,  8.2414, 10.4975], dtype=torch.float64)
@@ -44,7 +46,8 @@ def holder_order(order, p, i, *, recursion="proof"):
         order: :math:`\alpha`, above 1.
         p: above 1.
         i: at least 0, a number or a tensor.
-        recursion: "proof", :math:`g(\alpha) = \frac{p\alpha - 1}{p - 1}`; or "statement", the larger one that the theorem prints.
+        recursion: "proof", :math:`g(\alpha) = \frac{p\alpha - 1}{p - 1}`; or "statement", the larger one that the
+            theorem prints.
 
     >>> holder_order(8, 30, 9), holder_order(8, 30, 9, recursion="statement")
     (tensor(10.4975, dtype=torch.float64), tensor(10.5093, dtype=torch.float64))
@@ -60,8 +63,8 @@ def holder_order(order, p, i, *, recursion="proof"):
 def smallest_exponent(steps):
     r"""Fact 3.4: the smallest p for which no order exceeds twice the first, :math:`1/(1 - 2^{-1/n})`, rounded up.
 
-    :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`, so that it suffices that :math:`(p/(p-1))^n \le 2`. That is about
-    :math:`1.44\,n + \frac12`; the paper's 3n does it for every n.
+    :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`, so that it suffices that :math:`(p/(p-1))^n \le 2`. That is
+    about :math:`1.44\,n + \frac12`; the paper's 3n does it for every n.
 
     >>> smallest_exponent(1), round(smallest_exponent(1000), 2)
     (2.0, 1443.2)
@@ -75,7 +78,8 @@ def log_runs_needed(*, rdp, rdp_doubled, order, precision, failure):
 
     With p = 3n the moment f of a step lies in :math:`[1, e^{3(2\alpha-1)\varepsilon'}]`. Runs
     :math:`l \ge \frac{\ln(2/J)}{2c^2} e^{6(2\alpha-1)\varepsilon' - 6(\alpha-1)\varepsilon}` bring their mean within
-    :math:`c\,e^{3(\alpha-1)\varepsilon}` of E f, but for a probability J. The paper prints the exponent with the opposite sign.
+    :math:`c\,e^{3(\alpha-1)\varepsilon}` of E f, but for a probability J. The paper prints the exponent with the
+    opposite sign.
 
     Args:
         rdp, rdp_doubled: :math:`\varepsilon, \varepsilon'`, the data-independent divergence of the whole run at orders
@@ -99,8 +103,8 @@ def compose(divergence, *, steps, order, p, recursion="proof", each_step=False):
     r"""Theorem 3.3, for divergences of any kind.
 
     Args:
-        divergence: a function (step, order) -> (runs, ...): the divergences of a step (counted from 1), at an order (a float), in
-            runs of training that are independent; bounds on them, or the divergences themselves.
+        divergence: a function (step, order) -> (runs, ...): the divergences of a step (counted from 1), at an order (a
+            float), in runs of training that are independent; bounds on them, or the divergences themselves.
         steps: n.
         order: :math:`\alpha`, above 1.
         p: above 1; the paper takes 3n. See `smallest_exponent`.
@@ -108,9 +112,9 @@ def compose(divergence, *, steps, order, p, recursion="proof", each_step=False):
         each_step: return the contributions, (steps, ...), in place of their sum.
 
     Returns:
-        (...) float64, nats. The mean over the runs stands in for the expectation, so this is an *estimate*, low on average,
-        unless the divergences are the same in all states. `log_runs_needed` says why no confidence bound comes with it;
-        `exact_composition` has one, and is smaller.
+        (...) float64, nats. The mean over the runs stands in for the expectation, so this is an *estimate*, low on
+        average, unless the divergences are the same in all states. `log_runs_needed` says why no confidence bound
+        comes with it; `exact_composition` has one, and is smaller.
 
     >>> steps, sizes = 20, torch.tensor([0.9, 1.0])
     >>> compose(lambda step, order: 0.001 * order * sizes**2, steps=steps, order=4, p=3 * steps)
@@ -138,10 +142,11 @@ def compose(divergence, *, steps, order, p, recursion="proof", each_step=False):
 def compose_sensitivities(sensitivities, *, sample_rate, noise_std, order, p=None, recursion="proof", each_step=False):
     r"""Theorem 3.3 for runs of DP-SGD whose sensitivities are known: all steps, runs and points at once.
 
-    The same as `compose` with `step_divergence`, and never below it (mostly 1e-4 above): moments are read off a table of
-    sensitivities and orders, from above. :math:`A(\Delta)` is convex in :math:`\Delta^2` (its second derivative is the expectation of
-    :math:`r^{\alpha-4} w^2 (2r^2 + 4(\alpha-2)rw + (\alpha-2)(\alpha-3)w^2) \ge 0` up to a factor, w being q times the likelihood ratio,
-    at most r), and its logarithm is convex in the order (Lyapunov), so that chords lie above.
+    The same as `compose` with `step_divergence`, and never below it (mostly 1e-4 above): moments are read off a table
+    of sensitivities and orders, from above. :math:`A(\Delta)` is convex in :math:`\Delta^2` (its second derivative is
+    the expectation of :math:`r^{\alpha-4} w^2 (2r^2 + 4(\alpha-2)rw + (\alpha-2)(\alpha-3)w^2) \ge 0` up to a factor,
+    w being q times the likelihood ratio, at most r), and its logarithm is convex in the order (Lyapunov), so that
+    chords lie above.
 
     Args:
         sensitivities: (steps, runs, ...) norms of the clipped gradient of each point, at least 0.
@@ -171,8 +176,8 @@ def compose_sensitivities(sensitivities, *, sample_rate, noise_std, order, p=Non
     i = torch.arange(steps - 1, -1, -1, dtype=torch.float64)
     orders = holder_order(order, p, i, recursion=recursion)
     if float(orders[0]) > _LARGEST_ORDER:
-        raise ValueError(f"p must keep every order at or below {_LARGEST_ORDER}, got {p:g}, which makes that of the first step "
-                         f"{float(orders[0]):.3g}")
+        raise ValueError(f"p must keep every order at or below {_LARGEST_ORDER}, got {p:g}, with which the first step "
+                         f"has the order {float(orders[0]):.3g}")
     shares = torch.exp(i * math.log1p(-1 / p)) / p / (order - 1)
     result = torch.zeros((steps if each_step else 1, *rest), dtype=torch.float64, device=device)
     if high == 0:
@@ -199,11 +204,12 @@ class _MomentTable:
         self.scale = _NODES / largest
         nodes = largest * torch.arange(1, _NODES + 1, dtype=torch.float64) / _NODES
         logs = torch.zeros(_NODES + 1, _ORDERS, dtype=torch.float64)
-        logs[1:] = rdp_sampled_gaussian(sample_rate=rate, noise_multiplier=noise / nodes, orders=self.orders) * (self.orders - 1)
+        rdp = rdp_sampled_gaussian(sample_rate=rate, noise_multiplier=noise / nodes, orders=self.orders)
+        logs[1:] = rdp * (self.orders - 1)
         logs = (logs * _HAIR).T.contiguous()
         rise = logs.diff(dim=1)
-        # A chord of A from a to b is a + x (b - a), whose logarithm is at most ln a + x (b / a - 1); where the cell is too
-        # steep for that, the upper end serves as the whole of it.
+        # A chord of A from a to b is a + x (b - a), whose logarithm is at most ln a + x (b / a - 1); where the cell is
+        # too steep for that, the upper end serves as the whole of it.
         steep = rise > 1
         # Two rows for each order: what a cell starts with, and by how much it rises.
         self.base = torch.where(steep, logs[:, 1:], logs[:, :-1]).to(device).reshape(-1)

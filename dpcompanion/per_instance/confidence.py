@@ -3,14 +3,17 @@ r"""An upper confidence bound on the mean of a bounded variable, from few draws 
 The variables here are moments :math:`Y = e^L` between known ends, mostly tiny beside the larger one. Scale Y to
 :math:`X \in [0, 1]`. If the mean of X were m or more, then betting against it,
 
-.. math:: K(m) = \sum_j w_j \prod_i \Big(1 - c_j + c_j \frac{1 - X_i}{1 - m}\Big), \qquad 0 \le c_j \le 1, \quad \sum_j w_j = 1,
+.. math::
+    K(m) = \sum_j w_j \prod_i \Big(1 - c_j + c_j \frac{1 - X_i}{1 - m}\Big),
+    \qquad 0 \le c_j \le 1, \quad \sum_j w_j = 1,
 
 would be a fair or losing game: every factor has a mean of at most 1. So K(m) reaches 1/(1 - confidence) with a
 probability of at most 1 - confidence (Markov), and every m at which it does is refuted. K rises with m, so a bisection
 finds the smallest one.
 
-Unlike Hoeffding's bound it profits from a small variance, and unlike the empirical Bernstein bound it is not vacuous for a
-dozen draws. If all draws lie at the lower end it comes close to the best possible, :math:`m = 1 - (1 - \text{confidence})^{1/n}`.
+Unlike Hoeffding's bound it profits from a small variance, and unlike the empirical Bernstein bound it is not vacuous
+for a dozen draws. If all draws lie at the lower end it comes close to the best possible,
+:math:`m = 1 - (1 - \text{confidence})^{1/n}`.
 
 Source: Waudby-Smith and Ramdas 2024, "Estimating means of bounded random variables by betting", section 4; here with a
 mixture of fixed bets in place of bets that adapt.

@@ -9,8 +9,8 @@ it from the mixture of :math:`N(U(B), s^2)`. One step with sensitivity :math:`\D
     A(\Delta) = E[r^\alpha] = \sum_k \binom{\alpha}{k} (1-q)^{\alpha-k} q^k e^{(k^2-k)\Delta^2/2s^2},
     \qquad B(\Delta) = E[r^{1-\alpha}] \le A(\Delta),
 
-and the divergences :math:`\ln A / (\alpha - 1)` with x against without ("remove") and :math:`\ln B / (\alpha-1)` for the other way
-round ("add"). Everything is float64 and stays in the log domain: an order of 1024 overflows nowhere.
+and the divergences :math:`\ln A / (\alpha - 1)` with x against without ("remove") and :math:`\ln B / (\alpha-1)` for
+the other way round ("add"). Everything is float64 and stays in the log domain: an order of 1024 overflows nowhere.
 """
 
 import math
@@ -37,8 +37,8 @@ def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direc
 
     Args:
         sample_rate: q in (0, 1].
-        noise_multiplier: the noise's standard deviation in the unit of `sensitivity` (with norms as shares of the clip norm
-            it is the noise multiplier of DP-SGD), above 0.
+        noise_multiplier: the noise's standard deviation in the unit of `sensitivity` (with norms as shares of the clip
+            norm it is the noise multiplier of DP-SGD), above 0.
         sensitivity: at least 0. The three broadcast, to a shape ``S``.
         orders: a number above 1, whole or not, or K of them.
         direction: "remove" compares with x to without; it is never below "add", the other way round (Mironov et al.
@@ -55,7 +55,8 @@ def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direc
     """
     _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
-    q, noise, sensitivity = _as_tensors(sample_rate=sample_rate, noise_multiplier=noise_multiplier, sensitivity=sensitivity)
+    q, noise, sensitivity = _as_tensors(sample_rate=sample_rate, noise_multiplier=noise_multiplier,
+                                        sensitivity=sensitivity)
     _checks.one_of("direction", direction, DIRECTIONS)
     ratio = (noise / sensitivity).clamp(max=_LARGEST_NOISE)
     alpha = torch.as_tensor(orders, dtype=torch.float64, device=q.device)
@@ -89,19 +90,19 @@ def coupled_divergence(sensitivities, *, sample_rate, noise_std, order, max_sens
 
     .. math:: D_\alpha \le \frac{1}{\alpha - 1} \ln E_B[A(\Delta(B))]
 
-    Both data sets draw from mixtures over the same B with the same weights, and :math:`\int P^\alpha Q^{1-\alpha}` is jointly
-    convex in (P, Q): so the mixture's is at most the mean of the parts'. The parts are one-dimensional Gaussians. The same
-    with B in place of A holds for "add"; "remove" is never below it and serves for both.
+    Both data sets draw from mixtures over the same B with the same weights, and :math:`\int P^\alpha Q^{1-\alpha}` is
+    jointly convex in (P, Q): so the mixture's is at most the mean of the parts'. The parts are one-dimensional
+    Gaussians. The same with B in place of A holds for "add"; "remove" is never below it and serves for both.
 
     Args:
-        sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from the sampler of the data
-            set *without* x (for the mean rule :math:`\|g_x - \operatorname{mean}(B)\| / (|B| + 1)`).
+        sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from the sampler of the
+            data set *without* x (for the mean rule :math:`\|g_x - \operatorname{mean}(B)\| / (|B| + 1)`).
         sample_rate, noise_std: q in (0, 1] and s > 0, numbers or (...).
         order: above 1.
         max_sensitivity: a bound on :math:`\Delta(B)` for every B; needed with a confidence.
-        confidence: if given, the result is an upper confidence bound at this level for each entry by itself; few batches
-            give what `max_sensitivity` alone gives, or little less. Without it the mean over the batches stands in for
-            the expectation: an *estimate*, low on average.
+        confidence: if given, the result is an upper confidence bound at this level for each entry by itself; few
+            batches give what `max_sensitivity` alone gives, or little less. Without it the mean over the batches
+            stands in for the expectation: an *estimate*, low on average.
         probabilities: (batches,) of *all* batches, in place of draws: then the result is exact.
         direction: "remove" or "add".
 
@@ -130,11 +131,12 @@ def coupled_delta(sensitivities, *, sample_rate, noise_std, epsilon, max_sensiti
                   probabilities=None, direction="remove"):
     r"""One step of any update rule: the delta at `epsilon`, by the distribution of the sensitivity.
 
-    The hockey-stick divergence is jointly convex as well, so :math:`\delta(\varepsilon) \le E_B[\delta_{\Delta(B)}(\varepsilon)]` with the exact
-    value of the sampled Gaussian (Balle, Barthe and Gaboardi 2018): for "remove"
-    :math:`q\,\delta_G(\ln(1 + (e^\varepsilon - 1)/q))`, for "add" :math:`c\,\delta_G(\ln(q e^\varepsilon/c))` with
-    :math:`c = 1 - (1-q) e^\varepsilon`, or 0 where c is not positive; :math:`\delta_G` is the analytic Gaussian mechanism's. It holds where
-    corollary 3.1 does, with neither Hoelder's inequality nor a second delta.
+    The hockey-stick divergence is jointly convex as well, so
+    :math:`\delta(\varepsilon) \le E_B[\delta_{\Delta(B)}(\varepsilon)]` with the exact value of the sampled Gaussian
+    (Balle, Barthe and Gaboardi 2018): for "remove" :math:`q\,\delta_G(\ln(1 + (e^\varepsilon - 1)/q))`, for "add"
+    :math:`c\,\delta_G(\ln(q e^\varepsilon/c))` with :math:`c = 1 - (1-q) e^\varepsilon`, or 0 where c is not positive;
+    :math:`\delta_G` is the analytic Gaussian mechanism's. It holds where corollary 3.1 does, with neither Hoelder's
+    inequality nor a second delta.
 
     Arguments as for `coupled_divergence`; `epsilon` is at least 0, a number or (...). Returns (...) float64.
 
@@ -158,8 +160,10 @@ def coupled_epsilon(sensitivities, *, sample_rate, noise_std, delta, **options):
     """
     _checks.number("delta", delta, 0, 1, closed="neither")
 
+    options.update(sample_rate=sample_rate, noise_std=noise_std)
+
     def reached(epsilon):
-        return coupled_delta(sensitivities, sample_rate=sample_rate, noise_std=noise_std, epsilon=epsilon, **options) <= delta
+        return coupled_delta(sensitivities, epsilon=epsilon, **options) <= delta
 
     done = reached(0.0)
     low, high = torch.zeros_like(done, dtype=torch.float64), torch.ones_like(done, dtype=torch.float64)
@@ -184,9 +188,10 @@ def holder_epsilon(sensitivities, *, sample_rate, noise_std, delta, p, share=0.5
     where :math:`\varepsilon_G` is the epsilon of the analytic Gaussian mechanism at :math:`\delta_G` (the classical
     :math:`\sqrt{2\ln(1.25/\delta)}/s` per unit of sensitivity is proved for results below 1 only).
 
-    Proof: :math:`P(M(X') \in S) \le q\,E_B[e^{\varepsilon_G} P_B] + q\delta_G + (1-q) Q` with :math:`P_B = P(N(U(B)) \in S)` and Q its mean.
-    Hoelder's inequality and :math:`P_B^{p/(p-1)} \le P_B` make the first term at most :math:`a_p Q^{1-1/p}`. Either that is at
-    most :math:`\delta'`; or :math:`Q^{-1/p} < (a_p/\delta')^{1/(p-1)}`, and then it is at most :math:`a_p^{p/(p-1)} \delta'^{-1/(p-1)} Q`.
+    Proof: :math:`P(M(X') \in S) \le q\,E_B[e^{\varepsilon_G} P_B] + q\delta_G + (1-q) Q` with
+    :math:`P_B = P(N(U(B)) \in S)` and Q its mean. Hoelder's inequality and :math:`P_B^{p/(p-1)} \le P_B` make the
+    first term at most :math:`a_p Q^{1-1/p}`. Either that is at most :math:`\delta'`; or
+    :math:`Q^{-1/p} < (a_p/\delta')^{1/(p-1)}`, and then it is at most :math:`a_p^{p/(p-1)} \delta'^{-1/(p-1)} Q`.
 
     One-sided: nothing is said of P(M(X) in S). `coupled_epsilon` is smaller and serves both sides.
 
@@ -204,7 +209,8 @@ def holder_epsilon(sensitivities, *, sample_rate, noise_std, delta, p, share=0.5
     _checks.in_interval("p", p, 1, math.inf, closed="neither")
     sensitivities, probabilities = _batches(sensitivities, probabilities, max_sensitivity, confidence)
     q, _ = _as_tensors(sample_rate=sample_rate, sensitivity=0.0)
-    noise = torch.as_tensor(_checks.in_interval("noise_std", noise_std, 0, math.inf, closed="neither"), dtype=torch.float64)
+    _checks.in_interval("noise_std", noise_std, 0, math.inf, closed="neither")
+    noise = torch.as_tensor(noise_std, dtype=torch.float64)
     delta_prime, delta_gauss = share * delta, ((1 - share) * delta / q).clamp(max=1 - 1e-12)
     losses = _gaussian_epsilon(sensitivities / noise, delta_gauss)
     powers = torch.as_tensor(p, dtype=torch.float64).reshape(-1).tolist()
@@ -214,7 +220,8 @@ def holder_epsilon(sensitivities, *, sample_rate, noise_std, delta, p, share=0.5
             log_moment = _log_mean(power * losses, probabilities)
         else:
             largest = power * gaussian_epsilon(max_sensitivity / noise, delta_gauss)
-            log_moment = log_mean_bound(power * losses, largest, confidence=1 - (1 - confidence) / len(powers), log_smallest=0.0)
+            each = 1 - (1 - confidence) / len(powers)
+            log_moment = log_mean_bound(power * losses, largest, confidence=each, log_smallest=0.0)
         first = (power * torch.log(q) + log_moment - math.log(delta_prime)) / (power - 1)
         found.append(torch.logaddexp(first, torch.log1p(-q)))
     return torch.stack(found).min(0).values.clamp(min=0)
@@ -228,12 +235,13 @@ def update_divergence(updates, updates_with, *, noise_std, order, direction="bot
         D_\alpha(M(X') \| M(X)) \le \frac{1}{\alpha-1} E_{B \sim X} \ln E_{B_1 \dots B_\alpha \sim X'}
         \exp\Big(\frac{1}{s^2} \sum_{i<j} \langle U(B_i) - U(B), U(B_j) - U(B)\rangle\Big)
 
-    for "remove"; "add" swaps X and X'. This is the paper's :math:`-\Delta_{U,\alpha}/2s^2`, written so that it shows that all
-    that matters are inner products: one pool of updates of each data set and their Gram matrix serve every tuple.
+    for "remove"; "add" swaps X and X'. This is the paper's :math:`-\Delta_{U,\alpha}/2s^2`, written so that it shows
+    that all that matters are inner products: one pool of updates of each data set and their
+    Gram matrix serve every tuple.
 
     Without a confidence the result is an *estimate*, as in the paper: the logarithm of a Monte Carlo mean is low on
-    average. With one, Jensen's inequality moves the logarithm outside, and disjoint tuples of the pool are independent draws:
-    an upper confidence bound. Since one tuple may outweigh all others by far, it is mostly the trivial bound
+    average. With one, Jensen's inequality moves the logarithm outside, and disjoint tuples of the pool are independent
+    draws: an upper confidence bound. Since one tuple may outweigh all others by far, it is mostly the trivial bound
     :math:`\alpha R^2 / 2s^2`, R being `max_distance`; never less than what can be proved.
 
     The bound does not vanish for X = X': use `coupled_divergence`.
@@ -271,7 +279,7 @@ def update_divergence(updates, updates_with, *, noise_std, order, direction="bot
     if confidence is not None:
         _checks.number("confidence", confidence, 0, 1, closed="neither")
         if max_distance is None:
-            raise ValueError("max_distance must be given with a confidence: a bound on the distance between any two updates")
+            raise ValueError("max_distance, a bound on the distance between two updates, must be given with a confidence")
         _checks.number("max_distance", max_distance, 0, math.inf, closed="left")
     stacked = torch.cat(pools)
     stacked = stacked - stacked.mean(0)          # distances stay, and the products below lose fewer digits
@@ -284,7 +292,8 @@ def update_divergence(updates, updates_with, *, noise_std, order, direction="bot
     results = []
     for one in chosen:
         alone, tupled = sides[one]
-        blocks = gram[alone, alone].diagonal() / noise**2, gram[alone, tupled] / noise**2, gram[tupled, tupled] / noise**2
+        blocks = gram[alone, alone].diagonal(), gram[alone, tupled], gram[tupled, tupled]
+        blocks = [block / noise**2 for block in blocks]
         if confidence is None:
             results.append(_tuple_estimate(*blocks, order, tuples, generator))
         else:
@@ -293,7 +302,10 @@ def update_divergence(updates, updates_with, *, noise_std, order, direction="bot
 
 
 def _tuple_exponents(own, cross, inner, chosen):
-    """Sum over pairs of <u_i - v, u_j - v>: own = |v|^2 (m,), cross = <v, u> (m, pool), inner = <u, u>; chosen (m, tuples, order)."""
+    """Sums over pairs of <u_i - v, u_j - v>, (m, tuples).
+
+    own = |v|^2 (m,), cross = <v, u> (m, pool), inner = <u, u> (pool, pool); chosen (m, tuples, order) are places in it.
+    """
     order = chosen.shape[-1]
     projections = torch.gather(cross[:, None, :].expand(-1, chosen.shape[1], -1), 2, chosen)
     pairs = inner[chosen[..., :, None], chosen[..., None, :]]
@@ -317,7 +329,8 @@ def _tuple_estimate(own, cross, inner, order, tuples, generator):
 def _tuple_bound(own, cross, inner, order, radius, confidence):
     """Jensen, and one disjoint tuple for each v."""
     if float((own[:, None] - 2 * cross + inner.diagonal()).max()) > radius**2 * (1 + 1e-6):
-        raise ValueError("max_distance must bound the distance between any two updates, but two of the pools are further apart")
+        raise ValueError("max_distance must bound the distance between any two updates, but two of the pools are further "
+                         f"apart than that, {radius:g} times the noise")
     count = min(len(own), len(inner) // order)
     trivial = own.new_tensor(order * (order - 1) / 2 * radius**2)
     chosen = torch.arange(count * order, device=own.device).view(count, 1, order)
@@ -339,7 +352,8 @@ def _batches(sensitivities, probabilities, max_sensitivity, confidence):
     _checks.in_interval("sensitivities", sensitivities, 0, math.inf, closed="left")
     sensitivities = torch.as_tensor(sensitivities, dtype=torch.float64)
     if sensitivities.ndim == 0 or len(sensitivities) == 0:
-        raise ValueError(f"sensitivities must be (batches, ...), one batch or more, got shape {tuple(sensitivities.shape)}")
+        raise ValueError("sensitivities must be (batches, ...), one batch or more, got shape "
+                         f"{tuple(sensitivities.shape)}")
     if max_sensitivity is not None:
         _checks.number("max_sensitivity", max_sensitivity, 0, math.inf, closed="left")
         _checks.in_interval("sensitivities", sensitivities, 0, max_sensitivity * (1 + 1e-9))
@@ -368,7 +382,7 @@ def _log_mean(log_values, log_weights=None):
 
 
 def _gaussian_epsilon(ratios, delta):
-    """`gaussian_epsilon`, once for each distinct pair: its bisection is dear, and the sum rule has one sensitivity for all."""
+    """`gaussian_epsilon`, once for each distinct pair: it is dear, and the sum rule has one sensitivity only."""
     ratios, delta = torch.broadcast_tensors(ratios, delta)
     pairs, place = torch.unique(torch.stack([ratios, delta], dim=-1).reshape(-1, 2), dim=0, return_inverse=True)
     return gaussian_epsilon(pairs[:, 0], pairs[:, 1])[place].reshape(ratios.shape)
@@ -384,7 +398,8 @@ def _sampled_delta(sensitivity, sample_rate, noise_std, epsilon, direction):
     if direction == "remove":
         return q * gaussian_delta(sensitivity / noise, torch.log1p(rise / q))
     rest = (q - (1 - q) * rise).clamp(min=0)     # 1 - (1 - q) e^epsilon
-    return torch.where(rest > 0, rest * gaussian_delta(sensitivity / noise, epsilon + torch.log(q) - torch.log(rest)), 0.0)
+    delta = gaussian_delta(sensitivity / noise, epsilon + torch.log(q) - torch.log(rest))
+    return torch.where(rest > 0, rest * delta, 0.0)
 
 
 def _log_mass_add(q, sigma, order):
@@ -419,9 +434,9 @@ def _log_mass_add(q, sigma, order):
 def _add_nodes(q, sigma, power, joint):
     """First node, distance and number of nodes for integrals of r^-power phi.
 
-    The integrand is log-concave with curvature of 1 or more around its mode, so 9 to both sides of the mode hold all of it. In
-    the strip of half-width d around the real axis it grows by exp(power d^2 / 8 sigma^2 + d^2 / 2) at most, and it is
-    analytic up to pi sigma: with the distances below the rule errs by less than 1e-14.
+    The integrand is log-concave with curvature of 1 or more around its mode, so 9 to both sides of the mode hold all
+    of it. In the strip of half-width d around the real axis it grows by exp(power d^2 / 8 sigma^2 + d^2 / 2) at most,
+    and it is analytic up to pi sigma: with the distances below the rule errs by less than 1e-14.
     """
     start = _add_mode(q, sigma, power) - _TAIL
     end = torch.where(joint, 1 / sigma, 0.0) + _TAIL
@@ -443,7 +458,8 @@ def _add_mode(q, sigma, power):
 def _log_inverse_excess(log_r, power):
     """ln(r^-b - 1 + b (r - 1)), which is the log of a number that is never negative."""
     y = torch.expm1(log_r.clamp(max=300.0))
-    series = 0.5 * power * (power + 1) * y * y * (1 - (power + 2) / 3 * y * (1 - (power + 3) / 4 * y * (1 - (power + 4) / 5 * y)))
+    series = 1 - (power + 2) / 3 * y * (1 - (power + 3) / 4 * y * (1 - (power + 4) / 5 * y))
+    series = 0.5 * power * (power + 1) * y * y * series
     near = max(power, 1.0) * y.abs() < 0.003
     rise = (-power * log_r).clamp(max=30.0)
     direct = torch.log(torch.where(near, series, torch.expm1(rise) + power * y))

@@ -1,22 +1,27 @@
 r"""Exact composition by tilted training: no Hoelder inequality, no larger orders.
 
-Show the adversary, at every step, the batch of the other points (its law is the same with x and without, so this only adds to the
-view) and the noisy sum. Given the state, let g be x's clipped gradient, :math:`\Delta = \|g\|`, z the noisy sum less the batch's, and
-:math:`r(z) = 1 - q + q e^{\langle z, g\rangle/s^2 - \Delta^2/2s^2}` the likelihood ratio of the step. With :math:`\varphi` the noise's
-density, :math:`e^{k\langle z,g\rangle/s^2 - k\Delta^2/2s^2} \varphi(z) = e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)`, and so
+Show the adversary, at every step, the batch of the other points (its law is the same with x and without, so this only
+adds to the view) and the noisy sum. Given the state, let g be x's clipped gradient, :math:`\Delta = \|g\|`, z the
+noisy sum less the batch's, and :math:`r(z) = 1 - q + q e^{\langle z, g\rangle/s^2 - \Delta^2/2s^2}` the likelihood
+ratio of the step. With :math:`\varphi` the noise's density,
+:math:`e^{k\langle z,g\rangle/s^2 - k\Delta^2/2s^2} \varphi(z) = e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)`, and so
 
-.. math:: r(z)^\alpha \varphi(z) = \sum_k \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)
+.. math::
+    r(z)^\alpha \varphi(z) = \sum_k \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)
 
-is :math:`A(\Delta)` times a mixture of Gaussians. In **tilted training** x enters each step k times, k being drawn with probability
-proportional to the k-th weight. Multiplying over the steps,
+is :math:`A(\Delta)` times a mixture of Gaussians. In **tilted training** x enters each step k times, k being drawn
+with probability proportional to the k-th weight. Multiplying over the steps,
 
-.. math:: D_\alpha(\text{with } x \,\|\, \text{without}) \le \frac{1}{\alpha-1}\ln E_\text{tilted}\Big[\prod_t A(\Delta_t)\Big],
+.. math::
+    D_\alpha(\text{with } x \,\|\, \text{without})
+    \le \frac{1}{\alpha-1}\ln E_\text{tilted}\Big[\prod_t A(\Delta_t)\Big],
 
-with equality for the view that shows the batches. So: train a few tilted runs side by side, add up :math:`\ln A` along each (`log_mass`),
-and hand the sums to `exact_composition`. It is never above the sum of worst cases, nor above theorem 3.3 for the same view.
+with equality for the view that shows the batches. So: train a few tilted runs side by side, add up :math:`\ln A` along
+each (`log_mass`), and hand the sums to `exact_composition`. It is never above the sum of worst cases, nor above
+theorem 3.3 for the same view.
 
-The other way round ("add") the weight of a step is :math:`r^{1-\alpha}`: not a mixture of shifts, but a law that differs from the noise
-along g only, and is drawn exactly by rejection (`tilted_noise`).
+The other way round ("add") the weight of a step is :math:`r^{1-\alpha}`: not a mixture of shifts, but a law that
+differs from the noise along g only, and is drawn exactly by rejection (`tilted_noise`).
 
 A run of four steps whose gradient shrinks as the model moves, one parameter, q = 0.3, s = 1, order 4:
 
@@ -27,9 +32,10 @@ A run of four steps whose gradient shrinks as the model moves, one parameter, q 
 ...     total += log_mass(gradient, sample_rate=0.3, noise_std=1.0, order=4)
 ...     count = tilted_counts(gradient, sample_rate=0.3, noise_std=1.0, order=4, generator=generator)
 ...     theta += count * gradient + torch.randn(4_000, generator=generator, dtype=torch.float64)
->>> found = exact_composition(total, order=4, worst_case=4 * float(log_mass(1.0, sample_rate=0.3, noise_std=1.0, order=4)) / 3)
+>>> largest = 4 * log_mass(1.0, sample_rate=0.3, noise_std=1.0, order=4)
+>>> found = exact_composition(total, order=4, worst_case=largest / 3)
 >>> print(f"{found.estimate:.2f}, at most {found.upper_bound:.2f}; worst case {found.worst_case:.2f}")
-0.72, at most 0.74; worst case 2.42
+0.73, at most 0.77; worst case 2.42
 """
 
 import dataclasses
@@ -47,7 +53,9 @@ _CHUNK = 1 << 22         # numbers in one temporary tensor
 
 
 def tilted_counts(sensitivity, *, sample_rate, noise_std, order, generator):
-    r"""How often x enters a step of a tilted run: k with probability :math:`\propto \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}`.
+    r"""How often x enters a step of a tilted run ("remove").
+
+    k is drawn with probability :math:`\propto \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}`.
 
     Args:
         sensitivity: (...) norm of x's clipped gradient in each run, at least 0.
@@ -57,11 +65,12 @@ def tilted_counts(sensitivity, *, sample_rate, noise_std, order, generator):
         generator: a `torch.Generator` on the device of `sensitivity`.
 
     Returns:
-        (...) int64 between 0 and `order`. Add k times the clipped gradient to the sum over a Poisson batch of the *other*
-        points, and the usual noise.
+        (...) int64 between 0 and `order`. Add k times the clipped gradient to the sum over a Poisson batch of the
+        *other* points, and the usual noise.
 
     >>> generator = torch.Generator().manual_seed(0)
-    >>> tilted_counts(torch.tensor([0.1, 1.0, 3.0]).repeat(5, 1), sample_rate=0.3, noise_std=1.0, order=4, generator=generator).tolist()
+    >>> sizes = torch.tensor([0.1, 1.0, 3.0]).repeat(5, 1)
+    >>> tilted_counts(sizes, sample_rate=0.3, noise_std=1.0, order=4, generator=generator).tolist()
     [[..., 4], [..., 4], [..., 4], [..., 4], [..., 4]]
     """
     order = _checks.whole_number("order", order, 2)
@@ -70,18 +79,19 @@ def tilted_counts(sensitivity, *, sample_rate, noise_std, order, generator):
     k = torch.arange(order + 1, dtype=torch.float64, device=sensitivity.device)
     log_choose = math.lgamma(order + 1) - torch.lgamma(k + 1) - torch.lgamma(order - k + 1)
     unsampled = torch.where(k == order, 0.0, (order - k) * torch.log1p(-q)[..., None])
-    logs = log_choose + unsampled + k * torch.log(q)[..., None] + (k * k - k) / 2 * ((sensitivity / noise) ** 2)[..., None]
+    gain = (k * k - k) / 2 * ((sensitivity / noise) ** 2)[..., None]
+    logs = log_choose + unsampled + k * torch.log(q)[..., None] + gain
     below = torch.softmax(logs, dim=-1).cumsum(-1)
     # Scaled by the last entry, so that rounding errors cannot lead past the end.
-    draw = torch.rand(sensitivity.shape, generator=generator, dtype=torch.float64, device=sensitivity.device) * below[..., -1]
-    return (draw[..., None] >= below[..., :-1]).sum(-1)
+    draw = torch.rand(sensitivity.shape, generator=generator, dtype=torch.float64, device=sensitivity.device)
+    return ((draw * below[..., -1])[..., None] >= below[..., :-1]).sum(-1)
 
 
 def tilted_noise(noise, gradient, *, sample_rate, noise_std, order, generator):
     r"""Noise of a step of a tilted run the other way round ("add"): the law :math:`\propto r(z)^{1-\alpha} \varphi(z)`.
 
     Args:
-        noise: (..., parameters) draws of N(0, `noise_std`\ ^2).
+        noise: (..., parameters) draws of the noise, normal with standard deviation `noise_std`.
         gradient: (..., parameters) x's clipped gradient. x itself enters no step of these runs.
         sample_rate: q in (0, 1], a number or (...).
         noise_std: s above 0, a number.
@@ -89,12 +99,14 @@ def tilted_noise(noise, gradient, *, sample_rate, noise_std, order, generator):
         generator: a `torch.Generator` on the device of `noise`.
 
     Returns:
-        (..., parameters), the noise with its component along the gradient drawn anew: from :math:`N(m, s^2)` at the mode m, and accepted
-        with the probability that is left. The target is log-concave with a curvature of at least :math:`1/s^2`, so this is exact.
+        (..., parameters), the noise with its component along the gradient drawn anew: from :math:`N(m, s^2)` at the
+        mode m, and accepted with the probability that is left. The target is log-concave with a curvature of at least
+        :math:`1/s^2`, so this is exact.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> noise = torch.randn(10_000, 2, generator=generator, dtype=torch.float64)
-    >>> moved = tilted_noise(noise, torch.tensor([1.0, 0.0]).expand(10_000, 2), sample_rate=0.3, noise_std=1.0, order=4, generator=generator)
+    >>> gradient = torch.tensor([1.0, 0.0])
+    >>> moved = tilted_noise(noise, gradient, sample_rate=0.3, noise_std=1.0, order=4, generator=generator)
     >>> moved.mean(0)
     tensor([-0.5..., ...], dtype=torch.float64)
     """
@@ -113,7 +125,7 @@ def _tilted_component(ratio, sample_rate, power, generator):
     ratio, q = _as_tensors(sensitivity=ratio, sample_rate=sample_rate)
     shape, ratio, q = ratio.shape, ratio.reshape(-1), q.reshape(-1)
     result = torch.randn(len(ratio), generator=generator, dtype=torch.float64, device=ratio.device)
-    result = torch.where(q == 1, result - power * ratio, result)         # r is a power of e, and the law a shifted Gaussian
+    result = torch.where(q == 1, result - power * ratio, result)         # there the law is a shifted Gaussian
     waiting = ((ratio > 0) & (q < 1)).nonzero()[:, 0]
     sigma = 1 / ratio
     mode = torch.zeros_like(ratio)
@@ -159,20 +171,20 @@ def exact_composition(log_masses, *, order, worst_case=math.inf, confidence=0.95
     r""":math:`\frac{1}{\alpha-1} \ln E_\text{tilted}[\prod_t A(\Delta_t)]`, from runs of tilted training.
 
     Args:
-        log_masses: (runs, ...) sums over the steps of :math:`\ln A(\Delta_t)` (for "add" :math:`\ln B`), along independent tilted runs of
-            the same order and direction.
+        log_masses: (runs, ...) sums over the steps of :math:`\ln A(\Delta_t)` (for "add" :math:`\ln B`), along
+            independent tilted runs of the same order and direction.
         order: :math:`\alpha`, above 1.
         worst_case: the data-independent divergence of the run at this order, nats: the number of steps times
             `step_divergence` at the clip norm. A number or (...). The upper bound cannot do without.
-        confidence: of the interval, and of the upper bound, in (0, 1). For both directions, or several orders, divide what is
-            missing to 1 among them.
+        confidence: of the interval, and of the upper bound, in (0, 1). For both directions, or several orders, divide
+            what is missing to 1 among them.
         resamples: of the bootstrap.
         generator: for the bootstrap; by default one with seed 0.
 
     Returns:
-        A `CompositionEstimate`. Pass divergences at several orders to `dpcompanion.accounting.rdp_to_epsilon` for an epsilon at the best
-        of them; orders of 2 to 10 mostly are, and there a dozen runs fix the estimate. The upper bound wants more: n runs cannot
-        exclude that a share 3/n of all would reach the worst case.
+        A `CompositionEstimate`. Pass divergences at several orders to `dpcompanion.accounting.rdp_to_epsilon` for an
+        epsilon at the best of them; orders of 2 to 10 mostly are, and there a dozen runs fix the estimate. The upper
+        bound wants more: n runs cannot exclude that a share 3/n of all would reach the worst case.
 
     Raises:
         ValueError: sums that are negative or above the worst case.

@@ -363,7 +363,7 @@ def test_bad_batches_are_refused_by_name(sizes, options, message):
     ((torch.zeros(3), torch.zeros(3, 1)), {"order": 2}, "updates must be"),
     ((torch.zeros(3, 2), torch.full((3, 2), math.nan)), {"order": 2}, "updates_with must lie in"),
     ((torch.zeros(3, 2), torch.zeros(3, 2)), {"order": 2.5}, "order must be a whole number"),
-    ((torch.zeros(3, 2), torch.ones(3, 2)), {"order": 2, "confidence": 0.9}, "max_distance must be given"),
+    ((torch.zeros(3, 2), torch.ones(3, 2)), {"order": 2, "confidence": 0.9}, "max_distance, a bound"),
     ((torch.zeros(3, 2), torch.ones(3, 2)), {"order": 2, "confidence": 0.9, "max_distance": 1.0}, "further apart")])
 def test_bad_pools_are_refused_by_name(pools, options, message):
     with pytest.raises(ValueError, match=message):
