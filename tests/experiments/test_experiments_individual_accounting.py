@@ -1,0 +1,183 @@
+"""The exhibits of Yu et al. 2023, on short runs."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from dpcompanion import experiments, individual
+from dpcompanion.accounting import gaussian_delta
+from dpcompanion.experiments import Run
+from dpcompanion.experiments import individual_accounting as ia
+from dpcompanion.training import DPSGDPlan
+
+SHORT = dataclasses.replace(ia.MNIST_5K, epochs=2, batch_size=400, reference=40)
+RUNS = {}     # that the tests share
+NAMES = [name for name in experiments.names() if name.startswith(ia.NAME)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(ia, "_DONE", RUNS)
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+
+
+@pytest.fixture
+def run():
+    return Run(None, torch.device("cpu"), None, "")
+
+
+@pytest.fixture
+def short(run):
+    return ia.trained(SHORT, 0, run)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_exhibit_gives_finite_numbers_and_its_findings_are_judged(name, monkeypatch):
+    found = experiments.get(name)
+    config = found.presets["quick"]
+    changes = {field: value for field, value in (
+        ("examples", 50), ("updates", 3), ("evaluations", 2), ("draws", 3), ("owners", 2)) if hasattr(config, field)}
+    if name.endswith("figure-11"):
+        changes["epochs"] = 1
+    if not name.endswith("algorithms-1-2-3"):
+        changes["tasks"] = {"mnist-5k": SHORT}
+    monkeypatch.setitem(found.presets, "quick", dataclasses.replace(config, **changes))
+    record = experiments.run(name, preset="quick")
+    assert ia.reported(record)
+    for key, value in record.values.items():
+        value = value.mean if hasattr(value, "mean") else value
+        # After so short a training all classes may be equally accurate.
+        assert np.isfinite(np.asarray(value, dtype=float)).all() or "rank" in key, key
+    rows = experiments.findings(record).rows
+    assert len(rows) >= len(experiments.criteria(name)) and all(row.where and row.ours for row in rows)
+
+
+def test_accounts_are_those_of_a_tracker_that_ran_along(short):
+    tracker = individual.IndividualAccountant.for_plan(short.plan)
+    ends = [*short.passes[1:], short.plan.steps]
+    for start, end, norms in zip(short.passes, ends, short.norms):
+        tracker.record(torch.as_tensor(norms), steps=int(end - start))
+    np.testing.assert_allclose(short.epsilon(), tracker.epsilon(1e-5).numpy())
+    assert (short.epsilon() <= short.worst_case + 1e-9).all()
+    assert (short.epsilon(upto=5) <= short.epsilon()).all()
+
+
+def test_the_schedule_is_that_of_the_tracker(short):
+    for refreshes in (0.5, 1.0, 2.0, 3.0, 1000):
+        assert ia.schedule(short.plan, refreshes)[0] == 0
+    np.testing.assert_array_equal(ia.schedule(short.plan, SHORT.refreshes), short.passes)
+    np.testing.assert_array_equal(ia.schedule(short.plan, math.inf), np.arange(short.plan.steps))
+
+
+def test_norms_at_every_step_contain_those_of_the_passes(short):
+    everybody = short.norms[:, short.reference]
+    np.testing.assert_allclose(short.reference_norms[short.passes], everybody, rtol=1e-6)
+    np.testing.assert_allclose(short.reference_epsilon(SHORT.refreshes, rounding=0.01), short.epsilon()[short.reference])
+
+
+def test_individual_clipping_changes_the_run_and_accounting_alone_does_not(run, short):
+    again = ia.trained(dataclasses.replace(SHORT, **ia.ONCE), 0, run)
+    np.testing.assert_array_equal(again.losses, short.losses)
+    clipped = ia.clipped(SHORT, "individual", 0, run)
+    assert not np.array_equal(clipped.losses, short.losses)
+
+
+def test_a_long_run_is_kept_and_read_back(run, monkeypatch):
+    first = ia.trained(SHORT, 0, run)
+    monkeypatch.setattr(ia, "KEPT", 0)
+    monkeypatch.setattr(ia, "_DONE", {})
+    kept = ia.trained(SHORT, 0, run)
+    monkeypatch.setattr(ia, "_DONE", {})
+    monkeypatch.setattr(ia, "run_task", lambda *arguments: pytest.fail("trained again"))
+    read = ia.trained(SHORT, 0, run)
+    for one in (kept, read):
+        np.testing.assert_array_equal(one.norms, first.norms)
+        assert one.plan.config() == first.plan.config()
+
+
+def test_without_a_gpu_the_papers_own_networks_are_left_out_and_listed(run):
+    config = experiments.get("individual-accounting/figure-5").presets["paper"]
+    assert set(ia.runnable(config, run)) == {"mnist_cnn"}
+    assert set(ia.left_out(config, run)["not_run"]) == {"mnist", "cifar10", "utkface_gender", "utkface_age"}
+    assert set(ia.runnable(config, Run(None, torch.device("cuda"), None, ""))) == set(config.tasks)
+
+
+def fake_images(monkeypatch, shape):
+    x, y = torch.randn(6, *shape, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 10
+    found = ia.Examples(x, y, y % 3, x, y, y % 3, tuple("012"), [])
+    monkeypatch.setattr(ia, "examples", lambda *arguments: found)
+
+
+@pytest.mark.parametrize("task,shape", [
+    (ia.MNIST, (1, 28, 28)), (ia.MNIST_CNN, (1, 28, 28)), (ia.CIFAR10, (3, 32, 32)), (ia.UTKFACE_GENDER, (3, 64, 64)),
+    (dataclasses.replace(ia.CIFAR10, model="two-layer-cnn"), (3, 32, 32)),
+    (dataclasses.replace(ia.CIFAR10_RESNET, loss="hinge"), (3, 32, 32))])
+def test_the_papers_networks_train_on_a_few_images(task, shape, run, monkeypatch):
+    fake_images(monkeypatch, shape)
+    monkeypatch.setattr(ia, "_DONE", {})
+    few = dataclasses.replace(task, batch_size=3, epochs=1, reference=2)
+    found = ia.trained(few, 0, run)
+    assert found.plan.steps == 2 and found.norms.shape == (2, 6) and found.reference_norms.shape == (2, 2)
+    assert np.isfinite(found.losses).all() and (found.epsilon() > 0).all()
+
+
+def test_faces_are_balanced_within_each_race():
+    labels, groups = torch.tensor([0, 0, 0, 1, 1, 0, 1, 0]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 4])
+    kept = ia._balanced(labels, groups, 2)
+    for group in (0, 1):
+        assert labels[kept][groups[kept] == group].double().mean() == 0.5
+    assert len(kept) == 4 and 7 not in kept.tolist()
+
+
+def test_nearest_rounds_half_of_the_norms_down_and_never_to_zero():
+    shares = ia.nearest(np.array([0.001, 0.144, 0.156, 0.999, 2.0]), 1.0, 0.1)
+    np.testing.assert_allclose(shares, [0.1, 0.1, 0.2, 1.0, 1.0])
+
+
+def test_the_delta_of_two_gaussians_is_found_by_counting_cells():
+    z = torch.linspace(-12, 12, 200001, dtype=torch.float64)
+    a, b = (torch.exp(-(z - shift)**2 / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi) for shift in (0.0, 1.0))
+    assert ia.excess(a, b, 0.7) == pytest.approx(float(gaussian_delta(1.0, 0.7)), rel=1e-3)
+
+
+def test_thresholds_hold_on_their_sets_where_they_fail_for_the_algorithm(run):
+    values = experiments.get("individual-accounting/theorem-3.1").function(ia.Trajectories({}), run)
+    delta = values["toy.delta"]
+    assert max(values["toy.on_set"]) <= delta and max(values["toy.on_set_best_order"]) <= delta
+    assert values["toy.everywhere"][0] > delta and values["toy.probability"][1] > 0.8
+    z, cell, without, with_it, rdp, orders = ia.two_steps(ia.Trajectories({}))
+    assert float(without.sum() * cell) == pytest.approx(1, abs=1e-6)
+    assert float(with_it.sum() * cell) == pytest.approx(1, abs=1e-6)
+
+
+def test_variance_is_split_between_examples_and_runs():
+    random = np.random.RandomState(0)
+    examples, noise = random.randn(1, 20000) * 2, random.randn(3, 20000)
+    share, spread = ia.variance_shares(examples + noise)
+    assert share == pytest.approx(4 / 5, abs=0.01) and spread == pytest.approx(1, abs=0.02)
+    assert ia.variance_shares(noise)[0] < 0.02
+
+
+def test_log_losses_of_zero_are_left_out():
+    losses = np.array([0.0, 1.0, math.e, math.e**2])
+    assert ia.with_log_loss(np.array([9.0, 0.0, 1.0, 2.0]), losses) == pytest.approx(1)
+    assert math.isnan(ia.pearson(np.ones(3), np.arange(3)))
+
+
+def test_an_overfitted_model_betrays_its_members(run):
+    config = ia.Membership({"mnist-5k": SHORT}, epochs=8, draws=4)
+    accuracies, losses = ia.overfitted(SHORT, config, 0, "cpu")
+    assert accuracies["accuracy"] > accuracies["test_accuracy"] > 0.8
+    found = ia.examples(SHORT.data, SHORT.dtype)
+    members = np.where(np.arange(len(found.y)) % 2, 0.0, losses["losses"])
+    rates = ia.attacked(found, members, losses["test_losses"], config)
+    assert rates["success"].mean() > 0.7 and (rates["low"] < rates["success"]).all()
+
+
+def test_plans_are_those_of_the_papers_epsilons():
+    plan = ia.make_plan(ia.MNIST, 60000, 1.0)
+    assert isinstance(plan, DPSGDPlan) and plan.steps == 5900
+    assert plan.epsilon(accountant="rdp") == pytest.approx(2.4, rel=1e-3) and plan.epsilon() < 2.3
