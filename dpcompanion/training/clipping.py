@@ -35,7 +35,8 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 from dpcompanion import _checks
-from dpcompanion.training.layers import Unfit, layer_gradient, own_parameters
+from dpcompanion.training.layers import Explicit, Unfit, layer_gradient, own_parameters
+from dpcompanion.training.stacking import StackedLayer
 
 METHODS = ("auto", "mixed", "ghost", "func")
 # Numbers of per-example gradients that are held at once, 256 MiB in float32.
@@ -61,14 +62,14 @@ class ClippedSum:
 
 
 def clip_factors(norms, max_grad_norm):
-    r"""min(1, C/norm), a hair smaller so that rounding does not lift a clipped gradient above C; 0 if not finite.
+    r"""min(1, C/norm), a hair smaller so that rounding does not lift a clipped gradient above C; 0 if not finite or C = 0.
 
     >>> clip_factors(torch.tensor([0.5, 4.0, float("inf")]), 1.0)
     tensor([1.0000, 0.2500, 0.0000])
     """
     limits = torch.as_tensor(max_grad_norm, dtype=norms.dtype, device=norms.device)
     slack = 1 + 8 * torch.finfo(norms.dtype).eps
-    return torch.where(norms.isfinite(), (limits / (norms * slack)).clamp(max=1), 0)
+    return torch.where(norms.isfinite() & (limits > 0), (limits / (norms * slack)).clamp(max=1), 0)
 
 
 def check_model(model):
@@ -144,7 +145,9 @@ class _Recorder:
         return pairs
 
 
-def _layerwise(model, loss, x, y, max_grad_norm, method):
+def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
+    """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
+    those of the first run, then those of the second, as many for each, and there is a sum for each run."""
     recorder = _Recorder(model)
     with recorder.listening(), torch.enable_grad():
         losses = _check_losses(loss(model(x), y), len(x))
@@ -153,53 +156,63 @@ def _layerwise(model, loss, x, y, max_grad_norm, method):
     squares, layers, budget = torch.zeros(len(x), dtype=torch.float64, device=x.device), {}, _BUDGET
     with torch.no_grad():
         for module in list(pairs):
-            layer = layer_gradient(module, pairs.pop(module), method, budget)
+            if isinstance(module, StackedLayer):
+                layer = layer_gradient(module.layer, pairs.pop(module), method, budget, own_parameters(module))
+            else:
+                layer = layer_gradient(module, pairs.pop(module), method, budget)
             squares += layer.squared_norms()
             if max_grad_norm is not None:
-                layers[module] = layer
+                layers[recorder.owners[module]] = layer
                 budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
-        norms = squares.sqrt().to(losses.dtype)
-        finite = norms.isfinite()
-        norms = torch.where(finite, norms, math.inf)
-        if max_grad_norm is None:
-            return ClippedSum({}, norms, losses.detach())
-        factors = clip_factors(norms, max_grad_norm)
-        if x.device.type != "cpu" or not finite.all():
-            for layer in layers.values():
-                layer.keep_only(finite)
-        sums = {}
-        for module, layer in layers.items():
-            prefix = recorder.owners[module]
-            sums |= {f"{prefix}.{name}" if prefix else name: g for name, g in layer.weighted_sum(factors).items()}
-    return ClippedSum({name: sums.get(name, torch.zeros_like(p)) for name, p in model.named_parameters()
-                       if p.requires_grad}, norms, losses.detach())
+        total = _clip(layers, squares, losses.detach(), max_grad_norm, runs)
+    if max_grad_norm is None:
+        return total
+    return dataclasses.replace(total, gradients={
+        name: total.gradients.get(name, torch.zeros_like(p)) for name, p in model.named_parameters() if p.requires_grad})
+
+
+def _clip(layers, squares, losses, max_grad_norm, runs):
+    """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`."""
+    norms = squares.sqrt().to(losses.dtype)
+    finite = norms.isfinite()
+    norms = torch.where(finite, norms, math.inf)
+    if max_grad_norm is None:
+        return ClippedSum({}, norms, losses)
+    factors = clip_factors(norms, max_grad_norm).reshape(runs or 1, -1)
+    masked = losses.device.type != "cpu" or not finite.all()
+    sums = {}
+    for prefix, layer in layers.items():
+        if masked:
+            layer.keep_only(finite)
+        for name, g in layer.weighted_sum(factors).items():
+            sums[f"{prefix}.{name}" if prefix else name] = g if runs else g[0]
+    return ClippedSum(sums, norms, losses)
+
+
+def _gradient_and_loss(model, loss):
+    def one(parameters, x, y):
+        return loss(torch.func.functional_call(model, parameters, (x.unsqueeze(0),)), y.unsqueeze(0)).sum()
+
+    return torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
 
 
 def per_example_gradients(model, loss, x, y):
     """Explicit gradients of every example by torch.func: ({name: (n, *shape)}, losses (n,))."""
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-
-    def one(parameters, x, y):
-        return loss(torch.func.functional_call(model, parameters, (x.unsqueeze(0),)), y.unsqueeze(0)).sum()
-
-    return torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="different")(
-        parameters, x, y)
+    return _gradient_and_loss(model, loss)(parameters, x, y)
 
 
-def _functional(model, loss, x, y, max_grad_norm):
-    gradients, losses = per_example_gradients(model, loss, x, y)
-    norms = sum(g.flatten(1).square().sum(1, dtype=torch.float64) for g in gradients.values()).sqrt().to(losses.dtype)
-    finite = norms.isfinite()
-    norms = torch.where(finite, norms, math.inf)
-    if max_grad_norm is None:
-        return ClippedSum({}, norms, losses)
-    factors = clip_factors(norms, max_grad_norm)
-    masked = x.device.type != "cpu" or not finite.all()
-    sums = {}
-    for name, g in gradients.items():
-        flat = torch.where(finite[:, None], g.flatten(1), 0) if masked else g.flatten(1)
-        sums[name] = (factors.to(g.dtype) @ flat).reshape(g.shape[1:])
-    return ClippedSum(sums, norms, losses)
+def _functional(model, loss, x, y, max_grad_norm, stacked=None):
+    """As `_layerwise`, for any model; `stacked` are the parameters of several runs, {name: (runs, *shape)}."""
+    if stacked is None:
+        runs, (gradients, losses) = None, per_example_gradients(model, loss, x, y)
+    else:
+        runs = len(next(iter(stacked.values())))
+        gradients, losses = torch.func.vmap(_gradient_and_loss(model, loss))(
+            stacked, x.unflatten(0, (runs, -1)), y.unflatten(0, (runs, -1)))
+        gradients, losses = {name: g.flatten(0, 1) for name, g in gradients.items()}, losses.flatten()
+    layer = Explicit(gradients)
+    return _clip({"": layer}, layer.squared_norms().double(), losses, max_grad_norm, runs)
 
 
 def _default_chunk(model, method):

@@ -14,6 +14,10 @@ The sum then comes from the kept gradients, or from one ordinary weighted weight
 gradient.  Neither needs a second pass through the network.  Any other layer that maps
 one tensor to one tensor is differentiated example by example with `torch.func`.
 
+Only that last way looks at the layer's weights.  So the examples of several networks (runs) can be worked on
+together, first all of one run, then all of the next; sums are made for each run: factors (runs, examples of a run)
+give {name: (runs, *shape)}.
+
 >>> layer = torch.nn.Linear(3, 2).double()
 >>> a, g = torch.randn(5, 3).double(), torch.randn(5, 2).double()
 >>> gradient = Ghost(layer, [(a, g)])
@@ -21,7 +25,7 @@ one tensor to one tensor is differentiated example by example with `torch.func`.
 >>> squares = explicit.flatten(1).square().sum(1) + g.square().sum(1)
 >>> torch.allclose(gradient.squared_norms(), squares)
 True
->>> torch.allclose(gradient.weighted_sum(torch.ones(5).double())["weight"], explicit.sum(0))
+>>> torch.allclose(gradient.weighted_sum(torch.ones(1, 5).double())["weight"][0], explicit.sum(0))
 True
 """
 
@@ -103,7 +107,10 @@ class Explicit:
         self.gradients = {name: _rows(g, rows) for name, g in self.gradients.items()}
 
     def weighted_sum(self, factors):
-        return {name: (factors.to(g.dtype) @ g.flatten(1)).reshape(g.shape[1:]) for name, g in self.gradients.items()}
+        factors, sums = factors.unsqueeze(1), {}
+        for name, g in self.gradients.items():
+            sums[name] = (factors.to(g.dtype) @ g.reshape(len(factors), factors.shape[-1], -1)).reshape(-1, *g.shape[1:])
+        return sums
 
 
 class Ghost:
@@ -143,20 +150,22 @@ class Ghost:
         self.uses = [(_rows(a, rows), _rows(g, rows)) for a, g in self.uses]
 
     def weighted_sum(self, factors):
-        sums = {}
+        sums, runs = {}, len(factors)
         for a, g in self.uses:
-            g = _scaled(g, factors)
+            g = _scaled(g, factors.flatten())
             for name in own_parameters(self.module):
-                term = self._weight_sum(a, g) if name == "weight" else _bias(self.module, g).sum(0)
+                term = (self._weight_sum(a, g, runs) if name == "weight" else
+                        _bias(self.module, g).unflatten(0, factors.shape).sum(1))
                 sums[name] = sums[name] + term if name in sums else term
         return sums
 
-    def _weight_sum(self, a, g):
+    def _weight_sum(self, a, g, runs):
         conv = self.module
         if type(conv) is nn.Conv2d:
-            return conv2d_weight(_pad(conv, a), conv.weight.shape, g.contiguous(), stride=conv.stride,
-                                 dilation=conv.dilation, groups=conv.groups)
-        return g.reshape(-1, g.shape[-1]).T @ a.reshape(-1, a.shape[-1])
+            return torch.stack([
+                conv2d_weight(a, conv.weight.shape, g.contiguous(), stride=conv.stride, dilation=conv.dilation,
+                              groups=conv.groups) for a, g in zip(_pad(conv, a).chunk(runs), g.chunk(runs))])
+        return g.reshape(runs, -1, g.shape[-1]).mT @ a.reshape(runs, -1, a.shape[-1])
 
 
 class GhostEmbedding:
@@ -177,8 +186,11 @@ class GhostEmbedding:
         self.g = _rows(self.g, rows)
 
     def weighted_sum(self, factors):
-        weight = torch.zeros_like(self.module.weight)
-        return {"weight": weight.index_add_(0, self.tokens.flatten(), _scaled(self.g, factors).flatten(0, 1))}
+        runs, rows = len(factors), len(self.module.weight)
+        tokens = self.tokens.reshape(runs, -1) + rows * torch.arange(runs, device=self.tokens.device)[:, None]
+        weight = self.g.new_zeros(runs * rows, self.g.shape[-1])
+        weight.index_add_(0, tokens.flatten(), _scaled(self.g, factors.flatten()).flatten(0, 1))
+        return {"weight": weight.unflatten(0, (runs, rows))}
 
 
 def _rows(tensor, rows):
@@ -216,19 +228,24 @@ def _explicit_norm_layer(module, uses):
     return Explicit(gradients)
 
 
-def _explicit_any(module, uses):
+def _explicit_any(module, uses, stacked):
     """Any layer: the vector-Jacobian product of the layer for each example, by torch.func."""
     parameters = {name: p.detach() for name, p in own_parameters(module).items()}
 
-    def one(a, g):
+    def one(parameters, a, g):
         def layer(parameters):
             return torch.func.functional_call(module, parameters, (a.unsqueeze(0),))
         return torch.func.vjp(layer, parameters)[1](g.unsqueeze(0))[0]
 
-    gradients = {}
+    each, gradients = torch.func.vmap(one, in_dims=(None, 0, 0)), {}
     for a, g in uses:
         try:
-            terms = torch.func.vmap(one)(a, g)
+            if stacked:
+                runs = len(next(iter(stacked.values())))
+                terms = torch.func.vmap(each)(stacked, a.unflatten(0, (runs, -1)), g.unflatten(0, (runs, -1)))
+                terms = {name: term.flatten(0, 1) for name, term in terms.items()}
+            else:
+                terms = each(parameters, a, g)
         except RuntimeError as error:
             raise Unfit(f"a layer {type(module).__name__} cannot be differentiated by itself: {error}") from error
         for name, term in terms.items():
@@ -236,10 +253,10 @@ def _explicit_any(module, uses):
     return Explicit(gradients)
 
 
-def layer_gradient(module, uses, method, budget):
+def layer_gradient(module, uses, method, budget, stacked=None):
     """The gradient of `module` from its uses [(inputs, output gradients)], in the cheapest form.
 
-    `method` "ghost" keeps no gradient of a linear layer, convolution or embedding; "mixed" keeps it where
+    The parameters of several runs of the layer, if so, are in `stacked`, {name: (runs, *shape)}. `method` "ghost" keeps no gradient of a linear layer, convolution or embedding; "mixed" keeps it where
     that saves arithmetic and needs at most `budget` numbers.
     """
     if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
@@ -251,4 +268,4 @@ def layer_gradient(module, uses, method, budget):
         return _explicit_matrices(module, uses)
     if type(module) in (nn.GroupNorm, nn.LayerNorm):
         return _explicit_norm_layer(module, uses)
-    return _explicit_any(module, uses)
+    return _explicit_any(module, uses, stacked)

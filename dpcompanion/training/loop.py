@@ -112,7 +112,7 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
     if checkpoint is not None and os.path.exists(checkpoint):
         loop.load(checkpoint)
     run = loop.run
-    with bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance, _deferred_interrupt() as interrupted:
+    with bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance, deferred_interrupt() as interrupted:
         while run.step < plan.steps:
             loop.step()
             with loop.modes_kept():
@@ -234,7 +234,6 @@ class _Loop:
                 "x": [str(self.x.dtype), *self.x.shape], "y": [str(self.y.dtype), *self.y.shape]}
 
     def save(self, path):
-        """Write everything to a new file beside `path`, then put it in place in one move."""
         self.count_dropped()
         run, history = self.run, self.run.history
         content = {
@@ -243,16 +242,7 @@ class _Loop:
             "generators": {name: g.get_state() for name, g in self.generators.items()},
             "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
             "history": {field.name: getattr(history, field.name) for field in dataclasses.fields(history)}}
-        partial = f"{os.fspath(path)}.{os.getpid()}.partial"
-        try:
-            with open(partial, "wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        finally:
-            if os.path.exists(partial):
-                os.remove(partial)
+        write_checkpoint(path, content)
 
     def load(self, path):
         content = torch.load(path, map_location="cpu", weights_only=True)
@@ -275,8 +265,22 @@ class _Loop:
         self.dropped.fill_(run.history.dropped)
 
 
+def write_checkpoint(path, content):
+    """Write `content` to a new file beside `path`, then put it in place in one move."""
+    partial = f"{os.fspath(path)}.{os.getpid()}.partial"
+    try:
+        with open(partial, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        if os.path.exists(partial):
+            os.remove(partial)
+
+
 @contextlib.contextmanager
-def _deferred_interrupt():
+def deferred_interrupt():
     """Within, the first Ctrl-C only sets a flag (the value of the yielded function); the second one interrupts."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
