@@ -1,0 +1,119 @@
+"""The calculator's script against the library, and its page under a keyboard.
+
+The script runs under node or in a headless Chromium.  On a machine with neither these tests say so and end well,
+except where CI is set; so do the checks of the pages (tools/browser_check.py).
+"""
+
+import importlib.util
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian, rdp_to_epsilon
+
+ROOT = Path(__file__).resolve().parent.parent
+STATIC = ROOT / "book" / "_static"
+
+_spec = importlib.util.spec_from_file_location("browser_check", ROOT / "tools" / "browser_check.py")
+browser_check = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(browser_check)
+
+
+def missing(what):
+    """Say what cannot be checked; an error where CI is set."""
+    assert not os.environ.get("CI"), f"{what} is needed to check the calculator"
+    print(f"calculator NOT checked: no {what} was found")
+
+
+def run_script(expression):
+    """What an expression over `accountant` gives, or None where nothing can run it."""
+    if shutil.which("node"):
+        script = f"const accountant = require({str(STATIC / 'accountant.js')!r}); console.log(JSON.stringify({expression}))"
+        return json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
+    if browser_check.find_chromium():
+        with page_of("<p></p>") as page:
+            page.add_script_tag(path=STATIC / "accountant.js")
+            return json.loads(page.evaluate(f"JSON.stringify({expression})"))
+    missing("node or Chromium")
+    return None
+
+
+class page_of:
+    """A page with the given body in a headless Chromium, while the block lasts."""
+
+    def __init__(self, body):
+        self.body = body
+
+    def __enter__(self):
+        from playwright.sync_api import sync_playwright
+        self.driver = sync_playwright().start()
+        self.browser = self.driver.chromium.launch(executable_path=browser_check.find_chromium(), args=browser_check.LAUNCH)
+        page = self.browser.new_page()
+        page.set_content(f"<!DOCTYPE html><html lang=en><body>{self.body}</body></html>")
+        return page
+
+    def __exit__(self, *error):
+        self.browser.close()
+        self.driver.stop()
+
+
+RUNS = [  # sample rate, noise multiplier, steps, delta
+    (512 / 60_000, 3.42529, 9375, 1e-5), (0.01, 1.0, 1000, 1e-5), (0.01, 0.8, 500, 1e-9), (0.5, 5.0, 100, 1e-5),
+    (0.001, 0.6, 20_000, 1e-6), (1.0, 10.0, 10, 1e-5), (512 / 60_000, 34.2529, 9375, 1e-5), (0.05, 0.5, 10, 1e-3), (0.2, 2.0, 1, 1e-4),
+]
+
+
+@pytest.fixture(scope="module")
+def answers():
+    return run_script(f"{json.dumps(RUNS)}.map(run => [accountant.epsilonByRenyi(...run), accountant.epsilonByLosses(...run)])")
+
+
+def test_renyi_epsilons_are_those_of_the_library_at_the_same_orders(answers):
+    orders = run_script("accountant.ORDERS")
+    for (rate, noise, steps, delta), (by_renyi, _) in zip(RUNS, answers or ()):
+        rdp = steps * rdp_sampled_gaussian(sample_rate=rate, noise_multiplier=noise, orders=orders)
+        assert math.isclose(by_renyi, float(rdp_to_epsilon(rdp, orders, delta)[0]), rel_tol=1e-9)
+
+
+def test_epsilons_by_losses_are_bounds_within_the_error_that_is_shown(answers):
+    for (rate, noise, steps, delta), (_, by_losses) in zip(RUNS, answers or ()):
+        exact = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta)
+        assert exact - 2e-6 <= by_losses["epsilon"] <= exact + by_losses["error"] + 2e-6
+        assert by_losses["error"] <= 0.005 * exact
+
+
+def test_the_tail_of_the_normal_distribution_keeps_its_relative_accuracy():
+    points = [-5.0, -1.0, 0.0, 0.5, 2.9, 3.1, 6.0, 12.0, 30.0]
+    for x, found in zip(points, run_script(f"{points}.map(accountant.upperTail)") or ()):
+        assert math.isclose(found, 0.5 * math.erfc(x / math.sqrt(2)), rel_tol=1e-12)
+
+
+def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range():
+    if browser_check.find_chromium() is None:
+        missing("Chromium")
+        return
+    body, = re.findall(r"```\{raw\} html\n(.*?)```", (ROOT / "book" / "calculator.md").read_text(encoding="utf-8"), re.DOTALL)
+    with page_of(re.sub(r"<script src=.*?</script>", "", body)) as page:
+        for script in ("accountant.js", "calculator.js"):
+            page.add_script_tag(path=STATIC / script)
+        controls = page.locator("input").all()
+        assert len(controls) == 10 and all(control.evaluate("c => c.labels.length || c.ariaLabel") for control in controls)
+        said = page.locator("#calculator-said")
+        assert said.get_attribute("aria-live") == "polite" and "at most 0.916" in said.text_content()
+        page.focus("[name=norm-slider]")
+        page.keyboard.press("End")
+        page.wait_for_function("document.getElementById('one-pld').textContent === document.getElementById('all-pld').textContent")
+        assert page.input_value("[name=norm]") == "1"
+        page.fill("[name=noise]", "1")
+        page.wait_for_function("Number(document.getElementById('all-rdp').textContent) > 2")
+        exact = compute_epsilon(sample_rate=0.00853, noise_multiplier=1.0, steps=9375, delta=1e-5)
+        assert exact <= float(page.text_content("#all-pld")) <= 1.01 * exact
+        page.fill("[name=rate]", "2")
+        page.wait_for_function("document.getElementById('calculator-said').textContent.includes('must lie between')")
+        assert page.get_attribute("[name=rate]", "aria-invalid") == "true"
