@@ -8,6 +8,8 @@ covers T = epochs ceil(N / B) steps.  Epsilon is by RDP, at delta 1e-5.
 import dataclasses
 import functools
 import math
+import pathlib
+import tempfile
 import time
 
 import numpy as np
@@ -16,12 +18,13 @@ import torch.nn.functional as F
 from scipy import special, stats
 
 from dpcompanion import attacks, data, idp, published, records
-from dpcompanion.accounting import compute_epsilon, find_noise_multiplier, find_steps, rdp_sampled_gaussian, rdp_to_epsilon
-from dpcompanion.experiments import experiment, finding
+from dpcompanion.accounting import (compute_epsilon, find_noise_multiplier, find_steps, rdp_sampled_gaussian,
+                                    rdp_to_epsilon)
+from dpcompanion.experiments import Run, experiment, finding
 from dpcompanion.filters import RenyiFilter
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.records import mean_and_sd
-from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, derive_seed, models, train
+from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, derive_seed, models, train, train_ensemble
 
 BUDGETS = (1.0, 2.0, 3.0)
 GROUPS = {"A": (34, 43, 23), "B": (54, 37, 9)}
@@ -139,7 +142,8 @@ def table_7(config, run):
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained: a data set, a network, plain SGD with momentum, and the plan of DP-SGD that budgets start from."""
+    """What is trained: a data set, a network, plain SGD with momentum, and the plan of DP-SGD that budgets start
+    from."""
 
     data: str
     model: str
@@ -152,7 +156,8 @@ MNIST = Task("mnist", "mnist_cnn", TABLE_5["mnist"], 0.6)
 CIFAR10 = Task("cifar10", "cifar_cnn", TABLE_5["cifar10"], 0.7)
 MNIST_5K = Task("mnist-5k", "mnist_cnn", Training(4000, 512, 80, 0.2), 0.6)
 # Softmax regression on digits of 14 x 14 pixels: seconds for hundreds of runs.
-DIGITS = Task("mnist-5k", "softmax", Training(4000, 200, 15, 1.0), 1.0)
+DIGITS = Task("mnist-5k", "softmax", Training(4000, 400, 10, 1.0), 2.0)
+HALVES = Task("mnist-5k", "softmax", Training(1000, 200, 15, 1.0), 2.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +212,11 @@ def assign(examples, shares, seed):
 
 @functools.cache
 def parameters(method, budgets, counts, training, delta, accountant="rdp"):
-    """(noise multiplier, each group's rate, each group's clip norm) of "dpsgd", "sample", "scale" or "combined-50", which
-    takes half of what Sample changes and leaves the rest to Scale.  DP-SGD gives everybody the smallest budget."""
-    run_of = {"target_delta": delta, "sample_rate": training.sample_rate, "steps": training.steps, "accountant": accountant}
+    """(noise multiplier, each group's rate, each group's clip norm) of "dpsgd", "sample", "scale" or "combined-50",
+    which takes half of what Sample changes and leaves the rest to Scale.  DP-SGD gives everybody the smallest
+    budget."""
+    run_of = {"target_delta": delta, "sample_rate": training.sample_rate, "steps": training.steps,
+              "accountant": accountant}
     same = torch.ones(len(budgets), dtype=torch.float64)
     if method == "sample":
         found = idp.sample_parameters(budgets, counts, **run_of)
@@ -256,9 +263,10 @@ def class_accuracy(logits, labels, classes=10):
 class Trials:
     """Runs of each kind on one task, for each seed.
 
-    `kinds`: "dpsgd" and "loosest" (DP-SGD for all at the smallest and at the largest budget), "A.sample" (a distribution
-    of groups and a method), and "B.alone" (DP-SGD on the group with the smallest budget, without the others).  A run is
-    looked at after every `look` epochs, and its strictest group's own loss after every `group_look`.
+    `kinds`: "dpsgd" and "loosest" (DP-SGD for all at the smallest and at the largest budget), "A.sample" (a
+    distribution of groups and a method), and "B.alone" (DP-SGD on the group with the smallest budget, without the
+    others).  A run is looked at after every `look` epochs, and its strictest group's own loss after every
+    `group_look`.
     """
 
     task: Task
@@ -312,7 +320,8 @@ def trial(config, kind, seed, run):
             "dropped": history.dropped}
 
 
-_TRIAL = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, predictions, accuracy, class_accuracy, trial)
+_TRIAL = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, predictions, accuracy,
+          class_accuracy, trial)
 
 
 def trials(config, run):
@@ -326,7 +335,8 @@ def trials(config, run):
         folder = data.data_folder() / "trials" / f"{config.task.data}-{records.hash_of(key)[:12]}"
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
-    done = records.resumable(lambda piece: trial(config, *pieces[piece], run), pieces, folder=folder, config=key, label="trials")
+    done = records.resumable(lambda piece: trial(config, *pieces[piece], run), pieces, folder=folder, config=key,
+                             label="trials")
     return {kind: [done[f"{kind}.seed-{seed}"] for seed in config.seeds] for kind in config.kinds}
 
 
@@ -346,7 +356,7 @@ def accuracies(config, done):
     return values
 
 
-_QUICK_TRIALS = Trials(DIGITS, seeds=tuple(range(5)), look=3, group_look=3)
+_QUICK_TRIALS = Trials(DIGITS, seeds=tuple(range(5)), look=1, group_look=2)
 _PAPER_TRIALS = Trials(MNIST, kinds=("dpsgd", "A.sample", "A.scale", "B.sample", "B.scale"), seeds=(0,))
 
 
@@ -365,10 +375,50 @@ def table_8(config, run):
     return accuracies(config, trials(config, run))
 
 
+def ahead(record, one, other):
+    """How far the kind `one` is ahead of the `other`, in points: the mean difference over the seeds, which both
+    share, and half the width of its 95% interval."""
+    first, second = (torch.tensor(record.values[f"{kind}.final"], dtype=torch.float64) for kind in (one, other))
+    difference = first - second
+    if len(difference) < 2:
+        return float(difference.mean()), math.inf
+    reach = float(special.stdtrit(len(difference) - 1, 0.975)) * float(difference.std()) / math.sqrt(len(difference))
+    return float(difference.mean()), reach
+
+
+@finding("idp-sgd/table-2",
+         "ahead of DP-SGD at the smallest budget: the 95% interval of the paired difference lies above 0")
+def ahead_of_dpsgd(record):
+    for kind in record.config["kinds"]:
+        if kind.endswith((".sample", ".scale")) and len(record.seeds) > 1:
+            gain, reach = ahead(record, kind, "dpsgd")
+            yield kind, f"{gain:+.1f} ± {reach:.1f}", gain > reach
+
+
+@finding("idp-sgd/figure-1", "ends between DP-SGD at 1 and at 3, nearer to 3", of="idp-sgd/table-2")
+def between_the_two(record):
+    if "loosest" in record.config["kinds"]:
+        low, high = (np.mean(record.values[f"{kind}.final"]) for kind in ("dpsgd", "loosest"))
+        for kind in record.config["kinds"]:
+            if kind.endswith((".sample", ".scale")):
+                share = (np.mean(record.values[f"{kind}.final"]) - low) / (high - low)
+                yield kind, f"{share:.0%} of the way", 0.5 < share <= 1
+
+
+@finding("idp-sgd/table-d7", "the strictest group's own loss ends lowest with Sample and Scale, then DP-SGD on all, then"
+         " DP-SGD on it alone", of="idp-sgd/table-2")
+def strictest_gain(record):
+    kinds = ("B.sample", "B.scale", "dpsgd", "B.alone")
+    if set(kinds) <= set(record.config["kinds"]):
+        sample, scale, everybody, alone = (record.values[f"{kind}.group_loss"][-1].mean for kind in kinds)
+        yield "B", f"{sample:.2f}, {scale:.2f}, {everybody:.2f}, {alone:.2f}", max(sample, scale) < everybody < alone
+
+
 _D7 = {"sample": "B.sample", "scale": "B.scale", "dpsgd_54": "B.alone", "dpsgd_100": "dpsgd"}
 
 
-@experiment("idp-sgd/table-d7", uses=(*_TRIAL, trials), paper=dataclasses.replace(_PAPER_TRIALS, kinds=tuple(_D7.values())))
+@experiment("idp-sgd/table-d7", uses=(*_TRIAL, trials), paper=dataclasses.replace(_PAPER_TRIALS,
+                                                                                  kinds=tuple(_D7.values())))
 def table_d7(config, run):
     """Loss and accuracy of the strictest group's own training examples (B), over the epochs."""
     values = {}
@@ -395,56 +445,32 @@ class Compared:
     budgets: tuple = BUDGETS
     groups: dict = dataclasses.field(default_factory=lambda: GROUPS)
     delta: float = 1e-5
-    look: int = 5
+    look: int = 1
     together: int = 1
 
 
 ALL = 10_000  # runs of softmax regression go side by side, however many they are
 
 
-def train_all(task, plans, seeds, features, labels, *, device="cpu", members=None, start=None, look=None):
-    """One run for each plan and seed, side by side, each as `train` would leave it.
+def train_all(task, plans, seeds, features, labels, *, device="cpu", members=None, watch=None):
+    """The ensemble of one run for each plan and seed, each with the task's network of its seed.
 
-    Args:
-        plans: of the same n and steps.  Run r starts from the task's network of seed r, or from ``start[name][r]``.
-        members: (runs, n) booleans: who is in the data of each run.
-        look: also keep the parameters after every `look` epochs.
-
-    Returns [(epoch, {name: (runs, ...) parameters})], the end last.
+    `members`, (runs, n): who is in the data of each run.  Sums are divided by what everybody's batch would hold; the
+    learning rate makes up for it.  `watch(epoch, ensemble)` is called after every epoch.
     """
-    kept = {}
-    for r, (plan, seed) in enumerate(zip(plans, seeds)):
-        model = network(task, seed)
-        if start is not None:
-            model.load_state_dict({name: values[r] for name, values in start.items()})
-
-        def note(now):
-            epoch = math.ceil(now.step / plan.steps_per_epoch)
-            if now.step == plan.steps or (look and epoch % look == 0):
-                state = {name: p.detach().clone() for name, p in model.named_parameters()}
-                kept.setdefault(epoch, []).append(state)
-
-        optimizer = torch.optim.SGD(model.to(device).parameters(), lr=task.learning_rate, momentum=task.momentum)
-        train(model, cross_entropy, (features, labels), plan, optimizer=optimizer, seed=seed, on_epoch=note, progress=False)
-    return [(epoch, {name: torch.stack([state[name] for state in states]) for name in states[0]})
-            for epoch, states in kept.items()]
-
-
-def predict_all(task, parameters, features):
-    """The logits of all runs, (runs, n, classes), a thousand examples at a time."""
-    model = network(task, 0).to(features.device)
-
-    def one(parameters, part):
-        return torch.func.functional_call(model, parameters, (part,))
-
-    with torch.no_grad():
-        return torch.cat([torch.func.vmap(one, in_dims=(0, None))(parameters, part) for part in features.split(1000)], 1)
+    rate = task.learning_rate if members is None else task.learning_rate / float(members.double().mean())
+    return train_ensemble(
+        [network(task, seed) for seed in seeds], cross_entropy, (features, labels), plans, seeds=seeds,
+        learning_rate=rate,
+        momentum=task.momentum, members=members, device=device, progress=False,
+        on_epoch=watch and (lambda ensemble: watch(math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble)))
 
 
 def compared(config, run, plan):
     """{kind: [outcome for each seed]} of runs with the plans `plan(kind, seed)`.
 
-    An outcome holds the accuracy on test data, `final` and in each of the `classes`, and its course, `epochs` and `accuracy`.
+    An outcome holds the accuracy on test data, `final` and in each of the `classes`, and its course, `epochs` and
+    `accuracy`.
     """
     task, found = config.task, problem(config.task, run)
     runs = [(kind, seed) for kind in config.kinds for seed in config.seeds]
@@ -454,13 +480,18 @@ def compared(config, run, plan):
 
     def work(piece):
         part = parts[piece]
-        trained = train_all(task, [plan(kind, seed) for kind, seed in part], [seed for _, seed in part], found.features,
-                            found.labels, device=run.device, look=config.look)
-        course = [accuracy(predict_all(task, parameters, test_features), test_labels) for _, parameters in trained]
-        logits = predict_all(task, trained[-1][1], test_features)
+        course = {}
+
+        def watch(epoch, ensemble):
+            if epoch % config.look == 0:
+                course[epoch] = accuracy(ensemble.predict(test_features), test_labels)
+
+        plans, seeds = [plan(kind, seed) for kind, seed in part], [seed for _, seed in part]
+        trained = train_all(task, plans, seeds, found.features, found.labels, device=run.device, watch=watch)
         return {"outcomes": [
-            {"final": course[-1][r], "classes": class_accuracy(logits[r], test_labels),
-             "epochs": [epoch for epoch, _ in trained], "accuracy": [at[r] for at in course]} for r in range(len(part))]}
+            {"final": accuracy(logits, test_labels), "classes": class_accuracy(logits, test_labels),
+             "epochs": list(course),
+             "accuracy": [at[r] for at in course.values()]} for r, logits in enumerate(trained.predict(test_features))]}
 
     done = run.pieces(work, parts, label="runs")
     outcomes = {name: outcome for piece, part in parts.items() for name, outcome in zip(part, done[piece]["outcomes"])}
@@ -477,19 +508,8 @@ def named(values, task, data):
     return values if task.data == data else {f"{task.data}.{key}": value for key, value in values.items()}
 
 
-_COMPARED = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, accuracy, class_accuracy, train_all,
-             predict_all, compared)
-
-
-def ahead(record, one, other):
-    """How far the kind `one` is ahead of the `other`, in points: the mean difference over seeds, which both share, and half
-    the width of its 95% interval."""
-    first, second = (torch.tensor(record.values[f"{kind}.final"], dtype=torch.float64) for kind in (one, other))
-    difference = first - second
-    if len(difference) < 2:
-        return float(difference.mean()), math.inf
-    reach = float(special.stdtrit(len(difference) - 1, 0.975)) * float(difference.std()) / math.sqrt(len(difference))
-    return float(difference.mean()), reach
+_COMPARED = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, accuracy, class_accuracy,
+             train_all, compared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -511,18 +531,28 @@ def table_9(config, run):
         low, high = config.between
         budgets = (low + (high - low) * torch.rand(config.number, dtype=torch.float64, generator=generator)).tolist()
         groups = assign(examples, (1,) * config.number, seed)
-        return plan_of(kind, groups, (low,) * config.number if kind == "dpsgd" else budgets, config.task.training, delta=config.delta)
+        return plan_of(kind, groups, (low,) * config.number if kind == "dpsgd" else budgets, config.task.training,
+                       delta=config.delta)
 
     outcomes = compared(config, run, plan)
     values = {f"{kind}.final": [one["final"] for one in each] for kind, each in outcomes.items()}
     return values | named(finals(outcomes), config.task, "mnist")
 
 
+@finding("idp-sgd/table-9", "ahead of DP-SGD at the lower end: the 95% interval of the paired difference lies above 0")
+def many_groups_gain(record):
+    for kind in ("sample", "scale"):
+        if len(record.seeds) > 1:
+            gain, reach = ahead(record, kind, "dpsgd")
+            yield kind.capitalize(), f"{gain:+.1f} ± {reach:.1f}", gain > reach
+
+
 @experiment("idp-sgd/table-14", uses=_COMPARED,
             quick=Compared(DIGITS, ("scale", "combined-25", "combined-50", "combined-75", "sample"), together=ALL),
             paper=Compared(MNIST, ("scale", "combined-25", "combined-50", "combined-75", "sample"), seeds=(0,)))
 def table_14(config, run):
-    """Sample and Scale at once, each group's own budget met; the weight is how much of Sample's change of rates is made."""
+    """Sample and Scale at once, each group's own budget met; the weight is how much of Sample's change of rates is
+    made."""
     examples = len(problem(config.task, run).labels)
     outcomes = compared(config, run, lambda kind, seed: plan_of(
         kind, assign(examples, config.groups["A"], seed), config.budgets, config.task.training, delta=config.delta))
@@ -530,6 +560,14 @@ def table_14(config, run):
     outcomes = {weights.get(kind, kind.replace("combined-", "weight_")): each for kind, each in outcomes.items()}
     values = {f"{kind}.final": [one["final"] for one in each] for kind, each in outcomes.items()}
     return values | named(finals(outcomes), config.task, "mnist")
+
+
+@finding("idp-sgd/table-14",
+         "accuracy rises from Scale to Sample: the 95% interval of the paired difference lies above 0")
+def progression(record):
+    if len(record.seeds) > 1:
+        gain, reach = ahead(record, "weight_100", "weight_0")
+        yield "Sample less Scale", f"{gain:+.2f} ± {reach:.2f}", gain > reach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -543,16 +581,19 @@ def exclude(config, found, groups):
     """DP-SGD at the second budget on those whose budget is no smaller: (features, labels, plan)."""
     kept = groups > 0
     training = dataclasses.replace(config.task.training, examples=int(kept.sum()))
-    plan = plan_of("dpsgd", torch.zeros(training.examples, dtype=torch.long), config.budgets[1:2], training, delta=config.delta)
+    plan = plan_of("dpsgd", torch.zeros(training.examples, dtype=torch.long), config.budgets[1:2], training,
+                   delta=config.delta)
     return found.features[kept], found.labels[kept], plan
 
 
 def in_sequence(config, found, groups, order):
-    """(features, labels, plan) for each group in turn, at one noise multiplier, for as many steps as its budget pays."""
+    """(features, labels, plan) for each group in turn, at one noise multiplier, for as many steps as its budget
+    pays."""
     for p in order:
         own = groups == p
         training = dataclasses.replace(config.task.training, examples=int(own.sum()))
-        steps = find_steps(target_epsilon=config.budgets[p], target_delta=config.delta, sample_rate=training.sample_rate,
+        steps = find_steps(target_epsilon=config.budgets[p], target_delta=config.delta,
+                           sample_rate=training.sample_rate,
                            noise_multiplier=config.noise_multiplier, accountant="rdp")
         yield found.features[own], found.labels[own], DPSGDPlan(
             n=training.examples, sample_rate=training.sample_rate, steps=steps, max_grad_norm=training.clip,
@@ -569,7 +610,8 @@ def baseline(config, kind, seed, run):
     model = network(task, seed).to(run.device)
     for number, (features, labels, plan) in enumerate(stages):
         optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum)
-        train(model, cross_entropy, (features, labels), plan, optimizer=optimizer, seed=derive_seed(seed, "stage", number) % 2**31,
+        train(model, cross_entropy, (features, labels), plan, optimizer=optimizer,
+              seed=derive_seed(seed, "stage", number) % 2**31,
               progress=False)
     return accuracy(predictions(model, found.test_features.to(run.device)), found.test_labels.to(run.device))
 
@@ -577,7 +619,7 @@ def baseline(config, kind, seed, run):
 _BASELINES = ("A.exclude_low", "A.sequential", "A.reversed", "B.exclude_low", "B.sequential", "B.reversed")
 
 
-@experiment("idp-sgd/table-17", uses=(*_TRIAL, exclude, in_sequence, baseline),
+@experiment("idp-sgd/table-17", uses=(*_TRIAL, trials, exclude, in_sequence, baseline),
             quick=Baselines(DIGITS, _BASELINES, seeds=tuple(range(3))), paper=Baselines(MNIST, _BASELINES, seeds=(0,)))
 def table_17(config, run):
     """Two ways to use different budgets with DP-SGD alone; `reversed` takes the groups in the other order."""
@@ -585,8 +627,22 @@ def table_17(config, run):
     problem(config.task, run)
     done = run.pieces(lambda piece: {"final": baseline(config, *pieces[piece], run)}, pieces, label="baselines")
     final = {kind: [done[f"{kind}.seed-{seed}"]["final"] for seed in config.seeds] for kind in config.kinds}
+    methods = tuple(f"{setup}.{method}" for setup in config.groups for method in ("sample", "scale"))
+    beside = Trials(config.task, methods, config.seeds, config.budgets, config.groups, config.delta)
+    final |= {kind: [one["final"] for one in each] for kind, each in trials(beside, run).items()}
     values = {f"{kind}.final": each for kind, each in final.items()}
     return values | named({kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist")
+
+
+@finding("idp-sgd/table-17",
+         "Sample and Scale are ahead of leaving groups out and of going through them: each 95% interval above 0")
+def ahead_of_baselines(record):
+    for setup in record.config["groups"] if len(record.seeds) > 1 else ():
+        for other in ("exclude_low", "sequential"):
+            gains = [ahead(record, f"{setup}.{method}", f"{setup}.{other}") for method in ("sample", "scale")]
+            said = ", ".join(f"{gain:+.1f} ± {reach:.1f}" for gain, reach in gains)
+            yield f"{setup}, {other.replace('_', ' ')}", said, all(gain > reach for gain, reach in gains)
+
 
 
 # Classes -----------------------------------------------------------------------------------------------------------
@@ -601,14 +657,16 @@ class Classes(Compared):
 
 
 def by_class(config, run):
-    """{(class, level): accuracy of every class, (seeds, classes)}, with the key (None, "same") for the same budget for all."""
+    """{(class, level): accuracy of every class, (seeds, classes)}, with the key (None, "same") for the same budget
+    for all."""
     labels = problem(config.task, run).labels
 
     def plan(kind, seed):
         own, _, level = kind.partition(".")
         if kind == "same":
             return plan_of("dpsgd", torch.zeros_like(labels), (config.rest,), config.task.training, delta=config.delta)
-        return plan_of(config.method, (labels == int(own)).long(), (config.rest, config.levels[level]), config.task.training,
+        return plan_of(config.method, (labels == int(own)).long(), (config.rest, config.levels[level]),
+                       config.task.training,
                        delta=config.delta)
 
     kinds = ("same", *(f"{c}.{level}" for c in range(10) for level in config.levels))
@@ -617,11 +675,12 @@ def by_class(config, run):
             torch.tensor([one["classes"] for one in each]) for kind, each in outcomes.items()}
 
 
-@experiment("idp-sgd/figures-5-6", uses=(*_COMPARED, by_class), quick=Classes(DIGITS, seeds=tuple(range(3)), together=ALL),
+@experiment("idp-sgd/figures-5-6", uses=(*_COMPARED, by_class),
+            quick=Classes(DIGITS, seeds=tuple(range(2)), together=ALL),
             paper=Classes(MNIST, seeds=(0,)))
 def figures_5_6(config, run):
-    """`changes.lower` and `changes.higher`: how far the accuracy of the class in the column moves when the class in the row
-    gets another budget, in points, mean over seeds (10 x 10)."""
+    """`changes.lower` and `changes.higher`: how far the accuracy of the class in the column moves when the class in
+    the row gets another budget, in points, mean over seeds (10 x 10)."""
     found = by_class(config, run)
     same = found.pop((None, "same"))
     changes = {level: torch.stack([(found[c, level] - same).mean(0) for c in range(10)]) for level in config.levels}
@@ -632,7 +691,17 @@ def figures_5_6(config, run):
     return values, {f"changes.{level}": change.numpy() for level, change in changes.items()}
 
 
-@experiment("idp-sgd/table-10", uses=(*_COMPARED, by_class), paper=Classes(CIFAR10, seeds=tuple(range(10)), together=10))
+@finding("idp-sgd/figures-5-6",
+         "with a higher budget the class itself gains, with a lower one it loses: on average, and 8 classes of 10")
+def own_budget_matters(record):
+    for level, sign in (("higher", 1), ("lower", -1)):
+        moved = sign * np.array(record.values[f"{level}.own"])
+        gaining = int((moved > 0).sum())
+        yield level, f"{sign * moved.mean():+.1f} points, {gaining} of 10", moved.mean() > 0 and gaining >= 8
+
+
+@experiment("idp-sgd/table-10", uses=(*_COMPARED, by_class), paper=Classes(CIFAR10, seeds=tuple(range(10)),
+                                                                           together=10))
 def table_10(config, run):
     """Accuracy of the class with another budget and of the other nine, as the paper prints it."""
     found = by_class(config, run)
@@ -659,9 +728,9 @@ class Levelled(Compared):
 def level_budgets(config, run):
     """Budgets for each class that level out the accuracies, and those of every round, (rounds + 1, classes).
 
-    Each round trains by Sample and looks at the accuracy on the *training* examples of each class; a class that is a point
-    behind the mean has its budget raised by `step`, relatively, and all are scaled so that the mean stays that of the
-    baseline.  The search is no free lunch: its runs see private data, and what they cost adds up.
+    Each round trains by Sample and looks at the accuracy on the *training* examples of each class; a class that is a
+    point behind the mean has its budget raised by `step`, relatively, and all are scaled so that the mean stays that
+    of the baseline.  The search is no free lunch: its runs see private data, and what they cost adds up.
     """
     task, found = config.task, problem(config.task, run)
     budgets, history = torch.full((10,), config.baseline, dtype=torch.float64), []
@@ -670,8 +739,8 @@ def level_budgets(config, run):
         history.append(budgets)
         seeds = [derive_seed(number, "level", r) % 2**31 for r in range(config.runs)]
         plan = plan_of("sample", found.labels, tuple(budgets.tolist()), task.training, delta=config.delta)
-        (_, trained), = train_all(task, [plan] * config.runs, seeds, found.features, found.labels, device=run.device)
-        reached = class_accuracy(predict_all(task, trained, features).flatten(0, 1), labels.repeat(config.runs)).cpu()
+        trained = train_all(task, [plan] * config.runs, seeds, found.features, found.labels, device=run.device)
+        reached = class_accuracy(trained.predict(features).flatten(0, 1), labels.repeat(config.runs)).cpu()
         budgets = budgets * torch.exp(config.step * (reached.mean() - reached).clamp(-10, 10))
         budgets = (budgets * config.baseline / budgets.mean()).round(decimals=2)
     return torch.stack([*history, budgets])
@@ -684,15 +753,18 @@ def search_cost(config, examples, budgets):
     total = 0
     for row in budgets[:-1]:
         noise, rates, _ = parameters("sample", tuple(row.tolist()), tuple(examples), training, config.delta)
-        total = total + config.runs * training.steps * rdp_sampled_gaussian(sample_rate=rates, noise_multiplier=noise, orders=orders)
+        total = total + config.runs * training.steps * rdp_sampled_gaussian(sample_rate=rates, noise_multiplier=noise,
+                                                                            orders=orders)
     return rdp_to_epsilon(total, orders, config.delta)[0]
 
 
 @experiment("idp-sgd/table-11", uses=(*_COMPARED, level_budgets, search_cost),
-            quick=Levelled(DIGITS, ("baseline", "sample", "scale", "paper.sample", "paper.scale"), seeds=tuple(range(4)), together=ALL),
+            quick=Levelled(DIGITS, ("baseline", "sample", "scale", "paper.sample", "paper.scale"),
+                           seeds=tuple(range(3)), together=ALL),
             paper=Levelled(MNIST, ("baseline", "sample", "scale", "paper.sample", "paper.scale"), seeds=(0, 1, 2)))
 def table_11(config, run):
-    """Accuracy of each class at one budget for all, at budgets that our search found, and at the paper's (`paper.sample`)."""
+    """Accuracy of each class at one budget for all, at budgets that our search found, and at the paper's
+    (`paper.sample`)."""
     labels = problem(config.task, run).labels
     searched = level_budgets(config, run)
 
@@ -714,11 +786,22 @@ def table_11(config, run):
     return named(values, config.task, "mnist"), arrays
 
 
+@finding("idp-sgd/table-11",
+         "the searched budgets narrow the gap between the best and the worst class, for Sample and for Scale")
+@finding("idp-sgd/figure-7", "the classes end closer together than with one budget for all", of="idp-sgd/table-11")
+def gap_narrows(record):
+    prefix = "" if "gap.baseline" in record.values else f"{record.config['task']['data']}."
+    before = record.values[f"{prefix}gap.baseline"].mean
+    for method in ("sample", "scale"):
+        after = record.values[f"{prefix}gap.{method}"].mean
+        yield method.capitalize(), f"{before:.1f} to {after:.1f} points", after < before
+
+
 # Membership inference ----------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass(frozen=True)
 class Shadows:
-    """LiRA against models that are trained on halves of the data: half of the examples at one budget, half at another.
+    """LiRA against models that are trained on random halves of `examples`: half of them at one budget, half at another.
 
     `kinds`: "sample" and "scale", and "dpsgd-10", DP-SGD for all at budget 10.
     """
@@ -726,7 +809,8 @@ class Shadows:
     task: Task
     kinds: tuple = ("sample", "scale", "dpsgd-10", "dpsgd-20")
     budgets: tuple = (10.0, 20.0)
-    shadows: int = 32
+    examples: int = 50_000
+    shadows: int = 512
     targets: int = 5
     variance: str = "each"
     delta: float = 1e-5
@@ -740,23 +824,21 @@ def attacked(config, kind, run):
     The models are trained on random halves of the examples, which are drawn like everything else from the seed.
     """
     task, found = config.task, problem(config.task, run)
-    seed, n = config.seeds[0], len(found.labels)
+    seed, n = config.seeds[0], config.examples
+    features, labels = found.features[:n].to(run.device), found.labels[:n].to(run.device)
     groups = assign(n, (1, 1), seed)
     generator = torch.Generator().manual_seed(derive_seed(seed, "shadow"))
     masks = torch.cat((attacks.shadow_masks(config.shadows, n, generator=generator),
                        torch.rand(config.targets, n, generator=generator) < 0.5))
     method, _, budget = kind.partition("-")
     budgets = (float(budget),) * 2 if budget else config.budgets
-    # A half of the examples in the batches that the task asks for: rates are those of a data set of half the size.
-    training = dataclasses.replace(task.training, examples=n // 2)
-    plan = plan_of("dpsgd" if budget else method, groups, budgets, training, delta=config.delta)
-    features, labels = found.features.to(run.device), found.labels.to(run.device)
+    plan = plan_of("dpsgd" if budget else method, groups, budgets, task.training, delta=config.delta)
     accuracies = []
 
     def fit(numbers, masks):
-        (_, trained), = train_all(task, [plan] * len(numbers), [derive_seed(seed, "model", int(k)) % 2**31 for k in numbers],
-                                  found.features, found.labels, device=run.device, members=masks)
-        logits = predict_all(task, trained, features)
+        seeds = [derive_seed(seed, "model", k) % 2**31 for k in numbers.tolist()]
+        trained = train_all(task, [plan] * len(seeds), seeds, features, labels, device=run.device, members=masks)
+        logits = trained.predict(features)
         right = (logits.argmax(-1) == labels).double().cpu()
         accuracies.extend(zip((100 * (right * masks).sum(1) / masks.sum(1)).tolist(),
                               (100 * (right * ~masks).sum(1) / (~masks).sum(1)).tolist()))
@@ -769,8 +851,8 @@ def attacked(config, kind, run):
 def attack_values(config, groups, masks, scores, accuracies):
     """What figure 2 and table 12 print: areas for each group, t-tests between the members of the two, accuracies.
 
-    `auc.eps_10` is of the first target; `auc_all.eps_10` the mean over all models, each of which is a target of all others
-    once, with its standard deviation.
+    `auc.eps_10` is of the first target; `auc_all.eps_10` the mean over all models, each of which is a target of all
+    others once, with its standard deviation.
     """
     shadows, every = config.shadows, torch.arange(len(masks))
     targets = attacks.lira(scores[shadows:], scores[:shadows], masks[:shadows], variance=config.variance)
@@ -791,15 +873,19 @@ def attack_values(config, groups, masks, scores, accuracies):
         values[f"tpr_at_1%.{name}"], *values[f"tpr_interval.{name}"] = attacks.tpr_at_fpr(inside, outside, fpr=0.01)
         values[f"auc_all.{name}"] = mean_and_sd(areas[budget])
     values |= {"t_test.t": tests[0].statistic, "t_test.p": tests[0].pvalue, "accuracy.train": accuracies[shadows][0],
-               "accuracy.test": accuracies[shadows][1], "t": [test.statistic for test in tests], "p": [test.pvalue for test in tests]}
+               "accuracy.test": accuracies[shadows][1], "t": [test.statistic for test in tests],
+               "p": [test.pvalue for test in tests]}
     return values
 
 
 def curves(config, groups, masks, scores, rates):
-    """True positive rates of the targets' mean ROC curve at the given false positive rates, for all and for each group."""
-    targets = attacks.lira(scores[config.shadows:], scores[:config.shadows], masks[:config.shadows], variance=config.variance)
+    """True positive rates of the targets' mean ROC curve at the given false positive rates, for all and for each
+    group."""
+    targets = attacks.lira(scores[config.shadows:], scores[:config.shadows], masks[:config.shadows],
+                           variance=config.variance)
     found = {}
-    for name, part in (("all", groups >= 0), *((f"eps_{budget:g}", groups == p) for p, budget in enumerate(config.budgets))):
+    parts = {"all": groups >= 0} | {f"eps_{budget:g}": groups == p for p, budget in enumerate(config.budgets)}
+    for name, part in parts.items():
         each = []
         for ratios, members in zip(targets, masks[config.shadows:]):
             fpr, tpr = attacks.roc(ratios[members & part], ratios[~members & part])
@@ -809,11 +895,12 @@ def curves(config, groups, masks, scores, rates):
 
 
 RATES = np.concatenate((np.logspace(-3, -1, 41), np.linspace(0.11, 1, 90)))
-_LIRA = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, train_all, predict_all, attacked, attack_values,
+_LIRA = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, train_all, attacked, attack_values,
          curves)
 
 
-@experiment("idp-sgd/figure-2", uses=_LIRA, quick=Shadows(DIGITS), paper=Shadows(CIFAR10, shadows=512, size=16))
+@experiment("idp-sgd/figure-2", uses=_LIRA, quick=Shadows(HALVES, examples=2000, shadows=24),
+            paper=Shadows(dataclasses.replace(CIFAR10, training=Training(25_000, 1024, 30, 0.4)), size=16))
 def figure_2(config, run):
     """LiRA against Sample (figure 2, table 12), Scale (figure 8) and DP-SGD at either budget for all (figure 10)."""
     values, arrays = {}, {"rates": RATES}
@@ -825,7 +912,40 @@ def figure_2(config, run):
     return named(values, config.task, "cifar10"), arrays
 
 
-@experiment("idp-sgd/table-6", uses=(idp.sample_parameters, idp.scale_parameters, Training), quick=Accounts(), paper=Accounts())
+def _area(record, key):
+    """The mean area over all models, and two standard errors of it."""
+    prefix = "" if "auc_all.eps_10" in record.values else f"{record.config['task']['data']}."
+    found = record.values[f"{prefix}{key}"]
+    return found.mean, 2 * found.sd / math.sqrt(found.n)
+
+
+@finding("idp-sgd/figure-2",
+         "the group at 20 is attacked with more success than the group at 10: areas differ by two standard errors")
+def looser_leaks_more(record):
+    for method, prefix in (("Sample", ""), ("Scale", "scale.")):
+        (strict, below), (loose, above) = (_area(record, f"{prefix}auc_all.eps_{budget:g}")
+                                           for budget in record.config["budgets"])
+        yield method, f"{strict:.3f}, {loose:.3f}", loose - strict > math.hypot(below, above)
+
+
+@finding("idp-sgd/table-12", "the t-test tells the groups apart (p < 0.05) for at least four of five target models",
+         of="idp-sgd/figure-2")
+def groups_differ(record):
+    prefix = "" if "p" in record.values else f"{record.config['task']['data']}."
+    below = sum(p < 0.05 for p in record.values[f"{prefix}p"])
+    yield "Sample", f"{below} of {record.config['targets']}", below >= 4
+
+
+@finding("idp-sgd/figures-8-10",
+         "examples at 10 leak less under Sample than under DP-SGD at 10: areas differ by two standard errors",
+         of="idp-sgd/figure-2")
+def strict_leak_less(record):
+    (own, below), (dpsgd, above) = _area(record, "auc_all.eps_10"), _area(record, "dpsgd-10.auc_all.eps_10")
+    yield "Sample", f"{own:.3f} against {dpsgd:.3f}", dpsgd - own > math.hypot(below, above)
+
+
+@experiment("idp-sgd/table-6", uses=(idp.sample_parameters, idp.scale_parameters, Training), quick=Accounts(),
+            paper=Accounts())
 def table_6(config, run):
     """The noise multiplier of every row, as what it is: that of Sample, or the pooled one of Scale, not that of eps 1.
 
@@ -836,7 +956,8 @@ def table_6(config, run):
         for method in ("sample", "scale"):
             for setup, shares in config.groups.items():
                 row = published.exhibit("idp-sgd/table-6").numbers[name][f"{method}_{setup}"]
-                tuned = dataclasses.replace(training, batch=int(row["batch"]), epochs=int(row["epochs"]), clip=float(row["clip"]))
+                tuned = dataclasses.replace(training, batch=int(row["batch"]), epochs=int(row["epochs"]),
+                                            clip=float(row["clip"]))
                 noise, _, _ = parameters(method, config.budgets, shares, tuned, config.delta)
                 strictest, _, _ = parameters("dpsgd", config.budgets, shares, tuned, config.delta)
                 key = f"{name}.{method}_{setup}"
@@ -856,7 +977,8 @@ def figure_4(config, run):
     for method in ("sample", "scale"):
         noise, rates, norms = parameters(method, config.budgets, shares, training, config.delta)
         multipliers = noise * training.clip / norms
-        values[method] = [[compute_epsilon(sample_rate=rate, noise_multiplier=sigma, steps=epoch * training.steps // training.epochs,
+        values[method] = [[compute_epsilon(sample_rate=rate, noise_multiplier=sigma,
+                                           steps=epoch * training.steps // training.epochs,
                                            delta=config.delta, accountant="rdp") for epoch in epochs]
                           for rate, sigma in zip(rates.tolist(), multipliers.tolist())]
     return values
@@ -867,7 +989,8 @@ def spent_together(record):
     for method in ("sample", "scale"):
         ends = [spent[-1] for spent in record.values[method]]
         shares = [end / budget for end, budget in zip(ends, record.config["budgets"])]
-        yield method.capitalize(), ", ".join(f"{end:.4f}" for end in ends), all(0.999 <= share <= 1 + 1e-9 for share in shares)
+        holds = all(0.999 <= share <= 1 + 1e-9 for share in shares)
+        yield method.capitalize(), ", ".join(f"{end:.4f}" for end in ends), holds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -906,20 +1029,23 @@ class Steps:
     delta: float = 1e-5
 
 
-@experiment("idp-sgd/table-16", uses=(Task, Training, _problem, network, assign, parameters, plan_of), quick=Steps(MNIST_5K, 6))
+@experiment("idp-sgd/table-16", uses=(Task, Training, _problem, network, assign, parameters, plan_of),
+            quick=Steps(MNIST_5K, 6))
 def table_16(config, run):
     """Milliseconds of a step of DP-SGD, Sample and Scale with the paper's network: the shortest of a few turns."""
     task, found = config.task, problem(config.task, run)
     groups = assign(len(found.labels), config.groups, 0)
     shortest = dict.fromkeys(("dpsgd", "sample", "scale"), math.inf)
-    plans = {method: dataclasses.replace(plan_of(method, groups, config.budgets, task.training, delta=config.delta), steps=config.steps)
+    plans = {method: dataclasses.replace(plan_of(method, groups, config.budgets, task.training, delta=config.delta),
+                                         steps=config.steps)
              for method in shortest}
     for _ in range(config.rounds):
         for method, plan in plans.items():
             model = network(task, 0).to(run.device)
             optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate)
             started = time.perf_counter()
-            train(model, cross_entropy, (found.features, found.labels), plan, optimizer=optimizer, seed=0, progress=False)
+            train(model, cross_entropy, (found.features, found.labels), plan, optimizer=optimizer, seed=0,
+                  progress=False)
             shortest[method] = min(shortest[method], 1000 * (time.perf_counter() - started) / config.steps)
     return {f"{task.data}.{method}": value for method, value in shortest.items()}
 
@@ -940,8 +1066,8 @@ class Descent:
 class Filtered:
     """Table 4: training in which everybody leaves when their budget is spent.
 
-    DP-SGD takes the descent's steps, at the noise with which they cost the smallest budget; runs with a filter take `longer`
-    times as many, at the same noise.  `assigned`: the budgets of either half of the examples.
+    DP-SGD takes the descent's steps, at the noise with which they cost the smallest budget; runs with a filter take
+    `longer` times as many, at the same noise.  `assigned`: the budgets of either half of the examples.
     """
 
     task: Task
@@ -959,7 +1085,8 @@ def filtered(config, descent, kind, seed, run):
     """One run: final accuracy, and the share of examples that are still in after each step."""
     task, found = config.task, problem(config.task, run)
     n, steps = len(found.labels), descent.steps
-    noise = find_noise_multiplier(target_epsilon=config.epsilon, target_delta=config.delta, sample_rate=descent.sample_rate,
+    noise = find_noise_multiplier(target_epsilon=config.epsilon, target_delta=config.delta,
+                                  sample_rate=descent.sample_rate,
                                   steps=steps, accountant="rdp")
     own = {"sample_rate": descent.sample_rate, "max_grad_norm": descent.clip, "noise_multiplier": noise}
     plan = DPSGDPlan(n=n, steps=steps if kind == "dpsgd" else round(config.longer * steps), delta=config.delta, **own)
@@ -969,7 +1096,8 @@ def filtered(config, descent, kind, seed, run):
         budgets = torch.tensor(config.assigned[kind], dtype=torch.float64)[assign(n, (1, 1), seed)]
         budget = RenyiFilter.for_epsilon(n, target_epsilons=budgets, target_delta=config.delta, **own)
     # Norms are renewed once an epoch, which in full batches is every step; gradients are clipped to them.
-    tracker = budget and NormTracker(IndividualAccountant.for_plan(plan), model, cross_entropy, examples, clipping="individual",
+    tracker = budget and NormTracker(IndividualAccountant.for_plan(plan), model, cross_entropy, examples,
+                                     clipping="individual",
                                      steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=1, budget=budget)
 
     def note(_):
@@ -979,10 +1107,12 @@ def filtered(config, descent, kind, seed, run):
     train(model, cross_entropy, examples, plan, optimizer=optimizer, seed=seed, trackers=[tracker] if tracker else [],
           on_step=note, progress=False)
     return {"final": accuracy(predictions(model, found.test_features.to(run.device)), found.test_labels.to(run.device)),
-            "active": active, "largest": float(budget.epsilon(config.delta).max()) if budget else plan.epsilon(accountant="rdp")}
+            "active": active,
+            "largest": float(budget.epsilon(config.delta).max()) if budget else plan.epsilon(accountant="rdp")}
 
 
-@experiment("idp-sgd/table-4", uses=(Task, Training, Problem, _problem, network, assign, predictions, accuracy, Descent, filtered),
+@experiment("idp-sgd/table-4", uses=(Task, Training, Problem, _problem, network, assign, predictions, accuracy, Descent,
+                                     filtered),
             quick=Filtered(DIGITS, {"full": Descent(1.0, 1.0, 20, 1.0), "full_long": Descent(1.0, 6.0, 30, 0.5),
                                     "poisson_long": Descent(0.05, 6.0, 60, 0.5)}),
             paper=Filtered(MNIST, {"full": Descent(1.0, 1.0, 100, 0.5)}, seeds=(0,)))
@@ -991,7 +1121,8 @@ def table_4(config, run):
 
     The first descent has the published names; `full_long` and `poisson_long` clip where few gradients reach.
     """
-    pieces = {f"{descent}.{kind}.seed-{seed}": (descent, kind, seed) for descent in config.descents for kind in config.kinds
+    pieces = {f"{descent}.{kind}.seed-{seed}": (descent, kind, seed) for descent in config.descents
+              for kind in config.kinds
               for seed in config.seeds}
     problem(config.task, run)
 
@@ -1005,9 +1136,28 @@ def table_4(config, run):
             each = [done[f"{descent}.{kind}.seed-{seed}"] for seed in config.seeds]
             name = f"{descent}.{kind}" if number else kind
             values |= named({name: mean_and_sd(one["final"] for one in each)}, config.task, "mnist")
-            values |= {f"{descent}.{kind}.final": [one["final"] for one in each], f"{descent}.{kind}.active": each[0]["active"],
+            values |= {f"{descent}.{kind}.final": [one["final"] for one in each],
+                       f"{descent}.{kind}.active": each[0]["active"],
                        f"{descent}.{kind}.largest": max(one["largest"] for one in each)}
     return values
+
+
+@finding("idp-sgd/table-4",
+         "the filter alone is ahead of DP-SGD, and assignment ahead of the filter: means over the seeds")
+def filter_gains(record):
+    for descent in record.config["descents"]:
+        dpsgd, accounting, assigned = (np.mean(record.values[f"{descent}.{kind}.final"])
+                                       for kind in record.config["kinds"])
+        holds = dpsgd < accounting < assigned
+        yield descent.replace("_", ", "), f"{dpsgd:.1f}, {accounting:.1f}, {assigned:.1f}", holds
+
+
+@finding("idp-sgd/figure-3", "with assignment more examples are active, on average over the run", of="idp-sgd/table-4")
+def more_stay(record):
+    for descent in record.config["descents"]:
+        shares = [np.mean(record.values[f"{descent}.{kind}.active"])
+                  for kind in ("accounting", "accounting_and_assignment")]
+        yield descent.replace("_", ", "), ", ".join(f"{share:.1%}" for share in shares), shares[1] > shares[0]
 
 
 # Beyond the paper --------------------------------------------------------------------------------------------------
@@ -1020,15 +1170,16 @@ class Beyond(Compared):
     between: tuple = (1.0, 6.0)
 
 
-def beyond(config, run):
+def beyond(config, device="cpu"):
     """{kind: [outcome for each seed]} for budgets by RDP and by PLD, and for budgets that are everybody's own."""
-    examples = len(problem(config.task, run).labels)
+    examples = len(problem(config.task).labels)
 
     def plan(kind, seed):
         who, method, *accountant = kind.split(".")
         options = {"delta": config.delta, "accountant": accountant[0] if accountant else "rdp"}
         if who in config.groups:
-            return plan_of(method, assign(examples, config.groups[who], seed), config.budgets, config.task.training, **options)
+            return plan_of(method, assign(examples, config.groups[who], seed), config.budgets, config.task.training,
+                           **options)
         generator = torch.Generator().manual_seed(derive_seed(seed, "people"))
         low, high = config.between
         own = low + (high - low) * torch.rand(examples, dtype=torch.float64, generator=generator)
@@ -1037,25 +1188,30 @@ def beyond(config, run):
         budgets, groups = own.unique(return_inverse=True)
         return plan_of(method, groups, tuple(budgets.tolist()), config.task.training, **options)
 
-    return compared(config, run, plan)
+    with tempfile.TemporaryDirectory() as folder:
+        return compared(config, Run(config, torch.device(device), pathlib.Path(folder), ""), plan)
 
 
 BEYOND = Beyond(DIGITS, ("A.dpsgd.rdp", "A.dpsgd.pld", "A.sample.rdp", "A.sample.pld", "A.scale.rdp", "A.scale.pld",
-                         "people.sample", "people.scale", "rounded.sample", "rounded.scale"), together=ALL)
+                         "people.sample", "people.scale", "rounded.sample", "rounded.scale"), seeds=(0, 1, 2),
+                         together=ALL)
 
 
-def audit(method, *, budgets=BUDGETS, shares=GROUPS["A"], sample_rate=0.5, steps=20, delta=1e-5, runs=60_000, draws=1, seed=0,
+def audit(method, *, budgets=BUDGETS, shares=GROUPS["A"], sample_rate=0.5, steps=20, delta=1e-5, runs=60_000, draws=1,
+          seed=0,
           confidence=0.95):
     """Lower bounds on the epsilon of a canary in each group, (groups,) float64.
 
-    A canary's gradient is as long as its clip norm in every step, in a direction of its own, and the attacker sees every
-    step: nobody can do better than their likelihood ratio, whose threshold is chosen on one half of the runs and counted on the
-    other.  `draws` Poisson draws are joined in every step: more than one is the fault of which algorithm 1 knows nothing.
+    A canary's gradient is as long as its clip norm in every step, in a direction of its own, and the attacker sees
+    every step: nobody can do better than their likelihood ratio, whose threshold is chosen on one half of the runs
+    and counted on the other.  `draws` Poisson draws are joined in every step: more than one is the fault of which
+    algorithm 1 knows nothing.
     """
     training = Training(round(1000), round(1000 * sample_rate), 1, 1.0)
     training = dataclasses.replace(training, epochs=steps * training.batch // training.examples)
     noise, rates, norms = parameters(method, tuple(budgets), tuple(shares), training, delta)
-    plan = DPSGDPlan(n=len(budgets), sample_rate=rates, steps=training.steps, max_grad_norm=norms, noise_multiplier=1.0, delta=delta)
+    plan = DPSGDPlan(n=len(budgets), sample_rate=rates, steps=training.steps, max_grad_norm=norms, noise_multiplier=1.0,
+                     delta=delta)
     std = noise * training.clip
     streams = {name: torch.Generator().manual_seed(derive_seed(seed, name)) for name in ("sampling", "noise")}
     ratios = []
@@ -1068,12 +1224,13 @@ def audit(method, *, budgets=BUDGETS, shares=GROUPS["A"], sample_rate=0.5, steps
     bounds = []
     for p in range(len(budgets)):
         inside, outside = ratios[0][:, p], ratios[1][:, p]
-        # Candidates for the threshold, judged on the first half; each bound on the second half uses the best of them alone.
+        # Thresholds are judged on the first half; the bound uses the best of them, on the second half.
         candidates = outside[:half].quantile(torch.linspace(0.5, 0.9995, 60, dtype=torch.float64))
 
         def bound(threshold, part):
             counts = [int((values[part] > threshold).sum()) for values in (inside, outside)]
-            return attacks.epsilon_lower_bound(true_positives=counts[0], positives=half, false_positives=counts[1], negatives=half,
+            return attacks.epsilon_lower_bound(true_positives=counts[0], positives=half, false_positives=counts[1],
+                                               negatives=half,
                                                delta=delta, confidence=confidence)
 
         best = max(candidates, key=lambda threshold: float(bound(threshold, slice(0, half))))
