@@ -65,7 +65,7 @@ class Ensemble:
     """
 
     def __init__(self, model, loss, data, plans, *, seeds, learning_rate, momentum=0.0, weight_decay=0.0, members=None,
-                 device=None, method="auto", physical_batch_size=512, generator_device="cpu"):
+                 device=None, method="auto", physical_batch_size=1024, generator_device="cpu"):
         self.seeds = [_checks.whole_number("seeds", seed, 0) for seed in seeds]
         runs = len(self.seeds)
         if not runs:
@@ -319,7 +319,7 @@ class Ensemble:
 
 
 def train_ensemble(model, loss, data, plans, *, seeds, learning_rate, momentum=0.0, weight_decay=0.0, members=None,
-                   add=None, on_step=None, on_epoch=None, device=None, method="auto", physical_batch_size=512,
+                   add=None, on_step=None, on_epoch=None, device=None, method="auto", physical_batch_size=1024,
                    workers=None, checkpoint=None, checkpoint_every=None, stateful=None, generator_device="cpu",
                    progress=None):
     """Train R runs side by side by DP-SGD, each as its plan says.

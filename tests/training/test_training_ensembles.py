@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
-from torch.nn import functional as F
 
 from dpcompanion.training import (DPSGDPlan, clipped_sum, cross_entropy, derive_seed, generators, gradient_norms, models,
                                   stacking, train, train_ensemble)
@@ -121,3 +120,285 @@ def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
         torch.testing.assert_close(ensemble.losses[run], history.losses, rtol=1e-10, atol=1e-12, equal_nan=True)
         torch.testing.assert_close(ensemble.predict(data[0], chunk=9)[run], expected(data[0]).detach())
         torch.testing.assert_close(ensemble.model(run)(data[0]), expected(data[0]))
+
+
+def small(shape=(4,), **changes):
+    """Two runs of logistic regression, of few steps."""
+    return train_ensemble(nn.Linear(4, 3).double(), cross_entropy, examples(shape), changes.pop("plans", plan(steps=4)),
+                          **{"seeds": [1, 2], "learning_rate": 0.5, **changes})
+
+
+@settings(max_examples=15, deadline=None)
+@given(batches=st.lists(st.integers(0, 5), min_size=1, max_size=5), size=st.integers(1, 12), seed=st.integers(0, 99))
+def test_stacked_sums_are_the_sums_of_each_run_whatever_the_batches(batches, size, seed):
+    data, made = examples((4,), seed=seed), networks(lambda: nn.Linear(4, 3), len(batches))
+    chosen = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
+    members = torch.zeros(len(batches), N, dtype=torch.bool)
+    for run, count in enumerate(batches):
+        members[run, chosen[run:run + count]] = True
+    one = plan(sample_rate=1.0, steps=1, noise_multiplier=0.0)
+    ensemble = train_ensemble(made, cross_entropy, data, one, seeds=range(len(batches)), learning_rate=one.n,
+                              members=members, physical_batch_size=size)
+    for run, model in enumerate(made):
+        total = clipped_sum(model, cross_entropy, data[0][members[run]], data[1][members[run]], 0.5)
+        moved = torch.cat([g.flatten() for g in total.gradients.values()])
+        torch.testing.assert_close(vector(model) - ensemble.vectors[run], moved, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(ensemble.norms[run], total.norms)
+        assert torch.equal(ensemble.indices[run], members[run].nonzero().squeeze(1))
+
+
+def test_who_is_no_member_tosses_a_coin_and_counts_nothing():
+    members = torch.rand(2, N, generator=torch.Generator().manual_seed(3)) < 0.5
+    (x, y), one = examples((4,)), plan(sample_rate=0.4)
+    model = nn.Linear(4, 3).double()
+    ensemble = train_ensemble(model, cross_entropy, (x, y), one, seeds=[1, 2], learning_rate=0.5, members=members)
+
+    def masked(outputs, targets):
+        return cross_entropy(outputs, targets[:, 0]) * targets[:, 1]
+    for run, seed in enumerate([1, 2]):
+        expected = copy.deepcopy(model)
+        train(expected, masked, (x, torch.stack([y, members[run].long()], 1)), one, seed=seed,
+              optimizer=torch.optim.SGD(expected.parameters(), lr=0.5))
+        torch.testing.assert_close(ensemble.vectors[run], vector(expected), rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_trained_beside_a_run_plays_no_part():
+    both = small(plans=PLANS[:2])
+    for run in range(2):
+        one = train_ensemble(both._template, cross_entropy, examples((4,)), PLANS[run], seeds=[run + 1], learning_rate=0.5)
+        torch.testing.assert_close(one.vectors[0], both.vectors[run], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["linear", "convolutions", "layers in layers", "tokens"])
+def test_gradients_and_norms_at_given_points_are_those_of_each_run(name):
+    build, shape = ARCHITECTURES[name]
+    data, made = examples(shape), networks(build)
+    ensemble = train_ensemble(made, cross_entropy, data, plan(steps=1, noise_multiplier=0.1), seeds=range(RUNS),
+                              learning_rate=0.5, physical_batch_size=11)
+    norms, gradients = ensemble.norms_of(*data), ensemble.gradients_of(data[0][:3], data[1][:3], chunk=3)
+    for run in range(RUNS):
+        model = ensemble.model(run)
+        torch.testing.assert_close(norms[run], gradient_norms(model, cross_entropy, *data))
+        for k in range(3):
+            loss = cross_entropy(model(data[0][k:k + 1]), data[1][k:k + 1]).sum()
+            expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+            torch.testing.assert_close(gradients[run, k], expected)
+        named = ensemble.split(gradients[run])
+        assert all(named[key].shape[1:] == p.shape for key, p in model.named_parameters())
+
+
+def test_what_add_returns_joins_the_clipped_sum_before_noise_and_division():
+    """A point that enters k times, k drawn for each run from the gradient of that run."""
+    data, one = examples((4,)), plan(steps=5)
+    point, counts = (data[0][:1], data[1][:1]), []
+    model = nn.Linear(4, 3).double()
+
+    def tilt(ensemble):
+        g = ensemble.gradients_of(*point)[:, 0]
+        norms = g.norm(dim=1, keepdim=True)
+        k = 1 + (norms * 1000).long() % 3
+        counts.append(k.flatten().tolist())
+        return k * g / norms.clamp(min=0.5) * 0.5
+
+    ensemble = train_ensemble(model, cross_entropy, data, one, seeds=[4, 9], learning_rate=0.5, add=tilt)
+    assert len(counts) == 5 and len({k for step in counts for k in step}) > 1
+    for run, seed in enumerate([4, 9]):
+        theta, streams = copy.deepcopy(model), generators(seed)
+        sampler = one.sampler(streams["sampling"])
+        for step in range(5):
+            drawn = sampler.draw()
+            total = clipped_sum(theta, cross_entropy, data[0][drawn], data[1][drawn], 0.5)
+            extra = clipped_sum(theta, cross_entropy, *point, 0.5)
+            draw = one.noise((15,), streams["noise"])
+            with torch.no_grad():
+                for p, g, x, z in zip(theta.parameters(), total.gradients.values(), extra.gradients.values(),
+                                      (draw[:12], draw[12:])):
+                    p -= 0.5 * (g + counts[step][run] * x + z.view_as(p)) / 4.0
+        torch.testing.assert_close(ensemble.vectors[run], vector(theta), rtol=1e-9, atol=1e-11)
+
+
+def test_a_callback_may_change_each_runs_learning_rate_and_report_epochs():
+    def slower(ensemble):
+        ensemble.learning_rate *= torch.tensor([0.5, 1.0])
+
+    ensemble = small(plans=plan(steps=25, sample_rate=0.1), on_step=slower, on_epoch=lambda e: {"seen": e.step * len(e)})
+    assert ensemble.epochs == [{"epoch": 1, "step": 10, "seen": 20}, {"epoch": 2, "step": 20, "seen": 40},
+                               {"epoch": 3, "step": 25, "seen": 50}]
+    assert ensemble.learning_rate.tolist() == pytest.approx([0.5 ** 26, 0.5])
+
+
+class Total:
+    def __init__(self):
+        self.total = torch.zeros(2, dtype=torch.int64)
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+@pytest.mark.parametrize("cuts", [(1, 3), (5,), (2, 6, 7)])
+def test_an_ensemble_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended(tmp_path, cuts):
+    model, left = networks(lambda: nn.Linear(4, 3), 1)[0], list(cuts)
+
+    def attempt(**arguments):
+        total = Total()
+
+        def note(ensemble):
+            total.total += torch.tensor([int(indices.sum()) for indices in ensemble.indices])
+            ensemble.learning_rate *= 0.9
+            if arguments and left and ensemble.step == left[0]:
+                left.pop(0)
+                os.kill(os.getpid(), signal.SIGINT)
+
+        return total, train_ensemble(model, cross_entropy, examples((4,)), PLANS[:2], seeds=[1, 2], learning_rate=0.5,
+                                     on_step=note, on_epoch=lambda e: {"loss": float(e.losses[:, e.step - 1].nansum())},
+                                     stateful={"total": total}, **SGD, **arguments)
+
+    total, whole = attempt()
+    before = signal.getsignal(signal.SIGINT)
+    for _ in cuts:
+        with pytest.raises(KeyboardInterrupt):
+            attempt(checkpoint=tmp_path / "runs.pt", checkpoint_every=100)
+    again, resumed = attempt(checkpoint=tmp_path / "runs.pt")
+    assert signal.getsignal(signal.SIGINT) is before and os.listdir(tmp_path) == ["runs.pt"] and not left
+    assert torch.equal(whole.vectors, resumed.vectors) and torch.equal(whole.batch_sizes, resumed.batch_sizes)
+    assert torch.equal(whole.losses.nan_to_num(-1), resumed.losses.nan_to_num(-1)) and whole.epochs == resumed.epochs
+    assert torch.equal(total.total, again.total)
+    read = train_ensemble(model, cross_entropy, examples((4,)), PLANS[:2], seeds=[1, 2], learning_rate=0.5, **SGD,
+                          stateful={"total": again}, on_step=lambda e: 1 / 0, checkpoint=tmp_path / "runs.pt")
+    assert torch.equal(read.vectors, whole.vectors)
+    for other in ({"seeds": [1, 3]}, {"plans": PLANS[0]}, {"members": torch.ones(2, N, dtype=torch.bool)}):
+        with pytest.raises(ValueError, match="checkpoint must come from"):
+            small(**{"plans": PLANS[:2], **SGD, **other}, stateful={"total": again}, checkpoint=tmp_path / "runs.pt")
+    with pytest.raises(ValueError, match="stateful"):
+        small(plans=PLANS[:2], **SGD, checkpoint=tmp_path / "runs.pt")
+
+
+@pytest.mark.parametrize("method, spoilt", [("mixed", 0), ("ghost", 3), ("func", 3), ("func", 0)])
+def test_gradients_that_are_not_finite_contribute_nothing_to_any_run_and_are_counted(method, spoilt):
+    x, y = examples((4,))
+    x[spoilt] = math.inf
+    hits = torch.zeros(2, dtype=torch.int64)
+
+    def note(ensemble):
+        hits.add_(torch.tensor([(indices == spoilt).sum() for indices in ensemble.indices]))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ensemble = train_ensemble(nn.Linear(4, 3).double(), cross_entropy, (x, y), PLANS[:2], seeds=[5, 8],
+                                  learning_rate=0.5, method=method, on_step=note)
+    assert ensemble.vectors.isfinite().all()
+    assert torch.equal(ensemble.dropped, hits) and hits.sum() > 0
+    assert len([w for w in caught if "not finite" in str(w.message)]) == 1
+
+
+def test_models_and_the_global_generator_stay_as_they_were():
+    model = nn.Linear(4, 3).double()
+    before, state = vector(model).clone(), torch.get_rng_state()
+    ensemble = train_ensemble(model, cross_entropy, examples((4,)), plan(), seeds=[1, 1], learning_rate=0.5, workers=2)
+    assert torch.equal(before, vector(model)) and torch.equal(state, torch.get_rng_state())
+    assert torch.equal(ensemble.vectors[0], ensemble.vectors[1])
+    assert ensemble.parameters["weight"].data_ptr() == ensemble.vectors.data_ptr()
+
+
+def test_workers_leave_the_number_of_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        small(workers=2)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_sampling_clipping_and_noise_of_each_run_are_as_its_plan_says():
+    """Example i moves parameter i alone, by a slope above its clip norm, so that the weights show who was taken, at which
+    norm; parameters beyond the examples show the noise. Of 40 steps of three runs: inclusions by chi-square, noise by
+    its variance, clip norms exactly (without noise)."""
+    n, free, steps = 60, 500, 40
+    x, y = torch.arange(n), torch.zeros(n)
+    norms, rates = torch.linspace(0.5, 2, n, dtype=torch.float64), torch.linspace(0.1, 0.7, n, dtype=torch.float64)
+    common = {"n": n, "steps": steps, "delta": 1e-3}
+    plans = [DPSGDPlan(**common, sample_rate=0.3, max_grad_norm=1.0, noise_multiplier=0.0),
+             DPSGDPlan(**common, sample_rate=rates, max_grad_norm=norms, noise_multiplier=0.0),
+             DPSGDPlan(**common, sample_rate=0.3, max_grad_norm=norms, noise_multiplier=2.0)]
+    model = nn.Embedding(n + free, 1, dtype=torch.float64)
+    nn.init.zeros_(model.weight)
+    moves = []
+
+    def note(ensemble):
+        moves.append(ensemble.vectors - note.before)
+        note.before = ensemble.vectors.clone()
+    note.before = torch.zeros(3, n + free, dtype=torch.float64)
+
+    train_ensemble(model, lambda row, _: 10 * row.squeeze(1), (x, y), plans, seeds=[1, 2, 3], on_step=note,
+                   learning_rate=[plan.expected_batch_size for plan in plans])
+    moves = -torch.stack(moves, 1)                                       # (runs, steps, parameters): the noisy sums
+    level = FALSE_ALARM / 5
+    for run, plan in enumerate(plans[:2]):
+        q, clip = (torch.as_tensor(v, dtype=torch.float64).expand(n) for v in (plan.sample_rate, plan.max_grad_norm))
+        taken = moves[run, :, :n] != 0
+        torch.testing.assert_close(moves[run, :, :n], taken * clip, rtol=1e-9, atol=1e-12)
+        chi_square = ((taken.sum(0) - steps * q) ** 2 / (steps * q * (1 - q))).sum().item()
+        assert level / 2 < stats.chi2.sf(chi_square, df=n) < 1 - level / 2
+        size = (taken.sum().item() - steps * q.sum().item()) / math.sqrt(steps * (q * (1 - q)).sum().item())
+        assert abs(size) < stats.norm.isf(level / 2)
+    noise = moves[2, :, n:] / plans[2].noise_std
+    low, high = stats.chi2.ppf([level / 2, 1 - level / 2], noise.numel())
+    assert low < noise.square().sum() < high and plans[2].noise_std == 2.0 * norms.mean().item()
+    lag = (noise[1:] * noise[:-1]).sum().item() / math.sqrt(noise[1:].numel())
+    assert abs(lag) < stats.norm.isf(level / 2)
+
+
+def test_runs_with_different_seeds_draw_independently():
+    ensemble = small(plans=plan(steps=200, sample_rate=0.5), learning_rate=0.0)
+    sizes = (ensemble.batch_sizes.double() - 20) / math.sqrt(10)
+    assert abs((sizes[0] * sizes[1]).sum().item()) / math.sqrt(200) < stats.norm.isf(FALSE_ALARM / 2)
+    assert derive_seed(1, "sampling") != derive_seed(2, "sampling")
+
+
+def test_a_network_used_under_two_names_is_stacked_under_both():
+    layer = nn.Linear(4, 4).double()
+    model = nn.ModuleDict({"one": layer, "two": nn.Sequential(layer, nn.Tanh())})
+    stacked = stacking.StackedNetwork(model)
+    assert stacked.module["one"] is stacked.module["two"][0]
+    with pytest.raises(Unfit, match="'model'"):
+        stacking.StackedNetwork(Pair())
+
+
+class Counting(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("message, changes", [
+    ("plans", {"plans": [plan()] * 3}), ("plans must agree in n and steps", {"plans": [plan(steps=3), plan()]}),
+    ("data must hold", {"plans": plan(n=39)}), ("members", {"members": torch.ones(2, N)}),
+    ("members", {"members": torch.ones(3, N, dtype=torch.bool)}), ("seeds must be a whole number", {"seeds": [0.5, 1]}),
+    ("seeds must name one run", {"seeds": []}), ("learning_rate must lie", {"learning_rate": -0.1}),
+    ("learning_rate must be a number or", {"learning_rate": [0.1, 0.2, 0.3]}), ("momentum", {"momentum": -1.0}),
+    ("weight_decay", {"weight_decay": math.inf}), ("method", {"method": "magic"}), ("workers", {"workers": 0}),
+    ("physical_batch_size", {"physical_batch_size": 0}), ("checkpoint_every", {"checkpoint_every": 0}),
+    ("add must return", {"add": lambda ensemble: torch.zeros(2, 3)}), ("add must return", {"add": lambda ensemble: None})])
+def test_what_does_not_fit_together_is_refused(message, changes):
+    with pytest.raises(ValueError, match=message):
+        small(**changes)
+
+
+@pytest.mark.parametrize("message, model", [
+    ("BatchNorm1d", lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))),
+    ("must not draw at random", lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1))), ("'seen'", Counting),
+    ("parameters differ", lambda: [nn.Linear(4, 3), nn.Linear(4, 2)]),
+    ("frozen", lambda: [frozen_bias(), frozen_bias()]), ("model must be one", lambda: [nn.Linear(4, 3)] * 3)])
+def test_a_model_that_will_not_do_is_refused_with_the_reason(message, model):
+    made = model()
+    made = [one.double() for one in made] if isinstance(made, list) else made.double()
+    with pytest.raises(ValueError, match=message):
+        train_ensemble(made, cross_entropy, examples((4,)), plan(), seeds=[1, 2], learning_rate=0.5)
