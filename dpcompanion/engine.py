@@ -1,0 +1,418 @@
+r"""Opacus with a privacy budget for each example: `IndividualizedPrivacyEngine`.
+
+A drop-in for `opacus.PrivacyEngine`.  Against plain Opacus three lines change: the engine's name, its method, and the
+budgets.  The training loop stays as it is, with `BatchMemoryManager` too.
+
+    engine = IndividualizedPrivacyEngine()
+    model, optimizer, loader = engine.make_private_with_budgets(
+        module=model, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0,
+        target_epsilons=budgets, target_delta=1e-5, epochs=10, method="sample")
+
+What makes each budget hold:
+
+* parameters come from `dpcompanion.idp`: for example i the rate q_i and the clip norm c_i, and one noise
+  of standard deviation sigma times the mean clip norm;
+* the loader's sampler is replaced by independent draws, example i with probability q_i;
+* the data set notes which examples it hands out, so that each gradient meets its own clip norm whatever way a draw is cut
+  into physical batches.  The optimizer ends a step with the last piece of its draw: it never joins two draws, takes no
+  example and no draw twice, and goes by what was handed out, not by a queue of signals, which an evaluation through the same
+  loader would leave out of step;
+* sums are divided by the expected batch size, \sum_i q_i, a public number;
+* steps are counted where noise is added, and no more are taken than the budgets were made for.
+
+Neighbours differ by one example; Poisson sampling; each example's guarantee holds whatever the others are
+(individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on them.
+
+Needs Opacus; written against version 1.6.
+"""
+
+import math
+import warnings
+
+import torch
+from opacus import PrivacyEngine
+from opacus.accountants.accountant import IAccountant
+from opacus.data_loader import wrap_collate_with_empty
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers.optimizer import _mark_as_processed
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+
+from dpcompanion import _checks, accounting, idp
+from dpcompanion.training.sampling import PoissonSampler
+
+METHODS = ("sample", "scale", "combined")
+MODES = ("hooks", "functorch", "ew", "ghost")
+
+
+class IndividualizedPrivacyEngine(PrivacyEngine):
+    """See the module's text.
+
+    Args:
+        accountant: "rdp" or "pld"; what calibrates the noise and states epsilons.
+        secure_mode: as in Opacus.
+
+    Attributes, once `make_private_with_budgets` was called:
+        sample_rates, max_grad_norms, noise_multipliers: (n,), what each example gets; the last is the noise over its own
+            clip norm.
+
+    >>> import warnings; warnings.simplefilter("ignore")
+    >>> model = torch.nn.Linear(5, 2)
+    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(2, (100,)))
+    >>> engine = IndividualizedPrivacyEngine()
+    >>> model, optimizer, loader = engine.make_private_with_budgets(
+    ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data_loader=torch.utils.data.DataLoader(data, batch_size=20), target_epsilons=[1.0] * 70 + [3.0] * 30,
+    ...     target_delta=1e-5, epochs=3, max_grad_norm=1.0, method="scale")
+    >>> for epoch in range(3):
+    ...     for x, y in loader:
+    ...         optimizer.zero_grad()
+    ...         torch.nn.functional.cross_entropy(model(x), y).backward()
+    ...         optimizer.step()
+    >>> [round(epsilon, 2) for epsilon in engine.get_epsilons(1e-5)[[0, 99]].tolist()]
+    [1.0, 3.0]
+    """
+
+    def __init__(self, *, accountant="rdp", secure_mode=False):
+        _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
+        super().__init__(accountant="rdp", secure_mode=secure_mode)
+        self.accountant = _Accountant(accountant)
+
+    def make_private(self, **_):
+        raise ValueError("IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use opacus.PrivacyEngine")
+
+    make_private_with_epsilon = make_private
+
+    def make_private_with_budgets(self, *, module, optimizer, data_loader, target_epsilons, target_delta, epochs, max_grad_norm,
+                                  method="sample", sample_weight=None, criterion=None, batch_first=True,
+                                  loss_reduction="mean", noise_generator=None, grad_sample_mode="hooks"):
+        """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in `epochs`.
+
+        Args:
+            module, optimizer: as in Opacus. No layer may mix examples (batch normalisation).
+            data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one with
+                Poisson draws, shuffled or not. Its `generator` draws them; without one a generator seeded from
+                `noise_generator`, if that is given.
+            target_epsilons: (n,) budgets, one for each example of the data set, in its order.
+            target_delta: in (0, 1).
+            epochs: an epoch has len(data_loader) steps.
+            max_grad_norm: the mean clip norm.
+            method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
+            criterion: the loss of ghost mode; cross entropy by default.
+            batch_first, loss_reduction, noise_generator: as in Opacus.
+            grad_sample_mode: "hooks", "functorch", "ew" or "ghost".
+
+        Raises:
+            ValueError: bad input; budgets that cannot be met; and what would void the account: a module that mixes
+                examples, a sampler of one's own, drop_last, an iterable data set, worker processes, a distributed module.
+        """
+        _checks.one_of("method", method, METHODS)
+        _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
+        if (sample_weight is not None) != (method == "combined"):
+            raise ValueError(f"sample_weight must be given with the method 'combined' and only then, got {sample_weight!r} "
+                             f"with {method!r}")
+        if self.accountant.steps:
+            raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
+        _check_loader(data_loader)
+        _check_module(self, module, optimizer)
+        if noise_generator is not None and self.secure_mode:
+            raise ValueError("noise_generator must be None in secure mode")
+        n, epochs = len(data_loader.dataset), _checks.whole_number("epochs", epochs, 1)
+        budgets = torch.as_tensor(target_epsilons, dtype=torch.float64).cpu()
+        if budgets.shape != (n,):
+            raise ValueError(f"target_epsilons must have shape ({n},), one for each example, got {tuple(budgets.shape)}")
+        max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+        run = {"target_delta": target_delta, "sample_rate": 1 / len(data_loader), "steps": epochs * len(data_loader),
+               "accountant": self.accountant.by}
+        noise = self._calibrate(method, budgets, run, max_grad_norm, sample_weight)
+
+        sampling = self.secure_rng if self.secure_mode else data_loader.generator
+        if sampling is None and noise_generator is not None:
+            seed = torch.randint(2**62, (1,), generator=noise_generator, device=noise_generator.device)
+            sampling = torch.Generator().manual_seed(int(seed))
+        draws = _Draws(n, self.sample_rates, sampling or torch.default_generator, len(data_loader))
+        noted = _Noted(data_loader.dataset)
+        self.dataset = data_loader.dataset
+        module = self._prepare_model(module, batch_first=batch_first, max_grad_norm=max_grad_norm, loss_reduction=loss_reduction,
+                                     grad_sample_mode=grad_sample_mode)
+        module.forbid_grad_accumulation()
+        optimizer = getattr(optimizer, "original_optimizer", optimizer)
+        kind = _GhostOptimizer if grad_sample_mode == "ghost" else _Optimizer
+        optimizer = kind(optimizer, noise_multiplier=noise, max_grad_norm=max_grad_norm,
+                         expected_batch_size=float(self.sample_rates.sum()), loss_reduction=loss_reduction,
+                         generator=self.secure_rng if self.secure_mode else noise_generator, secure_mode=self.secure_mode)
+        optimizer.follow(draws, noted, self.max_grad_norms, self.accountant)
+        self.accountant.generators = {} if self.secure_mode else {
+            name: g for name, g in (("noise", noise_generator), ("sampling", sampling)) if g is not None}
+        loader = _loader(data_loader, noted, draws, batch_first)
+        if grad_sample_mode != "ghost":
+            return module, optimizer, loader
+        module.get_clipping_coef = lambda: optimizer.clip_factors(module.get_norm_sample())
+        criterion = torch.nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+        return module, optimizer, self._prepare_criterion(module=module, optimizer=optimizer, criterion=criterion,
+                                                          loss_reduction=loss_reduction), loader
+
+    def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight):
+        """Set what each example gets; returns the noise multiplier."""
+        counts, full = torch.ones_like(budgets), torch.ones_like(budgets)
+        if method == "sample":
+            found = idp.sample_parameters(budgets, counts, **run)
+            rates, norms, noises = found.sample_rates, max_grad_norm * full, found.noise_multiplier * full
+        else:
+            if method == "scale":
+                found = idp.scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
+                rates = run["sample_rate"] * full
+            else:
+                found = idp.combined_parameters(budgets, counts, max_grad_norm=max_grad_norm, sample_weight=sample_weight, **run)
+                rates = found.sample_rates
+            norms, noises = found.max_grad_norms, found.noise_multipliers
+        self.sample_rates, self.max_grad_norms, self.noise_multipliers = rates, norms, noises
+        self.accountant.plan(rates, noises, budgets, float(run["target_delta"]), run["steps"])
+        return found.noise_multiplier
+
+    def get_epsilons(self, delta):
+        """Epsilon of each example after the steps taken so far, (n,) float64: an upper bound.
+
+        By "pld", examples of more than 256 different parameters take the epsilon of one that has no less; before
+        the planned end and at the target delta none is said to exceed its budget, which holds by calibration.
+        """
+        return self.accountant.get_epsilons(delta)
+
+    def get_epsilon(self, delta):
+        """The largest epsilon of all examples."""
+        return self.accountant.get_epsilon(delta)
+
+
+class _Accountant(IAccountant):
+    """Steps taken, and what they cost each example; Opacus's checkpoints save and load it."""
+
+    _DIFFERENT = 256
+
+    def __init__(self, by):
+        self.by, self.steps, self.planned = by, 0, None
+        self.generators, self._parameters = {}, None
+
+    def plan(self, rates, noises, budgets, target_delta, steps):
+        self._parameters = {"rates": rates, "noises": noises, "budgets": budgets, "target_delta": target_delta, "planned": steps}
+        self.planned = steps
+
+    @property
+    def history(self):
+        """As Opacus keeps it, of the example with the largest rate and of the one with the least noise over its clip norm."""
+        if not self.steps:
+            return []
+        return [(float(self._parameters["noises"].min()), float(self._parameters["rates"].max()), self.steps)]
+
+    def step(self, *, noise_multiplier=None, sample_rate=None):
+        self.steps += 1
+
+    def check_budget(self):
+        if self.steps >= self.planned:
+            raise RuntimeError(f"the budgets are spent: they were made for {self.planned} steps, which have been taken")
+
+    def get_epsilons(self, delta):
+        delta = _checks.number("delta", delta, 0, 1, closed="neither")
+        if self._parameters is None:
+            raise ValueError("there are no budgets yet: call make_private_with_budgets first")
+        rates, noises, budgets = (self._parameters[name] for name in ("rates", "noises", "budgets"))
+        if self.steps == 0:
+            return torch.zeros_like(budgets)
+        pairs, which = torch.unique(torch.stack([rates, noises], dim=1), dim=0, return_inverse=True)
+        if self.by == "rdp" and len(pairs) > self._DIFFERENT:
+            epsilons = idp.rdp_epsilons(pairs[:, 0], pairs[:, 1], steps=self.steps, delta=delta)
+        else:
+            if len(pairs) > self._DIFFERENT:
+                # Along rising budgets rates do not fall and noise does not rise, so the next node has no less epsilon.
+                order = torch.argsort(budgets)
+                ends = torch.linspace(0, len(order) - 1, self._DIFFERENT + 1, dtype=torch.float64).ceil().long()[1:]
+                node = torch.searchsorted(ends, torch.arange(len(order)))
+                top = torch.stack([rates[order].cummax(0).values, noises[order].cummin(0).values], dim=1)
+                pairs, which = top[ends], torch.empty_like(order)
+                which[order] = node
+            epsilons = torch.tensor([accounting.compute_epsilon(sample_rate=q, noise_multiplier=s, steps=self.steps, delta=delta,
+                                                                accountant=self.by) for q, s in pairs.tolist()],
+                                    dtype=torch.float64)
+        epsilons = epsilons[which]
+        if self.steps <= self.planned and delta >= self._parameters["target_delta"]:
+            epsilons = torch.minimum(epsilons, budgets)
+        return epsilons
+
+    def get_epsilon(self, delta, **_):
+        return float(self.get_epsilons(delta).max())
+
+    def __len__(self):
+        return self.steps
+
+    @classmethod
+    def mechanism(cls):
+        return "individualized"
+
+    def state_dict(self, destination=None):
+        state = {} if destination is None else destination
+        state.update(mechanism=self.mechanism(), by=self.by, steps=self.steps, parameters=self._parameters,
+                     generators={name: g.get_state() for name, g in self.generators.items()})
+        return state
+
+    def load_state_dict(self, state):
+        if not state or state.get("mechanism") != self.mechanism():
+            raise ValueError(f"state_dict must come from an IndividualizedPrivacyEngine, got {state!r:.80}")
+        same = self._parameters is not None and state["by"] == self.by and all(
+            torch.equal(torch.as_tensor(value), torch.as_tensor(state["parameters"][name]))
+            for name, value in self._parameters.items())
+        if not same:
+            raise ValueError("state_dict must come from a run with the same budgets, loader, epochs and accountant: make the "
+                             "engine private in the same way before loading")
+        if set(state["generators"]) != set(self.generators):
+            # A generator that starts again would repeat noise that was already used.
+            raise ValueError(f"generators must be given as in the run that was saved ({sorted(state['generators'])}), "
+                             f"got {sorted(self.generators)}")
+        self.steps = state["steps"]
+        for name, value in state["generators"].items():
+            self.generators[name].set_state(value)
+
+
+class _Draws(PoissonSampler):
+    """The batch sampler: an epoch of draws, each a list of indices; remembers the last one and counts them."""
+
+    def __init__(self, n, rates, generator, steps):
+        super().__init__(n, rates, generator)
+        self._steps, self.number, self.last = steps, 0, None
+
+    def __len__(self):
+        return self._steps
+
+    def __iter__(self):
+        for _ in range(self._steps):
+            self.number, self.last = self.number + 1, self.draw().tolist()
+            yield self.last
+
+
+class _Noted(Dataset):
+    """A data set that notes which examples it handed out last; otherwise as the one that it holds."""
+
+    def __init__(self, dataset):
+        self._dataset, self.handed_out = dataset, None
+
+    def __len__(self):
+        return len(self._dataset)
+
+    def __getitem__(self, index):
+        return self._dataset[index]
+
+    def __getitems__(self, indices):
+        self.handed_out = list(indices)
+        together = getattr(self._dataset, "__getitems__", None)
+        return together(indices) if together and indices else [self._dataset[i] for i in indices]
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name == "_dataset":
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
+
+
+class _Following:
+    """What both optimizers share: each gradient meets its example's clip norm, each draw becomes one step."""
+
+    def follow(self, draws, noted, norms, accountant):
+        self._draws, self._noted, self._norms, self._accountant = draws, noted, norms, accountant
+        self._draw, self._taken = None, -1                 # the draw that is being added up, and the last index in it
+        self._ended, self._sizes = False, None
+        #: Gradients that were not finite, and so contributed nothing.
+        self.dropped = 0
+        self.attach_step_hook(lambda _: accountant.step())
+
+    def clip_factors(self, norms):
+        """What to multiply the gradients of the current physical batch by; norms: (k,)."""
+        batch = self._noted.handed_out
+        if batch is None or len(norms) != len(batch):
+            raise ValueError(f"a batch must be what the loader handed out last, {len(batch or [])} examples, got {len(norms)}")
+        own = self._norms[batch].to(device=norms.device, dtype=norms.dtype)
+        factors = (own / (norms + 1e-6)).clamp(max=1.0)
+        return torch.where(norms.isfinite(), factors, 0.0)
+
+    def pre_step(self, closure=None):
+        self._accountant.check_budget()
+        draw, batch = self._draws.last, self._noted.handed_out
+        if draw is None or batch is None:
+            raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
+        if self._draw != self._draws.number:
+            # What an unfinished draw has left behind belongs to no step.
+            for p in self.params:
+                p.summed_grad = None
+            self._draw, self._taken, self._ended = self._draws.number, -1, False
+        if self._ended or (batch and batch[0] <= self._taken):
+            raise ValueError("a batch of the loader must be used in one step only, or its examples would count twice")
+        self._taken = batch[-1] if batch else self._taken
+        self._ended = not draw or batch[-1:] == draw[-1:]
+        self._step_skip_queue.clear()
+        return super().pre_step(closure)
+
+    def _check_skip_next_step(self, pop_next=True):
+        return not self._ended
+
+
+class _Optimizer(_Following, DPOptimizer):
+    def clip_and_accumulate(self):
+        samples = self.grad_samples
+        norms = torch.stack([g.flatten(1).norm(dim=1) if len(g) else g.new_zeros(0) for g in samples], dim=1).norm(dim=1)
+        factors, bad = self.clip_factors(norms), ~norms.isfinite()
+        unfit = bool(bad.any())
+        if unfit:
+            self.dropped += int(bad.sum())
+            warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=4)
+        for p, sample in zip(self.params, samples):
+            if hasattr(p.grad_sample, "_processed"):
+                raise ValueError("gradients must be cleared between steps: call optimizer.zero_grad() on each")
+            sample = sample.to(p.dtype)
+            if unfit:
+                sample = sample.masked_fill(bad.view(-1, *[1] * (sample.ndim - 1)), 0.0)
+            clipped = torch.einsum("i,i...", factors.to(p.dtype), sample)
+            p.summed_grad = clipped if p.summed_grad is None else p.summed_grad + clipped
+            _mark_as_processed(p.grad_sample)
+
+
+class _GhostOptimizer(_Following, DPOptimizerFastGradientClipping):
+    def accumulate(self):
+        if not all(bool(p.grad.isfinite().all()) for p in self.params):
+            raise FloatingPointError("a gradient is not finite, and in ghost mode cannot be left out of the sum; use hooks")
+        super().accumulate()
+
+
+def _check_loader(loader):
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        raise ValueError("data_loader must be of a map-style data set, got an iterable one: examples cannot be drawn by index")
+    if loader.batch_sampler is None:
+        raise ValueError("data_loader must have a batch_size, got None")
+    if loader.drop_last:
+        raise ValueError("data_loader must have drop_last=False: Poisson draws have no last batch to drop")
+    if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in (SequentialSampler, RandomSampler):
+        culprit = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
+        raise ValueError(f"data_loader must have no sampler of its own, got {type(culprit).__name__}: the account holds for "
+                         "independent draws at the budgets' rates only")
+    if getattr(loader.sampler, "replacement", False) or len(loader.sampler) != len(loader.dataset):
+        raise ValueError("data_loader must go once through its data set, got a sampler with replacement or another length")
+    if loader.num_workers:
+        raise ValueError(f"data_loader must have num_workers=0, got {loader.num_workers}: which example a gradient belongs to is "
+                         "noted where the data set is read")
+
+
+def _check_module(engine, module, optimizer):
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel) or type(module).__name__.startswith(
+            ("DifferentiallyPrivateDistributed", "FSDP")):
+        raise ValueError(f"module must not be distributed, got {type(module).__name__}")
+    try:
+        engine.validate(module=module, optimizer=None, data_loader=None)
+    except Exception as error:
+        raise ValueError(f"module must compute each example by itself, but: {error}") from error
+    own = set(module.parameters())
+    if any(p not in own for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError("optimizer must hold parameters of the module only, got others")
+
+
+def _loader(loader, noted, draws, batch_first):
+    example = noted[0]
+    fields = example if isinstance(example, (tuple, list)) else []
+    collate = wrap_collate_with_empty(
+        collate_fn=loader.collate_fn, batch_first=batch_first,
+        sample_empty_shapes=[(0, *getattr(field, "shape", ())) for field in fields] or None,
+        dtypes=[getattr(field, "dtype", torch.long if isinstance(field, int) else torch.get_default_dtype()) for field in fields] or None)
+    return DataLoader(noted, batch_sampler=draws, collate_fn=collate, pin_memory=loader.pin_memory, generator=loader.generator)

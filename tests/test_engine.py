@@ -1,0 +1,456 @@
+import math
+
+import pytest
+import torch
+from opacus import PrivacyEngine
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset, WeightedRandomSampler
+
+from dpcompanion.accounting import compute_epsilon
+from dpcompanion.attacks import epsilon_lower_bound
+from dpcompanion.idp import IndividualizedPrivacyEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook", "ignore:mean of empty")
+N, DELTA = 60, 1e-5
+BUDGETS = torch.tensor([1.0, 2.0, 4.0]).repeat_interleave(20)
+
+
+def data(n=N, features=4):
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(n, features, generator=generator), torch.randint(3, (n,), generator=generator))
+
+
+def private(*, engine=None, dataset=None, batch_size=15, budgets=BUDGETS, lr=0.1, seed=0, model=None, **options):
+    """The engine and what it returns, with an unseeded loader and a seeded noise generator."""
+    torch.manual_seed(7)
+    dataset = data() if dataset is None else dataset
+    model = model or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    engine = engine or IndividualizedPrivacyEngine()
+    options = {"target_delta": DELTA, "epochs": 2, "max_grad_norm": 0.5, "method": "scale",
+               "noise_generator": torch.Generator().manual_seed(seed), **options}
+    made = engine.make_private_with_budgets(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr),
+                                            data_loader=DataLoader(dataset, batch_size=batch_size), target_epsilons=budgets,
+                                            **options)
+    return engine, *made
+
+
+def steps(model, optimizer, loader, criterion=None, epochs=1):
+    criterion = criterion or nn.CrossEntropyLoss()
+    for _ in range(epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+def test_equal_budgets_give_the_parameters_of_opacus_itself():
+    opacus = PrivacyEngine(accountant="rdp")
+    model = nn.Linear(4, 3)
+    _, theirs, loader = opacus.make_private_with_epsilon(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data(), batch_size=15),
+        target_epsilon=2.0, target_delta=DELTA, epochs=2, max_grad_norm=0.5, epsilon_tolerance=1e-3)
+    for method in ("sample", "scale"):
+        engine, _, optimizer, own_loader = private(budgets=torch.full((N,), 2.0), method=method)
+        assert optimizer.noise_multiplier == pytest.approx(theirs.noise_multiplier, rel=2e-3)
+        assert optimizer.max_grad_norm == theirs.max_grad_norm and optimizer.expected_batch_size == theirs.expected_batch_size
+        assert len(own_loader) == len(loader)
+        assert engine.sample_rates.tolist() == pytest.approx([loader.sample_rate] * N)
+
+
+@pytest.mark.parametrize("method, weight, accountant", [
+    ("sample", None, "rdp"), ("scale", None, "rdp"), ("combined", 0.5, "rdp"), ("scale", None, "pld")])
+def test_every_example_spends_its_own_budget(method, weight, accountant):
+    engine, model, optimizer, loader = private(engine=IndividualizedPrivacyEngine(accountant=accountant), method=method,
+                                               sample_weight=weight)
+    assert engine.get_epsilons(DELTA).tolist() == [0.0] * N and engine.get_epsilon(DELTA) == 0
+    steps(model, optimizer, loader)
+    half = engine.get_epsilons(DELTA)
+    for i in (0, 25, 59):
+        run = {"sample_rate": float(engine.sample_rates[i]), "noise_multiplier": float(engine.noise_multipliers[i])}
+        # The noise that training adds over the example's own clip norm.
+        assert run["noise_multiplier"] == pytest.approx(
+            optimizer.noise_multiplier * optimizer.max_grad_norm / float(engine.max_grad_norms[i]), rel=1e-9)
+        assert half[i] == compute_epsilon(**run, steps=4, delta=DELTA, accountant=accountant)
+    steps(model, optimizer, loader)
+    spent = engine.get_epsilons(DELTA)
+    assert bool((spent <= BUDGETS).all()) and bool((spent >= 0.995 * BUDGETS).all())
+    assert engine.get_epsilon(DELTA) == float(spent.max())
+
+
+def test_with_a_different_budget_for_everybody_nobody_exceeds_it():
+    n = 400
+    budgets = torch.linspace(1, 3, n, dtype=torch.float64)
+    engine, model, optimizer, loader = private(dataset=data(n), budgets=budgets, batch_size=100)
+    steps(model, optimizer, loader)
+    for i in (0, 123, 399):
+        exact = compute_epsilon(sample_rate=0.25, noise_multiplier=float(engine.noise_multipliers[i]), steps=4, delta=DELTA,
+                                accountant="rdp")
+        assert exact <= engine.get_epsilons(DELTA)[i] <= 1.0001 * exact
+    steps(model, optimizer, loader)
+    assert bool((engine.get_epsilons(DELTA) <= budgets).all())
+
+
+def test_no_step_is_taken_beyond_the_budgets():
+    engine, model, optimizer, loader = private(epochs=1)
+    steps(model, optimizer, loader)
+    before = weights(model)
+    with pytest.raises(RuntimeError, match="budgets are spent: they were made for 4 steps"):
+        steps(model, optimizer, loader)
+    assert torch.equal(before, weights(model)) and len(engine.accountant) == 4
+
+
+def clipped_sum(model, x, y, norms):
+    """Gradients of each example by itself, clipped to its norm, and summed."""
+    parts = []
+    for i in range(len(x)):
+        gradient = torch.autograd.grad(nn.functional.cross_entropy(model(x[i:i + 1]), y[i:i + 1]), list(model.parameters()))
+        flat = torch.cat([g.flatten() for g in gradient])
+        parts.append(flat * min(1.0, float(norms[i]) / float(flat.norm())))
+    return torch.stack(parts).sum(dim=0)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+def test_every_gradient_is_clipped_to_its_own_norm_and_the_sum_is_divided_by_a_public_number(mode):
+    torch.manual_seed(7)
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    engine, model, optimizer, *rest = private(grad_sample_mode=mode, max_grad_norm=0.05, lr=1.0)
+    optimizer.noise_multiplier = 0.0
+    criterion, loader = rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest)
+    plain.load_state_dict({name.removeprefix("_module."): value for name, value in model.state_dict().items()})
+    (x, y), before = next(iter(loader)), weights(model)
+    expected = clipped_sum(plain, x, y, engine.max_grad_norms[loader.dataset.handed_out])
+    optimizer.zero_grad()
+    criterion(model(x), y).backward()
+    optimizer.step()
+    assert len(set(engine.max_grad_norms.tolist())) == 3
+    assert torch.allclose(before - weights(model), expected / 15.0, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("method", ["sample", "scale"])
+def test_a_memory_manager_changes_nothing(method, mode):
+    def trained(pieces):
+        _, model, optimizer, *rest = private(method=method, grad_sample_mode=mode, max_grad_norm=0.05)
+        criterion, loader = rest if mode == "ghost" else (None, *rest)
+        if pieces is None:
+            steps(model, optimizer, loader, criterion, epochs=2)
+        else:
+            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer) as small:
+                steps(model, optimizer, small, criterion, epochs=2)
+        return weights(model)
+
+    whole = trained(None)
+    for pieces in (1, 4, 100):
+        assert torch.allclose(trained(pieces), whole, atol=1e-5)
+
+
+def test_looking_through_the_managed_loader_and_leaving_it_early_joins_no_draws():
+    """The signals of Opacus's memory manager then lie; each step still holds examples of one draw, each once."""
+    engine, model, optimizer, loader = private(epochs=30, method="sample", budgets=BUDGETS * 5)
+    taken, added = [], optimizer.clip_and_accumulate
+
+    def noting():
+        taken.append((loader.batch_sampler.number, list(loader.dataset.handed_out)))
+        added()
+
+    optimizer.clip_and_accumulate, ends = noting, []
+    noise = optimizer.add_noise
+    optimizer.add_noise = lambda: (ends.append((len(taken), [p.summed_grad.norm() for p in optimizer.params])), noise())
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as small:
+        for _ in range(4):
+            model.eval()
+            with torch.no_grad():
+                for x, y in small:                   # an evaluation: nothing is learned
+                    model(x)
+            model.train()
+            for count, (x, y) in enumerate(small):   # a training that is left in the middle of a draw
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                if count == 5:
+                    break
+    start = 0
+    for end, _ in ends:
+        # What ends in this step: the pieces of its own draw; pieces of a draw that was left do not count.
+        draw = taken[end - 1][0]
+        examples = [i for number, batch in taken[start:end] for i in batch if number == draw]
+        assert len(examples) == len(set(examples))
+        start = end
+    assert len(engine.accountant) == len(ends) > 0
+    assert len({taken[end - 1][0] for end, _ in ends}) == len(ends)
+
+
+def test_a_draw_that_is_left_half_way_adds_nothing_to_the_next():
+    def trained(leave_one):
+        _, model, optimizer, loader = private(max_grad_norm=0.05, epochs=3)
+        optimizer.noise_multiplier = 0.0
+        with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as small:
+            iterator = iter(small)
+            if leave_one:
+                x, y = next(iterator)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+            else:
+                next(iterator)
+            steps(model, optimizer, small)
+        return weights(model)
+
+    assert torch.equal(trained(True), trained(False))
+
+
+def test_a_batch_serves_one_step_only():
+    _, model, optimizer, loader = private()
+    x, y = next(iter(loader))
+    for attempt in range(2):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        if attempt == 0:
+            optimizer.step()
+    with pytest.raises(ValueError, match="used in one step only"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_other_examples_than_those_handed_out_are_refused(mode):
+    _, model, optimizer, *rest = private(grad_sample_mode=mode)
+    criterion, loader = rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest)
+    x, y = next(iter(loader))
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="must be what the loader handed out last"):
+        criterion(model(x[:-1]), y[:-1]).backward()
+        optimizer.step()
+
+
+def test_a_step_without_the_loader_is_refused():
+    _, model, optimizer, _ = private()
+    nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.zeros(5, dtype=torch.long)).backward()
+    with pytest.raises(ValueError, match="needs a batch of the loader"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("method, mode", [("sample", "hooks"), ("scale", "hooks"), ("scale", "ghost")])
+def test_noise_has_the_deviation_that_was_told_and_empty_batches_take_a_step_of_noise(method, mode):
+    model = nn.Linear(4, 3000)
+    dataset = TensorDataset(torch.zeros(N, 4), torch.zeros(N, dtype=torch.long))
+    engine, model, optimizer, *rest = private(model=model, dataset=dataset, batch_size=1, epochs=1, method=method, lr=1.0,
+                                              grad_sample_mode=mode)
+    criterion, loader = rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest)
+    sizes, moves = [], []
+    for x, y in loader:
+        before = next(model.parameters()).detach().clone()
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        sizes.append(len(x))
+        moves.append(next(model.parameters()).detach() - before)      # inputs are zero: the weight moves by noise alone
+    assert 0 in sizes and len(engine.accountant) == 60
+    expected = optimizer.noise_multiplier * 0.5 / float(engine.sample_rates.sum())
+    assert float(engine.sample_rates.sum()) == pytest.approx(1.0)
+    moves = torch.stack(moves)
+    for chosen in (moves, moves[[size == 0 for size in sizes]]):
+        assert float(chosen.std()) == pytest.approx(expected, rel=4 / math.sqrt(2 * chosen.numel()))
+
+
+def test_every_group_is_drawn_at_its_own_rate_and_independently():
+    engine, _, _, loader = private(dataset=data(600), budgets=BUDGETS.repeat_interleave(10), method="sample", epochs=1,
+                                   batch_size=150)
+    draws = torch.zeros(400, 600)
+    for row in range(100):
+        for step, batch in enumerate(loader.batch_sampler):
+            draws[4 * row + step, batch] = 1
+    rates = engine.sample_rates.float()
+    for group in (slice(0, 200), slice(200, 400), slice(400, 600)):
+        rate, count = float(rates[group][0]), draws[:, group].numel()
+        assert float(draws[:, group].mean()) == pytest.approx(rate, abs=4 * math.sqrt(rate * (1 - rate) / count))
+    # Independent coins: batch sizes vary by the sum of q (1 - q), and neither examples nor steps are correlated.
+    sizes = draws.sum(dim=1)
+    assert float(sizes.var()) == pytest.approx(float((rates * (1 - rates)).sum()), rel=4 * math.sqrt(2 / 400))
+    centred = (draws - rates) / torch.sqrt(rates * (1 - rates))
+    pairs = centred.T @ centred / 400
+    off_diagonal = pairs[~torch.eye(600, dtype=torch.bool)]
+    assert float((off_diagonal * math.sqrt(400)).std()) == pytest.approx(1, rel=0.02)
+    assert abs(float((centred[1:] * centred[:-1]).mean())) < 4 / math.sqrt(centred[1:].numel())
+
+
+def test_one_seed_gives_one_run():
+    def trained(seed):
+        _, model, optimizer, loader = private(seed=seed, method="sample")
+        steps(model, optimizer, loader, epochs=2)
+        return weights(model)
+
+    assert torch.equal(trained(3), trained(3))
+    assert not torch.equal(trained(3), trained(4))
+
+
+def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
+    def made():
+        return private(method="scale", epochs=2)
+
+    engine, model, optimizer, loader = made()
+    steps(model, optimizer, loader)
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    steps(model, optimizer, loader)
+    again, second, second_optimizer, second_loader = made()
+    again.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    assert len(again.accountant) == 4
+    steps(second, second_optimizer, second_loader)
+    assert torch.equal(weights(second), weights(model))
+    assert torch.equal(again.get_epsilons(DELTA), engine.get_epsilons(DELTA))
+
+
+def test_a_checkpoint_of_other_budgets_is_refused(tmp_path):
+    engine, model, optimizer, _ = private()
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    other, second, second_optimizer, _ = private(budgets=BUDGETS + 1)
+    with pytest.raises(ValueError, match="same budgets"):
+        other.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    unseeded, second, second_optimizer, _ = private(noise_generator=None)
+    with pytest.raises(ValueError, match="generators must be given"):
+        unseeded.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+
+
+def test_a_gradient_that_is_not_finite_contributes_nothing_and_is_counted():
+    x, y = data().tensors
+    x = x.clone()
+    x[:20] = math.inf
+    _, model, optimizer, loader = private(dataset=TensorDataset(x, y), epochs=1)
+    with pytest.warns(RuntimeWarning, match="not finite contribute nothing"):
+        steps(model, optimizer, loader)
+    assert optimizer.dropped > 0 and bool(weights(model).isfinite().all())
+    _, model, optimizer, criterion, loader = private(dataset=TensorDataset(x, y), epochs=1, grad_sample_mode="ghost")
+    with pytest.raises(FloatingPointError, match="use hooks"):
+        steps(model, optimizer, loader, criterion)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(data())
+
+
+def loaders():
+    whole = data()
+    return {
+        "drop_last": DataLoader(whole, batch_size=15, drop_last=True),
+        "iterable": DataLoader(Stream(), batch_size=15),
+        "batch_size": DataLoader(whole, batch_size=None),
+        "WeightedRandomSampler": DataLoader(whole, batch_size=15, sampler=WeightedRandomSampler(torch.ones(N), N)),
+        "sampler with replacement": DataLoader(whole, batch_size=15, sampler=torch.utils.data.RandomSampler(whole, replacement=True)),
+        "_Batches": DataLoader(whole, batch_sampler=type("_Batches", (BatchSampler,), {})(SequentialSampler(whole), 15, False)),
+        "num_workers": DataLoader(whole, batch_size=15, num_workers=1),
+    }
+
+
+@pytest.mark.parametrize("word", loaders())
+def test_a_loader_that_would_void_the_account_is_refused(word):
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match=word):
+        IndividualizedPrivacyEngine().make_private_with_budgets(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loaders()[word],
+            target_epsilons=BUDGETS, target_delta=DELTA, epochs=1, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"model": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}, "module must compute each example by itself"),
+    ({"method": "both"}, "method must be one of"), ({"grad_sample_mode": "no_op"}, "grad_sample_mode must be one of"),
+    ({"method": "combined"}, "sample_weight must be given"), ({"sample_weight": 0.5}, "sample_weight must be given"),
+    ({"budgets": BUDGETS[:-1]}, r"target_epsilons must have shape \(60,\)"), ({"epochs": 0}, "epochs must"),
+    ({"budgets": -BUDGETS}, "target_epsilons must lie in"), ({"target_delta": 1.0}, "target_delta must lie in"),
+    ({"max_grad_norm": 0.0}, "max_grad_norm must lie in"),
+])
+def test_bad_input_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        private(**change)
+
+
+def test_the_methods_without_budgets_and_a_second_run_are_refused():
+    engine = IndividualizedPrivacyEngine()
+    with pytest.raises(ValueError, match="needs budgets"):
+        engine.make_private()
+    with pytest.raises(ValueError, match="there are no budgets yet"):
+        engine.get_epsilons(DELTA)
+    with pytest.raises(ValueError, match="accountant must be one of"):
+        IndividualizedPrivacyEngine(accountant="prv")
+    engine, model, optimizer, loader = private()
+    steps(model, optimizer, loader)
+    with pytest.raises(ValueError, match="already accounted for 4 steps"):
+        private(engine=engine)
+
+
+class Dictionaries(Dataset):
+    name = "dictionaries"
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        x, y = data()[i]
+        return {"x": x, "y": y}
+
+
+def test_the_data_set_may_yield_anything_and_keeps_its_attributes():
+    _, model, optimizer, loader = private(dataset=Dictionaries(), epochs=1)
+    assert loader.dataset.name == "dictionaries" and len(loader.dataset) == N
+    for batch in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
+        optimizer.step()
+
+
+# The audit.  Half of the coordinates of a linear model belong to a canary each, whose gradient points along its coordinate
+# and is longer than any clip norm; nobody writes to the others.  A coordinate that moved far tells that its canary was there.
+CANARIES, ROUNDS, THRESHOLD = 400, 6, 2.5
+
+
+def moved(method, spoil=None):
+    """How far coordinates with and without canaries moved, in standard deviations of the noise, for each group."""
+    budgets = torch.tensor([0.5, 3.0]).repeat_interleave(CANARIES)
+    dataset = TensorDataset(10 * torch.eye(2 * CANARIES, 4 * CANARIES), torch.zeros(2 * CANARIES))
+    seen = {"in": [], "out": []}
+    for seed in range(ROUNDS):
+        engine, model, optimizer, loader = private(
+            model=nn.Linear(4 * CANARIES, 1, bias=False), dataset=dataset, batch_size=200, budgets=budgets, epochs=1,
+            method=method, seed=seed, lr=1.0, max_grad_norm=1.0)
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        if spoil:
+            spoil(loader)
+        for x, _ in loader:
+            optimizer.zero_grad()
+            (-model(x)).mean().backward()
+            optimizer.step()
+        unit = optimizer.noise_multiplier * math.sqrt(len(loader)) / optimizer.expected_batch_size
+        total = next(model.parameters()).detach()[0] / unit
+        seen["in"].append(total[:2 * CANARIES].view(2, -1))
+        seen["out"].append(total[2 * CANARIES:].view(2, -1))
+    return torch.cat(seen["in"], dim=1), torch.cat(seen["out"], dim=1), torch.tensor([0.5, 3.0])
+
+
+def audited(inside, outside):
+    count = inside.shape[1]
+    best = torch.zeros(2, dtype=torch.float64)
+    for threshold in (1.0, THRESHOLD):
+        best = torch.maximum(best, epsilon_lower_bound(
+            true_positives=(inside > threshold).sum(dim=1), positives=count, false_positives=(outside > threshold).sum(dim=1),
+            negatives=count, delta=DELTA, confidence=0.999))
+    return best
+
+
+@pytest.mark.parametrize("method", ["sample", "scale"])
+def test_an_audit_with_canaries_stays_below_every_budget(method):
+    inside, outside, budgets = moved(method)
+    assert bool((audited(inside, outside) < budgets).all())
+    assert bool((inside.mean(dim=1) > outside.mean(dim=1)).all())
+
+
+def test_an_audit_catches_a_sampler_that_draws_everybody():
+    def spoil(loader):
+        loader.batch_sampler.sample_rate = torch.ones_like(loader.batch_sampler.sample_rate)
+
+    inside, outside, budgets = moved("sample", spoil)
+    assert audited(inside, outside)[0] > budgets[0]
