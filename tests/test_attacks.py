@@ -160,7 +160,8 @@ def test_delongs_interval_covers_as_often_as_it_says():
 
 
 def test_the_rate_at_a_low_false_positive_rate_respects_it_with_ties():
-    members, others = torch.tensor([5.0, 4.0, 4.0, 1.0]), torch.tensor([4.0, 4.0, 3.0, 2.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
+    members = torch.tensor([5.0, 4.0, 4.0, 1.0])
+    others = torch.tensor([4.0, 4.0, 3.0, 2.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
     assert tpr_at_fpr(members, others, fpr=0.1).value == 0.25     # at 4 two of ten would be accused
     assert tpr_at_fpr(members, others, fpr=0.2).value == 0.75
     assert tpr_at_fpr(members, others, fpr=0.0).value == 0.25
