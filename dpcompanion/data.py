@@ -41,6 +41,7 @@ import lzma
 import os
 import pathlib
 import pickle
+import re
 import sys
 import types
 import urllib.request
@@ -279,6 +280,39 @@ def load(name, *, split="train", root=None, dtype=torch.float32, target=None, do
         attributes={key: torch.as_tensor(values.copy()) for key, values in part.attributes.items()},
         source=raw.source, sha256=_digest(part), verified=raw.verified,
     )
+
+
+def byte_tokens(texts, *, length=20):
+    """Each text's last `length` bytes in UTF-8, with marks of start and end, as numbers: (n, length) int64.
+
+    0 fills up on the left, 1 and 2 are the marks, 3 + b is the byte b: 259 tokens in all.
+
+    >>> byte_tokens(["Yu", "Boenisch"], length=6).tolist()
+    [[0, 0, 1, 92, 120, 2], [113, 108, 118, 102, 107, 2]]
+    """
+    length = _checks.whole_number("length", length, 1)
+    found = torch.zeros(len(texts), length, dtype=torch.int64)
+    for row, text in zip(found, texts):
+        tokens = [1, *(3 + byte for byte in text.strip().encode()), 2][-length:]
+        row[length - len(tokens):] = torch.tensor(tokens)
+    return found
+
+
+def word_tokens(texts, *, tokens=30_000, length=256):
+    """Each text's first `length` words as numbers, (n, length) int64; 0 fills up on the right.
+
+    Words are runs of letters, digits and apostrophes in lower case; a word's number is 1 + crc32 mod (tokens - 1).  A
+    vocabulary of hashes is public, where one of the frequent words would have to be paid for; some words share a number.
+
+    >>> word_tokens(["A film. A <br />good one", ""], tokens=100, length=5).tolist()
+    [[46, 96, 46, 96, 81], [0, 0, 0, 0, 0]]
+    """
+    tokens, length = _checks.whole_number("tokens", tokens, 2), _checks.whole_number("length", length, 1)
+    found = np.zeros((len(texts), length), dtype=np.int64)
+    for row, text in zip(found, texts):
+        words = re.findall(r"[\w']+", text.replace("<br />", " ").lower())[:length]
+        row[:len(words)] = [1 + zlib.crc32(word.encode()) % (tokens - 1) for word in words]
+    return torch.from_numpy(found)
 
 
 def import_torchvision():

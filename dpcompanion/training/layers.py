@@ -169,7 +169,7 @@ class Ghost:
 
 
 class GhostEmbedding:
-    """An embedding: its inputs are one-hot, so that their Gram matrix asks which positions hold the same token."""
+    """An embedding: an example's gradient is, for each of its tokens, the sum over the positions that hold it."""
 
     def __init__(self, module, uses):
         self.module = module
@@ -179,8 +179,12 @@ class GhostEmbedding:
             self.g = self.g * (self.tokens != module.padding_idx).unsqueeze(-1)
 
     def squared_norms(self):
-        same, g = self.tokens[:, :, None] == self.tokens[:, None, :], self.g.double()
-        return ((g @ g.mT) * same).sum((1, 2)).clamp(min=0)
+        n, rows = len(self.tokens), len(self.module.weight)
+        keys = self.tokens + rows * torch.arange(n, device=self.tokens.device)[:, None]
+        pairs, where = keys.unique(return_inverse=True)
+        sums = self.g.new_zeros(len(pairs), self.g.shape[-1], dtype=torch.float64)
+        sums.index_add_(0, where.flatten(), self.g.flatten(0, 1).double())
+        return sums.new_zeros(n).index_add_(0, pairs // rows, sums.square().sum(1))
 
     def keep_only(self, rows):
         self.g = _rows(self.g, rows)

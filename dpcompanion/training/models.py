@@ -12,6 +12,10 @@ outputs (n, classes) logits.  All treat examples one by one: group norm, no batc
     resnet20       3 x 32 x 32     He et al. 2016; Yu et al. 2023                  268,346
                                    with affine=True, groups=16: Thudi et al.       269,722
     wrn16_4        3 x 32 x 32     De et al. 2022                                2,753,402
+    char_rnn       20 bytes        Boenisch et al. 2023 (surnames)                 382,418
+    word_mean      256 words       Boenisch et al. 2023 (IMDB), 30,000 words       480,306
+
+The last two read token numbers (n, positions), 0 for none, as `dpcompanion.data.byte_tokens` and `word_tokens` make them.
 
 >>> model = mnist_cnn(seed=0)
 >>> parameter_count(model)
@@ -166,3 +170,61 @@ def wrn16_4(classes=10, *, groups=16, channels=3):
             before = width
     return nn.Sequential(*layers, nn.GroupNorm(groups, before), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
                          nn.Linear(before, classes))
+
+
+class LSTM(nn.Module):
+    """`torch.nn.LSTM`, batch first and one way, from linear layers, which can be clipped layer by layer."""
+
+    def __init__(self, inputs, hidden, layers):
+        super().__init__()
+        self.of_input = nn.ModuleList(nn.Linear(inputs if k == 0 else hidden, 4 * hidden) for k in range(layers))
+        self.of_state = nn.ModuleList(nn.Linear(hidden, 4 * hidden) for _ in range(layers))
+        for p in self.parameters():
+            nn.init.uniform_(p, -hidden**-0.5, hidden**-0.5)
+
+    def forward(self, x):
+        """(n, positions, inputs) -> the last layer's output at each position, (n, positions, hidden)."""
+        for of_input, of_state in zip(self.of_input, self.of_state):
+            h = c = x.new_zeros(len(x), of_state.in_features)
+            outputs = []
+            for gates in of_input(x).unbind(1):
+                i, f, g, o = (gates + of_state(h)).chunk(4, 1)
+                c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+                h = torch.sigmoid(o) * torch.tanh(c)
+                outputs.append(h)
+            x = torch.stack(outputs, 1)
+        return x
+
+
+class _CharRNN(nn.Module):
+    def __init__(self, classes, tokens, embedding, hidden, layers):
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, embedding, padding_idx=0)
+        self.lstm = LSTM(embedding, hidden, layers)
+        self.head = nn.Linear(hidden, classes)
+
+    def forward(self, tokens):
+        return self.head(self.lstm(self.embedding(tokens))[:, -1])
+
+
+@seeded
+def char_rnn(classes=18, *, tokens=259, embedding=64, hidden=128, layers=3):
+    """Character-level LSTM, read off at the last position: Opacus' name classifier with the paper's three layers."""
+    return _CharRNN(classes, tokens, embedding, hidden, layers)
+
+
+class _WordMean(nn.Module):
+    def __init__(self, classes, tokens, embedding, hidden):
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, embedding, padding_idx=0)
+        self.hidden, self.head = nn.Linear(embedding, hidden), nn.Linear(hidden, classes)
+
+    def forward(self, tokens):
+        words = (tokens != 0).sum(1, keepdim=True).clamp(min=1)
+        return self.head(F.relu(self.hidden(self.embedding(tokens).sum(1) / words)))
+
+
+@seeded
+def word_mean(classes=2, *, tokens=30_000, embedding=16, hidden=16):
+    """The mean of the words' embeddings, through two linear layers."""
+    return _WordMean(classes, tokens, embedding, hidden)

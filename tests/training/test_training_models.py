@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dpcompanion.training import cross_entropy, gradient_norms, models
+from dpcompanion.training import clipping, cross_entropy, gradient_norms, models
 
 NETWORKS = [
     (models.mnist_cnn, {}, 26_010, (1, 28, 28)), (models.cifar_cnn, {}, 550_570, (3, 32, 32)),
@@ -58,3 +58,42 @@ def test_pooling_with_channels_side_by_side_is_pooling():
     weights = torch.randn_like(theirs)
     assert torch.equal(ours, theirs)
     assert torch.equal(*(torch.autograd.grad((weights * pooled).sum(), x)[0] for pooled in (ours, theirs)))
+
+
+def test_the_lstm_of_linear_layers_is_that_of_pytorch():
+    ours, theirs = models.LSTM(5, 7, 3).double(), torch.nn.LSTM(5, 7, 3, batch_first=True).double()
+    with torch.no_grad():
+        for k in range(3):
+            for kind, layer in (("ih", ours.of_input[k]), ("hh", ours.of_state[k])):
+                getattr(theirs, f"weight_{kind}_l{k}").copy_(layer.weight)
+                getattr(theirs, f"bias_{kind}_l{k}").copy_(layer.bias)
+    x = torch.randn(4, 6, 5, dtype=torch.float64)
+    torch.testing.assert_close(ours(x), theirs(x)[0])
+    assert ours.of_state[0].weight.abs().max() <= 7**-0.5
+
+
+TEXT = [(models.char_rnn, 382_418, 259, 18), (models.word_mean, 480_306, 30_000, 2)]
+
+
+@pytest.mark.parametrize("build, count, tokens, classes", TEXT)
+def test_a_network_for_text_is_clipped_layer_by_layer_and_does_not_see_what_fills_up(build, count, tokens, classes):
+    model = build().double()
+    assert models.parameter_count(model) == count
+    x = torch.randint(1, tokens, (5, 9), generator=torch.Generator().manual_seed(0))
+    x[:2, :4] = 0
+    x[3, 2:6] = x[3, 1]
+    y = torch.arange(5) % classes
+    assert model(x).shape == (5, classes) and clipping.resolve_method(model, cross_entropy, x[:2], y[:2]) == "mixed"
+    layerwise = gradient_norms(model, cross_entropy, x, y, method="mixed")
+    torch.testing.assert_close(layerwise, gradient_norms(model, cross_entropy, x, y, method="func"), rtol=1e-10, atol=0)
+    value = cross_entropy(model(x[3:4]), y[3:4]).sum()
+    alone = torch.stack([g.norm() for g in torch.autograd.grad(value, list(model.parameters()))]).norm()
+    torch.testing.assert_close(layerwise[3], alone, rtol=1e-10, atol=0)
+    torch.testing.assert_close(model.embedding.weight[0], torch.zeros_like(model.embedding.weight[0]))
+
+
+def test_the_mean_of_words_is_over_the_words_that_there_are():
+    model = models.word_mean()
+    x = torch.randint(1, 30_000, (3, 8))
+    torch.testing.assert_close(model(x), model(torch.cat([x, torch.zeros(3, 5, dtype=torch.int64)], 1)))
+    assert model(torch.zeros(1, 4, dtype=torch.int64)).isfinite().all()
