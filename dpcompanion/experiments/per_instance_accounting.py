@@ -2,14 +2,14 @@ r"""Exhibits of Yu et al. 2022, "Per-instance privacy accounting", the first ver
 
 Its algorithm 1 clips each example to a running estimate of its norm, refreshed when the example is sampled and K times
 an epoch. Here the estimate that a step clips to is also what it is charged; the paper charges the one after the
-step. Norms are rounded up to multiples of C / 100, the paper's to the nearest. RDP at delta 1e-5, add or remove, Poisson
-sampling.
+step. Norms are rounded up to multiples of C / 100, the paper's to the nearest. RDP at delta 1e-5, add or remove,
+Poisson sampling.
 
 `paper` runs have the paper's batches, noise and epochs for MNIST, all 60,000 digits, and one hidden layer in place of
-ResNet-20, which needs a GPU, as CIFAR-10 and UTKFace do. `quick` runs are on 4,000 digits, with the noise that costs the same
-worst-case epsilon.
+ResNet-20, which needs a GPU, as CIFAR-10 and UTKFace do. `quick` runs are on 4,000 digits, with the noise that costs
+the same worst-case epsilon.
 
-What the two versions of the paper share is done in `individual_accounting`, whose data, networks and attacks serve here.
+What the two versions of the paper share is done in `individual_accounting`, whose data and networks serve here.
 """
 
 import dataclasses
@@ -33,13 +33,17 @@ from dpcompanion.training.tracking import NormTracker
 NAME = "per-instance-accounting"
 DELTA = 1e-5
 #: Appendix B: sample rate, noise multiplier and steps of the three settings.
-SETTINGS = {"cifar10": (4000 / 50_000, 3.2, 2500), "mnist": (4000 / 60_000, 6.0, 1500), "utkface": (200 / 15_000, 1.5, 7500)}
+SETTINGS = {"cifar10": (4000 / 50_000, 3.2, 2500), "mnist": (4000 / 60_000, 6.0, 1500),
+            "utkface": (200 / 15_000, 1.5, 7500)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """A run of algorithm 1. `refreshes` is K; without a noise multiplier the run costs what the paper's on MNIST does.
-    `looks` is how often everybody's loss and norm are noted; `reference` examples have their norms taken at every step."""
+    """A run of algorithm 1.
+
+    `refreshes` is K; without a noise multiplier the run costs what the paper's on MNIST does. `looks` is how often
+    everybody's loss and norm are noted; `reference` examples have their norms taken at every step.
+    """
 
     data: str = "mnist-5k"
     batch_size: int = 256
@@ -113,8 +117,8 @@ def run_setting(setting, seed, device):
             norms.append(gradient_norms(model, cross_entropy, x, y).cpu())
             losses.append(second.outcome(model, cross_entropy, x, y)[0].cpu())
 
-    train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=setting.learning_rate / limit),
-          seed=seed, trackers=trackers, on_epoch=look)
+    optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate / limit)
+    train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers, on_epoch=look)
     test_losses, right = second.outcome(model, cross_entropy, found.test_x.to(device), found.test_y.to(device))
     losses, norms = np.stack(losses), np.stack(norms)
     quintiles = np.array_split(norms.mean(0).argsort(), 5)
@@ -154,7 +158,7 @@ def label(record):
 
 @experiment(f"{NAME}/figure-1", uses=_RUNS, quick=QUICK, paper=PAPER)
 def figure_1(config, run):
-    """Everybody's epsilon with K = 2, the share that reaches the worst case, and the worst cases of the paper's settings."""
+    """Everybody's epsilon with K = 2, who reaches the worst case, and the worst cases of the paper's settings."""
     found = trained(config.setting, config.seeds[0], run)
     epsilon, top = found.epsilon, found.worst_case
     values = {"worst_case": top, "mean": epsilon.mean(), "quantiles": np.quantile(epsilon, (0.1, 0.5, 0.9)),
@@ -177,8 +181,9 @@ def figure_2(config, run):
     """Mean gradient norm, in units of C, of five groups of examples over training; groups by the mean over training."""
     found = trained(config.setting, config.seeds[0], run)
     groups = found.quintiles
-    return {"ordered": (np.diff(groups, axis=0) > 0).all(0).mean(), "top_over_bottom": (groups[-1] / groups[0]).min()}, \
-        {"quintiles": np.float32(groups)}
+    values = {"ordered": (np.diff(groups, axis=0) > 0).all(0).mean(),
+              "top_over_bottom": (groups[-1] / groups[0]).min()}
+    return values, {"quintiles": np.float32(groups)}
 
 
 @finding(f"{NAME}/figure-2", "the five groups stand in the same order at every look")
@@ -202,15 +207,15 @@ class Estimates(Study):
 
 @experiment(f"{NAME}/figure-3", uses=_RUNS, quick=Estimates(), paper=Estimates(MNIST))
 def figure_3(config, run):
-    """Accounts by running estimates with K passes an epoch, beside norms at every step, for examples drawn beforehand."""
+    """Accounts by running estimates with K passes an epoch, beside norms at every step, for some examples."""
     values, arrays = {}, {}
     for refreshes in config.refreshes:
         found = trained(dataclasses.replace(config.setting, refreshes=refreshes), config.seeds[0], run)
         estimate, actual, key = found.epsilon[found.reference], found.actual, f"k{refreshes:g}"
         error = estimate - actual
         values |= second.named(
-            key, pearson=second.pearson(estimate, actual), mean_error=np.abs(error).mean(), worst_error=np.abs(error).max(),
-            understated=(error < -1e-3 * actual).mean(), understated_by_5_percent=(error < -0.05 * actual).mean(),
+            key, pearson=second.pearson(estimate, actual), mean_error=np.abs(error).mean(),
+            worst_error=np.abs(error).max(), understated=(error < -1e-3 * actual).mean(), understated_by_5_percent=(error < -0.05 * actual).mean(),
             worst_understatement=(-error / actual.clip(1e-9)).max(), accuracy=found.accuracy)
         arrays |= second.named(key, estimate=np.float32(estimate), actual=np.float32(actual))
     return {**values, "worst_case": found.worst_case}, arrays
@@ -234,7 +239,7 @@ class Cost:
 
 @experiment(f"{NAME}/text-cost", uses=(), quick=Cost(), paper=Cost(examples=50_000))
 def text_cost(config, run):
-    """Seconds for 100 divergences, what every norm one by one would take, and our accounts of every norm without rounding."""
+    """Seconds for 100 divergences, what every norm one by one would take, and our accounts of every norm."""
     rate, noise, _ = SETTINGS["cifar10"]
     generator = torch.Generator().manual_seed(0)
     norms = torch.rand(config.updates, config.examples, generator=generator, dtype=torch.float64).clamp(min=0.01)
@@ -244,7 +249,8 @@ def text_cost(config, run):
         rdp_sampled_gaussian(sample_rate=rate, noise_multiplier=noise / norm, orders=orders)
     hundred = (time.perf_counter() - started) * 100 / config.evaluations
     started = time.perf_counter()
-    account = IndividualAccountant(config.examples, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0, rounding=None)
+    account = IndividualAccountant(config.examples, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0,
+                                   rounding=None)
     for row in norms:
         account.record(row)
     account.epsilon(DELTA)
@@ -258,14 +264,15 @@ def divergences_are_cheap(record):
     yield "one core", "less than 5 s" if seconds < 5 else f"{seconds:.1f} s", seconds < 5
 
 
-@finding(f"{NAME}/text-cost", "accounts of every norm without rounding take less than a minute, where the paper says 10 hours")
+@finding(f"{NAME}/text-cost", "accounts of every norm without rounding take less than a minute")
 def rounding_is_not_needed(record):
     seconds = record.values["without_rounding_s"]
     yield (f"{record.config['examples']:,} examples, {record.config['updates']} updates, one core",
            "less than a minute" if seconds < 60 else f"{seconds:.0f} s", seconds < 60)
 
 
-@finding(f"{NAME}/text-worst-case-share", "less than a tenth of the examples reach the worst case", of=f"{NAME}/figure-1")
+@finding(f"{NAME}/text-worst-case-share", "less than a tenth of the examples reach the worst case",
+         of=f"{NAME}/figure-1")
 def few_pay_all(record):
     share = record.values["share_at_worst_case"]
     yield label(record), f"{share:.1%}", share < 0.1
@@ -285,7 +292,7 @@ def figure_5(config, run):
     return values
 
 
-@finding(f"{NAME}/figure-5", "mean epsilon rises from each decile of the loss to the next, or nearly so (rank correlation 0.95 or more)")
+@finding(f"{NAME}/figure-5", "mean epsilon rises with the decile of the loss (rank correlation 0.95 or more)")
 def deciles_rise(record):
     for kind in ("mean_loss", "last_loss"):
         r = record.values[f"{kind}.rank_correlation"]
@@ -295,9 +302,10 @@ def deciles_rise(record):
 def groups(config, run):
     """Loss and epsilon by class."""
     found = trained(config.setting, config.seeds[0], run)
-    loss, mean_loss, epsilon = (by_class(found.found, getattr(found, key)) for key in ("last_loss", "mean_loss", "epsilon"))
-    return {"last_loss": loss, "mean_loss": mean_loss, "epsilon": epsilon, "rank_correlation": second.rank(loss, epsilon),
-            "highest": epsilon[loss.argmax()], "lowest": epsilon[loss.argmin()]}
+    loss, mean_loss, epsilon = (by_class(found.found, values)
+                                for values in (found.last_loss, found.mean_loss, found.epsilon))
+    return {"last_loss": loss, "mean_loss": mean_loss, "epsilon": epsilon,
+            "rank_correlation": second.rank(loss, epsilon), "highest": epsilon[loss.argmax()], "lowest": epsilon[loss.argmin()]}
 
 
 @experiment(f"{NAME}/figure-6", uses=(*_RUNS, groups, by_class), quick=QUICK)
@@ -306,10 +314,12 @@ def figure_6(config, run):
     return groups(config, run)
 
 
-@finding(f"{NAME}/figures-9-10", "classes: loss and mean epsilon have a rank correlation of 0.5 or more, and the class of the highest loss "
-         "has a higher mean than that of the lowest")
-@finding(f"{NAME}/figure-6", "classes: loss and mean epsilon have a rank correlation of 0.5 or more, and the class of the highest loss "
-         "has a higher mean than that of the lowest")
+GROUPS = ("classes: loss and mean epsilon have a rank correlation of 0.5 or more, and the class of the highest loss has a "
+          "higher mean than that of the lowest")
+
+
+@finding(f"{NAME}/figures-9-10", GROUPS)
+@finding(f"{NAME}/figure-6", GROUPS)
 def underserved(record):
     r, high, low = (record.values[key] for key in ("rank_correlation", "highest", "lowest"))
     yield label(record), f"rank correlation {r:.2f}, {100 * (high / low - 1):+.0f}%", r >= 0.5 and high > low
@@ -336,9 +346,9 @@ def attacks_by_class(config, run):
                                   ("nonprivate", losses["losses"], losses["test_losses"])):
         rows = []
         for group in range(len(found.found.names)):
-            result = attacks.loss_threshold_attack(
-                torch.as_tensor(members)[found.found.groups == group], torch.as_tensor(others)[found.found.test_groups == group],
-                generator=torch.Generator().manual_seed(group))
+            sides = (torch.as_tensor(members)[found.found.groups == group],
+                     torch.as_tensor(others)[found.found.test_groups == group])
+            result = attacks.loss_threshold_attack(*sides, generator=torch.Generator().manual_seed(group))
             rows.append((*result.success, result.fitted))
         values |= second.named(kind, **dict(zip(("success", "low", "high", "fitted"), map(list, zip(*rows)))))
     values["rank_correlation"] = second.rank(values["epsilon"], values["nonprivate.success"])
@@ -361,7 +371,8 @@ def figures_9_10(config, run):
     return {**groups(config, run), **second.named("attack", **attacks_by_class(config, run))}
 
 
-@finding(f"{NAME}/figure-7", "without privacy, classes with a higher mean epsilon are attacked with more success (rank correlation 0.5 or more)")
+@finding(f"{NAME}/figure-7", "without privacy, classes with a higher mean epsilon are attacked with more success (rank "
+         "correlation 0.5 or more)")
 def risk_follows(record):
     r = record.values["rank_correlation"]
     yield label(record), f"{r:.2f}", r >= 0.5
@@ -391,9 +402,11 @@ class Clippings(Study):
 @experiment(f"{NAME}/table-1", uses=_RUNS, quick=Clippings())
 def table_1(config, run):
     """Test accuracy in percent, clipped to everybody's own estimate and to one threshold."""
-    return {name: records.mean_and_sd([100 * trained(dataclasses.replace(config.setting, clipping=clipping), seed, run).accuracy
-                                       for seed in config.seeds])
-            for name, clipping in (("per_example", "individual"), ("single", "maximum"))}
+    values = {}
+    for name, clipping in (("per_example", "individual"), ("single", "maximum")):
+        setting = dataclasses.replace(config.setting, clipping=clipping)
+        values[name] = records.mean_and_sd([100 * trained(setting, seed, run).accuracy for seed in config.seeds])
+    return values
 
 
 @finding(f"{NAME}/table-1", "clipping each example to its own estimate costs at most half a point of accuracy")
@@ -439,8 +452,8 @@ class Release(Study):
     draws: int = 20
 
 
-@experiment(f"{NAME}/table-2", uses=(*_RUNS, second.released, release.private_mean, release.private_quantiles), quick=Release(),
-            paper=Release(MNIST))
+@experiment(f"{NAME}/table-2", uses=(*_RUNS, second.released, release.private_mean, release.private_quantiles),
+            quick=Release(), paper=Release(MNIST))
 def table_2(config, run):
     """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over draws."""
     found, values = trained(config.setting, config.seeds[0], run), {}
@@ -448,7 +461,8 @@ def table_2(config, run):
     true = [float(epsilon.mean()), *np.quantile(epsilon, config.quantiles)]
     values |= second.named("non_private", **dict(zip(second.STATISTICS, true)))
     for method in release.METHODS:
-        drawn = np.array([second.released(epsilon, found.worst_case, DELTA, config, method, draw) for draw in range(config.draws)])
+        drawn = np.array([second.released(epsilon, found.worst_case, DELTA, config, method, draw)
+                          for draw in range(config.draws)])
         error = records.mean_and_sd(100 * np.abs(drawn / true - 1).mean(1))
         if method == "cdf":
             values |= second.named("released", **dict(zip(second.STATISTICS, map(records.mean_and_sd, drawn.T))))
@@ -467,16 +481,15 @@ def released_accurately(record):
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:
-    """Algorithm 1 with K = 0 in one dimension, for an example whose gradient is short at the first step and long afterwards.
+    """Algorithm 1 with K = 0 in one dimension, for an example whose gradient is short at first and long afterwards.
 
-    The gradients do not hang on the outputs, so that an account along the trajectory would be an account of the algorithm.
+    The gradients do not hang on the outputs, so that an account along the trajectory is an account of the algorithm.
     """
 
     norms: tuple = (0.05, 1.0, 1.0, 1.0, 1.0, 1.0)
     sample_rate: float = 0.1
     noise: float = 1.0
-    order: int = 3
-
+    
 
 def histories(config, *, running=True):
     """Every history of who was sampled: (probabilities, what the example adds, what it is charged at each step)."""
@@ -492,8 +505,11 @@ def histories(config, *, running=True):
 
 
 def true_divergence(probabilities, added, noise):
-    """Renyi divergence of order 3 of all outputs with the example and without, exactly: the mixture over histories of
-    N(added, noise^2) against N(0, noise^2) has the third moment sum_ijk p_i p_j p_k G_ij G_ik G_jk, G = exp(<i, j> / noise^2)."""
+    """Renyi divergence of order 3 of all outputs with the example and without, exactly.
+
+    The mixture over histories of N(added, noise^2) against N(0, noise^2) has the third moment
+    sum_ijk p_i p_j p_k G_ij G_ik G_jk with G = exp(<i, j> / noise^2).
+    """
     gram = np.exp(added @ added.T / noise**2)
     pairs = gram * probabilities @ gram                      # over k, of p_k G_ik G_kj
     return math.log(probabilities @ (gram * pairs) @ probabilities) / 2
@@ -508,14 +524,15 @@ def algorithm_1(config, run):
         cost = np.zeros(charged.shape)
         for level in np.unique(charged):
             cost[charged == level] = float(rdp_sampled_gaussian(
-                sample_rate=config.sample_rate, noise_multiplier=config.noise / level, orders=[config.order]))
+                sample_rate=config.sample_rate, noise_multiplier=config.noise / level, orders=[3]))
         told, truth = cost.sum(1), true_divergence(probabilities, added, config.noise)
         values |= second.named(kind, truth=truth, least_told=told.min(), most_told=told.max(),
                                told_too_little=probabilities[told < truth * (1 - 1e-9)].sum())
     return values
 
 
-@finding(f"{NAME}/algorithm-1", "with running estimates somebody is told less than the outputs give away; with norms of every step nobody is")
+@finding(f"{NAME}/algorithm-1", "with running estimates somebody is told less than the outputs give away; with norms "
+         "of every step nobody is")
 def running_estimates_understate(record):
     running, passes = (record.values[f"{kind}.told_too_little"] for kind in ("running", "passes"))
     yield "six steps, exactly", f"{running:.0%} and {passes:.0%} of histories", running > 0 == passes
