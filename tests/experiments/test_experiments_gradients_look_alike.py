@@ -154,16 +154,21 @@ def test_one_step_composes_exactly_to_theorem_3_2_and_the_other_direction_is_no_
         assert (found.estimate <= found.upper_bound * (1 + 1e-9)).all()
 
 
-def test_tilted_runs_agree_with_a_weighted_mean_over_ordinary_runs():
-    """E_tilted[prod A] = E_without[prod r^order], estimated by many ordinary runs of two steps at a low order."""
+def test_tilted_runs_weigh_every_count_of_the_first_step_as_they_should(monkeypatch):
     x, y, point_x, point_y = small_problem()
-    plan = DPSGDPlan(n=30, sample_rate=0.3, steps=2, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5)
-    norms = {kind: g.side_by_side(x, y, point_x, point_y, plan, kind=kind, runs=4000, order=3, learning_rate=20.0, seed=1) for kind in ("remove", "without")}
-    tilted = g.composed_exactly(norms["remove"], plan, 3, "remove").estimate
-    step = [g.divergence(norms["without"][t], plan, 3) * 2 for t in range(2)]
-    # The first step is the same in every run; the second depends on the first one's noise only, through weights near independence.
-    plain = (step[0].mean(0) + torch.logsumexp(step[1], 0) - math.log(4000)) / 2
-    assert (tilted / plain - 1).abs().max() < 0.2 and (tilted != plain).all()
+    plan = DPSGDPlan(n=30, sample_rate=0.3, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    common = {"runs": 3000, "order": 3, "learning_rate": 20.0}
+    norms = g.side_by_side(x, y, point_x, point_y, plan, kind="remove", seed=1, **common)
+    tilted = g.composed_exactly(norms, plan, 3, "remove").estimate
+    size, expected = norms[0, 0] / plan.noise_std, torch.zeros(2, dtype=torch.float64)
+    for k in range(4):
+        monkeypatch.setattr(g, "tilted_counts", lambda length, **options: torch.full_like(length, k, dtype=torch.int64))
+        second = g.side_by_side(x, y, point_x, point_y, plan, kind="remove", seed=2 + k, **common)[1]
+        weight = math.comb(3, k) * 0.7 ** (3 - k) * 0.3**k * torch.exp((k * k - k) * size**2 / 2)
+        expected += weight * torch.exp(2 * g.divergence(second, plan, 3)).mean(0)
+    torch.testing.assert_close(tilted, torch.log(expected) / 2, rtol=0.01, atol=0)
+    plain = (2 * g.divergence(norms, plan, 3)).sum(0).mean(0) / 2
+    assert (tilted > plain).all()                                  # the mean of an exponential is above that of its exponent
 
 
 def test_the_bound_for_means_lies_above_every_enumerated_data_set():
