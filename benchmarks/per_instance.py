@@ -8,7 +8,7 @@ repetitions, with its standard deviation; `updates` counts gradients of whole ba
 million sensitivities. The peer computes each divergence by the theorem's sum at the next whole order, vectorised over runs and
 points; its time is that of 100 steps, scaled up. `excess` is what rounding up adds to the result.
 
-*Exact composition*: what accounting adds to a step of 1,000 tilted runs, ln A and the count.
+*Exact composition*: what accounting adds to a step of 1,000 tilted runs, ln A and the count. `CPU s` adds up all threads.
 """
 
 import math
@@ -17,6 +17,17 @@ import time
 import torch
 
 from dpcompanion import per_instance
+
+
+def _row(task, way, started, *, share=1.0, updates=None, result=None, excess=None):
+    """A row, with the times since `started`, of which a share counts."""
+    wall, processor = time.perf_counter() - started[0], time.process_time() - started[1]
+    return {"task": task, "way": way, "s": wall * share, "CPU s": processor * share, "updates": updates, "result": result,
+            "excess": excess}
+
+
+def _now():
+    return time.perf_counter(), time.process_time()
 
 
 def _updates(count, batch, generator, data, x=None):
@@ -62,13 +73,13 @@ def theorem_3_6():
     data = features, labels, 0.01 * torch.randn(10, 785, generator=generator)
     x, rows = (torch.rand(785, generator=generator), torch.tensor(3)), []
     for name, way in (("fresh tuples", _fresh), ("one pool", _pooled)):
-        values, started = [], time.perf_counter()
+        values, started = [], _now()
         for seed in range(5):
             value, used = way(data, x, 8, 0.2, torch.Generator().manual_seed(seed))
             values.append(value)
         values = torch.tensor(values)
-        rows.append({"task": "theorem 3.6", "way": name, "s": (time.perf_counter() - started) / 5, "updates": used,
-                     "result": f"{float(values.mean()):.4f} ± {float(values.std()):.4f}", "excess": None})
+        rows.append(_row("theorem 3.6", name, started, share=1 / 5, updates=used,
+                         result=f"{float(values.mean()):.4f} ± {float(values.std()):.4f}"))
     return rows
 
 
@@ -91,33 +102,29 @@ def composition(steps=78_000, points=100, runs=10):
     generator = torch.Generator().manual_seed(0)
     sensitivities = torch.rand(steps, runs, points, generator=generator)
     rate, noise, order, p = 128 / 50_000, 1.0, 8, 3.0 * steps
-    started = time.perf_counter()
+    started = _now()
     result = per_instance.compose_sensitivities(sensitivities, sample_rate=rate, noise_std=noise, order=order)
-    ours = time.perf_counter() - started
-    few = 100
-    started = time.perf_counter()
+    ours = _row("composition", "compose_sensitivities", started, result=f"mean {float(result.mean()):.3f}")
+    few, started = 100, _now()
     _plain(sensitivities[:few], rate, noise, order, p, steps)
-    theirs = (time.perf_counter() - started) * steps / few
+    theirs = _row("composition", "the sum, step by step", started, share=steps / few)
     # What rounding up adds, on a run short enough for the exact way.
     short = sensitivities[:200]
     exact = per_instance.compose(lambda t, a: per_instance.step_divergence(
         sample_rate=rate, noise_multiplier=noise, sensitivity=short[t - 1], orders=a), steps=len(short), order=order, p=600)
     tabled = per_instance.compose_sensitivities(short, sample_rate=rate, noise_std=noise, order=order)
-    return [{"task": "composition", "way": "the sum, step by step", "s": theirs, "updates": None, "result": None, "excess": None},
-            {"task": "composition", "way": "compose_sensitivities", "s": ours, "updates": None,
-             "result": f"mean {float(result.mean()):.3f}", "excess": f"{float((tabled / exact - 1).max()):.1e}"}]
+    return [theirs, {**ours, "excess": f"{float((tabled / exact - 1).max()):.1e}"}]
 
 
 def exact_composition(runs=1000, steps=200):
     generator = torch.Generator().manual_seed(0)
     sizes, total = torch.rand(runs, generator=generator, dtype=torch.float64), 0.0
     options = {"sample_rate": 0.01, "noise_std": 1.0, "order": 8}
-    started = time.perf_counter()
+    started = _now()
     for _ in range(steps):
         total = total + per_instance.log_mass(sizes, **options)
         per_instance.tilted_counts(sizes, generator=generator, **options)
-    return [{"task": "exact composition", "way": f"a step of {runs} runs", "s": (time.perf_counter() - started) / steps,
-             "updates": None, "result": None, "excess": None}]
+    return [_row("exact composition", f"a step of {runs} runs", started, share=1 / steps)]
 
 
 def run():
