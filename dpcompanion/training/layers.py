@@ -56,13 +56,16 @@ def _pad(conv, a):
 
 
 def _patches(conv, a):
-    """(n, channels, height, width) -> (n, groups, positions, in), what each position of the output sees."""
-    windows = _pad(conv, a)
-    for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation), start=2):
+    """(n, channels, height, width) -> (n, groups, positions, in), what each position of the output sees.
+
+    The channels of a patch lie side by side, which is several times faster to copy than the order of the weight.
+    """
+    windows = _pad(conv, a).permute(0, 2, 3, 1)
+    for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation), start=1):
         windows = windows.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    n, channels, height, width = windows.shape[:4]
-    windows = windows.reshape(n, conv.groups, channels // conv.groups, height, width, *conv.kernel_size)
-    return windows.permute(0, 1, 3, 4, 2, 5, 6).reshape(n, conv.groups, height * width, -1)
+    n, height, width = windows.shape[:3]
+    windows = windows.unflatten(3, (conv.groups, -1)).permute(0, 3, 1, 2, 5, 6, 4)
+    return windows.reshape(n, conv.groups, height * width, -1)
 
 
 def _matrices(module, a, g):
@@ -95,10 +98,13 @@ def _scaled(tensor, factors):
 
 
 class Explicit:
-    """Gradients of one layer's parameters, held for every example as {name: (n, *shape)}."""
+    """Gradients of one layer's parameters, held for every example as {name: (n, *shape)}.
 
-    def __init__(self, gradients):
-        self.gradients = gradients
+    That of a convolution's weight, with `patches`, is held as (n, out, height, width, in), the order of the patches.
+    """
+
+    def __init__(self, gradients, patches=False):
+        self.gradients, self.patches = gradients, patches
 
     def squared_norms(self):
         return sum(torch.linalg.vector_norm(g.flatten(1), dim=1).square() for g in self.gradients.values())
@@ -110,6 +116,8 @@ class Explicit:
         factors, sums = factors.unsqueeze(1), {}
         for name, g in self.gradients.items():
             sums[name] = (factors.to(g.dtype) @ g.reshape(len(factors), factors.shape[-1], -1)).reshape(-1, *g.shape[1:])
+        if self.patches and "weight" in sums:
+            sums["weight"] = sums["weight"].movedim(-1, 2)
         return sums
 
 
@@ -205,16 +213,18 @@ def _rows(tensor, rows):
 
 
 def _explicit_matrices(module, uses):
-    gradients = {}
+    gradients, shape = {}, module.weight.shape
+    if type(module) is nn.Conv2d:
+        shape = (shape[0], *shape[2:], shape[1])
     for a, g in uses:
         terms = {}
         if "weight" in (trainable := own_parameters(module)):
             inputs, outputs = _matrices(module, a, g)
-            terms["weight"] = (outputs @ inputs).reshape(len(a), *module.weight.shape)
+            terms["weight"] = (outputs @ inputs).reshape(len(a), *shape)
         if "bias" in trainable:
             terms["bias"] = _bias(module, g)
         gradients = {name: gradients[name] + term if gradients else term for name, term in terms.items()}
-    return Explicit(gradients)
+    return Explicit(gradients, type(module) is nn.Conv2d)
 
 
 def _explicit_norm_layer(module, uses):
