@@ -197,9 +197,11 @@ def _state(exhibit, numbers, held, record, place):
         if exhibit.tests:
             return "reproduced"
         return "in part" if place and exhibit.name in experiments.names() else "not run"
-    if good == 0:
+    # A record that leaves out what the paper ran (`not_run`) neither reproduces nor contradicts it.
+    left_out = record.values.get("not_run") or numbers.get("not run")
+    if good == 0 and not record.values.get("not_run"):
         return "contradicted"
-    return "reproduced" if bad == 0 and not numbers.get("not run") and record.preset == "paper" else "in part"
+    return "reproduced" if bad == 0 and not left_out and record.preset == "paper" else "in part"
 
 
 def _places(paper, book=None):

@@ -351,7 +351,7 @@ WORST = 0.99     # an epsilon from this share of the worst case on has reached i
 
 def reported(record):
     """The tasks that a record has values of."""
-    return [name for name in record.config["tasks"] if any(key.startswith(name + ".") for key in record.values)]
+    return [name for name in record.config.get("tasks", ()) if any(key.startswith(name + ".") for key in record.values)]
 
 
 def named(prefix, **values):

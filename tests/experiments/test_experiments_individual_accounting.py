@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion import experiments, individual
+from dpcompanion import experiments, individual, records, scoreboard
 from dpcompanion.accounting import gaussian_delta
 from dpcompanion.experiments import Run
 from dpcompanion.experiments import individual_accounting as ia
@@ -181,3 +181,13 @@ def test_plans_are_those_of_the_papers_epsilons():
     plan = ia.make_plan(ia.MNIST, 60000, 1.0)
     assert isinstance(plan, DPSGDPlan) and plan.steps == 5900
     assert plan.epsilon(accountant="rdp") == pytest.approx(2.4, rel=1e-3) and plan.epsilon() < 2.3
+
+
+def test_a_record_that_leaves_the_papers_networks_out_neither_reproduces_nor_contradicts(tmp_path):
+    for pearson in (0.95, 0.5):
+        record = records.make(f"{ia.NAME}/figure-5", "paper", {"not_run": ["mnist"], "mnist_cnn.pearson": pearson},
+                              config={"tasks": {"mnist_cnn": {}, "mnist": {}}})
+        records.write(record, tmp_path)
+        board = {one.exhibit.id: one for one in scoreboard.standings(ia.NAME, folder=tmp_path)}
+        assert board["figure-5"].state == "in part"
+        assert board["figure-5"].findings == ({"holds": 1} if pearson > 0.9 else {"fails": 1})
