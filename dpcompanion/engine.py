@@ -1,7 +1,7 @@
 r"""Opacus with a privacy budget for each example: `IndividualizedPrivacyEngine`.
 
 A drop-in for `opacus.PrivacyEngine`.  Against plain Opacus three lines change: the engine's name, its method, and the
-budgets.  The training loop stays as it is, with `BatchMemoryManager` too.
+budgets.  The training loop stays as it is, with `BatchMemoryManager` too::
 
     engine = IndividualizedPrivacyEngine()
     model, optimizer, loader = engine.make_private_with_budgets(
@@ -17,7 +17,7 @@ What makes each budget hold:
   into physical batches.  The optimizer ends a step with the last piece of its draw: it never joins two draws, takes no
   example and no draw twice, and goes by what was handed out, not by a queue of signals, which an evaluation through the same
   loader would leave out of step;
-* sums are divided by the expected batch size, \sum_i q_i, a public number;
+* sums are divided by the expected batch size, $\sum_i q_i$, a public number;
 * steps are counted where noise is added, and no more are taken than the budgets were made for.
 
 Neighbours differ by one example; Poisson sampling; each example's guarantee holds whatever the others are
@@ -51,9 +51,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         accountant: "rdp" or "pld"; what calibrates the noise and states epsilons.
         secure_mode: as in Opacus.
 
-    Attributes, once `make_private_with_budgets` was called:
-        sample_rates, max_grad_norms, noise_multipliers: (n,), what each example gets; the last is the noise over its own
-            clip norm.
+    Once `make_private_with_budgets` was called, `sample_rates`, `max_grad_norms` and `noise_multipliers`, (n,) float64,
+    say what each example gets; the last is the noise over its own clip norm.
 
     >>> import warnings; warnings.simplefilter("ignore")
     >>> model = torch.nn.Linear(5, 2)

@@ -8,7 +8,7 @@ budgets allow:
   multiplier is the one at which the rates that use up each budget have the
   mean of plain DP-SGD, \sum_p w_p q_p = q, so that batches keep their size.
 * **Scale** (algorithm 3): group p is clipped to its own norm c_p.  With sigma_p
-  the noise multiplier that eps_p needs at rate q,
+  the noise multiplier that eps_p needs at rate q::
 
       sigma_scale = 1 / \sum_p (w_p / sigma_p),      c_p = c sigma_scale / sigma_p,
 
@@ -122,7 +122,7 @@ def combined_parameters(target_epsilons, counts, *, target_delta, sample_rate, s
 
     Rates go a part `sample_weight` of the way from `sample_rate` to those of Sample, so that their mean stays. At its own
     rate r_p each group has the noise multiplier sigma_p that its budget needs, and from these follow the noise
-    and the clip norms as in Scale:
+    and the clip norms as in Scale::
 
         r_p = (1 - w) q + w q_p,      sigma = 1 / \sum_p (w_p / sigma_p),      c_p = c sigma / sigma_p.
 

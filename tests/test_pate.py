@@ -1,0 +1,110 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpcompanion import pate
+from dpcompanion.accounting import DEFAULT_ORDERS, compute_epsilon
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.tuples(st.floats(0.1, 20), st.floats(0.05, 1)), min_size=1, max_size=4), st.integers(1, 5000))
+def test_weights_have_mean_one_and_spend_each_budget_exactly(groups, queries):
+    budgets, shares = zip(*groups)
+    found = pate.weighted_parameters(budgets, shares, target_delta=1e-5, queries=queries)
+    weights = torch.tensor(shares, dtype=torch.float64) / sum(shares)
+    assert float(weights @ found.weights) == pytest.approx(1, rel=1e-9)
+    spent = found.epsilons(1e-5, queries=queries).tolist()
+    assert all(0.99999 * budget <= epsilon <= budget for budget, epsilon in zip(budgets, spent))
+
+
+def test_a_label_for_everybody_costs_what_as_many_gaussian_mechanisms_cost():
+    found = pate.weighted_parameters([1.0, 2.5], [3, 1], target_delta=1e-6, queries=300)
+    for budget, weight in zip((1.0, 2.5), found.weights.tolist()):
+        noise_multiplier = found.noise_std / (math.sqrt(2) * weight)
+        assert compute_epsilon(sample_rate=1, noise_multiplier=noise_multiplier, steps=300, delta=1e-6) == pytest.approx(budget, rel=1e-6)
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.lists(st.floats(0.2, 10), min_size=1, max_size=4), st.integers(1, 20))
+def test_copies_are_whole_exceed_no_budget_and_with_many_of_them_spend_nearly_all(budgets, copies):
+    found = pate.upsampled_parameters(budgets, target_delta=1e-5, queries=100, copies=copies)
+    spent = found.epsilons(1e-5, queries=100)
+    assert found.weights.tolist() == [round(times) for times in found.weights.tolist()] and found.weights.min() == copies
+    assert bool((spent <= torch.tensor(budgets, dtype=torch.float64)).all())
+    fine = pate.upsampled_parameters(budgets, target_delta=1e-5, queries=100, copies=2000)
+    assert fine.epsilons(1e-5, queries=100).tolist() == pytest.approx(budgets, rel=3e-3)
+
+
+def log_chances(histogram, noise_std):
+    """Logarithms of the exact distribution of the label; the trapezoidal rule is exact for such integrands."""
+    votes = torch.tensor(histogram, dtype=torch.float64) / noise_std
+    spacing = 0.02
+    x = torch.arange(float(votes.min()) - 40, float(votes.max()) + 40, spacing, dtype=torch.float64)[:, None]
+    log_below = torch.special.log_ndtr(x - votes)
+    log_density = -0.5 * (x - votes) ** 2 - 0.5 * math.log(2 * math.pi)
+    return torch.logsumexp(log_density + log_below.sum(dim=1, keepdim=True) - log_below, dim=0) + math.log(spacing)
+
+
+def divergence(log_p, log_q, order):
+    return float(torch.logsumexp(order * log_p + (1 - order) * log_q, dim=0)) / (order - 1)
+
+
+@pytest.mark.parametrize("votes", [[30.0, 12.0, 8.0], [24.0, 20.0, 6.0], [50.0, 0.0, 0.0], [17.0, 17.0, 16.0]])
+@pytest.mark.parametrize("noise_std", [2.5, 5.0])
+def test_moving_a_groups_vote_changes_the_label_by_no_more_than_is_said(votes, noise_std):
+    orders = [1.5, 2.0, 4.0, 8.0]
+    parameters = pate.PateParameters(noise_std, torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64))
+    said = pate.rdp_of_votes([votes], parameters, orders=orders)[0]
+    assert said.shape == (3, 4)
+    here = log_chances(votes, noise_std)
+    assert float(here.exp().sum()) == pytest.approx(1, abs=1e-12)
+    for group, weight in enumerate(parameters.weights.tolist()):
+        for source in range(3):
+            for target in range(3):
+                if source != target and votes[source] >= weight:
+                    moved = list(votes)
+                    moved[source], moved[target] = moved[source] - weight, moved[target] + weight
+                    there = log_chances(moved, noise_std)
+                    for order, bound in zip(orders, said[group].tolist()):
+                        assert divergence(here, there, order) <= bound * (1 + 1e-9) + 1e-13
+
+
+def test_votes_that_agree_cost_much_less_and_votes_that_do_not_cost_the_worst_case():
+    found = pate.weighted_parameters([1.0, 3.0], [1, 1], target_delta=1e-5, queries=100)
+    agreed, split = torch.tensor([[250.0, 0, 0]]).repeat(100, 1), torch.tensor([[84.0, 83, 83]]).repeat(100, 1)
+    worst = found.epsilons(1e-5, queries=100)
+    assert bool((pate.epsilons_of_votes(agreed, found, 1e-5) < 0.8 * worst).all())
+    by_rdp = pate.epsilons_of_votes(split, found, 1e-5)
+    assert bool((by_rdp >= worst).all()) and bool((by_rdp < 1.15 * worst).all())
+    plain = torch.tensor(DEFAULT_ORDERS, dtype=torch.float64) * (found.weights[:, None] / found.noise_std) ** 2
+    assert torch.allclose(pate.rdp_of_votes(split, found)[0], plain, rtol=1e-12)
+
+
+def test_weights_count_and_noise_decides_close_calls():
+    votes = torch.tensor([[0, 2], [0, 1], [1, 1]])
+    histogram = pate.histograms(votes, [1.0, 1.0, 2.5], classes=3)
+    assert histogram.tolist() == [[2.0, 2.5, 0.0], [0.0, 3.5, 1.0]]
+    assert pate.noisy_labels(histogram, 0.0, torch.Generator()).tolist() == [1, 1]
+    many = histogram[:1].repeat(20_000, 1)
+    labels = pate.noisy_labels(many, 1.5, torch.Generator().manual_seed(0))
+    share = torch.bincount(labels, minlength=3) / 20_000
+    assert share.tolist() == pytest.approx(log_chances([2.0, 2.5, 0.0], 1.5).exp().tolist(), abs=0.015)
+
+
+@pytest.mark.parametrize("call, message", [
+    (lambda: pate.weighted_parameters([], [], target_delta=1e-5, queries=1), "target_epsilons must be a list"),
+    (lambda: pate.weighted_parameters([0.0], [1], target_delta=1e-5, queries=1), "target_epsilons must lie in"),
+    (lambda: pate.weighted_parameters([1.0], [1, 2], target_delta=1e-5, queries=1), "same length"),
+    (lambda: pate.weighted_parameters([1.0], [1], target_delta=0, queries=1), "target_delta must lie in"),
+    (lambda: pate.weighted_parameters([1.0], [1], target_delta=1e-5, queries=0), "queries must lie in"),
+    (lambda: pate.upsampled_parameters([1.0], target_delta=1e-5, queries=1, copies=0), "copies must lie in"),
+    (lambda: pate.histograms([[3]], [1.0], classes=3), "votes must lie in"),
+    (lambda: pate.histograms([[0]], [-1.0], classes=3), "weights must lie in"),
+    (lambda: pate.histograms([[0]], [1.0, 1.0], classes=3), "votes must have shape"),
+])
+def test_bad_input_is_refused_by_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
