@@ -75,7 +75,8 @@ def test_the_schedule_is_that_of_the_tracker(short):
 def test_norms_at_every_step_contain_those_of_the_passes(short):
     everybody = short.norms[:, short.reference]
     np.testing.assert_allclose(short.reference_norms[short.passes], everybody, rtol=1e-6)
-    np.testing.assert_allclose(short.reference_epsilon(SHORT.refreshes, rounding=0.01), short.epsilon()[short.reference])
+    estimates = short.reference_epsilon(SHORT.refreshes, rounding=0.01)
+    np.testing.assert_allclose(estimates, short.epsilon()[short.reference])
 
 
 def test_individual_clipping_changes_the_run_and_accounting_alone_does_not(run, short):
