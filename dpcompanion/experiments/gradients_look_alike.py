@@ -566,7 +566,7 @@ def mean_update_bounds(sums, sizes, gradients, *, sample_rate, noise_std, order,
 
     Returns:
         {"remove", "add": theorem 3.6 for either direction, from batches that the point enters with its rate; "alone": the same
-        where it enters none, so for X = X'; "coupled": ours; "sensitivity": the mean of |U(B + x) - U(B)|}, each (points,).
+        where it enters none, so for X = X'; "coupled": ours; "sensitivity": how far the point moves the update, on average}, each (points,).
         Theorem 3.6 and ours are estimates.
     """
     sizes, points = sizes.double()[:, None], len(gradients)
@@ -592,8 +592,8 @@ def mean_update_bounds(sums, sizes, gradients, *, sample_rate, noise_std, order,
 def mean_update_bound(norms, plan, order):
     """A bound, not an estimate, on one step with the mean, from the clipped norms of the points alone: (points,).
 
-    The coupled bound with |U(B + x) - U(B)| = |g - mean(B)| / (|B| + 1) <= (|g| + C) / (|B| + 1), |g| for an empty batch, and the
-    law of |B|, which is binomial. With |g| = C it is data-independent, for data sets of this size.
+    A point with a gradient of length g moves the mean of a batch of k by at most (g + C) / (k + 1), and by g where the batch is empty; k
+    is binomial. So the coupled bound can be computed without a single draw. With g = C it is data-independent, for data sets of this size.
     """
     mean = plan.n * plan.sample_rate
     sizes = torch.arange(int(mean + 12 * mean**0.5 + 30) + 1, dtype=torch.float64)
