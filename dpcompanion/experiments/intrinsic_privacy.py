@@ -705,7 +705,6 @@ _QUICK_AUDIT = Audit({"digits": dataclasses.replace(QUICK["digits"], seeds=2000)
 _PAPER_AUDIT = Audit({
     "mnist-binary": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
     "mnist-binary-unscaled": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
-    "forest": dataclasses.replace(PAPER["forest"], seeds=1600),
     "adult": dataclasses.replace(PAPER["adult"], seeds=1600)}, 7, 3)
 KINDS = ("natural", "canary")
 
