@@ -90,6 +90,8 @@ def tilted_counts(sensitivity, *, sample_rate, noise_std, order, generator):
 def tilted_noise(noise, gradient, *, sample_rate, noise_std, order, generator):
     r"""Noise of a step of a tilted run the other way round ("add"): the law :math:`\propto r(z)^{1-\alpha} \varphi(z)`.
 
+    A trainer that can only add to a run's sum takes a plan without noise, and the whole of this added.
+
     Args:
         noise: (..., parameters) draws of the noise, normal with standard deviation `noise_std`.
         gradient: (..., parameters) x's clipped gradient. x itself enters no step of these runs.
