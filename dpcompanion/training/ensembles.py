@@ -118,13 +118,9 @@ class Ensemble:
         self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
         self.method = method if method != "auto" else clipping.resolve_method(
             self._template, loss, self.x[:2], self.y[:2])
-        try:
-            self._network = self._workplace()
-        except Unfit:
-            if method != "auto":
-                raise
+        if method == "auto" and self.method != "func" and not self._stacks(self.x[:2], self.y[:2]):
             self.method = "func"
-            self._network = self._workplace()
+        self._network = self._workplace()
         self.step, self.epochs = 0, []
         self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)
         self.batch_sizes = torch.zeros(runs, self.steps, dtype=torch.int64)
@@ -201,6 +197,28 @@ class Ensemble:
         if set(shared) != set(given) or not all(torch.equal(t, given[name].to(t)) for name, t in shared.items()):
             raise ValueError("model must have the same frozen parameters and buffers in all runs")
         return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
+
+    def _stacks(self, x, y):
+        """Whether two different runs through the stacked network give what each gives alone."""
+        model, pair = copy.deepcopy(self._template), torch.stack([self.vectors[0], self.vectors[0] / 2])
+        try:
+            network = StackedNetwork(self._template)
+            network.load(self.split(pair))
+            together = clipping._layerwise(network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf,
+                                           self.method, 2)
+        except (Unfit, RuntimeError, AttributeError, TypeError):
+            return False
+        tolerance = 1e-6 if pair.dtype == torch.float64 else 1e-2
+        for run, vector in enumerate(pair):
+            with torch.no_grad():
+                for name, p in self.split(vector[None]).items():
+                    model.get_parameter(name).copy_(p[0])
+            alone = clipping._layerwise(model, self.loss, x, y, math.inf, self.method)
+            error = sum((g - together.gradients[name][run]).norm() for name, g in alone.gradients.items())
+            error += (alone.norms - together.norms.chunk(2)[run]).norm()
+            if not error <= tolerance * (alone.norms.sum() + tolerance) and alone.norms.isfinite().all():
+                return False
+        return True
 
     def _workplace(self):
         """What a pass needs for itself, so that threads do not share it: `torch.func` swaps a module's parameters."""

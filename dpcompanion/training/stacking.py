@@ -28,10 +28,16 @@ class StackedLayer(nn.Module):
 
     def __init__(self, layer):
         super().__init__()
-        # Not a child: only its shapes, options and frozen parameters count.
+        # Not a child: only its sizes, options and frozen parameters count.
         self.__dict__["layer"] = layer
-        for name, p in own_parameters(layer).items():
-            self.register_parameter(name, nn.Parameter(p.detach().unsqueeze(0)))
+        self._parameters |= {name: nn.Parameter(p.detach().unsqueeze(0)) for name, p in own_parameters(layer).items()}
+
+    def __getattr__(self, name):
+        """Sizes and options, which models may read, are those of the layer."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["layer"], name)
 
     def forward(self, x):
         layer, own = self.layer, own_parameters(self)
