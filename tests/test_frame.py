@@ -124,3 +124,9 @@ def test_the_ci_script_runs():
 
 def test_docstrings_may_write_formulas_between_dollar_signs():
     assert subprocess.run([sys.executable, "-m", "doctest", str(ROOT / "book" / "_ext" / "docstrings.py")]).returncode == 0
+
+
+def test_buttons_for_binder_and_colab_are_off_until_an_address_is_set():
+    launch = ROOT / "book" / "_ext" / "launch.py"
+    assert subprocess.run([sys.executable, "-m", "doctest", str(launch)]).returncode == 0
+    assert yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]["public_repository"] == ""

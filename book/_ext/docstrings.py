@@ -1,7 +1,8 @@
 """Lets docstrings write formulas as the book's pages do, between dollar signs.
 
 Sphinx reads docstrings as reStructuredText; this turns `$x$` into a math role
-and `$$ x $$` into a math directive, and leaves examples (`>>>`) as they are.
+and `$$ x $$` into a math directive, takes a bar or the star of `(n, *shape)` for what
+it is, and leaves examples (`>>>`) and literal blocks as they are.
 """
 
 import re
@@ -12,13 +13,39 @@ def with_math(lines):
 
     >>> with_math(["A rate $q$ costs", "", "$$ q^2", "   / 2. $$", "", ">>> price($5, $6)"])
     ['A rate :math:`q` costs', '', '', '.. math::', '', '   q^2', '   / 2.', '', '', '>>> price($5, $6)']
+    >>> print("\\n".join(with_math(["|a| of (n, *shape), $|b|$", "", "As in::", "", "    a | b", "", "|c|"])))
+    \\|a\\| of (n, \\*shape), :math:`|b|`
+    <BLANKLINE>
+    As in::
+    <BLANKLINE>
+        a | b
+    <BLANKLINE>
+    \\|c\\|
     """
     text = "\n".join(lines)
     display = re.compile(r"^([ \t]*)\$\$(.+?)\$\$[ \t]*$", re.MULTILINE | re.DOTALL)
     text = display.sub(_directive, text)
     paragraphs = re.split(r"(\n[ \t]*\n)", text)
     inline = re.compile(r"(?<![\\$`\w])\$([^\s$](?:[^$]*?[^\s$])?)\$(?![\w$])")
-    return "".join(part if ">>>" in part else inline.sub(r":math:`\1`", part) for part in paragraphs).split("\n")
+    done, literal = [], None
+    for part in paragraphs:
+        indent = len(re.match(r"\n*([ \t]*)", part)[1])
+        if part.strip():
+            literal = literal if literal is not None and indent > literal else None
+        if ">>>" not in part and literal is None:
+            part = inline.sub(r":math:`\1`", _as_text(part))
+        if part.strip() and literal is None and part.rstrip().endswith("::"):
+            literal = len(re.search(r"^([ \t]*)\S.*\Z", part.rstrip(), re.MULTILINE)[1])
+        done.append(part)
+    return "".join(done).split("\n")
+
+
+def _as_text(part):
+    """A paragraph whose bars and lone stars are no markup; formulas and code keep theirs."""
+    if re.search(r"^\s*\.\. math::", part, re.MULTILINE):
+        return part
+    pieces = re.split(r"(`[^`]*`|(?<![\w$])\$[^$]+\$)", part)
+    return "".join(piece if index % 2 else re.sub(r"\*(?=\w+[)\]}])", r"\\*", piece).replace("|", r"\|") for index, piece in enumerate(pieces))
 
 
 def _directive(found):
