@@ -1,14 +1,15 @@
 """Individualised budgets: finding parameters, and a training step with them.
 
-*Parameters*: as table 15 of Boenisch et al. 2023, MNIST (rate 1/118, 9,440 steps, delta 1e-5) with budgets evenly spaced from 1
-to 6 and groups of equal size; by RDP as there, where the paper reports 277.52 s (Sample) and 78.85 s (Scale) for 128 groups; and by loss
-distributions. The plain loop searches one group after the other with `find_noise_multiplier` or `find_sample_rate`; its time is
-that of eight groups, scaled up.
-*Step*: the MNIST CNN (26,010 parameters, float32), batches of 512 with the loader, random data, in Opacus: its own `PrivacyEngine`
-against ours with one budget for all and with three budgets (Scale; Sample's steps differ in who is drawn only).
+*Parameters*: as table 15 of Boenisch et al. 2023, MNIST (rate 1/118, 9,440 steps, delta 1e-5) with budgets evenly
+spaced from 1 to 6 and groups of equal size; by RDP as there, where the paper reports 277.52 s (Sample) and 78.85 s
+(Scale) for 128 groups; and by loss distributions. The plain loop searches one group after the other with
+`find_noise_multiplier` or `find_sample_rate`; its time is that of eight groups, scaled up.
+*Step*: the MNIST CNN (26,010 parameters, float32), batches of 512 with the loader, random data, in Opacus: its own
+`PrivacyEngine` against ours with one budget for all and with three budgets (Scale; Sample's steps differ in who is
+drawn only).
 
-Ways take turns, and the medians are shown. `ratio` is the time over the plain loop's (parameters) or over Opacus's (steps).
-`CPU s` adds up all threads.
+Ways take turns, and the medians are shown. `ratio` is the time over the plain loop's (parameters) or over Opacus's
+(steps). `CPU s` adds up all threads.
 """
 
 import warnings
@@ -55,13 +56,15 @@ def plain_sample():
 def parameters(method, groups):
     ways = {"by RDP": ours(method, groups)}
     if groups == 128:
-        ways |= {"plain loop, by RDP": plain_sample if method == "sample" else plain_scale, "by PLD": ours(method, groups, "pld")}
+        ways |= {"plain loop, by RDP": plain_sample if method == "sample" else plain_scale,
+                 "by PLD": ours(method, groups, "pld")}
     return ways
 
 
 def images():
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(BATCH, 1, 28, 28, generator=generator), torch.randint(10, (BATCH,), generator=generator))
+    return TensorDataset(torch.randn(BATCH, 1, 28, 28, generator=generator),
+                         torch.randint(10, (BATCH,), generator=generator))
 
 
 def _steps(model, optimizer, criterion, loader):
@@ -80,7 +83,8 @@ def opacus_step(mode):
 
     model = models.mnist_cnn()
     model, optimizer, *rest = PrivacyEngine(accountant="rdp").make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), data_loader=DataLoader(images(), batch_size=BATCH),
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        data_loader=DataLoader(images(), batch_size=BATCH),
         noise_multiplier=10.0, max_grad_norm=1.0, grad_sample_mode=mode)
     return _steps(model, optimizer, rest[0] if mode == "ghost" else nn.CrossEntropyLoss(), rest[-1])
 
@@ -90,7 +94,8 @@ def our_step(mode, targets):
 
     model = models.mnist_cnn()
     model, optimizer, *rest = IndividualizedPrivacyEngine().make_private_with_budgets(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), data_loader=DataLoader(images(), batch_size=BATCH),
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        data_loader=DataLoader(images(), batch_size=BATCH),
         target_epsilons=torch.tensor(targets)[torch.arange(BATCH) % len(targets)], target_delta=1e-5, epochs=10_000,
         max_grad_norm=1.0, method="scale", grad_sample_mode=mode)
     return _steps(model, optimizer, rest[0] if mode == "ghost" else nn.CrossEntropyLoss(), rest[-1])

@@ -13,15 +13,16 @@ What makes each budget hold:
 * parameters come from `dpcompanion.idp`: for example i the rate q_i and the clip norm c_i, and one noise
   of standard deviation sigma times the mean clip norm;
 * the loader's sampler is replaced by independent draws, example i with probability q_i;
-* the data set notes which examples it hands out, so that each gradient meets its own clip norm whatever way a draw is cut
-  into physical batches.  The optimizer ends a step with the last piece of its draw: it never joins two draws, takes no
-  example and no draw twice, and goes by what was handed out, not by a queue of signals, which an evaluation through the same
-  loader would leave out of step;
+* the data set notes which examples it hands out, so that each gradient meets its own clip norm whatever way a draw is
+  cut into physical batches.  The optimizer ends a step with the last piece of its draw: it never joins two draws,
+  takes no example and no draw twice, and goes by what was handed out, not by a queue of signals, which an evaluation
+  through the same loader would leave out of step;
 * sums are divided by the expected batch size, $\sum_i q_i$, a public number;
 * steps are counted where noise is added, and no more are taken than the budgets were made for.
 
 Neighbours differ by one example; Poisson sampling; each example's guarantee holds whatever the others are
-(individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on them.
+(individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
+them.
 
 Needs Opacus; written against version 1.6.
 """
@@ -77,19 +78,22 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         self.accountant = _Accountant(accountant)
 
     def make_private(self, **_):
-        raise ValueError("IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use opacus.PrivacyEngine")
+        raise ValueError("IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use "
+                         "opacus.PrivacyEngine")
 
     make_private_with_epsilon = make_private
 
-    def make_private_with_budgets(self, *, module, optimizer, data_loader, target_epsilons, target_delta, epochs, max_grad_norm,
+    def make_private_with_budgets(self, *, module, optimizer, data_loader, target_epsilons, target_delta, epochs,
+                                  max_grad_norm,
                                   method="sample", sample_weight=None, criterion=None, batch_first=True,
                                   loss_reduction="mean", noise_generator=None, grad_sample_mode="hooks"):
-        """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in `epochs`.
+        """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
+        `epochs`.
 
         Args:
             module, optimizer: as in Opacus. No layer may mix examples (batch normalisation).
-            data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one with
-                Poisson draws, shuffled or not. Its `generator` draws them; without one a generator seeded from
+            data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one
+                with Poisson draws, shuffled or not. Its `generator` draws them; without one a generator seeded from
                 `noise_generator`, if that is given.
             target_epsilons: (n,) budgets, one for each example of the data set, in its order.
             target_delta: in (0, 1).
@@ -102,13 +106,14 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a module that mixes
-                examples, a sampler of one's own, drop_last, an iterable data set, worker processes, a distributed module.
+                examples, a sampler of one's own, drop_last, an iterable data set, worker processes, a distributed
+                module.
         """
         _checks.one_of("method", method, METHODS)
         _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
         if (sample_weight is not None) != (method == "combined"):
-            raise ValueError(f"sample_weight must be given with the method 'combined' and only then, got {sample_weight!r} "
-                             f"with {method!r}")
+            raise ValueError(f"sample_weight must be given with the method 'combined' and only then, got "
+                             f"{sample_weight!r} with {method!r}")
         if self.accountant.steps:
             raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
         _check_loader(data_loader)
@@ -118,7 +123,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         n, epochs = len(data_loader.dataset), _checks.whole_number("epochs", epochs, 1)
         budgets = torch.as_tensor(target_epsilons, dtype=torch.float64).cpu()
         if budgets.shape != (n,):
-            raise ValueError(f"target_epsilons must have shape ({n},), one for each example, got {tuple(budgets.shape)}")
+            raise ValueError(f"target_epsilons must have shape ({n},), one for each example, got "
+                             f"{tuple(budgets.shape)}")
         max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
         run = {"target_delta": target_delta, "sample_rate": 1 / len(data_loader), "steps": epochs * len(data_loader),
                "accountant": self.accountant.by}
@@ -131,14 +137,16 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         draws = _Draws(n, self.sample_rates, sampling or torch.default_generator, len(data_loader))
         noted = _Noted(data_loader.dataset)
         self.dataset = data_loader.dataset
-        module = self._prepare_model(module, batch_first=batch_first, max_grad_norm=max_grad_norm, loss_reduction=loss_reduction,
+        module = self._prepare_model(module, batch_first=batch_first, max_grad_norm=max_grad_norm,
+                                     loss_reduction=loss_reduction,
                                      grad_sample_mode=grad_sample_mode)
         module.forbid_grad_accumulation()
         optimizer = getattr(optimizer, "original_optimizer", optimizer)
         kind = _GhostOptimizer if grad_sample_mode == "ghost" else _Optimizer
         optimizer = kind(optimizer, noise_multiplier=noise, max_grad_norm=max_grad_norm,
                          expected_batch_size=float(self.sample_rates.sum()), loss_reduction=loss_reduction,
-                         generator=self.secure_rng if self.secure_mode else noise_generator, secure_mode=self.secure_mode)
+                         generator=self.secure_rng if self.secure_mode else noise_generator,
+                         secure_mode=self.secure_mode)
         optimizer.follow(draws, noted, self.max_grad_norms, self.accountant)
         self.accountant.generators = {} if self.secure_mode else {
             name: g for name, g in (("noise", noise_generator), ("sampling", sampling)) if g is not None}
@@ -161,7 +169,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 found = idp.scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
                 rates = run["sample_rate"] * full
             else:
-                found = idp.combined_parameters(budgets, counts, max_grad_norm=max_grad_norm, sample_weight=sample_weight, **run)
+                found = idp.combined_parameters(budgets, counts, max_grad_norm=max_grad_norm,
+                                                sample_weight=sample_weight, **run)
                 rates = found.sample_rates
             norms, noises = found.max_grad_norms, found.noise_multipliers
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = rates, norms, noises
@@ -191,12 +200,13 @@ class _Accountant(IAccountant):
         self.generators, self._parameters = {}, None
 
     def plan(self, rates, noises, budgets, target_delta, steps):
-        self._parameters = {"rates": rates, "noises": noises, "budgets": budgets, "target_delta": target_delta, "planned": steps}
+        self._parameters = {"rates": rates, "noises": noises, "budgets": budgets, "target_delta": target_delta,
+                            "planned": steps}
         self.planned = steps
 
     @property
     def history(self):
-        """As Opacus keeps it, of the example with the largest rate and of the one with the least noise over its clip norm."""
+        """As Opacus keeps it: the least noise over a clip norm with the largest rate."""
         if not self.steps:
             return []
         return [(float(self._parameters["noises"].min()), float(self._parameters["rates"].max()), self.steps)]
@@ -227,9 +237,9 @@ class _Accountant(IAccountant):
                 top = torch.stack([rates[order].cummax(0).values, noises[order].cummin(0).values], dim=1)
                 pairs, which = top[ends], torch.empty_like(order)
                 which[order] = node
-            epsilons = torch.tensor([accounting.compute_epsilon(sample_rate=q, noise_multiplier=s, steps=self.steps, delta=delta,
-                                                                accountant=self.by) for q, s in pairs.tolist()],
-                                    dtype=torch.float64)
+            run = {"steps": self.steps, "delta": delta, "accountant": self.by}
+            epsilons = torch.tensor([accounting.compute_epsilon(sample_rate=rate, noise_multiplier=noise, **run)
+                                     for rate, noise in pairs.tolist()], dtype=torch.float64)
         epsilons = epsilons[which]
         if self.steps <= self.planned and delta >= self._parameters["target_delta"]:
             epsilons = torch.minimum(epsilons, budgets)
@@ -258,8 +268,8 @@ class _Accountant(IAccountant):
             torch.equal(torch.as_tensor(value), torch.as_tensor(state["parameters"][name]))
             for name, value in self._parameters.items())
         if not same:
-            raise ValueError("state_dict must come from a run with the same budgets, loader, epochs and accountant: make the "
-                             "engine private in the same way before loading")
+            raise ValueError("state_dict must come from a run with the same budgets, loader, epochs and accountant: "
+                             "make the engine private in the same way before loading")
         if set(state["generators"]) != set(self.generators):
             # A generator that starts again would repeat noise that was already used.
             raise ValueError(f"generators must be given as in the run that was saved ({sorted(state['generators'])}), "
@@ -323,7 +333,8 @@ class _Following:
         """What to multiply the gradients of the current physical batch by; norms: (k,)."""
         batch = self._noted.handed_out
         if batch is None or len(norms) != len(batch):
-            raise ValueError(f"a batch must be what the loader handed out last, {len(batch or [])} examples, got {len(norms)}")
+            raise ValueError(f"a batch must be what the loader handed out last, {len(batch or [])} examples, got "
+                             f"{len(norms)}")
         own = self._norms[batch].to(device=norms.device, dtype=norms.dtype)
         factors = (own / (norms + 1e-6)).clamp(max=1.0)
         return torch.where(norms.isfinite(), factors, 0.0)
@@ -352,7 +363,8 @@ class _Following:
 class _Optimizer(_Following, DPOptimizer):
     def clip_and_accumulate(self):
         samples = self.grad_samples
-        norms = torch.stack([g.flatten(1).norm(dim=1) if len(g) else g.new_zeros(0) for g in samples], dim=1).norm(dim=1)
+        norms = torch.stack([g.flatten(1).norm(dim=1) if len(g) else g.new_zeros(0) for g in samples],
+                            dim=1).norm(dim=1)
         factors, bad = self.clip_factors(norms), ~norms.isfinite()
         unfit = bool(bad.any())
         if unfit:
@@ -372,26 +384,27 @@ class _Optimizer(_Following, DPOptimizer):
 class _GhostOptimizer(_Following, DPOptimizerFastGradientClipping):
     def accumulate(self):
         if not all(bool(p.grad.isfinite().all()) for p in self.params):
-            raise FloatingPointError("a gradient is not finite, and in ghost mode cannot be left out of the sum; use hooks")
+            raise FloatingPointError("a gradient is not finite, and in ghost mode it cannot be left out; use hooks")
         super().accumulate()
 
 
 def _check_loader(loader):
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
-        raise ValueError("data_loader must be of a map-style data set, got an iterable one: examples cannot be drawn by index")
+        raise ValueError("data_loader must be of a map-style data set, got an iterable one, which cannot be drawn from")
     if loader.batch_sampler is None:
         raise ValueError("data_loader must have a batch_size, got None")
     if loader.drop_last:
         raise ValueError("data_loader must have drop_last=False: Poisson draws have no last batch to drop")
     if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in (SequentialSampler, RandomSampler):
         culprit = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
-        raise ValueError(f"data_loader must have no sampler of its own, got {type(culprit).__name__}: the account holds for "
-                         "independent draws at the budgets' rates only")
+        raise ValueError(f"data_loader must have no sampler of its own, got {type(culprit).__name__}: the account "
+                         "holds for independent draws at the budgets' rates only")
     if getattr(loader.sampler, "replacement", False) or len(loader.sampler) != len(loader.dataset):
-        raise ValueError("data_loader must go once through its data set, got a sampler with replacement or another length")
+        raise ValueError("data_loader must go once through its data set, got a sampler with replacement or of another "
+                         "length")
     if loader.num_workers:
-        raise ValueError(f"data_loader must have num_workers=0, got {loader.num_workers}: which example a gradient belongs to is "
-                         "noted where the data set is read")
+        raise ValueError(f"data_loader must have num_workers=0, got {loader.num_workers}: which example a gradient "
+                         "belongs to is noted where the data set is read")
 
 
 def _check_module(engine, module, optimizer):
@@ -410,8 +423,13 @@ def _check_module(engine, module, optimizer):
 def _loader(loader, noted, draws, batch_first):
     example = noted[0]
     fields = example if isinstance(example, (tuple, list)) else []
+
+    def dtype(field):
+        return getattr(field, "dtype", torch.long if isinstance(field, int) else torch.get_default_dtype())
+
+    # What an empty batch looks like before the first one with examples.
     collate = wrap_collate_with_empty(
-        collate_fn=loader.collate_fn, batch_first=batch_first,
-        sample_empty_shapes=[(0, *getattr(field, "shape", ())) for field in fields] or None,
-        dtypes=[getattr(field, "dtype", torch.long if isinstance(field, int) else torch.get_default_dtype()) for field in fields] or None)
-    return DataLoader(noted, batch_sampler=draws, collate_fn=collate, pin_memory=loader.pin_memory, generator=loader.generator)
+        collate_fn=loader.collate_fn, batch_first=batch_first, dtypes=[dtype(field) for field in fields] or None,
+        sample_empty_shapes=[(0, *getattr(field, "shape", ())) for field in fields] or None)
+    return DataLoader(noted, batch_sampler=draws, collate_fn=collate, pin_memory=loader.pin_memory,
+                      generator=loader.generator)

@@ -20,11 +20,12 @@ Each group's guarantee is that of DP-SGD with its own rate and noise multiplier:
 neighbours that differ in one example of that group, Poisson sampling.  Parameters are found
 conservatively: no group's `compute_epsilon` exceeds its target.
 
-There may be as many groups as examples.  All groups are searched side by side; of more than a few
-hundred different budgets some are searched, and the others lie between two of them: a budget
-decides its group's parameters, smoothly.  By RDP each group found so is then checked for itself, at one
-order, which bounds its epsilon.  By PLD, whose epsilons cost milliseconds each, what is interpolated is how far the
-parameters lie from those of RDP, on the safe side of chords through neighbouring points.
+There may be as many groups as examples.  All groups are searched side by side; of many different
+budgets some are searched, and the others lie between two of them: a budget decides its group's
+parameters, smoothly.  They are taken from the safe side of chords through neighbouring points.  By RDP
+each group found so is then checked for itself, at one order, which bounds its epsilon.  By PLD, whose
+epsilons cost 10 to 50 milliseconds each, 1e-4 of every budget is kept back for what the grids of nearby
+parameters may differ by, and one budget in the middle of every stretch is checked.
 
 >>> found = scale_parameters([1.0, 2.0, 3.0], [34, 43, 23], target_delta=1e-5, sample_rate=1 / 49, steps=1470,
 ...                          max_grad_norm=0.4)
@@ -80,8 +81,9 @@ def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, ste
         target_delta, sample_rate, steps: as in plain DP-SGD.
         accountant: "rdp" or "pld".
 
-    The noise multiplier lies within a relative 1e-4 of the best (by PLD 3e-4). The search stops where the rates have a
-    mean of at least `sample_rate`, and lowers them all by the same factor to make it equal: a lower rate never costs more.
+    The noise multiplier lies within a relative 1e-4 of the best (by PLD 5e-4). The search stops where the rates have a
+    mean of at least `sample_rate`, and lowers them all by the same factor to make it equal: a lower rate never costs
+    more.
 
     Raises:
         ValueError: bad input, or a budget that not even a rate of 1 would use up; the largest that can be is named.
@@ -120,20 +122,20 @@ def combined_parameters(target_epsilons, counts, *, target_delta, sample_rate, s
                         accountant="rdp"):
     r"""Sample and Scale at once: rates and clip norms that together use up each budget.
 
-    Rates go a part `sample_weight` of the way from `sample_rate` to those of Sample, so that their mean stays. At its own
-    rate r_p each group has the noise multiplier sigma_p that its budget needs, and from these follow the noise
+    Rates go a part `sample_weight` of the way from `sample_rate` to those of Sample, so that their mean stays. At its
+    own rate r_p each group has the noise multiplier sigma_p that its budget needs, and from these follow the noise
     and the clip norms as in Scale::
 
         r_p = (1 - w) q + w q_p,      sigma = 1 / \sum_p (w_p / sigma_p),      c_p = c sigma / sigma_p.
 
-    Arguments and errors as for `scale_parameters`; `sample_weight`, in [0, 1], is w: 0 is Scale and 1 is Sample. The paper
-    (appendix D.6) puts the parameters of the two methods together one after the other and reports weights without
+    Arguments and errors as for `scale_parameters`; `sample_weight`, in [0, 1], is w: 0 is Scale and 1 is Sample. The
+    paper (appendix D.6) puts the parameters of the two methods together one after the other and reports weights without
     saying how they enter; here every group's own budget holds whatever the weight.
 
-    >>> found = combined_parameters([1.0, 2.0], [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000, max_grad_norm=1,
-    ...                             sample_weight=0.5)
-    >>> [round(x, 3) for x in (found.noise_multiplier, *(100 * found.sample_rates).tolist(), *found.max_grad_norms.tolist())]
-    [1.207, 0.832, 1.168, 0.905, 1.095]
+    >>> found = combined_parameters([1.0, 2.0], [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000,
+    ...                             max_grad_norm=1, sample_weight=0.5)
+    >>> round(found.noise_multiplier, 3), found.sample_rates.round(decimals=4), found.max_grad_norms.round(decimals=3)
+    (1.207, tensor([0.0083, 0.0117], dtype=torch.float64), tensor([0.9050, 1.0950], dtype=torch.float64))
     """
     groups = _Groups(target_epsilons, counts)
     run = _Run(target_delta, steps, accountant)
@@ -151,7 +153,8 @@ def combined_parameters(target_epsilons, counts, *, target_delta, sample_rate, s
 
 
 def rdp_epsilons(sample_rates, noise_multipliers, *, steps, delta):
-    """Epsilon by RDP of many runs of `steps` steps, each with its own rate and noise multiplier; all (P,) float64 tensors.
+    """Epsilon by RDP of many runs of `steps` steps, each with its own rate and noise multiplier; all (P,) float64
+    tensors.
 
     As `compute_epsilon` with the accountant "rdp", side by side and within rounding errors.
 
@@ -176,10 +179,10 @@ def _sample(groups, run, sample_rate):
     # The pooled noise of Scale is near.
     log_noise, slope = -math.log(float((weights / noises).sum())) - 0.02, 1.2
     rates = (sample_rate * (math.exp(log_noise) / noises) ** slope).clamp(max=1.0)
-    for stage_budgets, stage_weights in ((nodes, weights),) if nodes is budgets else ((nodes, weights), (budgets, groups.weights)):
-        if stage_budgets is not nodes:
-            rates = _interpolate(stage_budgets, nodes, rates)
-        log_noise, slope, rates, mean = _match_mean(run, stage_budgets, stage_weights, sample_rate, log_noise, slope, rates)
+    log_noise, slope, rates, mean = _match_mean(run, nodes, weights, sample_rate, log_noise, slope, rates)
+    if nodes is not budgets:
+        rates = _interpolate(budgets, nodes, rates)
+        log_noise, _, rates, mean = _match_mean(run, budgets, groups.weights, sample_rate, log_noise, slope, rates)
     noise = math.exp(log_noise)
     if float(rates.max()) > 1 - 1e-3 and float(budgets[-1]) > (1 + 1e-3) * (most := run.epsilon(1.0, noise)):
         _refuse_beyond(most, budgets, sample_rate)
@@ -188,12 +191,12 @@ def _sample(groups, run, sample_rate):
 
 def _refuse_beyond(most, budgets, sample_rate):
     most = math.floor(most * 10 ** (digits := 3 - math.floor(math.log10(most)))) / 10**digits
-    raise ValueError(f"target_epsilons must not exceed {most:g} here, got {float(budgets[-1]):g}: not even a sample rate of 1 "
-                     f"would use it up, where the mean rate is to be {sample_rate:g}")
+    raise ValueError(f"target_epsilons must not exceed {most:g} here, got {float(budgets[-1]):g}: not even a sample "
+                     f"rate of 1 would use it up, where the mean rate is to be {sample_rate:g}")
 
 
 def _match_mean(run, budgets, weights, sample_rate, log_noise, slope, rates):
-    """The noise at which the rates have a mean at or a little above `sample_rate`: secants, kept within what is known."""
+    """The noise at which the rates have a mean at or a little above `sample_rate`: secants within a bracket."""
     low, high, last = -math.inf, math.inf, None
     for _ in range(60):
         rates = run.rates(budgets, math.exp(log_noise), start=rates)
@@ -217,14 +220,16 @@ def _match_mean(run, budgets, weights, sample_rate, log_noise, slope, rates):
 
 
 class _Groups:
-    """The different budgets in ascending order, (D,), their shares of the examples, and which of them each group has."""
+    """The different budgets, ascending, (D,), their shares of the examples, and which of them each group has."""
 
     def __init__(self, target_epsilons, counts):
         values = {}
         for name, given in (("target_epsilons", target_epsilons), ("counts", counts)):
-            values[name] = torch.as_tensor(_checks.in_interval(name, given, 0, math.inf, closed="neither"), dtype=torch.float64)
+            values[name] = torch.as_tensor(_checks.in_interval(name, given, 0, math.inf, closed="neither"),
+                                           dtype=torch.float64)
             if values[name].ndim != 1 or len(values[name]) == 0:
-                raise ValueError(f"{name} must be a list with one entry for each group, got shape {tuple(values[name].shape)}")
+                raise ValueError(f"{name} must be a list with one entry for each group, got shape "
+                                 f"{tuple(values[name].shape)}")
         _checks.same_length(**values)
         self.budgets, self.which = torch.unique(values["target_epsilons"].cpu(), return_inverse=True)
         shares = values["counts"].cpu() / values["counts"].sum().cpu()
@@ -255,7 +260,8 @@ class _Run:
         self.target_delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
         self.steps = _checks.whole_number("steps", steps, 1)
         self._near = None                  # the range of orders that decided last
-        # Different budgets that are searched one by one; among more, the spacing of ln eps; how far the mean rate may be off.
+        # So many different budgets are searched one by one; among more, the spacing of ln eps; how far the mean rate
+        # may be above the wanted one.
         rdp = self.accountant == "rdp"
         self.searched, self.spacing, self.slack = (256, 0.01, 6e-5) if rdp else (24, 0.05, 3e-4)
 
@@ -273,17 +279,19 @@ class _Run:
         return self._at_budgets(budgets, nodes, found, lambda y, index: (rates[index], y.exp())).exp()
 
     def rates(self, budgets, noise, start):
-        """(D,) sample rates, at most 1, that the budgets allow with one noise multiplier for all; start: (D,) guesses."""
+        """(D,) sample rates, at most 1, that the budgets allow with one noise multiplier; start: (D,) guesses."""
         def pair(y, _):
             return (-y).exp().clamp(max=1.0), torch.full_like(y, noise)
 
         nodes, start = self._at_nodes(budgets, start)
-        found = self._search(nodes, pair, -start.log(), 0.0, -math.log(_SMALLEST_RATE), f"a sample rate of {_SMALLEST_RATE:g}",
+        found = self._search(nodes, pair, -start.log(), 0.0, -math.log(_SMALLEST_RATE),
+                             f"a sample rate of {_SMALLEST_RATE:g}",
                              self.accountant)
         return pair(self._at_budgets(budgets, nodes, found, pair), None)[0]
 
     def epsilon(self, rate, noise):
-        return accounting.compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=self.steps, delta=self.target_delta,
+        return accounting.compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=self.steps,
+                                          delta=self.target_delta,
                                           accountant=self.accountant)
 
     def _at_nodes(self, budgets, values):
@@ -292,16 +300,18 @@ class _Run:
 
     def _search(self, nodes, pair, start, low, high, extreme, accountant):
         """The least safe y of each node; `pair(y, index)` gives rates and noise multipliers."""
-        def excess(y, index):
-            if accountant == "rdp":
-                return _log_ratio(self._rdp_epsilon(*pair(y, index))[0], nodes[index] * (1 - _HAIR))
-            epsilons = [self.epsilon(*each) for each in zip(*(values.tolist() for values in pair(y, index)))]
-            return _log_ratio(torch.tensor(epsilons, dtype=torch.float64), nodes[index] * (1 - _JITTER))
-
-        found = _least(excess, start, low, high)
+        found = _least(lambda y, index: self._excess(*pair(y, index), nodes[index], accountant), start, low, high)
         if bool(found.isnan().any()):
-            raise ValueError(f"target_epsilons must be larger, got {float(nodes[found.isnan()][0]):g}: not even {extreme} meets it")
+            missed = float(nodes[found.isnan()][0])
+            raise ValueError(f"target_epsilons must be larger, got {missed:g}: not even {extreme} meets it")
         return found
+
+    def _excess(self, rates, noises, budgets, accountant):
+        """ln of epsilon over a budget less a hair, which is kept for what nearby parameters may differ by, (D,)."""
+        if accountant == "rdp":
+            return _log_ratio(self._rdp_epsilon(rates, noises)[0], budgets * (1 - _HAIR))
+        epsilons = [self.epsilon(*pair) for pair in zip(rates.tolist(), noises.tolist())]
+        return _log_ratio(torch.tensor(epsilons, dtype=torch.float64), budgets * (1 - _JITTER))
 
     def _at_budgets(self, budgets, nodes, found, pair):
         """The least safe y of each budget, from those of the nodes."""
@@ -309,7 +319,10 @@ class _Run:
             return found
         y = _safe_interpolation(budgets, nodes, found)
         if self.accountant == "pld":
-            return y
+            # A look at the middle of each stretch, where a curve strays farthest from its chord.
+            middle = torch.searchsorted(budgets, torch.sqrt(nodes[1:] * nodes[:-1])).clamp(max=len(budgets) - 1)
+            above = self._excess(*pair(y[middle], middle), budgets[middle], "pld")
+            return y + 2 * float(above.max().clamp(min=0))
         # Which order decides changes slowly, and any order gives a bound.
         left, share = _between(budgets, nodes)
         orders = self._rdp_epsilon(*pair(found, torch.searchsorted(budgets, nodes).clamp(max=len(budgets) - 1)))[1]
@@ -351,7 +364,8 @@ class _Run:
         epsilon = torch.empty_like(rates)
         for order in orders.unique().tolist():
             rows = (orders == order).nonzero()[:, 0]
-            epsilon[rows] = self._rdp_epsilon_at(torch.tensor([order], dtype=torch.float64), rates[rows], noises[rows])[0]
+            epsilon[rows] = self._rdp_epsilon_at(torch.tensor([order], dtype=torch.float64), rates[rows],
+                                                 noises[rows])[0]
         return epsilon
 
 
@@ -364,8 +378,8 @@ def _least(excess, start, low, high, precision=_PRECISION):
     """The least y in [low, high] at which a falling function is at most 0: within `precision`, and never below.
 
     Many searches side by side: `excess(y, index)` gives the values of those at `index`, start is (n,). nan where even
-    `high` exceeds 0. As in `accounting.calibration`, excesses are logarithms of epsilon over its target, which say how far
-    to walk; then secants close the bracket from both sides.
+    `high` exceeds 0. As in `accounting.calibration`, excesses are logarithms of epsilon over its target, which say how
+    far to walk; then secants close the bracket from both sides.
     """
     good, bad = torch.full_like(start, math.nan), torch.full_like(start, math.nan)
     at_good, at_bad, stride, idle = good.clone(), bad.clone(), good.clone(), torch.zeros_like(start)
@@ -396,7 +410,7 @@ def _least(excess, start, low, high, precision=_PRECISION):
 
 
 def _nodes(budgets, most, spacing):
-    """The budgets themselves if they are at most `most`, or evenly spaced ones (on a logarithmic scale) that hold them."""
+    """The budgets themselves if they are at most `most`, else budgets with evenly spaced logarithms."""
     first, last = float(budgets[0].log()), float(budgets[-1].log())
     count = max(4, math.ceil((last - first) / spacing) + 1)
     if len(budgets) <= max(most, count):
@@ -422,7 +436,8 @@ def _interpolate(budgets, nodes, values):
 def _safe_interpolation(budgets, nodes, values):
     """An upper bound on a curve through evenly spaced points, if its bend keeps its sign over three stretches.
 
-    Where it bends upwards its chord lies above it, where it bends downwards the chords of the stretches beside, prolonged.
+    Where it bends upwards its chord lies above it, where it bends downwards the chords of the stretches beside,
+    prolonged.
     """
     left, share = _between(budgets, nodes)
     rises = values.diff()

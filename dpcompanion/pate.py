@@ -1,8 +1,9 @@
 r"""PATE with a privacy budget for each group of examples: weighting and upsampling.
 
 PATE (Papernot et al. 2017, 2018) trains teachers on disjoint parts of the private data.  For each of T public
-inputs the teachers vote, Gaussian noise hides the histogram, and its largest entry becomes the label (GNMax).  A student
-learns from the labels.  Whoever adds or removes an example changes one teacher, who moves one vote from a class to another::
+inputs the teachers vote, Gaussian noise hides the histogram, and its largest entry becomes the label (GNMax).  A
+student learns from the labels.  Whoever adds or removes an example changes one teacher, who moves one vote from a
+class to another::
 
     histogram + N(0, s^2 I),    L2 sensitivity sqrt(2).
 
@@ -11,9 +12,10 @@ Individualised PATE (Boenisch et al. 2022, the baseline of Boenisch et al. 2023,
 * *weighting*: teachers hold examples of one group, and a vote from group p counts w_p;
 * *upsampling*: an example of group p is in the parts of u_p teachers, all of whose votes it may move.
 
-Either way the sensitivity of group p is sqrt(2) w_p (or u_p), and T labels cost it what a Gaussian mechanism of sensitivity
-over noise sqrt(2 T) w_p / s costs, exactly: no search is needed.  Votes that agree cost less than that; how much less is
-known from the votes only (`rdp_of_votes`, theorem 6 of Papernot et al. 2018), so that such an epsilon is itself private.
+Either way the sensitivity of group p is sqrt(2) w_p (or u_p), and T labels cost it what a Gaussian mechanism of
+sensitivity over noise sqrt(2 T) w_p / s costs, exactly: no search is needed.  Votes that agree cost less than that;
+how much less is known from the votes only (`rdp_of_votes`, theorem 6 of Papernot et al. 2018), so that such an epsilon
+is itself private.
 
 Plain GNMax: the test of confidence that comes before a label in Papernot et al. 2018 is not here.
 
@@ -41,7 +43,8 @@ class PateParameters:
 
     def epsilons(self, delta, *, queries):
         """(P,) epsilons of the groups after so many labels, whatever the votes: exact, add or remove one example."""
-        return gaussian_epsilon(math.sqrt(2 * _checks.whole_number("queries", queries, 1)) * self.weights / self.noise_std, delta)
+        return gaussian_epsilon(math.sqrt(2 * _checks.whole_number("queries", queries,
+                                                                   1)) * self.weights / self.noise_std, delta)
 
 
 def weighted_parameters(target_epsilons, counts, *, target_delta, queries):
@@ -53,8 +56,8 @@ def weighted_parameters(target_epsilons, counts, *, target_delta, queries):
         target_delta: in (0, 1).
         queries: number of labels T.
 
-    With mu_p the sensitivity over noise at which the Gaussian mechanism costs (eps_p, delta), weights are proportional to mu_p
-    and the noise is sqrt(2 T) / \sum_p (share_p mu_p).
+    With mu_p the sensitivity over noise at which the Gaussian mechanism costs (eps_p, delta), weights are proportional
+    to mu_p and the noise is sqrt(2 T) / \sum_p (share_p mu_p).
 
     >>> weighted_parameters([1.0, 3.0], [1, 1], target_delta=1e-5, queries=100).epsilons(1e-5, queries=100)
     tensor([1.0000, 3.0000], dtype=torch.float64)
@@ -68,8 +71,8 @@ def weighted_parameters(target_epsilons, counts, *, target_delta, queries):
 def upsampled_parameters(target_epsilons, *, target_delta, queries, copies=1):
     """Upsampling: in how many teachers' parts examples are, and the noise at which no budget is exceeded.
 
-    Arguments as for `weighted_parameters`; examples of the strictest budget are in `copies` parts, the others in as many as
-    their budgets allow, a whole number. More copies spend the budgets more evenly.
+    Arguments as for `weighted_parameters`; examples of the strictest budget are in `copies` parts, the others in as
+    many as their budgets allow, a whole number. More copies spend the budgets more evenly.
 
     >>> found = upsampled_parameters([1.0, 2.0, 3.0], target_delta=1e-5, queries=200)
     >>> found.weights.tolist(), [round(e, 2) for e in found.epsilons(1e-5, queries=200).tolist()]
@@ -83,7 +86,8 @@ def upsampled_parameters(target_epsilons, *, target_delta, queries, copies=1):
 
 
 def histograms(votes, weights, *, classes):
-    """Weighted votes for each class: votes (teachers, queries), whole numbers; weights (teachers,). Returns (queries, classes).
+    """Weighted votes for each class: votes (teachers, queries), whole numbers; weights (teachers,). Returns (queries,
+    classes).
 
     >>> histograms([[0, 1], [1, 1], [1, 2]], [1.0, 0.5, 2.0], classes=3)
     tensor([[1.0000, 2.5000, 0.0000],
@@ -93,8 +97,8 @@ def histograms(votes, weights, *, classes):
     _checks.in_interval("weights", weights, 0, math.inf, closed="left")
     _checks.in_interval("votes", votes, 0, _checks.whole_number("classes", classes, 2) - 1)
     if votes.ndim != 2 or weights.shape != votes.shape[:1]:
-        raise ValueError(f"votes must have shape (teachers, queries) and weights (teachers,), got {tuple(votes.shape)} and "
-                         f"{tuple(weights.shape)}")
+        raise ValueError(f"votes must have shape (teachers, queries) and weights (teachers,), got "
+                         f"{tuple(votes.shape)} and {tuple(weights.shape)}")
     return torch.einsum("t,tqc->qc", weights, torch.nn.functional.one_hot(votes.long(), classes).double())
 
 
@@ -108,17 +112,19 @@ def rdp_of_votes(histogram, parameters, *, orders=DEFAULT_ORDERS):
     r"""Renyi divergence that one label costs each group, given the votes: (queries, P, orders).
 
     With q a bound on the probability that the noise changes the label, which grows with
-    exp(-gap^2 / 4 s^2), theorem 6 of Papernot et al. 2018 bounds the divergence from the outcome at these votes to that at any
-    neighbouring ones; for group p its Renyi divergences are those of noise s / w_p. Where the theorem does not apply
-    or gives more, the bound that holds for all votes, order w_p^2 / s^2, stands.
+    exp(-gap^2 / 4 s^2), theorem 6 of Papernot et al. 2018 bounds the divergence from the outcome at these votes to
+    that at any neighbouring ones; for group p its Renyi divergences are those of noise s / w_p. Where the theorem does
+    not apply or gives more, the bound that holds for all votes, order w_p^2 / s^2, stands.
 
     Args:
         histogram: (queries, classes), weighted votes.
         parameters: `PateParameters`.
         orders: above 1.
 
-    It is one direction: the one that starts from neighbouring votes depends on theirs. And it depends on the votes, so on the
-    private data: releasing it takes a mechanism of its own. Before the labels are drawn, plan with `PateParameters.epsilons`.
+    It is one direction: the one that starts from neighbouring votes depends on theirs. And it depends on the votes, so
+        on the
+    private data: releasing it takes a mechanism of its own. Before the labels are drawn, plan with
+        `PateParameters.epsilons`.
     """
     _checks.in_interval("histogram", histogram, 0, math.inf, closed="left")
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
@@ -131,8 +137,9 @@ def rdp_of_votes(histogram, parameters, *, orders=DEFAULT_ORDERS):
     second = torch.sqrt(-variance * log_q)
     first = second + 1
     rdp_first, rdp_second = first / variance, second / variance
+    corrections = second * (torch.log1p(1 / second) + torch.log1p(1 / (second - 1).clamp(min=1e-300)))
     applies = (second > 1) & (orders < first) & (-log_q > rdp_second) & (
-        log_q <= (second - 1) * rdp_second - second * (torch.log1p(1 / second) + torch.log1p(1 / (second - 1).clamp(min=1e-300))))
+        log_q <= (second - 1) * rdp_second - corrections)
     log_kept = _log1mexp(log_q)
     log_a = log_kept - _log1mexp(((log_q + rdp_second) * (1 - 1 / second)).clamp(max=-1e-300))
     log_b = rdp_first - log_q / second
@@ -171,7 +178,7 @@ def _reach(target_epsilons, counts, target_delta):
     _checks.same_length(target_epsilons=epsilons, counts=counts)
     target_delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
 
-    # At a sensitivity of 40 standard deviations no delta below 1 holds at epsilon 0, and each epsilon buys sqrt(2 eps) at most.
+    # At a sensitivity of 40 standard deviations no delta below 1 holds at epsilon 0; epsilon buys sqrt(2 eps) more.
     low, high = torch.zeros_like(epsilons), torch.sqrt(2 * epsilons) + 40
     for _ in range(80):
         middle = (low + high) / 2

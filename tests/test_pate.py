@@ -24,7 +24,8 @@ def test_a_label_for_everybody_costs_what_as_many_gaussian_mechanisms_cost():
     found = pate.weighted_parameters([1.0, 2.5], [3, 1], target_delta=1e-6, queries=300)
     for budget, weight in zip((1.0, 2.5), found.weights.tolist()):
         noise_multiplier = found.noise_std / (math.sqrt(2) * weight)
-        assert compute_epsilon(sample_rate=1, noise_multiplier=noise_multiplier, steps=300, delta=1e-6) == pytest.approx(budget, rel=1e-6)
+        assert compute_epsilon(sample_rate=1, noise_multiplier=noise_multiplier, steps=300,
+                               delta=1e-6) == pytest.approx(budget, rel=1e-6)
 
 
 @settings(max_examples=8, deadline=None)
@@ -32,7 +33,7 @@ def test_a_label_for_everybody_costs_what_as_many_gaussian_mechanisms_cost():
 def test_copies_are_whole_exceed_no_budget_and_with_many_of_them_spend_nearly_all(budgets, copies):
     found = pate.upsampled_parameters(budgets, target_delta=1e-5, queries=100, copies=copies)
     spent = found.epsilons(1e-5, queries=100)
-    assert found.weights.tolist() == [round(times) for times in found.weights.tolist()] and found.weights.min() == copies
+    assert torch.equal(found.weights, found.weights.round()) and found.weights.min() == copies
     assert bool((spent <= torch.tensor(budgets, dtype=torch.float64)).all())
     fine = pate.upsampled_parameters(budgets, target_delta=1e-5, queries=100, copies=2000)
     assert fine.epsilons(1e-5, queries=100).tolist() == pytest.approx(budgets, rel=3e-3)
