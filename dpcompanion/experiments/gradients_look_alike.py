@@ -686,7 +686,7 @@ def _relevant(record):
         yield f"{name}, {stage}", f"{typical:.2f}", typical > 0.5
 
 
-@finding("gradients-look-alike/theorem-3.6", "the coupled bound's median is below theorem 3.6's for every batch size", of="gradients-look-alike/figure-8")
+@finding("gradients-look-alike/theorem-3.6", "the coupled bound's estimate is below theorem 3.6's for every batch size (median point)", of="gradients-look-alike/figure-8")
 def _coupled_smaller(record):
     for name, stage, sizes in _each_mean(record):
         ratios = [found["remove"][1] / found["coupled"][1] for found in sizes.values()]
