@@ -4,23 +4,24 @@ Accounts along a trajectory (`individual`) are known only afterwards and differ 
 round: example i has a budget beforehand, pays for each step what its own gradient costs, and leaves for good before
 the step that it cannot pay.  Whoever has small gradients stays longer.
 
-What is proved.  Fix an order :math:`\alpha` and a budget B.  If step t, given the outputs before it, has
-individual Renyi divergence :math:`\rho_t(i)` for example i, known before the step, and i takes part only while
+What is proved.  Fix an order :math:`\alpha` and a budget B.  If step t, given the outputs before it, has individual
+Renyi divergence :math:`\rho_t(i)` for example i, known before the step, and i takes part only while
 :math:`\sum_{s \le t} \rho_s(i) \le B`, then all outputs together have divergence of order :math:`\alpha` at most B
-between any data set with i and the same without it (their theorem 3.1: adaptive divergences add up as long as their sum is bounded).
-Here :math:`\rho_t(i)` is that of the sampled Gaussian mechanism with sensitivity the norm to which i is clipped at step t: a
-function of i and of the models so far, and of nothing else.  Full-batch gradient descent (sample_rate 1) and Poisson sampling
-are covered alike; a norm that hangs on who was sampled before is not.
+between any data set with i and the same without it (their theorem 3.1: adaptive divergences add up as long as their
+sum is bounded).  Here :math:`\rho_t(i)` is that of the sampled Gaussian mechanism with sensitivity the norm to which i
+is clipped at step t: a function of i and of the models so far, and of nothing else.  Full-batch gradient descent
+(sample_rate 1) and Poisson sampling are covered alike; a norm that hangs on who was sampled before is not.
 
-* One order, fixed beforehand, gives (epsilon, delta) by the usual conversion at that order: `for_epsilon` takes the one that
-  admits the most steps at the full norm.
+* One order, fixed beforehand, gives (epsilon, delta) by the usual conversion at that order: `for_epsilon` takes the
+  one that admits the most steps at the full norm.
 * A whole curve: with a budget at each of several orders, i leaves when any of them would be exceeded, so every
   one holds, and epsilon may be read off at the best order afterwards.  The budgets must be fixed beforehand.
-* Not proved, and not offered: leaving when the epsilon of the best order so far exceeds a target.  The best order depends on
-  the outputs, and the theorem is for one order at a time.
+* Not proved, and not offered: leaving when the epsilon of the best order so far exceeds a target.  The best order
+  depends on the outputs, and the theorem is for one order at a time.
 
-The guarantee is the budget, for every data set and run (individual DP, add/remove; others' budgets may differ).  What an example
-has `spent` is an account along the trajectory, as private as the example.  So is the list of those who have left.
+The guarantee is the budget, for every data set and run (individual DP, add/remove; others' budgets may differ).  What
+an example has `spent` is an account along the trajectory, as private as the example.  So is the list of those who
+have left.
 
 >>> filter = RenyiFilter.for_epsilon(3, target_epsilons=2.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0,
 ...                                  max_grad_norm=1.0)
@@ -48,13 +49,13 @@ class RenyiFilter:
         noise_multiplier: noise over `max_grad_norm`, above 0.
         max_grad_norm: the longest norm that may be admitted, above 0.
         orders: (K,) distinct orders above 1, fixed before the run.
-        budgets: Renyi divergences (nats) above 0 that broadcast to (n, K); inf for no limit at an order, but each example
-            has one that is finite.
+        budgets: Renyi divergences (nats) above 0 that broadcast to (n, K); inf for no limit at an order, but each
+            example has one that is finite.
         device: where the account is kept.
 
     Raises:
-        ValueError: an argument outside its range, or a fractional order at which the divergence is not convex in the squared
-            norm (none is known).
+        ValueError: an argument outside its range, or a fractional order at which the divergence is not convex in the
+            squared norm (none is known).
     """
 
     def __init__(self, n, *, sample_rate, noise_multiplier, max_grad_norm, orders, budgets, device=None):
@@ -72,14 +73,15 @@ class RenyiFilter:
         try:
             budgets = budgets.expand(self.n, len(orders)).clone()
         except RuntimeError:
-            raise ValueError(f"budgets must broadcast to ({self.n}, {len(orders)}), got {tuple(budgets.shape)}") from None
+            raise ValueError(f"budgets must broadcast to ({self.n}, {len(orders)}), "
+                             f"got {tuple(budgets.shape)}") from None
         if not bool(budgets.isfinite().any(dim=1).all()):
             raise ValueError("budgets must be finite at one order at least for each example, got inf at all")
         orders, place = orders.sort()
         served, table = chords(self.sample_rate, self.noise_multiplier, tuple(orders.tolist()))
         if len(served) != len(orders):
-            raise ValueError(f"orders must be ones at which the divergence is convex in the squared norm, such as whole "
-                             f"numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}")
+            raise ValueError("orders must be ones at which the divergence is convex in the squared norm, such as "
+                             f"whole numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}")
         self._table = table.to(self.device)
         #: The orders, ascending, (K,), and the budgets, (n, K).
         self.orders, self.budgets = orders.to(self.device), budgets[:, place.to(self.device)]
@@ -94,8 +96,8 @@ class RenyiFilter:
 
         Args:
             target_epsilons: a number above 0 or one for each example, (n,).
-            order: at which to keep the budgets, above 1. By default each distinct target has its own, the one that admits the
-                most steps at the full norm; a higher one may suit examples with short gradients better.
+            order: at which to keep the budgets, above 1. By default each distinct target has its own, the one that
+                admits the most steps at the full norm; a higher one may suit examples with short gradients better.
 
         The conversion is that of Balle et al. 2020.
 
@@ -116,7 +118,8 @@ class RenyiFilter:
         room = distinct[:, None] - overhead
         budget, best = room.gather(1, (room / cost).argmax(dim=1, keepdim=True)), (room / cost).argmax(dim=1)
         if bool((budget <= 0).any()):
-            raise ValueError(f"target_epsilons must leave room for a step at some order, got {distinct[0]:g} at delta {delta:g}")
+            raise ValueError("target_epsilons must leave room for a step at some order, "
+                             f"got {distinct[0]:g} at delta {delta:g}")
         chosen, column = best.unique(return_inverse=True)
         budgets = torch.full((len(distinct), len(chosen)), math.inf, dtype=torch.float64)
         budgets.scatter_(1, column[:, None], budget * (1 - 1e-12))

@@ -37,14 +37,15 @@ def rdp_of_shares(shares, orders, *, sample_rate, noise_multiplier):
     for order in orders[len(usual):]:
         column = torch.full_like(noise, _NOTHING)
         cheap = order <= 32 * noise
-        column[cheap] = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise[cheap], orders=[order])[:, 0]
+        column[cheap] = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise[cheap],
+                                             orders=[order])[:, 0]
         table.append(column[:, None])
     return torch.cat(table, dim=1)
 
 
 @functools.lru_cache(maxsize=8)
 def chords(sample_rate, noise_multiplier, orders):
-    """The orders (a tuple, ascending) that can be served, as a (K,) tensor, and their table at the nodes, (NODES + 1, K).
+    """The orders (a tuple, ascending) that can be served, (K,), and their table at the nodes, (NODES + 1, K).
 
     The table is shared between calls: do not write to it.
     """

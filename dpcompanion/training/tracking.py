@@ -5,7 +5,7 @@ but a step of SGD computes the norms of its own batch only.  `NormTracker` keeps
 latest known norm of every example at most C, charges everybody for it, and renews it
 
 * by full-batch passes, K of them an epoch, evenly spaced, the first before the first step;
-* with ``running=True``, also whenever an example is sampled (version 1 of the paper, which starts at Z = C; K may be 0).
+* with ``running=True``, also whenever an example is sampled (version 1 of the paper; K may be 0, from Z = C on).
 
 Two ways to clip, two kinds of account::
 
@@ -68,14 +68,14 @@ class NormTracker:
 
     Args:
         accountant: an `IndividualAccountant` of these examples; the tracker records into it.
-        model, loss, data: as for `train`; data, (x, y), holds the accountant's n examples and may lie on another device.
+        model, loss, data: as for `train`; data, (x, y), holds the accountant's n examples, on any device.
         steps_per_epoch: steps in an epoch.
         updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `steps_per_epoch` on (or
             math.inf) there is one before every step; 0 needs `running`.
         running: renew an example's norm also when it is sampled.
         clipping: "maximum" or "individual".
-        examples: (n,) distinct indices, if the accountant and data are a part of what is trained on; such a tracker only
-            observes, so clipping is "maximum".
+        examples: (n,) distinct indices, if the accountant and data are a part of what is trained on; such a tracker
+            only observes, so clipping is "maximum".
         budget: a `dpcompanion.filters.RenyiFilter` of the n examples: who cannot pay for a step takes no part in it.
             Needs clipping "individual" without running estimates.
         trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch (`trajectory`): 4 bytes an
@@ -114,16 +114,19 @@ class NormTracker:
         self.examples = examples
         if budget is not None:
             if not self.exact:
-                raise ValueError("budget needs clipping='individual' and running=False: a filter must know what is charged")
+                raise ValueError("budget needs clipping='individual' and running=False: "
+                                 "a filter must know what is charged")
             if budget.n != accountant.n:
                 raise ValueError(f"budget must be a filter of {accountant.n} examples, got {budget.n}")
         self.budget = budget
         self.trajectory_delta = None if trajectory_delta is None else _checks.number(
             "trajectory_delta", trajectory_delta, 0, 1, closed="neither")
         self.keep_norms = bool(keep_norms)
-        self.method, self.chunk = _checks.one_of("method", method, clipping_.METHODS), _checks.whole_number("chunk", chunk, 1)
+        self.method = _checks.one_of("method", method, clipping_.METHODS)
+        self.chunk = _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64.
-        self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64, device=accountant.device)
+        self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64,
+                                device=accountant.device)
         #: Steps begun, and full-batch passes made.
         self.step, self.passes = 0, 0
         self._waiting = 0                    # steps at `_charged` that the accountant does not know of yet
@@ -160,15 +163,15 @@ class NormTracker:
 
     @property
     def trajectory(self):
-        """Everybody's epsilon (rounded up, an estimate unless `exact`) at the end of each epoch, (epochs, n) float32."""
+        """Everybody's epsilon (rounded up, an estimate unless `exact`) after each epoch, (epochs, n) float32."""
         return torch.stack(self._trajectory) if self._trajectory else torch.zeros(0, self._accountant.n)
 
     @property
     def norms_of_passes(self):
         """(steps, norms): before which step (from 0) each pass was made, and what it found, (passes, n) float32."""
-        steps = [step for step, _ in self._kept]
+        steps = torch.tensor([step for step, _ in self._kept], dtype=torch.int64)
         norms = [norms for _, norms in self._kept]
-        return torch.tensor(steps, dtype=torch.int64), torch.stack(norms) if norms else torch.zeros(0, self._accountant.n)
+        return steps, torch.stack(norms) if norms else torch.zeros(0, self._accountant.n)
 
     def before_step(self):
         """Begin a step: renew the norms if a pass is due, and charge everybody.
@@ -202,7 +205,8 @@ class NormTracker:
             _checks.same_length(indices=indices, norms=norms)
             if self.examples is not None:
                 mine = torch.isin(indices, self._sorted)
-                indices, norms = self._order[torch.searchsorted(self._sorted, indices[mine])], norms[mine.to(norms.device)]
+                indices = self._order[torch.searchsorted(self._sorted, indices[mine])]
+                norms = norms[mine.to(norms.device)]
             self.accountant                  # what waits was charged at the norms before
             self.norms = self.norms.index_put((indices.to(self.norms.device),), self._bounded(norms))
         if self.trajectory_delta is not None and self.step % self.steps_per_epoch == 0:
@@ -222,8 +226,8 @@ class NormTracker:
     def state_dict(self):
         """All that is needed to go on, the account included."""
         return {"accountant": self.accountant.state_dict(), "options": self._options(), "norms": self.norms.cpu(),
-                "step": self.step, "passes": self.passes, "trajectory": list(self._trajectory), "kept": list(self._kept),
-                "budget": None if self.budget is None else self.budget.state_dict()}
+                "step": self.step, "passes": self.passes, "trajectory": list(self._trajectory),
+                "kept": list(self._kept), "budget": None if self.budget is None else self.budget.state_dict()}
 
     def load_state_dict(self, state):
         """Go on from a `state_dict` of a tracker with the same options; ValueError names what differs."""
@@ -243,7 +247,7 @@ class NormTracker:
                 "trajectory_delta": self.trajectory_delta, "keep_norms": self.keep_norms}
 
     def _due(self):
-        """Whether a pass comes before this step: passes lie at the whole multiples of steps_per_epoch / K, rounded up."""
+        """Whether a pass comes before this step: they lie at the whole multiples of steps_per_epoch / K, rounded up."""
         rate = self.updates_per_epoch / self.steps_per_epoch
         count = math.floor(self.step * rate + 1e-9)
         return rate > 0 and (self.step == 0 or count > math.floor((self.step - 1) * rate + 1e-9))
@@ -266,7 +270,7 @@ class NormTracker:
             self._kept.append((self.step, _float32_above(self.norms.cpu())))
 
     def _bounded(self, norms):
-        """Norms as float64, a few units up for what their summation may have lost, at most C, which also stands for inf."""
+        """Norms as float64, a few units up for what their summation may have lost, at most C, also where not finite."""
         up = 1 + 8 * torch.finfo(norms.dtype).eps
         norms = norms.detach().to(device=self.norms.device, dtype=torch.float64) * up
         return torch.nan_to_num(norms, nan=math.inf).clamp(max=self._accountant.max_grad_norm)

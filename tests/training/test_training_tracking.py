@@ -39,7 +39,11 @@ def true_norms(data, plan, **arguments):
     """The norms of all examples before each step, (steps, n), from a run that is watched from outside."""
     model = network()
     norms = [gradient_norms(model, cross_entropy, *data)]
-    run(data, plan, model, on_step=lambda run: norms.append(gradient_norms(run.model, cross_entropy, *data)), **arguments)
+
+    def note(run):
+        norms.append(gradient_norms(run.model, cross_entropy, *data))
+
+    run(data, plan, model, on_step=note, **arguments)
     return torch.stack(norms[:plan.steps])
 
 
@@ -101,8 +105,8 @@ def test_watching_changes_nothing_about_the_run():
     data, plan = problem()
     plain, watched = network(dropout=0.3), network(dropout=0.3)
     run(data, plan, plain)
-    trackers = [tracked(data, plan, watched, updates_per_epoch=3), tracked(data, plan, watched, updates_per_epoch=0, running=True)]
-    run(data, plan, watched, *trackers)
+    run(data, plan, watched, tracked(data, plan, watched, updates_per_epoch=3),
+        tracked(data, plan, watched, updates_per_epoch=0, running=True))
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters())) and watched.training
 
 
@@ -154,7 +158,8 @@ def test_individual_clipping_to_norms_of_every_step_is_plain_dp_sgd():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(clipping="individual", running=True), dict(updates_per_epoch=math.inf)])
+@pytest.mark.parametrize("options", [dict(), dict(clipping="individual", running=True),
+                                     dict(updates_per_epoch=math.inf)])
 def test_an_estimate_is_never_given_out_as_an_epsilon(options):
     data, plan = problem()
     tracker = tracked(data, plan, network(), **options)
@@ -194,7 +199,8 @@ def test_an_interrupted_run_ends_bit_for_bit_where_it_would_have_ended(tmp_path,
         assert torch.equal(reference.estimated_epsilon(1e-3), tracker.estimated_epsilon(1e-3))
         assert torch.equal(reference.trajectory, tracker.trajectory)
     else:                                # unrounded accounts are sums of floats, and an interruption splits the sum
-        torch.testing.assert_close(reference.estimated_epsilon(1e-3), tracker.estimated_epsilon(1e-3), rtol=1e-12, atol=0)
+        torch.testing.assert_close(reference.estimated_epsilon(1e-3), tracker.estimated_epsilon(1e-3),
+                                   rtol=1e-12, atol=0)
     assert all(torch.equal(a, b) for a, b in zip(reference.norms_of_passes, tracker.norms_of_passes))
 
 
@@ -215,7 +221,8 @@ def test_a_tracker_of_some_examples_keeps_their_accounts():
         model = network()
         everybody = tracked((x, y), plan, model, **options)
         account = IndividualAccountant(4, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, rounding=None)
-        few = NormTracker(account, model, cross_entropy, (x[some], y[some]), steps_per_epoch=10, examples=some, **options)
+        few = NormTracker(account, model, cross_entropy, (x[some], y[some]), steps_per_epoch=10, examples=some,
+                          **options)
         run((x, y), plan, model, everybody, few)
         assert torch.allclose(few.estimated_epsilon(1e-3), everybody.estimated_epsilon(1e-3)[some], rtol=1e-9)
 
