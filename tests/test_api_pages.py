@@ -42,6 +42,9 @@ def listed():
         if ":members:" in options:
             excluded = re.findall(r"\w+", (re.search(r":exclude-members:(.*)", options) or ["", ""])[1])
             found |= {identity(value) for name, value in public(module).items() if name not in excluded}
+    for page in (ROOT / "book" / "api").glob("*.md"):
+        for module, name in re.findall(r"^\.\. auto(?:class|function):: ([\w.]+)\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
+            found.add(identity(getattr(importlib.import_module(module), name)))
     return found
 
 
