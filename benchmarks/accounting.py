@@ -11,15 +11,11 @@ Ways take turns, and the medians are shown. `ratio` is the time over ours. `CPU 
 grows by at most, in a process of its own with two threads (of Opacus, for its sample).
 """
 
-import json
-import os
-import statistics
-import subprocess
 import sys
-import time
 
 import torch
 
+from benchmarks._turns import peak_memory, print_peak_of, timings
 from dpcompanion import accounting
 
 MANY, SAMPLE = 10_000, 50
@@ -87,38 +83,6 @@ WAYS = {
 }
 
 
-def timings(task, threads, rounds):
-    """{way: (median seconds, median CPU seconds)}, in turns after one unmeasured round."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        blocks = {way: make() for way, (make, _) in WAYS[task].items()}
-        seen = {way: [] for way in blocks}
-        for round in range(rounds + 1):
-            for way, block in blocks.items():
-                wall, cpu = time.perf_counter(), time.process_time()
-                block()
-                if round:
-                    seen[way].append((time.perf_counter() - wall, time.process_time() - cpu))
-    finally:
-        torch.set_num_threads(before)
-    return {way: tuple(WAYS[task][way][1] * statistics.median(values) for values in zip(*pairs)) for way, pairs in seen.items()}
-
-
-def peak_memory(task, way):
-    """MiB by which the memory of a fresh process grows at most while the block runs; None off Linux."""
-    if not os.path.exists("/proc/self/clear_refs"):
-        return None
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "benchmarks.accounting", task, way], check=True,
-                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
-    return json.loads(done.stdout)
-
-
-def _own_memory(field):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(field))
-
-
 def run():
     """The rows of the table."""
     import warnings
@@ -126,9 +90,10 @@ def run():
     warnings.simplefilter("ignore")
     rows = []
     for task, rounds in (("RDP, Opacus's orders", 3), ("RDP, our orders", 1), ("epsilon", 15), ("calibration", 3)):
-        peaks = {way: peak_memory(task, way) for way in WAYS[task]}
+        peaks = {way: peak_memory("benchmarks.accounting", task, way) for way in WAYS[task]}
         for threads in (1, 2):
-            times = timings(task, threads, rounds)
+            times = timings({way: make for way, (make, _) in WAYS[task].items()}, threads, rounds)
+            times = {way: (WAYS[task][way][1] * wall, WAYS[task][way][1] * cpu) for way, (wall, cpu) in times.items()}
             rows += [{"task": task, "way": way, "threads": threads, "ms": 1e3 * wall, "ratio": wall / times["dpcompanion"][0],
                       "CPU ms": 1e3 * cpu, "peak MiB": peaks[way] if threads == 2 else None}
                      for way, (wall, cpu) in times.items()]
@@ -136,9 +101,4 @@ def run():
 
 
 if __name__ == "__main__":
-    block = WAYS[sys.argv[1]][sys.argv[2]][0]()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    start = _own_memory("VmRSS")
-    block()
-    print(json.dumps(_own_memory("VmHWM") - start))
+    print_peak_of(WAYS[sys.argv[1]][sys.argv[2]][0]())

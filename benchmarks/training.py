@@ -9,16 +9,12 @@ time over that of plain SGD (steps), or over ours (norms). `CPU ms` adds up all 
 process's memory grows by at most, in a process of its own, with two threads.
 """
 
-import json
-import os
-import statistics
-import subprocess
 import sys
-import time
 
 import torch
 from torch import nn
 
+from benchmarks._turns import peak_memory, print_peak_of, timings
 from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, models, train
 
 BATCH, EXAMPLES, STEPS = 512, 10_000, 4
@@ -114,39 +110,6 @@ WAYS = {
 }
 
 
-def timings(task, threads, rounds):
-    """{way: (median seconds, median CPU seconds)} of one block each, in turns."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        blocks = {name: make() for name, make in WAYS[task].items()}
-        seen = {name: [] for name in blocks}
-        for round in range(rounds + 1):
-            for name, block in blocks.items():
-                wall, cpu = time.perf_counter(), time.process_time()
-                block()
-                if round:
-                    seen[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    finally:
-        torch.set_num_threads(before)
-    scale = STEPS if task == "step" else 1
-    return {name: tuple(statistics.median(values) / scale for values in zip(*pairs)) for name, pairs in seen.items()}
-
-
-def peak_memory(task, way):
-    """MiB by which the memory of a fresh process grows at most while the block runs; None off Linux."""
-    if not os.path.exists("/proc/self/clear_refs"):
-        return None
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", "benchmarks.training", task, way], check=True,
-                          capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
-    return json.loads(done.stdout)
-
-
-def _own_memory(field):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(field))
-
-
 def run():
     """The rows of the table."""
     import warnings
@@ -154,9 +117,10 @@ def run():
     warnings.simplefilter("ignore")
     rows = []
     for task, base, rounds in (("step", "plain SGD", 7), ("norms", "dpcompanion", 3)):
-        peaks = {way: peak_memory(task, way) for way in WAYS[task]}
+        peaks = {way: peak_memory("benchmarks.training", task, way) for way in WAYS[task]}
+        scale = STEPS if task == "step" else 1
         for threads in (1, 2):
-            times = timings(task, threads, rounds)
+            times = {way: (wall / scale, cpu / scale) for way, (wall, cpu) in timings(WAYS[task], threads, rounds).items()}
             rows += [{"task": task, "way": way, "threads": threads, "ms": 1e3 * wall, "ratio": wall / times[base][0],
                       "CPU ms": 1e3 * cpu, "peak MiB": peaks[way] if threads == 2 else None}
                      for way, (wall, cpu) in times.items()]
@@ -164,9 +128,4 @@ def run():
 
 
 if __name__ == "__main__":
-    block = WAYS[sys.argv[1]][sys.argv[2]]()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    start = _own_memory("VmRSS")
-    block()
-    print(json.dumps(_own_memory("VmHWM") - start))
+    print_peak_of(WAYS[sys.argv[1]][sys.argv[2]]())
