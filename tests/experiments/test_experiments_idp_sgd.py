@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dpcompanion import experiments, published
-from dpcompanion.accounting import gaussian_delta, rdp_sampled_gaussian
+from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.comparison import compare
 from dpcompanion.experiments import idp_sgd as chapter
 from dpcompanion.training import cross_entropy, train
@@ -236,9 +236,12 @@ def test_equation_2_is_loose_at_low_orders_and_false_at_high_ones():
 
 
 def test_individualised_dp_lies_between_dp_at_the_smallest_and_at_the_largest_budget():
-    """Lemmas 3.1 and 3.2, on the Gaussian mechanism: delta at a budget falls as the budget grows."""
-    deltas = [float(gaussian_delta(0.5, epsilon)) for epsilon in chapter.BUDGETS]
-    assert deltas == sorted(deltas, reverse=True)
+    """Lemmas 3.1 and 3.2: the delta that a pair of outputs needs falls as the budget grows, whatever the pair."""
+    pairs = torch.rand(500, 2, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) ** 4
+    one, other = (pairs / pairs.sum(-1, keepdim=True)).unbind(1)
+    deltas = [(one - math.exp(epsilon) * other).clamp(min=0).sum(-1) for epsilon in (0.3, *chapter.BUDGETS)]
+    assert all((strict >= loose).all() for strict, loose in zip(deltas, deltas[1:]))
+    assert all((strict > loose).any() for strict, loose in zip(deltas, deltas[1:]))
 
 
 def test_the_students_regressions_are_gradient_descent_on_the_mean_cross_entropy():
