@@ -130,7 +130,7 @@ class NormTracker:
         #: Steps begun, and full-batch passes made.
         self.step, self.passes = 0, 0
         self._waiting = 0                    # steps at `_charged` that the accountant does not know of yet
-        self._charged = self.norms
+        self._charged, self._limits = self.norms, None
         self._trajectory, self._kept = [], []
 
     @property
@@ -183,7 +183,9 @@ class NormTracker:
             self._measure()
         charged, limits = self.norms, None
         if self.clipping == "individual":
-            limits = self._accountant.charged(self.norms)
+            if self._limits is None:
+                self._limits = self._accountant.charged(self.norms)
+            limits = self._limits
             if self.budget is not None:
                 stays = self.budget.admit(limits)
                 limits = torch.where(stays, limits, 0)
@@ -209,6 +211,7 @@ class NormTracker:
                 norms = norms[mine.to(norms.device)]
             self.accountant                  # what waits was charged at the norms before
             self.norms = self.norms.index_put((indices.to(self.norms.device),), self._bounded(norms))
+            self._limits = None
         if self.trajectory_delta is not None and self.step % self.steps_per_epoch == 0:
             epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()
             self._trajectory.append(_float32_above(epsilon))
@@ -236,7 +239,7 @@ class NormTracker:
         self._accountant.load_state_dict(state["accountant"])
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
-        self.norms = state["norms"].to(self._accountant.device)
+        self.norms, self._limits = state["norms"].to(self._accountant.device), None
         self.step, self.passes, self._waiting, self._charged = int(state["step"]), int(state["passes"]), 0, self.norms
         self._trajectory, self._kept = list(state["trajectory"]), [tuple(kept) for kept in state["kept"]]
 
@@ -264,7 +267,7 @@ class NormTracker:
                 parts.append(clipping_.gradient_norms(model, self.loss, self.x[part].to(parameter.device),
                                                       self.y[part].to(parameter.device), method=self.method,
                                                       chunk=self.chunk))
-        self.norms = self._bounded(torch.cat(parts))
+        self.norms, self._limits = self._bounded(torch.cat(parts)), None
         self.passes += 1
         if self.keep_norms:
             self._kept.append((self.step, _float32_above(self.norms.cpu())))
