@@ -80,7 +80,7 @@ class Standing:
     @property
     def basis(self):
         """What the state rests on, or what is needed to have one."""
-        if self.record is not None:
+        if self.record is not None and self.state != "not run":
             return f"{self.record.preset} record{', stale' if self.stale else ''}"
         if self.exhibit.tests:
             return "tests"

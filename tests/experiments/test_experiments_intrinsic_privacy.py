@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion import experiments, output_perturbation
+from dpcompanion import experiments, output_perturbation, published
 from dpcompanion.experiments import intrinsic_privacy as ip
 from dpcompanion.experiments import Run
 
@@ -149,3 +149,10 @@ def test_every_criterion_is_judged_by_the_record_of_its_exhibit():
     heavy = experiments.findings(experiments.get("intrinsic-privacy/algorithm-1").record("paper"))
     assert {row.holds for row in heavy.rows if "theorem 2" in row.criterion} == {True}
     assert {row.holds for row in heavy.rows if "empirical" in row.criterion} == {False}
+
+
+def test_the_hyperparameters_are_those_of_table_2():
+    table_2 = published.exhibit("intrinsic-privacy/table-2")
+    for name, task in ip.PAPER.items():
+        ours = task.batch_size, task.learning_rate, task.steps
+        assert ours == tuple(table_2[f"{name}.{key}"] for key in ("batch_size", "learning_rate", "batches"))
