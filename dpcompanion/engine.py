@@ -204,13 +204,6 @@ class _Accountant(IAccountant):
                             "planned": steps}
         self.planned = steps
 
-    @property
-    def history(self):
-        """As Opacus keeps it: the least noise over a clip norm with the largest rate."""
-        if not self.steps:
-            return []
-        return [(float(self._parameters["noises"].min()), float(self._parameters["rates"].max()), self.steps)]
-
     def step(self, *, noise_multiplier=None, sample_rate=None):
         self.steps += 1
 
@@ -324,7 +317,7 @@ class _Following:
     def follow(self, draws, noted, norms, accountant):
         self._draws, self._noted, self._norms, self._accountant = draws, noted, norms, accountant
         self._draw, self._taken = None, -1                 # the draw that is being added up, and the last index in it
-        self._ended, self._sizes = False, None
+        self._ended = False
         #: Gradients that were not finite, and so contributed nothing.
         self.dropped = 0
         self.attach_step_hook(lambda _: accountant.step())
