@@ -32,7 +32,7 @@ from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, models, train
 from dpcompanion.training.tracking import NormTracker
 
-KEPT = 1e7       # examples times steps, about a minute: what is smaller is trained again when it is needed
+KEPT = 5e6       # examples times steps, half a minute: what is smaller is trained again when it is needed
 NAME = "individual-accounting"
 
 
