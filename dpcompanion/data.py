@@ -301,8 +301,8 @@ def byte_tokens(texts, *, length=20):
 def word_tokens(texts, *, tokens=30_000, length=256):
     """Each text's first `length` words as numbers, (n, length) int64; 0 fills up on the right.
 
-    Words are runs of letters, digits and apostrophes in lower case; a word's number is 1 + crc32 mod (tokens - 1).  A
-    vocabulary of hashes is public, where one of the frequent words would have to be paid for; some words share a number.
+    Words are runs of letters, digits and apostrophes in lower case; a word's number is 1 + crc32 mod (tokens - 1).
+    Some words share a number; but a vocabulary of hashes is public, and one of the frequent words has its price.
 
     >>> word_tokens(["A film. A <br />good one", ""], tokens=100, length=5).tolist()
     [[46, 96, 46, 96, 81], [0, 0, 0, 0, 0]]

@@ -62,7 +62,9 @@ class ClippedSum:
 
 
 def clip_factors(norms, max_grad_norm):
-    r"""min(1, C/norm), a hair smaller so that rounding does not lift a clipped gradient above C; 0 if not finite or C = 0.
+    r"""min(1, C/norm), a hair smaller so that rounding does not lift a clipped gradient above C.
+
+    0 where the norm is not finite or C is 0.
 
     >>> clip_factors(torch.tensor([0.5, 4.0, float("inf")]), 1.0)
     tensor([1.0000, 0.2500, 0.0000])
@@ -167,8 +169,9 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
         total = _clip(layers, squares, losses.detach(), max_grad_norm, runs)
     if max_grad_norm is None:
         return total
+    found = total.gradients
     return dataclasses.replace(total, gradients={
-        name: total.gradients.get(name, torch.zeros_like(p)) for name, p in model.named_parameters() if p.requires_grad})
+        name: found.get(name, torch.zeros_like(p)) for name, p in model.named_parameters() if p.requires_grad})
 
 
 def _clip(layers, squares, losses, max_grad_norm, runs):

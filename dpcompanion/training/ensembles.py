@@ -143,7 +143,7 @@ class Ensemble:
 
     def split(self, vectors):
         """Rows (k, parameters) as {name: (k, *shape)}, without a copy."""
-        return {name: vectors[:, place].unflatten(1, self._shapes[name]) if self._shapes[name] else vectors[:, place.start]
+        return {name: vectors[:, place].view(-1, *self._shapes[name]) if self._shapes[name] else vectors[:, place.start]
                 for name, place in self._places.items()}
 
     def model(self, run):
@@ -192,7 +192,7 @@ class Ensemble:
         if {name: p.shape for name, p in own.items()} != {name: p.shape for name, p in theirs.items()}:
             raise ValueError("model must be of one architecture for all runs, but their parameters differ")
         shared, given = (
-            {name: t for name, t in {**dict(one.named_parameters()), **dict(one.named_buffers())}.items() if name not in own}
+            {name: t for name, t in [*one.named_parameters(), *one.named_buffers()] if name not in own}
             for one in (self._template, model))
         if set(shared) != set(given) or not all(torch.equal(t, given[name].to(t)) for name, t in shared.items()):
             raise ValueError("model must have the same frozen parameters and buffers in all runs")
@@ -230,7 +230,7 @@ class Ensemble:
         return max(1, min(self._size, clipping._BUDGET // self.vectors.shape[1]))
 
     def _pass(self, network, rows, x, y, limits):
-        """Clipped sums of x, y (runs, examples, ...) for the runs in `rows`, limits (runs, examples) or None for norms."""
+        """Clipped sums of x, y (runs, examples, ...) for the runs in `rows`; limits (runs, examples), None for norms."""
         limits = None if limits is None else limits.flatten()
         x, y, parameters = x.flatten(0, 1), y.flatten(0, 1), self.split(self.vectors[rows])
         if self.method == "func":
@@ -258,7 +258,7 @@ class Ensemble:
         self.batch_sizes[rows.start:rows.stop, self.step] = sizes
         self._sums[rows.start:rows.stop] = 0
         indices = torch.zeros(len(rows), max(1, int(sizes.max())), dtype=torch.int64)
-        limits = torch.zeros(indices.shape, dtype=torch.float64)      # 0 beyond a run's own examples: they count nothing
+        limits = torch.zeros(indices.shape, dtype=torch.float64)  # 0 beyond a run's own examples: they count nothing
         for k, (own, norms) in enumerate(draws):
             indices[k, :len(own)], limits[k, :len(own)] = own, norms
         indices, limits = indices.to(self.device), limits.to(self.device)
@@ -275,7 +275,8 @@ class Ensemble:
             into = self.split(self._sums[chosen])
             for name, g in total.gradients.items():
                 into[name] += g
-            norms[some, part], losses[some, part] = (v.reshape(which.shape).double() for v in (total.norms, total.losses))
+            norms[some, part] = total.norms.reshape(which.shape).double()
+            losses[some, part] = total.losses.reshape(which.shape).double()
         losses = torch.where(present, losses, 0).sum(1) / present.sum(1)          # nan for an empty batch
         self.losses[rows.start:rows.stop, self.step] = losses
         self.dropped[rows.start:rows.stop] += (norms.isinf() & present).sum(1)
@@ -353,8 +354,8 @@ def train_ensemble(model, loss, data, plans, *, seeds, learning_rate, momentum=0
         momentum, weight_decay: as in `torch.optim.SGD`.
         members: (R, n) booleans, who is in the data set of run r at all. Others toss their coins too, but are never
             taken. The sum is still divided by the plan's public constant, the sum of all n rates.
-        add: a function of the `Ensemble`, called at each step between clipping and noise: what to add to the clipped sums,
-            (R, parameters). Its `gradients_of` helps. What is added is outside the plan's guarantee.
+        add: a function of the `Ensemble`, called at each step between clipping and noise: what to add to the clipped
+            sums, (R, parameters). Its `gradients_of` helps. What is added is outside the plan's guarantee.
         on_step, on_epoch: functions of the `Ensemble`; a dict that on_epoch returns goes into `epochs`. An epoch is
             that of the first plan.
         device: where to train; the model's own by default.
@@ -430,7 +431,7 @@ def _passes(runs, examples, size):
 
 
 def _check_that_passes_leave_no_trace(model, x):
-    """Refuse a model that keeps statistics of its examples, or that draws random numbers: runs would share the draws."""
+    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would share the draws."""
     model = copy.deepcopy(model)
     buffers = {name: b.clone() for name, b in model.named_buffers()}
     generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (x.device.type == "cuda")

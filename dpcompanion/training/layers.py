@@ -115,7 +115,8 @@ class Explicit:
     def weighted_sum(self, factors):
         factors, sums = factors.unsqueeze(1), {}
         for name, g in self.gradients.items():
-            sums[name] = (factors.to(g.dtype) @ g.reshape(len(factors), factors.shape[-1], -1)).reshape(-1, *g.shape[1:])
+            g, shape = g.reshape(len(factors), factors.shape[-1], -1), g.shape[1:]
+            sums[name] = (factors.to(g.dtype) @ g).reshape(-1, *shape)
         if self.patches and "weight" in sums:
             sums["weight"] = sums["weight"].movedim(-1, 2)
         return sums
@@ -270,8 +271,9 @@ def _explicit_any(module, uses, stacked):
 def layer_gradient(module, uses, method, budget, stacked=None):
     """The gradient of `module` from its uses [(inputs, output gradients)], in the cheapest form.
 
-    The parameters of several runs of the layer, if so, are in `stacked`, {name: (runs, *shape)}. `method` "ghost" keeps no gradient of a linear layer, convolution or embedding; "mixed" keeps it where
-    that saves arithmetic and needs at most `budget` numbers.
+    The parameters of several runs of the layer, if so, are in `stacked`, {name: (runs, *shape)}. `method` "ghost" keeps
+    no gradient of a linear layer, convolution or embedding; "mixed" keeps it where that saves arithmetic and needs at
+    most `budget` numbers.
     """
     if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
         return GhostEmbedding(module, uses)

@@ -15,7 +15,8 @@ outputs (n, classes) logits.  All treat examples one by one: group norm, no batc
     char_rnn       20 bytes        Boenisch et al. 2023 (surnames)                 382,418
     word_mean      256 words       Boenisch et al. 2023 (IMDB), 30,000 words       480,306
 
-The last two read token numbers (n, positions), 0 for none, as `dpcompanion.data.byte_tokens` and `word_tokens` make them.
+The last two read token numbers (n, positions), 0 for none, as `dpcompanion.data.byte_tokens` and `word_tokens`
+make them.
 
 >>> model = mnist_cnn(seed=0)
 >>> parameter_count(model)

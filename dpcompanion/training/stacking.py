@@ -71,10 +71,10 @@ class StackedNetwork:
         for name, layer in self.module.named_modules():
             if own_parameters(layer):
                 if any(True for _ in layer.children()):
-                    raise Unfit(f"layer {name or 'model'!r} has weights of its own and further layers; use method='func'")
+                    raise Unfit(f"layer {name or 'model'!r} has its own weights and further layers; use method='func'")
                 stacked[layer] = StackedLayer(layer)
         for parent in self.module.modules():
-            parent._modules.update({name: stacked[child] for name, child in parent._modules.items() if child in stacked})
+            parent._modules |= {name: stacked[child] for name, child in parent._modules.items() if child in stacked}
         self.module = stacked.get(self.module, self.module)
         self._slots = {(f"{prefix}.{name}" if prefix else name): (layer, name)
                        for prefix, layer in self.module.named_modules() if isinstance(layer, StackedLayer)
