@@ -20,7 +20,7 @@ tensor(3.2635, dtype=torch.float64)
 
 **LiRA** (Carlini et al. 2022) asks of one example whether a model was trained on it.  Shadow models are trained on
 random halves of the data; what an example scores under those that saw it, and under those that did not,
-is taken as two Gaussians, and the target's score is weighed between them.
+is taken as two Gaussians, and the target's score is weighed between them::
 
     masks = shadow_masks(64, n, generator=generator)     # who is in which shadow model's data
     scores = shadow_scores(fit, masks, size=16, jobs=2)  # (64, n) log-odds of the true class
