@@ -1,3 +1,6 @@
+import pathlib
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -54,3 +57,20 @@ def test_a_digest_changes_with_the_data_and_not_with_the_last_bits():
     assert plotting.digest(a=[-0.0]) == "a: 1 value, 0 .. 0, sum 0"
     assert plotting.digest(a=[]) == "a: 0 values"
     assert plotting.digest(a=3.5) == "a: 1 value, 3.5 .. 3.5, sum 3.5"
+
+
+def luminance(colour):
+    """Relative luminance by WCAG 2."""
+    channels = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_the_three_kinds_of_number_can_be_read_on_light_and_dark_pages():
+    css = (pathlib.Path(__file__).resolve().parent.parent / "book" / "_static" / "custom.css").read_text()
+    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", line)) for line in re.findall(r"^(?::root|html\[data-theme).*--live.*$", css, re.MULTILINE))
+    assert light.keys() == dark.keys() == {"live", "recorded", "published"}
+    for colours, page in ((light, "#f3f4f5"), (dark, "#29313d")):           # the theme's shaded surfaces, the worse case
+        for kind, colour in colours.items():
+            bright, dim = sorted((luminance(colour), luminance(page)), reverse=True)
+            assert (bright + 0.05) / (dim + 0.05) >= 4.5, f"{kind}: {colour} on {page}"
