@@ -31,10 +31,14 @@ def run(tmp_path):
 
 def tiny(config):
     if hasattr(config, "tasks"):
-        changes = {"tasks": {name: dataclasses.replace(TINY, epochs=0.5, epsilon=task.epsilon, batch_size=task.batch_size) for name, task in list(config.tasks.items())[:2]}}
+        changes = {"tasks": {name: dataclasses.replace(TINY, epochs=0.5, epsilon=task.epsilon,
+                                                       batch_size=task.batch_size) for name,
+                             task in list(config.tasks.items())[:2]}}
     else:
         changes = {"points": 1 if hasattr(config, "requests") else 2, "runs": 3, "epochs": 0.1}
-    for field, value in (("pool", 9), ("tuples", 3), ("batch_sizes", config.batch_sizes[:2] if hasattr(config, "batch_sizes") else ()), ("resamples", 20)):
+    for field, value in (("pool", 9), ("tuples", 3),
+                         ("batch_sizes", config.batch_sizes[:2] if hasattr(config, "batch_sizes") else ()),
+                         ("resamples", 20)):
         if hasattr(config, field):
             changes[field] = value
     return dataclasses.replace(config, **changes)
@@ -54,8 +58,10 @@ def test_every_exhibit_gives_the_same_numbers_twice_and_meets_all_its_criteria(n
     for key, value in flat(first.values).items():
         np.testing.assert_array_equal(value, flat(again.values)[key], err_msg=key)
         assert "correct" in key or "relevance" in key or "norms" in key or np.isfinite(value).all(), key
-    judged = [row for exhibit in NAMES + ["gradients-look-alike/theorem-3.6"] for row in experiments.findings(first, exhibit).rows]
-    expected = {c.text for exhibit in NAMES + ["gradients-look-alike/theorem-3.6"] for c in experiments.criteria(exhibit) if c.of == name}
+    judged = [row for exhibit in NAMES + ["gradients-look-alike/theorem-3.6"]
+              for row in experiments.findings(first, exhibit).rows]
+    expected = {c.text for exhibit in NAMES + ["gradients-look-alike/theorem-3.6"]
+                for c in experiments.criteria(exhibit) if c.of == name}
     assert {row.criterion for row in judged} == expected and expected
 
 
@@ -86,12 +92,14 @@ def test_a_run_that_takes_long_is_kept_and_read_again(run, monkeypatch):
 def test_the_sum_over_moments_is_theorem_3_3_over_all_steps(run, direction):
     found = g.watched(TINY, run)
     norms = found.seen(direction).repeat_interleave(torch.as_tensor(np.diff(found.moments + [found.moments[-1]])), 1)
-    by_library = compose_sensitivities(norms.movedim(1, 0), sample_rate=found.plan.sample_rate, noise_std=found.plan.noise_std, order=8)
+    by_library = compose_sensitivities(norms.movedim(1, 0), sample_rate=found.plan.sample_rate,
+                                       noise_std=found.plan.noise_std, order=8)
     # The orders are those of the first step after each moment, so the sum lies above.
     ours = g.composed(found, direction, 8)
     assert (ours >= by_library * (1 - 1e-4)).all()
     torch.testing.assert_close(ours, by_library, rtol=0.15, atol=0)
-    every = dataclasses.replace(found, moments=list(range(32)), norms=torch.cat((norms, norms[:, -1:]), 1).repeat(1, 1, 2))
+    every = dataclasses.replace(found, moments=list(range(32)),
+                                norms=torch.cat((norms, norms[:, -1:]), 1).repeat(1, 1, 2))
     torch.testing.assert_close(g.composed(every, direction, 8), by_library, rtol=1e-3, atol=0)
     torch.testing.assert_close(g.theorem_3_3(norms.movedim(1, 0), found.plan, 8), by_library, rtol=1e-3, atol=0)
 
@@ -137,7 +145,8 @@ def test_a_step_of_softmax_regression_is_that_of_autograd():
         weights = torch.zeros(4, 10, dtype=torch.float64)
         for step in range(3):
             rows, labels = torch.cat((x, point_x[point:point + 1])), torch.cat((y, point_y[point:point + 1]))
-            gradients = torch.func.vmap(torch.func.grad(lambda w, a, b: cross_entropy((a @ w)[None], b[None])[0]), (None, 0, 0))(weights, rows, labels)
+            gradients = torch.func.vmap(torch.func.grad(lambda w, a, b: cross_entropy((a @ w)[None], b[None])[0]),
+                                        (None, 0, 0))(weights, rows, labels)
             lengths = gradients.flatten(1).norm(dim=1)
             torch.testing.assert_close(found[step, :, point], lengths[-1].clamp(max=0.7).expand(2), rtol=1e-6, atol=0)
             weights = weights - 2.0 / 30 * (gradients * (0.7 / lengths).clamp(max=1)[:, None, None]).sum(0)
@@ -149,7 +158,8 @@ def test_one_step_composes_exactly_to_theorem_3_2_and_the_other_direction_is_no_
     for direction in g.DIRECTIONS:
         norms = g.side_by_side(x, y, point_x, point_y, plan, kind=direction, runs=3, order=4, learning_rate=1.0, seed=0)
         found = g.composed_exactly(norms, plan, 4, direction)
-        alone = step_divergence(sample_rate=0.2, noise_multiplier=plan.noise_std, sensitivity=norms[0, 0], orders=4, direction=direction)
+        alone = step_divergence(sample_rate=0.2, noise_multiplier=plan.noise_std, sensitivity=norms[0, 0], orders=4,
+                                direction=direction)
         torch.testing.assert_close(found.estimate, alone)
         assert (found.estimate <= found.upper_bound * (1 + 1e-9)).all()
 
@@ -184,7 +194,8 @@ def test_the_bound_for_means_lies_above_every_enumerated_data_set():
             mean = chosen.mean(0) if len(chosen) else torch.zeros(3, dtype=torch.float64)
             distances.append((point - mean).norm() / (len(chosen) + 1))
             weights.append(0.4 ** sum(mask) * 0.6 ** (6 - sum(mask)))
-        exact = coupled_divergence(torch.stack(distances), probabilities=weights, sample_rate=0.4, noise_std=0.8, order=5)
+        exact = coupled_divergence(torch.stack(distances), probabilities=weights, sample_rate=0.4, noise_std=0.8,
+                                   order=5)
         bound = g.mean_update_bound(point.norm()[None], plan, 5)[0]
         assert exact <= bound <= g.mean_update_bound(torch.ones(1, dtype=torch.float64), plan, 5)[0]
 
@@ -202,14 +213,16 @@ def test_sums_and_single_gradients_are_clipped_the_same_way(run):
     masks = torch.zeros(3, len(y), dtype=torch.bool)
     masks[0, :4], masks[1, 2:9] = True, True
     single = g.clipped_gradients(model, x[:9], y[:9], 0.5)
-    torch.testing.assert_close(g.batch_sums(model, x, y, masks, 0.5), torch.stack((single[:4].sum(0), single[2:].sum(0), 0 * single[0])), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(g.batch_sums(model, x, y, masks, 0.5),
+                               torch.stack((single[:4].sum(0), single[2:].sum(0), 0 * single[0])), rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize("exhibit", ["figure-2", "figure-3", "figure-4"])
 def test_cifar_10_runs_through_on_a_few_images(exhibit, run, monkeypatch):
     def load(name, *, split="train", **options):
         generator = torch.Generator().manual_seed(len(split))
-        return data.Dataset(name, split, torch.rand(24, 3, 32, 32, generator=generator), torch.arange(24) % 10, data.CIFAR10_CLASSES, (), {}, {}, "made up", "", False)
+        return data.Dataset(name, split, torch.rand(24, 3, 32, 32, generator=generator), torch.arange(24) % 10,
+                            data.CIFAR10_CLASSES, (), {}, {}, "made up", "", False)
 
     monkeypatch.setattr(data, "load", load)
     config = experiments.get(f"gradients-look-alike/{exhibit}").presets["paper"]
