@@ -1222,7 +1222,8 @@ def students(config, setup, seed, run):
     return reached
 
 
-@experiment("idp-sgd/table-13", uses=(Task, Problem, _problem, assign, softmax_regressions, _weighted, students, Teachers),
+@experiment("idp-sgd/table-13",
+            uses=(Task, Problem, _problem, assign, softmax_regressions, _weighted, students, Teachers),
             quick=Teachers(DIGITS, teachers=100, queries=50))
 def table_13(config, run):
     """Accuracy of the student of PATE at the smallest budget, and of PATE with weighted votes (A and B)."""
