@@ -73,7 +73,7 @@ def test_run_writes_a_record_and_list_shows_it(capsys, tmp_path):
     out = said(capsys, "run", "idp-sgd/table-5", "--out", str(tmp_path))
     assert "mnist.sigma" in out and (tmp_path / "idp-sgd" / "table-5.quick.json").exists()
     entries = json.loads(said(capsys, "list", "--out", str(tmp_path), "--json"))
-    state = {entry["name"]: entry["records"]["quick"] for entry in entries}
+    state = {entry["name"]: entry["records"].get("quick") for entry in entries}
     assert state["idp-sgd/table-5"] == "fresh" and state["idp-sgd/table-7"] == "missing"
 
 
