@@ -5,6 +5,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PY := .venv/bin/python
 INSTALLED := .venv/.installed
+NBVAL = DPCOMPANION_PRESET=quick $(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 900 \
+  --nbval-sanitize-with tools/nbval_sanitize.cfg $$(find book -name '*.ipynb' -not -path '*/.*')
 JUPYTER_BOOK := .venv/bin/jupyter-book build . -q
 
 export OMP_NUM_THREADS := 1
@@ -52,8 +54,7 @@ test: $(INSTALLED)
 	@echo "== notebooks and their sources"
 	@$(PY) tools/notebooks.py check
 	@echo "== notebooks executed again, outputs compared"
-	@DPCOMPANION_PRESET=quick $(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 900 \
-	  --nbval-sanitize-with tools/nbval_sanitize.cfg $$(find book -name '*.ipynb' -not -path '*/.*')
+	@$(NBVAL) || { echo "== once more, what failed: two kernels that start at once can take the same port"; $(NBVAL) --last-failed; }
 	@echo "== pages"
 	@$(MAKE) --no-print-directory site
 	@$(PY) tools/browser_check.py

@@ -248,10 +248,10 @@ def _sections(text):
 def _anchor(heading):
     """The anchor that Sphinx gives a heading.
 
-    >>> _anchor("Table III: intrinsic epsilon"), _anchor("Figures 8 and 9: a start")
-    ('table-iii-intrinsic-epsilon', 'figures-8-and-9-a-start')
+    >>> _anchor("Table III: intrinsic epsilon"), _anchor("Figures 8 and 9: one's own start")
+    ('table-iii-intrinsic-epsilon', 'figures-8-and-9-ones-own-start')
     """
-    words = re.sub(r"\{\w+\}`([^`]*)`|[`*$]", r"\1", heading).lower()
+    words = re.sub(r"\{\w+\}`([^`]*)`|[`*$]", r"\1", heading).lower().replace("'", "")
     return re.sub(r"^[-0-9]+|-+$", "", re.sub(r"[^a-z0-9]+", "-", words))
 
 
