@@ -25,10 +25,10 @@ def _problem(shape, n, batch, steps, dtype=torch.float32, classes=10):
 
 # task: (model of a seed, runs side by side, runs one after the other that stand for them, data and plan)
 TASKS = {
-    "CNN": (models.mnist_cnn, 10, 2, lambda: _problem((60_000, 1, 28, 28), 60_000, 512, 3)),
+    "CNN": (models.mnist_cnn, 10, 2, lambda: _problem((60_000, 1, 28, 28), 60_000, 512, 12)),
     "softmax": (lambda seed: models.linear(196, 10, seed=seed).double(), 100, 5,
                 lambda: _problem((4000, 196), 4000, 200, 20, torch.float64)),
-    "char RNN": (models.char_rnn, 4, 1, lambda: _problem((1000, 20), 1000, 64, 2, None, 18)),
+    "char RNN": (models.char_rnn, 4, 1, lambda: _problem((1000, 20), 1000, 64, 8, None, 18)),
 }
 
 
