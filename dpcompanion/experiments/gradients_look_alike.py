@@ -59,8 +59,8 @@ class Task:
     stops: int = 100
 
 
-MNIST = Task("mnist", "lenet5", runs=2, points=200)
-PLAIN_MNIST = dataclasses.replace(MNIST, model="softmax")
+MNIST = Task("mnist", "lenet5", runs=5, points=200)
+PLAIN_MNIST = dataclasses.replace(MNIST, model="softmax", runs=2)
 CIFAR10 = Task("cifar10", "resnet20", epochs=200, momentum=0.9, weight_decay=1e-4, drops=(100, 150), runs=10,
                points=500)
 DIGITS = Task("mnist-5k", "lenet5", learning_rate=1.0, runs=3, points=60, stops=31)
@@ -256,7 +256,7 @@ def _vary(task, **changes):
 
 
 _COMPOSE = (*_WATCH, watched, divergence, share_of, weighted_costs, soft_maximum, composed, epsilons, worst_case)
-FIGURE_1 = Watch({"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=1)})
+FIGURE_1 = Watch({"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=2)})
 FIGURE_1_QUICK = Watch({"eps 10": DIGITS, "eps 1": _vary(DIGITS, epsilon=1.0, runs=1)})
 
 
@@ -375,7 +375,7 @@ def _narrow(record):
         yield name, f"{narrow} of {record.config['shown']}", narrow >= 0.8 * record.config["shown"]
 
 
-FIGURE_6 = Watch({"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=1),
+FIGURE_6 = Watch({"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=2),
                   "batch 64": _vary(PLAIN_MNIST, batch_size=64, runs=1),
                   "batch 512": _vary(PLAIN_MNIST, batch_size=512, runs=1), "softmax regression": PLAIN_MNIST})
 FIGURE_6_QUICK = Watch({"eps 10": DIGITS, "eps 1": _vary(DIGITS, epsilon=1.0, runs=1),
