@@ -340,6 +340,13 @@ def trials(config, run):
     return {kind: [done[f"{kind}.seed-{seed}"] for seed in config.seeds] for kind in config.kinds}
 
 
+def final_accuracies(config, kinds, seeds, run, *, budgets=None, groups=None):
+    """{kind: final accuracy for each seed} of trials that other exhibits may have made already, or will share."""
+    found = trials(Trials(config.task, tuple(kinds), tuple(seeds), tuple(budgets or config.budgets),
+                          groups or config.groups, config.delta), run)
+    return {kind: [one["final"] for one in each] for kind, each in found.items()}
+
+
 def accuracies(config, done):
     """The trials' values: `mnist.A.sample` and so on, the curves of figure 1, and what appendix D.7 looks at."""
     values = {}
@@ -357,7 +364,7 @@ def accuracies(config, done):
 
 
 _QUICK_TRIALS = Trials(DIGITS, seeds=tuple(range(5)), look=1, group_look=2)
-_PAPER_TRIALS = Trials(MNIST, kinds=("dpsgd",), seeds=(0,))
+_PAPER_TRIALS = Trials(MNIST, seeds=(0, 1, 2))
 
 
 @experiment("idp-sgd/table-2", uses=(*_TRIAL, trials, accuracies), quick=_QUICK_TRIALS, paper=_PAPER_TRIALS)
@@ -390,14 +397,14 @@ def ahead(record, one, other):
          "ahead of DP-SGD at the smallest budget: the 95% interval of the paired difference lies above 0")
 def ahead_of_dpsgd(record):
     for kind in record.config["kinds"]:
-        if kind.endswith((".sample", ".scale")) and len(record.seeds) > 1:
+        if kind.endswith((".sample", ".scale")) and "dpsgd" in record.config["kinds"] and len(record.seeds) > 1:
             gain, reach = ahead(record, kind, "dpsgd")
             yield kind, f"{gain:+.1f} ± {reach:.1f}", gain > reach
 
 
 @finding("idp-sgd/figure-1", "ends between DP-SGD at 1 and at 3, nearer to 3", of="idp-sgd/table-2")
 def between_the_two(record):
-    if "loosest" in record.config["kinds"]:
+    if {"dpsgd", "loosest"} <= set(record.config["kinds"]):
         low, high = (np.mean(record.values[f"{kind}.final"]) for kind in ("dpsgd", "loosest"))
         for kind in record.config["kinds"]:
             if kind.endswith((".sample", ".scale")):
@@ -497,9 +504,10 @@ def compared(config, run, plan):
     return {kind: [outcomes[kind, seed] for seed in config.seeds] for kind in config.kinds}
 
 
-def finals(outcomes):
-    """{kind: mean and standard deviation of the final accuracy}."""
-    return {kind: mean_and_sd(one["final"] for one in each) for kind, each in outcomes.items()}
+def final_values(config, final):
+    """`<kind>.final` for each seed, and under the published names the mean and standard deviation."""
+    values = {f"{kind}.final": each for kind, each in final.items()}
+    return values | named({kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist")
 
 
 def named(values, task, data):
@@ -509,6 +517,7 @@ def named(values, task, data):
 
 _COMPARED = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, accuracy, class_accuracy,
              train_all, compared)
+_EITHER = (*_TRIAL, trials, final_accuracies, train_all, compared, final_values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -519,23 +528,35 @@ class Groups100(Compared):
     between: tuple = (1.0, 6.0)
 
 
-@experiment("idp-sgd/table-9", uses=_COMPARED, quick=Groups100(DIGITS, ("dpsgd", "sample", "scale"), together=ALL),
+@experiment("idp-sgd/table-9", uses=_EITHER, quick=Groups100(DIGITS, ("dpsgd", "sample", "scale"), together=ALL),
             paper=Groups100(MNIST, ("dpsgd", "sample", "scale"), seeds=(0,)))
 def table_9(config, run):
-    """A hundred groups of the same size, each with a budget drawn uniformly; DP-SGD gives all the lower end."""
-    examples = len(problem(config.task, run).labels)
+    """A hundred groups of the same size, each with a budget drawn uniformly; DP-SGD gives all the lower end.
+
+    With the paper's network DP-SGD's runs are those of table 2.
+    """
+    examples, (low, high) = len(problem(config.task, run).labels), config.between
+    shares = (1,) * config.number
+
+    def budgets(seed):
+        generator = torch.Generator().manual_seed(derive_seed(seed, "budgets"))
+        return (low + (high - low) * torch.rand(config.number, dtype=torch.float64, generator=generator)).tolist()
 
     def plan(kind, seed):
-        generator = torch.Generator().manual_seed(derive_seed(seed, "budgets"))
-        low, high = config.between
-        budgets = (low + (high - low) * torch.rand(config.number, dtype=torch.float64, generator=generator)).tolist()
-        groups = assign(examples, (1,) * config.number, seed)
-        return plan_of(kind, groups, (low,) * config.number if kind == "dpsgd" else budgets, config.task.training,
-                       delta=config.delta)
+        return plan_of(kind, assign(examples, shares, seed), (low,) * config.number if kind == "dpsgd" else
+                       budgets(seed), config.task.training, delta=config.delta)
 
-    outcomes = compared(config, run, plan)
-    values = {f"{kind}.final": [one["final"] for one in each] for kind, each in outcomes.items()}
-    return values | named(finals(outcomes), config.task, "mnist")
+    if config.together > 1:
+        final = {kind: [one["final"] for one in each] for kind, each in compared(config, run, plan).items()}
+    else:
+        final = {kind: [] for kind in config.kinds}
+        for seed in config.seeds:
+            final["dpsgd"] += final_accuracies(config, ("dpsgd",), (seed,), run)["dpsgd"]
+            others = final_accuracies(config, ("hundred.sample", "hundred.scale"), (seed,), run, budgets=budgets(seed),
+                                      groups={"hundred": shares})
+            for kind, found in others.items():
+                final[kind.partition(".")[2]] += found
+    return final_values(config, final)
 
 
 @finding("idp-sgd/table-9", "ahead of DP-SGD at the lower end: the 95% interval of the paired difference lies above 0")
@@ -546,19 +567,27 @@ def many_groups_gain(record):
             yield kind.capitalize(), f"{gain:+.1f} ± {reach:.1f}", gain > reach
 
 
-@experiment("idp-sgd/table-14", uses=_COMPARED,
+@experiment("idp-sgd/table-14", uses=_EITHER,
             quick=Compared(DIGITS, ("scale", "combined-25", "combined-50", "combined-75", "sample"), together=ALL),
-            paper=Compared(MNIST, ("scale", "combined-25", "combined-50", "combined-75", "sample"), seeds=(0,)))
+            paper=Compared(MNIST, ("scale", "combined-25", "combined-50", "combined-75", "sample"),
+                           seeds=(0, 1, 2)))
 def table_14(config, run):
     """Sample and Scale at once, each group's own budget met; the weight is how much of Sample's change of rates is
-    made."""
+    made.  With the paper's network the two ends are the runs of table 2."""
     examples = len(problem(config.task, run).labels)
-    outcomes = compared(config, run, lambda kind, seed: plan_of(
-        kind, assign(examples, config.groups["A"], seed), config.budgets, config.task.training, delta=config.delta))
+
+    def plan(kind, seed):
+        return plan_of(kind, assign(examples, config.groups["A"], seed), config.budgets, config.task.training,
+                       delta=config.delta)
+
+    if config.together > 1:
+        final = {kind: [one["final"] for one in each] for kind, each in compared(config, run, plan).items()}
+    else:
+        final = final_accuracies(config, [f"A.{kind}" for kind in config.kinds], config.seeds, run)
     weights = {"scale": "weight_0", "sample": "weight_100"}
-    outcomes = {weights.get(kind, kind.replace("combined-", "weight_")): each for kind, each in outcomes.items()}
-    values = {f"{kind}.final": [one["final"] for one in each] for kind, each in outcomes.items()}
-    return values | named(finals(outcomes), config.task, "mnist")
+    final = {kind.removeprefix("A."): each for kind, each in final.items()}
+    return final_values(config, {weights.get(kind, kind.replace("combined-", "weight_")): each
+                                 for kind, each in final.items()})
 
 
 @finding("idp-sgd/table-14",
@@ -618,7 +647,7 @@ def baseline(config, kind, seed, run):
 _BASELINES = ("A.exclude_low", "A.sequential", "A.reversed", "B.exclude_low", "B.sequential", "B.reversed")
 
 
-@experiment("idp-sgd/table-17", uses=(*_TRIAL, trials, exclude, in_sequence, baseline),
+@experiment("idp-sgd/table-17", uses=(*_TRIAL, trials, final_accuracies, exclude, in_sequence, baseline, final_values),
             quick=Baselines(DIGITS, _BASELINES, seeds=tuple(range(3))), paper=Baselines(MNIST, _BASELINES, seeds=(0,)))
 def table_17(config, run):
     """Two ways to use different budgets with DP-SGD alone; `reversed` takes the groups in the other order."""
@@ -626,11 +655,8 @@ def table_17(config, run):
     problem(config.task, run)
     done = run.pieces(lambda piece: {"final": baseline(config, *pieces[piece], run)}, pieces, label="baselines")
     final = {kind: [done[f"{kind}.seed-{seed}"]["final"] for seed in config.seeds] for kind in config.kinds}
-    methods = tuple(f"{setup}.{method}" for setup in config.groups for method in ("sample", "scale"))
-    beside = Trials(config.task, methods, config.seeds, config.budgets, config.groups, config.delta)
-    final |= {kind: [one["final"] for one in each] for kind, each in trials(beside, run).items()}
-    values = {f"{kind}.final": each for kind, each in final.items()}
-    return values | named({kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist")
+    methods = [f"{setup}.{method}" for setup in config.groups for method in ("sample", "scale")]
+    return final_values(config, final | final_accuracies(config, methods, config.seeds, run))
 
 
 @finding("idp-sgd/table-17",

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from dpcompanion import experiments, published
+from dpcompanion import experiments, published, records
 from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.comparison import compare
 from dpcompanion.experiments import idp_sgd as chapter
@@ -166,10 +166,36 @@ def test_all_groups_use_up_their_budgets_at_the_last_epoch_and_not_before():
             assert spent == sorted(spent) and spent[-2] < 0.99 * budget
 
 
-def test_a_hundred_groups_draw_their_budgets_between_the_ends(tmp_path):
-    config = dataclasses.replace(experiments.get("idp-sgd/table-9").presets["quick"], task=TINY, seeds=(0,))
-    values = chapter.table_9(config, run_of(config, tmp_path))
-    assert {f"mnist-5k.{kind}" for kind in ("dpsgd", "sample", "scale")} <= set(values)
+@pytest.mark.parametrize("exhibit,function,config,shared", [
+    ("table-9", chapter.table_9, {"number": 3}, ("dpsgd", "dpsgd.final")),
+    ("table-14", chapter.table_14, {"kinds": ("combined-50", "sample")}, ("A.sample", "weight_100.final"))])
+def test_what_is_shared_with_other_tables_trials_is_what_runs_side_by_side_reach(exhibit, function, config, shared,
+                                                                                 tmp_path):
+    config = dataclasses.replace(experiments.get(f"idp-sgd/{exhibit}").presets["quick"], task=TINY, seeds=(4,),
+                                 **config)
+    together = function(config, run_of(config, tmp_path))
+    alone = function(dataclasses.replace(config, together=1), run_of(config, tmp_path))
+    assert set(together) == set(alone) and len(together) == 2 * len(config.kinds)
+    for key in together:
+        if key.endswith(".final"):
+            assert alone[key] == pytest.approx(together[key], abs=0.11)   # one test example of 1,000
+    kind, key = shared
+    assert (tmp_path / f"{kind}.seed-4.piece.json").is_file()
+    trials = chapter.trials(chapter.Trials(TINY, (kind,), (4,)), run_of(config, tmp_path))
+    assert alone[key] == [one["final"] for one in trials[kind]]
+
+
+@pytest.mark.parametrize("seeds", [(0,), (0, 1)])
+@pytest.mark.parametrize("kinds,judged", [
+    (("dpsgd", "A.sample"), (1, 0, 0)), (("A.sample", "loosest"), (0, 0, 0)),
+    (("dpsgd", "loosest", "A.scale"), (1, 1, 0)), (("dpsgd", "B.sample", "B.scale", "B.alone"), (2, 0, 1))])
+def test_findings_are_judged_by_the_kinds_and_seeds_that_a_record_has(kinds, judged, seeds):
+    values = {f"{kind}.final": [90.0 + k + seed for seed in seeds] for k, kind in enumerate(kinds)}
+    values |= {f"{kind}.group_loss": [records.mean_and_sd([0.1])] for kind in kinds}
+    record = records.make("idp-sgd/table-2", "paper", values, config=chapter.Trials(TINY, kinds, seeds))
+    for exhibit, count in zip(("table-2", "figure-1", "table-d7"), judged):
+        found = sum(experiments.findings(record, f"idp-sgd/{exhibit}").counts().values())
+        assert found == (0 if exhibit == "table-2" and len(seeds) < 2 else count)
 
 
 def test_leaving_a_group_out_and_going_through_groups_keep_to_their_budgets():
