@@ -5,7 +5,8 @@ inputs $A_i$ (positions x in; the patches, for a convolution) and the gradients
 of its outputs $G_i$ (out x positions).  The gradient of the weight is $G_i A_i$.
 Clipping needs its norm, and then a weighted sum over examples.  Two ways:
 
-* explicit: multiply, in x out numbers an example, and take the norm;
+* explicit: multiply, in x out numbers an example, and take the norm; where a kernel moves by one pixel over many
+  positions, patches need not be copied (`_slid`);
 * ghost: $\lVert G_i A_i\rVert^2 = \langle A_i A_i^T, G_i^T G_i\rangle$, positions^2 numbers an
   example and no gradient (Goodfellow 2015; Li et al. 2022; Bu et al. 2022).
   With one position it is a product of two norms.
@@ -68,6 +69,31 @@ def _patches(conv, a):
     return windows.reshape(n, conv.groups, height * width, -1)
 
 
+def _slides(conv, positions):
+    """Whether `_slid` is faster than patches: steps of one pixel, and many of them beside the channels (measured)."""
+    return conv.stride == (1, 1) and positions > 2 * conv.weight.shape[1]
+
+
+def _slid(conv, a, g):
+    """Gradients of a convolution's weight without patches, (n, height, width, out, in), for steps of one pixel.
+
+    With its rows padded to those of the input and laid end to end, an output gradient meets the input of each place of
+    the kernel at one constant offset: one product of matrices for each place, and nothing of the input is copied.
+    """
+    a, groups = _pad(conv, a), conv.groups
+    width, wider = a.shape[3], a.shape[3] - g.shape[3]
+    length = g.shape[2] * width - wider
+    outputs = F.pad(g, (0, wider)).flatten(2)[..., :length].unflatten(1, (groups, -1)).flatten(0, 1)
+    inputs = a.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1)
+    found = g.new_empty(len(g), *conv.kernel_size, *conv.weight.shape[:2])
+    for row in range(conv.kernel_size[0]):
+        for column in range(conv.kernel_size[1]):
+            offset = row * conv.dilation[0] * width + column * conv.dilation[1]
+            product = outputs @ inputs[..., offset:offset + length].mT
+            found[:, row, column] = product.view(len(g), *conv.weight.shape[:2])
+    return found
+
+
 def _matrices(module, a, g):
     """Inputs (n, groups, positions, in) and output gradients (n, groups, out, positions) of one use of a layer."""
     if type(module) is nn.Conv2d:
@@ -100,11 +126,12 @@ def _scaled(tensor, factors):
 class Explicit:
     """Gradients of one layer's parameters, held for every example as {name: (n, *shape)}.
 
-    That of a convolution's weight, with `patches`, is held as (n, out, height, width, in), the order of the patches.
+    The axes of a convolution's weight may be held in another order, the one in which they were computed: `axes` are
+    their places among the axes of the sums, of which the first counts runs.
     """
 
-    def __init__(self, gradients, patches=False):
-        self.gradients, self.patches = gradients, patches
+    def __init__(self, gradients, axes=None):
+        self.gradients, self.axes = gradients, axes
 
     def squared_norms(self):
         return sum(torch.linalg.vector_norm(g.flatten(1), dim=1).square() for g in self.gradients.values())
@@ -117,8 +144,8 @@ class Explicit:
         for name, g in self.gradients.items():
             g, shape = g.reshape(len(factors), factors.shape[-1], -1), g.shape[1:]
             sums[name] = (factors.to(g.dtype) @ g).reshape(-1, *shape)
-        if self.patches and "weight" in sums:
-            sums["weight"] = sums["weight"].movedim(-1, 2)
+        if self.axes and "weight" in sums:
+            sums["weight"] = sums["weight"].permute(self.axes)
         return sums
 
 
@@ -146,12 +173,14 @@ class Ghost:
         return squares
 
     def _weight_squares(self, uses):
+        positions = _positions(self.module, uses)
+        if positions > 1 and not _gram_is_cheaper(self.module, positions):
+            gradients, _ = _weight_gradients(self.module, uses)
+            return torch.linalg.vector_norm(gradients.flatten(1), dim=1).square()
         pairs = [_matrices(self.module, a, g) for a, g in uses]
         inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
-        if inputs.shape[2] == 1:
+        if positions == 1:
             return (inputs.square().sum((2, 3)) * outputs.square().sum((2, 3))).sum(1)
-        if not _gram_is_cheaper(self.module, inputs.shape[2]):
-            return torch.linalg.vector_norm((outputs @ inputs).flatten(1), dim=1).square()
         inputs, outputs = inputs.double(), outputs.double()
         return ((inputs @ inputs.mT) * (outputs.mT @ outputs)).sum((1, 2, 3)).clamp(min=0)
 
@@ -213,19 +242,28 @@ def _rows(tensor, rows):
     return torch.where(rows.reshape(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
 
 
-def _explicit_matrices(module, uses):
-    gradients, shape = {}, module.weight.shape
-    if type(module) is nn.Conv2d:
-        shape = (shape[0], *shape[2:], shape[1])
+def _weight_gradients(module, uses):
+    """Gradients of the weight, (n, ...), and where its axes are (see `Explicit`); added up over the uses of the layer."""
+    conv, total = type(module) is nn.Conv2d, None
+    slides = conv and all(_slides(module, g[0, 0].numel()) for _, g in uses)
     for a, g in uses:
-        terms = {}
-        if "weight" in (trainable := own_parameters(module)):
+        if slides:
+            term = _slid(module, a, g)
+        else:
             inputs, outputs = _matrices(module, a, g)
-            terms["weight"] = (outputs @ inputs).reshape(len(a), *shape)
-        if "bias" in trainable:
-            terms["bias"] = _bias(module, g)
-        gradients = {name: gradients[name] + term if gradients else term for name, term in terms.items()}
-    return Explicit(gradients, type(module) is nn.Conv2d)
+            out, inside, *kernel = module.weight.shape
+            term = (outputs @ inputs).reshape(len(a), out, *kernel, inside)
+        total = term if total is None else total + term
+    return total, ((0, 3, 4, 1, 2) if slides else (0, 1, 4, 2, 3)) if conv else None
+
+
+def _explicit_matrices(module, uses):
+    gradients, axes, trainable = {}, None, own_parameters(module)
+    if "weight" in trainable:
+        gradients["weight"], axes = _weight_gradients(module, uses)
+    if "bias" in trainable:
+        gradients["bias"] = sum(_bias(module, g) for _, g in uses)
+    return Explicit(gradients, axes)
 
 
 def _explicit_norm_layer(module, uses):
