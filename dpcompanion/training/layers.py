@@ -180,7 +180,8 @@ class Ghost:
         pairs = [_matrices(self.module, a, g) for a, g in uses]
         inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
         if positions == 1:
-            return (inputs.square().sum((2, 3)) * outputs.square().sum((2, 3))).sum(1)
+            a, g = (torch.linalg.vector_norm(part, dim=(2, 3)) for part in (inputs, outputs))
+            return (a * g).square().sum(1)
         inputs, outputs = inputs.double(), outputs.double()
         return ((inputs @ inputs.mT) * (outputs.mT @ outputs)).sum((1, 2, 3)).clamp(min=0)
 
