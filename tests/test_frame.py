@@ -130,3 +130,8 @@ def test_buttons_for_binder_and_colab_are_off_until_an_address_is_set():
     launch = ROOT / "book" / "_ext" / "launch.py"
     assert subprocess.run([sys.executable, "-m", "doctest", str(launch)]).returncode == 0
     assert yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]["public_repository"] == ""
+
+
+def test_a_lighter_picture_looks_the_same():
+    light = ROOT / "book" / "_ext" / "light.py"
+    assert subprocess.run([sys.executable, "-m", "doctest", str(light)]).returncode == 0

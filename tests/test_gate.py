@@ -53,6 +53,7 @@ PAGES = {
     "outside": '# A picture from elsewhere\n\n<img src="http://example.org/picture.png" alt="A picture.">\n',
     "dumb": '# A picture without words\n\n<img src="../_static/dot.png">\n',
     "wide": '# Too wide\n\n<div style="width: 500px; background: grey">wide</div>\n',
+    "heavy": '# A heavy page\n\n<img src="../_static/noise.png" alt="Noise." style="width: 100px">\n',
     "dead": '# A dead link\n\n<a href="accounting.html#nowhere">somewhere</a>\n',
 }
 
@@ -160,6 +161,18 @@ def test_edited_prose_and_tags_are_refused_until_the_notebook_is_written_again(b
     assert notebooks(book, "check").returncode == 0
 
 
+def test_new_words_are_taken_over_without_a_run_and_new_code_is_not(book):
+    source, executed = book / "book" / "accounting.md", json.loads(twin_of(book).read_text())
+    source.write_text(NOTEBOOK.replace("A formula", "One formula"))
+    assert notebooks(book, "prose", "accounting").returncode == 0 and notebooks(book, "check").returncode == 0
+    after = json.loads(twin_of(book).read_text())
+    assert "One formula" in "".join(after["cells"][0]["source"])
+    assert [code(after, n)["outputs"] for n in (1, 2)] == [code(executed, n)["outputs"] for n in (1, 2)]
+    source.write_text(NOTEBOOK.replace("6 * 7", "6 * 8"))
+    refused = notebooks(book, "prose", "accounting")
+    assert refused.returncode == 1 and "its code has changed: execute it" in refused.stdout
+
+
 @pytest.mark.parametrize("option, complaint", [("alt", "no alternative text"), ("caption", "no caption")])
 def test_a_figure_without_words_is_refused(book, option, complaint):
     def drop(cell_metadata):
@@ -248,6 +261,8 @@ def rendered(sound_book, tmp_path_factory):
     for name in ("_static", "_ext"):
         shutil.copytree(ROOT / "book" / name, root / "book" / name)
     Image.new("RGB", (4, 4)).save(root / "book" / "_static" / "dot.png")
+    # Noise does not compress: three bytes a pixel.
+    Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 1000, 3), np.uint8)).save(root / "book" / "_static" / "noise.png")
     shutil.copy(ROOT / "book" / "references.bib", root / "book")
     shutil.copy(ROOT / "_config.yml", root)
     (root / ".pytest_cache").mkdir()
@@ -288,6 +303,7 @@ def verdicts(rendered):
     ("outside", "asks another machine for http://example.org/picture.png"),
     ("dumb", "a picture has no alternative text"),
     ("wide", "(390 px)"),
+    ("heavy", "MB without MathJax, more than 2"),
     ("dead", "links to the anchor #nowhere"),
 ])
 def test_a_browser_finds_the_fault(verdicts, page, complaint):

@@ -7,7 +7,8 @@ Each page is loaded once in each colour scheme from its file and resized to a
 phone, a tablet, a laptop and a desktop, and once more over http.  A page must
 ask no other machine for anything, raise no console error, show no broken
 formula, never scroll sideways, describe every picture, keep its headings in
-order, and link only to pages and anchors that exist.
+order, link only to pages and anchors that exist, and load no more than 2 MB,
+MathJax not counted.
 
 Without a Chromium the check says so and ends well, except where CI is set.
 """
@@ -25,6 +26,7 @@ from urllib.parse import unquote, urldefrag, urljoin, urlparse
 ROOT = Path(__file__).resolve().parent.parent
 WIDTHS = (390, 768, 1100, 1280)
 SCHEMES = ("light", "dark")
+HEAVIEST = 2_000_000  # bytes, of all that a page loads but MathJax
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LAUNCH = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -99,13 +101,16 @@ def contexts_of(browser):
 
 
 class Visit:
-    """One page, loaded: what it asked of others and what it complained of is gathered while it lives."""
+    """One page, loaded: what it asked of others, what it complained of and, over http, how many bytes it loaded are
+    gathered while it lives."""
 
     def __init__(self, context, address, problems):
         self.address, self.local = address, urlparse(address)
         self.problems = problems
+        self.weight = 0
         self.page = context.new_page()
         self.page.route("**/*", self.admit)
+        self.page.on("response", self.weigh)
         self.page.on("console", lambda message: message.type == "error" and self.complain(message.text))
         self.page.on("pageerror", lambda error: self.complain(str(error)))
         self.page.on("requestfailed", lambda request: self.is_local(request.url) and self.complain(f"not found: {request.url}"))
@@ -128,6 +133,10 @@ class Visit:
         else:
             self.problems.append(f"asks another machine for {route.request.url}")
             route.abort()
+
+    def weigh(self, response):
+        if "/mathjax/" not in response.url:
+            self.weight += int(response.headers.get("content-length", 0))
 
     def complain(self, text):
         blocked = "ERR_FAILED" in text or "ERR_BLOCKED" in text
@@ -158,8 +167,11 @@ def check(site, pages=None, chromium=None):
                     for width in WIDTHS:
                         page.set_viewport_size({"width": width, "height": 900})
                         wrong += [f"{problem} ({width} px)" for problem in page.evaluate(OVERFLOW)]
-            with Visit(contexts["light"], f"{served}/{name}", wrong):
+            visit = Visit(contexts["light"], f"{served}/{name}", wrong)
+            with visit:
                 pass
+            if visit.weight > HEAVIEST:
+                wrong.append(f"weighs {visit.weight / 1e6:.1f} MB without MathJax, more than {HEAVIEST / 1e6:g}")
             problems += [(name, problem) for problem in dict.fromkeys(wrong)]
         browser.close()
     return problems + dead_links(site, links, anchors)

@@ -6,12 +6,16 @@ in its front matter) and committed beside its executed twin of the same stem
 
     python tools/notebooks.py execute               every chapter, live
     python tools/notebooks.py execute accounting    this one only
+    python tools/notebooks.py prose accounting      its code is as it was executed: take over its new words
     python tools/notebooks.py check                 are source and twin one thing?
 
 `execute` runs the source from top to bottom in the kernel of this very Python,
 and writes a twin without times, with stable cell ids and with a sha256 of its
 code.  Outputs that come out as they are committed are left as they are, so that
 on an unchanged clone nothing changes; drawn pixels may differ by a hair.
+
+`prose` runs no code: it writes the twin again from a source whose code cells are
+those that were executed, with their outputs, and refuses any other.
 
 `check` takes a fraction of a second and runs no code: cells, tags and stamp
 agree with the source, execution counts run 1..n, no error and no stderr is
@@ -122,6 +126,23 @@ def execute(root, source, preset, timeout):
     write_if_different(twin, nbformat.writes(fresh) + "\n")
     cells = sum(cell.cell_type == "code" for cell in fresh.cells)
     return f"{name}: {time.monotonic() - started:.0f} s, {cells} code cells, {verdict}", difference, True
+
+
+def take_over_prose(source):
+    """Write the twin of a source whose code is that of the twin, with the twin's outputs; returns what is wrong, or None."""
+    twin = source.with_suffix(".ipynb")
+    if not twin.exists():
+        return "has no executed notebook beside it"
+    fresh, executed = blank_twin(source), nbformat.read(twin, as_version=4)
+    if code_stamp(fresh) != code_stamp(executed):
+        return "its code has changed: execute it"
+    cells = (cell for cell in executed.cells if cell.cell_type == "code")
+    for cell in fresh.cells:
+        if cell.cell_type == "code":
+            old = next(cells)
+            cell.outputs, cell.execution_count = old.outputs, old.execution_count
+    write_if_different(twin, nbformat.writes(fresh) + "\n")
+    return None
 
 
 def kernel_environment(preset):
@@ -283,6 +304,8 @@ def main(arguments=None):
     run.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
     run.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many at a time (default: %(default)s)")
     run.add_argument("--timeout", type=int, default=900, help="seconds that one cell may take (default: %(default)s)")
+    words = commands.add_parser("prose", help="take over new prose where the code is what was executed")
+    words.add_argument("names", nargs="+", help="which ones, by stem or path")
     commands.add_parser("check", help="check that notebooks and sources are one thing")
     options = parser.parse_args(arguments)
     root = options.root.resolve()
@@ -293,6 +316,12 @@ def main(arguments=None):
             print(problem)
         print(f"{len(sources(root))} notebooks checked, {len(problems)} problems")
         return 1 if problems else 0
+
+    if options.command == "prose":
+        problems = {name_of(root, page): take_over_prose(page) for page in choose(root, options.names)}
+        for name, problem in problems.items():
+            print(f"{name}: {problem or 'its words are up to date'}")
+        return 1 if any(problems.values()) else 0
 
     preset = os.environ.get("DPCOMPANION_PRESET", "quick")
     pages = choose(root, options.names)
