@@ -15,8 +15,10 @@ What the number is: an account along the realised trajectory ("output-specific",
 guarantee of individual DP where the norms are bounded beforehand, or clipped to the recorded values, not
 where they are merely observed.  It concerns its owner; publishing it takes noise (`release`).
 
-Memory: 4 bytes for each example and level with rounding (404 MB for a million examples at r = 0.01); without, 8 bytes
+Memory: 4 bytes for each example and level with rounding (408 MB for a million examples at r = 0.01); without, 8 bytes
 for each example and order (about 2 GB for a million), and at most 200 MB of norms that wait to be added.
+
+Norms that change for a few examples at a time are recorded for these alone, in time that does not grow with n.
 
 >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5)
 >>> accountant.record([0.5, 0.2, 0.0], steps=1000)
@@ -34,7 +36,8 @@ from .accounting.chords import NODES, chords, rdp_of_shares, weights
 from .accounting.histories import epsilon_of_histories
 from .accounting.runs import orders_for
 
-_WAITING = 25_000_000        # norms that may wait before they are added up
+_WAITING = 200_000_000       # bytes of norms that may wait before they are added up
+_MOST = 2**31 - 1            # steps that a count can hold
 _ROWS = 8192                 # examples that are worked on at a time
 
 
@@ -70,15 +73,16 @@ class IndividualAccountant:
                              "a loss distribution is made for each level")
         self.rounding = None if rounding is None else float(_checks.in_interval("rounding", rounding, 0, 1, closed="right"))
         self.device = torch.device("cpu" if device is None else device)
-        #: Steps recorded so far.
+        #: Steps recorded so far, of whom most were recorded.
         self.steps = 0
+        self._steps = torch.zeros(self.n, dtype=torch.int64, device=self.device)      # of each example
         if self.rounding is None:
             orders = orders_for(NODES * self.noise_multiplier)
             orders = tuple(sorted({order if order < 64 else float(round(order)) for order in orders}))
             self._orders, self._table = (part.to(self.device) for part in
                                          chords(self.sample_rate, self.noise_multiplier, orders))
             self._rdp = torch.zeros(self.n, len(self._orders), dtype=torch.float64, device=self.device)
-            self._waiting = []
+            self._waiting, self._held = [], 0
         else:
             levels = math.ceil(1 / self.rounding - 1e-9)
             #: The levels {r, 2r, ..., 1} to which norms are rounded up, in units of the clip norm.
@@ -118,34 +122,48 @@ class IndividualAccountant:
             share = torch.where(share > 0, self._levels[torch.searchsorted(self._levels, share)], 0)
         return share * self.max_grad_norm
 
-    def record(self, norms, steps=1):
+    def record(self, norms, steps=1, examples=None):
         """Account for `steps` steps in which example i's gradient has the norm ``norms[i]``.
 
         Args:
             norms: (n,) gradient norms before clipping, finite and at least 0. A norm of 0 costs nothing. Norms of less than
                 float64's precision are raised by eight units in their last place.
-            steps: a whole number, at least 0.
+            steps: a whole number, at least 0, or one for each norm.
+            examples: (m,) indices of those whose norms these are, (m,) then; the others are charged nothing. Who is
+                named twice is charged twice.
 
         Raises:
-            ValueError: norms of another shape, negative or not finite.
+            ValueError: norms, steps or examples of another shape, norms that are negative or not finite, examples that
+                there are not, more steps for an example than 2^31 - 1.
+
+        >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5)
+        >>> accountant.record([0.5, 0.2], steps=torch.tensor([600, 1000]), examples=[0, 1])
+        >>> accountant.record([0.5], steps=400, examples=[0])
+        >>> accountant.epsilon(1e-5)
+        tensor([2.1014, 0.5203, 0.0000], dtype=torch.float64)
         """
-        steps = _checks.whole_number("steps", steps, 0, 2**31 - 1 - self.steps)
-        share = self._shares(norms)
+        examples = None if examples is None else self._indices(examples)
+        count = self.n if examples is None else len(examples)
+        share, steps = self._shares(norms, count), self._whole(steps, count)
+        if not count:
+            return
+        self._add_steps(steps, examples)
         if self.rounding is None:
-            self._waiting.append((share, steps))
-            if len(self._waiting) * self.n > _WAITING:
+            self._waiting.append((examples, share, steps))
+            self._held += sum(part.untyped_storage().nbytes() for part in self._waiting[-1] if part is not None)
+            if self._held > _WAITING:
                 self._flush()
         else:
             level = torch.searchsorted(self._levels, share)          # the first level that is not below the norm
-            place = torch.arange(self.n, device=self.device) * len(self._levels) + level
-            self._counts.view(-1)[place] += steps * (share > 0).to(torch.int32)
-        self.steps += steps
+            rows = torch.arange(self.n, device=self.device) if examples is None else examples
+            added = (steps * (share > 0)).to(torch.int32)
+            self._counts.view(-1).index_add_(0, rows * len(self._levels) + level, added)
 
-    def _shares(self, norms):
+    def _shares(self, norms, count=None):
         """Norms as shares of the clip norm, at most 1, none of them below its norm."""
         norms = norms if isinstance(norms, torch.Tensor) else torch.as_tensor(norms, dtype=torch.float64)
-        if norms.shape != (self.n,):
-            raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
+        if count is not None and norms.shape != (count,):
+            raise ValueError(f"norms must have shape ({count},), got {tuple(norms.shape)}")
         share = norms.detach().to(device=self.device, dtype=torch.float64) / self.max_grad_norm
         if not bool(((share >= 0) & share.isfinite()).all()):
             _checks.in_interval("norms", norms, 0, math.inf, closed="left")
@@ -153,6 +171,36 @@ class IndividualAccountant:
             # A norm that was summed in few digits may lie a few of its last places below the true one.
             share = share * (1 + 8 * torch.finfo(norms.dtype).eps if norms.is_floating_point() else 1)
         return share.clamp(max=1.0)
+
+    def _indices(self, examples):
+        """Indices as (m,) int64 on the device."""
+        examples = torch.as_tensor(examples, device=self.device)
+        if examples.ndim != 1 or (len(examples) and (examples.is_floating_point() or examples.dtype == torch.bool)):
+            raise ValueError(f"examples must be indices of shape (m,), got shape {tuple(examples.shape)} {examples.dtype}")
+        if len(examples) and not (examples.min() >= 0 and examples.max() < self.n):
+            _checks.in_interval("examples", examples, 0, self.n, closed="left")
+        return examples.to(torch.int64, copy=True)       # it may wait, and the caller's may change meanwhile
+
+    def _whole(self, steps, count):
+        """Numbers of steps as (count,) int64 on the device; one number is not copied."""
+        if not isinstance(steps, torch.Tensor) or not steps.ndim:
+            return torch.tensor(_checks.whole_number("steps", steps, 0, _MOST), device=self.device).expand(count)
+        if steps.shape != (count,) or steps.is_floating_point() or (count and steps.min() < 0):
+            raise ValueError(f"steps must be whole numbers, at least 0, one or ({count},) of them, got {steps}")
+        return steps.to(device=self.device, dtype=torch.int64, copy=True)
+
+    def _add_steps(self, steps, examples):
+        """Add to the steps of each example, unless one comes to have more than its counts can hold."""
+        rows = slice(None) if examples is None else examples
+        if examples is None:
+            self._steps += steps
+        else:
+            self._steps.index_add_(0, examples, steps)
+        most = int(self._steps[rows].max())
+        if most > _MOST:
+            self._steps.index_add_(0, torch.arange(self.n, device=self.device)[rows], -steps)
+            raise ValueError(f"steps must add up to at most {_MOST} for an example, got {most}")
+        self.steps = max(self.steps, most)
 
     def epsilon(self, delta):
         """Epsilon of every example at `delta`, from all that has been recorded: an upper bound, (n,) float64.
@@ -180,46 +228,53 @@ class IndividualAccountant:
             raise ValueError(f"other must be an accountant with the parameters {self._parameters()}, got "
                              f"{other._parameters() if isinstance(other, IndividualAccountant) else other!r}")
         # Counts are 32 bits wide: one that wrapped around would make an account too small.
-        _checks.whole_number("other.steps", other.steps, 0, 2**31 - 1 - self.steps)
+        steps = self._steps + other._steps.to(self.device)
+        if steps.max() > _MOST:
+            raise ValueError(f"other.steps must add up with these to at most {_MOST} for an example, got {int(steps.max())}")
         if self.rounding is None:
             self._flush()
             other._flush()
             self._rdp += other._rdp.to(self.device)
         else:
             self._counts += other._counts.to(self.device)
-        self.steps += other.steps
+        self._steps, self.steps = steps, int(steps.max())
 
     def state_dict(self):
-        """All that is needed to go on: parameters, steps and accounts."""
+        """All that is needed to go on: parameters, steps of each example and accounts."""
         if self.rounding is None:
             self._flush()
-        return {"parameters": self._parameters(), "steps": self.steps,
+        return {"parameters": self._parameters(), "steps": self._steps.clone(),
                 "accounts": (self._rdp if self.rounding is None else self._counts).clone()}
 
     def load_state_dict(self, state):
         """Go on from a `state_dict` of an accountant with the same parameters.
 
         Raises:
-            ValueError: naming what differs, or what cannot be an account: a count below 0 or not whole, more than all steps in
-                one row, a divergence below 0 or NaN.
+            ValueError: naming what differs, or what cannot be an account: a count below 0 or not whole, more steps in an
+                example's row than it took, a divergence below 0 or NaN.
         """
         if state["parameters"] != self._parameters():
             raise ValueError(f"state must be of an accountant with the parameters {self._parameters()}, "
                              f"got {state['parameters']}")
         mine = self._rdp if self.rounding is None else self._counts
-        accounts, steps = state["accounts"], _checks.whole_number("state['steps']", state["steps"], 0, 2**31 - 1)
+        accounts, steps = state["accounts"], torch.as_tensor(state["steps"])
+        if steps.shape != (self.n,) or steps.dtype != torch.int64 or steps.min() < 0 or steps.max() > _MOST:
+            raise ValueError(f"state must hold ({self.n},) int64 steps from 0 to {_MOST}, got {steps}")
         if accounts.shape != mine.shape or accounts.dtype != mine.dtype:
             raise ValueError(f"state must hold accounts of {tuple(mine.shape)} {mine.dtype}, got {tuple(accounts.shape)} "
                              f"{accounts.dtype}")
         if not bool((accounts >= 0).all()):
             raise ValueError(f"state must hold accounts of at least 0, got {float(accounts.nan_to_num(nan=-1.0).min()):g}")
-        if self.rounding is not None and int(accounts.sum(dim=1, dtype=torch.int64).max()) > steps:
-            raise ValueError(f"state must hold at most its {steps} steps for an example, got "
-                             f"{int(accounts.sum(dim=1, dtype=torch.int64).max())}")
+        if self.rounding is not None:
+            counted = accounts.sum(dim=1, dtype=torch.int64)
+            if bool((counted > steps.to(counted.device)).any()):
+                raise ValueError(f"state must hold at most an example's steps for it, got {int(counted.max())} of "
+                                 f"{int(steps.max())}")
         mine.copy_(accounts)
-        self.steps = steps
+        self._steps.copy_(steps)
+        self.steps = int(steps.max())
         if self.rounding is None:
-            self._waiting = []
+            self._waiting, self._held = [], 0
 
     def _parameters(self):
         return {"n": self.n, "sample_rate": self.sample_rate, "noise_multiplier": self.noise_multiplier,
@@ -227,14 +282,24 @@ class IndividualAccountant:
 
     def _flush(self):
         """Add the waiting norms to the accounts: a histogram of weights on the nodes, times the table."""
-        waiting, self._waiting = self._waiting, []
+        waiting, self._waiting, self._held = self._waiting, [], 0
+        everybody = [part for part in waiting if part[0] is None]
+        some = [torch.cat(column) for column in zip(*(part for part in waiting if part[0] is not None))]
+        if some:
+            examples, order = some[0].sort()
+            some = [column[order] for column in some[1:]]
         for start in range(0, self.n if waiting else 0, _ROWS // 4):
-            rows = slice(start, min(start + _ROWS // 4, self.n))
-            count = rows.stop - rows.start
-            histogram = torch.zeros(count * (NODES + 1), dtype=torch.float64, device=self.device)
-            base = torch.arange(count, device=self.device) * (NODES + 1)
-            for shares, steps in waiting:
-                node, upper = weights(shares[rows])
-                histogram.scatter_add_(0, base + node, steps * (1 - upper))
-                histogram.scatter_add_(0, base + node + 1, steps * upper)
-            self._rdp[rows] += histogram.view(count, -1) @ self._table
+            stop = min(start + _ROWS // 4, self.n)
+            histogram = torch.zeros((stop - start) * (NODES + 1), dtype=torch.float64, device=self.device)
+
+            def add(rows, shares, steps, histogram=histogram):
+                node, upper = weights(shares)
+                histogram.scatter_add_(0, rows * (NODES + 1) + node, steps * (1 - upper))
+                histogram.scatter_add_(0, rows * (NODES + 1) + node + 1, steps * upper)
+
+            for _, shares, steps in everybody:
+                add(torch.arange(stop - start, device=self.device), shares[start:stop], steps[start:stop])
+            if some:
+                first, last = torch.searchsorted(examples, torch.tensor([start, stop], device=self.device)).tolist()
+                add(examples[first:last] - start, *(column[first:last] for column in some))
+            self._rdp[start:stop] += histogram.view(stop - start, -1) @ self._table

@@ -31,6 +31,18 @@ def recorded(norms, steps=3, **mode):
     return accountant
 
 
+@st.composite
+def charges(draw, n=5):
+    """Charges of some of n examples each: (examples, norms, steps of each)."""
+    parts = []
+    for _ in range(draw(st.integers(1, 6))):
+        examples = draw(st.lists(st.integers(0, n - 1), max_size=7))
+        norms = draw(st.lists(st.floats(0, 1), min_size=len(examples), max_size=len(examples)))
+        steps = draw(st.lists(st.integers(0, 40), min_size=len(examples), max_size=len(examples)))
+        parts.append((examples, torch.tensor(norms, dtype=torch.float64), torch.tensor(steps, dtype=torch.int64)))
+    return parts
+
+
 def direct(norms, steps, delta):
     """RDP epsilon of each example by summing the divergences of its own, unrounded norms."""
     orders = orders_for(1000 * RUN["noise_multiplier"])
@@ -117,6 +129,62 @@ def test_state_is_saved_restored_and_merged(mode):
     assert torch.equal(first.epsilon(1e-5), before)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@given(parts=charges(), saved=st.booleans())
+@settings(max_examples=12, deadline=None)
+def test_charging_some_examples_is_charging_everybody_with_norms_of_zero_for_the_others(mode, parts, saved):
+    some, plain = (IndividualAccountant(5, **{**RUN, **mode}) for _ in range(2))
+    taken = [0] * 5
+    for examples, norms, steps in parts:
+        some.record(norms, steps=steps, examples=examples)
+        for example, norm, count in zip(examples, norms, steps.tolist()):
+            plain.record(norm * (torch.arange(5) == example), steps=count)
+            taken[example] += count
+        if saved:
+            state, some = some.state_dict(), IndividualAccountant(5, **{**RUN, **mode})
+            some.load_state_dict(state)
+    assert some.steps == max(taken)
+    assert torch.allclose(some.epsilon(1e-5), plain.epsilon(1e-5), rtol=1e-12, atol=0)
+    if mode["rounding"]:
+        assert torch.equal(some._counts, plain._counts)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_everybody_is_charged_alike_by_steps_for_all_for_each_and_by_name(mode):
+    norms = history(50, 3, seed=5)
+    whole = recorded(norms, steps=4, **mode)
+    order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
+    each, named = (IndividualAccountant(50, **{**RUN, **mode}) for _ in range(2))
+    for update in norms:
+        each.record(update, steps=torch.full((50,), 4))
+        for part in order.split(7):
+            named.record(update[part], steps=4, examples=part)
+    for other in (each, named):
+        assert other.steps == whole.steps == 12
+        assert torch.allclose(other.epsilon(1e-5), whole.epsilon(1e-5), rtol=1e-12, atol=0)
+
+
+def test_what_waits_does_not_hang_on_the_tensors_of_the_caller():
+    accountant = IndividualAccountant(3, **RUN, rounding=None)
+    norms, steps, examples = torch.tensor([0.5], dtype=torch.float64), torch.tensor([900]), torch.tensor([1])
+    accountant.record(norms, steps=steps, examples=examples)
+    norms[:], steps[:], examples[:] = 0, 1, 2
+    zero, some, none = accountant.epsilon(1e-5)
+    assert zero == none == 0 and float(some) == pytest.approx(float(direct(torch.tensor([[0.5]]), 900, 1e-5)), rel=1e-3)
+
+
+def test_more_norms_than_may_wait_are_added_up_in_between(monkeypatch):
+    norms = history(40, 12, seed=6)
+    whole = recorded(norms, rounding=None).epsilon(1e-5)
+    monkeypatch.setattr("dpcompanion.individual._WAITING", 2000)
+    pieces = IndividualAccountant(40, **RUN, rounding=None)
+    for update in norms:
+        for part in torch.arange(40).split(9):
+            pieces.record(update[part], steps=3, examples=part)
+        assert len(pieces._waiting) < 20
+    assert torch.allclose(pieces.epsilon(1e-5), whole, rtol=1e-12, atol=0)
+
+
 def test_norms_in_single_precision_are_rounded_up():
     exact = torch.tensor([0.07, 0.35, 0.7, 0.2], dtype=torch.float64)
     for mode in MODES:
@@ -156,6 +224,31 @@ def test_bad_norms_are_refused_and_leave_the_account_as_it_was(norms, words):
     assert accountant.steps == 0 and (accountant.epsilon(1e-5) == 0).all()
 
 
+@pytest.mark.parametrize("arguments, words", [
+    (dict(norms=[0.1], examples=[3]), "examples must lie"), (dict(norms=[0.1], examples=[-1]), "examples must lie"),
+    (dict(norms=[0.1, 0.2], examples=[1]), r"norms must have shape \(1,\)"),
+    (dict(norms=[0.1], examples=[0.5]), "examples must be indices"), (dict(norms=[0.1], examples=1), "examples must be"),
+    (dict(norms=[0.1] * 3, examples=[True, False, True]), "examples must be"),
+    (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1, -1])), "steps must be"),
+    (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1.0, 2.0])), "steps must be"),
+    (dict(norms=[0.1] * 3, steps=torch.tensor([1, 2])), "steps must be"), (dict(norms=[0.1] * 3, steps=1.5), "steps"),
+    (dict(norms=[0.1] * 3, steps=-1), "steps"),
+])
+def test_bad_examples_and_steps_are_refused_and_leave_the_account_as_it_was(arguments, words):
+    for rounding in (0.01, None):
+        accountant = IndividualAccountant(3, **RUN, rounding=rounding)
+        with pytest.raises(ValueError, match=words):
+            accountant.record(**arguments)
+        assert accountant.steps == 0 and (accountant.epsilon(1e-5) == 0).all()
+
+
+def test_nobody_is_charged_by_an_empty_batch():
+    for mode in MODES:
+        accountant = IndividualAccountant(3, **{**RUN, **mode})
+        accountant.record([], steps=7, examples=[])
+        assert accountant.steps == 0 and (accountant.epsilon(1e-5) == 0).all()
+
+
 def test_the_state_of_another_run_is_refused():
     one, other = IndividualAccountant(3, **RUN), IndividualAccountant(3, **{**RUN, "sample_rate": 0.5})
     with pytest.raises(ValueError, match="state must be"):
@@ -174,6 +267,13 @@ def test_more_steps_than_a_count_can_hold_are_refused():
         one.record([0.1], steps=10)
     with pytest.raises(ValueError, match="other.steps"):
         one.merge(other)
+    assert one.steps == 2**31 - 10
+    some = IndividualAccountant(2, **RUN)
+    some.record([0.1], steps=2**31 - 10, examples=[1])
+    with pytest.raises(ValueError, match="steps"):
+        some.record([0.1, 0.1], steps=5, examples=[1, 1])
+    some.record([0.1, 0.1, 0.1], steps=torch.tensor([9, 100, 3]), examples=[1, 0, 0])
+    assert some._steps.tolist() == [103, 2**31 - 1] and (some._counts.sum(dim=1) == some._steps).all()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -181,9 +281,11 @@ def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
     whole = recorded(history(4, 3), **mode)
     good, before = whole.state_dict(), whole.epsilon(1e-5)
     tampered = [dict(accounts=good["accounts"] - 100), dict(steps=-1), dict(steps=2.5),
+                dict(steps=good["steps"][:2]), dict(steps=good["steps"] - 10), dict(steps=good["steps"].double()),
                 dict(accounts=good["accounts"].float()), dict(accounts=good["accounts"][:2])]
     if mode["rounding"]:
-        tampered.append(dict(steps=whole.steps - 1))         # a count of more steps than there were
+        tampered.append(dict(steps=good["steps"] - 1))       # a count of more steps than there were
+        tampered.append(dict(steps=good["steps"] - torch.tensor([0, 0, 1, 0])))
     else:
         tampered.append(dict(accounts=torch.full_like(good["accounts"], math.nan)))
     for change in tampered:

@@ -5,7 +5,8 @@ but a step of SGD computes the norms of its own batch only.  `NormTracker` keeps
 latest known norm of every example at most C, charges everybody for it, and renews it
 
 * by full-batch passes, K of them an epoch, evenly spaced, the first before the first step;
-* with ``running=True``, also whenever an example is sampled (version 1 of the paper; K may be 0, from Z = C on).
+* with ``running=True``, also whenever an example is sampled (version 1 of the paper; K may be 0, from Z = C on). It
+  is charged then, for the steps since its norm was last renewed; everybody is when the account is asked for.
 
 Two ways to clip, two kinds of account::
 
@@ -20,7 +21,7 @@ batch, which is secret and on whose secrecy the sample rate's discount rests: an
 however gradients are clipped (Yu et al. 2022, section 3.1, says otherwise).
 
 Cost: a pass is a forward and backward pass over the data; else O(n) for a pass, O(batch) for a step.
-Memory: 8 bytes an example, beside the account.
+Memory: 16 bytes an example, beside the account.
 
 In `train`::
 
@@ -129,7 +130,8 @@ class NormTracker:
                                 device=accountant.device)
         #: Steps begun, and full-batch passes made.
         self.step, self.passes = 0, 0
-        self._waiting = 0                    # steps at `_charged` that the accountant does not know of yet
+        # Of each example: the steps that are in the account. Since then it is charged for `_charged`.
+        self._recorded = torch.zeros(accountant.n, dtype=torch.int64, device=accountant.device)
         self._charged, self._limits = self.norms, None
         self._trajectory, self._kept = [], []
 
@@ -141,9 +143,10 @@ class NormTracker:
     @property
     def accountant(self):
         """The accountant, with all steps recorded."""
-        if self._waiting:
-            self._accountant.record(self._charged, steps=self._waiting)
-            self._waiting = 0
+        steps = self.step - self._recorded
+        if steps.any():
+            self._accountant.record(self._charged, steps=steps)
+            self._recorded.fill_(self.step)
         return self._accountant
 
     def epsilon(self, delta):
@@ -185,15 +188,14 @@ class NormTracker:
         if self.clipping == "individual":
             if self._limits is None:
                 self._limits = self._accountant.charged(self.norms)
-            limits = self._limits
+            limits = self._limits.clone() if self.running else self._limits
             if self.budget is not None:
                 stays = self.budget.admit(limits)
                 limits = torch.where(stays, limits, 0)
                 charged = torch.where(stays, charged, 0)
-        if self._waiting and charged is not self._charged and not torch.equal(charged, self._charged):
-            self.accountant                  # records what waits
+        if charged is not self._charged and not torch.equal(charged, self._charged):
+            self.accountant                  # records what was charged before
         self._charged = charged
-        self._waiting += 1
         self.step += 1
         return limits
 
@@ -209,12 +211,18 @@ class NormTracker:
                 mine = torch.isin(indices, self._sorted)
                 indices = self._order[torch.searchsorted(self._sorted, indices[mine])]
                 norms = norms[mine.to(norms.device)]
-            self.accountant                  # what waits was charged at the norms before
-            self.norms = self.norms.index_put((indices.to(self.norms.device),), self._bounded(norms))
-            self._limits = None
+            self._renew(indices.to(self.norms.device), self._bounded(norms))
         if self.trajectory_delta is not None and self.step % self.steps_per_epoch == 0:
             epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()
             self._trajectory.append(_float32_above(epsilon))
+
+    def _renew(self, examples, norms):
+        """Charge examples for what held up to this step, and let their new norms hold from the next one on."""
+        self._accountant.record(self.norms[examples], steps=self.step - self._recorded[examples], examples=examples)
+        self._recorded[examples] = self.step
+        self.norms[examples] = norms
+        if self._limits is not None:
+            self._limits[examples] = self._accountant.charged(norms)
 
     def check_plan(self, plan):
         """Raise ValueError unless the account is of this plan."""
@@ -228,7 +236,7 @@ class NormTracker:
 
     def state_dict(self):
         """All that is needed to go on, the account included."""
-        return {"accountant": self.accountant.state_dict(), "options": self._options(), "norms": self.norms.cpu(),
+        return {"accountant": self.accountant.state_dict(), "options": self._options(), "norms": self.norms.cpu().clone(),
                 "step": self.step, "passes": self.passes, "trajectory": list(self._trajectory),
                 "kept": list(self._kept), "budget": None if self.budget is None else self.budget.state_dict()}
 
@@ -239,8 +247,9 @@ class NormTracker:
         self._accountant.load_state_dict(state["accountant"])
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
-        self.norms, self._limits = state["norms"].to(self._accountant.device), None
-        self.step, self.passes, self._waiting, self._charged = int(state["step"]), int(state["passes"]), 0, self.norms
+        self.norms.copy_(state["norms"])
+        self.step, self.passes, self._charged, self._limits = int(state["step"]), int(state["passes"]), self.norms, None
+        self._recorded.fill_(self.step)
         self._trajectory, self._kept = list(state["trajectory"]), [tuple(kept) for kept in state["kept"]]
 
     def _options(self):

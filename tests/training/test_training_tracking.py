@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from dpcompanion.individual import IndividualAccountant
@@ -99,6 +101,80 @@ def test_running_estimates_begin_at_the_clip_norm_and_follow_who_is_sampled():
         latest[indices] = norms.clamp(max=plan.max_grad_norm)
     assert tracker.passes == 0
     assert torch.allclose(tracker.estimated_epsilon(1e-3), direct(torch.stack(charged), plan), rtol=1e-9)
+
+
+class Drawn(NormTracker):
+    """A tracker whose passes find what they are given."""
+
+    found = None
+
+    def _measure(self):
+        self.norms, self._limits = self._bounded(self.found[self.step]), None
+        self.passes += 1
+
+
+@st.composite
+def histories(draw, n=6):
+    """A run without a network: its passes an epoch, what each pass would find, and who is sampled with which norm."""
+    steps = draw(st.integers(1, 25))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    norms = torch.rand(2, steps, n, dtype=torch.float64, generator=generator) ** 2 * 1.5
+    sampled = torch.rand(steps, n, generator=generator) < draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
+    return draw(st.sampled_from([0, 0.5, 1, 3])), norms[0], [(row.nonzero()[:, 0], norms[1, step, row])
+                                                             for step, row in enumerate(sampled)]
+
+
+@pytest.mark.parametrize("mode", [dict(rounding=None), dict(rounding=0.1), dict(rounding=0.1, accountant="pld")])
+@pytest.mark.parametrize("clipping", ["maximum", "individual"])
+@given(history=histories(), stop=st.integers(0, 25), looks=st.sets(st.integers(0, 25), max_size=3))
+@settings(max_examples=15, deadline=None)
+def test_running_estimates_charge_as_if_everybody_were_charged_at_every_step(mode, clipping, history, stop, looks):
+    per_epoch, found, batches = history
+    (x, y), plan = problem(n=6)
+
+    def fresh():
+        tracker = tracked((x, y), plan, network(), running=True, updates_per_epoch=per_epoch, clipping=clipping,
+                          steps_per_epoch=10, **mode)
+        tracker.__class__, tracker.found = Drawn, found
+        return tracker
+
+    tracker, plainly = fresh(), IndividualAccountant.for_plan(plan, **mode)
+    latest, passes = torch.ones(6, dtype=torch.float64), tracker.passes
+    for step, (indices, norms) in enumerate(batches):
+        if step == stop:
+            state, tracker = tracker.state_dict(), fresh()
+            tracker.load_state_dict(state)
+        limits = tracker.before_step()
+        if tracker.passes > passes:
+            latest, passes = (found[step] * (1 + 8 * torch.finfo(torch.float64).eps)).clamp(max=1), tracker.passes
+        plainly.record(latest)
+        if clipping == "individual":
+            assert torch.equal(limits, plainly.charged(latest))
+        if step in looks:                # asking in between changes nothing
+            torch.testing.assert_close(tracker.estimated_epsilon(1e-3), plainly.epsilon(1e-3), rtol=1e-9, atol=0)
+        tracker.after_step(indices, norms)
+        latest = latest.clone()
+        latest[indices] = (norms * (1 + 8 * torch.finfo(torch.float64).eps)).clamp(max=1)
+        if clipping == "individual":
+            assert limits is not tracker._limits
+    assert tracker.accountant.steps == plainly.steps == len(batches)
+    if mode["rounding"]:
+        assert torch.equal(tracker.accountant._counts, plainly._counts)
+    torch.testing.assert_close(tracker.estimated_epsilon(1e-3), plainly.epsilon(1e-3), rtol=1e-9, atol=0)
+
+
+def test_a_saved_state_stays_what_it_was_when_the_run_goes_on():
+    data, plan = problem(n=6)
+    tracker = tracked(data, plan, network(), running=True, updates_per_epoch=0)
+    tracker.before_step()
+    state = tracker.state_dict()
+    before = state["norms"].clone()
+    tracker.after_step(torch.tensor([2, 4]), torch.tensor([0.1, 0.2]))
+    assert torch.equal(state["norms"], before) and (tracker.norms != before).sum() == 2
+    tracker.load_state_dict(state)
+    tracker.before_step()
+    tracker.after_step(torch.tensor([1]), torch.tensor([0.1]))
+    assert torch.equal(state["norms"], before)
 
 
 def test_watching_changes_nothing_about_the_run():
