@@ -143,7 +143,7 @@ class IndividualAccountant:
         tensor([2.1014, 0.5203, 0.0000], dtype=torch.float64)
         """
         examples = None if examples is None else self._indices(examples)
-        count = self.n if examples is None else len(examples)
+        count = self.n if examples is None else examples.numel()
         share, steps = self._shares(norms, count), self._whole(steps, count)
         if not count:
             return
@@ -165,7 +165,7 @@ class IndividualAccountant:
         if count is not None and norms.shape != (count,):
             raise ValueError(f"norms must have shape ({count},), got {tuple(norms.shape)}")
         share = norms.detach().to(device=self.device, dtype=torch.float64) / self.max_grad_norm
-        if not bool(((share >= 0) & share.isfinite()).all()):
+        if share.numel() and not (share.min() >= 0 and share.max() < math.inf):        # nor for NaN
             _checks.in_interval("norms", norms, 0, math.inf, closed="left")
         if norms.dtype != torch.float64:
             # A norm that was summed in few digits may lie a few of its last places below the true one.
@@ -175,9 +175,10 @@ class IndividualAccountant:
     def _indices(self, examples):
         """Indices as (m,) int64 on the device."""
         examples = torch.as_tensor(examples, device=self.device)
-        if examples.ndim != 1 or (len(examples) and (examples.is_floating_point() or examples.dtype == torch.bool)):
+        count = examples.numel()
+        if examples.ndim != 1 or (count and (examples.is_floating_point() or examples.dtype == torch.bool)):
             raise ValueError(f"examples must be indices of shape (m,), got shape {tuple(examples.shape)} {examples.dtype}")
-        if len(examples) and not (examples.min() >= 0 and examples.max() < self.n):
+        if count and not (examples.min() >= 0 and examples.max() < self.n):
             _checks.in_interval("examples", examples, 0, self.n, closed="left")
         return examples.to(torch.int64, copy=True)       # it may wait, and the caller's may change meanwhile
 
