@@ -1,13 +1,15 @@
 import dataclasses
+import functools
 import math
 
 import pytest
 import torch
 
-from dpcompanion import experiments, published, records
+from dpcompanion import data, experiments, published, records
 from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.comparison import compare
 from dpcompanion.experiments import idp_sgd as chapter
+from dpcompanion.experiments.idp_sgd import plan_of
 from dpcompanion.training import cross_entropy, train
 
 DATA = ("mnist", "svhn", "cifar10")
@@ -252,6 +254,49 @@ def test_the_audit_refutes_joined_draws_and_not_the_method(method):
     bounds = chapter.audit(method, runs=30_000)
     assert (bounds < budgets).all() and (bounds > 0.2 * budgets).all()
     assert (chapter.audit(method, draws=3, runs=30_000) > budgets).any()
+
+
+@pytest.fixture
+def few_texts(tmp_path, monkeypatch):
+    """Data sets of 60 names and 40 reviews, in a data folder of their own."""
+    lines = ["name\tlanguage", *(f"{name}{'aeiou'[k % 5]}\t{language}" for k in range(20) for name, language in (
+        ("Kowalsk", "Polish"), ("Takahash", "Japanese"), ("O'Neill", "Irish")))]
+    (tmp_path / "names.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    lines = [f"{split}\t{label}\t{k}\t{stars}\tA {word} film<br />{k}" for split in ("train", "test")
+             for k in range(10) for label, stars, word in (("pos", 9, "good"), ("neg", 2, "bad"))]
+    (tmp_path / "imdb.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    monkeypatch.setattr(data, "load", functools.partial(data.load, verify=False))
+
+
+def test_texts_are_learned_within_each_groups_budget(few_texts, tmp_path, monkeypatch):
+    paper = experiments.get("idp-sgd/table-3").presets["paper"]
+    names, reviews = paper.rows.values()
+    rows = {"charrnn_surnames": dataclasses.replace(names, training=chapter.Training(48, 12, 2, 1.0)),
+            "embedding_imdb": dataclasses.replace(reviews, training=chapter.Training(20, 5, 2, 1.0))}
+    config = dataclasses.replace(paper, rows=rows, kinds=("dpsgd", "scale"), seeds=(0, 1))
+    plans = []
+
+    def noted(*args, **options):
+        plans.append(plan_of(*args, **options))
+        return plans[-1]
+
+    monkeypatch.setattr(chapter, "plan_of", noted)
+    values = chapter.table_3(config, run := run_of(config, tmp_path / "parts"))
+    assert len(plans) == 8 and {loaded["name"] for loaded in run.loaded} == {"surnames", "imdb"}
+    for plan, budgets in zip(plans, [chapter.BUDGETS] * 4 + [(5.0, 7.5, 10.0)] * 4):
+        spent = plan.epsilon(accountant="rdp")
+        assert plan.n == {1.0: 48, 5.0: 20}[budgets[0]] and plan.steps == 8
+        assert (spent.unique() <= torch.tensor(budgets, dtype=torch.float64)[:len(spent.unique())]).all()
+    for row, classes in (("charrnn_surnames", 3), ("embedding_imdb", 2)):
+        assert values[f"{row}.majority"] >= 100 / classes and values[f"{row}.scale"].n == 2
+        assert values[f"{row}.scale"].mean == pytest.approx(sum(values[f"{row}.scale.final"]) / 2)
+        assert len(values[f"{row}.scale.accuracy"]) == 2 and values[f"{row}.scale.dropped"] == 0
+    record = records.make("idp-sgd/table-3", "paper", values | {
+        f"{row}.sample.final": [100.0, 100.0] for row in rows}, config=config)
+    assert sum(experiments.findings(record).counts().values()) == 2
+    resumed = chapter.table_3(config, run_of(config, tmp_path / "parts"))
+    assert resumed == values and len(plans) == 8
 
 
 def test_equation_2_is_loose_at_low_orders_and_false_at_high_ones():
