@@ -107,9 +107,10 @@ class Exhibit:
 
     `numbers` holds what it prints, nested as in the paper; `exhibit["mnist.A.sample"]` is one of them, a `Printed`, a
     tuple of them, or text where the paper prints no plain number.  `shows` is the finding in words, `caution` what is
-    wrong or loose in it, `data` the data sets that it needs and `scale` what its own scale needs: "cpu" or "gpu".
-    `wrong` are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it is the words that
-    are; `tests` name the tests that check an exhibit that no experiment computes, as "tests/test_x.py::test_y".
+    wrong or loose in it, `data` and `networks` the data sets and networks that it shows, and `scale` what its own scale
+    needs: "cpu" or "gpu".
+    `wrong` are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it is the words
+    that are; `tests` name the tests that check an exhibit that no experiment computes, as "tests/test_x.py::test_y".
     """
 
     paper: str
@@ -122,6 +123,7 @@ class Exhibit:
     shows: str = ""
     caution: str = ""
     data: tuple = ()
+    networks: tuple = ()
     scale: str = "gpu"
     wrong: tuple = ()
     tests: tuple = ()
@@ -178,7 +180,7 @@ def _read(slug):
     found = content.pop("exhibit")
     exhibits = {}
     for fields in found:
-        for key in ("data", "wrong", "tests"):
+        for key in ("data", "networks", "wrong", "tests"):
             fields[key] = tuple(fields.get(key, ()))
         fields["numbers"] = _number(fields.get("numbers", {}))
         exhibits[fields["id"]] = Exhibit(paper=slug, **fields)

@@ -7,6 +7,9 @@ file beside it, whose sha256 the record holds.  Files are written whole or not a
 all, and checked when they are read.  NaN and infinities survive as
 `{"float": "nan"}`; a mean over seeds as `{"mean": ..., "sd": ..., "n": ...}`.
 
+A run that leaves out tasks of its configuration, for want of a GPU or of data, lists their names in `values` as
+`not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see `dpcompanion.scoreboard`).
+
 A record is stale when its experiment now has another configuration or another
 code than the record was made with; the book then says so.
 

@@ -1,8 +1,9 @@
 """The scoreboard: how each exhibit of the five papers stands, from the published numbers and the records alone.
 
 An exhibit is *reproduced* if every number that it prints was recomputed at the paper's scale and matches or comes
-close, and every finding holds; *in part* if some do, or if only a chapter's quick run shows them; *contradicted* if none does;
-*wrong in the paper* if something that it prints is proved wrong (the rest is counted beside it); *not run* otherwise.
+close, and every finding holds; *in part* if some do, if the record is without a data set or a network that the exhibit
+shows, or if only a chapter's quick run shows them; *contradicted* if none does; *wrong in the paper* if something that
+it prints is proved wrong (the rest is counted beside it); *not run* otherwise.
 What no experiment computes, such as a lemma, can be checked by tests, which `published` names.
 
 >>> board = standings("intrinsic-privacy")
@@ -25,7 +26,7 @@ from dpcompanion.comparison import Table, compare
 
 STATES = {
     "reproduced": "recomputed at the paper's scale; every number matches or is close, every finding holds",
-    "in part": "some do, or only a chapter's quick run shows them",
+    "in part": "some do, or on some of its data and networks only, or only in a chapter's quick run",
     "contradicted": "recomputed, and none agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
     "not run": "with what it would need",
@@ -52,6 +53,7 @@ class Standing:
         numbers: verdict -> how many of its numbers.
         findings: {"holds": ..., "fails": ...}.
         record: the record that it is judged by, or None.
+        missing: the data sets and networks that the exhibit shows and its record is without.
         stale: whether that record was made by other code or another configuration than today's.
         place: where the book shows it, or None.
     """
@@ -61,6 +63,7 @@ class Standing:
     numbers: dict
     findings: dict
     record: records.Record | None
+    missing: tuple
     stale: bool
     place: Place | None
 
@@ -81,7 +84,8 @@ class Standing:
     def basis(self):
         """What the state rests on, or what is needed to have one."""
         if self.record is not None and self.state != "not run":
-            return f"{self.record.preset} record{', stale' if self.stale else ''}"
+            without = f", without {', '.join(self.missing)}" if self.missing else ""
+            return f"{self.record.preset} record{', stale' if self.stale else ''}{without}"
         if self.exhibit.tests:
             return "tests"
         if self.state != "not run":
@@ -148,16 +152,21 @@ class Board:
 def label(exhibit):
     """What readers call an exhibit.
 
-    >>> label(published.exhibit("intrinsic-privacy/figures-8-9")), label(published.exhibit("idp-sgd/table-d7"))
-    ('Figures 8-9', 'Table D7')
+    >>> names = "intrinsic-privacy/figures-8-9", "idp-sgd/table-d7", "per-instance-accounting/text-cost"
+    >>> [label(published.exhibit(name)) for name in names]
+    ['Figures 8-9', 'Table D7', 'Section 3.2']
     """
+    if exhibit.kind == "text":
+        return exhibit.place.capitalize()
     kind, _, number = exhibit.id.partition("-")
-    return f"{kind.capitalize()} {number.upper() if number[:1].isdigit() or len(number) < 4 else number.replace('-', ' ')}"
+    short = number[:1].isdigit() or len(number) < 4
+    return f"{kind.capitalize()} {number.upper() if short else number.replace('-', ' ')}"
 
 
 def compared(standings):
     """(exhibit's label and title, `Comparison` of all printed numbers) for each standing whose record holds some."""
-    return [(f"{label(one.exhibit)}: {one.exhibit.title}", _compared(one.exhibit, one.record)) for one in standings if one.numbers]
+    return [(f"{label(one.exhibit)}: {one.exhibit.title}", _compared(one.exhibit, one.record))
+            for one in standings if one.numbers]
 
 
 def _compared(exhibit, record):
@@ -179,8 +188,9 @@ def _standing(exhibit, folder, place):
             held[word] = held.get(word, 0) + count
     record = next(filter(None, found.values()), None)
     stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
-    state = _state(exhibit, numbers, held, record, place)
-    return Standing(exhibit, state, numbers, held, record, stale, place)
+    missing = _missing(exhibit, filter(None, found.values()))
+    state = _state(exhibit, numbers, held, record, missing, place)
+    return Standing(exhibit, state, numbers, held, record, missing, stale, place)
 
 
 def _record(name, folder):
@@ -188,7 +198,24 @@ def _record(name, folder):
     return records.find(name, "paper", folder) or records.find(name, "quick", folder)
 
 
-def _state(exhibit, numbers, held, record, place):
+def _missing(exhibit, found):
+    """The exhibit's data sets and networks that no record has; accounts alone, which load no data, miss nothing."""
+    found = [record for record in found if record.data]
+    has = {entry["name"] for record in found for entry in record.data}
+    has |= {name for record in found for name in _networks(record.config, record.values.get("not_run", ()))}
+    return tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has) if found else ()
+
+
+def _networks(config, not_run):
+    """The entries `model` of a configuration and of the tasks in it, but for those that were not run."""
+    for key, value in config.items():
+        if key == "model":
+            yield value
+        elif isinstance(value, dict) and key not in not_run:
+            yield from _networks(value, not_run)
+
+
+def _state(exhibit, numbers, held, record, missing, place):
     if exhibit.wrong and (record is not None or "statement" in exhibit.wrong):
         return "wrong in the paper"
     good = sum(numbers.get(word, 0) for word in ("matches", "close")) + held.get("holds", 0)
@@ -197,11 +224,12 @@ def _state(exhibit, numbers, held, record, place):
         if exhibit.tests:
             return "reproduced"
         return "in part" if place and exhibit.name in experiments.names() else "not run"
-    # A record that leaves out what the paper ran (`not_run`) neither reproduces nor contradicts it.
-    left_out = record.values.get("not_run") or numbers.get("not run")
-    if good == 0 and not record.values.get("not_run"):
+    # A record of some of the paper's tasks neither reproduces nor contradicts it.
+    some_tasks = missing or record.values.get("not_run")
+    if good == 0 and not some_tasks:
         return "contradicted"
-    return "reproduced" if bad == 0 and not left_out and record.preset == "paper" else "in part"
+    whole = record.preset == "paper" and not some_tasks and not numbers.get("not run")
+    return "reproduced" if bad == 0 and whole else "in part"
 
 
 def _places(paper, book=None):
@@ -219,8 +247,8 @@ def _places(paper, book=None):
     for path in (*own, *others):
         for heading, anchor, code in _sections(path.read_text(encoding="utf-8")):
             for exhibit in exhibits:
-                said = f'"{exhibit.name}"' in code or path in own and (f'"{exhibit.id}"' in code or f'/{exhibit.id}"' in code)
-                if anchor and said:
+                ways = (exhibit.name,) if path not in own else (exhibit.name, exhibit.id)
+                if anchor and any(f'{mark}{way}"' in code for way in ways for mark in '"/'):
                     places.setdefault(exhibit.id, _place(book, path, anchor))
     return places
 
