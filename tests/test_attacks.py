@@ -194,7 +194,8 @@ def test_a_threshold_fitted_to_noise_promises_more_than_it_keeps():
 
 
 def test_bad_losses_are_refused():
-    for members, words in ((torch.ones(1), "two losses"), (torch.tensor([math.nan, 1.0]), "members"), (torch.ones(2, 2), "members")):
+    for members, words in ((torch.ones(1), "two losses"), (torch.tensor([math.nan, 1.0]), "members"),
+                           (torch.ones(2, 2), "members")):
         with pytest.raises(ValueError, match=words):
             loss_threshold_attack(members, torch.ones(5), generator=generator())
     with pytest.raises(ValueError, match="confidence"):

@@ -34,7 +34,8 @@ def missing(what):
 def run_script(expression):
     """What an expression over `accountant` gives, or None where nothing can run it."""
     if shutil.which("node"):
-        script = f"const accountant = require({str(STATIC / 'accountant.js')!r}); console.log(JSON.stringify({expression}))"
+        script = f"const accountant = require({str(STATIC / 'accountant.js')!r});"
+        script += f"console.log(JSON.stringify({expression}))"
         return json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
     if browser_check.find_chromium():
         with page_of("<p></p>") as page:
@@ -53,7 +54,8 @@ class page_of:
     def __enter__(self):
         from playwright.sync_api import sync_playwright
         self.driver = sync_playwright().start()
-        self.browser = self.driver.chromium.launch(executable_path=browser_check.find_chromium(), args=browser_check.LAUNCH)
+        self.browser = self.driver.chromium.launch(executable_path=browser_check.find_chromium(),
+                                                   args=browser_check.LAUNCH)
         page = self.browser.new_page()
         page.set_content(f"<!DOCTYPE html><html lang=en><body>{self.body}</body></html>")
         return page
@@ -65,13 +67,15 @@ class page_of:
 
 RUNS = [  # sample rate, noise multiplier, steps, delta
     (512 / 60_000, 3.42529, 9375, 1e-5), (0.01, 1.0, 1000, 1e-5), (0.01, 0.8, 500, 1e-9), (0.5, 5.0, 100, 1e-5),
-    (0.001, 0.6, 20_000, 1e-6), (1.0, 10.0, 10, 1e-5), (512 / 60_000, 34.2529, 9375, 1e-5), (0.05, 0.5, 10, 1e-3), (0.2, 2.0, 1, 1e-4),
+    (0.001, 0.6, 20_000, 1e-6), (1.0, 10.0, 10, 1e-5), (512 / 60_000, 34.2529, 9375, 1e-5), (0.05, 0.5, 10, 1e-3),
+    (0.2, 2.0, 1, 1e-4),
 ]
 
 
 @pytest.fixture(scope="module")
 def answers():
-    return run_script(f"{json.dumps(RUNS)}.map(run => [accountant.epsilonByRenyi(...run), accountant.epsilonByLosses(...run)])")
+    both = "[accountant.epsilonByRenyi(...run), accountant.epsilonByLosses(...run)]"
+    return run_script(f"{json.dumps(RUNS)}.map(run => {both})")
 
 
 def test_renyi_epsilons_are_those_of_the_library_at_the_same_orders(answers):
@@ -98,17 +102,20 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range():
     if browser_check.find_chromium() is None:
         missing("Chromium")
         return
-    body, = re.findall(r"```\{raw\} html\n(.*?)```", (ROOT / "book" / "calculator.md").read_text(encoding="utf-8"), re.DOTALL)
+    body, = re.findall(r"```\{raw\} html\n(.*?)```", (ROOT / "book" / "calculator.md").read_text(encoding="utf-8"),
+                       re.DOTALL)
     with page_of(re.sub(r"<script src=.*?</script>", "", body)) as page:
         for script in ("accountant.js", "calculator.js"):
             page.add_script_tag(path=STATIC / script)
         controls = page.locator("input").all()
-        assert len(controls) == 10 and all(control.evaluate("c => c.labels.length || c.ariaLabel") for control in controls)
+        assert len(controls) == 10 and all(control.evaluate("c => c.labels.length || c.ariaLabel")
+                                           for control in controls)
         said = page.locator("#calculator-said")
         assert said.get_attribute("aria-live") == "polite" and "at most 0.916" in said.text_content()
         page.focus("[name=norm-slider]")
         page.keyboard.press("End")
-        page.wait_for_function("document.getElementById('one-pld').textContent === document.getElementById('all-pld').textContent")
+        text = "document.getElementById('{}-pld').textContent"
+        page.wait_for_function(f"{text.format('one')} === {text.format('all')}")
         assert page.input_value("[name=norm]") == "1"
         page.fill("[name=noise]", "1")
         page.wait_for_function("Number(document.getElementById('all-rdp').textContent) > 2")

@@ -30,15 +30,18 @@ def test_epsilon_prints_the_reference_point_with_all_that_it_rests_on(capsys):
     ("steps", ["--noise-multiplier", "2", "--sample-rate", "0.01"], "find_steps"),
 ])
 def test_each_search_answers_as_the_library_does(capsys, question, other, name):
-    answer = json.loads(said(capsys, question, "--epsilon", "1", "--delta", "1e-5", *other, "--accountant", "rdp", "--json"))
-    given = {key: answer[key] for key in ("sample_rate", "noise_multiplier", "steps") if key != question.replace("-", "_")}
+    answer = json.loads(said(capsys, question, "--epsilon", "1", "--delta", "1e-5", *other, "--accountant", "rdp",
+                             "--json"))
+    given = {key: answer[key] for key in ("sample_rate", "noise_multiplier", "steps")
+             if key != question.replace("-", "_")}
     expected = getattr(accounting, name)(target_epsilon=1, target_delta=1e-5, accountant="rdp", **given)
     assert answer[question.replace("-", "_")] == expected
     assert answer["neighbouring_relation"] and answer["sampler"] == "Poisson"
 
 
 def test_json_of_an_infinite_epsilon_is_valid_json(capsys):
-    out = said(capsys, "epsilon", "--sample-rate", "1", "--noise-multiplier", "0", "--steps", "1", "--delta", "1e-5", "--json")
+    out = said(capsys, "epsilon", "--sample-rate", "1", "--noise-multiplier", "0", "--steps", "1", "--delta", "1e-5",
+               "--json")
     assert json.loads(out)["epsilon"] == "inf"
 
 
@@ -52,7 +55,8 @@ def test_printed_answers_are_rounded_to_the_safe_side(value):
 @pytest.mark.parametrize("arguments, words", [
     (["epsilon", *RUN[:-1], "2"], "delta must lie in (0, 1), got 2"),
     (["epsilon", *RUN, "--accountant", "gdp"], "accountant must be one of"),
-    (["steps", "--epsilon", "1", "--delta", "1e-5", "--sample-rate", "0.5", "--noise-multiplier", "0.1"], "cannot be met"),
+    (["steps", "--epsilon", "1", "--delta", "1e-5", "--sample-rate", "0.5", "--noise-multiplier", "0.1"],
+     "cannot be met"),
     (["run", "no-such/exhibit"], "name must be one of"),
 ])
 def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys, arguments, words):
@@ -78,5 +82,6 @@ def test_run_writes_a_record_and_list_shows_it(capsys, tmp_path):
 
 
 def test_the_command_is_there_without_importing_anything_heavy_for_its_help():
-    code = "import sys, dpcompanion.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\nsys.exit('torch' in sys.modules)"
+    code = "import sys, dpcompanion.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
+    code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0

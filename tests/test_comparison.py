@@ -95,14 +95,16 @@ def test_a_row_can_say_what_its_numbers_are():
 
 
 @pytest.mark.parametrize("heads, rows, kinds, words", [
-    (["a", "b"], [["x"]], ["live"], "same length"), (["a", "b"], [], [], "same length"), (["a", "b"], [], ["dead"], "kinds")])
+    (["a", "b"], [["x"]], ["live"], "same length"), (["a", "b"], [], [], "same length"),
+    (["a", "b"], [], ["dead"], "kinds")])
 def test_a_table_that_does_not_fit_is_refused(heads, rows, kinds, words):
     with pytest.raises(ValueError, match=words):
         Table(heads, rows, kinds=kinds)
 
 
 def test_numbers_that_are_proved_wrong_are_called_so_without_being_asked_for():
-    rows = {row.label: row.verdict for row in compare("idp-sgd/table-7", live={"mnist.A.sigma_scale": 2.0629, "mnist.A.sigma_p": [3.425, 1.92, 1.424]}).rows}
+    live = {"mnist.A.sigma_scale": 2.0629, "mnist.A.sigma_p": [3.425, 1.92, 1.424]}
+    rows = {row.label: row.verdict for row in compare("idp-sgd/table-7", live=live).rows}
     assert rows["mnist.A.sigma_scale"] == "matches" and rows["mnist.A.sigma_p[1]"] == "wrong in the paper"
 
 
@@ -115,4 +117,5 @@ def test_findings_say_where_by_what_and_with_which_outcome():
 
 
 def test_a_bar_in_a_cell_does_not_end_it():
-    assert "| rule | \\|ours - paper\\| is small |" in Table(["", "means"], [["rule", "|ours - paper| is small"]], kinds=[None])._repr_markdown_()
+    table = Table(["", "means"], [["rule", "|ours - paper| is small"]], kinds=[None])
+    assert "| rule | \\|ours - paper\\| is small |" in table._repr_markdown_()

@@ -30,12 +30,16 @@ def imports():
             if isinstance(node, ast.Import):
                 yield from ((place[0], alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                base = ".".join(filter(None, (*package[:len(package) - node.level + 1], node.module))) if node.level else node.module
-                yield from ((place[0], f"{base}.{alias.name}" if base == "dpcompanion" else base) for alias in node.names)
+                base = node.module
+                if node.level:
+                    base = ".".join(filter(None, (*package[:len(package) - node.level + 1], node.module)))
+                yield from ((place[0], f"{base}.{alias.name}" if base == "dpcompanion" else base)
+                            for alias in node.names)
 
 
 def test_every_room_has_its_floor():
-    rooms = {path.stem for path in ROOT.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()} - {"__init__"}
+    rooms = {path.stem for path in ROOT.iterdir() if path.suffix == ".py"
+             or (path / "__init__.py").is_file()} - {"__init__"}
     assert rooms == set.union(*FLOORS)
 
 

@@ -35,7 +35,8 @@ def reference(features, labels, *, data_set, seed, steps, batch_size, learning_r
             layer.bias.copy_(block[:, -1])
 
     def flat():
-        return torch.cat([torch.cat((layer.weight, layer.bias[:, None]), 1).flatten() for layer in linear]).detach().clone()
+        return torch.cat([torch.cat((layer.weight, layer.bias[:, None]), 1).flatten()
+                          for layer in linear]).detach().clone()
 
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
     batches = [batch for order in epoch_orders(N, seed, steps, features=D, hidden=hidden)

@@ -17,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def lines_of(name):
-    return [line.strip() for line in (ROOT / name).read_text().splitlines() if line.strip() and not line.startswith("#")]
+    return [line.strip() for line in (ROOT / name).read_text().splitlines() if line.strip()
+            and not line.startswith("#")]
 
 
 def test_conda_installs_the_pins_of_constraints():
@@ -80,7 +81,8 @@ def test_the_readme_computes_what_it_says():
 
 
 def test_the_readme_names_files_that_exist():
-    named = re.findall(r"`((?:book|tools)/[\w./-]+|[A-Z]\w+\.cff|[a-z]+\.(?:yml|txt))`", (ROOT / "README.md").read_text())
+    named = re.findall(r"`((?:book|tools)/[\w./-]+|[A-Z]\w+\.cff|[a-z]+\.(?:yml|txt))`",
+                       (ROOT / "README.md").read_text())
     assert named and not [name for name in named if not (ROOT / name).exists()]
 
 
@@ -92,7 +94,8 @@ def test_the_citation_is_of_this_version():
 def make(folder, *arguments, **environment):
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    return subprocess.run(["make", *arguments], capture_output=True, text=True, cwd=folder, env={**os.environ, **environment})
+    return subprocess.run(["make", *arguments], capture_output=True, text=True, cwd=folder,
+                          env={**os.environ, **environment})
 
 
 def test_make_alone_tells_the_targets(tmp_path):
@@ -123,7 +126,8 @@ def test_the_ci_script_runs():
 
 
 def test_docstrings_may_write_formulas_between_dollar_signs():
-    assert subprocess.run([sys.executable, "-m", "doctest", str(ROOT / "book" / "_ext" / "docstrings.py")]).returncode == 0
+    assert subprocess.run([sys.executable, "-m", "doctest",
+                           str(ROOT / "book" / "_ext" / "docstrings.py")]).returncode == 0
 
 
 def test_buttons_for_binder_and_colab_are_off_until_an_address_is_set():

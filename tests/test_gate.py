@@ -68,8 +68,10 @@ def notebooks(root, *arguments, **environment):
 
 
 def nbval(root):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--nbval", "--nbval-current-env"]
-    command += ["--nbval-sanitize-with", str(ROOT / "tools" / "nbval_sanitize.cfg"), "--rootdir", str(root), str(twin_of(root))]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--nbval",
+               "--nbval-current-env"]
+    command += ["--nbval-sanitize-with", str(ROOT / "tools" / "nbval_sanitize.cfg"), "--rootdir", str(root),
+                str(twin_of(root))]
     return subprocess.run(command, capture_output=True, text=True, cwd=root)
 
 
@@ -242,7 +244,8 @@ def test_an_error_fails_and_leaves_the_notebook_alone(book):
 
 def test_another_preset_leaves_the_committed_notebook_alone(book):
     before = twin_of(book).read_bytes()
-    (book / "book" / "accounting.md").write_text(NOTEBOOK.replace("6 * 7", "__import__('os').environ['DPCOMPANION_PRESET']"))
+    said = "__import__('os').environ['DPCOMPANION_PRESET']"
+    (book / "book" / "accounting.md").write_text(NOTEBOOK.replace("6 * 7", said))
     assert notebooks(book, "execute", DPCOMPANION_PRESET="paper").returncode == 0
     assert '"paper\\n"' in (book / "_build" / "paper" / "accounting.ipynb").read_text()
     assert twin_of(book).read_bytes() == before
@@ -262,7 +265,8 @@ def rendered(sound_book, tmp_path_factory):
         shutil.copytree(ROOT / "book" / name, root / "book" / name)
     Image.new("RGB", (4, 4)).save(root / "book" / "_static" / "dot.png")
     # Noise does not compress: three bytes a pixel.
-    Image.fromarray(np.random.default_rng(0).integers(0, 256, (700, 1000, 3), np.uint8)).save(root / "book" / "_static" / "noise.png")
+    noise = np.random.default_rng(0).integers(0, 256, (700, 1000, 3), np.uint8)
+    Image.fromarray(noise).save(root / "book" / "_static" / "noise.png")
     shutil.copy(ROOT / "book" / "references.bib", root / "book")
     shutil.copy(ROOT / "_config.yml", root)
     (root / ".pytest_cache").mkdir()
@@ -317,5 +321,6 @@ def test_a_browser_finds_no_fault_with_the_sound_page(verdicts):
 
 def test_without_a_chromium_the_check_says_so_and_fails_only_in_ci(rendered):
     for ci, status in (("", 0), ("true", 1)):
-        done = tool("browser_check.py", rendered, "--site", rendered / "_build" / "html", PATH="/nonexistent", CHROMIUM="", CI=ci)
+        done = tool("browser_check.py", rendered, "--site", rendered / "_build" / "html", PATH="/nonexistent",
+                    CHROMIUM="", CI=ci)
         assert "NOT checked in a browser: no Chromium was found" in done.stdout and done.returncode == status

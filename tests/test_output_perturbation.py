@@ -47,7 +47,8 @@ def test_runs_keep_the_bound_against_the_base_set_and_twice_the_bound_against_ea
     features = torch.randn(30, 4, generator=generator, dtype=torch.float64)
     features = features / features.norm(dim=1, keepdim=True)
     labels = torch.randint(2, (30,), generator=generator)
-    weights = train_grid(features, labels, data_sets=range(30), seeds=range(8), steps=20, batch_size=7, learning_rate=4.0)
+    weights = train_grid(features, labels, data_sets=range(30), seeds=range(8), steps=20, batch_size=7,
+                         learning_rate=4.0)
     bound = sgd_sensitivity(passes=20 / 5, lipschitz=2**0.5, learning_rate=4.0, batch_size=7)
     apart = (weights[1:] - weights[:1]).norm(dim=-1)
     assert 0.1 * bound < apart.max() <= bound

@@ -22,7 +22,8 @@ def epsilons(n=60_000, seed=0):
 
 
 def released(values, seed, **options):
-    return private_quantiles(values, SHARES, upper=2.4, generator=torch.Generator().manual_seed(seed), **{**BUDGET, **options})
+    return private_quantiles(values, SHARES, upper=2.4, generator=torch.Generator().manual_seed(seed),
+                             **{**BUDGET, **options})
 
 
 @pytest.mark.parametrize("epsilon, delta", [(0.1, 1e-5), (1.0, 1e-9), (3.0, 0.1)])
@@ -92,7 +93,8 @@ def test_no_value_moves_a_release_further_than_the_bound_allows():
     for wild in (math.inf, -math.inf, math.nan, 1e9):
         other = values.clone()
         other[3] = wild
-        means = [private_mean(v, upper=1.0, generator=torch.Generator().manual_seed(1), **BUDGET) for v in (values, other)]
+        means = [private_mean(v, upper=1.0, generator=torch.Generator().manual_seed(1), **BUDGET)
+                 for v in (values, other)]
         assert abs(means[0] - means[1]) <= 1.0 / 50
         assert released(other, 2).isfinite().all()
 

@@ -58,7 +58,8 @@ CONTENT = """() => {
     let level = 0;
     for (const heading of article.querySelectorAll("h1, h2, h3, h4, h5, h6")) {
         const next = Number(heading.tagName[1]);
-        if (next > level + 1) found.push(`heading "${heading.textContent.slice(0, 40)}" skips from h${level} to h${next}`);
+        const words = heading.textContent.slice(0, 40);
+        if (next > level + 1) found.push(`heading "${words}" skips from h${level} to h${next}`);
         level = next;
     }
     if (article.querySelectorAll("h1").length > 1) found.push("has more than one title");
@@ -78,8 +79,12 @@ OVERFLOW = """() => {
         const box = node.getBoundingClientRect();
         if (!box.width || !box.height || box.right <= width + 1) continue;
         let parent = node.parentElement;
-        while (parent && parent !== article && getComputedStyle(parent).overflowX === "visible") parent = parent.parentElement;
-        if (parent === article || !parent) { found.push(`<${node.tagName.toLowerCase()} class="${node.className}"> is cut off`); break; }
+        const spills = element => element !== article && getComputedStyle(element).overflowX === "visible";
+        while (parent && spills(parent)) parent = parent.parentElement;
+        if (parent === article || !parent) {
+            found.push(`<${node.tagName.toLowerCase()} class="${node.className}"> is cut off`);
+            break;
+        }
     }
     return found;
 }"""
@@ -95,7 +100,8 @@ def contexts_of(browser):
     contexts = {}
     for scheme in SCHEMES:
         contexts[scheme] = browser.new_context(color_scheme=scheme, viewport={"width": WIDTHS[-1], "height": 900})
-        contexts[scheme].add_init_script(f"localStorage.setItem('mode', '{scheme}'); localStorage.setItem('theme', '{scheme}');")
+        for key in ("mode", "theme"):
+            contexts[scheme].add_init_script(f"localStorage.setItem('{key}', '{scheme}');")
         contexts[scheme].set_default_timeout(60_000)
     return contexts
 
@@ -113,7 +119,8 @@ class Visit:
         self.page.on("response", self.weigh)
         self.page.on("console", lambda message: message.type == "error" and self.complain(message.text))
         self.page.on("pageerror", lambda error: self.complain(str(error)))
-        self.page.on("requestfailed", lambda request: self.is_local(request.url) and self.complain(f"not found: {request.url}"))
+        self.page.on("requestfailed",
+                     lambda request: self.is_local(request.url) and self.complain(f"not found: {request.url}"))
 
     def __enter__(self):
         self.page.goto(self.address, wait_until="load")
@@ -125,7 +132,9 @@ class Visit:
 
     def is_local(self, url):
         asked = urlparse(url)
-        return asked.scheme in ("data", "blob", "about") or (asked.scheme, asked.netloc) == (self.local.scheme, self.local.netloc)
+        if asked.scheme in ("data", "blob", "about"):
+            return True
+        return (asked.scheme, asked.netloc) == (self.local.scheme, self.local.netloc)
 
     def admit(self, route):
         if self.is_local(route.request.url):
@@ -181,7 +190,8 @@ def all_pages(site):
     """Every page but the theme's own templates and the root's redirection to the first chapter."""
     pages = sorted(path for path in site.rglob("*.html") if "_static" not in path.parts)
     redirects = 'http-equiv="refresh"'
-    return [path.relative_to(site).as_posix() for path in pages if redirects not in path.read_text(encoding="utf-8").lower()]
+    return [path.relative_to(site).as_posix() for path in pages
+            if redirects not in path.read_text(encoding="utf-8").lower()]
 
 
 def dead_links(site, links, anchors):

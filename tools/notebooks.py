@@ -49,7 +49,8 @@ PIXEL_LEVELS, PIXEL_SHARE = 16, 1e-3
 def sources(root):
     """The book's MyST notebooks: the Markdown pages that name a kernel in their front matter."""
     pages = sorted((root / "book").rglob("*.md"))
-    return [page for page in pages if re.match(r"---\n(?:(?!---\n).*\n)*?kernelspec:", page.read_text(encoding="utf-8"))]
+    opening = re.compile(r"---\n(?:(?!---\n).*\n)*?kernelspec:")
+    return [page for page in pages if opening.match(page.read_text(encoding="utf-8"))]
 
 
 def choose(root, names):
@@ -60,7 +61,8 @@ def choose(root, names):
     known = {alias: page for page in found for alias in (page.stem, name_of(root, page), str(page.relative_to(root)))}
     unknown = [name for name in names if name not in known]
     if unknown:
-        raise SystemExit(f"no such notebook: {', '.join(unknown)} (there are {', '.join(name_of(root, p) for p in found)})")
+        there = ", ".join(name_of(root, page) for page in found)
+        raise SystemExit(f"no such notebook: {', '.join(unknown)} (there are {there})")
     return [known[name] for name in names]
 
 
@@ -76,9 +78,11 @@ def blank_twin(source):
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:10]
         seen[digest] = seen.get(digest, 0) + 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
-    kept = {key: value for key, value in notebook.metadata.items() if key not in ("jupytext", "kernelspec", "language_info")}
+    kept = {key: value for key, value in notebook.metadata.items()
+            if key not in ("jupytext", "kernelspec", "language_info")}
     notebook.metadata = nbformat.from_dict(
-        {**kept, "kernelspec": KERNEL, "language_info": {"name": "python"}, "dpcompanion": {"code_sha256": code_stamp(notebook)}}
+        {**kept, "kernelspec": KERNEL, "language_info": {"name": "python"},
+         "dpcompanion": {"code_sha256": code_stamp(notebook)}}
     )
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
@@ -129,7 +133,7 @@ def execute(root, source, preset, timeout):
 
 
 def take_over_prose(source):
-    """Write the twin of a source whose code is that of the twin, with the twin's outputs; returns what is wrong, or None."""
+    """Write the twin of a source whose code is the twin's, with the twin's outputs; returns what is wrong, or None."""
     twin = source.with_suffix(".ipynb")
     if not twin.exists():
         return "has no executed notebook beside it"
@@ -153,7 +157,7 @@ def kernel_environment(preset):
 
 
 def compare(fresh, committed):
-    """Numbers (from 1) of the code cells whose outputs differ and of those whose code is new, and a short diff of the first.
+    """Numbers (from 1) of the code cells whose outputs differ and of those whose code is new, and a short diff.
 
     A cell that reproduces takes over the committed outputs, so that equal results are equal bytes.
     """
@@ -207,13 +211,14 @@ def sanitised(value):
 
 
 def same_picture(new, old):
-    """Equal in size and, but for a thousandth of the pixels, in colour: fonts and lines are smoothed differently elsewhere."""
+    """Equal in size and, but for a thousandth of the pixels, in colour: other machines smooth fonts and lines otherwise."""
     if new is None or old is None or new == old:
         return new == old
     import numpy as np
     from PIL import Image
 
-    one, other = (np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"), dtype=int) for text in (new, old))
+    one, other = (np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"), dtype=int)
+                  for text in (new, old))
     return one.shape == other.shape and (abs(one - other).max(axis=2) > PIXEL_LEVELS).mean() <= PIXEL_SHARE
 
 
@@ -224,7 +229,8 @@ def shown(outputs):
         data = output.get("data", {})
         text = output.get("text") or data.get("text/markdown") or data.get("text/plain") or ""
         lines += sanitised(text).splitlines()
-        lines += [f"<picture {hashlib.sha256(data['image/png'].encode()).hexdigest()[:12]}>"] if "image/png" in data else []
+        if "image/png" in data:
+            lines.append(f"<picture {hashlib.sha256(data['image/png'].encode()).hexdigest()[:12]}>")
     return lines
 
 
@@ -302,7 +308,8 @@ def main(arguments=None):
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("execute", help="execute sources into their notebooks")
     run.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
-    run.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many at a time (default: %(default)s)")
+    run.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1),
+                     help="how many at a time (default: %(default)s)")
     run.add_argument("--timeout", type=int, default=900, help="seconds that one cell may take (default: %(default)s)")
     words = commands.add_parser("prose", help="take over new prose where the code is what was executed")
     words.add_argument("names", nargs="+", help="which ones, by stem or path")
