@@ -1,0 +1,103 @@
+"""Exercises: every chapter has three, each followed by its solution, and what a solution says in numbers is computed here.
+
+Solutions that are hidden cells compute their own numbers; these are the ones that are written out.
+"""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from dpcompanion import experiments
+from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
+from dpcompanion.per_instance import step_divergence
+
+BOOK = Path(__file__).resolve().parent.parent / "book"
+PAGES = ["which-guarantee", "accounting", "your-own-model", "your-epsilon", "papers/intrinsic-privacy",
+         "papers/per-instance-accounting", "papers/individual-accounting", "papers/gradients-look-alike",
+         "papers/gradients-look-alike-proofs"]
+QUESTION = r":::\{admonition\} Exercise (\d+)(?:: [^\n]+)?\n:class: exercise\n\n(.+?)\n:::\n"
+ANSWER = r"\n(?::::\{dropdown\} Solution\n(.+?)\n:::\n|```\{code-cell\} ipython3\n:tags: \[hide-cell\]\n(.+?)\n```\n)"
+
+
+def solutions(page):
+    """The written or computed solution of each exercise of a page."""
+    text = (BOOK / f"{page}.md").read_text(encoding="utf-8").partition("\n## Exercises\n")[2]
+    return [written or code for _, _, written, code in re.findall(QUESTION + ANSWER, text, re.DOTALL)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_chapter_has_three_exercises_in_one_look_each_with_its_solution(page):
+    text = (BOOK / f"{page}.md").read_text(encoding="utf-8")
+    section = text.partition("\n## Exercises\n")[2].partition("\n## ")[0]
+    numbers = [int(number) for number in re.findall(r"\} Exercise (\d+)", section)]
+    assert len(numbers) >= 3 and numbers == list(range(1, len(numbers) + 1))
+    assert len(solutions(page)) == len(numbers) == text.count(":class: exercise")
+
+
+def test_intrinsic_privacy_sigmas_of_neighbours_agree_and_residuals_are_short():
+    median, divisor, *_ = solutions("papers/intrinsic-privacy")
+    values = experiments.get("intrinsic-privacy/table-3").record("paper").values
+    smallest, largest = (values[f"mnist-binary.sigma_i_{which}"] for which in ("smallest", "largest"))
+    assert "agree to a part in a thousand" in median and largest / smallest - 1 < 1e-3
+    assert f"about {100 / math.sqrt(2 * 98):.0f}%" in median
+    assert "half a percent" in divisor and round(100 * (1 - math.sqrt(98 / 99)), 1) == 0.5
+
+
+def test_intrinsic_privacy_a_shifted_uniform_leaves_its_support_with_the_chance_that_is_said():
+    said = solutions("papers/intrinsic-privacy")[3]
+    a, d = 1.7, 0.3
+    outside = ((torch.rand(200_000, generator=torch.Generator().manual_seed(0)) * 2 - 1) * a + d > a).double().mean()
+    assert "$d/(2a)$" in said and abs(float(outside) - d / (2 * a)) < 0.002
+
+
+def test_per_instance_accounting_rounding_and_handing_over_the_draws():
+    rounding, draws, *_ = solutions("papers/per-instance-accounting")
+    assert f"= {(0.1 / 0.149) ** 2:.2f}$" in rounding and f"= {(0.2 / 0.149) ** 2:.1f}$" in rounding
+    low, true = (compute_epsilon(sample_rate=1024 / 60_000, noise_multiplier=2.5 / norm, steps=5860, delta=1e-5,
+                                 accountant="rdp") for norm in (0.1, 0.149))
+    assert "a third in epsilon" in rounding and 0.28 < 1 - low / true < 0.38
+    q, sigma, alpha = 0.064, 2.5, 8
+    known = math.log1p(q * math.expm1((alpha**2 - alpha) / (2 * sigma**2))) / (alpha - 1)
+    secret = float(rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=[alpha])[0])
+    assert "some ninety times" in draws and 85 < known / secret < 95
+
+
+def test_handing_over_the_draws_costs_what_the_formula_says():
+    # Both worlds draw; only in one of them does the draw move the output. The divergence is a sum over the draw.
+    q, sigma, alpha, z = 0.3, 1.3, 3.0, 0.7
+    x = torch.linspace(-12, 14, 200_001, dtype=torch.float64)
+    p, noise = (torch.exp(-((x - centre) ** 2) / (2 * sigma**2)) for centre in (z, 0.0))
+    moment = (1 - q) + q * float((p**alpha * noise ** (1 - alpha)).sum() / noise.sum())
+    formula = math.log(1 - q + q * math.exp((alpha**2 - alpha) * z**2 / (2 * sigma**2))) / (alpha - 1)
+    assert abs(math.log(moment) / (alpha - 1) - formula) < 1e-9
+
+
+def test_gradients_look_alike_higher_orders_cost_more():
+    orders = [8.0, 8.5, 9.0, 16.0]
+    costs = step_divergence(sample_rate=0.05, noise_multiplier=1.2, sensitivity=0.6, orders=orders)
+    assert (costs.diff() > 0).all()
+
+
+@pytest.mark.parametrize("alpha", [1.1, 1.5, 2.0, 2.5, 3.0, 7.3])
+def test_proofs_the_moment_is_convex_in_the_squared_length(alpha):
+    omega = torch.linspace(0, 1, 1001, dtype=torch.float64)
+    factor = 2 + 4 * (alpha - 2) * omega + (alpha - 2) * (alpha - 3) * omega**2
+    assert float(factor.min()) >= (2 - 0.25 if alpha >= 2 else (alpha - 1) * alpha - 1e-12)
+    squares = torch.linspace(0.01, 6, 60, dtype=torch.float64)
+    moment = torch.exp((alpha - 1) * step_divergence(sample_rate=0.2, noise_multiplier=1.0, orders=alpha,
+                                                     sensitivity=squares.sqrt()))
+    assert (moment[2:] - 2 * moment[1:-1] + moment[:-2] > 0).all()
+
+
+def test_your_own_model_two_copies():
+    said = solutions("your-own-model")[0]
+    factor = f"{(1 + math.exp(4)) / 10:.1f}"
+    assert "that is 8 and" in said and f"{factor}\\cdot10^{{-4}}" in said
+
+
+def test_your_epsilon_five_pictures():
+    said = solutions("your-epsilon")[1]
+    assert "$5 \\cdot 0.9 = 4.5$" in said and f"into {100 / (1 + math.exp(-4.5)):.0f}%" in said
