@@ -11,8 +11,8 @@ the epsilons of all examples, by RDP or by privacy loss distributions (`accounti
 RDP is still cheap: at each order it is convex in :math:`x = (c/C)^2`, so a chord between two nodes of a table lies
 above it, and a norm adds two weights to its example's row.
 
-What the number is: an account along the realised trajectory ("output-specific", theorem 3.1 of Yu et al. 2023).  It becomes a
-guarantee of individual DP where the norms are bounded beforehand, or clipped to the recorded values, not
+What the number is: an account along the realised trajectory ("output-specific", theorem 3.1 of Yu et al. 2023).  It
+becomes a guarantee of individual DP where the norms are bounded beforehand, or clipped to the recorded values, not
 where they are merely observed.  It concerns its owner; publishing it takes noise (`release`).
 
 Memory: 4 bytes for each example and level with rounding (408 MB for a million examples at r = 0.01); without, 8 bytes
@@ -51,8 +51,8 @@ class IndividualAccountant:
         sample_rate: in (0, 1], the same for all.
         noise_multiplier: noise over `max_grad_norm`, above 0.
         max_grad_norm: the clip norm C, above 0; longer norms are taken as C.
-        rounding: r as a share of C, in (0, 1]; None for no rounding. "pld" wants a grid: it makes a loss distribution for
-            each level, where RDP has chords between few; at 0.001 a norm of 0.1 C rises by 1% at most.
+        rounding: r as a share of C, in (0, 1]; None for no rounding. "pld" wants a grid: it makes a loss distribution
+            for each level, where RDP has chords between few; at 0.001 a norm of 0.1 C rises by 1% at most.
         accountant: "rdp" or "pld".
         device: where the account is kept; norms may come from anywhere.
 
@@ -62,16 +62,17 @@ class IndividualAccountant:
     Source: Yu et al. 2023, algorithm 2 (which rounds to the nearest multiple, and so under-states half of the norms).
     """
 
-    def __init__(self, n, *, sample_rate, noise_multiplier, max_grad_norm, rounding=0.01, accountant="rdp", device=None):
+    def __init__(self, n, *, sample_rate, noise_multiplier, max_grad_norm, rounding=0.01, accountant="rdp",
+                 device=None):
         self.n = _checks.whole_number("n", n, 1)
-        self.sample_rate = float(_checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right"))
-        self.noise_multiplier = float(_checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"))
-        self.max_grad_norm = float(_checks.in_interval("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"))
+        self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+        self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+        self.max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
         self.accountant = _checks.one_of("accountant", accountant, ACCOUNTANTS)
         if rounding is None and accountant == "pld":
-            raise ValueError("rounding must be a share of the clip norm, such as 0.001, where accountant is 'pld', got None: "
-                             "a loss distribution is made for each level")
-        self.rounding = None if rounding is None else float(_checks.in_interval("rounding", rounding, 0, 1, closed="right"))
+            raise ValueError("rounding must be a share of the clip norm, such as 0.001, where accountant is 'pld', "
+                             "got None: a loss distribution is made for each level")
+        self.rounding = None if rounding is None else _checks.number("rounding", rounding, 0, 1, closed="right")
         self.device = torch.device("cpu" if device is None else device)
         #: Steps recorded so far, of whom most were recorded.
         self.steps = 0
@@ -113,7 +114,8 @@ class IndividualAccountant:
 
         A gradient clipped to this costs no more than has been charged.
 
-        >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=2.0, rounding=0.1)
+        >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=2.0,
+        ...                                   rounding=0.1)
         >>> accountant.charged([0.0, 0.5, 7.0])
         tensor([0.0000, 0.6000, 2.0000], dtype=torch.float64)
         """
@@ -126,8 +128,8 @@ class IndividualAccountant:
         """Account for `steps` steps in which example i's gradient has the norm ``norms[i]``.
 
         Args:
-            norms: (n,) gradient norms before clipping, finite and at least 0. A norm of 0 costs nothing. Norms of less than
-                float64's precision are raised by eight units in their last place.
+            norms: (n,) gradient norms before clipping, finite and at least 0. A norm of 0 costs nothing. Norms of less
+                than float64's precision are raised by eight units in their last place.
             steps: a whole number, at least 0, or one for each norm.
             examples: (m,) indices of those whose norms these are, (m,) then; the others are charged nothing. Who is
                 named twice is charged twice.
@@ -177,7 +179,7 @@ class IndividualAccountant:
         examples = torch.as_tensor(examples, device=self.device)
         count = examples.numel()
         if examples.ndim != 1 or (count and (examples.is_floating_point() or examples.dtype == torch.bool)):
-            raise ValueError(f"examples must be indices of shape (m,), got shape {tuple(examples.shape)} {examples.dtype}")
+            raise ValueError(f"examples must be indices of shape (m,), got {tuple(examples.shape)} {examples.dtype}")
         if count and not (examples.min() >= 0 and examples.max() < self.n):
             _checks.in_interval("examples", examples, 0, self.n, closed="left")
         return examples.to(torch.int64, copy=True)       # it may wait, and the caller's may change meanwhile
@@ -231,7 +233,8 @@ class IndividualAccountant:
         # Counts are 32 bits wide: one that wrapped around would make an account too small.
         steps = self._steps + other._steps.to(self.device)
         if steps.max() > _MOST:
-            raise ValueError(f"other.steps must add up with these to at most {_MOST} for an example, got {int(steps.max())}")
+            raise ValueError(f"other.steps must add up with these to at most {_MOST} for an example, "
+                             f"got {int(steps.max())}")
         if self.rounding is None:
             self._flush()
             other._flush()
@@ -251,8 +254,8 @@ class IndividualAccountant:
         """Go on from a `state_dict` of an accountant with the same parameters.
 
         Raises:
-            ValueError: naming what differs, or what cannot be an account: a count below 0 or not whole, more steps in an
-                example's row than it took, a divergence below 0 or NaN.
+            ValueError: naming what differs, or what cannot be an account: a count below 0 or not whole, more steps in
+                an example's row than it took, a divergence below 0 or NaN.
         """
         if state["parameters"] != self._parameters():
             raise ValueError(f"state must be of an accountant with the parameters {self._parameters()}, "
@@ -262,10 +265,11 @@ class IndividualAccountant:
         if steps.shape != (self.n,) or steps.dtype != torch.int64 or steps.min() < 0 or steps.max() > _MOST:
             raise ValueError(f"state must hold ({self.n},) int64 steps from 0 to {_MOST}, got {steps}")
         if accounts.shape != mine.shape or accounts.dtype != mine.dtype:
-            raise ValueError(f"state must hold accounts of {tuple(mine.shape)} {mine.dtype}, got {tuple(accounts.shape)} "
-                             f"{accounts.dtype}")
+            raise ValueError(f"state must hold accounts of {tuple(mine.shape)} {mine.dtype}, "
+                             f"got {tuple(accounts.shape)} {accounts.dtype}")
         if not bool((accounts >= 0).all()):
-            raise ValueError(f"state must hold accounts of at least 0, got {float(accounts.nan_to_num(nan=-1.0).min()):g}")
+            lowest = float(accounts.nan_to_num(nan=-1.0).min())
+            raise ValueError(f"state must hold accounts of at least 0, got {lowest:g}")
         if self.rounding is not None:
             counted = accounts.sum(dim=1, dtype=torch.int64)
             if bool((counted > steps.to(counted.device)).any()):

@@ -8,10 +8,11 @@ Accounts are by RDP at delta 1e-5, norms rounded up to multiples of C / 100, add
 a value's name says otherwise.  With the maximum clip norm they are estimates (norms may grow between two passes),
 with individual clipping they are exact along the realised trajectory.
 
-Where our runs differ from the paper's: batches are Poisson draws; MNIST on a CPU is learned by a two-layer CNN, in
-one run of 20 epochs and in sweeps of 4 or 2, with the noise that makes these the paper's largest epsilon, 2.4; the learning rate is divided by C, so
-that a sweep of C changes what is clipped and not how far a step goes.  The paper's own models are tasks that
-need a GPU; without one they are left out, and the record lists them under `not_run`.
+Where our runs differ from the paper's: batches are Poisson draws; MNIST on a CPU is learned by a two-layer CNN, once
+for 20 epochs and for 4 or 2 where settings are compared, with the noise that makes these the paper's largest
+epsilon, 2.4; the learning rate is divided by C, so that a sweep of C changes what is clipped and not how far a step
+goes.  The paper's own models are tasks that need a GPU; without one they are left out, and the record lists them
+under `not_run`.
 """
 
 import dataclasses

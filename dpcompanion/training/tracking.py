@@ -236,9 +236,10 @@ class NormTracker:
 
     def state_dict(self):
         """All that is needed to go on, the account included."""
-        return {"accountant": self.accountant.state_dict(), "options": self._options(), "norms": self.norms.cpu().clone(),
-                "step": self.step, "passes": self.passes, "trajectory": list(self._trajectory),
-                "kept": list(self._kept), "budget": None if self.budget is None else self.budget.state_dict()}
+        return {"accountant": self.accountant.state_dict(), "options": self._options(),
+                "norms": self.norms.cpu().clone(), "step": self.step, "passes": self.passes,
+                "trajectory": list(self._trajectory), "kept": list(self._kept),
+                "budget": None if self.budget is None else self.budget.state_dict()}
 
     def load_state_dict(self, state):
         """Go on from a `state_dict` of a tracker with the same options; ValueError names what differs."""

@@ -106,6 +106,17 @@ def test_without_a_gpu_the_papers_own_networks_are_left_out_and_listed(run):
     assert set(ia.runnable(config, Run(None, torch.device("cuda"), None, ""))) == set(config.tasks)
 
 
+def test_one_long_run_serves_the_exhibits_of_a_single_run_and_the_sweeps_are_short():
+    def epochs(exhibit):
+        return {name: task.epochs for name, task in experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks.items()}
+
+    single = [experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks["mnist_cnn"]
+              for exhibit in ("figure-1", "figure-3", "figure-4", "figure-5", "figure-6", "table-2")]
+    assert set(single) == {ia.MNIST_LONG} and ia.MNIST_LONG.epochs == 20
+    assert epochs("table-3")["mnist_cnn"] == epochs("figures-7-8")["mnist_cnn"] == 4
+    assert epochs("figure-1")["mnist"] == epochs("figures-7-8")["mnist"] == 100       # the paper's own are left alone
+
+
 def fake_images(monkeypatch, shape):
     x, y = torch.randn(6, *shape, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 10
     found = ia.Examples(x, y, y % 3, x, y, y % 3, tuple("012"), [])

@@ -124,7 +124,7 @@ def histories(draw, n=6):
                                                              for step, row in enumerate(sampled)]
 
 
-@pytest.mark.parametrize("mode", [dict(rounding=None), dict(rounding=0.1), dict(rounding=0.1, accountant="pld")])
+@pytest.mark.parametrize("mode", [dict(rounding=None), dict(rounding=0.1)])
 @pytest.mark.parametrize("clipping", ["maximum", "individual"])
 @given(history=histories(), stop=st.integers(0, 25), looks=st.sets(st.integers(0, 25), max_size=3))
 @settings(max_examples=15, deadline=None)
