@@ -122,12 +122,14 @@ def test_a_record_of_a_part_that_disagrees_contradicts_nothing(tmp_path):
     assert (one.state, one.verdicts) == ("in part", "4 differ")
 
 
-def test_the_networks_of_an_exhibit_are_said_as_a_configuration_says_them():
+def test_the_networks_of_exhibits_are_spelled_as_in_configurations():
     configs = [dataclasses.asdict(experiments.get(name).presets[preset])
                for name in experiments.names() for preset in experiments.get(name).presets]
     known = {name for config in configs for name in scoreboard._networks(config, ())}
     named = {name for exhibit in published.exhibits() for name in exhibit.networks}
-    assert {"resnet20", "lenet5"} <= named <= known
+    plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in known}
+    assert {"resnet20", "lenet5"} <= named & known
+    assert all(plain.get(re.sub(r"[^a-z0-9]", "", name.lower()), name) == name for name in named)
 
 
 def test_an_exhibit_with_an_error_in_it_is_called_wrong_and_the_rest_is_counted(tmp_path):
