@@ -53,6 +53,8 @@ PAGES = {
     "outside": '# A picture from elsewhere\n\n<img src="http://example.org/picture.png" alt="A picture.">\n',
     "dumb": '# A picture without words\n\n<img src="../_static/dot.png">\n',
     "wide": '# Too wide\n\n<div style="width: 500px; background: grey">wide</div>\n',
+    "clipped": '# Cut off\n\n<div style="overflow: hidden"><div style="width: 500px">words</div></div>\n',
+    "formula": f"# A long formula\n\nIn a line, ${' + '.join(f'a_{n}' for n in range(10, 40))}$.\n",
     "heavy": '# A heavy page\n\n<img src="../_static/noise.png" alt="Noise." style="width: 100px">\n',
     "dead": '# A dead link\n\n<a href="accounting.html#nowhere">somewhere</a>\n',
 }
@@ -307,6 +309,7 @@ def verdicts(rendered):
     ("outside", "asks another machine for http://example.org/picture.png"),
     ("dumb", "a picture has no alternative text"),
     ("wide", "(390 px)"),
+    ("clipped", "is cut off (390 px)"),
     ("heavy", "MB without MathJax, more than 2"),
     ("dead", "links to the anchor #nowhere"),
 ])
@@ -315,8 +318,9 @@ def test_a_browser_finds_the_fault(verdicts, page, complaint):
         assert any(complaint in line for line in verdicts[f"book/{page}.html"]), verdicts[f"book/{page}.html"]
 
 
-def test_a_browser_finds_no_fault_with_the_sound_page(verdicts):
-    assert verdicts is None or verdicts["book/accounting.html"] == []
+@pytest.mark.parametrize("page", ["accounting", "formula"])
+def test_a_browser_finds_no_fault_with_a_sound_page(verdicts, page):
+    assert verdicts is None or verdicts[f"book/{page}.html"] == []
 
 
 def test_without_a_chromium_the_check_says_so_and_fails_only_in_ci(rendered):

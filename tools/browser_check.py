@@ -79,7 +79,8 @@ OVERFLOW = """() => {
         const box = node.getBoundingClientRect();
         if (!box.width || !box.height || box.right <= width + 1) continue;
         let parent = node.parentElement;
-        const spills = element => element !== article && getComputedStyle(element).overflowX === "visible";
+        const scrolls = element => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
+        const spills = element => element !== article && !scrolls(element);
         while (parent && spills(parent)) parent = parent.parentElement;
         if (parent === article || !parent) {
             found.push(`<${node.tagName.toLowerCase()} class="${node.className}"> is cut off`);
