@@ -68,7 +68,8 @@ class NormTracker:
     """Latest known gradient norms of the examples, and what they cost; see the module's text.
 
     Args:
-        accountant: an `IndividualAccountant` of these examples; the tracker records into it.
+        accountant: an `IndividualAccountant` of these examples; the tracker records into it, up to the last step when
+            `accountant` is read.
         model, loss, data: as for `train`; data, (x, y), holds the accountant's n examples, on any device.
         steps_per_epoch: steps in an epoch.
         updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `steps_per_epoch` on (or
@@ -125,7 +126,7 @@ class NormTracker:
         self.keep_norms = bool(keep_norms)
         self.method = _checks.one_of("method", method, clipping_.METHODS)
         self.chunk = _checks.whole_number("chunk", chunk, 1)
-        #: Norms that are charged at the next step, at most C, (n,) float64.
+        #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64,
                                 device=accountant.device)
         #: Steps begun, and full-batch passes made.
