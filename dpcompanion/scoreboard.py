@@ -152,15 +152,16 @@ class Board:
 def label(exhibit):
     """What readers call an exhibit.
 
-    >>> names = "intrinsic-privacy/figures-8-9", "idp-sgd/table-d7", "per-instance-accounting/text-cost"
-    >>> [label(published.exhibit(name)) for name in names]
-    ['Figures 8-9', 'Table D7', 'Section 3.2']
+    >>> label(published.exhibit("idp-sgd/table-d7")), label(published.exhibit("per-instance-accounting/text-cost"))
+    ('Table D7', 'Section 3.2')
+    >>> label(published.exhibit("gradients-look-alike/definition-5.1-fact-5.2"))
+    'Definition 5.1, fact 5.2'
     """
     if exhibit.kind == "text":
         return exhibit.place.capitalize()
-    kind, _, number = exhibit.id.partition("-")
-    short = number[:1].isdigit() or len(number) < 4
-    return f"{kind.capitalize()} {number.upper() if short else number.replace('-', ' ')}"
+    words = re.sub(r"(?<=\d)-(?=[a-z]{2})", ", ", exhibit.id)
+    words = re.sub(r"(?<=[a-z]{2})-", " ", words).capitalize()
+    return re.sub(r"\b[a-z](?=[.\d])", lambda letter: letter[0].upper(), words)
 
 
 def compared(standings):

@@ -55,6 +55,7 @@ PAGES = {
     "wide": '# Too wide\n\n<div style="width: 500px; background: grey">wide</div>\n',
     "clipped": '# Cut off\n\n<div style="overflow: hidden"><div style="width: 500px">words</div></div>\n',
     "formula": f"# A long formula\n\nIn a line, ${' + '.join(f'a_{n}' for n in range(10, 40))}$.\n",
+    "faint": '# Faint\n\n<p style="color: #999; background: #fff">words</p>\n',
     "heavy": '# A heavy page\n\n<img src="../_static/noise.png" alt="Noise." style="width: 100px">\n',
     "dead": '# A dead link\n\n<a href="accounting.html#nowhere">somewhere</a>\n',
 }
@@ -310,6 +311,7 @@ def verdicts(rendered):
     ("dumb", "a picture has no alternative text"),
     ("wide", "(390 px)"),
     ("clipped", "is cut off (390 px)"),
+    ("faint", '<p> with a contrast of 2.8: "words" (light)'),
     ("heavy", "MB without MathJax, more than 2"),
     ("dead", "links to the anchor #nowhere"),
 ])

@@ -7,8 +7,8 @@ Each page is loaded once in each colour scheme from its file and resized to a
 phone, a tablet, a laptop and a desktop, and once more over http.  A page must
 ask no other machine for anything, raise no console error, show no broken
 formula, never scroll sideways, describe every picture, keep its headings in
-order, link only to pages and anchors that exist, and load no more than 2 MB,
-MathJax not counted.
+order, set its text off against what is behind it (WCAG's AA), link only to
+pages and anchors that exist, and load no more than 2 MB, MathJax not counted.
 
 Without a Chromium the check says so and ends well, except where CI is set.
 """
@@ -68,6 +68,37 @@ CONTENT = """() => {
         links: [...document.querySelectorAll("a[href]")].map(link => link.href),
         anchors: [...document.querySelectorAll("[id], a[name]")].map(node => node.id || node.name),
     };
+}"""
+
+# The contrast that WCAG 2.1 asks for at level AA: 4.5, or 3 for text of 24 px, or of 18.7 px in bold.
+CONTRAST = """() => {
+    const numbers = color => color.match(/[\\d.]+/g).map(Number);
+    const light = color => {
+        const linear = x => x <= 0.03928 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+        const [r, g, b] = numbers(color).map(x => linear(x / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b + 0.05;
+    };
+    const behind = element => {
+        for (; element; element = element.parentElement) {
+            const color = getComputedStyle(element).backgroundColor;
+            if ((numbers(color)[3] ?? 1) > 0.99) return color;
+        }
+        return "rgb(255, 255, 255)";
+    };
+    const found = {};
+    for (const node of document.querySelectorAll("article *, .bd-sidebar-primary *, .bd-sidebar-secondary *")) {
+        const own = [...node.childNodes].filter(child => child.nodeType === 3);
+        const words = own.map(child => child.data.trim()).join(" ").trim();
+        const seen = words && node.getClientRects().length;
+        if (!seen || node.closest("mjx-container, svg, script, style, .headerlink")) continue;
+        const style = getComputedStyle(node), size = parseFloat(style.fontSize);
+        const large = size >= 24 || size >= 18.66 && style.fontWeight >= 700;
+        const shades = [light(style.color), light(behind(node))];
+        const contrast = Math.max(...shades) / Math.min(...shades);
+        if (contrast < (large ? 3 : 4.5))
+            found[`<${node.tagName.toLowerCase()}> with a contrast of ${contrast.toFixed(1)}`] ??= words.slice(0, 30);
+    }
+    return Object.entries(found).map(([what, words]) => `${what}: "${words}"`);
 }"""
 
 OVERFLOW = """() => {
@@ -169,7 +200,7 @@ def check(site, pages=None, chromium=None):
             for scheme, context in contexts.items():
                 with Visit(context, (site / name).as_uri(), wrong) as page:
                     seen = page.evaluate(CONTENT)
-                    wrong += seen["found"]
+                    wrong += seen["found"] + [f"{problem} ({scheme})" for problem in page.evaluate(CONTRAST)]
                     links[name], anchors[name] = seen["links"], set(seen["anchors"])
                     shown = page.evaluate("document.documentElement.dataset.theme")
                     if shown not in (scheme, None):
