@@ -107,7 +107,8 @@ class Table:
         return _aligned([self.heads, *self.rows], "<" + "".join(">" if kind else "<" for kind in self.kinds))
 
     def _repr_markdown_(self):
-        lines = ["| " + " | ".join(head or " " for head in self.heads) + " |", "|:--|" + "".join("--:|" if kind else ":--|" for kind in self.kinds)]
+        heads = [head.replace("|", "\\|") or " " for head in self.heads]
+        lines = ["| " + " | ".join(heads) + " |", "|:--|" + "".join("--:|" if kind else ":--|" for kind in self.kinds)]
         for (word, *cells), row_kind in zip(self.rows, self.row_kinds):
             kinds = [row_kind if kind == "row" else kind for kind in self.kinds]
             word, *cells = (cell.replace("|", "\\|") for cell in (word, *cells))
@@ -118,7 +119,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A qualitative finding held against its criterion: where it was looked for, the criterion, our numbers, the outcome."""
+    """A qualitative finding held against its criterion: where, the criterion, our numbers, the verdict."""
 
     where: str
     criterion: str
@@ -161,7 +162,7 @@ def _outcome(finding):
 
 
 def _aligned(lines, sides):
-    """Lines of cells as text in columns; `sides` says for each column whether it stands to the left (<) or right (>)."""
+    """Lines of cells as text in columns; `sides` says for each column whether it stands left (<) or right (>)."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("    ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths)).rstrip()
                      for line in lines)

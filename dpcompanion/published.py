@@ -109,8 +109,9 @@ class Exhibit:
     tuple of them, or text where the paper prints no plain number.  `shows` is the finding in words, `caution` what is
     wrong or loose in it, `data` and `networks` the data sets and networks that it shows, and `scale` what its own scale
     needs: "cpu" or "gpu".
-    `wrong` are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it is the words
-    that are; `tests` name the tests that check an exhibit that no experiment computes, as "tests/test_x.py::test_y".
+    `wrong` are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it is the
+    words that are; `tests` name the tests that check an exhibit that no experiment computes, as
+    "tests/test_x.py::test_y".
     """
 
     paper: str

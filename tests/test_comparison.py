@@ -117,5 +117,6 @@ def test_findings_say_where_by_what_and_with_which_outcome():
 
 
 def test_a_bar_in_a_cell_does_not_end_it():
-    table = Table(["", "means"], [["rule", "|ours - paper| is small"]], kinds=[None])
+    table = Table(["", "with |x|"], [["rule", "|ours - paper| is small"]], kinds=[None])
+    assert "|   | with \\|x\\| |" in table._repr_markdown_()
     assert "| rule | \\|ours - paper\\| is small |" in table._repr_markdown_()

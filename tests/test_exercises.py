@@ -1,4 +1,4 @@
-"""Exercises: every chapter has three, each followed by its solution, and what a solution says in numbers is computed here.
+"""Exercises: every chapter has three, each followed by its solution; what a solution says in numbers is computed here.
 
 Solutions that are hidden cells compute their own numbers; these are the ones that are written out.
 """
@@ -16,8 +16,8 @@ from dpcompanion.per_instance import step_divergence
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
 PAGES = ["which-guarantee", "accounting", "your-own-model", "your-epsilon", "papers/intrinsic-privacy",
-         "papers/per-instance-accounting", "papers/individual-accounting", "papers/idp-sgd", "papers/gradients-look-alike",
-         "papers/gradients-look-alike-proofs"]
+         "papers/per-instance-accounting", "papers/individual-accounting", "papers/idp-sgd",
+         "papers/gradients-look-alike", "papers/gradients-look-alike-proofs"]
 QUESTION = r":::\{admonition\} Exercise (\d+)(?:: [^\n]+)?\n:class: exercise\n\n(.+?)\n:::\n"
 ANSWER = r"\n(?::::\{dropdown\} Solution\n(.+?)\n:::\n|```\{code-cell\} ipython3\n:tags: \[hide-cell\]\n(.+?)\n```\n)"
 

@@ -49,6 +49,9 @@ CONTENT = """() => {
         found.push("a formula is broken: " + (node.getAttribute("data-mjx-error") || node.textContent).slice(0, 80));
     for (const node of article.querySelectorAll(".math"))
         if (!node.querySelector("mjx-container")) found.push("a formula was not set: " + node.textContent.slice(0, 80));
+    for (const node of article.querySelectorAll("p"))
+        if (/\\|:?[-\u2013\u2014]+:?\\|/.test(node.textContent))
+            found.push("a table is shown as pipes: " + node.textContent.slice(0, 60));
     for (const image of article.querySelectorAll("img")) {
         const name = (image.getAttribute("src") || "").slice(-60);
         const alt = (image.getAttribute("alt") || "").trim();

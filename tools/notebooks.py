@@ -211,7 +211,7 @@ def sanitised(value):
 
 
 def same_picture(new, old):
-    """Equal in size and, but for a thousandth of the pixels, in colour: other machines smooth fonts and lines otherwise."""
+    """Equal in size and, but for a thousandth of the pixels, in colour: machines differ in how they smooth lines."""
     if new is None or old is None or new == old:
         return new == old
     import numpy as np
