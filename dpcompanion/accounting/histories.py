@@ -17,7 +17,8 @@ read off in the frequency domain, without transforming back:
 What makes it sound.  Steps are discretised by connecting the dots and tilted as in `pld`; the window holds all but a
 bounded mass of every history (Chernoff); losses above the steps' caps count as delta; the frequencies left out are
 bounded by the largest modulus among them.  All these bounds are added to delta.  Between the epsilons that are looked at, delta is convex in :math:`e^\varepsilon`
-(it is a mean of such functions), so a chord is an upper bound.  Histories of like epsilon share grid, tilt and window.
+(it is a mean of such functions), so a chord is an upper bound.  Histories of like epsilon and
+like best tilt share grid, tilt and window.
 
 Memory: below 500 MB beside the counts, whatever their number.
 
@@ -110,11 +111,15 @@ def _one_direction(counts, steps, delta):
     for _ in range(6):
         if not len(open_):
             break
-        key = torch.floor(torch.log(result[open_]) / math.log(_BUCKET)).long()
+        own = torch.cat([tilts[(_moments(part, mgf) - tilts * (epsilon[:, None] + torch.log1p(1 / tilts))
+                                - torch.log1p(tilts)).argmin(dim=1)]
+                         for part, epsilon in zip(counts[open_].split(_ROWS), result[open_].split(_ROWS))])
+        keys = torch.stack((torch.log(result[open_]) / math.log(_BUCKET), torch.log2(own)), dim=1).floor()
         again = []
-        for bucket in key.unique():
-            members = open_[key == bucket]
-            low, found = _bucket(counts[members], steps, result[members], tilts, mgf, delta)
+        for key in keys.unique(dim=0):
+            here = (keys == key).all(dim=1)
+            members = open_[here]
+            low, found = _bucket(counts[members], steps, result[members], float(own[here].min()), delta)
             # The guess is itself a bound; what lies below the bucket's range is looked at again, on a finer grid.
             result[members] = torch.minimum(result[members], found)
             again.append(members[(found < low) & (found > floor)])
@@ -122,15 +127,16 @@ def _one_direction(counts, steps, delta):
     return result
 
 
-def _bucket(counts, steps, guess, tilts, mgf, delta):
-    """Epsilon of histories whose guesses lie within a factor; also the least epsilon that this grid resolves well."""
+def _bucket(counts, steps, guess, tilt, delta):
+    """Epsilon of histories whose guesses and own tilts lie within a factor; also the least epsilon that this grid
+    resolves well.
+
+    `tilt` is the least of their own. A larger one than its own magnifies what is added to a history's delta, beyond the
+    point where its moments explode without limit; a smaller one does not, for the logarithm of the moment is convex.
+    """
     used = counts.any(dim=0).nonzero()[:, 0]
-    counts, steps, mgf = counts[:, used], [steps[j] for j in used.tolist()], mgf[used]
-    tilts, mgf = tilts[mgf.isfinite().all(dim=0)], mgf[:, mgf.isfinite().all(dim=0)]
+    counts, steps = counts[:, used], [steps[j] for j in used.tolist()]
     top, low = float(guess.max()), float(guess.min()) / 2
-    typical = counts[torch.argsort(guess)[len(guess) // 2]][None]
-    log_delta = _moments(typical, mgf)[0] - tilts * (float(guess.median()) + torch.log1p(1 / tilts)) - torch.log1p(tilts)
-    tilt = float(tilts[int(log_delta.argmin())])
     most = float(counts.sum(dim=1).max())
     start, stop, _ = _window(counts, steps, tilt, 0.0)
     # Four fifths of the tolerance would be the average; the rest covers what the chords add.
