@@ -83,7 +83,8 @@ class NormTracker:
         trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch (`trajectory`): 4 bytes an
             example and epoch.
         keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass.
-        method, chunk: how the passes are computed, see `gradient_norms`.
+        method, chunk: how the passes are computed, see `gradient_norms`; by default 512 small examples at a time, or as
+            many large ones as stay fast.
 
     The passes see the model in evaluation mode, without dropout, draw no random numbers and leave gradients,
     modes and Opacus' per-example gradients as they are.  A gradient that is not finite is charged at C.
@@ -94,7 +95,7 @@ class NormTracker:
 
     def __init__(self, accountant, model, loss, data, *, steps_per_epoch, updates_per_epoch=1, running=False,
                  clipping="maximum", examples=None, budget=None, trajectory_delta=None, keep_norms=False,
-                 method="auto", chunk=512):
+                 method="auto", chunk=None):
         self._accountant, self.model, self.loss = accountant, model, loss
         self.x, self.y = data
         if len(self.x) != accountant.n or len(self.y) != accountant.n:
@@ -125,7 +126,7 @@ class NormTracker:
             "trajectory_delta", trajectory_delta, 0, 1, closed="neither")
         self.keep_norms = bool(keep_norms)
         self.method = _checks.one_of("method", method, clipping_.METHODS)
-        self.chunk = _checks.whole_number("chunk", chunk, 1)
+        self.chunk = _chunk_for(self.x) if chunk is None else _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64,
                                 device=accountant.device)
@@ -288,6 +289,12 @@ class NormTracker:
         up = 1 + 8 * torch.finfo(norms.dtype).eps
         norms = norms.detach().to(device=self.norms.device, dtype=torch.float64) * up
         return torch.nan_to_num(norms, nan=math.inf).clamp(max=self._accountant.max_grad_norm)
+
+
+def _chunk_for(x):
+    """512 examples of up to 1,024 numbers, fewer of larger ones: activations that leave the caches cost a third."""
+    numbers = x[0].numel()
+    return 512 if numbers <= 1024 else max(16, 2**18 // numbers)
 
 
 def _float32_above(values):
