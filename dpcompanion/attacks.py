@@ -135,7 +135,8 @@ def loss_threshold_attack(members, nonmembers, *, generator, confidence=0.95):
     sides = _scores(members, nonmembers)
     half = min(map(len, sides)) // 2
     if not half:
-        raise ValueError(f"members and nonmembers must hold two losses at least, got {len(sides[0])} and {len(sides[1])}")
+        raise ValueError(f"members and nonmembers must hold two losses at least, got {len(sides[0])} and "
+                         f"{len(sides[1])}")
     drawn = [side[torch.randperm(len(side), generator=generator)[:2 * half]] for side in sides]
     (chosen, other), (trial, other_trial) = zip(*(side.split(half) for side in drawn))
     thresholds = torch.cat((chosen, other)).sort().values
@@ -213,13 +214,15 @@ def lira(targets, shadows, masks, *, variance="each"):
     """
     _checks.one_of("variance", variance, ("each", "pooled"))
     if shadows.shape != masks.shape or shadows.ndim != 2 or targets.shape[-1] != shadows.shape[1]:
-        raise ValueError(f"shadows and masks must have shape (models, n), and targets (..., n), got {tuple(shadows.shape)},"
+        raise ValueError(f"shadows and masks must have shape (models, n), and targets (..., n), got "
+                         f"{tuple(shadows.shape)},"
                          f" {tuple(masks.shape)}, {tuple(targets.shape)}")
     ratio = 0
     for inside, sign in ((masks, 1), (~masks, -1)):
         count = inside.sum(0)
         if bool((count < 2).any()):
-            raise ValueError(f"masks must have every example in two shadow models and out of two, got {int(count.min())}")
+            raise ValueError(f"masks must have every example in two shadow models and out of two, got "
+                             f"{int(count.min())}")
         mean = torch.where(inside, shadows, 0).sum(0) / count
         squares = torch.where(inside, (shadows - mean) ** 2, 0).sum(0)
         spread = squares / (count - 1) if variance == "each" else squares.sum() / (count - 1).sum()
@@ -256,7 +259,8 @@ def auc(members, nonmembers, *, confidence=0.95):
     def below(values, others):
         """For each value the share of others below it, ties counted half."""
         others = others.sort().values
-        return (torch.searchsorted(others, values) + torch.searchsorted(others, values, right=True)).double() / (2 * len(others))
+        first, last = (torch.searchsorted(others, values, right=right) for right in (False, True))
+        return (first + last).double() / (2 * len(others))
 
     placed, passed = below(members, nonmembers), below(nonmembers, members)
     variance = sum(float(part.var()) / len(part) for part in (placed, passed) if len(part) > 1)
@@ -283,5 +287,6 @@ def tpr_at_fpr(members, nonmembers, *, fpr=0.01, confidence=0.95):
 def _scores(members, nonmembers):
     for name, values in (("members", members), ("nonmembers", nonmembers)):
         if values.ndim != 1 or not len(values) or bool(values.isnan().any()):
-            raise ValueError(f"{name} must be a list of one score or more, none of them NaN, got shape {tuple(values.shape)}")
+            raise ValueError(f"{name} must be a list of one score or more, none of them NaN, got shape "
+                             f"{tuple(values.shape)}")
     return members.double(), nonmembers.double()

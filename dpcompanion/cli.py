@@ -116,22 +116,27 @@ def _list(arguments):
 
 
 def _parser():
-    parser = argparse.ArgumentParser(prog="dpcompanion", description="Privacy accounting for DP-SGD, and the records of the book.")
+    parser = argparse.ArgumentParser(prog="dpcompanion",
+                                     description="Privacy accounting for DP-SGD, and the records of the book.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, (_, parameters, _, what) in _QUESTIONS.items():
-        sub = commands.add_parser(command, help=what, description=f"{what}: add/remove one example, Poisson sampling".capitalize())
+        words = f"{what}: add/remove one example, Poisson sampling"
+        sub = commands.add_parser(command, help=what, description=words.capitalize())
         for parameter in parameters:
             option, other, metavar, meaning = _OPTIONS[parameter]
-            sub.add_argument(*filter(None, (option, other)), dest=parameter, type=_number, required=True, metavar=metavar, help=meaning)
+            sub.add_argument(*filter(None, (option, other)), dest=parameter, type=_number, required=True,
+                             metavar=metavar, help=meaning)
         sub.add_argument("--accountant", default="pld", help="pld (tight, the default) or rdp (fast)")
         sub.set_defaults(do=_answer)
-    run = commands.add_parser("run", help="make a record of an experiment", description="Run an experiment and write its record.")
+    run = commands.add_parser("run", help="make a record of an experiment",
+                              description="Run an experiment and write its record.")
     run.add_argument("name", help="such as idp-sgd/table-5; `dpcompanion list` names them all")
     run.add_argument("--preset", help="quick or paper; DPCOMPANION_PRESET or quick by default")
     run.add_argument("--device", default="cpu", help="cpu or cuda")
     run.add_argument("--seeds", type=int, nargs="+", help="instead of the seeds of the preset")
     run.set_defaults(do=_run)
-    listing = commands.add_parser("list", help="the experiments and their records", description="List the experiments and their records.")
+    listing = commands.add_parser("list", help="the experiments and their records",
+                                  description="List the experiments and their records.")
     listing.set_defaults(do=_list)
     for sub in (run, listing):
         sub.add_argument("--out", metavar="FOLDER", help="where records lie; ./results by default")

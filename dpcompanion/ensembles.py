@@ -74,7 +74,8 @@ def train_grid(features, labels, *, data_sets, seeds, steps, batch_size, learnin
     _checks.in_interval("learning_rate", learning_rate, 0, math.inf, closed="neither")
     if enforce_conditions and not hidden and learning_rate > 4:
         raise ValueError("learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and theorem 2"
-                         f" fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got {learning_rate:g}")
+                         f" fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
+                         f"{learning_rate:g}")
     _checks.one_of("initialisation", initialisation, ("varying", "fixed"))
     stops = [steps] if snapshots is None else [_checks.whole_number("snapshots", s, 0, steps) for s in snapshots]
     device = torch.device(device or features.device)

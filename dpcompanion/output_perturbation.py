@@ -203,7 +203,8 @@ def mahalanobis(differences, covariance):
     """
     differences, covariance = (torch.as_tensor(v, dtype=torch.float64) for v in (differences, covariance))
     if covariance.ndim != 2 or covariance.shape != (differences.shape[-1],) * 2:
-        raise ValueError(f"covariance must be {differences.shape[-1]} x {differences.shape[-1]}, got {tuple(covariance.shape)}")
+        raise ValueError(f"covariance must be {differences.shape[-1]} x {differences.shape[-1]}, got "
+                         f"{tuple(covariance.shape)}")
     factor, failed = torch.linalg.cholesky_ex(covariance)
     if failed:
         raise ValueError("covariance must be positive definite; shrink it, or use more seeds than parameters")

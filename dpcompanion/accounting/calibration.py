@@ -53,7 +53,8 @@ def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, a
 
     found = _crossing(excess, accountant, start=0.0, low=math.log(1e-3), high=math.log(_LARGEST_NOISE), meets="above")
     if found is None:
-        raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met: not even a noise multiplier of {_LARGEST_NOISE:g} does")
+        raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met: not even a noise multiplier of "
+                         f"{_LARGEST_NOISE:g} does")
     return math.exp(found)
 
 
@@ -75,7 +76,8 @@ def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, a
 
     found = _crossing(excess, accountant, start=math.log(0.01), low=math.log(_SMALLEST_RATE), high=0.0, meets="below")
     if found is None:
-        raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met with noise_multiplier={noise_multiplier:g} and "
+        raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met with "
+                         f"noise_multiplier={noise_multiplier:g} and "
                          f"steps={steps}: not even a sample rate of {_SMALLEST_RATE:g} does")
     return min(math.exp(found), 1.0)
 
@@ -94,7 +96,8 @@ def find_steps(*, target_epsilon, target_delta, sample_rate, noise_multiplier, a
     noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
 
     def epsilon(steps, accountant=accountant):
-        return compute_epsilon(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, delta=target_delta,
+        return compute_epsilon(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps,
+                               delta=target_delta,
                                accountant=accountant)
 
     if (one := epsilon(1)) > target_epsilon:
@@ -106,10 +109,12 @@ def find_steps(*, target_epsilon, target_delta, sample_rate, noise_multiplier, a
     def excess(log_steps, accountant=accountant):
         return _log_ratio(epsilon(round(math.exp(log_steps)), accountant), target_epsilon)
 
-    found = _crossing(excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below", snap=whole)
+    found = _crossing(excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below",
+                      snap=whole)
     steps = round(math.exp(found))
     if steps >= _MOST_STEPS:
-        raise ValueError(f"target_epsilon={target_epsilon:g} is not spent by {_MOST_STEPS:g} steps, the most that is looked at")
+        raise ValueError(f"target_epsilon={target_epsilon:g} is not spent by {_MOST_STEPS:g} steps, the most that is "
+                         f"looked at")
     return steps
 
 

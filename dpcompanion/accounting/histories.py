@@ -99,7 +99,8 @@ def _one_direction(counts, steps, delta):
     spread = math.sqrt(float(total.max())) * max(step.std for step in steps)
     narrow = min(step.std for step in steps)
     tilts = torch.from_numpy(np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(narrow, 1.0), 160))
-    mgf = torch.stack([torch.where(step.log_mgf(1.2 * tilts).isfinite(), step.log_mgf(tilts), math.inf) for step in steps])
+    mgf = torch.stack([torch.where(step.log_mgf(1.2 * tilts).isfinite(), step.log_mgf(tilts), math.inf)
+                       for step in steps])
     # A little less than delta leaves room for the capped losses.
     bonus = -math.log(delta * (1 - 2 * math.exp(_LOG_CAPPED))) - torch.log1p(tilts)
     # Chernoff's bound with the factor of Balle et al. (as in `pld`): where to look first.
@@ -187,7 +188,8 @@ def _window(counts, steps, tilt, interval):
     """Ends between which all tilted sums on the grid lie but for a small mass, and that mass (as in `pld`)."""
     here = torch.tensor([tilt], dtype=torch.float64)
     base = torch.stack([step.log_mgf(here) for step in steps])
-    variance = float((counts.double() @ torch.tensor([[step.tilted_variance(tilt)] for step in steps], dtype=torch.float64)).max())
+    variance = float((counts.double() @ torch.tensor([[step.tilted_variance(tilt)] for step in steps],
+                                                     dtype=torch.float64)).max())
     few, many = sorted((tilt, 1 / max(math.sqrt(variance), 1e-6 / tilt)))
     offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(20 * math.log10(1e3 * many / few))))
     ends = []
@@ -195,7 +197,8 @@ def _window(counts, steps, tilt, interval):
         tilts = tilt + sign * offsets
         of_the_grid = (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
         rise = torch.stack([step.log_mgf(tilts) for step in steps]) - base + of_the_grid
-        reach = torch.cat([((_moments(part, rise) - _WINDOW_LOG_TAIL) / offsets).min(dim=1).values for part in counts.split(_ROWS)])
+        reach = torch.cat([((_moments(part, rise) - _WINDOW_LOG_TAIL) / offsets).min(dim=1).values
+                           for part in counts.split(_ROWS)])
         ends.append(float(reach.max()))
     return -ends[1], ends[0], 2 * math.exp(_WINDOW_LOG_TAIL)
 

@@ -150,7 +150,8 @@ class _Step:
         # No piece crosses a grid point of the loss, and none is so long that four nodes are too few.
         grid = torch.arange(first, last + 1, dtype=torch.float64) * interval
         pieces = math.ceil((high - low) / (0.1 * self.scale))
-        at = torch.cat([self._t_of_loss(grid).clamp(low, high), torch.linspace(low, high, pieces + 1, dtype=torch.float64)])
+        at = torch.cat([self._t_of_loss(grid).clamp(low, high),
+                        torch.linspace(low, high, pieces + 1, dtype=torch.float64)])
         at = torch.sort(at).values
         width = at.diff()[:, None]
         loss, log_density = self._loss_and_log_density(at[:-1, None] + width * (_NODES + 1) / 2)
@@ -349,7 +350,8 @@ def _compose_step(step, steps, epsilon, slope, interval):
     first, masses, log_mass, cut = step.discretise(interval, tilt)
     slack = steps * cut
     if steps > 1:
-        first, masses = _convolve(first, masses, steps, start=math.floor(low / interval), size=(high - low) / interval + 2)
+        first, masses = _convolve(first, masses, steps, start=math.floor(low / interval),
+                                  size=(high - low) / interval + 2)
         # Errors of the transform grow with the power: relative to the bulk, 1e-15 a step covers them amply.
         masses, slack = masses * (1 + 1e-15 * steps), slack + outside + 1e-15
     rise = log_mass - float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
@@ -406,7 +408,8 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     run = sample_rate, noise_multiplier, steps
     worst = _compose_at(*run, "remove", delta)[1]
     # At epsilon 0 delta is the total variation, in either direction.
-    if 0 < worst < _largest_loss_of_adding(sample_rate, steps) and _compose_near(*run, "add", worst, delta).delta(worst) > delta:
+    if (0 < worst < _largest_loss_of_adding(sample_rate, steps)
+            and _compose_near(*run, "add", worst, delta).delta(worst) > delta):
         worst = max(worst, _compose_at(*run, "add", delta)[1])
     return worst
 
@@ -435,6 +438,7 @@ def _total_variation(sample_rate, noise_multiplier, steps):
     one = sample_rate * math.erf(1 / (math.sqrt(8) * noise_multiplier))
     spacing = 0.25 * _scale(sample_rate, noise_multiplier)
     t = torch.arange(-_TAIL, _TAIL + 1 / noise_multiplier, spacing, dtype=torch.float64)
-    root = torch.expm1(log_density_ratio(t, torch.tensor(sample_rate).double(), torch.tensor(noise_multiplier).double()) / 2)
+    root = torch.expm1(log_density_ratio(t, torch.tensor(sample_rate).double(),
+                                         torch.tensor(noise_multiplier).double()) / 2)
     c = min(float((root**2 * torch.exp(-0.5 * t * t)).sum()) * spacing / math.sqrt(8 * math.pi), 1.0)
     return min(steps * one, math.sqrt(-math.expm1(2 * steps * math.log1p(-c))) if c < 1 else 1.0)

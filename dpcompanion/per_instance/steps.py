@@ -279,7 +279,8 @@ def update_divergence(updates, updates_with, *, noise_std, order, direction="bot
     if confidence is not None:
         _checks.number("confidence", confidence, 0, 1, closed="neither")
         if max_distance is None:
-            raise ValueError("max_distance, a bound on the distance between two updates, must be given with a confidence")
+            raise ValueError("max_distance, a bound on the distance between two updates, must be given with a "
+                             "confidence")
         _checks.number("max_distance", max_distance, 0, math.inf, closed="left")
     stacked = torch.cat(pools)
     stacked = stacked - stacked.mean(0)          # distances stay, and the products below lose fewer digits
@@ -329,7 +330,8 @@ def _tuple_estimate(own, cross, inner, order, tuples, generator):
 def _tuple_bound(own, cross, inner, order, radius, confidence):
     """Jensen, and one disjoint tuple for each v."""
     if float((own[:, None] - 2 * cross + inner.diagonal()).max()) > radius**2 * (1 + 1e-6):
-        raise ValueError("max_distance must bound the distance between any two updates, but two of the pools are further "
+        raise ValueError("max_distance must bound the distance between any two updates, but two of the pools are "
+                         "further "
                          f"apart than that, {radius:g} times the noise")
     count = min(len(own), len(inner) // order)
     trivial = own.new_tensor(order * (order - 1) / 2 * radius**2)

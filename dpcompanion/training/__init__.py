@@ -17,5 +17,6 @@ from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.sampling import PoissonSampler
 from dpcompanion.training.tracking import NormTracker
 
-__all__ = ["DPSGDPlan", "Ensemble", "History", "NormTracker", "PoissonSampler", "Run", "clipped_sum", "cross_entropy", "derive_seed",
+__all__ = ["DPSGDPlan", "Ensemble", "History", "NormTracker", "PoissonSampler", "Run", "clipped_sum", "cross_entropy",
+           "derive_seed",
            "gaussian_noise", "generators", "gradient_norms", "train", "train_ensemble"]
