@@ -30,8 +30,8 @@ def timings(makers, threads, rounds):
 
 
 def peak_memory(module, *which):
-    """MiB by which the memory of a fresh process, `python -m module which`, grows at most while its block runs; None off
-    Linux.  Such a process ends with `print_peak_of(block)`."""
+    """MiB by which the memory of a fresh process, `python -m module which`, grows at most while its block runs; None
+    off Linux.  Such a process ends with `print_peak_of(block)`."""
     if not os.path.exists("/proc/self/clear_refs"):
         return None
     done = subprocess.run([sys.executable, "-W", "ignore", "-m", module, *which], check=True, capture_output=True,

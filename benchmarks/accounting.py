@@ -1,14 +1,14 @@
 """Accounting for the sampled Gaussian mechanism beside Opacus and dp-accounting.
 
-*RDP*: one step at 10,000 different noise multipliers (0.5 to 20, rate 0.01), at Opacus's own 151 default orders and at ours;
-Opacus's `compute_rdp` is called once for each, of which a sample of 50 is timed and scaled.
-*epsilon*: one epsilon by loss distributions, within 0.1%, at the reference point (rate 512/60000, noise 3.42529, 9,375 steps,
-delta 1e-5); dp-accounting at its grid of 1e-4.
-*calibration*: the noise multiplier that meets (1, 1e-5) at rate 1/118 and 9,440 steps; dp-accounting's `calibrate_dp_mechanism`
-at the same grid, to a tolerance of 1e-4.
+*RDP*: one step at 10,000 different noise multipliers (0.5 to 20, rate 0.01), at Opacus's own 151 default orders and at
+ours; Opacus's `compute_rdp` is called once for each, of which a sample of 50 is timed and scaled.
+*epsilon*: one epsilon by loss distributions, within 0.1%, at the reference point (rate 512/60000, noise 3.42529, 9,375
+steps, delta 1e-5); dp-accounting at its grid of 1e-4.
+*calibration*: the noise multiplier that meets (1, 1e-5) at rate 1/118 and 9,440 steps; dp-accounting's
+`calibrate_dp_mechanism` at the same grid, to a tolerance of 1e-4.
 
-Ways take turns, and the medians are shown. `ratio` is the time over ours. `CPU ms` adds up all threads. `peak MiB` is what the process's memory
-grows by at most, in a process of its own with two threads (of Opacus, for its sample).
+Ways take turns, and the medians are shown. `ratio` is the time over ours. `CPU ms` adds up all threads. `peak MiB` is
+what the process's memory grows by at most, in a process of its own with two threads (of Opacus, for its sample).
 """
 
 import sys
@@ -57,7 +57,8 @@ def peer_epsilon():
 
 
 def our_calibration():
-    return lambda: accounting.find_noise_multiplier(target_epsilon=1.0, target_delta=1e-5, sample_rate=1 / 118, steps=9440)
+    return lambda: accounting.find_noise_multiplier(
+        target_epsilon=1.0, target_delta=1e-5, sample_rate=1 / 118, steps=9440)
 
 
 def peer_calibration():
@@ -78,7 +79,8 @@ WAYS = {
                              "Opacus, one by one": (lambda: opacus_rdp(opacus_orders()), MANY / SAMPLE)},
     "RDP, our orders": {"dpcompanion": (lambda: our_rdp(accounting.DEFAULT_ORDERS), 1),
                         "Opacus, one by one": (lambda: opacus_rdp(accounting.DEFAULT_ORDERS), MANY / SAMPLE)},
-    "epsilon": {"dpcompanion": (lambda: lambda: accounting.compute_epsilon(**REFERENCE), 1), "dp-accounting": (peer_epsilon, 1)},
+    "epsilon": {"dpcompanion": (lambda: lambda: accounting.compute_epsilon(**REFERENCE), 1),
+                "dp-accounting": (peer_epsilon, 1)},
     "calibration": {"dpcompanion": (our_calibration, 1), "dp-accounting": (peer_calibration, 1)},
 }
 
@@ -94,8 +96,9 @@ def run():
         for threads in (1, 2):
             times = timings({way: make for way, (make, _) in WAYS[task].items()}, threads, rounds)
             times = {way: (WAYS[task][way][1] * wall, WAYS[task][way][1] * cpu) for way, (wall, cpu) in times.items()}
-            rows += [{"task": task, "way": way, "threads": threads, "ms": 1e3 * wall, "ratio": wall / times["dpcompanion"][0],
-                      "CPU ms": 1e3 * cpu, "peak MiB": peaks[way] if threads == 2 else None}
+            rows += [{"task": task, "way": way, "threads": threads, "ms": 1e3 * wall,
+                      "ratio": wall / times["dpcompanion"][0], "CPU ms": 1e3 * cpu,
+                      "peak MiB": peaks[way] if threads == 2 else None}
                      for way, (wall, cpu) in times.items()]
     return rows
 

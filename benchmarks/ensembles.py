@@ -1,9 +1,10 @@
 """Runs of DP-SGD side by side (`train_ensemble`) and one after the other (`train`).
 
-*CNN*: ten trials of the MNIST CNN (26,010 parameters, float32), expected batches of 512 out of 60,000. *softmax*: a hundred
-logistic regressions on 14 x 14 pixels (1,970 parameters, float64), expected batches of 200 out of 4,000. *char RNN*: four
-runs of the LSTM on names of 20 bytes (382,418 parameters), expected batches of 64 out of 1,000. Data are random; the
-time is that of one step of one run, with draws, noise and update, in blocks of several runs and steps.
+*CNN*: ten trials of the MNIST CNN (26,010 parameters, float32), expected batches of 512 out of 60,000. *softmax*:
+a hundred logistic regressions on 14 x 14 pixels (1,970 parameters, float64), expected batches of 200 out of 4,000.
+*char RNN*: four runs of the LSTM on names of 20 bytes (382,418 parameters), expected batches of 64 out of 1,000.
+Data are random; the time is that of one step of one run, with draws, noise and update,
+in blocks of several runs and steps.
 
 With two threads `train` uses them within an operation and `train_ensemble` gives each some of the runs. `faster` is the
 time of one after the other, with as many threads, over that of side by side. On a GPU, if there is one, the same.
@@ -47,8 +48,9 @@ def one_after_the_other(task, device):
 def side_by_side(task, device):
     build, runs, _, problem = TASKS[task]
     data, plan = problem()
-    return lambda: train_ensemble([build(seed=seed) for seed in range(runs)], cross_entropy, data, plan, seeds=range(runs),
-                                  learning_rate=0.1, device=device, generator_device=device, progress=False)
+    return lambda: train_ensemble(
+        [build(seed=seed) for seed in range(runs)], cross_entropy, data, plan, seeds=range(runs), learning_rate=0.1,
+        device=device, generator_device=device, progress=False)
 
 
 def run():
@@ -57,8 +59,8 @@ def run():
     for device, threads in [("cpu", 1), ("cpu", 2)] + [("cuda", 1)] * gpu:
         for task, (_, runs, stand_ins, problem) in TASKS.items():
             steps = problem()[1].steps
-            found = timings({way.__name__: lambda way=way: way(task, device) for way in (one_after_the_other, side_by_side)},
-                            threads, 3)
+            found = timings({way.__name__: lambda way=way: way(task, device)
+                             for way in (one_after_the_other, side_by_side)}, threads, 3)
             before = found["one_after_the_other"][0] / stand_ins
             for way, count in (("one_after_the_other", stand_ins), ("side_by_side", runs)):
                 wall, cpu = (value / count / steps for value in found[way])

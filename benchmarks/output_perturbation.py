@@ -1,9 +1,10 @@
 """SGD on every (neighbouring data set, seed), side by side, on random data of the sizes of Hyland and Tople 2020.
 
-*MNIST-binary*: all 2 x 99 seeds x 50 data sets = 9,900 runs (the paper has 9,799) of 1,850 batches of 32, 51 parameters,
-by `train_grid` and by a plain PyTorch loop, whose time is that of three runs, scaled up. *All three*: the 51,916 runs of
-the three convex tasks (the paper has 51,617), whose time is that of a share of the seeds, scaled up. `runs/s` counts
-whole runs, `times the loop` compares them. `peak MiB` is what the memory of a process of its own grows by at most.
+*MNIST-binary*: all 2 x 99 seeds x 50 data sets = 9,900 runs (the paper has 9,799) of 1,850 batches of 32, 51
+parameters, by `train_grid` and by a plain PyTorch loop, whose time is that of three runs, scaled up. *All three*: the
+51,916 runs of the three convex tasks (the paper has 51,617), whose time is that of a share of the seeds, scaled up.
+`runs/s` counts whole runs, `times the loop` compares them. `peak MiB` is what the memory of a process of its own
+grows by at most.
 """
 
 import json
@@ -74,8 +75,9 @@ def peak_memory(task, dtype):
     """MiB by which the memory of a fresh process grows at most while it trains a part of a grid; None off Linux."""
     if not os.path.exists("/proc/self/clear_refs"):
         return None
-    done = subprocess.run([sys.executable, "-m", "benchmarks.output_perturbation", task, str(dtype).removeprefix("torch.")],
-                          check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.output_perturbation", task, str(dtype).removeprefix("torch.")],
+        check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
     return json.loads(done.stdout)
 
 
@@ -104,8 +106,8 @@ def run():
                           "peak MiB": peak_memory("MNIST-binary", dtype) if threads == 2 else None}]
                 if dtype == torch.float64:
                     total = sum(times.get(task) or grid(task, dtype) for task in TASKS)
-                    rows.append({"task": "all three", "way": f"train_grid, {kind}", "s": total, "runs/s": _runs(TASKS) / total,
-                                 "times the loop": None,
+                    rows.append({"task": "all three", "way": f"train_grid, {kind}", "s": total,
+                                 "runs/s": _runs(TASKS) / total, "times the loop": None,
                                  "peak MiB": max(peak_memory(task, dtype) for task in TASKS) if threads == 2 else None})
     finally:
         torch.set_num_threads(before)

@@ -1,14 +1,16 @@
 """Per-instance accounts (Thudi et al. 2024), beside the ways of the paper.
 
-*Theorem 3.6*: one point at 20 batches and 20 tuples of order 8, on a softmax regression of 7,850 parameters with expected
-batches of 128. The paper's way draws every tuple afresh; ours draws one pool of 80 batches. Both estimates are the mean of 5
-repetitions, with its standard deviation; `updates` counts gradients of whole batches.
+*Theorem 3.6*: one point at 20 batches and 20 tuples of order 8, on a softmax regression of 7,850 parameters with
+expected batches of 128. The paper's way draws every tuple afresh; ours draws one pool of 80 batches. Both estimates are
+the mean of 5 repetitions, with its standard deviation; `updates` counts gradients of whole batches.
 
-*Composition*: theorem 3.3 over 78,000 steps, 100 points and 10 runs at order 8 (200 epochs of CIFAR-10 in batches of 128), 78
-million sensitivities. The peer computes each divergence by the theorem's sum at the next whole order, vectorised over runs and
-points; its time is that of 100 steps, scaled up. `excess` is what rounding up adds to the result.
+*Composition*: theorem 3.3 over 78,000 steps, 100 points and 10 runs at order 8 (200 epochs of CIFAR-10 in
+batches of 128), 78 million sensitivities. The peer computes each divergence by the theorem's sum at the next
+whole order, vectorised over runs and points; its time is that of 100 steps, scaled up. `excess` is what
+rounding up adds to the result.
 
-*Exact composition*: what accounting adds to a step of 1,000 tilted runs, ln A and the count. `CPU s` adds up all threads.
+*Exact composition*: what accounting adds to a step of 1,000 tilted runs, ln A and the count.
+`CPU s` adds up all threads.
 """
 
 import math
@@ -22,8 +24,8 @@ from dpcompanion import per_instance
 def _row(task, way, started, *, share=1.0, updates=None, result=None, excess=None):
     """A row, with the times since `started`, of which a share counts."""
     wall, processor = time.perf_counter() - started[0], time.process_time() - started[1]
-    return {"task": task, "way": way, "s": wall * share, "CPU s": processor * share, "updates": updates, "result": result,
-            "excess": excess}
+    return {"task": task, "way": way, "s": wall * share, "CPU s": processor * share,
+            "updates": updates, "result": result, "excess": excess}
 
 
 def _now():
@@ -110,8 +112,10 @@ def composition(steps=78_000, points=100, runs=10):
     theirs = _row("composition", "the sum, step by step", started, share=steps / few)
     # What rounding up adds, on a run short enough for the exact way.
     short = sensitivities[:200]
-    exact = per_instance.compose(lambda t, a: per_instance.step_divergence(
-        sample_rate=rate, noise_multiplier=noise, sensitivity=short[t - 1], orders=a), steps=len(short), order=order, p=600)
+    exact = per_instance.compose(
+        lambda t, a: per_instance.step_divergence(
+            sample_rate=rate, noise_multiplier=noise, sensitivity=short[t - 1], orders=a),
+        steps=len(short), order=order, p=600)
     tabled = per_instance.compose_sensitivities(short, sample_rate=rate, noise_std=noise, order=order)
     return [theirs, {**ours, "excess": f"{float((tabled / exact - 1).max()):.1e}"}]
 

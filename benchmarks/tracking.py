@@ -1,9 +1,9 @@
 r"""What it costs to follow everybody's gradient norms.
 
-A *pass* measures the norms of all examples, as `NormTracker` does K times an epoch; it stands beside the plain forward and
-backward pass over the same examples, in chunks of 512, that SGD makes. A *step* is one of DP-SGD with an expected batch of 512
-out of 60,000 random images; beside it what a tracker adds to it between passes: with norms that hold for many steps, and with
-running estimates, which change for the batch at every step.
+A *pass* measures the norms of all examples, as `NormTracker` does K times an epoch; it stands beside the plain forward
+and backward pass over the same examples, in chunks of 512, that SGD makes. A *step* is one of DP-SGD with an expected
+batch of 512 out of 60,000 random images; beside it what a tracker adds to it between passes: with norms that hold for
+many steps, and with running estimates, which change for the batch at every step.
 
 Each time is the least of several repetitions of processor time, on one thread.
 """
@@ -16,9 +16,11 @@ from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, models, train
 
 N = 60_000
-CASES = {"linear, 28 x 28": (lambda: torch.nn.Sequential(torch.nn.Flatten(), models.linear(784, 10)), (1, 28, 28), 8192),
-         "mnist_cnn, 28 x 28": (models.mnist_cnn, (1, 28, 28), 2048),
-         "resnet20, 32 x 32": (models.resnet20, (3, 32, 32), 256)}
+CASES = {
+    "linear, 28 x 28": (lambda: torch.nn.Sequential(torch.nn.Flatten(), models.linear(784, 10)), (1, 28, 28), 8192),
+    "mnist_cnn, 28 x 28": (models.mnist_cnn, (1, 28, 28), 2048),
+    "resnet20, 32 x 32": (models.resnet20, (3, 32, 32), 256),
+}
 
 
 def least(work, repetitions=3):
@@ -83,8 +85,9 @@ def run():
         for name, (build, shape, n) in CASES.items():
             plain, norms = passes(build, shape, n)
             step, held, running = steps(build, shape)
-            rows.append({"model": name, "plain pass, us an example": 1e6 * plain / n, "norm pass, us an example": 1e6 * norms / n,
-                         "times": norms / plain, "step, ms": 1e3 * step, "accounts add, %": 100 * held / step,
+            rows.append({"model": name, "plain pass, us an example": 1e6 * plain / n,
+                         "norm pass, us an example": 1e6 * norms / n, "times": norms / plain,
+                         "step, ms": 1e3 * step, "accounts add, %": 100 * held / step,
                          "running estimates add, %": 100 * running / step})
     finally:
         torch.set_num_threads(before)

@@ -120,7 +120,8 @@ def run():
         peaks = {way: peak_memory("benchmarks.training", task, way) for way in WAYS[task]}
         scale = STEPS if task == "step" else 1
         for threads in (1, 2):
-            times = {way: (wall / scale, cpu / scale) for way, (wall, cpu) in timings(WAYS[task], threads, rounds).items()}
+            times = {way: (wall / scale, cpu / scale)
+                     for way, (wall, cpu) in timings(WAYS[task], threads, rounds).items()}
             rows += [{"task": task, "way": way, "threads": threads, "ms": 1e3 * wall, "ratio": wall / times[base][0],
                       "CPU ms": 1e3 * cpu, "peak MiB": peaks[way] if threads == 2 else None}
                      for way, (wall, cpu) in times.items()]

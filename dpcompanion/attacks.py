@@ -4,7 +4,8 @@ Someone sees one output of a mechanism and guesses which of two neighbouring dat
 came from.  If the mechanism is (epsilon, delta)-private, no guess is much better than chance:
 
 .. math::
-    \text{TPR} \le e^\varepsilon\, \text{FPR} + \delta, \qquad 1 - \text{FPR} \le e^\varepsilon (1 - \text{TPR}) + \delta,
+    \text{TPR} \le e^\varepsilon\, \text{FPR} + \delta, \qquad
+    1 - \text{FPR} \le e^\varepsilon (1 - \text{TPR}) + \delta,
 
 and if it is mu-GDP (no easier to tell apart than N(0, 1) and N(mu, 1); Dong et al. 2022),
 :math:`\Phi^{-1}(\text{TPR}) - \Phi^{-1}(\text{FPR}) \le \mu`.  Rates counted in fresh trials become
@@ -77,8 +78,8 @@ def epsilon_lower_bound(*, true_positives, positives, false_positives, negatives
 def mu_lower_bound(*, true_positives, positives, false_positives, negatives, confidence=0.95):
     """The largest mu, at least 0, such that the counts refute mu-GDP. Arguments as for `epsilon_lower_bound`.
 
-    With `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon at any delta, for mechanisms that are claimed to
-    be Gaussian only.
+    With `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon at any delta, for mechanisms that are claimed
+    to be Gaussian only.
     """
     tpr, fpr = _rates(true_positives, positives, false_positives, negatives, confidence)
     # Swapping the two data sets gives the same number: the trade-off of Gaussians is symmetric.
@@ -207,8 +208,8 @@ def lira(targets, shadows, masks, *, variance="each"):
         targets: (..., n) scores under one or more target models.
         shadows: (models, n) scores under the shadow models.
         masks: (models, n) booleans: who was in their data.
-        variance: "each" example's own in and out variances, or "pooled" over examples (one for in and one for out), which
-            is steadier below some 64 shadow models.
+        variance: "each" example's own in and out variances, or "pooled" over examples (one for in and one for out),
+            which is steadier below some 64 shadow models.
 
     Returns (..., n). Raises ValueError for an example with fewer than two shadow models in or out.
     """
@@ -269,8 +270,8 @@ def auc(members, nonmembers, *, confidence=0.95):
 
 
 def tpr_at_fpr(members, nonmembers, *, fpr=0.01, confidence=0.95):
-    """The true positive rate at the lowest threshold that at most the share `fpr` of nonmembers exceeds, with Clopper and
-    Pearson's interval, in which the threshold counts as given.
+    """The true positive rate at the lowest threshold that at most the share `fpr` of nonmembers exceeds, with Clopper
+    and Pearson's interval, in which the threshold counts as given.
 
     >>> tpr_at_fpr(torch.arange(100.0) + 50, torch.arange(100.0), fpr=0.1)[0]
     0.6

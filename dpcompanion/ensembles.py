@@ -62,7 +62,8 @@ def train_grid(features, labels, *, data_sets, seeds, steps, batch_size, learnin
 
     Raises:
         ValueError: bad input; for logistic regression also what breaks the conditions of theorem 2: a row norm above 1
-            (the gradient's bound sqrt(2)), or a learning rate above 2 / beta = 4 (steps would no longer be 1-expansive).
+            (the gradient's bound sqrt(2)), or a learning rate above 2 / beta = 4 (steps would no
+            longer be 1-expansive).
     """
     data_sets, seeds = _check_grid(features, labels, data_sets, seeds, math.inf if not enforce_conditions else 1)
     n = len(features) - 1
@@ -220,7 +221,8 @@ class _Logistic:
 
 
 class _Network:
-    """A hidden layer (seeds, data sets, hidden, inputs), whose last input is 1, and the output (seeds, data sets, hidden + 1)."""
+    """A hidden layer (seeds, data sets, hidden, inputs), whose last input is 1, and the output
+    (seeds, data sets, hidden + 1)."""
 
     def __init__(self, hidden):
         self.hidden = hidden

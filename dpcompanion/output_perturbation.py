@@ -165,10 +165,10 @@ def noise_covariance(weights, *, shrinkage=None):
     r"""The covariance of the weights over seeds, shrunk towards a multiple of the identity; (parameters, parameters).
 
     :math:`(1 - \rho) \hat S + \rho\, \frac{\operatorname{tr} \hat S}{d} I`, with the sample covariance of the residuals
-    of each data set about its own mean, averaged over data sets. Without a `shrinkage` rho in [0, 1], that of Ledoit and
-    Wolf (2004), :math:`\rho = \min(1, \overline{\|r r^\top - \hat S\|^2} / (R \|\hat S - \frac{\operatorname{tr} \hat S}{d} I\|^2))`
-    with R seeds, is taken: runs of one seed on neighbouring data sets are nearly equal, so data sets do not count as
-    more samples. Returns (covariance, rho).
+    of each data set about its own mean, averaged over data sets. Without a `shrinkage` rho in [0, 1], that of Ledoit
+    and Wolf (2004), :math:`\rho = \min(1, \overline{\|r r^\top - \hat S\|^2} /
+    (R \|\hat S - \frac{\operatorname{tr} \hat S}{d} I\|^2))` with R seeds, is taken: runs of one seed on neighbouring
+    data sets are nearly equal, so data sets do not count as more samples. Returns (covariance, rho).
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> draws = torch.randn(1, 5000, 2, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 0.1])

@@ -6,11 +6,11 @@ releases add Gaussian noise instead, calibrated by the analytic Gaussian mechani
 **What is protected.**  One value is added or removed; the number of values n counts as public.  Given the models of the
 training run, each person's epsilon is a function of these models and of that person's data alone (Yu et al. 2023,
 theorem 3.2), so one person changes one value.  The models protect a person by the training's own guarantee, and the
-two add up: :math:`(\varepsilon_i + \varepsilon, 2\delta)` for person i at most.  **Not covered:** values that depend on more
-than that, such as epsilons by running estimates, which hang on who was sampled.
+two add up: :math:`(\varepsilon_i + \varepsilon, 2\delta)` for person i at most.  **Not covered:** values that depend on
+more than that, such as epsilons by running estimates, which hang on who was sampled.
 
-**Several releases.**  All methods here are compositions of Gaussian mechanisms, so they compose exactly: `split` gives the
-epsilon at which each of k releases may run so that together they are (epsilon, delta)-private.
+**Several releases.**  All methods here are compositions of Gaussian mechanisms, so they compose exactly: `split` gives
+the epsilon at which each of k releases may run so that together they are (epsilon, delta)-private.
 
 **Quantiles.**
 
@@ -20,9 +20,9 @@ epsilon at which each of k releases may run so that together they are (epsilon, 
   Henzinger and Upadhyay 2023). The noise of a prefix is at most :math:`\sigma c^2`, with
   :math:`c^2 \approx 1.07 + \ln(\text{bins})/\pi`. All quantiles are read off one monotone curve (isotonic
   regression), at no further cost: 5 cost what 1 does.
-* "andrew2021": `steps` rounds of :math:`C \leftarrow C \exp(-\eta (b - \gamma))`, b the noisy share of values that are at most C
-  (Andrew et al. 2021), as in Yu et al.; the budget is shared equally by all rounds and quantiles. Andrew et al.'s own
-  :math:`\eta = 0.2` is meant for hundreds of rounds and does not arrive in 20.
+* "andrew2021": `steps` rounds of :math:`C \leftarrow C \exp(-\eta (b - \gamma))`, b the noisy share of values that are
+  at most C (Andrew et al. 2021), as in Yu et al.; the budget is shared equally by all rounds and quantiles. Andrew et
+  al.'s own :math:`\eta = 0.2` is meant for hundreds of rounds and does not arrive in 20.
 
 >>> values = torch.linspace(0.0, 2.0, 60_000, dtype=torch.float64) ** 2 / 2
 >>> generator = torch.Generator().manual_seed(0)

@@ -12,7 +12,8 @@ from dpcompanion.accounting.runs import orders_for
 from dpcompanion.individual import IndividualAccountant
 
 RUN = dict(sample_rate=0.02, noise_multiplier=1.5, max_grad_norm=0.7)
-MODES = [dict(rounding=0.01, accountant="rdp"), dict(rounding=None, accountant="rdp"), dict(rounding=0.01, accountant="pld")]
+MODES = [dict(rounding=0.01, accountant="rdp"), dict(rounding=None, accountant="rdp"),
+         dict(rounding=0.01, accountant="pld")]
 
 
 def history(n, updates, seed=0):
@@ -50,8 +51,9 @@ def direct(norms, steps, delta):
     for column in norms.T:
         share = (column / RUN["max_grad_norm"]).clamp(max=1)
         share = share[share > 0]
-        rdp = steps * rdp_sampled_gaussian(sample_rate=RUN["sample_rate"], noise_multiplier=RUN["noise_multiplier"] / share,
-                                           orders=[order for order in orders if order <= 1024]).sum(dim=0)
+        rdp = steps * rdp_sampled_gaussian(
+            sample_rate=RUN["sample_rate"], noise_multiplier=RUN["noise_multiplier"] / share,
+            orders=[order for order in orders if order <= 1024]).sum(dim=0)
         epsilons.append(rdp_to_epsilon(rdp, [order for order in orders if order <= 1024], delta)[0])
     return torch.stack(epsilons)
 
@@ -60,7 +62,8 @@ def direct(norms, steps, delta):
 def test_gradients_at_the_clip_norm_cost_what_the_worst_case_costs(mode):
     accountant = IndividualAccountant(2, **{**RUN, **mode})
     accountant.record([RUN["max_grad_norm"], 100.0], steps=400)
-    worst = compute_epsilon(sample_rate=0.02, noise_multiplier=1.5, steps=400, delta=1e-5, accountant=mode["accountant"])
+    worst = compute_epsilon(
+        sample_rate=0.02, noise_multiplier=1.5, steps=400, delta=1e-5, accountant=mode["accountant"])
     epsilon = accountant.epsilon(1e-5)
     assert float(epsilon[0]) == pytest.approx(worst, rel=1e-3) and epsilon[0] == epsilon[1]
     assert epsilon[0] >= worst * (1 - 1e-9)
@@ -227,7 +230,8 @@ def test_bad_norms_are_refused_and_leave_the_account_as_it_was(norms, words):
 @pytest.mark.parametrize("arguments, words", [
     (dict(norms=[0.1], examples=[3]), "examples must lie"), (dict(norms=[0.1], examples=[-1]), "examples must lie"),
     (dict(norms=[0.1, 0.2], examples=[1]), r"norms must have shape \(1,\)"),
-    (dict(norms=[0.1], examples=[0.5]), "examples must be indices"), (dict(norms=[0.1], examples=1), "examples must be"),
+    (dict(norms=[0.1], examples=[0.5]), "examples must be indices"),
+    (dict(norms=[0.1], examples=1), "examples must be"),
     (dict(norms=[0.1] * 3, examples=[True, False, True]), "examples must be"),
     (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1, -1])), "steps must be"),
     (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1.0, 2.0])), "steps must be"),

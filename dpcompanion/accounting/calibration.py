@@ -23,7 +23,8 @@ _SMALLEST_RATE, _LARGEST_NOISE, _MOST_STEPS = 1e-12, 1e9, 10**9
 
 
 def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, accountant="pld"):
-    """The smallest noise multiplier, within a relative 1e-4, at which a run costs at most (target_epsilon, target_delta).
+    """The smallest noise multiplier, within a relative 1e-4, at which a run costs at most
+    (target_epsilon, target_delta).
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
 
@@ -40,7 +41,8 @@ def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, a
     Raises:
         ValueError: an argument outside its range, or a target that no noise multiplier up to 1e9 meets.
 
-    >>> round(find_noise_multiplier(target_epsilon=1, target_delta=1e-5, sample_rate=1 / 118, steps=9440, accountant="rdp"), 3)
+    >>> round(find_noise_multiplier(target_epsilon=1, target_delta=1e-5, sample_rate=1 / 118, steps=9440,
+    ...                             accountant="rdp"), 3)
     3.425
     """
     target_epsilon, target_delta = _check_target(target_epsilon, target_delta, accountant)

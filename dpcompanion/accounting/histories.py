@@ -16,9 +16,9 @@ read off in the frequency domain, without transforming back:
 
 What makes it sound.  Steps are discretised by connecting the dots and tilted as in `pld`; the window holds all but a
 bounded mass of every history (Chernoff); losses above the steps' caps count as delta; the frequencies left out are
-bounded by the largest modulus among them.  All these bounds are added to delta.  Between the epsilons that are looked at, delta is convex in :math:`e^\varepsilon`
-(it is a mean of such functions), so a chord is an upper bound.  Histories of like epsilon and
-like best tilt share grid, tilt and window.
+bounded by the largest modulus among them.  All these bounds are added to delta.  Between the epsilons that are looked
+at, delta is convex in :math:`e^\varepsilon` (it is a mean of such functions), so a chord is an upper bound.  Histories
+of like epsilon and like best tilt share grid, tilt and window.
 
 Memory: below 500 MB beside the counts, whatever their number.
 

@@ -18,8 +18,8 @@ So T steps cost one convolution power.  Five ideas make it fast, sound and exact
    to 1, and delta may be 1e-15.
 3. *A window by Chernoff's bound*.  What the transform wraps around, and what the tails of one
    step lose by truncation, is bounded under the tilted law and added to delta.  A cell of width h raises
-   :math:`\ln E[e^{\lambda L}]` by at most :math:`(\lambda(1+\lambda))_+ h^2/8` (Hoeffding's lemma on the two ends of the
-   cell), so the bound holds for the grid's law too, however coarse.
+   :math:`\ln E[e^{\lambda L}]` by at most :math:`(\lambda(1+\lambda))_+ h^2/8` (Hoeffding's lemma on the two ends of
+   the cell), so the bound holds for the grid's law too, however coarse.
 4. *A cap on the loss of a step*, so rare that delta hardly notices: what lies beyond it is added to delta, a
    hundred-thousandth of it.  Without the cap a loss whose moments explode has no useful tilt (rates so small
    that one extreme draw outweighs all the others).
@@ -32,7 +32,8 @@ Both directions count: *remove* has :math:`P = (1-q)N(0,\sigma^2) + qN(1,\sigma^
 :math:`Q = N(0, \sigma^2)`, *add* has them swapped.
 
 Time and memory on one core: about :math:`500 \sqrt{T}` grid points; 0.02 s for ten thousand steps, one to three
-seconds and half a gigabyte for ten million.  Runs of tiny epsilon from rare large losses take ten times as long as others.
+seconds and half a gigabyte for ten million.  Runs of tiny epsilon from rare large losses take ten times as
+long as others.
 
 >>> from dpcompanion.accounting import pld
 >>> loss = pld.compose(sample_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5)
@@ -248,7 +249,8 @@ def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, d
         sample_rate: in (0, 1).
         noise_multiplier: above 0.
         steps: a whole number, at least 1.
-        delta, epsilon: one of the two: where on the curve the result is to be accurate. It is an upper bound everywhere.
+        delta, epsilon: one of the two: where on the curve the result is to be accurate.
+            It is an upper bound everywhere.
         direction: "remove" or "add"; the account of a run is the worse of the two.
         interval: spacing of the grid; None chooses it (see the module's text).
 
@@ -318,7 +320,8 @@ def _refined(step, steps, epsilon, delta, interval):
         slope = -loss._log_delta(epsilon)[1]
         error = loss.error * max(1.0, (1 + slope) / (1 + loss.tilt))
         loss = replace(loss, error=max(error, loss.interval) if epsilon < 20 * loss.interval else error)
-        if epsilon == 0 or loss.error <= 2 * TOLERANCE * epsilon or interval is not None or loss.interval > 0.8 * coarser:
+        if (epsilon == 0 or loss.error <= 2 * TOLERANCE * epsilon or interval is not None
+                or loss.interval > 0.8 * coarser):
             break
         coarser = loss.interval
     return loss, epsilon
@@ -335,7 +338,8 @@ def _log_mgfs(step, steps):
 
 
 def _compose_step(step, steps, epsilon, slope, interval):
-    """The loss of `steps` such steps, accurate near `epsilon`, where the log of delta falls at the rate `slope` or the tilt."""
+    """The loss of `steps` such steps, accurate near `epsilon`, where the log of delta falls
+    at the rate `slope` or the tilt."""
     tilts, log_mgfs = _log_mgfs(step, steps)
     tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs, epsilon).argmin())])
     if interval is None:
@@ -360,7 +364,8 @@ def _compose_step(step, steps, epsilon, slope, interval):
 
 
 def _convolve(first, masses, steps, *, start, size):
-    """The `steps`-fold convolution of masses at first, first + 1, ..., on a circle of at least `size` points from `start`."""
+    """The `steps`-fold convolution of masses at first, first + 1, ..., on a circle of
+    at least `size` points from `start`."""
     size = next_fast_len(max(16, math.ceil(size)), real=True)
     centre = first + round(float((masses * torch.arange(len(masses))).sum()))
     circle = torch.zeros(size, dtype=torch.float64)
@@ -382,7 +387,8 @@ def _chernoff_log_delta(tilts, log_mgfs, epsilon):
 
 
 def _window(step, steps, tilt, interval):
-    """Ends between which the tilted sum of the losses on the grid lies, and a bound on the probability that it does not."""
+    """Ends between which the tilted sum of the losses on the grid lies, and a bound on the
+    probability that it does not."""
     variance = step.tilted_variance(tilt)
     here = float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
     # As with the tilts: the spread sets the scale where many losses add up, the tilt where one rare loss decides.
@@ -400,7 +406,8 @@ def _window(step, steps, tilt, interval):
 
 
 def epsilon(*, sample_rate, noise_multiplier, steps, delta):
-    """Epsilon of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_epsilon`)."""
+    """Epsilon of a run by its privacy loss distribution, the worse of both directions
+    (scalars; see `compute_epsilon`)."""
     if sample_rate == 1:
         return float(gaussian_epsilon(math.sqrt(steps) / noise_multiplier, delta))
     if _total_variation(sample_rate, noise_multiplier, steps) <= delta:

@@ -135,7 +135,8 @@ def _log_expm1(x):
 
 
 def log_density_ratio(t, q, sigma):
-    r"""ln(P/Q) at :math:`x = \sigma t`, that is :math:`\ln(1 - q + q e^u)` with :math:`u = t/\sigma - 1/(2\sigma^2)`."""
+    r"""ln(P/Q) at :math:`x = \sigma t`, that is :math:`\ln(1 - q + q e^u)` with
+    :math:`u = t/\sigma - 1/(2\sigma^2)`."""
     u = t / sigma - 0.5 / sigma**2
     small = torch.log1p(q * torch.expm1(u.clamp(max=30)))
     large = u + torch.log(q) + torch.log1p((1 - q) / q * torch.exp(-u.clamp(min=30)))

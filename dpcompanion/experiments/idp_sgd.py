@@ -727,9 +727,10 @@ def table_3(config, run):
     The paper prints no hyperparameters for this table.  Ours are those of Opacus's examples for the two tasks, the same
     for all methods, but for a shorter clip norm, smaller batches and only four epochs with the names, chosen by a few
     runs of DP-SGD with seed 0 so that a trial takes a minute or two, and larger batches with the reviews.  A first
-    setting for the names (batches of 800, six epochs) was given up when DP-SGD was at 61.1 and Sample at 60.3 with seed 0.
-    Names are cut to their last 14 tokens, which cuts one in a hundred.  Words are hashed to 30,000 numbers, since a
-    vocabulary of private reviews is not public.  `<row>.majority` is the accuracy of naming the most common class.
+    setting for the names (batches of 800, six epochs) was given up when DP-SGD was at 61.1 and Sample at 60.3
+    with seed 0.  Names are cut to their last 14 tokens, which cuts one in a hundred.  Words are hashed to 30,000
+    numbers, since a vocabulary of private reviews is not public.  `<row>.majority` is the accuracy of naming the
+    most common class.
     """
     problems = {row: texts(task, run) for row, task in config.rows.items()}
     pieces = {f"{row}.{kind}.seed-{seed}": (row, kind, seed) for row in config.rows for seed in config.seeds

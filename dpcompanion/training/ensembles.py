@@ -230,7 +230,8 @@ class Ensemble:
         return max(1, min(self._size, clipping._BUDGET // self.vectors.shape[1]))
 
     def _pass(self, network, rows, x, y, limits):
-        """Clipped sums of x, y (runs, examples, ...) for the runs in `rows`; limits (runs, examples), None for norms."""
+        """Clipped sums of x, y (runs, examples, ...) for the runs in `rows`;
+        limits (runs, examples), None for norms."""
         limits = None if limits is None else limits.flatten()
         x, y, parameters = x.flatten(0, 1), y.flatten(0, 1), self.split(self.vectors[rows])
         if self.method == "func":

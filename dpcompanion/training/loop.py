@@ -88,8 +88,8 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         method: how to clip, see `dpcompanion.training.clipping`.
         physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another.
         accountant: "pld" or "rdp": note epsilon after every epoch.
-        trackers: objects that follow the norms of all examples, such as a `dpcompanion.training.tracking.NormTracker`, and
-            may clip to less than the plan does. They are saved with the run.
+        trackers: objects that follow the norms of all examples, such as a `dpcompanion.training.tracking.NormTracker`,
+            and may clip to less than the plan does. They are saved with the run.
         on_step, on_epoch: functions of a `Run`; what on_epoch returns, a dict or None, goes into the history.
         checkpoint: a file. If it exists the run goes on from there; it is written every `checkpoint_every` steps (an
             epoch by default), at the end, and on Ctrl-C, which waits for the step to end (a second one does not).

@@ -39,7 +39,8 @@ def test_the_rate_meets_the_target_and_a_little_more_does_not(noise_multiplier, 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.parametrize("target", TARGETS[::2])
-@pytest.mark.parametrize("sample_rate, noise_multiplier", [(0.01, 1.0), (512 / 60000, 3.42529), (0.5, 30.0), (1.0, 20.0)])
+@pytest.mark.parametrize("sample_rate, noise_multiplier", [
+    (0.01, 1.0), (512 / 60000, 3.42529), (0.5, 30.0), (1.0, 20.0)])
 def test_the_steps_meet_the_target_and_one_more_does_not(sample_rate, noise_multiplier, target, accountant):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier)
     steps = find_steps(**run, **target, accountant=accountant)
@@ -64,13 +65,15 @@ def test_a_rate_of_one_is_found_where_full_batches_are_affordable():
 
 def test_tight_accounting_needs_less_noise():
     run = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=1 / 118, steps=9440)
-    assert find_noise_multiplier(**run) < find_noise_multiplier(**run, accountant="rdp") == pytest.approx(3.4247, rel=2e-4)
+    assert (find_noise_multiplier(**run) < find_noise_multiplier(**run, accountant="rdp")
+            == pytest.approx(3.4247, rel=2e-4))
 
 
 def test_dp_accounting_finds_the_same_noise():
     theirs = calibrate_dp_mechanism(
         lambda: PLDAccountant(value_discretization_interval=1e-4),
-        lambda noise: SelfComposedDpEvent(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), 2000), 2.0, 1e-5, tol=1e-5)
+        lambda noise: SelfComposedDpEvent(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), 2000),
+        2.0, 1e-5, tol=1e-5)
     ours = find_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, sample_rate=0.01, steps=2000)
     assert ours == pytest.approx(theirs, rel=3e-4)
 
@@ -86,9 +89,11 @@ def test_extreme_targets_are_met_or_refused(accountant):
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_targets_out_of_reach_are_refused_by_name(accountant):
     with pytest.raises(ValueError, match="target_epsilon=1e-12 cannot be met"):
-        find_noise_multiplier(target_epsilon=1e-12, target_delta=1e-15, sample_rate=1.0, steps=10**7, accountant=accountant)
+        find_noise_multiplier(
+            target_epsilon=1e-12, target_delta=1e-15, sample_rate=1.0, steps=10**7, accountant=accountant)
     with pytest.raises(ValueError, match="target_epsilon=1e-09 cannot be met with noise_multiplier=0.1"):
-        find_sample_rate(target_epsilon=1e-9, target_delta=1e-15, noise_multiplier=0.1, steps=10**7, accountant=accountant)
+        find_sample_rate(
+            target_epsilon=1e-9, target_delta=1e-15, noise_multiplier=0.1, steps=10**7, accountant=accountant)
     with pytest.raises(ValueError, match="target_epsilon=0.1 cannot be met: one step already costs"):
         find_steps(target_epsilon=0.1, target_delta=1e-5, sample_rate=0.5, noise_multiplier=0.5, accountant=accountant)
     with pytest.raises(ValueError, match="target_epsilon=10 is not spent"):
@@ -100,11 +105,12 @@ SEARCHES = [(find_noise_multiplier, "noise_multiplier"), (find_sample_rate, "sam
 
 
 @pytest.mark.parametrize("name, value", [
-    ("target_epsilon", 0.0), ("target_epsilon", -1.0), ("target_epsilon", math.inf), ("target_epsilon", math.nan), ("target_epsilon", [1, 2]),
+    ("target_epsilon", 0.0), ("target_epsilon", -1.0), ("target_epsilon", math.inf), ("target_epsilon", math.nan),
+    ("target_epsilon", [1, 2]),
     ("target_delta", 0.0), ("target_delta", 1.0), ("target_delta", math.nan), ("target_delta", "x"),
-    ("sample_rate", 0.0), ("sample_rate", 1.01), ("sample_rate", math.nan), ("noise_multiplier", 0.0), ("noise_multiplier", -1.0),
-    ("noise_multiplier", math.inf), ("noise_multiplier", math.nan), ("steps", 0), ("steps", 1.5), ("steps", math.nan),
-    ("accountant", "gdp")])
+    ("sample_rate", 0.0), ("sample_rate", 1.01), ("sample_rate", math.nan),
+    ("noise_multiplier", 0.0), ("noise_multiplier", -1.0), ("noise_multiplier", math.inf),
+    ("noise_multiplier", math.nan), ("steps", 0), ("steps", 1.5), ("steps", math.nan), ("accountant", "gdp")])
 def test_bad_arguments_are_named(name, value):
     for search, found in SEARCHES:
         if found != name:

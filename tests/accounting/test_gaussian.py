@@ -54,7 +54,8 @@ def test_at_epsilon_zero_delta_is_the_total_variation():
 def test_the_ends_of_the_range():
     assert gaussian_delta([0.0, math.inf, 1.0, 0.0], [0.0, 5.0, math.inf, 3.0]).tolist() == [0, 1, 0, 0]
     assert gaussian_epsilon([0.0, math.inf], 1e-5).tolist() == [0, math.inf]
-    assert float(gaussian_epsilon(1e-300, 1e-5)) == 0 and float(gaussian_epsilon(1e4, 1e-5)) == pytest.approx(5e7 + 4.26489e4, rel=1e-6)
+    assert float(gaussian_epsilon(1e-300, 1e-5)) == 0
+    assert float(gaussian_epsilon(1e4, 1e-5)) == pytest.approx(5e7 + 4.26489e4, rel=1e-6)
 
 
 def test_shapes_broadcast_and_stay_where_they_are():
@@ -66,7 +67,8 @@ def test_shapes_broadcast_and_stay_where_they_are():
 
 
 @pytest.mark.parametrize("call, name", [
-    (lambda: gaussian_delta(-1.0, 1.0), "sensitivity_over_sigma"), (lambda: gaussian_delta(math.nan, 1.0), "sensitivity_over_sigma"),
+    (lambda: gaussian_delta(-1.0, 1.0), "sensitivity_over_sigma"),
+    (lambda: gaussian_delta(math.nan, 1.0), "sensitivity_over_sigma"),
     (lambda: gaussian_delta(1.0, -0.1), "epsilon"), (lambda: gaussian_delta(1.0, [1.0, math.nan]), "epsilon"),
     (lambda: gaussian_epsilon("x", 0.1), "sensitivity_over_sigma"), (lambda: gaussian_epsilon(1.0, 0.0), "delta"),
     (lambda: gaussian_epsilon(1.0, 1.0), "delta"), (lambda: gaussian_epsilon(1.0, math.nan), "delta"),

@@ -49,7 +49,8 @@ def binomial_sum(q, sigma, order):
     (0.999, 1e6, 10.5), (1 - 1e-12, 1.0, 1023.5),
 ])
 def test_fractional_orders_agree_with_an_integral_in_high_precision(sample_rate, noise_multiplier, order):
-    assert one(sample_rate, noise_multiplier, order) == pytest.approx(float(integral(sample_rate, noise_multiplier, order)), rel=1e-9)
+    assert one(sample_rate, noise_multiplier, order) == pytest.approx(
+        float(integral(sample_rate, noise_multiplier, order)), rel=1e-9)
 
 
 @pytest.mark.parametrize("sample_rate", [1e-7, 1e-3, 0.3, 0.999])
@@ -85,7 +86,8 @@ def test_no_noise_costs_infinity_at_every_rate_and_order():
     assert (found == math.inf).all()
 
 
-@pytest.mark.parametrize("sample_rate, noise_multiplier", [(1e-4, 0.6), (0.01, 1.0), (512 / 60000, 3.42529), (0.2, 5.0), (1.0, 2.0)])
+@pytest.mark.parametrize("sample_rate, noise_multiplier", [
+    (1e-4, 0.6), (0.01, 1.0), (512 / 60000, 3.42529), (0.2, 5.0), (1.0, 2.0)])
 def test_dp_accounting_says_the_same_at_integer_orders_and_never_less_between_them(sample_rate, noise_multiplier):
     accountant = RdpAccountant()
     accountant.compose(PoissonSampledDpEvent(sample_rate, GaussianDpEvent(noise_multiplier)))
@@ -125,12 +127,14 @@ def test_the_other_direction_is_never_larger():
     for q, sigma in [(0.01, 1.0), (0.3, 2.0), (0.9, 1.5)]:
         for order in (1.5, 4.0, 20.0):
             ratio = torch.log1p(q * torch.expm1(t / sigma - 0.5 / sigma**2))
-            log_moment = torch.logsumexp((1 - order) * ratio - 0.5 * t * t, 0) + math.log(float(t[1] - t[0]) / math.sqrt(2 * math.pi))
+            log_moment = (torch.logsumexp((1 - order) * ratio - 0.5 * t * t, 0)
+                          + math.log(float(t[1] - t[0]) / math.sqrt(2 * math.pi)))
             assert float(log_moment) / (order - 1) <= one(q, sigma, order)
 
 
 def test_rates_and_noises_broadcast_and_orders_come_last():
-    rates, noises = torch.tensor([0.01, 0.1, 1.0], dtype=torch.float64)[:, None], torch.tensor([0.5, 2.0], dtype=torch.float64)
+    rates = torch.tensor([0.01, 0.1, 1.0], dtype=torch.float64)[:, None]
+    noises = torch.tensor([0.5, 2.0], dtype=torch.float64)
     found = rdp_sampled_gaussian(sample_rate=rates, noise_multiplier=noises, orders=[2, 2.5, 2000])
     assert found.shape == (3, 2, 3) and found.dtype == torch.float64
     for i, rate in enumerate(rates[:, 0].tolist()):
@@ -140,7 +144,8 @@ def test_rates_and_noises_broadcast_and_orders_come_last():
 
 
 def test_numbers_sequences_arrays_and_tensors_are_alike():
-    expected = rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=torch.tensor([1.0, 2.0]), orders=torch.tensor([2.0, 3.5]))
+    expected = rdp_sampled_gaussian(
+        sample_rate=0.01, noise_multiplier=torch.tensor([1.0, 2.0]), orders=torch.tensor([2.0, 3.5]))
     for wrap in (list, tuple, lambda x: torch.tensor(list(x), dtype=torch.float64).numpy()):
         found = rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=wrap([1.0, 2.0]), orders=wrap([2.0, 3.5]))
         assert torch.equal(found, expected)

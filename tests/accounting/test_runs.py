@@ -26,7 +26,8 @@ def check_monotone(run, delta, argument, factor, accountant):
     if argument in ("noise_multiplier", "delta"):
         cheaper[argument] = min(cheaper[argument] * factor, 0.5 if argument == "delta" else math.inf)
     else:
-        cheaper[argument] = cheaper[argument] / factor if argument == "sample_rate" else max(1, int(cheaper[argument] / factor))
+        cheaper[argument] = (cheaper[argument] / factor if argument == "sample_rate"
+                             else max(1, int(cheaper[argument] / factor)))
     assert compute_epsilon(**cheaper, accountant=accountant) <= epsilon * (1 + 3e-4) + 1e-12
 
 
@@ -38,8 +39,9 @@ def test_over_the_whole_range_epsilon_is_finite_and_pld_is_never_above_rdp(rate,
 
 
 @pytest.mark.parametrize("sample_rate, noise_multiplier, steps, delta", [
-    (1e-7, 0.1, 10**7, 1e-15), (1e-7, 1.0, 10**7, 1e-5), (1.0, 0.1, 10**7, 0.5), (1 - 1e-9, 0.1, 10**7, 1e-5), (0.5, 1e6, 10**7, 1e-15),
-    (1e-7, 1e6, 1, 1e-15), (1 - 1e-12, 1e6, 1, 1e-15), (1e-7, 0.1, 1, 1e-15), (0.5, 0.1, 1, 0.5), (1.0, 1e6, 1, 0.5)])
+    (1e-7, 0.1, 10**7, 1e-15), (1e-7, 1.0, 10**7, 1e-5), (1.0, 0.1, 10**7, 0.5), (1 - 1e-9, 0.1, 10**7, 1e-5),
+    (0.5, 1e6, 10**7, 1e-15), (1e-7, 1e6, 1, 1e-15), (1 - 1e-12, 1e6, 1, 1e-15), (1e-7, 0.1, 1, 1e-15),
+    (0.5, 0.1, 1, 0.5), (1.0, 1e6, 1, 0.5)])
 def test_the_corners_of_the_range_are_finite_and_ordered(sample_rate, noise_multiplier, steps, delta):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, delta=delta)
     check_order(*(compute_epsilon(**run, accountant=a) for a in ("pld", "rdp")))
@@ -59,8 +61,8 @@ def test_the_rdp_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, l
     check_monotone(run_of(rate, noise, log_steps), 10**log_delta, argument, factor, "rdp")
 
 
-@given(log_steps=st.floats(0, 5), factor=st.floats(1.001, 10), scale=st.floats(0.01, 3), rate=st.floats(-5, 0), noise=st.floats(-0.5, 3),
-       accountant=st.sampled_from(ACCOUNTANTS))
+@given(log_steps=st.floats(0, 5), factor=st.floats(1.001, 10), scale=st.floats(0.01, 3),
+       rate=st.floats(-5, 0), noise=st.floats(-0.5, 3), accountant=st.sampled_from(ACCOUNTANTS))
 @settings(max_examples=25, deadline=None)
 def test_delta_falls_with_epsilon_and_stays_a_probability(rate, noise, log_steps, scale, factor, accountant):
     run = run_of(rate, noise, log_steps)
@@ -117,7 +119,8 @@ def test_nothing_costs_nothing_and_no_noise_costs_everything(accountant):
 
 def test_at_epsilon_zero_one_step_costs_its_total_variation():
     exact = 0.3 * math.erf(1 / (math.sqrt(8) * 2.0))
-    assert exact * (1 - 1e-12) <= compute_delta(sample_rate=0.3, noise_multiplier=2.0, steps=1, epsilon=0.0) <= exact * 1.001
+    found = compute_delta(sample_rate=0.3, noise_multiplier=2.0, steps=1, epsilon=0.0)
+    assert exact * (1 - 1e-12) <= found <= exact * 1.001
 
 
 def test_pld_is_the_default_and_numbers_of_numpy_and_torch_are_numbers():
@@ -125,16 +128,19 @@ def test_pld_is_the_default_and_numbers_of_numpy_and_torch_are_numbers():
     expected = compute_epsilon(**run)
     assert expected == compute_epsilon(**run, accountant="pld") == pld.epsilon(**run) and type(expected) is float
     assert compute_epsilon(**{**run, "noise_multiplier": np.float64(1), "steps": np.int64(100)}) == expected
-    assert compute_epsilon(**{**run, "noise_multiplier": torch.tensor(1.0), "steps": torch.tensor(100), "delta": np.float64(1e-5)}) == expected
+    assert compute_epsilon(**{**run, "noise_multiplier": torch.tensor(1.0), "steps": torch.tensor(100),
+                              "delta": np.float64(1e-5)}) == expected
 
 
 BAD = [("sample_rate", 0.0), ("sample_rate", 1.1), ("sample_rate", math.nan), ("sample_rate", "half"),
-       ("noise_multiplier", -0.1), ("noise_multiplier", math.inf), ("noise_multiplier", math.nan), ("noise_multiplier", None),
-       ("noise_multiplier", [1.0, 2.0]), ("sample_rate", torch.tensor([0.1, 0.2])), ("steps", [1, 2]), ("steps", -1), ("steps", 2.5), ("steps", math.inf), ("steps", math.nan), ("steps", True), ("steps", "ten"),
-       ("accountant", "gdp"), ("accountant", None)]
+       ("noise_multiplier", -0.1), ("noise_multiplier", math.inf), ("noise_multiplier", math.nan),
+       ("noise_multiplier", None), ("noise_multiplier", [1.0, 2.0]), ("sample_rate", torch.tensor([0.1, 0.2])),
+       ("steps", [1, 2]), ("steps", -1), ("steps", 2.5), ("steps", math.inf), ("steps", math.nan), ("steps", True),
+       ("steps", "ten"), ("accountant", "gdp"), ("accountant", None)]
 
 
-@pytest.mark.parametrize("name, value", BAD + [("delta", 0.0), ("delta", 1.0), ("delta", -1e-5), ("delta", math.nan), ("delta", [])])
+@pytest.mark.parametrize("name, value", BAD + [
+    ("delta", 0.0), ("delta", 1.0), ("delta", -1e-5), ("delta", math.nan), ("delta", [])])
 def test_bad_arguments_of_epsilon_are_named_with_their_value(name, value):
     arguments = dict(sample_rate=0.1, noise_multiplier=1.0, steps=10, delta=1e-5, accountant="pld")
     with pytest.raises(ValueError, match=name):

@@ -108,7 +108,8 @@ def test_without_a_gpu_the_papers_own_networks_are_left_out_and_listed(run):
 
 def test_one_long_run_serves_the_exhibits_of_a_single_run_and_the_sweeps_are_short():
     def epochs(exhibit):
-        return {name: task.epochs for name, task in experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks.items()}
+        return {name: task.epochs
+                for name, task in experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks.items()}
 
     single = [experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks["mnist_cnn"]
               for exhibit in ("figure-1", "figure-3", "figure-4", "figure-5", "figure-6", "table-2")]

@@ -137,7 +137,8 @@ def test_more_noise_never_reads_as_less(run):
 def test_a_canary_moves_the_weights_further_in_units_of_the_noise_than_natural_neighbours(run):
     config = ip.Audit({"digits": dataclasses.replace(SMALL, seeds=300)}, 2, 2)
     (_, task), = config.tasks.items()
-    mu = {kind: ip.gaussian_view(ip._clouds("digits", task, run, config, "fixed", kind)[0])["mu"].max() for kind in ip.KINDS}
+    mu = {kind: ip.gaussian_view(ip._clouds("digits", task, run, config, "fixed", kind)[0])["mu"].max()
+          for kind in ip.KINDS}
     assert mu["canary"] > 1.5 * mu["natural"]
 
 

@@ -1,4 +1,5 @@
-"""Exhibits of the first version of Yu et al., on a few hundred digits; what running estimates hide, against sampling."""
+"""Exhibits of the first version of Yu et al., on a few hundred digits;
+what running estimates hide, against sampling."""
 
 import dataclasses
 import math
@@ -88,5 +89,6 @@ def test_running_estimates_lag_and_passes_do_not():
     assert by_history[(1, 0, 1)].tolist() == [1.0, 0.2, 0.2] and by_history[(0, 1, 1)].tolist() == [1.0, 1.0, 1.0]
     probabilities, added, charged = chapter.histories(config, running=False)
     assert (charged == [0.2, 1.0, 0.5]).all()
-    exact = sum(float(rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=1 / norm, orders=[3])) for norm in config.norms)
+    exact = sum(float(rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=1 / norm, orders=[3]))
+                for norm in config.norms)
     assert chapter.true_divergence(probabilities, added, 1.0) == pytest.approx(exact, rel=1e-9)

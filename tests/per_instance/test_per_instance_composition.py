@@ -46,15 +46,19 @@ def test_fact_3_5_is_hoeffdings_inequality():
 
 
 def test_ten_runs_are_far_from_enough_at_the_papers_order():
-    # MNIST of the paper: eps 10 needs noise 0.571 or so; even the smallest of its data-independent divergences will do here.
+    # MNIST of the paper: eps 10 needs noise 0.571 or so;
+    # even the smallest of its data-independent divergences will do here.
     assert log_runs_needed(rdp=10, rdp_doubled=22, order=8, precision=0.1, failure=0.05) > math.log(1e100)
 
 
 def test_divergences_that_depend_on_nothing_compose_plainly():
+    def constant(step, order):
+        return torch.full((3,), 0.01, dtype=torch.float64)
+
     for recursion in ("proof", "statement"):
-        plain = float(compose(lambda t, a: torch.full((3,), 0.01, dtype=torch.float64), steps=7, order=4, p=1e9, recursion=recursion))
+        plain = float(compose(constant, steps=7, order=4, p=1e9, recursion=recursion))
         assert plain == pytest.approx(0.07, rel=1e-6)
-    assert float(compose(lambda t, a: torch.full((3,), 0.01, dtype=torch.float64), steps=7, order=4, p=5)) == pytest.approx(0.07, rel=1e-12)
+    assert float(compose(constant, steps=7, order=4, p=5)) == pytest.approx(0.07, rel=1e-12)
 
 
 def test_data_independent_divergences_add_up_at_their_orders_and_plainly_for_a_large_exponent():
@@ -62,7 +66,8 @@ def test_data_independent_divergences_add_up_at_their_orders_and_plainly_for_a_l
         return step_divergence(sample_rate=0.05, noise_multiplier=1.0, sensitivity=torch.ones(4), orders=order)
 
     orders = holder_order(4, 30, torch.arange(10.0)).tolist()
-    assert float(compose(worst, steps=10, order=4, p=30)) == pytest.approx(sum(float(worst(1, a)[0]) for a in orders), rel=1e-9)
+    assert float(compose(worst, steps=10, order=4, p=30)) == pytest.approx(
+        sum(float(worst(1, a)[0]) for a in orders), rel=1e-9)
     assert float(compose(worst, steps=10, order=4, p=1e7)) == pytest.approx(10 * float(worst(1, 4)[0]), rel=1e-5)
 
 
@@ -78,7 +83,8 @@ def test_theorem_3_3_lies_above_the_truth_of_a_chain_with_the_printed_recursion_
                                direction=direction)
 
     for p in (2, 4, 9, 30):
-        proof, statement = (float(compose(divergence, steps=3, order=3, p=p, recursion=r)) for r in ("proof", "statement"))
+        proof, statement = (float(compose(divergence, steps=3, order=3, p=p, recursion=r))
+                            for r in ("proof", "statement"))
         assert truth < proof <= statement
 
 
@@ -110,13 +116,15 @@ def test_sensitivities_of_zero_cost_nothing_and_single_precision_will_do():
     assert float(compose_sensitivities(torch.zeros(4, 2), sample_rate=0.1, noise_std=1.0, order=3)) == 0.0
     values = torch.rand(10, 2, 4, generator=torch.Generator().manual_seed(0))
     options = dict(sample_rate=0.1, noise_std=1.0, order=3)
-    torch.testing.assert_close(compose_sensitivities(values, **options), compose_sensitivities(values.double(), **options))
+    torch.testing.assert_close(compose_sensitivities(values, **options),
+                               compose_sensitivities(values.double(), **options))
 
 
 @pytest.mark.parametrize("shape, options, message", [
-    ((3,), {}, "sensitivities must be"), ((0, 2), {}, "sensitivities must be"), ((3, 2), {"order": 1}, "order must lie in"),
-    ((3, 2), {"p": 1.0}, "p must lie in"), ((30, 2), {"p": 1.5}, "p must keep every order"),
-    ((3, 2), {"sample_rate": 0}, "sample_rate must lie in"), ((3, 2), {"recursion": "book"}, "recursion must be one of")])
+    ((3,), {}, "sensitivities must be"), ((0, 2), {}, "sensitivities must be"),
+    ((3, 2), {"order": 1}, "order must lie in"), ((3, 2), {"p": 1.0}, "p must lie in"),
+    ((30, 2), {"p": 1.5}, "p must keep every order"), ((3, 2), {"sample_rate": 0}, "sample_rate must lie in"),
+    ((3, 2), {"recursion": "book"}, "recursion must be one of")])
 def test_bad_runs_are_refused_by_name(shape, options, message):
     with pytest.raises(ValueError, match=message):
         compose_sensitivities(torch.ones(shape), **{"sample_rate": 0.1, "noise_std": 1.0, "order": 4, **options})

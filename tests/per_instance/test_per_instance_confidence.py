@@ -42,7 +42,8 @@ def test_the_bound_is_tighter_than_hoeffdings_and_closes_in_on_the_mean(kind):
 
 def test_draws_at_the_lower_end_leave_about_what_nobody_could_exclude():
     for draws in (1, 5, 50):
-        share = float(torch.expm1(log_mean_bound(torch.zeros(draws), 1.0, confidence=0.95, log_smallest=0.0)) / math.expm1(1))
+        share = float(torch.expm1(log_mean_bound(torch.zeros(draws), 1.0, confidence=0.95, log_smallest=0.0))
+                      / math.expm1(1))
         least = 1 - 0.05 ** (1 / draws)
         assert least < share < 1 - 0.024 ** (1 / draws)
 

@@ -21,7 +21,8 @@ def theorem_3_2(q, s, size, order, power_of_q=True):
     """The sum of the theorem in 50 digits, or that of equation 21, which has no q^k."""
     with mp.workdps(50):
         q, x = mp.mpf(q), (mp.mpf(size) / s) ** 2
-        terms = (mp.binomial(order, k) * (1 - q) ** (order - k) * (q**k if power_of_q else 1) * mp.exp((k * k - k) * x / 2)
+        terms = (mp.binomial(order, k) * (1 - q) ** (order - k) * (q**k if power_of_q else 1)
+                 * mp.exp((k * k - k) * x / 2)
                  for k in range(order + 1))
         return float(mp.log(mp.fsum(terms)) / (order - 1))
 
@@ -39,7 +40,8 @@ def other_direction(q, s, size, order):
         return float(mp.log1p(mp.quad(integrand, mp.linspace(ends[0], ends[-1], 60), maxdegree=4)) / b)
 
 
-@pytest.mark.parametrize("q, s, size, order", [(0.01, 1.0, 0.3, 2), (0.002, 0.6, 1.0, 8), (0.3, 2.0, 5.0, 17), (1e-5, 3.0, 0.1, 64)])
+@pytest.mark.parametrize("q, s, size, order", [
+    (0.01, 1.0, 0.3, 2), (0.002, 0.6, 1.0, 8), (0.3, 2.0, 5.0, 17), (1e-5, 3.0, 0.1, 64)])
 def test_theorem_3_2_agrees_with_its_sum_in_high_precision(q, s, size, order):
     assert step(q, s, size, order) == pytest.approx(theorem_3_2(q, s, size, order), rel=1e-9)
 
@@ -49,8 +51,8 @@ def test_equation_21_without_the_power_of_q_is_another_number():
 
 
 @pytest.mark.parametrize("q, s, size, order", [
-    (1e-5, 1.0, 1.0, 8), (0.01, 1.0, 0.01, 2), (0.01, 0.5, 1.0, 1.5), (0.3, 1.0, 1.0, 1.01), (0.3, 3.0, 1.0, 40), (0.9, 2.0, 5.0, 8),
-    (0.999, 1.0, 1.0, 8.5)])
+    (1e-5, 1.0, 1.0, 8), (0.01, 1.0, 0.01, 2), (0.01, 0.5, 1.0, 1.5), (0.3, 1.0, 1.0, 1.01), (0.3, 3.0, 1.0, 40),
+    (0.9, 2.0, 5.0, 8), (0.999, 1.0, 1.0, 8.5)])
 def test_the_other_direction_agrees_with_quadrature(q, s, size, order):
     found = step(q, s, size, order, direction="add")
     assert found == pytest.approx(other_direction(q, s, size, order), rel=1e-9)
@@ -71,15 +73,16 @@ def test_a_point_that_enters_always_makes_both_directions_the_gaussian_mechanism
 def test_parameters_broadcast_and_an_unmoved_sum_costs_nothing():
     sizes, orders = torch.tensor([[0.0, 0.5], [1.0, 2.0]]), [1.5, 8, 1024]
     for direction in ("remove", "add"):
-        found = step_divergence(sample_rate=0.01, noise_multiplier=torch.tensor([1.0, 2.0]), sensitivity=sizes, orders=orders,
-                                direction=direction)
+        found = step_divergence(sample_rate=0.01, noise_multiplier=torch.tensor([1.0, 2.0]), sensitivity=sizes,
+                                orders=orders, direction=direction)
         assert found.shape == (2, 2, 3) and found.isfinite().all() and (found[0, 0] == 0).all()
         assert float(found[1, 1, 1]) == pytest.approx(step(0.01, 2.0, 2.0, 8, direction=direction), rel=1e-12)
     assert log_mass(sizes, sample_rate=0.01, noise_std=1.0, order=3).shape == (2, 2)
 
 
 def test_only_the_ratio_of_sensitivity_and_noise_counts():
-    assert step(0.1, 4.0, 2.0, 5) == pytest.approx(float(rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=2.0, orders=5)))
+    assert step(0.1, 4.0, 2.0, 5) == pytest.approx(
+        float(rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=2.0, orders=5)))
 
 
 # A data set of three points and x with gradients in the plane: everything about one step can be computed.
@@ -152,7 +155,8 @@ def test_the_coupled_bound_of_the_sum_is_theorem_3_2():
     assert float(coupled_divergence(sizes, probabilities=chances, **settings_)) == pytest.approx(exact, rel=1e-12)
     assert float(coupled_divergence(sizes, **settings_)) == pytest.approx(exact, rel=1e-12)
     largest = float(X.norm()) * (1 + 1e-12)
-    assert float(coupled_divergence(sizes, max_sensitivity=largest, confidence=0.99, **settings_)) == pytest.approx(exact, rel=1e-9)
+    assert float(coupled_divergence(
+        sizes, max_sensitivity=largest, confidence=0.99, **settings_)) == pytest.approx(exact, rel=1e-9)
 
 
 def draws(rule, count, seed):
@@ -169,7 +173,8 @@ def test_coupled_confidence_bounds_hold_as_often_as_they_say_and_shrink_to_the_e
     sizes = (without - with_x).norm(dim=1)
     exact = float(coupled_divergence(sizes, sample_rate=RATE, noise_std=NOISE, order=3, probabilities=chances))
     options = dict(sample_rate=RATE, noise_std=NOISE, order=3, max_sensitivity=float(sizes.max()), confidence=0.9)
-    sampled = torch.stack([(a - b).norm(dim=1) for a, b, _ in (draws(mean_rule, 200, seed) for seed in range(100))], dim=1)
+    sampled = torch.stack([(a - b).norm(dim=1)
+                           for a, b, _ in (draws(mean_rule, 200, seed) for seed in range(100))], dim=1)
     bounds = coupled_divergence(sampled[:20], **options), coupled_divergence(sampled, **options)
     assert all(int((b < exact).sum()) <= 18 for b in bounds)        # 10 in the mean; 19 or more has a chance below 1%
     assert exact < float(bounds[1].mean()) < float(bounds[0].mean()) <= step(RATE, NOISE, sizes.max(), 3)
@@ -188,8 +193,9 @@ def test_the_delta_of_one_sensitivity_is_that_of_a_step(direction):
 
 
 def test_the_other_delta_vanishes_where_the_ratio_cannot_reach_epsilon():
-    assert float(coupled_delta([5.0], sample_rate=0.2, noise_std=1.0, epsilon=-math.log(0.8) + 1e-9, direction="add")) == 0
-    assert float(coupled_delta([5.0], sample_rate=0.2, noise_std=1.0, epsilon=-math.log(0.8) - 1e-3, direction="add")) > 0
+    options = dict(sample_rate=0.2, noise_std=1.0, direction="add")
+    assert float(coupled_delta([5.0], epsilon=-math.log(0.8) + 1e-9, **options)) == 0
+    assert float(coupled_delta([5.0], epsilon=-math.log(0.8) - 1e-3, **options)) > 0
 
 
 @pytest.mark.parametrize("rule", [sum_rule, mean_rule])
@@ -225,7 +231,8 @@ def instances(count, seed):
     # Few values of what the Gaussian mechanism's epsilon depends on, since that is what takes the time.
     chances, without = uniform(4) + 0.05, 2 * uniform(4, count)
     with_x = without + one_of(3 * uniform(8) ** 3, 4, count)
-    return (chances / chances.sum(), without, with_x, one_of(0.01 + 0.9 * uniform(4), count), one_of(0.3 + 2 * uniform(3), count))
+    return (chances / chances.sum(), without, with_x,
+            one_of(0.01 + 0.9 * uniform(4), count), one_of(0.3 + 2 * uniform(3), count))
 
 
 def hockey_sticks(epsilons, chances, without, with_x, rate, noise):
@@ -241,8 +248,8 @@ def hockey_sticks(epsilons, chances, without, with_x, rate, noise):
 
 def test_corollary_3_1_holds_on_ten_thousand_instances_and_the_form_with_inverted_exponents_does_not():
     corrected = inverted = 0
-    for seed, (p, delta) in enumerate([(1.3, 1e-3), (1.5, 0.03), (2, 1e-5), (2, 0.1), (3, 1e-3), (4, 1e-2), (8, 1e-4), (16, 1e-6),
-                                       (40, 1e-3), (100, 1e-2)]):
+    for seed, (p, delta) in enumerate([(1.3, 1e-3), (1.5, 0.03), (2, 1e-5), (2, 0.1), (3, 1e-3), (4, 1e-2), (8, 1e-4),
+                                       (16, 1e-6), (40, 1e-3), (100, 1e-2)]):
         chances, without, with_x, rate, noise = case = instances(1000, seed)
         sizes = (with_x - without).round(decimals=12)
         epsilon = holder_epsilon(sizes, sample_rate=rate, noise_std=noise, delta=delta, p=p, probabilities=chances)
@@ -346,8 +353,10 @@ def test_bad_steps_are_refused_by_name(change, message):
 
 @pytest.mark.parametrize("sizes, options, message", [
     ([], {}, "one batch or more"), (0.5, {}, "sensitivities must be"), ([-0.1], {}, "sensitivities must lie in"),
-    ([0.5], {"confidence": 0.9}, "max_sensitivity must be given"), ([0.5], {"confidence": 1.0, "max_sensitivity": 1.0}, "confidence must"),
-    ([0.5], {"max_sensitivity": 0.4}, "sensitivities must lie in"), ([0.5, 0.6], {"probabilities": [0.5, 0.6]}, "sum to 1"),
+    ([0.5], {"confidence": 0.9}, "max_sensitivity must be given"),
+    ([0.5], {"confidence": 1.0, "max_sensitivity": 1.0}, "confidence must"),
+    ([0.5], {"max_sensitivity": 0.4}, "sensitivities must lie in"),
+    ([0.5, 0.6], {"probabilities": [0.5, 0.6]}, "sum to 1"),
     ([0.5, 0.6], {"probabilities": [1.0]}, "probabilities must be 2"),
     ([0.5], {"probabilities": [1.0], "max_sensitivity": 1.0, "confidence": 0.9}, "confidence must be None")])
 def test_bad_batches_are_refused_by_name(sizes, options, message):

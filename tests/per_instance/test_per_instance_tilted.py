@@ -33,7 +33,7 @@ def test_counts_follow_their_weights(q, s, size, order):
 def test_counts_at_the_ends():
     sizes = torch.tensor([0.0, 1.0, 50.0]).expand(1000, 3)
     always = tilted_counts(sizes, sample_rate=1.0, noise_std=1.0, order=5, generator=generator())
-    assert (always == 5).all()                                   # r is a power of e: a shift by order times the gradient
+    assert (always == 5).all()        # r is a power of e: a shift by order times the gradient
     counts = tilted_counts(sizes, sample_rate=0.2, noise_std=1.0, order=5, generator=generator())
     assert (counts[:, 2] == 5).all() and counts.max() <= 5
     assert float(counts[:, 0].double().mean()) == pytest.approx(1.0, abs=0.12)        # binomial
@@ -53,7 +53,8 @@ def add_density(q, s, size, order):
     return line, below / below[-1]
 
 
-@pytest.mark.parametrize("q, s, size, order", [(0.3, 1.0, 1.0, 4), (0.9, 0.5, 1.0, 6), (0.01, 2.0, 1.0, 2), (0.99, 1.0, 2.0, 2.5)])
+@pytest.mark.parametrize("q, s, size, order", [
+    (0.3, 1.0, 1.0, 4), (0.9, 0.5, 1.0, 6), (0.01, 2.0, 1.0, 2), (0.99, 1.0, 2.0, 2.5)])
 def test_noise_the_other_way_round_has_its_density_along_the_gradient_and_no_other_change(q, s, size, order):
     noise = s * torch.randn(20_000, 3, generator=generator(1), dtype=torch.float64)
     direction = torch.tensor([0.6, 0.0, 0.8], dtype=torch.float64)
@@ -92,7 +93,8 @@ def tilted_runs(order, direction, runs, seed):
 
 
 def worst(order, direction):
-    return STEPS * float(step_divergence(sample_rate=RATE, noise_multiplier=NOISE, sensitivity=1.2, orders=order, direction=direction))
+    return STEPS * float(step_divergence(
+        sample_rate=RATE, noise_multiplier=NOISE, sensitivity=1.2, orders=order, direction=direction))
 
 
 @pytest.mark.parametrize("direction", ["remove", "add"])
@@ -100,8 +102,8 @@ def worst(order, direction):
 def test_exact_composition_is_the_truth_by_quadrature_below_theorem_3_3_and_the_worst_case(order, direction):
     chain = Chain(STEPS, RATE, NOISE)
     truth = chain.divergence(order, direction)
-    found = exact_composition(tilted_runs(order, direction, 8_000, seed=1), order=order, worst_case=worst(order, direction),
-                              confidence=0.999)
+    found = exact_composition(tilted_runs(order, direction, 8_000, seed=1), order=order,
+                              worst_case=worst(order, direction), confidence=0.999)
     assert float(found.low) <= truth <= float(found.high)
     assert float(found.estimate) == pytest.approx(truth, rel=0.03)
     assert truth <= float(found.upper_bound) <= float(found.worst_case)
@@ -152,8 +154,9 @@ def test_bad_sums_are_refused_by_name(sums, options, message):
 
 
 @pytest.mark.parametrize("options, message", [
-    ({"order": 2.5}, "order must be a whole number"), ({"order": 1}, "order must lie in"), ({"sample_rate": 0.0}, "sample_rate must"),
-    ({"noise_std": 0.0}, "noise_std must lie in"), ({"sensitivity": -1.0}, "sensitivity must lie in")])
+    ({"order": 2.5}, "order must be a whole number"), ({"order": 1}, "order must lie in"),
+    ({"sample_rate": 0.0}, "sample_rate must"), ({"noise_std": 0.0}, "noise_std must lie in"),
+    ({"sensitivity": -1.0}, "sensitivity must lie in")])
 def test_bad_counts_are_refused_by_name(options, message):
     arguments = {"sensitivity": 1.0, "sample_rate": 0.1, "noise_std": 1.0, "order": 2, **options}
     with pytest.raises(ValueError, match=message):

@@ -79,8 +79,8 @@ MODELS = {
                               nn.Conv2d(6, 6, 3, padding="same", groups=6), nn.Flatten(), nn.LazyLinear(3)),
         lambda: images(4, 7, 8)),
     "steps of one pixel, many positions": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, (3, 2), dilation=(1, 2), padding=(1, 2), padding_mode="reflect"), nn.Tanh(),
-                              nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.Flatten(), nn.LazyLinear(3)),
+        lambda: nn.Sequential(nn.Conv2d(2, 4, (3, 2), dilation=(1, 2), padding=(1, 2), padding_mode="reflect"),
+                              nn.Tanh(), nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.Flatten(), nn.LazyLinear(3)),
         lambda: images(2, 7, 8)),
     "linear over positions": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(30, 3)),
                               lambda: images(6, 4)),

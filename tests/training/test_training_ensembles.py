@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
-from dpcompanion.training import (DPSGDPlan, clipped_sum, cross_entropy, derive_seed, generators, gradient_norms, models,
-                                  stacking, train, train_ensemble)
+from dpcompanion.training import (DPSGDPlan, clipped_sum, cross_entropy, derive_seed, generators, gradient_norms,
+                                  models, stacking, train, train_ensemble)
 from dpcompanion.training.layers import Unfit
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
@@ -71,7 +71,8 @@ def images():
 ARCHITECTURES = {
     "linear": (lambda: nn.Linear(4, 3), (4,)), "convolutions": (images, (2, 4, 4)),
     "one bias frozen": (frozen_bias, (4,)), "a layer used twice": (reused, (4,)), "layers in layers": (Pair, (4,)),
-    "a weight's shape": (Peeking, (4,)), "an LSTM": (lambda: models.char_rnn(3, tokens=7, embedding=2, hidden=3, layers=2), None),
+    "a weight's shape": (Peeking, (4,)),
+    "an LSTM": (lambda: models.char_rnn(3, tokens=7, embedding=2, hidden=3, layers=2), None),
     "positions": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(10, 3)), (2, 4)),
     "tokens": (Tokens, None)}
 
@@ -90,7 +91,8 @@ def networks(build, count=RUNS):
 
 def examples(shape, n=N, seed=1):
     g = torch.Generator().manual_seed(seed)
-    x = torch.randint(7, (n, 6), generator=g) if shape is None else torch.randn(n, *shape, dtype=torch.float64, generator=g)
+    x = (torch.randint(7, (n, 6), generator=g) if shape is None
+         else torch.randn(n, *shape, dtype=torch.float64, generator=g))
     return x, torch.randint(3, (n,), generator=g)
 
 
@@ -116,7 +118,8 @@ def alone(model, data, plan, seed, lr, **sgd):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("method, size, workers", [("auto", 512, 1), ("mixed", 7, 2), ("ghost", 60, 1), ("func", 23, 2)])
+@pytest.mark.parametrize("method, size, workers", [
+    ("auto", 512, 1), ("mixed", 7, 2), ("ghost", 60, 1), ("func", 23, 2)])
 def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
     build, shape = ARCHITECTURES[name]
     if name in ("layers in layers", "a weight's shape") and method in ("mixed", "ghost"):
@@ -179,7 +182,8 @@ def test_who_is_no_member_tosses_a_coin_and_counts_nothing():
 def test_what_is_trained_beside_a_run_plays_no_part():
     both = small(plans=PLANS[:2])
     for run in range(2):
-        one = train_ensemble(both._template, cross_entropy, examples((4,)), PLANS[run], seeds=[run + 1], learning_rate=0.5)
+        one = train_ensemble(
+            both._template, cross_entropy, examples((4,)), PLANS[run], seeds=[run + 1], learning_rate=0.5)
         torch.testing.assert_close(one.vectors[0], both.vectors[run], rtol=1e-12, atol=1e-14)
 
 
@@ -235,7 +239,8 @@ def test_a_callback_may_change_each_runs_learning_rate_and_report_epochs():
     def slower(ensemble):
         ensemble.learning_rate *= torch.tensor([0.5, 1.0])
 
-    ensemble = small(plans=plan(steps=25, sample_rate=0.1), on_step=slower, on_epoch=lambda e: {"seen": e.step * len(e)})
+    ensemble = small(plans=plan(steps=25, sample_rate=0.1), on_step=slower,
+                     on_epoch=lambda e: {"seen": e.step * len(e)})
     assert ensemble.epochs == [{"epoch": 1, "step": 10, "seen": 20}, {"epoch": 2, "step": 20, "seen": 40},
                                {"epoch": 3, "step": 25, "seen": 50}]
     assert ensemble.learning_rate.tolist() == pytest.approx([0.5 ** 26, 0.5])
@@ -328,9 +333,9 @@ def test_workers_leave_the_number_of_threads():
 
 
 def test_sampling_clipping_and_noise_of_each_run_are_as_its_plan_says():
-    """Example i moves parameter i alone, by a slope above its clip norm, so that the weights show who was taken, at which
-    norm; parameters beyond the examples show the noise. Of 40 steps of three runs: inclusions by chi-square, noise by
-    its variance, clip norms exactly (without noise)."""
+    """Example i moves parameter i alone, by a slope above its clip norm, so that the weights show who was taken, at
+    which norm; parameters beyond the examples show the noise. Of 40 steps of three runs: inclusions by chi-square,
+    noise by its variance, clip norms exactly (without noise)."""
     n, free, steps = 60, 500, 40
     x, y = torch.arange(n), torch.zeros(n)
     norms, rates = torch.linspace(0.5, 2, n, dtype=torch.float64), torch.linspace(0.1, 0.7, n, dtype=torch.float64)
@@ -400,7 +405,8 @@ class Counting(nn.Linear):
     ("learning_rate must be a number or", {"learning_rate": [0.1, 0.2, 0.3]}), ("momentum", {"momentum": -1.0}),
     ("weight_decay", {"weight_decay": math.inf}), ("method", {"method": "magic"}), ("workers", {"workers": 0}),
     ("physical_batch_size", {"physical_batch_size": 0}), ("checkpoint_every", {"checkpoint_every": 0}),
-    ("add must return", {"add": lambda ensemble: torch.zeros(2, 3)}), ("add must return", {"add": lambda ensemble: None})])
+    ("add must return", {"add": lambda ensemble: torch.zeros(2, 3)}),
+    ("add must return", {"add": lambda ensemble: None})])
 def test_what_does_not_fit_together_is_refused(message, changes):
     with pytest.raises(ValueError, match=message):
         small(**changes)

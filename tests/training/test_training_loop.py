@@ -259,7 +259,8 @@ def test_a_second_ctrl_c_does_not_wait():
         os.kill(os.getpid(), signal.SIGINT)
         raise AssertionError("the second one was ignored")
 
-    # A process in the background of a shell starts with interrupts ignored, and would rightly ignore the second one too.
+    # A process in the background of a shell starts with interrupts ignored,
+    # and would rightly ignore the second one too.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
