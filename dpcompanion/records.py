@@ -140,9 +140,11 @@ def code_hash(*functions):
     return total.hexdigest()
 
 
-def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, device="cpu", wall_time=0.0, command=""):
+def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, device="cpu", wall_time=0.0, command="",
+         made_with=None):
     """A record of `values`, completed with versions, commit and time.
 
+    `made_with` is what `software()` said when the run began, since files may be edited during a long one; None asks now.
     Raises ValueError for an unknown exhibit, or for a value that no record can hold.
     """
     published.exhibit(name)
@@ -151,11 +153,16 @@ def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, de
     _checks.in_interval("wall_time", wall_time, 0, math.inf, closed="left")
     return Record(
         name=name, preset=preset, values=_plain(values), config=_plain(config), code_hash=code_hash,
-        data=_plain(list(data)), versions=versions(), commit=commit(), device=device_name(device),
+        data=_plain(list(data)), **(made_with or software()), device=device_name(device),
         wall_time=round(float(wall_time), 3), command=command,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         arrays={key: np.asarray(array) for key, array in (arrays or {}).items()},
     )
+
+
+def software():
+    """What a run is made with: {"versions": `versions()`, "commit": `commit()`}."""
+    return {"versions": versions(), "commit": commit()}
 
 
 def versions():

@@ -218,7 +218,8 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
     with tempfile.TemporaryDirectory() as scratch:
         path = records.path_of(name, preset, scratch if out is None else out)
         parts = path.with_name(f".{path.stem}.parts")
-        this = Run(config, device, parts, found.code_hash)
+        # Asked before the work begins: an edit during a long run is none of the code that made the record.
+        this, made_with = Run(config, device, parts, found.code_hash), records.software()
         started = time.perf_counter()
         values = found.function(config, this)
         values, arrays = values if isinstance(values, tuple) else (values, {})
@@ -226,8 +227,8 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
         if seeds is not None:
             command += f" --seeds {' '.join(map(str, seeds))}"
         record = records.make(
-            name, preset, values, config=config, code_hash=found.code_hash, data=this.loaded, arrays=arrays,
-            device=device, wall_time=time.perf_counter() - started, command=command)
+            name, preset, values, config=config, code_hash=this.code_hash, data=this.loaded, arrays=arrays,
+            device=device, wall_time=time.perf_counter() - started, command=command, made_with=made_with)
         if out is not None:
             records.write(record, out)
             records.discard(parts)

@@ -43,6 +43,24 @@ def test_a_run_makes_a_record_with_its_provenance(registered, tmp_path):
     assert records.find(registered, "quick", tmp_path).values == record.values
 
 
+def test_a_record_names_the_code_that_ran_though_its_file_is_edited_meanwhile(registered, tmp_path, monkeypatch):
+    file = tmp_path / "edited.py"
+    file.write_text("def work(config, run):\n    edit()\n    return {'one': 1}\n")
+    commits = ["before"]
+
+    def edit():
+        file.write_text(file.read_text().replace("'one': 1", "'three': 3"))
+        commits[:] = ["after+changes"]
+    space = {"edit": edit}
+    exec(compile(file.read_text(), file, "exec"), space)
+    monkeypatch.setattr(records, "commit", lambda: commits[0])
+    before = records.code_hash(space["work"])
+    monkeypatch.setitem(experiments._REGISTRY, NAME, experiments.Experiment(NAME, space["work"], {"quick": Config()}))
+    record = experiments.run(NAME, preset="quick")
+    assert record.values == {"one": 1} and (record.code_hash, record.commit) == (before, "before")
+    assert records.code_hash(space["work"]) != before and commits == ["after+changes"]
+
+
 def test_without_a_folder_nothing_is_written(registered, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     experiments.run(registered, preset="quick")
