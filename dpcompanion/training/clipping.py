@@ -9,7 +9,8 @@ norms $C_i$ this computes $\sum_i g_i \min(1, C_i / \lVert g_i\rVert)$.  Methods
   (`dpcompanion.training.layers`); gradients of large layers are never held.
 * `mixed`: as ghost, but layer by layer the cheaper of Gram matrix and explicit gradient; the fastest.
 * `auto`: `mixed` if the model can be taken apart into layers, else `func`.  `resolve_method` decides and proves it on
-  two examples against plain autograd.
+  two examples against plain autograd, at each call here and once for a run of the trainers.  They have it prove
+  `mixed` and `ghost` too; here those are taken at their word.
 
 A loss is a function (outputs, targets) -> (n,), one number an example, such as `cross_entropy` here.
 A gradient that is not finite counts as zero in the sum; its norm is reported as inf.
@@ -33,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.modules.dropout import _DropoutNd
 
 from dpcompanion import _checks
 from dpcompanion.training.layers import Explicit, Unfit, layer_gradient, own_parameters
@@ -105,6 +107,9 @@ class _Recorder:
         self.owners = {module: name for name, module in model.named_modules() if own_parameters(module)}
         seen = {}
         for module, name in self.owners.items():
+            if any(isinstance(part, _DropoutNd) and part.p for part in module.modules()):
+                raise Unfit(f"layer {name or 'model'!r} has parameters of its own around dropout, which would be drawn "
+                            "again; use method='func'")
             for parameter in own_parameters(module).values():
                 if parameter in seen:
                     raise Unfit(f"layers {seen[parameter]!r} and {name!r} share a parameter; use method='func'")
@@ -215,13 +220,7 @@ def _functional(model, loss, x, y, max_grad_norm, stacked=None):
             stacked, x.unflatten(0, (runs, -1)), y.unflatten(0, (runs, -1)))
         gradients, losses = {name: g.flatten(0, 1) for name, g in gradients.items()}, losses.flatten()
     layer = Explicit(gradients)
-    return _clip({"": layer}, layer.squared_norms().double(), losses, max_grad_norm, runs)
-
-
-def _default_chunk(model, method):
-    if method != "func":
-        return 512
-    return max(1, min(512, _BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad)))
+    return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, runs)
 
 
 def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
@@ -233,7 +232,9 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
     check_model(model)
     if method == "auto":
         method = resolve_method(model, loss, x[:2], y[:2])
-    chunk = chunk or _default_chunk(model, method)
+    chunk = chunk or 512
+    if method == "func":          # which holds a gradient of the whole model for each example
+        chunk = max(1, min(chunk, _BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad)))
     for start in range(0, len(x), chunk):
         part = slice(start, start + chunk)
         limit = max_grad_norm[part] if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.ndim else max_grad_norm
@@ -252,14 +253,15 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None):
         x, y: tensors whose first axis counts the examples; n = 0 gives a sum of zeros.
         max_grad_norm: a number above 0, or a tensor (n,).
         method: "auto", "mixed", "ghost" or "func".
-        chunk: examples in one pass; the sum does not depend on it but for rounding.
+        chunk: examples in one pass at most; the sum does not depend on it but for rounding.
 
     Returns:
         ClippedSum with gradients {name: shape of the parameter}, norms (n,), losses (n,).
 
     Raises:
-        ValueError: for a model that mixes examples, a loss that is reduced, an unknown method, a norm of 0, or
-            (method "mixed" or "ghost") a model that cannot be taken apart into layers.
+        ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen to), a loss that is
+            reduced, an unknown method, a norm of 0, or ("mixed" or "ghost") a model that is seen not to consist of
+            layers.
     """
     _checks.in_interval("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
     if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.shape not in ((), (len(x),)):
@@ -283,40 +285,79 @@ def gradient_norms(model, loss, x, y, *, method="auto", chunk=None):
     return torch.cat(norms) if norms else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
 
 
-def resolve_method(model, loss, x, y):
+def resolve_method(model, loss, x, y, method="auto"):
     """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else "func".
 
     The given examples are put through the layers together and through plain autograd one by one, without dropout:
-    layers are trusted only if norms and sum agree.
+    layers are trusted only if norms and sum agree. Another `method` is proved likewise, and returned; "func" takes
+    examples one by one in any case.
 
     Raises:
-        ValueError: if an example's loss depends on the other examples.
+        ValueError: if an example's loss depends on the other examples, or if "mixed" or "ghost" do not fit the model.
     """
-    if not len(x):
-        return "func"
+    if method == "func" or not len(x):
+        return "func" if method == "auto" else method
+    _check_company(model, loss, x, y)
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        together = _layerwise(model, loss, x, y, math.inf, "mixed")
+        together = _layerwise(model, loss, x, y, math.inf, "mixed" if method == "auto" else method)
         names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad))
-        alone, losses = [], []
+        alone = []
         for i in range(len(x)):
             with torch.enable_grad():
                 value = loss(model(x[i:i + 1]), y[i:i + 1]).sum()
-            losses.append(value.detach())
             alone.append(torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True))
+        _check_company(model, loss, x, y)
     except Unfit:
-        return "func"
+        if method == "auto":
+            return "func"
+        raise
     finally:
         for module, mode in modes.items():
             module.training = mode
     if not together.norms.isfinite().all():
-        return "mixed"
-    tolerance = 1e-6 if together.norms.dtype == torch.float64 else 1e-2
-    if not torch.allclose(together.losses, torch.stack(losses), rtol=tolerance, atol=tolerance):
-        raise ValueError("model must treat examples one by one, but the loss of an example changes with its company: "
-                         f"{together.losses.tolist()} together, {torch.stack(losses).tolist()} alone")
+        return "mixed" if method == "auto" else method
+    tolerance = _tolerance(together.norms)
     norms = torch.stack([torch.stack([g.norm() for g in one]).norm() for one in alone])
     errors = [(together.gradients[name] - sum(g)).norm() for name, g in zip(names, zip(*alone))]
     worst = max(*errors, (norms - together.norms).abs().max())
-    return "mixed" if worst <= tolerance * (norms.sum() + tolerance) else "func"
+    if worst <= tolerance * (norms.sum() + tolerance):
+        return "mixed" if method == "auto" else method
+    if method == "auto":
+        return "func"
+    raise ValueError(f"method {method!r} misses a part of this model's gradients, as it does where a layer's parameters "
+                     f"are used outside of it: norms {together.norms.tolist()}, but {norms.tolist()} by autograd; use "
+                     "'func' or 'auto'")
+
+
+def _tolerance(values):
+    return 1e-6 if values.dtype == torch.float64 else 1e-2
+
+
+def _check_company(model, loss, x, y):
+    """Refuse a model in which an example's loss changes with its company, in the modes that its layers are in.
+
+    Dropout is left out; of a model that draws at random all the same nothing can be said. Buffers stay as they are.
+    """
+    dropout = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
+    devices = [x.device] if x.device.type == "cuda" else []
+
+    def losses(x, y):
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        return loss(torch.func.functional_call(model, buffers, (x,)), y)
+
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        try:
+            for module in dropout:
+                module.eval()
+            together, again = losses(x, y), losses(x, y)
+            alone = [losses(x[i:i + 1], y[i:i + 1]).sum() for i in range(len(x))]
+        finally:
+            for module in dropout:
+                module.train()
+    if together.shape == (len(x),) and torch.equal(together, again) and together.isfinite().all():
+        alone, tolerance = torch.stack(alone), _tolerance(together)
+        if not torch.allclose(together, alone, rtol=tolerance, atol=tolerance):
+            raise ValueError("model must treat examples one by one, but the loss of an example changes with its "
+                             f"company: {together.tolist()} together, {alone.tolist()} alone")

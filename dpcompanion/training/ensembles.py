@@ -31,7 +31,7 @@ Linear(in_features=2, out_features=2, bias=True)
 import concurrent.futures
 import contextlib
 import copy
-import hashlib
+import functools
 import math
 import os
 import warnings
@@ -42,11 +42,11 @@ from dpcompanion import _checks
 from dpcompanion._progress import bar
 from dpcompanion.training import clipping, noise
 from dpcompanion.training.layers import Unfit
-from dpcompanion.training.loop import deferred_interrupt, write_checkpoint
+from dpcompanion.training.loop import deferred_interrupt, digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.stacking import StackedNetwork
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class Ensemble:
@@ -110,14 +110,14 @@ class Ensemble:
         if rates.shape not in ((), (runs,)):
             raise ValueError(f"learning_rate must be a number or have shape ({runs},), got {tuple(rates.shape)}")
         self.learning_rate = rates.expand(runs).to(**like).clone()
+        self._begun_with = self.learning_rate.tolist()
         self._expected = torch.tensor([plan.expected_batch_size for plan in self.plans], **like)[:, None]
         self._velocity = torch.zeros_like(self.vectors) if self.momentum else None
         self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors)
 
         self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
         self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
-        self.method = method if method != "auto" else clipping.resolve_method(
-            self._template, loss, self.x[:2], self.y[:2])
+        self.method = clipping.resolve_method(self._template, loss, self.x[:2], self.y[:2], method)
         if method == "auto" and self.method != "func" and not self._stacks(self.x[:2], self.y[:2]):
             self.method = "func"
         self._network = self._workplace()
@@ -304,26 +304,29 @@ class Ensemble:
         self.step += 1
 
     def _identity(self):
-        digest = None if self.members is None else hashlib.sha256(self.members.numpy().tobytes()).hexdigest()
         return {"format": _FORMAT, "plans": [plan.config() for plan in self.plans], "seeds": self.seeds,
-                "x": [str(self.x.dtype), *self.x.shape], "y": [str(self.y.dtype), *self.y.shape], "members": digest,
-                "momentum": self.momentum, "weight_decay": self.weight_decay}
+                "parameters": {name: list(shape) for name, shape in self._shapes.items()},
+                "learning_rate": self._begun_with, "momentum": self.momentum, "weight_decay": self.weight_decay,
+                "data": self._data_digest}
+
+    @functools.cached_property
+    def _data_digest(self):
+        return digest_of(self.x, self.y, *([] if self.members is None else [self.members]))
 
     _KEPT = ("vectors", "learning_rate", "losses", "batch_sizes", "dropped", "_velocity")
 
     def _save(self, path, stateful):
         write_checkpoint(path, {
-            "identity": self._identity(), "step": self.step, "epochs": self.epochs,
+            "identity": self._identity(), "step": self.step, "epochs": plain(self.epochs),
             "tensors": {name: getattr(self, name) for name in self._KEPT},
             "generators": [{name: g.get_state() for name, g in streams.items()} for streams in self._generators],
             "stateful": {name: item.state_dict() for name, item in stateful.items()}})
 
     def _load(self, path, stateful):
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        identity = content.get("identity") if isinstance(content, dict) else None
-        if identity != self._identity():
-            raise ValueError(f"checkpoint must come from the same plans, seeds and data, but {os.fspath(path)!r} holds "
-                             "another ensemble")
+        content = read_checkpoint(path)
+        if content["identity"] != self._identity():
+            raise ValueError("checkpoint must come from runs of the same plans, seeds, data, architecture and learning "
+                             f"rates, but {os.fspath(path)!r} holds another ensemble")
         if set(content["stateful"]) != set(stateful):
             raise ValueError(f"stateful must name {sorted(content['stateful'])} as the checkpoint does, "
                              f"got {sorted(stateful)}")

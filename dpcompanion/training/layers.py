@@ -39,6 +39,8 @@ from torch.nn.grad import conv2d_weight
 _TRAFFIC = 16
 # Numbers that a block of examples may take while a norm is worked out.
 _BLOCK = 2**23
+# Numbers whose squares are added up in their own precision.
+_SUMMED = 256
 
 
 class Unfit(ValueError):
@@ -48,6 +50,24 @@ class Unfit(ValueError):
 def own_parameters(module):
     """The trainable parameters that belong to `module` itself, not to a child."""
     return {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+
+
+def squared_norms(tensor):
+    """Sums of squares over all axes but the first, (n,) float64.
+
+    The squares of a million float32 numbers, added up one after another, may lack a thousandth of their sum, and
+    a norm must not come out too small. So only a few are added in float32, and their sums in float64.
+
+    >>> round(float(squared_norms(torch.full((1, 1_000_000), 0.1)).sqrt()), 3)
+    100.0
+    """
+    flat = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
+    if flat.dtype == torch.float64:
+        return torch.linalg.vector_norm(flat, dim=1).square()
+    blocks = flat.shape[1] // _SUMMED
+    whole, rest = flat[:, :blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)), flat[:, blocks * _SUMMED:]
+    norms = torch.linalg.vector_norm(whole, dim=2), torch.linalg.vector_norm(rest, dim=1, keepdim=True)
+    return torch.cat(norms, 1).double().square().sum(1)
 
 
 def _pad(conv, a):
@@ -134,7 +154,7 @@ class Explicit:
         self.gradients, self.axes = gradients, axes
 
     def squared_norms(self):
-        return sum(torch.linalg.vector_norm(g.flatten(1), dim=1).square() for g in self.gradients.values())
+        return sum(squared_norms(g) for g in self.gradients.values())
 
     def keep_only(self, rows):
         self.gradients = {name: _rows(g, rows) for name, g in self.gradients.items()}
@@ -169,19 +189,19 @@ class Ghost:
                       for i in range(0, len(self.uses[0][0]), rows)]
             squares = squares + torch.cat([self._weight_squares(block) for block in blocks])
         if "bias" in trainable:
-            squares = squares + sum(_bias(self.module, g) for _, g in self.uses).square().sum(1)
+            squares = squares + squared_norms(sum(_bias(self.module, g) for _, g in self.uses))
         return squares
 
     def _weight_squares(self, uses):
         positions = _positions(self.module, uses)
         if positions > 1 and not _gram_is_cheaper(self.module, positions):
             gradients, _ = _weight_gradients(self.module, uses)
-            return torch.linalg.vector_norm(gradients.flatten(1), dim=1).square()
+            return squared_norms(gradients)
         pairs = [_matrices(self.module, a, g) for a, g in uses]
         inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
         if positions == 1:
-            a, g = (torch.linalg.vector_norm(part, dim=(2, 3)) for part in (inputs, outputs))
-            return (a * g).square().sum(1)
+            a, g = (squared_norms(part.flatten(0, 1)).view(part.shape[:2]) for part in (inputs, outputs))
+            return (a * g).sum(1)
         inputs, outputs = inputs.double(), outputs.double()
         return ((inputs @ inputs.mT) * (outputs.mT @ outputs)).sum((1, 2, 3)).clamp(min=0)
 

@@ -25,19 +25,23 @@ guarantee covers the model's weights, not what is logged beside them.
 
 import contextlib
 import dataclasses
+import functools
+import hashlib
 import math
 import os
+import pickle
 import signal
 import threading
 import warnings
 
+import numpy as np
 import torch
 
 from dpcompanion import _checks
 from dpcompanion._progress import bar
 from dpcompanion.training import clipping, noise
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclasses.dataclass
@@ -91,8 +95,9 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         trackers: objects that follow the norms of all examples, such as a `dpcompanion.training.tracking.NormTracker`,
             and may clip to less than the plan does. They are saved with the run.
         on_step, on_epoch: functions of a `Run`; what on_epoch returns, a dict or None, goes into the history.
-        checkpoint: a file. If it exists the run goes on from there; it is written every `checkpoint_every` steps (an
-            epoch by default), at the end, and on Ctrl-C, which waits for the step to end (a second one does not).
+        checkpoint: a file. If it exists the run goes on from there, which takes the same plan, data, architecture and
+            optimizer; it is written every `checkpoint_every` steps (an epoch by default), at the end, and on Ctrl-C,
+            which waits for the step to end (a second one does not).
         stateful: {name: object} of more to save and restore, by state_dict and load_state_dict, such as a scheduler.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
         progress: show a bar; by default on a terminal only.
@@ -157,7 +162,10 @@ class _Loop:
         self.numbers = sum(p.numel() for p in self.parameters.values())
         self.dtype = next(iter(self.parameters.values())).dtype
         self.modes = {module: module.training for module in model.modules()}
-        self.method = method if method != "auto" else clipping.resolve_method(model, loss, self.x[:2], self.y[:2])
+        self.method = clipping.resolve_method(model, loss, self.x[:2], self.y[:2], method)
+        # A scheduler keeps the rate that it began with as initial_lr.
+        self.begun_with = [type(optimizer).__name__, *(
+            float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups)]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         losses = torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device)
         history = History(losses, torch.zeros(plan.steps, dtype=torch.int64))
@@ -231,8 +239,13 @@ class _Loop:
         history.dropped = count
 
     def _identity(self):
-        return {"format": _FORMAT, "plan": self.run.plan.config(), "seed": self.seed,
-                "x": [str(self.x.dtype), *self.x.shape], "y": [str(self.y.dtype), *self.y.shape]}
+        return {"format": _FORMAT, "plan": self.run.plan.config(), "seed": self.seed, "optimizer": self.begun_with,
+                "parameters": {name: list(p.shape) for name, p in self.parameters.items()},
+                "data": self.data_digest}
+
+    @functools.cached_property
+    def data_digest(self):
+        return digest_of(self.x, self.y)
 
     def save(self, path):
         self.count_dropped()
@@ -243,14 +256,17 @@ class _Loop:
             "generators": {name: g.get_state() for name, g in self.generators.items()},
             "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
             "history": {field.name: getattr(history, field.name) for field in dataclasses.fields(history)}}
+        content["history"]["epochs"] = plain(history.epochs)
         write_checkpoint(path, content)
 
     def load(self, path):
-        content = torch.load(path, map_location="cpu", weights_only=True)
-        identity = content.get("identity") if isinstance(content, dict) else None
-        if identity != self._identity():
-            raise ValueError(f"checkpoint must come from the same plan, seed and data, but {os.fspath(path)!r} holds "
-                             f"{identity}, and this run is {self._identity()}")
+        content = read_checkpoint(path)
+        theirs, ours = content["identity"], self._identity()
+        if theirs != ours:
+            differ = [f"{key} {theirs.get(key)} there, {value} here" for key, value in ours.items()
+                      if theirs.get(key) != value]
+            raise ValueError("checkpoint must come from a run of the same plan, seed, data, architecture and optimizer,"
+                             f" but {os.fspath(path)!r} differs: {'; '.join(differ)}")
         if set(content["stateful"]) != set(self.stateful):
             raise ValueError(f"stateful must name {sorted(content['stateful'])} as the checkpoint does, "
                              f"got {sorted(self.stateful)}")
@@ -264,6 +280,47 @@ class _Loop:
         run.step, run.history = content["step"], History(**content["history"])
         run.history.losses = run.history.losses.to(self.device)
         self.dropped.fill_(run.history.dropped)
+
+
+def digest_of(*tensors):
+    """A sha256 of the types, shapes and numbers of tensors, in hexadecimal."""
+    total = hashlib.sha256()
+    for t in tensors:
+        total.update(f"{t.dtype} {tuple(t.shape)} ".encode())
+        total.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def plain(value):
+    """`value` in the types that a checkpoint can be read back with: numbers, text, tensors, and lists and dicts of them.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str, torch.Tensor)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    raise ValueError("on_epoch must return numbers, text, tensors, or lists and dicts of them where there is a "
+                     f"checkpoint, got {type(value).__name__}")
+
+
+def read_checkpoint(path):
+    """The content of a file that `write_checkpoint` wrote; ValueError for any other file."""
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
+        raise ValueError(f"checkpoint must be one of a training run, but {os.fspath(path)!r} cannot be read: "
+                         f"{error}") from error
+    if not isinstance(content, dict) or not isinstance(content.get("identity"), dict):
+        raise ValueError(f"checkpoint must be one of a training run, but {os.fspath(path)!r} holds something else")
+    return content
 
 
 def write_checkpoint(path, content):

@@ -125,7 +125,7 @@ class NormTracker:
         self.trajectory_delta = None if trajectory_delta is None else _checks.number(
             "trajectory_delta", trajectory_delta, 0, 1, closed="neither")
         self.keep_norms = bool(keep_norms)
-        self.method = _checks.one_of("method", method, clipping_.METHODS)
+        self.method, self._proved = _checks.one_of("method", method, clipping_.METHODS), False
         self.chunk = _chunk_for(self.x) if chunk is None else _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64,
@@ -271,9 +271,10 @@ class NormTracker:
         parameter = next(self.model.parameters())
         parts = []
         with _undisturbed(self.model) as model:
-            if self.method == "auto":
+            if not self._proved:
                 self.method = clipping_.resolve_method(model, self.loss, self.x[:2].to(parameter.device),
-                                                       self.y[:2].to(parameter.device))
+                                                       self.y[:2].to(parameter.device), self.method)
+                self._proved = True
             for start in range(0, len(self.x), self.chunk):
                 part = slice(start, start + self.chunk)
                 parts.append(clipping_.gradient_norms(model, self.loss, self.x[part].to(parameter.device),

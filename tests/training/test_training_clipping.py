@@ -1,3 +1,4 @@
+import copy
 import math
 
 import pytest
@@ -296,3 +297,54 @@ def test_dropout_draws_anew_for_each_example():
     for method in ("mixed", "func"):
         assert len(gradient_norms(model, cross_entropy, x, y, method=method).unique()) > 1
     assert clipping.resolve_method(model, cross_entropy, x[:2], y[:2]) == "mixed"
+
+
+class Positioned(nn.Module):
+    """Parameters of its own around layers with dropout, as a vision transformer has."""
+
+    def __init__(self):
+        super().__init__()
+        self.place, self.inner = nn.Parameter(torch.randn(4)), nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+
+    def forward(self, x):
+        return self.inner(x + self.place)
+
+
+def test_dropout_inside_a_module_with_its_own_parameters_is_left_to_torch_func():
+    torch.manual_seed(0)
+    model, x, y = Positioned().double(), torch.randn(6, 4).double(), torch.arange(6) % 4
+    assert clipping.resolve_method(model, cross_entropy, x[:2], y[:2]) == "func"
+    assert clipped_sum(model, cross_entropy, x, y, 0.1).norms.isfinite().all()
+    with pytest.raises(ValueError, match="dropout"):
+        clipped_sum(model, cross_entropy, x, y, 0.1, method="mixed")
+
+
+@pytest.mark.parametrize("method", ["mixed", "ghost", "func"])
+def test_norms_of_large_layers_do_not_come_out_too_small_and_sums_keep_to_the_clip_norm(method):
+    torch.manual_seed(0)
+    model = nn.Linear(600, 500)
+    x, y = torch.ones(3, 600), torch.zeros(3, dtype=torch.int64)
+    x[1] = torch.randn(600)
+    exact = gradient_norms(copy.deepcopy(model).double(), cross_entropy, x.double(), y, method="func")
+    norms = gradient_norms(model, cross_entropy, x, y, method=method).double()
+    assert (norms / exact - 1).abs().max() < 7e-7
+    for i in range(3):
+        total = clipped_sum(model, cross_entropy, x[i:i + 1], y[i:i + 1], 1.0, method=method)
+        assert torch.cat([g.double().flatten() for g in total.gradients.values()]).norm() <= 1
+
+
+def test_a_sum_of_squares_of_many_equal_numbers_is_right_to_single_precision():
+    for numbers in (1, 255, 256, 257, 1_000_000):
+        values = torch.full((2, numbers), 0.1) * torch.tensor([[1.0], [0.7]])
+        torch.testing.assert_close(layers.squared_norms(values), values.double().square().sum(1), rtol=1e-6, atol=0)
+    assert layers.squared_norms(torch.tensor([3.0, 4.0])).tolist() == [9, 16]
+    assert layers.squared_norms(torch.zeros(0, 5)).tolist() == []
+
+
+def test_func_holds_no_more_gradients_than_fit_however_many_are_asked_for(monkeypatch):
+    seen, work = [], clipping._functional
+    monkeypatch.setattr(clipping, "_BUDGET", 60)
+    monkeypatch.setattr(clipping, "_functional", lambda *args: seen.append(len(args[2])) or work(*args))
+    model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.arange(10) % 3
+    norms = gradient_norms(model, cross_entropy, x, y, method="func", chunk=10)
+    assert seen == [4, 4, 2] and len(norms) == 10

@@ -288,7 +288,8 @@ def test_an_ensemble_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended
     read = train_ensemble(model, cross_entropy, examples((4,)), PLANS[:2], seeds=[1, 2], learning_rate=0.5, **SGD,
                           stateful={"total": again}, on_step=lambda e: 1 / 0, checkpoint=tmp_path / "runs.pt")
     assert torch.equal(read.vectors, whole.vectors)
-    for other in ({"seeds": [1, 3]}, {"plans": PLANS[0]}, {"members": torch.ones(2, N, dtype=torch.bool)}):
+    for other in ({"seeds": [1, 3]}, {"plans": PLANS[0]}, {"members": torch.ones(2, N, dtype=torch.bool)},
+                  {"learning_rate": 0.4}):
         with pytest.raises(ValueError, match="checkpoint must come from"):
             small(**{"plans": PLANS[:2], **SGD, **other}, stateful={"total": again}, checkpoint=tmp_path / "runs.pt")
     with pytest.raises(ValueError, match="stateful"):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -125,6 +126,9 @@ def test_what_a_step_reads_is_its_own_draw_and_nothing_of_another():
         read.append(inputs[0].detach().clone())
 
     def check(run):
+        if run.step == 1:              # before the first step the method is proved on the first two examples
+            while torch.isin(read[0], data[0][:2]).all():
+                read.pop(0)
         expected = data[0][sampler.draw()]
         assert torch.equal(torch.cat(read), expected) and max(map(len, read)) <= 4
         read.clear()
@@ -285,6 +289,70 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, change):
     data, plan = problem(**change)
     with pytest.raises(ValueError, match="checkpoint|stateful"):
         run(data, plan, checkpoint=tmp_path / "run.pt", **arguments)
+
+
+@pytest.mark.parametrize("change", ["data", "labels", "learning rate", "optimizer", "architecture"])
+def test_a_checkpoint_of_other_numbers_is_refused(tmp_path, change):
+    (x, y), plan = problem()
+    run((x, y), plan, checkpoint=tmp_path / "run.pt")
+    data = {"data": (2 * x, y), "labels": (x, y.flip(0))}.get(change, (x, y))
+    model = nn.Linear(4, 3).double() if change == "architecture" else network()
+    optimizer = (torch.optim.Adam(model.parameters(), lr=0.3) if change == "optimizer" else
+                 torch.optim.SGD(model.parameters(), lr=0.2 if change == "learning rate" else 0.3, momentum=0.9))
+    with pytest.raises(ValueError, match="checkpoint must come from a run of the same"):
+        train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, checkpoint=tmp_path / "run.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", {"weights": torch.ones(2)}])
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, content):
+    path = tmp_path / "run.pt"
+    path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(ValueError, match="checkpoint must be one of a training run"):
+        run(*problem(), checkpoint=path)
+
+
+def test_numpy_numbers_of_a_callback_are_read_back_and_what_cannot_be_is_refused(tmp_path):
+    data, plan = problem()
+    noted = {"accuracy": np.float64(0.5), "classes": np.array([1, 2]), "words": ("a", None)}
+    run(data, plan, checkpoint=tmp_path / "run.pt", on_epoch=lambda _: noted)
+    _, read = run(data, plan, checkpoint=tmp_path / "run.pt")
+    assert read.epochs[0]["accuracy"] == 0.5 and read.epochs[-1]["classes"].tolist() == [1, 2]
+    assert read.epochs[0]["words"] == ["a", None]
+    with pytest.raises(ValueError, match="on_epoch must return"):
+        run(data, plan, checkpoint=tmp_path / "other.pt", on_epoch=lambda _: {"figure": object()})
+
+
+class MixesInTraining(nn.Module):
+    """Centres a batch, as a home-made batch norm would."""
+
+    def __init__(self, always=False):
+        super().__init__()
+        self.layer, self.always = nn.Linear(4, 3), always
+
+    def forward(self, x):
+        return self.layer(x - x.mean(0) if self.training or self.always else x)
+
+
+@pytest.mark.parametrize("method", ["auto", "mixed", "ghost"])
+@pytest.mark.parametrize("always", [False, True])
+def test_a_model_that_mixes_examples_is_refused_by_every_method_that_sees_them_together(method, always):
+    with pytest.raises(ValueError, match="changes with its company"):
+        run(*problem(), model=MixesInTraining(always).double(), method=method)
+
+
+class BesideItsLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.inner = nn.Linear(4, 3), nn.Linear(3, 4)
+
+    def forward(self, x):
+        return nn.functional.linear(self.inner(self.words(x)), self.words.weight)
+
+
+@pytest.mark.parametrize("method", ["mixed", "ghost"])
+def test_a_method_that_would_miss_gradients_is_refused_before_training(method):
+    with pytest.raises(ValueError, match="misses a part"):
+        run(*problem(), model=BesideItsLayer().double(), method=method)
 
 
 def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path, monkeypatch):
