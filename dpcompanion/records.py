@@ -144,7 +144,8 @@ def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, de
          made_with=None):
     """A record of `values`, completed with versions, commit and time.
 
-    `made_with` is what `software()` said when the run began, since files may be edited during a long one; None asks now.
+    `made_with` is what `software()` said when the run began, since files may be edited during a long one; None asks
+    now.
     Raises ValueError for an unknown exhibit, or for a value that no record can hold.
     """
     published.exhibit(name)
@@ -254,9 +255,14 @@ def read(path):
 
 
 def find(name, preset="paper", folder=None):
-    """The record of an exhibit, or None where there is none."""
+    """The record of an exhibit, or None where there is none; another one under its name raises ValueError."""
     path = path_of(name, preset, folder)
-    return read(path) if path.is_file() else None
+    if not path.is_file():
+        return None
+    record = read(path)
+    if (record.name, record.preset) != (published.exhibit(name).name, preset):
+        raise ValueError(f"{path} is the record of another exhibit or preset: {record.name}, {record.preset}")
+    return record
 
 
 def resumable(work, pieces, *, folder, config, label="", show=None):

@@ -105,6 +105,14 @@ def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path, damage, message)
         records.read(path)
 
 
+@pytest.mark.parametrize("name, preset", [("idp-sgd/table-7", "paper"), (NAME, "quick")])
+def test_a_record_under_the_name_of_another_is_refused(tmp_path, name, preset):
+    path = records.write(record(), tmp_path)
+    copy = path.rename(records.path_of(name, preset, tmp_path))
+    with pytest.raises(ValueError, match=f"{copy.name} is the record of another exhibit or preset: {NAME}, paper"):
+        records.find(name, preset, tmp_path)
+
+
 def test_arrays_that_are_altered_or_missing_are_refused_by_name(tmp_path):
     path = records.write(record(arrays={"a": np.ones(3)}), tmp_path)
     file = path.with_suffix(".npz")

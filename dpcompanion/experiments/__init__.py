@@ -88,9 +88,13 @@ class Run:
         return dataset
 
     def pieces(self, work, names, **arguments):
-        """`records.resumable` for this run: {name: work(name)}, kept until the record is written."""
-        # Seeds name pieces, so another list of them shares what is done already.
-        config = {key: value for key, value in dataclasses.asdict(self.config).items() if key != "seeds"}
+        """`records.resumable` for this run: {name: work(name)}, kept until the record is written.
+
+        Where every name tells its piece's seed ("seed-3"), a run with other seeds shares what is done already.
+        """
+        names, config = list(names), dataclasses.asdict(self.config)
+        if all("seed" in str(name) for name in names):
+            config.pop("seeds", None)
         key = {"config": config, "code": self.code_hash, "device": self.device.type}
         return records.resumable(work, names, folder=self.folder, config=key, **arguments)
 

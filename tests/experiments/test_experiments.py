@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 
 from dpcompanion import experiments, published, records
 
@@ -87,6 +88,17 @@ def test_an_interrupted_run_is_continued_by_the_next_one(registered, tmp_path, m
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["table-1.quick.json"]
 
 
+@pytest.mark.parametrize("name, shared", [("seed-{}", ["seed-0", "seed-1", "seed-2"]),
+                                          ("part-{}", ["part-0", "part-1", "part-1", "part-2"])])
+def test_other_seeds_share_pieces_only_where_their_names_tell_the_seed(tmp_path, name, shared):
+    calls = []
+    for seeds in [(0, 1), (1, 2)]:
+        run = experiments.Run(Config(seeds=seeds), torch.device("cpu"), tmp_path, "code")
+        run.pieces(calls.append, (name.format(seed) for seed in seeds))
+        run.pieces(calls.append, (name.format(seed) for seed in seeds))  # the same seeds have nothing left to do
+    assert calls == shared
+
+
 def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(registered, tmp_path, monkeypatch):
     def state():
         return next(entry for entry in experiments.catalogue(tmp_path) if entry.name == registered).records
@@ -101,6 +113,9 @@ def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(register
     assert state()["quick"] == "stale"
     records.path_of(registered, "paper", tmp_path).write_text("{")
     assert state()["paper"] == "damaged"
+    quick = records.write(records.make(registered, "quick", {}, config=Config()), tmp_path)
+    quick.replace(records.path_of(registered, "paper", tmp_path))
+    assert state() == {"quick": "missing", "paper": "damaged"}
 
 
 def test_a_live_run_is_shown_beside_the_record_which_is_called_stale_when_it_is(registered, tmp_path, monkeypatch):
