@@ -192,7 +192,8 @@ def shadow_scores(fit, masks, *, size=1, jobs=1):
     tensor([[1., 0.],
             [1., 2.]], dtype=torch.float64)
     """
-    _checks.whole_number("jobs", jobs, -1)
+    if not _checks.whole_number("jobs", jobs, -1):
+        raise ValueError("jobs must be 1 or more, or -1 for all processors, got 0")
     numbers = torch.arange(len(masks)).split(_checks.whole_number("size", size, 1))
     if jobs == 1:
         return torch.cat([fit(some, masks[some]) for some in numbers])
@@ -286,8 +287,13 @@ def tpr_at_fpr(members, nonmembers, *, fpr=0.01, confidence=0.95):
 
 
 def _scores(members, nonmembers):
+    sides = []
     for name, values in (("members", members), ("nonmembers", nonmembers)):
-        if values.ndim != 1 or not len(values) or bool(values.isnan().any()):
+        try:
+            sides.append(torch.as_tensor(values, dtype=torch.float64))
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"{name} must be numbers, got {values!r:.80}") from None
+        if sides[-1].ndim != 1 or not len(sides[-1]) or bool(sides[-1].isnan().any()):
             raise ValueError(f"{name} must be a list of one score or more, none of them NaN, got shape "
-                             f"{tuple(values.shape)}")
-    return members.double(), nonmembers.double()
+                             f"{tuple(sides[-1].shape)}")
+    return sides

@@ -139,7 +139,8 @@ class RenyiFilter:
         if norms.shape != (self.n,):
             raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
         shares = norms / self.max_grad_norm
-        if not bool(((shares >= 0) & (shares <= 1 + 1e-12)).all()):
+        # float32 may round a clipped norm up; it pays the full share.
+        if not bool(((shares >= 0) & (shares <= 1 + 1e-6)).all()):
             _checks.in_interval("norms", norms, 0, self.max_grad_norm)
         after = self.spent + between(shares.clamp(max=1), self._table)
         self.active = self.active & (after <= self.budgets).all(dim=1)

@@ -132,6 +132,20 @@ def test_shadow_sets_are_the_same_one_by_one_side_by_side_and_in_parallel():
     assert torch.equal(one, shadow_scores(_number_and_mask, masks, size=2, jobs=2))
 
 
+def test_no_jobs_at_all_are_refused():
+    with pytest.raises(ValueError, match="jobs must be 1 or more, or -1"):
+        shadow_scores(_number_and_mask, shadow_masks(2, 3, generator=generator()), jobs=0)
+
+
+def test_scores_may_be_a_list_of_numbers_and_of_nothing_else():
+    assert auc([3.0, 2.0, 1], [1.0, 0.0]) == auc(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([1.0, 0.0]))
+    for bad in (["a"], [None], [[1.0], [2.0, 3.0]], None, "scores"):
+        with pytest.raises(ValueError, match="members must be numbers"):
+            auc(bad, [1.0])
+        with pytest.raises(ValueError, match="nonmembers must be numbers"):
+            auc([1.0], bad)
+
+
 def _number_and_mask(numbers, masks):
     return masks.double() + 10 * numbers[:, None]
 

@@ -33,6 +33,17 @@ def test_at_the_full_norm_everybody_leaves_after_find_steps(run, epsilon):
     assert admitted == [True] * steps + [False] * 3
 
 
+def test_norms_that_float32_rounded_up_pay_the_full_share_and_longer_ones_are_refused():
+    run = dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.1)
+    rounded, full = (RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, **run) for _ in range(2))
+    norms = torch.tensor([3.0, 0.2]).clamp(max=0.1)
+    assert norms.double().max() > 0.1                          # float32's 0.1
+    assert rounded.admit(norms).all() and full.admit([0.1, 0.1]).all()
+    assert torch.equal(rounded.spent, full.spent)
+    with pytest.raises(ValueError, match="norms must lie in"):
+        full.admit([0.10001, 0.1])
+
+
 NORMS = st.lists(st.floats(1e-6, 0.5) | st.just(0.0), min_size=3, max_size=3)
 
 
