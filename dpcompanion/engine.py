@@ -14,11 +14,16 @@ What makes each budget hold:
   of standard deviation sigma times the mean clip norm;
 * the loader's sampler is replaced by independent draws, example i with probability q_i;
 * the data set notes which examples it hands out, so that each gradient meets its own clip norm whatever way a draw is
-  cut into physical batches.  The optimizer ends a step with the last piece of its draw: it never joins two draws,
-  takes no example and no draw twice, and goes by what was handed out, not by a queue of signals, which an evaluation
-  through the same loader would leave out of step;
+  cut into physical batches.  So a batch must keep its order, from the collate function (which is tried out beforehand)
+  to the loss, and be used before the next one is fetched: a loop that fetches ahead gives examples the norms of others;
+* the optimizer ends a step with the last piece of its draw: it never joins two draws, takes no example and no draw
+  twice, and goes by what was handed out, not by a queue of signals, which an evaluation through the same loader would
+  leave out of step;
 * sums are divided by the expected batch size, $\sum_i q_i$, a public number;
-* steps are counted where noise is added, and no more are taken than the budgets were made for.
+* steps are counted where noise is added, and no more are taken than the budgets were made for, nor with less noise:
+  Opacus's schedulers of noise and clipping have no place here;
+* a checkpoint holds the states of the generators that noise and draws come from, PyTorch's default ones where none was
+  given, and loading it restores them: else a script that seeds itself would repeat its noise.
 
 Neighbours differ by one example; Poisson sampling; each example's guarantee holds whatever the others are
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
@@ -27,16 +32,20 @@ them.
 Needs Opacus; written against version 1.6.
 """
 
+import copy
 import math
 import warnings
+from collections.abc import Mapping
 
+import numpy as np
 import torch
 from opacus import PrivacyEngine
 from opacus.accountants.accountant import IAccountant
 from opacus.data_loader import wrap_collate_with_empty
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _mark_as_processed
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler,
+                              default_collate)
 
 from dpcompanion import _checks, accounting, idp
 from dpcompanion.training.sampling import PoissonSampler
@@ -102,20 +111,22 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
             criterion: the loss of ghost mode; cross entropy by default.
             batch_first, loss_reduction, noise_generator: as in Opacus.
-            grad_sample_mode: "hooks", "functorch", "ew" or "ghost".
+            grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, and only "hooks"
+                takes them for every layer: Opacus cannot in "functorch" with convolutions or embeddings, in "ew" at
+                all, nor in "ghost" with embeddings.
 
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a module that mixes
-                examples, a sampler of one's own, drop_last, an iterable data set, worker processes, a distributed
-                module.
+                examples, a sampler of one's own, a collate_fn that changes the order, drop_last, an iterable data set,
+                worker processes, a distributed module, an engine that has budgets already.
         """
         _checks.one_of("method", method, METHODS)
         _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
         if (sample_weight is not None) != (method == "combined"):
             raise ValueError(f"sample_weight must be given with the method 'combined' and only then, got "
                              f"{sample_weight!r} with {method!r}")
-        if self.accountant.steps:
-            raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
+        if self.accountant.planned is not None:
+            raise ValueError(f"this engine already has budgets, for {self.accountant.planned} steps; use a new one")
         _check_loader(data_loader)
         _check_module(self, module, optimizer)
         if noise_generator is not None and self.secure_mode:
@@ -148,8 +159,6 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                          generator=self.secure_rng if self.secure_mode else noise_generator,
                          secure_mode=self.secure_mode)
         optimizer.follow(draws, noted, self.max_grad_norms, self.accountant)
-        self.accountant.generators = {} if self.secure_mode else {
-            name: g for name, g in (("noise", noise_generator), ("sampling", sampling)) if g is not None}
         loader = _loader(data_loader, noted, draws, batch_first)
         if grad_sample_mode != "ghost":
             return module, optimizer, loader
@@ -197,7 +206,9 @@ class _Accountant(IAccountant):
 
     def __init__(self, by):
         self.by, self.steps, self.planned = by, 0, None
-        self.generators, self._parameters = {}, None
+        self._parameters = None
+        #: Called, it gives what noise and draws come from, by name.
+        self.generators = dict
 
     def plan(self, rates, noises, budgets, target_delta, steps):
         self._parameters = {"rates": rates, "noises": noises, "budgets": budgets, "target_delta": target_delta,
@@ -251,25 +262,29 @@ class _Accountant(IAccountant):
     def state_dict(self, destination=None):
         state = {} if destination is None else destination
         state.update(mechanism=self.mechanism(), by=self.by, steps=self.steps, parameters=self._parameters,
-                     generators={name: g.get_state() for name, g in self.generators.items()})
+                     generators={name: g.get_state() for name, g in self.generators().items()})
         return state
 
     def load_state_dict(self, state):
         if not state or state.get("mechanism") != self.mechanism():
             raise ValueError(f"state_dict must come from an IndividualizedPrivacyEngine, got {state!r:.80}")
         same = self._parameters is not None and state["by"] == self.by and all(
-            torch.equal(torch.as_tensor(value), torch.as_tensor(state["parameters"][name]))
+            torch.equal(torch.as_tensor(value), torch.as_tensor(state["parameters"][name]).cpu())
             for name, value in self._parameters.items())
         if not same:
             raise ValueError("state_dict must come from a run with the same budgets, loader, epochs and accountant: "
                              "make the engine private in the same way before loading")
-        if set(state["generators"]) != set(self.generators):
+        generators = self.generators()
+        if set(state["generators"]) != set(generators):
             # A generator that starts again would repeat noise that was already used.
             raise ValueError(f"generators must be given as in the run that was saved ({sorted(state['generators'])}), "
-                             f"got {sorted(self.generators)}")
+                             f"got {sorted(generators)}")
+        if state["steps"] < self.steps:
+            raise ValueError(f"state_dict must not be earlier than this run, which has taken {self.steps} steps that "
+                             f"stay spent, got one of {state['steps']}")
         self.steps = state["steps"]
         for name, value in state["generators"].items():
-            self.generators[name].set_state(value)
+            generators[name].set_state(value.cpu())
 
 
 class _Draws(PoissonSampler):
@@ -320,7 +335,18 @@ class _Following:
         self._ended = False
         #: Gradients that were not finite, and so contributed nothing.
         self.dropped = 0
-        self.attach_step_hook(lambda _: accountant.step())
+        self._noise_std = self.noise_multiplier * self.max_grad_norm
+        accountant.generators = self._generators
+
+    def _generators(self):
+        """By name, what noise and draws come from; in secure mode that has no state to keep."""
+        if self.secure_mode:
+            return {}
+        found = {"noise": self.generator} if self.generator is not None else {
+            f"default of {p.device}": torch.cuda.default_generators[p.device.index] if p.is_cuda
+            else torch.default_generator for p in self.params}
+        sampling = self._draws.generator
+        return {**found, "default of cpu" if sampling is torch.default_generator else "sampling": sampling}
 
     def clip_factors(self, norms):
         """What to multiply the gradients of the current physical batch by; norms: (k,)."""
@@ -334,6 +360,11 @@ class _Following:
 
     def pre_step(self, closure=None):
         self._accountant.check_budget()
+        noise_std = self.noise_multiplier * self.max_grad_norm
+        if not noise_std >= self._noise_std:
+            raise ValueError("noise must keep the standard deviation that the budgets were made for, "
+                             f"{self._noise_std:g}, got {noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
+                             "and use no scheduler of noise or clipping")
         draw, batch = self._draws.last, self._noted.handed_out
         if draw is None or batch is None:
             raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
@@ -347,7 +378,11 @@ class _Following:
         self._taken = batch[-1] if batch else self._taken
         self._ended = not draw or batch[-1:] == draw[-1:]
         self._step_skip_queue.clear()
-        return super().pre_step(closure)
+        noisy = super().pre_step(closure)
+        if noisy:
+            # Here, not in the step hook: a hook of one's own would take its place.
+            self._accountant.step()
+        return noisy
 
     def _check_skip_next_step(self, pop_next=True):
         return not self._ended
@@ -356,7 +391,7 @@ class _Following:
 class _Optimizer(_Following, DPOptimizer):
     def clip_and_accumulate(self):
         samples = self.grad_samples
-        norms = torch.stack([g.flatten(1).norm(dim=1) if len(g) else g.new_zeros(0) for g in samples],
+        norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) if len(g) else g.new_zeros(0) for g in samples],
                             dim=1).norm(dim=1)
         factors, bad = self.clip_factors(norms), ~norms.isfinite()
         unfit = bool(bad.any())
@@ -375,7 +410,17 @@ class _Optimizer(_Following, DPOptimizer):
 
 
 class _GhostOptimizer(_Following, DPOptimizerFastGradientClipping):
+    _clipped = None                                        # the batch whose loss was clipped last
+
+    def clip_factors(self, norms):
+        factors = super().clip_factors(norms)
+        self._clipped = self._noted.handed_out
+        return factors
+
     def accumulate(self):
+        if self._clipped is not self._noted.handed_out:
+            raise ValueError("in ghost mode the criterion clips: take the loss of every batch by the criterion that "
+                             "make_private_with_budgets returned")
         if not all(bool(p.grad.isfinite().all()) for p in self.params):
             raise FloatingPointError("a gradient is not finite, and in ghost mode it cannot be left out; use hooks")
         super().accumulate()
@@ -398,9 +443,39 @@ def _check_loader(loader):
     if loader.num_workers:
         raise ValueError(f"data_loader must have num_workers=0, got {loader.num_workers}: which example a gradient "
                          "belongs to is noted where the data set is read")
+    if loader.collate_fn is not default_collate:
+        _check_order(loader)
+
+
+def _check_order(loader):
+    """Whoever comes second may not come first: neighbours among 33 examples, each pair collated both ways round."""
+    n = len(loader.dataset)
+
+    def collate(*examples):
+        return loader.collate_fn(copy.deepcopy(list(examples)))        # it may take its examples apart
+
+    probed = [loader.dataset[i] for i in sorted({int(i) for i in torch.linspace(0, n - 1, 33, dtype=torch.float64)})]
+    for a, b in zip(probed, probed[1:]):
+        if _same(collate(a, b), collate(b, a)) and not _same(collate(a), collate(b)):
+            raise ValueError("data_loader must have a collate_fn that keeps the order of the examples, got one that "
+                             "makes the same batch of two examples in either order: each gradient is clipped to the "
+                             "norm of the example in its place")
+
+
+def _same(a, b):
+    """Whether two batches, tensors in any nesting, are equal."""
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(np.array_equal(a, b))
 
 
 def _check_module(engine, module, optimizer):
+    if not module.training:
+        raise ValueError("module must be in training mode, got one in evaluation mode: call module.train() first")
     if isinstance(module, torch.nn.parallel.DistributedDataParallel) or type(module).__name__.startswith(
             ("DifferentiallyPrivateDistributed", "FSDP")):
         raise ValueError(f"module must not be distributed, got {type(module).__name__}")
@@ -414,15 +489,8 @@ def _check_module(engine, module, optimizer):
 
 
 def _loader(loader, noted, draws, batch_first):
-    example = noted[0]
-    fields = example if isinstance(example, (tuple, list)) else []
-
-    def dtype(field):
-        return getattr(field, "dtype", torch.long if isinstance(field, int) else torch.get_default_dtype())
-
-    # What an empty batch looks like before the first one with examples.
-    collate = wrap_collate_with_empty(
-        collate_fn=loader.collate_fn, batch_first=batch_first, dtypes=[dtype(field) for field in fields] or None,
-        sample_empty_shapes=[(0, *getattr(field, "shape", ())) for field in fields] or None)
+    collate = wrap_collate_with_empty(collate_fn=loader.collate_fn, batch_first=batch_first)
+    # It learns here what a batch looks like: the first one may be empty.
+    collate([noted[0]])
     return DataLoader(noted, batch_sampler=draws, collate_fn=collate, pin_memory=loader.pin_memory,
                       generator=loader.generator)

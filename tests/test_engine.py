@@ -1,8 +1,10 @@
+import copy
 import math
 
 import pytest
 import torch
 from opacus import PrivacyEngine
+from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler,
@@ -22,7 +24,8 @@ def data(n=N, features=4):
     return TensorDataset(torch.randn(n, features, generator=generator), torch.randint(3, (n,), generator=generator))
 
 
-def private(*, engine=None, dataset=None, batch_size=15, budgets=BUDGETS, lr=0.1, seed=0, model=None, **options):
+def private(*, engine=None, dataset=None, batch_size=15, budgets=BUDGETS, lr=0.1, seed=0, model=None,
+            collate_fn=None, **options):
     """The engine and what it returns, with an unseeded loader and a seeded noise generator."""
     torch.manual_seed(7)
     dataset = data() if dataset is None else dataset
@@ -31,9 +34,9 @@ def private(*, engine=None, dataset=None, batch_size=15, budgets=BUDGETS, lr=0.1
     options = {"target_delta": DELTA, "epochs": 2, "max_grad_norm": 0.5, "method": "scale",
                "noise_generator": torch.Generator().manual_seed(seed), **options}
     made = engine.make_private_with_budgets(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr),
-                                            data_loader=DataLoader(dataset, batch_size=batch_size),
-                                            target_epsilons=budgets,
-                                            **options)
+                                            data_loader=DataLoader(dataset, batch_size=batch_size,
+                                                                   collate_fn=collate_fn),
+                                            target_epsilons=budgets, **options)
     return engine, *made
 
 
@@ -44,6 +47,15 @@ def steps(model, optimizer, loader, criterion=None, epochs=1):
             optimizer.zero_grad()
             criterion(model(x), y).backward()
             optimizer.step()
+
+
+def without_noise(optimizer):
+    """Steps move by the sums of clipped gradients alone."""
+    def bare():
+        for p in optimizer.params:
+            p.grad = p.summed_grad.view_as(p)
+
+    optimizer.add_noise = bare
 
 
 def weights(model):
@@ -109,6 +121,34 @@ def test_no_step_is_taken_beyond_the_budgets():
     assert torch.equal(before, weights(model)) and len(engine.accountant) == 4
 
 
+@pytest.mark.parametrize("scheduler", [ExponentialNoise, ExponentialGradClip])
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_less_noise_than_the_budgets_were_made_for_is_refused(scheduler, mode):
+    engine, model, optimizer, *rest = private(grad_sample_mode=mode)
+    criterion, loader = rest if mode == "ghost" else (None, *rest)
+    schedule = scheduler(optimizer, gamma=0.9)
+    steps(model, optimizer, [next(iter(loader))], criterion)
+    schedule.step()
+    before = weights(model)
+    with pytest.raises(ValueError, match="noise must keep the standard deviation"):
+        steps(model, optimizer, loader, criterion)
+    assert torch.equal(before, weights(model)) and len(engine.accountant) == 1
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_step_hook_of_ones_own_leaves_the_count_of_steps_as_it_is(mode):
+    engine, model, optimizer, *rest = private(grad_sample_mode=mode)
+    criterion, loader = rest if mode == "ghost" else (None, *rest)
+    seen = []
+    optimizer.attach_step_hook(lambda of: seen.append(of))
+    steps(model, optimizer, loader, criterion)
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=4, optimizer=optimizer) as small:
+        steps(model, optimizer, small, criterion)
+    assert len(engine.accountant) == len(seen) == 8
+    with pytest.raises(RuntimeError, match="budgets are spent"):
+        steps(model, optimizer, loader, criterion)
+
+
 def clipped_sum(model, x, y, norms):
     """Gradients of each example by itself, clipped to its norm, and summed."""
     parts = []
@@ -125,7 +165,7 @@ def test_every_gradient_is_clipped_to_its_own_norm_and_the_sum_is_divided_by_a_p
     torch.manual_seed(7)
     plain = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     engine, model, optimizer, *rest = private(grad_sample_mode=mode, max_grad_norm=0.05, lr=1.0)
-    optimizer.noise_multiplier = 0.0
+    without_noise(optimizer)
     criterion, loader = rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest)
     plain.load_state_dict({name.removeprefix("_module."): value for name, value in model.state_dict().items()})
     (x, y), before = next(iter(loader)), weights(model)
@@ -194,7 +234,7 @@ def test_looking_through_the_managed_loader_and_leaving_it_early_joins_no_draws(
 def test_a_draw_that_is_left_half_way_adds_nothing_to_the_next():
     def trained(leave_one):
         _, model, optimizer, loader = private(max_grad_norm=0.05, epochs=3)
-        optimizer.noise_multiplier = 0.0
+        without_noise(optimizer)
         with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as small:
             iterator = iter(small)
             if leave_one:
@@ -238,6 +278,15 @@ def test_a_step_without_the_loader_is_refused():
     nn.functional.cross_entropy(model(torch.randn(5, 4)), torch.zeros(5, dtype=torch.long)).backward()
     with pytest.raises(ValueError, match="needs a batch of the loader"):
         optimizer.step()
+
+
+def test_in_ghost_mode_a_loss_that_does_not_clip_is_refused():
+    engine, model, optimizer, criterion, loader = private(grad_sample_mode="ghost")
+    steps(model, optimizer, [next(iter(loader))], criterion)
+    before = weights(model)
+    with pytest.raises(ValueError, match="take the loss of every batch by the criterion"):
+        steps(model, optimizer, loader)                  # plain cross entropy after a batch that was clipped
+    assert torch.equal(before, weights(model)) and len(engine.accountant) == 1
 
 
 @pytest.mark.parametrize("method, mode", [("sample", "hooks"), ("scale", "hooks"), ("scale", "ghost")])
@@ -311,6 +360,62 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     assert torch.equal(again.get_epsilons(DELTA), engine.get_epsilons(DELTA))
 
 
+def test_a_script_that_seeds_itself_and_resumes_repeats_neither_noise_nor_draws(tmp_path):
+    def half(path=None):
+        engine, model, optimizer, loader = private(noise_generator=None)     # which seeds PyTorch itself
+        if path:
+            engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
+        noise, draws, own = [], [], optimizer.add_noise
+
+        def noted():
+            sums = torch.cat([p.summed_grad.flatten() for p in optimizer.params])
+            own()
+            noise.append(torch.cat([p.grad.flatten() for p in optimizer.params]) - sums)
+            draws.append(loader.batch_sampler.last)
+
+        optimizer.add_noise = noted
+        steps(model, optimizer, loader)
+        return engine, model, optimizer, loader, noise, draws
+
+    engine, model, optimizer, loader, noise, draws = half()
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    steps(model, optimizer, loader)
+    _, resumed, *_, later_noise, later_draws = half(tmp_path / "run.pt")
+    assert later_draws != draws[:4] and later_draws == draws[4:]
+    assert not any(torch.allclose(a, b, atol=1e-3) for a, b in zip(noise, later_noise))
+    assert torch.equal(weights(resumed), weights(model))
+
+
+def test_a_checkpoint_from_before_the_steps_taken_is_refused():
+    engine, model, optimizer, loader = private()
+    start = engine.accountant.state_dict()
+    steps(model, optimizer, loader)
+    with pytest.raises(ValueError, match="has taken 4 steps that stay spent, got one of 0"):
+        engine.accountant.load_state_dict(start)
+    engine.accountant.load_state_dict(engine.accountant.state_dict())
+    assert len(engine.accountant) == 4
+
+
+class Elsewhere(torch.Tensor):
+    """Stands for a tensor on a GPU: it must be brought home before anything else is done with it."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not torch.Tensor.cpu:
+            raise RuntimeError("expected all tensors to be on the same device")
+        with torch._C.DisableTorchFunctionSubclass():
+            return args[0].as_subclass(torch.Tensor)
+
+
+def test_a_checkpoint_that_was_loaded_to_another_device_is_taken():
+    state = private()[0].accountant.state_dict()
+    for part in ("parameters", "generators"):
+        state[part] = {name: value.as_subclass(Elsewhere) if torch.is_tensor(value) else value
+                       for name, value in state[part].items()}
+    engine = private()[0]
+    engine.accountant.load_state_dict(state)
+
+
 def test_a_checkpoint_of_other_budgets_is_refused(tmp_path):
     engine, model, optimizer, _ = private()
     engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
@@ -318,6 +423,7 @@ def test_a_checkpoint_of_other_budgets_is_refused(tmp_path):
     with pytest.raises(ValueError, match="same budgets"):
         other.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
     unseeded, second, second_optimizer, _ = private(noise_generator=None)
+    assert set(unseeded.accountant.state_dict()["generators"]) == {"default of cpu"}
     with pytest.raises(ValueError, match="generators must be given"):
         unseeded.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
 
@@ -367,7 +473,54 @@ def test_a_loader_that_would_void_the_account_is_refused(word):
             target_epsilons=BUDGETS, target_delta=DELTA, epochs=1, max_grad_norm=1.0)
 
 
+class Sequences(Dataset):
+    """Token sequences of different lengths."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return torch.arange(2 + i * 7 % 9) % 10, i % 3
+
+
+def padded(examples):
+    tokens, labels = zip(*examples)
+    return {"tokens": nn.utils.rnn.pad_sequence(tokens, batch_first=True), "labels": torch.tensor(labels)}
+
+
+def longest_first(examples):
+    return padded(sorted(examples, key=lambda example: -len(example[0])))
+
+
+def popped(examples):
+    """As `padded`, and takes its own list apart."""
+    return padded([examples.pop(0) for _ in range(len(examples))])
+
+
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 4), nn.Linear(4, 3)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens).mean(dim=1))
+
+
+def test_a_collate_function_must_keep_the_order_of_the_examples():
+    with pytest.raises(ValueError, match="collate_fn that keeps the order"):
+        private(dataset=Sequences(), model=Tagger(), collate_fn=longest_first)
+    for collate in (padded, popped):
+        _, model, optimizer, loader = private(dataset=Sequences(), model=Tagger(), collate_fn=collate, epochs=1)
+        for batch in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(batch["tokens"]), batch["labels"]).backward()
+            optimizer.step()
+    same = TensorDataset(torch.ones(N, 4), torch.zeros(N, dtype=torch.long))      # in no order
+    private(dataset=same, collate_fn=lambda examples: torch.utils.data.default_collate(examples))
+
+
 @pytest.mark.parametrize("change, message", [
+    ({"model": nn.Linear(4, 3).eval()}, "module must be in training mode"),
     ({"model": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}, "module must compute each example by itself"),
     ({"method": "both"}, "method must be one of"), ({"grad_sample_mode": "no_op"}, "grad_sample_mode must be one of"),
     ({"method": "combined"}, "sample_weight must be given"), ({"sample_weight": 0.5}, "sample_weight must be given"),
@@ -388,10 +541,11 @@ def test_the_methods_without_budgets_and_a_second_run_are_refused():
         engine.get_epsilons(DELTA)
     with pytest.raises(ValueError, match="accountant must be one of"):
         IndividualizedPrivacyEngine(accountant="prv")
-    engine, model, optimizer, loader = private()
-    steps(model, optimizer, loader)
-    with pytest.raises(ValueError, match="already accounted for 4 steps"):
-        private(engine=engine)
+    engine, *_ = private()
+    rates = engine.sample_rates
+    with pytest.raises(ValueError, match="already has budgets, for 8 steps"):
+        private(engine=engine, budgets=BUDGETS / 4)
+    assert engine.sample_rates is rates
 
 
 class Dictionaries(Dataset):
@@ -412,6 +566,48 @@ def test_the_data_set_may_yield_anything_and_keeps_its_attributes():
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(batch["x"]), batch["y"]).backward()
         optimizer.step()
+
+
+def test_an_empty_batch_has_the_structure_of_the_others_even_if_it_is_the_first():
+    tensors = data().tensors[0]
+    for dataset, structure in ((Dictionaries(), {"x": (0, 4), "y": (0,)}), (data(), [(0, 4), (0,)]),
+                               (tensors, (0, 4))):
+        loader = private(dataset=dataset)[-1]
+        loader.batch_sampler.sample_rate.zero_()
+        first = next(iter(loader))
+        assert loader.dataset.handed_out == []
+        shapes = ({name: value.shape for name, value in first.items()} if isinstance(first, dict) else
+                  first.shape if torch.is_tensor(first) else [value.shape for value in first])
+        assert shapes == structure
+    loader = private(dataset=Sequences(), collate_fn=padded)[-1]
+    loader.batch_sampler.sample_rate.zero_()
+    first = next(iter(loader))
+    assert first["tokens"].shape[0] == 0 and first["tokens"].dtype == torch.long
+
+
+class Tempered(nn.Module):
+    """A linear model with a temperature, a parameter without dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.temperature = nn.Linear(4, 3), nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        return self.linear(x) * self.temperature
+
+
+def test_a_parameter_without_dimensions_is_clipped_with_the_others():
+    model = Tempered()
+    plain = copy.deepcopy(model)
+    engine, model, optimizer, loader = private(model=model, lr=1.0, max_grad_norm=0.05)
+    without_noise(optimizer)
+    (x, y), before = next(iter(loader)), weights(model)
+    expected = clipped_sum(plain, x, y, engine.max_grad_norms[loader.dataset.handed_out])
+    steps(model, optimizer, [(x, y)])
+    assert torch.allclose(before - weights(model), expected / 15.0, rtol=1e-3, atol=1e-6)
+    loader.batch_sampler.sample_rate.zero_()
+    steps(model, optimizer, [next(iter(loader))])                       # nobody at all
+    assert len(engine.accountant) == 2
 
 
 # The audit.  Half of the coordinates of a linear model belong to a canary each, whose gradient points along its
