@@ -39,12 +39,13 @@ _CRITERIA = []
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experiment:
     """A registered experiment: its exhibit's name, its function, a configuration for each preset, and the helpers
-    whose code counts as its own."""
+    whose code counts as its own.  `one_seed`: whether it runs with the first of its configuration's seeds alone."""
 
     name: str
     function: object
     presets: dict
     uses: tuple = ()
+    one_seed: bool = False
 
     @property
     def title(self):
@@ -99,12 +100,13 @@ class Run:
         return records.resumable(work, names, folder=self.folder, config=key, **arguments)
 
 
-def experiment(name, *, uses=(), **presets):
+def experiment(name, *, uses=(), one_seed=False, **presets):
     """Register a function as the experiment of an exhibit.
 
     Args:
         name: the exhibit, such as "idp-sgd/table-5".
         uses: functions whose code counts as the experiment's own: a change makes its records stale.
+        one_seed: whether the function uses no more than `config.seeds[0]`; `run` then refuses several seeds.
         presets: preset -> frozen dataclass, one at least; a field `seeds` is what `run(seeds=...)` replaces.
     """
     published.exhibit(name)
@@ -112,11 +114,13 @@ def experiment(name, *, uses=(), **presets):
         _checks.one_of("presets", preset, PRESETS)
         if not (dataclasses.is_dataclass(config) and config.__dataclass_params__.frozen):
             raise ValueError(f"presets must be frozen dataclasses, got {config!r} for {preset!r}")
+        if one_seed and len(getattr(config, "seeds", ())) != 1:
+            raise ValueError(f"presets must have one seed where one_seed is set, got {config!r} for {preset!r}")
     if not presets or name in _REGISTRY:
         raise ValueError(f"name must be new and have a preset, got {name!r} with {presets!r}")
 
     def register(function):
-        _REGISTRY[name] = Experiment(name, function, dict(presets), tuple(uses))
+        _REGISTRY[name] = Experiment(name, function, dict(presets), tuple(uses), bool(one_seed))
         return function
     return register
 
@@ -206,7 +210,7 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
             With a folder, an interrupted run goes on where it stopped when it is started again.
         seeds: replaces the configuration's seeds.
 
-    Raises ValueError for unknown names, presets and devices, and for seeds that the experiment does not use.
+    Raises ValueError for unknown names, presets and devices, and for seeds, or more of them, than the experiment uses.
     """
     found = get(name)
     preset = _checks.one_of("preset", preset or default_preset(), found.presets)
@@ -217,6 +221,8 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
         seeds = tuple(_checks.whole_number("seeds", seed) for seed in seeds)
         if not seeds or len(set(seeds)) < len(seeds):
             raise ValueError(f"seeds must be different whole numbers, one at least, got {seeds!r}")
+        if found.one_seed and len(seeds) > 1:
+            raise ValueError(f"seeds must be a single one, since {name} runs with one seed at a time, got {seeds!r}")
         config = dataclasses.replace(config, seeds=seeds)
     device = _device(device)
     with tempfile.TemporaryDirectory() as scratch:

@@ -1012,7 +1012,7 @@ _LIRA = (Task, Training, Problem, _problem, network, assign, parameters, plan_of
          curves)
 
 
-@experiment("idp-sgd/figure-2", uses=_LIRA, quick=Shadows(HALVES, examples=2000, shadows=24),
+@experiment("idp-sgd/figure-2", one_seed=True, uses=_LIRA, quick=Shadows(HALVES, examples=2000, shadows=24),
             paper=Shadows(dataclasses.replace(CIFAR10, training=Training(25_000, 1024, 30, 0.4)), size=16))
 def figure_2(config, run):
     """LiRA against Sample (figure 2, table 12), Scale (figure 8) and DP-SGD at either budget for all (figure 10)."""

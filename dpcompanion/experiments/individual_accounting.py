@@ -399,7 +399,7 @@ _SHARED = (*_RUNS, runnable, left_out, pearson, with_log_loss, rank, histogram)
 
 # Exhibits ----------------------------------------------------------------------------------------------------------
 
-@experiment(f"{NAME}/figure-1", uses=_SHARED, quick=Study(QUICK), paper=Study(at_length(PAPER)))
+@experiment(f"{NAME}/figure-1", one_seed=True, uses=_SHARED, quick=Study(QUICK), paper=Study(at_length(PAPER)))
 def figure_1(config, run):
     """Everybody's epsilon by RDP, the share that reaches the worst case, and what PLD makes of the same histories."""
     values, arrays = left_out(config, run), {}
@@ -437,7 +437,7 @@ def by_groups(config, run, **changes):
     return values
 
 
-@experiment(f"{NAME}/figure-2", uses=(*_SHARED, by_groups), quick=Study(QUICK),
+@experiment(f"{NAME}/figure-2", one_seed=True, uses=(*_SHARED, by_groups), quick=Study(QUICK),
             paper=Study({name: PAPER[name] for name in ("cifar10", "utkface_gender")}))
 def figure_2(config, run):
     """Test accuracy and mean epsilon by class or race."""
@@ -451,7 +451,7 @@ def figure_2(config, run):
     return values
 
 
-@experiment(f"{NAME}/figure-6", uses=(*_SHARED, by_groups), quick=Study(QUICK),
+@experiment(f"{NAME}/figure-6", one_seed=True, uses=(*_SHARED, by_groups), quick=Study(QUICK),
             paper=Study(at_length(subset("mnist", "utkface_age"))))
 def figure_6(config, run):
     """Test accuracy and mean epsilon by class or race."""
@@ -468,7 +468,7 @@ def underserved(record):
         yield LABELS[name], f"rank correlation {r:.2f}, {more:+.0f}%", r <= -0.5 and more > 0
 
 
-@experiment(f"{NAME}/figure-3", uses=_SHARED, quick=Study(QUICK),
+@experiment(f"{NAME}/figure-3", one_seed=True, uses=_SHARED, quick=Study(QUICK),
             paper=Study({**LONG, "cifar10": CIFAR10_RESNET}))
 def figure_3(config, run):
     """Median gradient norm of each class in the reference sample, in units of C: at first, and after each epoch."""
@@ -508,7 +508,7 @@ def estimate_errors(found, refreshes):
             "understated_by_10_percent": (error < -0.1 * exact).mean()}, exact, estimate
 
 
-@experiment(f"{NAME}/figure-4", uses=(*_SHARED, estimate_errors), quick=Estimates(QUICK),
+@experiment(f"{NAME}/figure-4", one_seed=True, uses=(*_SHARED, estimate_errors), quick=Estimates(QUICK),
             paper=Estimates(at_length(PAPER)))
 def figure_4(config, run):
     """Estimates with norms refreshed now and then, beside norms at every step, for examples drawn beforehand.
@@ -559,7 +559,8 @@ def nearest(norms, max_grad_norm, rounding):
     return levels[np.clip(places, 1, len(levels)) - 1]
 
 
-@experiment(f"{NAME}/table-1", uses=(*_SHARED, nearest), quick=Cost(QUICK, examples=10000), paper=Cost(CPU))
+@experiment(f"{NAME}/table-1", one_seed=True, uses=(*_SHARED, nearest),
+            quick=Cost(QUICK, examples=10000), paper=Cost(CPU))
 def table_1(config, run):
     """Processor seconds for the accounts of many examples with and without rounding; what rounding does to epsilon."""
     norms = torch.rand(config.updates, config.examples, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -620,7 +621,7 @@ def released(epsilon, upper, delta, config, method, seed):
     return [mean, *release.private_quantiles(epsilon, config.quantiles, method=method, **budget).tolist()]
 
 
-@experiment(f"{NAME}/table-2", uses=(*_SHARED, released), quick=Release(QUICK),
+@experiment(f"{NAME}/table-2", one_seed=True, uses=(*_SHARED, released), quick=Release(QUICK),
             paper=Release(at_length(subset("mnist", "cifar10"))))
 def table_2(config, run):
     """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over draws."""
@@ -661,7 +662,7 @@ def against_loss(config, run, points=1500, **changes):
     return values, arrays
 
 
-@experiment(f"{NAME}/figure-5", uses=(*_SHARED, against_loss), quick=Study(QUICK),
+@experiment(f"{NAME}/figure-5", one_seed=True, uses=(*_SHARED, against_loss), quick=Study(QUICK),
             paper=Study(at_length(PAPER)))
 def figure_5(config, run):
     """Epsilon against the final training loss."""
@@ -712,7 +713,8 @@ def clipping_is_free(record):
         yield LABELS[name], f"{round(cost, 2) + 0.0:+.2f} points", cost <= 0.5
 
 
-@experiment(f"{NAME}/figures-7-8", uses=(*_SHARED, by_groups, against_loss), quick=Study(QUICK), paper=Study(PAPER))
+@experiment(f"{NAME}/figures-7-8", one_seed=True, uses=(*_SHARED, by_groups, against_loss),
+            quick=Study(QUICK), paper=Study(PAPER))
 def figures_7_8(config, run):
     """Epsilon against loss, and by group, with individual clipping; the same groups without it."""
     changes = {**ONCE, "clipping": "individual"}
@@ -753,7 +755,7 @@ def clip_key(multiple):
     return "c" + f"{multiple:.1f}".replace(".", "")
 
 
-@experiment(f"{NAME}/figures-9-10", uses=(*_SHARED, clip_key), quick=Sweep(QUICK),
+@experiment(f"{NAME}/figures-9-10", one_seed=True, uses=(*_SHARED, clip_key), quick=Sweep(QUICK),
             paper=Sweep({**HALF_TIME, "cifar10": CIFAR10_RESNET}))
 def figures_9_10(config, run):
     """Distribution of epsilon, test accuracy and mean epsilon by class for clip norms around the median."""
@@ -802,7 +804,7 @@ class Large(Study):
     multiples: dict = dataclasses.field(default_factory=lambda: {"c5": 1.5, "c10": 3.0})
 
 
-@experiment(f"{NAME}/figure-12", uses=_SHARED, quick=Large(QUICK),
+@experiment(f"{NAME}/figure-12", one_seed=True, uses=_SHARED, quick=Large(QUICK),
             paper=Large({**HALF_TIME, "cifar10": dataclasses.replace(CIFAR10, normalised=True)}))
 def figure_12(config, run):
     """Pearson's r of epsilon with log loss for large clip norms; on CIFAR-10 these are the paper's."""
@@ -833,7 +835,7 @@ class Variants(Study):
         default_factory=lambda: {"hinge": {"loss": "hinge"}, "small": {"model": "linear"}})
 
 
-@experiment(f"{NAME}/figures-13-14", uses=(*_SHARED, estimate_errors), quick=Variants(QUICK),
+@experiment(f"{NAME}/figures-13-14", one_seed=True, uses=(*_SHARED, estimate_errors), quick=Variants(QUICK),
             paper=Variants({"mnist_cnn": MNIST_CNN, "cifar10": CIFAR10}))
 def figures_13_14(config, run):
     """Another loss and a smaller model: estimates against exact values, accuracy and mean epsilon by class.
@@ -915,7 +917,7 @@ def attacked(found, members, others, config):
     return dict(zip(("success", "low", "high"), np.mean(rates, axis=1).T))
 
 
-@experiment(f"{NAME}/figure-11", uses=(*_SHARED, overfitted, attacked), quick=Membership(QUICK),
+@experiment(f"{NAME}/figure-11", one_seed=True, uses=(*_SHARED, overfitted, attacked), quick=Membership(QUICK),
             paper=Membership(subset("cifar10", "utkface_gender"), epochs=10))
 def figure_11(config, run):
     """Success of the loss-threshold attack on each group with and without DP, beside its mean epsilon."""
@@ -1049,7 +1051,8 @@ class Owners(Study):
     owners: int = 20
 
 
-@experiment(f"{NAME}/theorem-3.2", uses=_SHARED, quick=Owners({"mnist-5k": dataclasses.replace(MNIST_5K, epochs=2)}))
+@experiment(f"{NAME}/theorem-3.2", one_seed=True, uses=_SHARED,
+            quick=Owners({"mnist-5k": dataclasses.replace(MNIST_5K, epochs=2)}))
 def theorem_3_2(config, run):
     """Owners compute their epsilons from the models that training went through and their own example, nothing else."""
     values = {}
@@ -1094,7 +1097,7 @@ def owners_need_nobody(record):
 _PRINTED = Study({name: task for name, task in PAPER.items() if name not in CPU})
 
 
-@experiment(f"{NAME}/algorithms-1-2-3", uses=(Task, make_plan), quick=_PRINTED, paper=_PRINTED)
+@experiment(f"{NAME}/algorithms-1-2-3", one_seed=True, uses=(Task, make_plan), quick=_PRINTED, paper=_PRINTED)
 def algorithms_1_2_3(config, run):
     """The noise that the paper's largest epsilons take, which is not printed, and what PLD says of it."""
     sizes, values = {"mnist": 60000, "cifar10": 50000, "utkface_gender": 15000, "utkface_age": 15000}, {}

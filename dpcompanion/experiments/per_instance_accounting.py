@@ -156,7 +156,7 @@ def label(record):
 
 # Exhibits ----------------------------------------------------------------------------------------------------------
 
-@experiment(f"{NAME}/figure-1", uses=_RUNS, quick=QUICK, paper=PAPER)
+@experiment(f"{NAME}/figure-1", one_seed=True, uses=_RUNS, quick=QUICK, paper=PAPER)
 def figure_1(config, run):
     """Everybody's epsilon with K = 2, who reaches the worst case, and the worst cases of the paper's settings."""
     found = trained(config.setting, config.seeds[0], run)
@@ -176,7 +176,7 @@ def most_pay_less(record):
     yield label(record), f"{share:.0%}", share > 0.5
 
 
-@experiment(f"{NAME}/figure-2", uses=_RUNS, quick=QUICK, paper=PAPER)
+@experiment(f"{NAME}/figure-2", one_seed=True, uses=_RUNS, quick=QUICK, paper=PAPER)
 def figure_2(config, run):
     """Mean gradient norm, in units of C, of five groups of examples over training; groups by the mean over training."""
     found = trained(config.setting, config.seeds[0], run)
@@ -205,7 +205,7 @@ class Estimates(Study):
     refreshes: tuple = (0.0, 1.0, 2.0)
 
 
-@experiment(f"{NAME}/figure-3", uses=_RUNS, quick=Estimates(), paper=Estimates(MNIST))
+@experiment(f"{NAME}/figure-3", one_seed=True, uses=_RUNS, quick=Estimates(), paper=Estimates(MNIST))
 def figure_3(config, run):
     """Accounts by running estimates with K passes an epoch, beside norms at every step, for some examples."""
     values, arrays = {}, {}
@@ -279,7 +279,7 @@ def few_pay_all(record):
     yield label(record), f"{share:.1%}", share < 0.1
 
 
-@experiment(f"{NAME}/figure-5", uses=_RUNS, quick=QUICK, paper=PAPER)
+@experiment(f"{NAME}/figure-5", one_seed=True, uses=_RUNS, quick=QUICK, paper=PAPER)
 def figure_5(config, run):
     """Mean loss and mean epsilon of loss deciles, by the mean over training and by the last epoch's loss."""
     found, values = trained(config.setting, config.seeds[0], run), {}
@@ -310,7 +310,7 @@ def groups(config, run):
             "lowest": epsilon[loss.argmin()]}
 
 
-@experiment(f"{NAME}/figure-6", uses=(*_RUNS, groups, by_class), quick=QUICK)
+@experiment(f"{NAME}/figure-6", one_seed=True, uses=(*_RUNS, groups, by_class), quick=QUICK)
 def figure_6(config, run):
     """Loss and mean epsilon by class; the paper's data need a GPU."""
     return groups(config, run)
@@ -360,13 +360,13 @@ def attacks_by_class(config, run):
 _ATTACKS = (*_RUNS, attacks_by_class, by_class, second.overfitted, attacks.loss_threshold_attack)
 
 
-@experiment(f"{NAME}/figure-7", uses=_ATTACKS, quick=Membership())
+@experiment(f"{NAME}/figure-7", one_seed=True, uses=_ATTACKS, quick=Membership())
 def figure_7(config, run):
     """Success of the loss-threshold attack by class with and without DP; the paper's data need a GPU."""
     return attacks_by_class(config, run)
 
 
-@experiment(f"{NAME}/figures-9-10", uses=(*_ATTACKS, groups), quick=Membership(),
+@experiment(f"{NAME}/figures-9-10", one_seed=True, uses=(*_ATTACKS, groups), quick=Membership(),
             paper=Membership(MNIST, overfit=second.Membership(tasks={}, epochs=10)))
 def figures_9_10(config, run):
     """Loss, mean epsilon and attacks by class on MNIST; UTKFace-age needs a GPU."""
@@ -425,7 +425,7 @@ class Sweep(Study):
     multiples: tuple = (0.1, 0.3, 0.5, 1.5)
 
 
-@experiment(f"{NAME}/figure-8", uses=(*_RUNS, second.clip_key), quick=Sweep())
+@experiment(f"{NAME}/figure-8", one_seed=True, uses=(*_RUNS, second.clip_key), quick=Sweep())
 def figure_8(config, run):
     """Distribution of epsilon for clip norms below and above the median."""
     values, arrays = {}, {}
@@ -454,7 +454,8 @@ class Release(Study):
     draws: int = 20
 
 
-@experiment(f"{NAME}/table-2", uses=(*_RUNS, second.released, release.private_mean, release.private_quantiles),
+@experiment(f"{NAME}/table-2", one_seed=True,
+            uses=(*_RUNS, second.released, release.private_mean, release.private_quantiles),
             quick=Release(), paper=Release(MNIST))
 def table_2(config, run):
     """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over draws."""

@@ -1,6 +1,8 @@
 import dataclasses
+import inspect
 import json
 import math
+import re
 
 import numpy as np
 import pytest
@@ -150,6 +152,28 @@ def test_bad_arguments_are_named(registered, arguments, message):
 def test_seeds_are_refused_where_nothing_is_random():
     with pytest.raises(ValueError, match="seeds must be left out"):
         experiments.run("idp-sgd/table-5", seeds=[1])
+
+
+def test_several_seeds_are_refused_before_any_work_where_one_is_used(registered, monkeypatch):
+    def one(config, run):
+        return {"seed": config.seeds[0]}
+    experiments._REGISTRY.pop(NAME)
+    experiments.experiment(NAME, one_seed=True, quick=Config(seeds=(0,)))(one)
+    assert experiments.run(NAME, preset="quick", seeds=[4]).values == {"seed": 4}
+    monkeypatch.setattr(one, "__code__", (lambda config, run: pytest.fail("it ran")).__code__)
+    with pytest.raises(ValueError, match=r"seeds must be a single one, since .* got \(0, 1, 2\)"):
+        experiments.run(NAME, preset="quick", seeds=[0, 1, 2])
+    experiments._REGISTRY.pop(NAME)
+    with pytest.raises(ValueError, match="presets must have one seed"):
+        experiments.experiment(NAME, one_seed=True, quick=Config())
+
+
+def test_exactly_the_experiments_that_use_only_their_first_seed_say_so():
+    for name in experiments.names():
+        found = experiments.get(name)
+        source = "".join(inspect.getsource(part) for part in (found.function, *found.uses))
+        has_seeds = any(hasattr(config, "seeds") for config in found.presets.values())
+        assert found.one_seed == (has_seeds and not re.search(r"config\.seeds(?!\[0\])", source)), name
 
 
 def test_the_preset_comes_from_one_place(monkeypatch):
