@@ -81,6 +81,29 @@ def test_run_writes_a_record_and_list_shows_it(capsys, tmp_path):
     assert state["idp-sgd/table-5"] == "fresh" and state["idp-sgd/table-7"] == "missing"
 
 
+def test_a_damaged_record_of_the_paper_is_a_warning_beside_a_run_that_succeeded(capsys, tmp_path):
+    (tmp_path / "idp-sgd").mkdir()
+    (tmp_path / "idp-sgd" / "table-5.paper.json").write_text("{")
+    assert cli.main(["run", "idp-sgd/table-5", "--preset", "quick", "--out", str(tmp_path)]) == 0
+    captured = capsys.readouterr()
+    assert "mnist.sigma" in captured.out and "table-5.quick.json" in captured.out
+    assert "warning" in captured.err and "table-5.paper.json is damaged" in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option, value, words", [
+    ("--device", "meta", "device must be one that computes here"),
+    ("--out", __file__, "out must be a folder that can be written to"),
+    ("--seeds", "1", "seeds must be left out"),
+])
+def test_a_run_that_cannot_work_ends_in_one_line_before_it_begins(capsys, tmp_path, option, value, words):
+    options = {"--preset": "quick", "--out": str(tmp_path), option: value}
+    assert cli.main(["run", "idp-sgd/table-5", *(word for pair in options.items() for word in pair)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and words in captured.err and captured.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_command_is_there_without_importing_anything_heavy_for_its_help():
     code = "import sys, dpcompanion.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules)"

@@ -210,7 +210,8 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
             With a folder, an interrupted run goes on where it stopped when it is started again.
         seeds: replaces the configuration's seeds.
 
-    Raises ValueError for unknown names, presets and devices, and for seeds, or more of them, than the experiment uses.
+    Raises ValueError, before any work, for unknown names and presets, for a device or a folder that cannot be used, and
+    for seeds, or more of them, than the experiment uses.
     """
     found = get(name)
     preset = _checks.one_of("preset", preset or default_preset(), found.presets)
@@ -225,6 +226,8 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
             raise ValueError(f"seeds must be a single one, since {name} runs with one seed at a time, got {seeds!r}")
         config = dataclasses.replace(config, seeds=seeds)
     device = _device(device)
+    if out is not None:
+        _writable(records.path_of(name, preset, out).parent, out)
     with tempfile.TemporaryDirectory() as scratch:
         path = records.path_of(name, preset, scratch if out is None else out)
         parts = path.with_name(f".{path.stem}.parts")
@@ -287,9 +290,21 @@ def _device(device):
         device = torch.device(device)
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be a torch device such as 'cpu' or 'cuda', got {device!r}") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device must be available, got {str(device)!r} where torch finds no GPU")
+    try:
+        torch.ones(1, device=device).item()
+    except Exception as error:  # each backend has its own way to say that it is not there
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
+        raise ValueError(f"device must be one that computes here, got {str(device)!r} ({reason})") from None
     return device
+
+
+def _writable(folder, out):
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(f"out must be a folder that can be written to, got {str(out)!r} ({error.strerror})") from None
 
 
 def _load(*papers):

@@ -34,6 +34,13 @@ def registered(monkeypatch):
     return NAME
 
 
+def forbid_work(monkeypatch, name):
+    def never(config, run):
+        pytest.fail("it ran")
+    found = experiments.get(name)
+    monkeypatch.setitem(experiments._REGISTRY, name, dataclasses.replace(found, function=never))
+
+
 def test_a_run_makes_a_record_with_its_provenance(registered, tmp_path):
     record = experiments.run(registered, preset="quick", out=tmp_path)
     assert record.values == {"mean": records.MeanSD(0.5, math.sqrt(0.5), 2), "examples": 359}
@@ -140,11 +147,17 @@ def test_seeds_are_replaced_and_named_in_the_command(registered):
 @pytest.mark.parametrize("arguments, message", [
     ({"name": "idp-sgd/table-55"}, "name must be one of .*'idp-sgd/table-5'.*got 'idp-sgd/table-55'"),
     ({"preset": "full"}, "preset must be one of 'quick', 'paper', got 'full'"),
-    ({"device": "abacus"}, "device must be a torch device"), ({"seeds": []}, "seeds must be different"),
+    ({"device": "abacus"}, "device must be a torch device"),
+    ({"device": "meta"}, "device must be one that computes here, got 'meta'"),
+    ({"device": "cuda:99"}, "device must be one that computes here, got 'cuda:99'"),
+    ({"out": __file__}, "out must be a folder that can be written to, got .*test_experiments.py"),
+    ({"out": "/proc/results"}, "out must be a folder that can be written to, got '/proc/results'"),
+    ({"seeds": []}, "seeds must be different"),
     ({"seeds": [1, 1]}, "seeds must be different"), ({"seeds": [0.5]}, "seeds must be a whole number"),
     ({"seeds": [-1]}, "seeds must lie in"),
 ])
-def test_bad_arguments_are_named(registered, arguments, message):
+def test_bad_arguments_are_named_before_any_work(registered, monkeypatch, arguments, message):
+    forbid_work(monkeypatch, registered)
     with pytest.raises(ValueError, match=message):
         experiments.run(**{"name": registered, "preset": "quick", **arguments})
 
@@ -160,7 +173,7 @@ def test_several_seeds_are_refused_before_any_work_where_one_is_used(registered,
     experiments._REGISTRY.pop(NAME)
     experiments.experiment(NAME, one_seed=True, quick=Config(seeds=(0,)))(one)
     assert experiments.run(NAME, preset="quick", seeds=[4]).values == {"seed": 4}
-    monkeypatch.setattr(one, "__code__", (lambda config, run: pytest.fail("it ran")).__code__)
+    forbid_work(monkeypatch, NAME)
     with pytest.raises(ValueError, match=r"seeds must be a single one, since .* got \(0, 1, 2\)"):
         experiments.run(NAME, preset="quick", seeds=[0, 1, 2])
     experiments._REGISTRY.pop(NAME)
