@@ -48,6 +48,7 @@ from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset
                               default_collate)
 
 from dpcompanion import _checks, accounting, idp
+from dpcompanion.training.layers import squared_norms
 from dpcompanion.training.sampling import PoissonSampler
 
 METHODS = ("sample", "scale", "combined")
@@ -391,8 +392,8 @@ class _Following:
 class _Optimizer(_Following, DPOptimizer):
     def clip_and_accumulate(self):
         samples = self.grad_samples
-        norms = torch.stack([g.reshape(len(g), -1).norm(dim=1) if len(g) else g.new_zeros(0) for g in samples],
-                            dim=1).norm(dim=1)
+        squares = sum(squared_norms(g) if len(g) else g.new_zeros(0, dtype=torch.float64) for g in samples)
+        norms = squares.sqrt().to(samples[0].dtype)
         factors, bad = self.clip_factors(norms), ~norms.isfinite()
         unfit = bool(bad.any())
         if unfit:
