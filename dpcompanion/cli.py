@@ -7,8 +7,8 @@
     dpcompanion list
     dpcompanion run idp-sgd/table-5 --preset paper
 
-Every answer names the neighbouring relation, the sampler, the accountant and delta.  What is printed is
-rounded to the safe side; `--json` gives all digits.  A mistake ends in one line on stderr and exit status 2.
+Every answer names the neighbouring relation, the sampler, the accountant and delta.  It is rounded to the safe side,
+what was given is not rounded, and `--json` gives all digits.  A mistake ends in one line on stderr and exit status 2.
 
 >>> main(["epsilon", "--sample-rate", "0.01", "--noise-multiplier", "1", "--steps", "1000", "--delta", "1e-5",
 ...       "--accountant", "rdp"])
@@ -17,6 +17,7 @@ epsilon 2.10137 at delta 1e-05 (add/remove one example, Poisson sampling, accoun
 """
 
 import argparse
+import decimal
 import json
 import math
 import sys
@@ -58,16 +59,25 @@ def _number(text):
 
 
 def rounded(value, toward, digits=6):
-    """`value` to `digits` significant digits, rounded by math.ceil or math.floor.
+    """`value` to `digits` significant digits, rounded by math.ceil or math.floor: never past the other side of it.
 
     >>> rounded(1.82826712, math.ceil), rounded(0.0141524479, math.floor), rounded(254, math.floor)
     (1.82827, 0.0141524, 254)
     """
     if isinstance(value, int) or value == 0 or not math.isfinite(value):
         return value
-    decimals = digits - 1 - math.floor(math.log10(abs(value)))
-    scaled = toward(value * 10.0**decimals)
-    return float(f"{scaled}e{-decimals}")
+    # In decimals, since a product of floats may itself be rounded to the wrong side.
+    context = decimal.Context(prec=digits, rounding={math.ceil: "ROUND_CEILING", math.floor: "ROUND_FLOOR"}[toward])
+    return float(context.create_decimal(repr(float(value))))
+
+
+def exactly(value):
+    """All digits of a number, as few as tell it from any other.
+
+    >>> exactly(1.23456789e-05), exactly(8.0), exactly(1000000)
+    ('1.23456789e-05', '8', '1000000')
+    """
+    return repr(value if isinstance(value, int) else float(value)).removesuffix(".0")
 
 
 def _answer(arguments):
@@ -83,8 +93,8 @@ def _answer(arguments):
                 "neighbouring_relation": RELATION, "sampler": SAMPLER}
         print(json.dumps(said, indent=1))
     else:
-        budget = f"for epsilon {given['target_epsilon']:g} " if "target_epsilon" in given else ""
-        print(f"{arguments.command} {rounded(value, toward):.12g} {budget}at delta {delta:g} "
+        budget = f"for epsilon {exactly(given['target_epsilon'])} " if "target_epsilon" in given else ""
+        print(f"{arguments.command} {exactly(rounded(value, toward))} {budget}at delta {exactly(delta)} "
               f"(add/remove one example, Poisson sampling, accountant {arguments.accountant})")
 
 

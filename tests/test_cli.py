@@ -48,8 +48,25 @@ def test_json_of_an_infinite_epsilon_is_valid_json(capsys):
 @given(st.floats(1e-12, 1e12))
 def test_printed_answers_are_rounded_to_the_safe_side(value):
     up, down = cli.rounded(value, math.ceil), cli.rounded(value, math.floor)
-    assert down <= value * (1 + 1e-15) and value <= up * (1 + 1e-15)
+    assert down <= value <= up and float(cli.exactly(down)) <= value <= float(cli.exactly(up))
     assert up - down <= 1.001e-5 * value
+
+
+@pytest.mark.parametrize("value, toward, printed", [
+    (1.0000001e-6, math.ceil, 1.00001e-6), (0.3, math.floor, 0.3), (0.1, math.ceil, 0.1), (2.0, math.ceil, 2.0),
+    (math.nextafter(14.245, 15), math.ceil, 14.2451), (math.nextafter(8.44754e-07, 0), math.floor, 8.44753e-07),
+])
+def test_a_number_of_few_digits_stays_and_its_neighbour_goes_to_the_safe_side(value, toward, printed):
+    assert cli.rounded(value, toward) == printed
+
+
+@pytest.mark.parametrize("delta", ["1.2345642e-05", "0.0000100000049", "1e-05"])
+def test_a_given_delta_and_epsilon_are_printed_with_all_their_digits(capsys, delta):
+    out = said(capsys, "steps", "--epsilon", "1.0000049", "--delta", delta, "--sample-rate", "0.01",
+               "--noise-multiplier", "1", "--accountant", "rdp")
+    words = out.split()
+    assert words[words.index("epsilon") + 1] == "1.0000049"
+    assert float(words[words.index("delta") + 1]) == float(delta)
 
 
 @pytest.mark.parametrize("arguments, words", [
