@@ -50,7 +50,10 @@ PAPER = {
     "adult": Task(32, 0.5, 3400, seeds=161, data_sets=80),
 }
 UNSCALED = {"mnist-binary-unscaled": PAPER["mnist-binary"]}
-QUICK = {"digits": Task(32, 1.0, 120, seeds=40, data_sets=20), "breast-cancer": Task(16, 1.0, 150, seeds=40, data_sets=20)}
+QUICK = {
+    "digits": Task(32, 1.0, 120, seeds=40, data_sets=20),
+    "breast-cancer": Task(16, 1.0, 150, seeds=40, data_sets=20),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +174,8 @@ def trained(name, task, run, initialisation="varying", **options):
 def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_seed=0, held_out=None):
     """The weights, and the seconds that training took when it was done.
 
-    `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out` (features, label) stands in for
-    the example that replaces others. Runs that take long are kept, piece by piece.
+    `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out` (features, label) stands in
+    for the example that replaces others. Runs that take long are kept, piece by piece.
     """
     found = problem(name, run)
     data_sets = tuple(range(task.data_sets + 1)) if data_sets is None else tuple(data_sets)
@@ -203,7 +206,8 @@ def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_se
             parts = [train(piece) for piece in pieces]
         else:
             folder = data.data_folder() / "grids" / f"{name}-{initialisation}-{records.hash_of(key)[:12]}"
-            parts = records.resumable(train, pieces, folder=folder, config=key, label=f"{name}, {initialisation}").values()
+            parts = records.resumable(train, pieces, folder=folder, config=key,
+                                      label=f"{name}, {initialisation}").values()
         _TRAINED[hashed] = (torch.cat([torch.as_tensor(arrays["weights"]) for _, arrays in parts], 1),
                             sum(values["seconds"] for values, _ in parts))
     return _TRAINED[hashed]
@@ -290,7 +294,8 @@ class Shuffles:
     seeds: tuple = (0,)
 
 
-@experiment("intrinsic-privacy/claims-1-2", quick=Shuffles(200, 6, 20000), paper=Shuffles(10396, 6, 20000))
+@experiment("intrinsic-privacy/claims-1-2", one_seed=True,
+            quick=Shuffles(200, 6, 20000), paper=Shuffles(10396, 6, 20000))
 def claims_1_2(config, run):
     """Fixed points of random orders, and the bound of equation 9 in units of 2 L eta."""
     n, k = config.examples, config.passes
@@ -299,7 +304,8 @@ def claims_1_2(config, run):
     fixed = np.array([[(random.permutation(n) == places).sum() for _ in range(k)] for _ in range(config.draws)])
     variability = (n - fixed).sum(1)
     near = np.abs(variability - k * (n - 1)) >= k * (n - 2) / 2
-    return {"mean": variability.mean(), "mean_claimed": k * (n - 1), "variance": variability.var(), "variance_claimed": k,
+    return {"mean": variability.mean(), "mean_claimed": k * (n - 1),
+            "variance": variability.var(), "variance_claimed": k,
             "maximum_claimed": k * n, "chebyshev": 4 / (k * (n - 2) ** 2), "chance": near.mean(),
             "fixed_points": np.bincount(fixed.ravel(), minlength=8)[:8] / fixed.size}
 
@@ -308,7 +314,8 @@ LOG_EDGES = np.linspace(-5, 2, 141)
 
 
 def _log_histogram(values):
-    return np.histogram(np.log10(np.clip(values.numpy().ravel(), 1e-300, None)).clip(-5, 2), LOG_EDGES)[0].astype(np.int32)
+    return np.histogram(np.log10(np.clip(values.numpy().ravel(), 1e-300, None)).clip(-5, 2),
+                        LOG_EDGES)[0].astype(np.int32)
 
 
 def _distances(name, weights, bound):
@@ -319,7 +326,8 @@ def _distances(name, weights, bound):
     for initialisation, grid in weights.items():
         sets, seeds = grid.shape[:2]
         found[f"seed.{initialisation}"] = between_seeds(grid[1:])
-        pairs = torch.randint(1, sets, (2, 20000), generator=generator), torch.randint(seeds, (2, 20000), generator=generator)
+        pairs = (torch.randint(1, sets, (2, 20000), generator=generator),
+                 torch.randint(seeds, (2, 20000), generator=generator))
         differ = (pairs[0][0] != pairs[0][1]) & (pairs[1][0] != pairs[1][1])
         (a, b), (r, s) = (pair[:, differ] for pair in pairs)
         found[f"both.{initialisation}"] = (grid[a, r] - grid[b, s]).norm(dim=-1)
@@ -329,16 +337,19 @@ def _distances(name, weights, bound):
                    f"{name}.{kind}.min": distances.min()}
     largest = found["data"].max()
     for initialisation in weights:
-        values[f"{name}.seed_above_all_data.{initialisation}"] = (found[f"seed.{initialisation}"] > largest).double().mean()
+        values[f"{name}.seed_above_all_data.{initialisation}"] = (
+            found[f"seed.{initialisation}"] > largest).double().mean()
         if bound is not None:
-            values[f"{name}.seed_above_bound.{initialisation}"] = (found[f"seed.{initialisation}"] > bound).double().mean()
+            values[f"{name}.seed_above_bound.{initialisation}"] = (
+                found[f"seed.{initialisation}"] > bound).double().mean()
     values[f"{name}.varying_over_fixed"] = found["seed.varying"].median() / found["seed.fixed"].median()
     if bound is not None:
         values |= {f"{name}.bound": bound, f"{name}.bound_over_data": bound / largest}
     return values, arrays
 
 
-@experiment("intrinsic-privacy/figure-2", uses=(*_ENSEMBLE, _grid, sensitivities, between_seeds, _distances, _log_histogram),
+@experiment("intrinsic-privacy/figure-2",
+            uses=(*_ENSEMBLE, _grid, sensitivities, between_seeds, _distances, _log_histogram),
             quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
 def figure_2(config, run):
     """Distances between runs that differ in data, in seed, or in both; histograms over `LOG_EDGES` of log10."""
@@ -374,7 +385,8 @@ def figure_3(config, run):
                           for i in range(len(weights))])
             row = f"{name}.{initialisation}"
             arrays[row] = p.astype(np.float32)
-            values |= {f"{row}.below_5_percent": (p < 0.05).mean(), f"{row}.below_bonferroni": (p < 0.05 / p.shape[1]).mean(),
+            values |= {f"{row}.below_5_percent": (p < 0.05).mean(),
+                       f"{row}.below_bonferroni": (p < 0.05 / p.shape[1]).mean(),
                        f"{row}.smallest": p.min(), f"{row}.one_set_below_5_percent": (p[0] < 0.05).mean(),
                        f"{row}.kurtosis": np.median(stats.kurtosis(weights, axis=1))}
     return values, arrays
@@ -390,7 +402,8 @@ def table_3(config, run):
         examples = problem(name, run).examples
         bound, fractional, _ = sensitivities(task, examples)
         grids = {initialisation: trained(name, task, run, initialisation)[1:] for initialisation in INITIALISATIONS}
-        sigma, star, delta = op.intrinsic_sigma(grids["varying"]), op.empirical_sensitivity(grids["varying"]), 1 / examples
+        sigma, star, delta = (
+            op.intrinsic_sigma(grids["varying"]), op.empirical_sensitivity(grids["varying"]), 1 / examples)
 
         def epsilon(sensitivity, sigma=sigma, mechanism="analytic"):
             return op.intrinsic_epsilon(sensitivity, sigma, delta, mechanism=mechanism)
@@ -429,7 +442,8 @@ def _figure_of_pairs(config, run, initialisation):
     values, arrays = {}, {}
     for name, task in config.tasks.items():
         delta = 1 / problem(name, run).examples
-        for mine, new in zip((values, arrays), _pairwise_epsilon(name, trained(name, task, run, initialisation), delta)):
+        for mine, new in zip((values, arrays),
+                             _pairwise_epsilon(name, trained(name, task, run, initialisation), delta)):
             mine |= new
     return values, arrays
 
@@ -455,7 +469,8 @@ def accuracies(found, weights, sigma, generator):
     noise = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
     features = torch.cat((found.test_features, torch.ones(len(found.test_features), 1)), 1)
     positive = found.test_labels[:, None] == 1
-    return torch.cat([((features @ part.T > 0) == positive).double().mean(0) for part in (weights + sigma * noise).split(64)])
+    return torch.cat([((features @ part.T > 0) == positive).double().mean(0)
+                      for part in (weights + sigma * noise).split(64)])
 
 
 def _utility(name, task, run, config, initialisation, mechanism):
@@ -465,7 +480,8 @@ def _utility(name, task, run, config, initialisation, mechanism):
     """
     found = problem(name, run)
     grid = trained(name, task, run, initialisation)[1:]
-    chosen = torch.randperm(grid[..., 0].numel(), generator=torch.Generator().manual_seed(config.seeds[0]))[:config.models]
+    chosen = torch.randperm(grid[..., 0].numel(),
+                            generator=torch.Generator().manual_seed(config.seeds[0]))[:config.models]
     weights = grid.flatten(0, 1)[chosen]
     bound, fractional, _ = sensitivities(task, found.examples)
     theory = fractional if mechanism == "classical" else bound
@@ -481,7 +497,7 @@ def _utility(name, task, run, config, initialisation, mechanism):
     return results
 
 
-@experiment("intrinsic-privacy/table-4", uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility),
+@experiment("intrinsic-privacy/table-4", one_seed=True, uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility),
             quick=Utility(QUICK, 200, (1.0,)), paper=Utility(PAPER | UNSCALED, 2000, (1.0,)))
 def table_4(config, run):
     """Accuracy at eps 1 as the paper computes it; with the bound and the analytic mechanism under `.analytic`."""
@@ -517,7 +533,8 @@ def _figure_of_utility(config, run, initialisation):
     return values, arrays
 
 
-@experiment("intrinsic-privacy/figure-5", uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility, _figure_of_utility),
+@experiment("intrinsic-privacy/figure-5", one_seed=True,
+            uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility, _figure_of_utility),
             quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 500))
 def figure_5(config, run):
     """Mean accuracy over epsilon, the initialisation varying."""
@@ -558,7 +575,7 @@ def figures_6_7(config, run):
     return values, arrays
 
 
-@experiment("intrinsic-privacy/figures-8-9",
+@experiment("intrinsic-privacy/figures-8-9", one_seed=True,
             uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility, _figure_of_utility, _pairwise_epsilon,
                   _figure_of_pairs, _log_histogram),
             quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 500))
@@ -573,8 +590,8 @@ def figures_8_9(config, run):
 
 @dataclasses.dataclass(frozen=True)
 class Audit(Grids):
-    """Fresh seeds for data set 0 and its `neighbours` that move the weights most, in units of the noise, and for as many
-    as `canaries` in which a made-up example takes another's place.
+    """Fresh seeds for data set 0 and its `neighbours` that move the weights most, in units of the noise, and for as
+    many as `canaries` in which a made-up example takes another's place.
 
     Half of the seeds fit the Gaussians and the distinguishers, the other half are counted.
     """
@@ -612,7 +629,8 @@ def gaussian_view(weights):
 
     covariance, _ = op.noise_covariance(weights, shrinkage=0.0)
     shrunk, shrinkage = op.noise_covariance(weights)
-    return {"mu": mu(covariance), "mu_shrunk": mu(shrunk), "mu_pooled": differences.norm(dim=1) / op.intrinsic_sigma(weights),
+    return {"mu": mu(covariance), "mu_shrunk": mu(shrunk),
+            "mu_pooled": differences.norm(dim=1) / op.intrinsic_sigma(weights),
             "covariance": covariance, "shrinkage": shrinkage, "differences": differences}
 
 
@@ -620,7 +638,8 @@ def gaussian_ratio(first, second):
     """The log likelihood ratio of Gaussians fitted to two clouds of weights, (seeds, parameters), as a function."""
     fits = []
     for cloud in (first, second):
-        # A hair of shrinkage, since a weight that no batch moves has no noise at all; any score is a valid distinguisher.
+        # A hair of shrinkage, since a weight that no batch moves has no noise at all;
+        # any score is a valid distinguisher.
         covariance, _ = op.noise_covariance(cloud[None], shrinkage=1e-9)
         fits.append((cloud.mean(0), covariance, torch.linalg.slogdet(covariance).logabsdet))
 
@@ -654,7 +673,8 @@ def counted(score, fit, trial, *, delta, confidence):
         above = [len(s) - torch.searchsorted(s, thresholds) for s in (positive, negative)]
         return dict(true_positives=above[0], positives=len(positive), false_positives=above[1], negatives=len(negative))
 
-    thresholds = torch.cat([score(cloud) for cloud in fit]).quantile(torch.linspace(0.001, 0.999, 999, dtype=torch.float64))
+    thresholds = torch.cat([score(cloud) for cloud in fit]).quantile(
+        torch.linspace(0.001, 0.999, 999, dtype=torch.float64))
     seen = counts(fit, thresholds)
     at_epsilon = thresholds[attacks.epsilon_lower_bound(**seen, delta=delta, confidence=confidence).argmax()]
     at_mu = thresholds[attacks.mu_lower_bound(**seen, confidence=confidence).argmax()]
@@ -667,7 +687,8 @@ def canary(found, weights, count):
 
     An example pulls by (y - p) x, with a 1 for the bias. Candidates are the directions of least noise with the largest
     norm that training examples have and the label that the mean model finds least likely; the one with the largest
-    pull' S^-1 pull is taken, and the `count` examples that pull against it the most. Returns ((features, label), numbers).
+    pull' S^-1 pull is taken, and the `count` examples that pull against it the most.
+    Returns ((features, label), numbers).
     """
     covariance, _ = op.noise_covariance(weights[:1], shrinkage=0.0)
     mean, directions = weights[0].mean(0), torch.linalg.eigh(covariance).eigenvectors[:-1, :8].T
@@ -695,7 +716,8 @@ def _clouds(name, task, run, config, initialisation, kind):
     weights = trained(name, task, run, initialisation, data_sets=(0, *chosen), first_seed=first)
     if kind == "canary":
         held_out, chosen = canary(problem(name, run), weights, config.canaries)
-        weights = trained(name, task, run, initialisation, data_sets=(0, *chosen), first_seed=2 * first, held_out=held_out)
+        weights = trained(name, task, run, initialisation, data_sets=(0, *chosen), first_seed=2 * first,
+                          held_out=held_out)
     return weights, grid, chosen
 
 
@@ -734,8 +756,8 @@ def algorithm_1(config, run):
         view, sigma, star = gaussian_view(fit), op.intrinsic_sigma(grid), op.empirical_sensitivity(grid[1:])
         spectrum = torch.linalg.eigvalsh(view["covariance"]).flip(0).sqrt()
         each = 1 - (1 - config.confidence) / (2 * len(chosen))
-        found = {kind: torch.stack([torch.stack(counted(make(fit[0], other), (fit[0], other), (trial[0], fresh), delta=delta,
-                                                        confidence=each))
+        found = {kind: torch.stack([torch.stack(counted(make(fit[0], other), (fit[0], other), (trial[0], fresh),
+                                                        delta=delta, confidence=each))
                                     for other, fresh in zip(fit[1:], trial[1:])]).T
                  for kind, make in (("gaussian_ratio", gaussian_ratio), ("linear", linear_classifier))}
         epsilon, mu = torch.stack(list(found.values())).amax(0)
@@ -748,15 +770,16 @@ def algorithm_1(config, run):
             f"{row}.sigma_largest": spectrum[0], f"{row}.sigma_smallest": spectrum[-1],
             f"{row}.moved": view["differences"].norm(dim=1), f"{row}.mu_pooled": view["mu_pooled"],
             f"{row}.mu_shrunk": view["mu_shrunk"], f"{row}.mu_covariance": view["mu"], f"{row}.mu_audited": mu,
-            f"{row}.mu_claimed": bound / sigma, f"{row}.mu_claimed_star": star / sigma, f"{row}.epsilon_audited": epsilon,
-            f"{row}.epsilon_of_mu_audited": gaussian_epsilon(mu, delta),
+            f"{row}.mu_claimed": bound / sigma, f"{row}.mu_claimed_star": star / sigma,
+            f"{row}.epsilon_audited": epsilon, f"{row}.epsilon_of_mu_audited": gaussian_epsilon(mu, delta),
             f"{row}.epsilon_pooled": gaussian_epsilon(view["mu_pooled"], delta),
             f"{row}.epsilon_covariance": gaussian_epsilon(view["mu"], delta),
             f"{row}.epsilon_claimed": op.intrinsic_epsilon(bound, sigma, delta),
             f"{row}.epsilon_claimed_star": op.intrinsic_epsilon(star, sigma, delta),
             f"{row}.kurtosis_weights": stats.kurtosis(weights[0].numpy(), axis=0).mean(),
             f"{row}.kurtosis_worst": stats.kurtosis(z.numpy()),
-            f"{row}.beyond_3_sigma": (z.abs() > 3).double().mean(), f"{row}.beyond_4_sigma": (z.abs() > 4).double().mean(),
+            f"{row}.beyond_3_sigma": (z.abs() > 3).double().mean(),
+            f"{row}.beyond_4_sigma": (z.abs() > 4).double().mean(),
         }
         for kind, (epsilons, mus) in found.items():
             values |= {f"{row}.epsilon_audited.{kind}": epsilons, f"{row}.mu_audited.{kind}": mus}
@@ -795,7 +818,8 @@ def algorithm_2(config, run):
                     f"{row}.{kind}.epsilon_of_mu_audited": gaussian_epsilon(audits[1], delta)}
 
         for kind, sensitivity in (("theory", bound), ("empirical", op.empirical_sensitivity(grid[1:]))):
-            values |= report(kind, op.augmented_sigma(sensitivity, sigma, target_epsilon=config.targets, target_delta=delta))
+            values |= report(
+                kind, op.augmented_sigma(sensitivity, sigma, target_epsilon=config.targets, target_delta=delta))
         needed = []
         for target in config.targets:
             low, high = 0.0, 10.0
@@ -808,7 +832,7 @@ def algorithm_2(config, run):
     return values
 
 
-# Criteria of the qualitative findings ----------------------------------------------------------------------------------
+# Criteria of the qualitative findings ------------------------------------------------------------------------------
 
 NAMES = {"mnist-binary": "MNIST-binary", "mnist-binary-unscaled": "MNIST-binary, not scaled", "forest": "Forest",
          "adult": "Adult", "digits": "digits", "breast-cancer": "breast cancer"}
@@ -856,7 +880,8 @@ def _attacked(record, tasks, mu, epsilon):
             row = f"{name}.{start}.canary"
             seen = max(record.values[f"{row}.mu_audited"])
             shown = max(record.values[f"{row}.epsilon_of_mu_audited"])
-            yield (f"{NAMES[name]}, {start} start", f"at least {shown:.2f}; claimed {record.values[f'{row}.{epsilon}']:.2f}",
+            yield (f"{NAMES[name]}, {start} start",
+                   f"at least {shown:.2f}; claimed {record.values[f'{row}.{epsilon}']:.2f}",
                    seen <= record.values[f"{row}.{mu}"])
 
 
@@ -874,7 +899,8 @@ def _augmented(record, tasks, sensitivity):
     for name in tasks:
         for start in INITIALISATIONS:
             row = f"{name}.{start}.canary"
-            shown = record.values[f"{row}.{sensitivity}.epsilon_of_mu_audited"][record.values[f"{row}.targets"].index(1.0)]
+            shown = record.values[f"{row}.{sensitivity}.epsilon_of_mu_audited"][
+                record.values[f"{row}.targets"].index(1.0)]
             yield f"{NAMES[name]}, {start} start", f"at least {shown:.2f}", shown <= 1.0
 
 
@@ -905,7 +931,8 @@ def _looks_normal(record):
     for name in record.config["tasks"]:
         for start in INITIALISATIONS:
             low, corrected = (record.values[f"{name}.{start}.{key}"] for key in ("below_5_percent", "below_bonferroni"))
-            yield f"{NAMES[name]}, {start} start", f"{100 * low:.1f}%, {100 * corrected:.1f}%", low < 0.5 and corrected == 0
+            yield (f"{NAMES[name]}, {start} start", f"{100 * low:.1f}%, {100 * corrected:.1f}%",
+                   low < 0.5 and corrected == 0)
 
 
 @finding("intrinsic-privacy/figure-4", "largest above twice the median, skewed to the right (classical)")
@@ -920,7 +947,7 @@ def _never_worse(record):
     for name in record.config["tasks"]:
         for which in ("theory", "empirical"):
             low, high = (record.values[f"{name}.classical.{which}.{key}_gain"] for key in ("smallest", "largest"))
-            yield f"{NAMES[name]}, {which}", f"{low:+.4f} to {high:+.4f}", low >= -0.001
+            yield f"{NAMES[name]}, {which}", f"{low:+z.4f} to {high:+z.4f}", low >= -0.001
 
 
 def _of_varying_start(exhibit, record):
