@@ -26,6 +26,12 @@
     return (Math.ceil(value * Math.pow(10, digits)) / Math.pow(10, digits)).toFixed(digits);
   };
 
+  // An error in one digit, rounded up too.
+  const atMost = (value) => {
+    const near = Number(value.toPrecision(1));
+    return (near >= value ? near : near + Math.pow(10, Math.floor(Math.log10(value)))).toPrecision(1);
+  };
+
   function answer() {
     const value = Object.fromEntries(NAMES.map((name) => [name, Number(field(name).value)]));
     const wrong = NAMES.find((name) => !(value[name] >= Number(field(name).min) && value[name] <= Number(field(name).max)));
@@ -44,7 +50,7 @@
       epsilon[who] = Math.min(byRenyi, byLosses.epsilon);
       write(`${who}-rdp`, shown(byRenyi));
       write(`${who}-pld`, shown(byLosses.epsilon));
-      write(`${who}-error`, Number.isFinite(byLosses.error) ? byLosses.error.toPrecision(1) : "large");
+      write(`${who}-error`, Number.isFinite(byLosses.error) ? atMost(byLosses.error) : "large");
     }
     said.textContent = `For everybody, epsilon is at most ${shown(epsilon.all)}. For somebody whose gradients are never longer than `
       + `${value.norm} of the clip norm, it is at most ${shown(epsilon.one)}.`;
