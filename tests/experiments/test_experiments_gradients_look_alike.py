@@ -12,7 +12,7 @@ from dpcompanion import data, experiments
 from dpcompanion.experiments import Run
 from dpcompanion.experiments import gradients_look_alike as g
 from dpcompanion.per_instance import compose_sensitivities, coupled_divergence, step_divergence
-from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms
+from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, train_ensemble
 
 TINY = g.Task("mnist-5k", "softmax", epochs=1, learning_rate=1.0, runs=2, points=15, stops=4)
 NAMES = [name for name in experiments.names() if name.startswith("gradients-look-alike/")]
@@ -41,6 +41,8 @@ def tiny(config):
                          ("resamples", 20)):
         if hasattr(config, field):
             changes[field] = value
+    if hasattr(config, "exact"):
+        changes["exact"] = {name: g.Tilted(2, runs=2) for name in changes["tasks"]}
     return dataclasses.replace(config, **changes)
 
 
@@ -67,7 +69,8 @@ def test_every_exhibit_gives_the_same_numbers_twice_and_meets_all_its_criteria(n
 
 def test_points_are_looked_at_before_training_at_each_moment_and_at_the_end(run):
     found = g.watched(TINY, run)
-    assert found.moments == [0, 8, 15, 16, 23, 31] and found.norms.shape == (2, 6, 30) and found.weights.shape == (2, 3, 7850)
+    assert found.moments == [0, 8, 15, 16, 23, 31]
+    assert found.norms.shape == (2, 6, 30) and found.weights.shape == (2, 3, 7850)
     x, y = g._inputs("mnist-5k", "softmax", "train", run)
     members = np.random.RandomState(0).permutation(len(y))[:15]
     model = g._MODELS["softmax"](seed=0)
@@ -75,7 +78,8 @@ def test_points_are_looked_at_before_training_at_each_moment_and_at_the_end(run)
         torch.nn.utils.vector_to_parameters(weights, model.parameters())
         norms = gradient_norms(model, cross_entropy, x[members], y[members]).clamp(max=1)
         torch.testing.assert_close(found.seen("remove")[1, index].float(), norms)
-        assert found.seen("remove", "correct")[1, index].tolist() == (model(x[members]).argmax(1) == y[members]).tolist()
+        right = model(x[members]).argmax(1) == y[members]
+        assert found.seen("remove", "correct")[1, index].tolist() == right.tolist()
     torch.testing.assert_close(found.norms[0, 0], found.norms[1, 0], rtol=0, atol=0)
     assert (found.norms[0, -1] != found.norms[1, -1]).any()
 
@@ -125,7 +129,8 @@ def test_batches_are_poisson_samples():
             pairs += int({0, 1} <= set(chosen.tolist()))
     total = len(sizes)
     assert (counts / total - 0.2).abs().max() < 4.5 * math.sqrt(0.16 / total)
-    assert np.var(sizes) == pytest.approx(8, rel=0.06) and pairs / total == pytest.approx(0.04, abs=4.5 * math.sqrt(0.0384 / total))
+    assert np.var(sizes) == pytest.approx(8, rel=0.06)
+    assert pairs / total == pytest.approx(0.04, abs=4.5 * math.sqrt(0.0384 / total))
     drawn, counted = g.batches(2, 5, 1.0, generator)
     assert all(places[which].tolist() == [0, 1, 2, 3, 4] for places, which in zip(drawn, counted))
 
@@ -178,7 +183,7 @@ def test_tilted_runs_weigh_every_count_of_the_first_step_as_they_should(monkeypa
         expected += weight * torch.exp(2 * g.divergence(second, plan, 3)).mean(0)
     torch.testing.assert_close(tilted, torch.log(expected) / 2, rtol=0.01, atol=0)
     plain = (2 * g.divergence(norms, plan, 3)).sum(0).mean(0) / 2
-    assert (tilted > plain).all()                                  # the mean of an exponential is above that of its exponent
+    assert (tilted > plain).all()                          # the mean of an exponential is above that of its exponent
 
 
 def test_the_bound_for_means_lies_above_every_enumerated_data_set():
@@ -228,6 +233,39 @@ def test_cifar_10_runs_through_on_a_few_images(exhibit, run, monkeypatch):
     config = experiments.get(f"gradients-look-alike/{exhibit}").presets["paper"]
     task = dataclasses.replace(g.CIFAR10, epochs=1, drops=(1,), batch_size=8, points=3, stops=2, runs=1)
     changes = {"batch_sizes": (8,), "pool": 2, "order": 2, "shown": 2} if exhibit == "figure-4" else {}
-    values = experiments.get(f"gradients-look-alike/{exhibit}").function(dataclasses.replace(config, tasks={"few": task}, **changes), run)
+    config = dataclasses.replace(config, tasks={"few": task}, **changes)
+    values = experiments.get(f"gradients-look-alike/{exhibit}").function(config, run)
     values = values[0] if isinstance(values, tuple) else values
     assert any(key.startswith("few.final") for key in values)
+
+
+def test_tilted_runs_at_rate_one_are_runs_with_the_point_alpha_times(monkeypatch, run):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(20, 784, generator=generator), torch.arange(20) % 10
+    monkeypatch.setattr(g, "_inputs", lambda *_: (x, y))
+    task = dataclasses.replace(TINY, batch_size=20, epochs=4, max_grad_norm=3.0, momentum=0.5)
+    plan = g.plan_of(task, 20)
+    found = g.tilted_norms(task, order=3, point=5, seed=1, run=run)
+
+    norms, copies = [], [*range(20), 5, 5]
+
+    def note(ensemble):
+        norms.append(ensemble.norms_of(x[5:6], y[5:6])[:, 0].clamp(max=3.0))
+        return torch.zeros_like(ensemble.vectors)
+
+    train_ensemble(g._MODELS["softmax"](seed=0), cross_entropy, (x[copies], y[copies]),
+                   dataclasses.replace(plan, n=22), seeds=[1], learning_rate=task.learning_rate * 22 / 20,
+                   momentum=0.5, add=note, progress=False)
+    assert plan.sample_rate == 1 and len(found) == plan.steps == 4
+    assert found[0] == 3 and found.max() > found.min()
+    torch.testing.assert_close(found, torch.cat(norms).double(), rtol=1e-4, atol=1e-4)
+
+
+def test_tilted_runs_are_kept_and_the_exact_value_lies_between_its_bounds(monkeypatch, run):
+    task = dataclasses.replace(TINY, epochs=0.5, points=30)
+    values = g.exactly(task, g.Tilted(2, ranks=(0.0, 0.5, 1.0), runs=2), run)
+    assert (values["exact"] <= values["upper_bound"]).all() and (values["upper_bound"] <= values["worst_case"]).all()
+    assert (values["exact"] <= values["theorem_3_3"] * 1.02).all() and (values["along_runs"].diff() >= 0).all()
+    monkeypatch.setattr(g, "train_ensemble", None)
+    again = g.exactly(task, g.Tilted(2, ranks=(0.0, 0.5, 1.0), runs=2), run)
+    assert torch.equal(values["exact"], again["exact"])
