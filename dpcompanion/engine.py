@@ -20,8 +20,8 @@ What makes each budget hold:
   twice, and goes by what was handed out, not by a queue of signals, which an evaluation through the same loader would
   leave out of step;
 * sums are divided by the expected batch size, $\sum_i q_i$, a public number;
-* steps are counted where noise is added, and no more are taken than the budgets were made for, nor with less noise:
-  Opacus's schedulers of noise and clipping have no place here;
+* steps are counted where noise is added, and no more are taken than the budgets were made for.  After a step
+  with less noise, as Opacus's schedulers of noise and clipping would have it, every epsilon is infinite;
 * a checkpoint holds the states of the generators that noise and draws come from, PyTorch's default ones where none was
   given, and loading it restores them: else a script that seeds itself would repeat its noise.
 
@@ -119,15 +119,16 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a module that mixes
                 examples, a sampler of one's own, a collate_fn that changes the order, drop_last, an iterable data set,
-                worker processes, a distributed module, an engine that has budgets already.
+                worker processes, a distributed module, an engine that has taken steps. A second call before any
+                step replaces the first, whose optimizer then takes no step.
         """
         _checks.one_of("method", method, METHODS)
         _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
         if (sample_weight is not None) != (method == "combined"):
             raise ValueError(f"sample_weight must be given with the method 'combined' and only then, got "
                              f"{sample_weight!r} with {method!r}")
-        if self.accountant.planned is not None:
-            raise ValueError(f"this engine already has budgets, for {self.accountant.planned} steps; use a new one")
+        if self.accountant.steps:
+            raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
         _check_loader(data_loader)
         _check_module(self, module, optimizer)
         if noise_generator is not None and self.secure_mode:
@@ -188,7 +189,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         return found.noise_multiplier
 
     def get_epsilons(self, delta):
-        """Epsilon of each example after the steps taken so far, (n,) float64: an upper bound.
+        """Epsilon of each example after the steps taken so far, (n,) float64: an upper bound; inf after too little noise.
 
         By "pld", examples of more than 256 different parameters take the epsilon of one that has no less; before
         the planned end and at the target delta none is said to exceed its budget, which holds by calibration.
@@ -210,6 +211,9 @@ class _Accountant(IAccountant):
         self._parameters = None
         #: Called, it gives what noise and draws come from, by name.
         self.generators = dict
+        #: The optimizer whose steps count.
+        self.follower = None
+        self.voided = False
 
     def plan(self, rates, noises, budgets, target_delta, steps):
         self._parameters = {"rates": rates, "noises": noises, "budgets": budgets, "target_delta": target_delta,
@@ -218,6 +222,12 @@ class _Accountant(IAccountant):
 
     def step(self, *, noise_multiplier=None, sample_rate=None):
         self.steps += 1
+
+    def void(self, reason):
+        """From now on no epsilon is a bound."""
+        if not self.voided:
+            warnings.warn(f"{reason}. No budget is kept, and every epsilon is infinite", RuntimeWarning, stacklevel=5)
+        self.voided = True
 
     def check_budget(self):
         if self.steps >= self.planned:
@@ -230,6 +240,8 @@ class _Accountant(IAccountant):
         rates, noises, budgets = (self._parameters[name] for name in ("rates", "noises", "budgets"))
         if self.steps == 0:
             return torch.zeros_like(budgets)
+        if self.voided:
+            return torch.full_like(budgets, math.inf)
         pairs, which = torch.unique(torch.stack([rates, noises], dim=1), dim=0, return_inverse=True)
         if self.by == "rdp" and len(pairs) > self._DIFFERENT:
             epsilons = idp.rdp_epsilons(pairs[:, 0], pairs[:, 1], steps=self.steps, delta=delta)
@@ -262,7 +274,8 @@ class _Accountant(IAccountant):
 
     def state_dict(self, destination=None):
         state = {} if destination is None else destination
-        state.update(mechanism=self.mechanism(), by=self.by, steps=self.steps, parameters=self._parameters,
+        state.update(mechanism=self.mechanism(), by=self.by, steps=self.steps, voided=self.voided,
+                     parameters=self._parameters,
                      generators={name: g.get_state() for name, g in self.generators().items()})
         return state
 
@@ -283,7 +296,7 @@ class _Accountant(IAccountant):
         if state["steps"] < self.steps:
             raise ValueError(f"state_dict must not be earlier than this run, which has taken {self.steps} steps that "
                              f"stay spent, got one of {state['steps']}")
-        self.steps = state["steps"]
+        self.steps, self.voided = state["steps"], self.voided or state["voided"]
         for name, value in state["generators"].items():
             generators[name].set_state(value.cpu())
 
@@ -337,7 +350,7 @@ class _Following:
         #: Gradients that were not finite, and so contributed nothing.
         self.dropped = 0
         self._noise_std = self.noise_multiplier * self.max_grad_norm
-        accountant.generators = self._generators
+        accountant.generators, accountant.follower = self._generators, self
 
     def _generators(self):
         """By name, what noise and draws come from; in secure mode that has no state to keep."""
@@ -360,12 +373,11 @@ class _Following:
         return torch.where(norms.isfinite(), factors, 0.0)
 
     def pre_step(self, closure=None):
+        if self._accountant.follower is not self:
+            raise ValueError("a step needs the optimizer of the engine's last call of make_private_with_budgets: it has "
+                             "other budgets by now")
         self._accountant.check_budget()
         noise_std = self.noise_multiplier * self.max_grad_norm
-        if not noise_std >= self._noise_std:
-            raise ValueError("noise must keep the standard deviation that the budgets were made for, "
-                             f"{self._noise_std:g}, got {noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
-                             "and use no scheduler of noise or clipping")
         draw, batch = self._draws.last, self._noted.handed_out
         if draw is None or batch is None:
             raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
@@ -383,6 +395,10 @@ class _Following:
         if noisy:
             # Here, not in the step hook: a hook of one's own would take its place.
             self._accountant.step()
+            if not noise_std >= self._noise_std:
+                self._accountant.void(f"a step had noise of standard deviation {noise_std:g} where the budgets were made"
+                                      f" for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, and"
+                                      " use no scheduler of noise or clipping")
         return noisy
 
     def _check_skip_next_step(self, pop_next=True):

@@ -123,16 +123,19 @@ def test_no_step_is_taken_beyond_the_budgets():
 
 @pytest.mark.parametrize("scheduler", [ExponentialNoise, ExponentialGradClip])
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
-def test_less_noise_than_the_budgets_were_made_for_is_refused(scheduler, mode):
+def test_after_a_step_with_less_noise_than_planned_no_epsilon_is_claimed(scheduler, mode):
     engine, model, optimizer, *rest = private(grad_sample_mode=mode)
     criterion, loader = rest if mode == "ghost" else (None, *rest)
     schedule = scheduler(optimizer, gamma=0.9)
     steps(model, optimizer, [next(iter(loader))], criterion)
     schedule.step()
-    before = weights(model)
-    with pytest.raises(ValueError, match="noise must keep the standard deviation"):
-        steps(model, optimizer, loader, criterion)
-    assert torch.equal(before, weights(model)) and len(engine.accountant) == 1
+    assert engine.get_epsilon(DELTA) < BUDGETS.max()
+    with pytest.warns(RuntimeWarning, match="No budget is kept"):
+        steps(model, optimizer, [next(iter(loader))], criterion)
+    assert len(engine.accountant) == 2 and (engine.get_epsilons(DELTA) == math.inf).all()
+    again, *_ = private(grad_sample_mode=mode)
+    again.accountant.load_state_dict(engine.accountant.state_dict())
+    assert again.get_epsilon(DELTA) == math.inf
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
@@ -541,11 +544,19 @@ def test_the_methods_without_budgets_and_a_second_run_are_refused():
         engine.get_epsilons(DELTA)
     with pytest.raises(ValueError, match="accountant must be one of"):
         IndividualizedPrivacyEngine(accountant="prv")
-    engine, *_ = private()
-    rates = engine.sample_rates
-    with pytest.raises(ValueError, match="already has budgets, for 8 steps"):
+    engine, model, optimizer, loader = private()
+    steps(model, optimizer, loader)
+    with pytest.raises(ValueError, match="already accounted for 4 steps"):
         private(engine=engine, budgets=BUDGETS / 4)
-    assert engine.sample_rates is rates
+
+
+def test_the_optimizer_of_budgets_that_were_replaced_takes_no_step():
+    engine, model, optimizer, loader = private()
+    _, another, its_optimizer, its_loader = private(engine=engine, budgets=BUDGETS / 4)
+    with pytest.raises(ValueError, match="has other budgets by now"):
+        steps(model, optimizer, loader)
+    steps(another, its_optimizer, its_loader)
+    assert engine.accountant.steps == 4
 
 
 class Dictionaries(Dataset):
