@@ -189,7 +189,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         return found.noise_multiplier
 
     def get_epsilons(self, delta):
-        """Epsilon of each example after the steps taken so far, (n,) float64: an upper bound; inf after too little noise.
+        """Epsilon of each example after the steps so far, (n,) float64: an upper bound, inf after too little noise.
 
         By "pld", examples of more than 256 different parameters take the epsilon of one that has no less; before
         the planned end and at the target delta none is said to exceed its budget, which holds by calibration.
@@ -374,8 +374,8 @@ class _Following:
 
     def pre_step(self, closure=None):
         if self._accountant.follower is not self:
-            raise ValueError("a step needs the optimizer of the engine's last call of make_private_with_budgets: it has "
-                             "other budgets by now")
+            raise ValueError("a step needs the optimizer of the engine's last call of make_private_with_budgets: it "
+                             "has other budgets by now")
         self._accountant.check_budget()
         noise_std = self.noise_multiplier * self.max_grad_norm
         draw, batch = self._draws.last, self._noted.handed_out
@@ -396,9 +396,9 @@ class _Following:
             # Here, not in the step hook: a hook of one's own would take its place.
             self._accountant.step()
             if not noise_std >= self._noise_std:
-                self._accountant.void(f"a step had noise of standard deviation {noise_std:g} where the budgets were made"
-                                      f" for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, and"
-                                      " use no scheduler of noise or clipping")
+                self._accountant.void(f"a step had noise of standard deviation {noise_std:g} where the budgets were "
+                                      f"made for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
+                                      "and use no scheduler of noise or clipping")
         return noisy
 
     def _check_skip_next_step(self, pop_next=True):
