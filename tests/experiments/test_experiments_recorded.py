@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dpcompanion import experiments, published, records
-from dpcompanion.accounting import compute_epsilon
+from dpcompanion.accounting import compute_epsilon, rdp_to_epsilon
 from dpcompanion.experiments import gradients_look_alike, idp_sgd, individual_accounting
 from dpcompanion.output_perturbation import augmented_sigma, intrinsic_epsilon, sgd_sensitivity
 
@@ -130,6 +130,23 @@ def test_exact_compositions_lie_within_their_intervals_and_below_the_bounds():
         assert (low <= exact * slack).all() and (exact <= high * slack).all() and (exact <= upper * slack).all()
         assert (upper <= values["worst_case"] * (1 + 1e-9)).all()
     assert (np.array(values["epsilon.upper_bound"]) <= values["epsilon.worst_case"] * (1 + 1e-9)).all()
+
+
+def test_the_exact_composition_of_lenet_keeps_to_its_bounds_and_has_the_epsilon_of_its_order():
+    record = recorded("gradients-look-alike/figure-1")
+    for name, tilted in record.config["exact"].items():
+        value = {key: np.array(record.values[f"{name}.exact.{key}"]) for key in (
+            "low", "exact", "high", "upper_bound", "worst_case", "theorem_3_3", "epsilon")}
+        task = task_of(record, name, gradients_look_alike.Task)
+        plan = gradients_look_alike.plan_of(task, 60_000)
+        worst = plan.steps * float(gradients_look_alike.divergence(task.max_grad_norm, plan, tilted["order"]))
+        assert value["worst_case"] == pytest.approx(worst, rel=1e-4)
+        assert (value["low"] <= value["exact"]).all() and (value["exact"] <= value["high"]).all()
+        assert (value["exact"] <= value["upper_bound"]).all() and (value["upper_bound"] <= worst).all()
+        assert (value["exact"] < value["theorem_3_3"]).all()
+        exact = torch.as_tensor(value["exact"])[:, None]
+        assert value["epsilon"] == pytest.approx(
+            rdp_to_epsilon(exact, [tilted["order"]], task.delta)[0].numpy(), rel=1e-9)
 
 
 def test_findings_can_be_judged_from_every_record():
