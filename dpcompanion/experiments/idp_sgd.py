@@ -1228,7 +1228,7 @@ def filtered(config, descent, kind, seed, run):
                                      filtered),
             quick=Filtered(DIGITS, {"full": Descent(1.0, 1.0, 20, 1.0), "full_long": Descent(1.0, 6.0, 30, 0.5),
                                     "poisson_long": Descent(0.05, 6.0, 60, 0.5)}),
-            paper=Filtered(MNIST, {"full": Descent(1.0, 1.0, 80, 0.5)}, seeds=(0,)))
+            paper=Filtered(MNIST, {"full": Descent(1.0, 1.0, 30, 4.0)}, seeds=(0,)))
 def table_4(config, run):
     """Accuracy with a filter, alone and with individual budgets, and `active`: who is left, over the steps (figure 3).
 
