@@ -216,14 +216,13 @@ def lira(targets, shadows, masks, *, variance="each"):
     """
     _checks.one_of("variance", variance, ("each", "pooled"))
     if shadows.shape != masks.shape or shadows.ndim != 2 or targets.shape[-1] != shadows.shape[1]:
-        raise ValueError(f"shadows and masks must have shape (models, n), and targets (..., n), got "
-                         f"{tuple(shadows.shape)},"
-                         f" {tuple(masks.shape)}, {tuple(targets.shape)}")
+        raise ValueError("shadows and masks must have shape (models, n), and targets (..., n), got "
+                         f"{tuple(shadows.shape)}, {tuple(masks.shape)}, {tuple(targets.shape)}")
     ratio = 0
     for inside, sign in ((masks, 1), (~masks, -1)):
         count = inside.sum(0)
         if bool((count < 2).any()):
-            raise ValueError(f"masks must have every example in two shadow models and out of two, got "
+            raise ValueError("masks must have every example in two shadow models and out of two, got "
                              f"{int(count.min())}")
         mean = torch.where(inside, shadows, 0).sum(0) / count
         squares = torch.where(inside, (shadows - mean) ** 2, 0).sum(0)

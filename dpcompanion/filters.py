@@ -135,12 +135,13 @@ class RenyiFilter:
         Raises:
             ValueError: norms of another shape or outside their range.
         """
+        # A norm that was clipped to C may come a little above it where fewer digits are kept; it pays the full share.
+        slack = 1e-6 if getattr(norms, "dtype", None) == torch.float32 else 1e-12
         norms = torch.as_tensor(norms, dtype=torch.float64, device=self.device)
         if norms.shape != (self.n,):
             raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
         shares = norms / self.max_grad_norm
-        # float32 may round a clipped norm up; it pays the full share.
-        if not bool(((shares >= 0) & (shares <= 1 + 1e-6)).all()):
+        if not bool(((shares >= 0) & (shares <= 1 + slack)).all()):
             _checks.in_interval("norms", norms, 0, self.max_grad_norm)
         after = self.spent + between(shares.clamp(max=1), self._table)
         self.active = self.active & (after <= self.budgets).all(dim=1)

@@ -298,10 +298,11 @@ def resolve_method(model, loss, x, y, method="auto"):
     if method == "func" or not len(x):
         return "func" if method == "auto" else method
     _check_company(model, loss, x, y)
+    layerwise = "mixed" if method == "auto" else method
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
-        together = _layerwise(model, loss, x, y, math.inf, "mixed" if method == "auto" else method)
+        together = _layerwise(model, loss, x, y, math.inf, layerwise)
         names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad))
         alone = []
         for i in range(len(x)):
@@ -317,17 +318,17 @@ def resolve_method(model, loss, x, y, method="auto"):
         for module, mode in modes.items():
             module.training = mode
     if not together.norms.isfinite().all():
-        return "mixed" if method == "auto" else method
+        return layerwise
     tolerance = _tolerance(together.norms)
     norms = torch.stack([torch.stack([g.norm() for g in one]).norm() for one in alone])
     errors = [(together.gradients[name] - sum(g)).norm() for name, g in zip(names, zip(*alone))]
     worst = max(*errors, (norms - together.norms).abs().max())
     if worst <= tolerance * (norms.sum() + tolerance):
-        return "mixed" if method == "auto" else method
+        return layerwise
     if method == "auto":
         return "func"
-    raise ValueError(f"method {method!r} misses a part of this model's gradients, as it does where a layer's parameters "
-                     f"are used outside of it: norms {together.norms.tolist()}, but {norms.tolist()} by autograd; use "
+    raise ValueError(f"method {method!r} misses a part of this model's gradients, as it does where a layer's parameters"
+                     f" are used outside of it: norms {together.norms.tolist()}, but {norms.tolist()} by autograd; use "
                      "'func' or 'auto'")
 
 

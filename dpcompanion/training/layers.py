@@ -264,8 +264,7 @@ def _rows(tensor, rows):
 
 
 def _weight_gradients(module, uses):
-    """Gradients of the weight, (n, ...), and where its axes are (see `Explicit`);
-    added up over the uses of the layer."""
+    """Gradients of the weight over all uses of the layer, (n, ...), and where its axes are (see `Explicit`)."""
     conv, total = type(module) is nn.Conv2d, None
     slides = conv and all(_slides(module, g[0, 0].numel()) for _, g in uses)
     for a, g in uses:

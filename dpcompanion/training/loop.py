@@ -77,8 +77,7 @@ class Run:
 
 def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto", physical_batch_size=512,
           accountant=None, trackers=(), on_step=None, on_epoch=None, checkpoint=None, checkpoint_every=None,
-          stateful=None,
-          generator_device="cpu", progress=None):
+          stateful=None, generator_device="cpu", progress=None):
     """Train `model` in place by DP-SGD as `plan` says.
 
     Args:
@@ -292,7 +291,7 @@ def digest_of(*tensors):
 
 
 def plain(value):
-    """`value` in the types that a checkpoint can be read back with: numbers, text, tensors, and lists and dicts of them.
+    """`value` in types that a checkpoint can be read back with: numbers, text, tensors, and lists and dicts of them.
 
     Raises:
         ValueError: for anything else.
