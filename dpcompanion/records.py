@@ -7,6 +7,9 @@ file beside it, whose sha256 the record holds.  Files are written whole or not a
 all, and checked when they are read.  NaN and infinities survive as
 `{"float": "nan"}`; a mean over seeds as `{"mean": ..., "sd": ..., "n": ...}`.
 
+What a run takes over from earlier ones (pieces that `resumable` kept) is listed under `kept`, with the commit,
+versions and seconds of theirs.
+
 A run that leaves out tasks of its configuration, for want of a GPU or of data, lists their names in `values` as
 `not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see `dpcompanion.scoreboard`).
 
@@ -22,6 +25,8 @@ code than the record was made with; the book then says so.
 """
 
 import ast
+import contextlib
+import contextvars
 import dataclasses
 import datetime
 import hashlib
@@ -36,6 +41,7 @@ import platform
 import re
 import subprocess
 import textwrap
+import time
 import typing
 
 import numpy as np
@@ -86,6 +92,7 @@ class Record:
         code_hash: of the code that made it, see `code_hash`.
         data: `Dataset.provenance()` of each data set.
         versions, commit, device, wall_time (seconds), command, created (UTC): how and when.
+        kept: what it took over from earlier runs, see `taken_over`.
     """
 
     name: str
@@ -101,10 +108,16 @@ class Record:
     command: str
     created: str
     arrays: dict = dataclasses.field(default_factory=dict)
+    kept: list = dataclasses.field(default_factory=list)
 
     @property
     def seeds(self):
         return list(self.config.get("seeds", []))
+
+    @property
+    def cost(self):
+        """Seconds of this run and of all earlier ones that it took pieces from; NaN where one of them is unknown."""
+        return self.wall_time + math.fsum(each["seconds"] for each in self.kept)
 
     def is_stale(self, *, config=None, code_hash=None):
         """Whether it was made with another configuration (seeds apart) or another code than the given ones."""
@@ -141,11 +154,11 @@ def code_hash(*functions):
 
 
 def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, device="cpu", wall_time=0.0, command="",
-         made_with=None):
+         made_with=None, kept=()):
     """A record of `values`, completed with versions, commit and time.
 
     `made_with` is what `software()` said when the run began, since files may be edited during a long one; None asks
-    now.
+    now.  `kept` is what `taken_over` gathered.
     Raises ValueError for an unknown exhibit, or for a value that no record can hold.
     """
     published.exhibit(name)
@@ -157,7 +170,7 @@ def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, de
         data=_plain(list(data)), **(made_with or software()), device=device_name(device),
         wall_time=round(float(wall_time), 3), command=command,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        arrays={key: np.asarray(array) for key, array in (arrays or {}).items()},
+        arrays={key: np.asarray(array) for key, array in (arrays or {}).items()}, kept=_plain(list(kept)),
     )
 
 
@@ -241,9 +254,10 @@ def read(path):
     fields = _read_json(path)
     types = {"name": str, "preset": str, "values": dict, "config": dict, "code_hash": str, "data": list,
              "versions": dict, "commit": (str, type(None)), "device": str, "wall_time": (int, float), "command": str,
-             "created": str, "arrays": dict}
+             "created": str, "arrays": dict, "kept": list}
     if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
         raise ValueError(f"{path} is no record of schema {SCHEMA}")
+    fields.setdefault("kept", [])  # records of earlier versions do not say what they took over
     if fields.keys() != types.keys():
         wrong = sorted(fields.keys() ^ types.keys())
         raise ValueError(f"{path} is no record: {', '.join(wrong)} missing or unknown")
@@ -269,7 +283,8 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
     """{name: work(name)} for each piece, each written as soon as it ends, so that a broken run goes on.
 
     Pieces that `folder` already holds for the same `config` are read, not computed again; those of another
-    configuration are ignored.  An interruption (Ctrl-C) loses the piece it hits and nothing else.
+    configuration are ignored.  An interruption (Ctrl-C) loses the piece it hits and nothing else.  Each piece notes
+    what made it and in how many seconds.
 
     Args:
         work: piece name -> values that a record can hold, or a pair (values, {name: array}).
@@ -292,6 +307,7 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
     if len(set(pieces)) < len(pieces):
         raise ValueError(f"pieces must differ from each other, got {pieces!r}")
     hashed, folder, results = hash_of(config), pathlib.Path(folder), {}
+    seen = {} if _SEEN.get() is None else _SEEN.get()
     with bar(len(pieces), label=label, show=show) as advance:
         for name in pieces:
             path = folder / f"{name}.piece.json"
@@ -300,16 +316,53 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
                 if kept["config"] != hashed:
                     raise ValueError("another configuration")
                 arrays = _read_arrays(path, kept["arrays"])
+                seen.setdefault(path, kept.get("made", _UNKNOWN))
             except (OSError, ValueError, KeyError, TypeError):
+                made, started = software(), time.perf_counter()
                 values = work(name)
+                made["seconds"] = round(time.perf_counter() - started, 3)
+                seen[path] = None  # this run's own, however often it is read again
                 values, arrays = values if _has_arrays(values) else (values, {})
                 arrays = {key: np.asarray(array) for key, array in arrays.items()}
-                kept = {"config": hashed, "values": _plain(values)}
+                kept = {"config": hashed, "made": made, "values": _plain(values)}
                 kept["arrays"] = _write_arrays(path.with_suffix(".npz"), arrays)
                 _replace(path, _json(kept).encode())
             results[name] = (kept["values"], arrays) if arrays else kept["values"]
             advance()
     return results
+
+
+_UNKNOWN = {"commit": None, "versions": {}, "seconds": math.nan}
+_SEEN = contextvars.ContextVar("what `taken_over` has seen, path -> what made the piece", default=None)
+
+
+@contextlib.contextmanager
+def taken_over():
+    """What `resumable` takes over from earlier runs, inside: a list that is complete when the block ends.
+
+    One dict for each commit and set of versions that made kept pieces: {"pieces": how many, "seconds": what they took
+    together, "commit", "versions"}.  Pieces that the block itself makes are none of them.
+
+    >>> import tempfile
+    >>> folder = tempfile.mkdtemp()
+    >>> _ = resumable(len, ["a", "bb"], folder=folder, config={})
+    >>> with taken_over() as kept:
+    ...     _ = resumable(len, ["a", "bb", "ccc"], folder=folder, config={})
+    >>> [each["pieces"] for each in kept]
+    [2]
+    """
+    kept, seen = [], {}
+    token = _SEEN.set(seen)
+    try:
+        yield kept
+    finally:
+        _SEEN.reset(token)
+        groups = {}
+        for made in seen.values():
+            if made is not None:
+                groups.setdefault(hash_of([made["commit"], made["versions"]]), []).append(made)
+        kept += [{"pieces": len(group), "seconds": math.fsum(made["seconds"] for made in group),
+                  "commit": group[0]["commit"], "versions": group[0]["versions"]} for group in groups.values()]
 
 
 def discard(folder):

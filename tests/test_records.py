@@ -184,6 +184,45 @@ def test_a_piece_that_is_damaged_is_computed_again(tmp_path):
     assert records.resumable(lambda name: 2.0, ["a"], folder=tmp_path, config={}) == {"a": 2.0} != first
 
 
+def test_a_record_lists_what_it_took_over_and_from_which_code(tmp_path, monkeypatch):
+    def gathered(names):
+        with records.taken_over() as kept:
+            for _ in range(2):  # a piece that is asked for twice counts once, one's own never
+                records.resumable(lambda name: name, names, folder=tmp_path, config={})
+        return kept
+    monkeypatch.setattr(records, "commit", lambda: "first")
+    assert gathered(["a", "b"]) == []
+    monkeypatch.setattr(records, "commit", lambda: "second")
+    first, = gathered(["a", "b", "c"])
+    assert (first["pieces"], first["commit"], first["versions"]) == (2, "first", records.versions())
+    monkeypatch.setattr(records, "commit", lambda: "third")
+    kept = gathered(["a", "b", "c"])
+    assert [(each["commit"], each["pieces"]) for each in kept] == [("first", 2), ("second", 1)]
+    made = record(kept=kept, wall_time=2.0)
+    assert records.read(records.write(made, tmp_path)).kept == kept
+    assert made.cost == 2.0 + sum(each["seconds"] for each in kept) and record(wall_time=2.0).cost == 2.0
+
+
+def test_the_cost_is_unknown_where_a_piece_does_not_say_what_it_took(tmp_path):
+    records.resumable(len, ["a"], folder=tmp_path, config={})
+    path = tmp_path / "a.piece.json"
+    piece = json.loads(path.read_text())
+    assert piece.pop("made")["seconds"] >= 0
+    path.write_text(json.dumps(piece))
+    with records.taken_over() as kept:
+        records.resumable(len, ["a"], folder=tmp_path, config={})
+    assert [(each["pieces"], each["commit"], each["versions"]) for each in kept] == [(1, None, {})]
+    assert math.isnan(record(kept=kept, wall_time=2.0).cost)
+
+
+def test_a_record_of_an_earlier_version_took_over_nothing_that_it_knows_of(tmp_path):
+    path = records.write(record(), tmp_path)
+    fields = json.loads(path.read_text())
+    del fields["kept"]
+    path.write_text(json.dumps(fields))
+    assert records.read(path).kept == []
+
+
 @pytest.mark.parametrize("pieces", [["a/b"], ["../a"], [""], [3], ["a", "a"]])
 def test_pieces_have_safe_and_different_names(tmp_path, pieces):
     with pytest.raises(ValueError, match="pieces must"):

@@ -234,14 +234,15 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
         # Asked before the work begins: an edit during a long run is none of the code that made the record.
         this, made_with = Run(config, device, parts, found.code_hash), records.software()
         started = time.perf_counter()
-        values = found.function(config, this)
+        with records.taken_over() as kept:
+            values = found.function(config, this)
         values, arrays = values if isinstance(values, tuple) else (values, {})
         command = f"dpcompanion run {name} --preset {preset} --device {device}"
         if seeds is not None:
             command += f" --seeds {' '.join(map(str, seeds))}"
         record = records.make(
             name, preset, values, config=config, code_hash=this.code_hash, data=this.loaded, arrays=arrays,
-            device=device, wall_time=time.perf_counter() - started, command=command, made_with=made_with)
+            device=device, wall_time=time.perf_counter() - started, command=command, made_with=made_with, kept=kept)
         if out is not None:
             records.write(record, out)
             records.discard(parts)

@@ -92,8 +92,9 @@ def test_an_interrupted_run_is_continued_by_the_next_one(registered, tmp_path, m
                         experiments.Experiment(NAME, broken, {"quick": Config()}))
     with pytest.raises(KeyboardInterrupt):
         experiments.run(NAME, preset="quick", out=tmp_path)
-    assert experiments.run(NAME, preset="quick", out=tmp_path).values == {"sum": 2.0}
-    assert calls == ["seed-0", "stop", "seed-1"]
+    record = experiments.run(NAME, preset="quick", out=tmp_path)
+    assert record.values == {"sum": 2.0} and calls == ["seed-0", "stop", "seed-1"]
+    assert [each["pieces"] for each in record.kept] == [1] and record.cost >= record.wall_time
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["table-1.quick.json"]
 
 
