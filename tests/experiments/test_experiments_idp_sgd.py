@@ -246,6 +246,8 @@ def test_nobody_is_in_a_filtered_run_beyond_their_budget_and_the_larger_budget_s
     assert alone["active"][:6] == [1.0] * 6          # at the full norm the budget lasts as long as DP-SGD's
     assert len(alone["active"]) == 9 and alone["active"][-1] < 1
     assert alone["largest"] <= 0.3 and 0.3 < assigned["largest"] <= 0.31
+    assert [len(one["course"]) for one in (plain, alone, assigned)] == [6, 9, 9]  # the accuracy after each step
+    assert alone["course"][:6] == plain["course"] and alone["final"] == alone["course"][-1]
 
 
 @pytest.mark.parametrize("method", ["sample", "scale"])
