@@ -153,6 +153,7 @@ class Task:
 
 
 MNIST = Task("mnist", "mnist_cnn", TABLE_5["mnist"], 0.6)
+SVHN = Task("svhn", "cifar_cnn", TABLE_5["svhn"], 0.2)
 CIFAR10 = Task("cifar10", "cifar_cnn", TABLE_5["cifar10"], 0.7)
 MNIST_5K = Task("mnist-5k", "mnist_cnn", Training(4000, 512, 80, 0.2), 0.6)
 # Softmax regression on digits of 14 x 14 pixels: seconds for hundreds of runs.
@@ -363,23 +364,69 @@ def accuracies(config, done):
     return values
 
 
-_QUICK_TRIALS = Trials(DIGITS, seeds=tuple(range(4)), look=1, group_look=2)
-_PAPER_TRIALS = Trials(MNIST, seeds=(0, 1, 2))
+@dataclasses.dataclass(frozen=True)
+class Accuracies(Trials):
+    """Tables 2 and 8: besides the task those that need a GPU, by what they need."""
+
+    larger: dict = dataclasses.field(default_factory=dict)
 
 
-@experiment("idp-sgd/table-2", uses=(*_TRIAL, trials, accuracies), quick=_QUICK_TRIALS, paper=_PAPER_TRIALS)
+def tuned(task, kind):
+    """The task with the hyperparameters of table 6 for "A.sample" and its like; DP-SGD keeps those of table 5.
+
+    >>> tuned(SVHN, "A.scale").training, tuned(SVHN, "A.scale").learning_rate
+    (Training(examples=73257, batch=1024, epochs=50, clip=2.0), 0.1)
+    >>> tuned(SVHN, "dpsgd") == SVHN
+    True
+    """
+    setup, _, method = kind.rpartition(".")
+    printed, row = published.exhibit("idp-sgd/table-6").flat(), f"{task.data}.{method}_{setup}"
+    if f"{row}.lr" not in printed:
+        return task
+    training = dataclasses.replace(task.training, batch=int(printed[f"{row}.batch"]),
+                                   epochs=int(printed[f"{row}.epochs"]), clip=float(printed[f"{row}.clip"]))
+    return dataclasses.replace(task, training=training, learning_rate=float(printed[f"{row}.lr"]))
+
+
+def larger_tasks(config, run, hyperparameters):
+    """`svhn.A.sample` and so on, for the tasks that need a GPU; each kind with `hyperparameters(task, kind)`."""
+    values = {}
+    for task in config.larger.values():
+        for kind in ("dpsgd", *(f"{setup}.{method}" for setup in config.groups for method in ("sample", "scale"))):
+            own = dataclasses.replace(config, task=hyperparameters(task, kind), kinds=(kind,))
+            final = [one["final"] for one in trials(own, run)[kind]]
+            for name in [kind] if "." in kind else [f"{setup}.{kind}" for setup in config.groups]:
+                values[f"{task.data}.{name}"] = mean_and_sd(final)
+            values[f"{task.data}.{kind}.final"] = final
+    return values
+
+
+def with_larger(config, run, hyperparameters):
+    """`accuracies` of the task, and of the larger ones on a GPU; without one they are `not_run`."""
+    values = accuracies(config, trials(config, run))
+    if config.larger and run.device.type == "cpu":
+        return {**values, "not_run": list(config.larger)}
+    return values | larger_tasks(config, run, hyperparameters)
+
+
+_ACCURACIES = (*_TRIAL, trials, accuracies, tuned, larger_tasks, with_larger)
+_PAPER_TRIALS = Accuracies(MNIST, seeds=(0, 1, 2), larger={"svhn": SVHN, "cifar10": CIFAR10})
+
+
+@experiment("idp-sgd/table-2", uses=_ACCURACIES, paper=_PAPER_TRIALS,
+            quick=Accuracies(DIGITS, seeds=tuple(range(4)), look=1, group_look=2))
 def table_2(config, run):
     """Accuracy of DP-SGD, Sample and Scale, with the curves of figure 1.
 
     On MNIST the paper uses one set of hyperparameters for all methods, so this is table 8 as well.
     """
-    return accuracies(config, trials(config, run))
+    return with_larger(config, run, tuned)
 
 
-@experiment("idp-sgd/table-8", uses=(*_TRIAL, trials, accuracies), paper=_PAPER_TRIALS)
+@experiment("idp-sgd/table-8", uses=_ACCURACIES, paper=_PAPER_TRIALS)
 def table_8(config, run):
     """Table 2 with the hyperparameters of table 5 for every method: on MNIST these are the same runs."""
-    return accuracies(config, trials(config, run))
+    return with_larger(config, run, lambda task, kind: task)
 
 
 def ahead(record, one, other):
@@ -425,7 +472,7 @@ def strictest_gain(record):
 _D7 = {"sample": "B.sample", "scale": "B.scale", "dpsgd_54": "B.alone", "dpsgd_100": "dpsgd"}
 
 
-@experiment("idp-sgd/table-d7", uses=(*_TRIAL, trials), paper=_PAPER_TRIALS)
+@experiment("idp-sgd/table-d7", uses=(*_TRIAL, trials), paper=Trials(MNIST, seeds=(0, 1, 2)))
 def table_d7(config, run):
     """Loss and accuracy of the strictest group's own training examples (B), over the epochs."""
     values = {}

@@ -139,6 +139,32 @@ def test_the_trials_side_by_side_are_those_of_the_trainer():
     assert not torch.allclose(ensemble.parameters["weight"][1], model.weight, atol=1e-3)
 
 
+def test_larger_tasks_are_named_where_there_is_no_gpu_and_trained_with_each_methods_own_hyperparameters(tmp_path):
+    config = chapter.Accuracies(TINY, ("dpsgd",), seeds=(0,), larger={"digits": TINY})
+    run = run_of(config, tmp_path)
+    assert chapter.table_2(config, run)["not_run"] == ["digits"]
+    longer = dataclasses.replace(TINY, training=dataclasses.replace(TINY.training, epochs=3))
+    values = chapter.larger_tasks(config, run, lambda task, kind: longer if kind == "A.sample" else task)
+    assert {key for key in values if not key.endswith("final")} == {
+        f"mnist-5k.{setup}.{method}" for setup in "AB" for method in ("dpsgd", "sample", "scale")}
+    for kind, task in (("dpsgd", TINY), ("A.sample", longer)):
+        own = chapter.trial(dataclasses.replace(config, task=task), kind, 0, run)["final"]
+        assert values[f"mnist-5k.{kind}.final"] == [float(own)]
+
+
+def test_the_larger_tasks_have_the_noise_that_table_6_prints():
+    printed = published.exhibit("idp-sgd/table-6").flat()
+    for task in (chapter.SVHN, chapter.CIFAR10):
+        assert chapter.network(task, 0)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+        for kind in ("A.sample", "B.sample", "A.scale", "B.scale"):
+            setup, method = kind.split(".")
+            noise, _, norms = chapter.parameters(method, chapter.BUDGETS, chapter.GROUPS[setup],
+                                                 chapter.tuned(task, kind).training, 1e-5)
+            assert noise == pytest.approx(printed[f"{task.data}.{method}_{setup}.sigma"], rel=2e-3), kind
+            if method == "sample":
+                assert set(norms.tolist()) == {float(printed[f"{task.data}.{method}_{setup}.clip"])}
+
+
 def test_the_methods_stand_in_the_papers_order_on_the_small_task_and_one_trial_has_no_interval():
     record = experiments.run("idp-sgd/table-2", preset="quick", seeds=(0,))
     final = {kind: record.values[f"{kind}.final"][0] for kind in record.config["kinds"]}
