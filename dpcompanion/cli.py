@@ -126,7 +126,9 @@ def _list(arguments):
         return
     width = max((len(entry.name) for entry in entries), default=0)
     for entry in entries:
-        states = ", ".join(f"{preset} {state}" for preset, state in entry.records.items())
+        # Quick runs are shown live and seldom recorded: that there is no record says nothing.
+        states = ", ".join(preset if (preset, state) == ("quick", "missing") else f"{preset} {state}"
+                           for preset, state in entry.records.items())
         print(f"{entry.name:{width}}  {entry.title}  [{states}]")
 
 

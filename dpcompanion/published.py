@@ -110,7 +110,8 @@ class Exhibit:
     wrong or loose in it, `data` and `networks` the data sets and networks that it shows, and `scale` what its own scale
     needs: "cpu" or "gpu".
     `wrong` are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it is the
-    words that are; `tests` name the tests that check an exhibit that no experiment computes, as
+    words that are; `given` of those that are no result of this exhibit: settings, and results of another one printed
+    again; `tests` name the tests that check an exhibit that no experiment computes, as
     "tests/test_x.py::test_y".
     """
 
@@ -127,6 +128,7 @@ class Exhibit:
     networks: tuple = ()
     scale: str = "gpu"
     wrong: tuple = ()
+    given: tuple = ()
     tests: tuple = ()
     numbers: types.MappingProxyType = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
@@ -142,6 +144,14 @@ class Exhibit:
         (True, False)
         """
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.wrong)
+
+    def is_given(self, key):
+        """Whether a number is no result of this exhibit.
+
+        >>> exhibit("idp-sgd/table-5").is_given("mnist.lr"), exhibit("idp-sgd/table-5").is_given("mnist.sigma")
+        (True, False)
+        """
+        return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.given)
 
     def flat(self):
         """All numbers under their dotted names, in the paper's order.
@@ -181,7 +191,7 @@ def _read(slug):
     found = content.pop("exhibit")
     exhibits = {}
     for fields in found:
-        for key in ("data", "networks", "wrong", "tests"):
+        for key in ("data", "networks", "wrong", "given", "tests"):
             fields[key] = tuple(fields.get(key, ()))
         fields["numbers"] = _number(fields.get("numbers", {}))
         exhibits[fields["id"]] = Exhibit(paper=slug, **fields)

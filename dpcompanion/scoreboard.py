@@ -5,6 +5,7 @@ close, and every finding holds; *in part* if some do, if the record is without a
 shows, or if only a chapter's quick run shows them; *contradicted* if none does; *wrong in the paper* if something that
 it prints is proved wrong (the rest is counted beside it); *not run* otherwise.
 What no experiment computes, such as a lemma, can be checked by tests, which `published` names.
+`Standing.to_do` says what is left to run of an exhibit, and how.
 
 >>> board = standings("intrinsic-privacy")
 >>> [one.state for one in board if one.exhibit.id == "claims-1-2"]
@@ -26,7 +27,7 @@ from dpcompanion.comparison import Table, compare
 
 STATES = {
     "reproduced": "recomputed at the paper's scale; every number matches or is close, every finding holds",
-    "in part": "some do, or on some of its data and networks only, or only in a chapter's quick run",
+    "in part": "some do; or on some of its data and networks, or stand-ins for them; or in a chapter's quick run only",
     "contradicted": "recomputed, and none agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
     "not run": "with what it would need",
@@ -56,6 +57,7 @@ class Standing:
         missing: the data sets and networks that the exhibit shows and its record is without.
         stale: whether that record was made by other code or another configuration than today's.
         place: where the book shows it, or None.
+        experiment: the `experiments.Experiment` that computes it, or None.
     """
 
     exhibit: published.Exhibit
@@ -66,35 +68,62 @@ class Standing:
     missing: tuple
     stale: bool
     place: Place | None
+    experiment: experiments.Experiment | None
 
     @property
     def verdicts(self):
-        """All counts in words, such as "12 match, 3 close, 2 hold".
+        """All counts in words, such as "12 match, 3 close, 2 hold, 6 not run".
 
         >>> [one.verdicts for one in standings("intrinsic-privacy") if one.exhibit.id == "figure-4"]
         ['4 hold']
         """
         plural = {"matches": "match", "differs": "differ", "holds": "hold", "fails": "fail"}
         counts = {**self.numbers, **self.findings}
-        counts.pop("not run", None)
+        counts["not run"] = counts.pop("not run", 0)
         words = {word: word if count == 1 or word not in plural else plural[word] for word, count in counts.items()}
-        return ", ".join(f"{count} {words[word]}" for word, count in counts.items())
+        return ", ".join(f"{count} {words[word]}" for word, count in counts.items() if count)
 
     @property
     def basis(self):
         """What the state rests on, or what is needed to have one."""
         if self.record is not None and self.state != "not run":
-            without = f", without {', '.join(self.missing)}" if self.missing else ""
-            return f"{self.record.preset} record{', stale' if self.stale else ''}{without}"
+            parts = [f"{self.record.preset} record"]
+            if self.exhibit.networks and set(self.exhibit.networks) <= set(self.missing):
+                parts[0] += " of a stand-in"
+            if self.record.seeds:
+                parts.append("one seed" if len(self.record.seeds) == 1 else f"{len(self.record.seeds)} seeds")
+            if self.stale:
+                parts.append("stale")
+            if self.missing:
+                parts.append(f"without {', '.join(self.missing)}")
+            return ", ".join(parts)
         if self.exhibit.tests:
             return "tests"
         if self.state != "not run":
             return "quick run, live" if self.state == "in part" else "proof"
-        data = f", data: {', '.join(self.exhibit.data)}" if self.exhibit.data else ""
-        ready = self.exhibit.name in experiments.names()
-        if self.exhibit.scale == "gpu":
-            return ("ready, " if ready else "") + "needs a GPU" + data
-        return ("ready to run" if ready else "needs an experiment") + data
+        return "ready to run" if self.experiment and "paper" in self.experiment.presets else "needs an experiment"
+
+    @property
+    def to_do(self):
+        """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None where nothing is.
+
+        The second is a command, or says what has to be written first.
+        """
+        recorded = self.record is not None and self.record.preset == "paper"
+        tasks = _not_run(self.exhibit, self.record) if recorded else ()
+        if self.exhibit.tests or recorded and not (self.missing or tasks):
+            return None
+        gpu = self.exhibit.scale == "gpu"
+        if self.experiment is None or "paper" not in self.experiment.presets:
+            data = f" (a GPU, {', '.join(self.exhibit.data)})" if gpu and self.exhibit.data else " (a GPU)" if gpu else ""
+            return f"the paper's scale{data}", f"needs {'an experiment' if self.experiment is None else 'a paper preset'}"
+        command = f"dpcompanion run {self.experiment.name} --preset paper{' --device cuda' if gpu else ''}"
+        if not recorded:
+            return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
+        if not tasks:
+            return ", ".join(self.missing), f"needs {'a GPU and ' if gpu else ''}a configuration"
+        needs = {name: task.get("needs") for name, task in self.record.config.get("tasks", {}).items()}
+        return ", ".join(f"{name} ({needs[name]})" if needs.get(name) else name for name in tasks), command
 
 
 def standings(paper=None, *, folder=None, book=None):
@@ -171,8 +200,8 @@ def compared(standings):
 
 
 def _compared(exhibit, record):
-    printed = {key: value for key, value in exhibit.flat().items()
-               if all(isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,)))}
+    printed = {key: value for key, value in exhibit.flat().items() if not exhibit.is_given(key)
+               and all(isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,)))}
     recorded = {key: record.values[key] for key in printed if key in record.values}
     kind = "recorded" if record.preset == "paper" else "live"
     return compare(exhibit.name, keys=list(printed), **{kind: recorded})
@@ -188,10 +217,11 @@ def _standing(exhibit, folder, place):
         for word, count in experiments.findings(record, exhibit.name).counts().items():
             held[word] = held.get(word, 0) + count
     record = next(filter(None, found.values()), None)
+    experiment = next((experiments.get(name) for name in judged if name in experiments.names()), None)
     stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
     missing = _missing(exhibit, filter(None, found.values()))
     state = _state(exhibit, numbers, held, record, missing, place)
-    return Standing(exhibit, state, numbers, held, record, missing, stale, place)
+    return Standing(exhibit, state, numbers, held, record, missing, stale, place, experiment)
 
 
 def _record(name, folder):
@@ -205,6 +235,11 @@ def _missing(exhibit, found):
     has = {entry["name"] for record in found for entry in record.data}
     has |= {name for record in found for name in _networks(record.config, record.values.get("not_run", ()))}
     return tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has) if found else ()
+
+
+def _not_run(exhibit, record):
+    """The tasks that an exhibit's own record leaves out; another exhibit's may leave out what this one does not show."""
+    return tuple(record.values.get("not_run", ())) if record.name == exhibit.name else ()
 
 
 def _networks(config, not_run):
@@ -224,9 +259,10 @@ def _state(exhibit, numbers, held, record, missing, place):
     if good + bad == 0:
         if exhibit.tests:
             return "reproduced"
-        return "in part" if place and exhibit.name in experiments.names() else "not run"
+        live = exhibit.name in experiments.names() and "quick" in experiments.get(exhibit.name).presets
+        return "in part" if place and live else "not run"
     # A record of some of the paper's tasks neither reproduces nor contradicts it.
-    some_tasks = missing or record.values.get("not_run")
+    some_tasks = missing or _not_run(exhibit, record)
     if good == 0 and not some_tasks:
         return "contradicted"
     whole = record.preset == "paper" and not some_tasks and not numbers.get("not run")

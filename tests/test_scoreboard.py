@@ -85,7 +85,7 @@ def standing(folder, values, preset="paper", name=NAME):
      "reproduced", "3 match, 1 close"),
     ({"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 90.0}, "paper",
      "in part", "3 match, 1 differs"),
-    ({"cifar10.individual": 74.1}, "paper", "in part", "1 matches"),
+    ({"cifar10.individual": 74.1}, "paper", "in part", "1 matches, 3 not run"),
     ({"cifar10.individual": 60.0, "cifar10.maximum": float("nan"), "mnist.individual": 90.0, "mnist.maximum": 90.0},
      "paper", "contradicted", "4 differ"),
     ({"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 97.2}, "quick",
@@ -135,7 +135,7 @@ def test_the_networks_of_exhibits_are_spelled_as_in_configurations():
 def test_an_exhibit_with_an_error_in_it_is_called_wrong_and_the_rest_is_counted(tmp_path):
     one = standing(tmp_path, {"mnist.A.sigma_scale": 2.063, "mnist.A.sigma_p": [3.425, 1.92, 1.424]},
                    name="idp-sgd/table-7")
-    assert one.state == "wrong in the paper" and one.verdicts == "1 matches, 16 wrong in the paper"
+    assert one.state == "wrong in the paper" and one.verdicts == "1 matches, 16 wrong in the paper, 58 not run"
 
 
 def test_findings_count_as_numbers_do(tmp_path, monkeypatch):
@@ -153,7 +153,8 @@ def test_without_a_record_and_an_experiment_an_exhibit_says_what_it_needs(tmp_pa
     monkeypatch.setattr(experiments, "names", tuple)
     one = next(one for one in scoreboard.standings("per-instance-accounting", folder=tmp_path)
                if one.exhibit.id == "figure-4")
-    assert one.state == "not run" and one.basis == "needs a GPU, data: utkface"
+    assert (one.state, one.basis) == ("not run", "needs an experiment")
+    assert one.to_do == ("the paper's scale (a GPU, utkface)", "needs an experiment")
 
 
 def test_a_place_is_found_by_heading_first_and_by_code_else(tmp_path):
@@ -167,3 +168,40 @@ def test_a_place_is_found_by_heading_first_and_by_code_else(tmp_path):
     assert {id: place.anchor for id, place in places.items()} == {
         "table-1": "what-it-costs", "table-3": "figures-7-and-8-table-3-more",
         "figures-7-8": "figures-7-and-8-table-3-more"}
+
+
+def test_a_gap_names_the_command_that_fills_it_or_what_has_to_be_written(tmp_path):
+    assert {one.exhibit.name for one in EVERYTHING if one.exhibit.tests and one.to_do} == set()
+    for one in filter(lambda one: one.to_do, EVERYTHING):
+        words = one.to_do[1].split()
+        if words[0] == "dpcompanion":
+            assert "paper" in experiments.get(words[2]).presets and words[3:5] == ["--preset", "paper"], one.to_do
+        else:
+            assert one.to_do[1].startswith("needs "), one.to_do
+    command = f"dpcompanion run {NAME} --preset paper --device cuda"
+    empty = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
+    assert empty.to_do == ("all of it (cifar10, mnist)", command)
+    config = {"tasks": {"cifar10": {"model": "wrn16-4", "needs": "a GPU, a day"}, "mnist": {"model": "cnn"}}}
+    record = records.make(NAME, "paper", {"not_run": ["cifar10"]}, config=config,
+                          data=[{"name": "mnist"}])
+    records.write(record, tmp_path)
+    part = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
+    assert part.to_do == ("cifar10 (a GPU, a day)", command)
+
+
+def test_a_preset_that_was_never_run_is_no_quick_run():
+    one = BY_NAME["idp-sgd/table-10"]
+    assert set(one.experiment.presets) == {"paper"} and (one.state, one.basis) == ("not run", "ready to run")
+
+
+def test_settings_and_numbers_of_other_tables_are_no_results():
+    one = BY_NAME["idp-sgd/table-5"]
+    assert one.state == "reproduced" and sum(one.numbers.values()) == 6
+    for exhibit in published.exhibits():
+        for pattern in exhibit.given:
+            assert any(exhibit.is_given(key) for key in exhibit.flat()), f"{exhibit.name}: {pattern}"
+
+
+def test_another_exhibits_tasks_that_were_not_run_leave_an_exhibit_whole():
+    one = BY_NAME["idp-sgd/figure-1"]
+    assert one.record.name == "idp-sgd/table-2" and one.record.values["not_run"] and one.to_do is None
