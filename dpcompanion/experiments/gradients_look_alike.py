@@ -78,6 +78,30 @@ class Watch:
     order: float = 8
 
 
+@dataclasses.dataclass(frozen=True)
+class WatchMore(Watch):
+    """With tasks that need a GPU; without one a record lists them as `not_run`."""
+
+    larger: dict = dataclasses.field(default_factory=dict)
+
+
+def runnable(config, run):
+    """The tasks that this device can do."""
+    return config.tasks if run.device.type == "cpu" else {**config.tasks, **config.larger}
+
+
+def reported(record):
+    """The tasks that a record has values of."""
+    left = record.values.get("not_run", ())
+    return [name for kind in ("tasks", "larger") for name in record.config.get(kind, ()) if name not in left]
+
+
+def left_out(config, run):
+    """What a record says of the tasks that were not run: {"not_run": names}, or nothing."""
+    names = [name for name in config.larger if name not in runnable(config, run)]
+    return {"not_run": names} if names else {}
+
+
 # Training ------------------------------------------------------------------------------------------------------------
 
 _MODELS = {
@@ -477,19 +501,20 @@ def _narrow(record):
         yield name, f"{narrow} of {record.config['shown']}", narrow >= 0.8 * record.config["shown"]
 
 
-FIGURE_6 = Watch({"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=2),
-                  "batch 64": _vary(PLAIN_MNIST, batch_size=64, runs=1),
-                  "batch 512": _vary(PLAIN_MNIST, batch_size=512, runs=1), "softmax regression": PLAIN_MNIST})
-FIGURE_6_QUICK = Watch({"eps 10": DIGITS, "eps 1": _vary(DIGITS, epsilon=1.0, runs=1),
-                        "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
-                        "batch 512": _vary(PLAIN_DIGITS, batch_size=512), "softmax regression": PLAIN_DIGITS})
+FIGURE_6 = WatchMore({"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=2),
+                      "batch 64": _vary(PLAIN_MNIST, batch_size=64, runs=1),
+                      "batch 512": _vary(PLAIN_MNIST, batch_size=512, runs=1), "softmax regression": PLAIN_MNIST},
+                     larger={"ResNet-20, CIFAR-10": CIFAR10})
+FIGURE_6_QUICK = WatchMore({"eps 10": DIGITS, "eps 1": _vary(DIGITS, epsilon=1.0, runs=1),
+                            "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
+                            "batch 512": _vary(PLAIN_DIGITS, batch_size=512), "softmax regression": PLAIN_DIGITS})
 
 
-@experiment("gradients-look-alike/figure-6", uses=_COMPOSE, quick=FIGURE_6_QUICK, paper=FIGURE_6)
+@experiment("gradients-look-alike/figure-6", uses=(*_COMPOSE, runnable, left_out), quick=FIGURE_6_QUICK, paper=FIGURE_6)
 def figure_6(config, run):
     """The mean cost of a step over the data-independent one, at tenths of the run, and epsilon of the whole run."""
-    values = {}
-    for name, task in config.tasks.items():
+    values = left_out(config, run)
+    for name, task in runnable(config, run).items():
         found = watched(task, run)
         baseline = divergence(task.max_grad_norm, found.plan, config.order)
         share = contributions(found, "remove", config.order).mean(1) / baseline
@@ -504,7 +529,7 @@ def figure_6(config, run):
 
 @finding("gradients-look-alike/figure-6", "the mean share of the last step is below half of the first step's")
 def _falls_in_every_setting(record):
-    for name in record.config["tasks"]:
+    for name in reported(record):
         first, last = record.values[f"{name}.share"][0], record.values[f"{name}.last"]
         yield name, f"{first:.2f} to {last:.2f}", last < first / 2
 
@@ -580,25 +605,31 @@ def correct_and_not(found, order):
 
 
 def _correct_more_private(record):
-    for name in record.config["tasks"]:
+    for name in reported(record):
         for stage in STAGES[1:]:
             right, wrong = (record.values[f"{name}.{stage}.{word}.mean"] for word in ("correct", "incorrect"))
             yield f"{name}, {stage}", f"{right:.2f} against {wrong:.2f}", right < wrong
 
 
-@experiment("gradients-look-alike/figure-3", uses=(*_STAGES, correct_and_not), quick=Watch({"LeNet-5": DIGITS}),
-            paper=Watch({"ResNet-20": _vary(CIFAR10, runs=1)}))
+_CORRECT = (*_STAGES, correct_and_not, runnable, left_out)
+ON_A_GPU = {"ResNet-20, CIFAR-10": _vary(CIFAR10, runs=1)}
+
+
+@experiment("gradients-look-alike/figure-3", uses=_CORRECT, quick=WatchMore({"LeNet-5": DIGITS}),
+            paper=WatchMore({}, larger=ON_A_GPU))
 def figure_3(config, run):
     """Costs of one step over the data-independent one, of points that are classified correctly and of the others."""
-    return {f"{name}.{key}": value for name, task in config.tasks.items()
-            for key, value in correct_and_not(watched(task, run), config.order).items()}
+    return left_out(config, run) | {
+        f"{name}.{key}": value for name, task in runnable(config, run).items()
+        for key, value in correct_and_not(watched(task, run), config.order).items()}
 
 
-FIGURE_7 = Watch({"LeNet-5": _vary(MNIST, runs=1), "softmax regression": _vary(PLAIN_MNIST, runs=1)})
-FIGURE_7_QUICK = Watch({"LeNet-5": DIGITS, "softmax regression": PLAIN_DIGITS})
+FIGURE_7 = WatchMore({"LeNet-5": _vary(MNIST, runs=1), "softmax regression": _vary(PLAIN_MNIST, runs=1)},
+                     larger=ON_A_GPU)
+FIGURE_7_QUICK = WatchMore({"LeNet-5": DIGITS, "softmax regression": PLAIN_DIGITS})
 
 
-@experiment("gradients-look-alike/figure-7", uses=(*_STAGES, correct_and_not), quick=FIGURE_7_QUICK, paper=FIGURE_7)
+@experiment("gradients-look-alike/figure-7", uses=(*_CORRECT, figure_3), quick=FIGURE_7_QUICK, paper=FIGURE_7)
 def figure_7(config, run):
     """As figure 3, on digits, for several networks."""
     return figure_3(config, run)
@@ -612,15 +643,15 @@ for _name in ("figure-3", "figure-7"):
 # Figure 9: corollary 3.1 ---------------------------------------------------------------------------------------------
 
 @dataclasses.dataclass(frozen=True)
-class Corollary(Watch):
+class Corollary(WatchMore):
     """Figure 9: the exponent p of the paper's code, others of which the best is taken, and the delta of the step."""
 
     p: float = 1e4
     others: tuple = (3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 1e5, 1e6)
 
 
-@experiment("gradients-look-alike/figure-9", uses=_STAGES, quick=Corollary(FIGURE_7_QUICK.tasks),
-            paper=Corollary(FIGURE_7.tasks))
+@experiment("gradients-look-alike/figure-9", uses=(*_STAGES, runnable, left_out),
+            quick=Corollary(FIGURE_7_QUICK.tasks), paper=Corollary(FIGURE_7.tasks, larger=ON_A_GPU))
 def figure_9(config, run):
     """Epsilon of one step at delta 1e-5 by corollary 3.1, corrected, for the sum.
 
@@ -629,8 +660,8 @@ def figure_9(config, run):
     `paper_p` at the paper's p, `best_p` at the best of several, `exact` the sampled Gaussian mechanism's own epsilon;
     `worst_case` for a gradient as long as the clip norm.
     """
-    values = {}
-    for name, task in config.tasks.items():
+    values = left_out(config, run)
+    for name, task in runnable(config, run).items():
         found = watched(task, run)
         norms, correct = found.norms[0, found.stages], found.correct[0, found.stages]
         step = {"sample_rate": found.plan.sample_rate, "noise_std": found.plan.noise_std, "delta": task.delta}
@@ -653,7 +684,7 @@ def figure_9(config, run):
 @finding("gradients-look-alike/figure-9",
          "no point above the worst case; in the middle and at the end correct points below incorrect ones")
 def _corollary_better(record):
-    for name in record.config["tasks"]:
+    for name in reported(record):
         value = {key.removeprefix(f"{name}."): entry for key,
                  entry in record.values.items() if key.startswith(f"{name}.")}
         for stage in STAGES[1:]:

@@ -865,8 +865,10 @@ def figures_13_14(config, run):
 
 def _of_variants(record, key):
     for name in reported(record):
+        small = "two-layer CNN" if name == "cifar10" else "linear"
+        where = {"small": f"{LABELS[name].partition(', ')[0]}, {small}"}
         for kind in record.config["variants"]:
-            yield f"{LABELS[name]}, {kind}", record.values[f"{name}.{kind}.{key}"]
+            yield where.get(kind, f"{LABELS[name]}, {kind}"), record.values[f"{name}.{kind}.{key}"]
 
 
 @finding(f"{NAME}/figures-13-14", "estimates and exact values have a Pearson's r above 0.99")
