@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import types
 
 import numpy as np
 import pytest
@@ -222,7 +223,15 @@ def test_sums_and_single_gradients_are_clipped_the_same_way(run):
                                torch.stack((single[:4].sum(0), single[2:].sum(0), 0 * single[0])), rtol=1e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize("exhibit", ["figure-2", "figure-3", "figure-4"])
+@pytest.mark.parametrize("exhibit", ["figure-3", "figure-6", "figure-7", "figure-9"])
+def test_tasks_that_need_a_gpu_run_on_one_and_are_named_elsewhere(exhibit):
+    config = experiments.get(f"gradients-look-alike/{exhibit}").presets["paper"]
+    cpu, gpu = (types.SimpleNamespace(device=torch.device(kind)) for kind in ("cpu", "cuda"))
+    assert g.left_out(config, cpu) == {"not_run": ["ResNet-20, CIFAR-10"]} and g.left_out(config, gpu) == {}
+    assert {*g.runnable(config, gpu)} - {*g.runnable(config, cpu)} == {"ResNet-20, CIFAR-10"}
+
+
+@pytest.mark.parametrize("exhibit", ["figure-2", "figure-3", "figure-4", "figure-6", "figure-7", "figure-9"])
 def test_cifar_10_runs_through_on_a_few_images(exhibit, run, monkeypatch):
     def load(name, *, split="train", **options):
         generator = torch.Generator().manual_seed(len(split))
@@ -236,7 +245,7 @@ def test_cifar_10_runs_through_on_a_few_images(exhibit, run, monkeypatch):
     config = dataclasses.replace(config, tasks={"few": task}, **changes)
     values = experiments.get(f"gradients-look-alike/{exhibit}").function(config, run)
     values = values[0] if isinstance(values, tuple) else values
-    assert any(key.startswith("few.final") for key in values)
+    assert any(key.startswith("few.") for key in values)
 
 
 def test_tilted_runs_at_rate_one_are_runs_with_the_point_alpha_times(monkeypatch, run):
