@@ -518,7 +518,7 @@ def true_divergence(probabilities, added, noise):
     return math.log(probabilities @ (gram * pairs) @ probabilities) / 2
 
 
-@experiment(f"{NAME}/algorithm-1", uses=(histories, true_divergence), quick=Hidden())
+@experiment(f"{NAME}/algorithm-1", uses=(histories, true_divergence), quick=Hidden(), paper=Hidden())
 def algorithm_1(config, run):
     """What all outputs give away of the example, and what it is told, by whether it was sampled at the first step."""
     values = {}
