@@ -179,7 +179,7 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
         labels: dotted name -> what the first column says.
         verdicts: dotted name -> a word of `published.VERDICTS` that replaces the computed one; numbers that
             `published` knows to be wrong in the paper need none.
-        points: whether numbers are percentages of accuracy; by default what the exhibit's unit says.
+        points: what one percentage point is, see `published.verdict`; by default what the exhibit says of each number.
         stale: whether `recorded` is stale; the heading then says so, and live numbers are judged before recorded.
 
     What is held against the paper is the recorded number, which has the paper's scale, and the live one where nothing
@@ -200,12 +200,11 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
             raise ValueError(f"keys must be names of the exhibit or of our numbers, got {key!r}")
     for word in verdicts.values():
         _checks.one_of("verdicts", word, published.VERDICTS)
-    if points is None:
-        points = bool(paper) and paper.unit.startswith("%")
     rows = []
     for key in keys:
+        point = points if points is not None else paper.point(key) if paper else 0.0
         for label, *values in _entries(labels.get(key, key), printed.get(key), recorded.get(key), live.get(key)):
-            rows.append(_row(label, *values, verdicts.get(key), points, stale))
+            rows.append(_row(label, *values, verdicts.get(key), point, stale))
     return Comparison(rows, stale)
 
 
@@ -249,7 +248,7 @@ def _deviation(ours, paper, points):
     if not math.isfinite(ours - paper):
         return ""
     if points:
-        return f"{round(ours - paper, 2) + 0.0:+.2f} points"
+        return f"{round((ours - paper) / points, 2) + 0.0:+.2f} points"
     if paper == 0:
         return ""
     percent = 100 * (ours - paper) / abs(paper)

@@ -111,7 +111,7 @@ class Exhibit:
     needs: "cpu" or "gpu".
     `wrong` are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it is the
     words that are; `given` of those that are no result of this exhibit: settings, and results of another one printed
-    again; `tests` name the tests that check an exhibit that no experiment computes, as
+    again; `accuracies` of those that are accuracies, where the exhibit's unit does not say so; `tests` name the tests that check an exhibit that no experiment computes, as
     "tests/test_x.py::test_y".
     """
 
@@ -129,6 +129,7 @@ class Exhibit:
     scale: str = "gpu"
     wrong: tuple = ()
     given: tuple = ()
+    accuracies: tuple = ()
     tests: tuple = ()
     numbers: types.MappingProxyType = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
@@ -152,6 +153,18 @@ class Exhibit:
         (True, False)
         """
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.given)
+
+    def point(self, key):
+        """How much one percentage point of accuracy is in a number: 1, 0.01, or 0 for what is no accuracy.
+
+        >>> exhibit("idp-sgd/table-2").point("mnist.A.sample"), exhibit("idp-sgd/table-5").point("mnist.sigma")
+        (1.0, 0.0)
+        >>> exhibit("intrinsic-privacy/table-4").point("noiseless_accuracy.adult")
+        0.01
+        """
+        if self.unit.startswith("%"):
+            return 1.0
+        return 0.01 if any(fnmatch.fnmatchcase(key, pattern) for pattern in self.accuracies) else 0.0
 
     def flat(self):
         """All numbers under their dotted names, in the paper's order.
@@ -191,7 +204,7 @@ def _read(slug):
     found = content.pop("exhibit")
     exhibits = {}
     for fields in found:
-        for key in ("data", "networks", "wrong", "given", "tests"):
+        for key in ("data", "networks", "wrong", "given", "accuracies", "tests"):
             fields[key] = tuple(fields.get(key, ()))
         fields["numbers"] = _number(fields.get("numbers", {}))
         exhibits[fields["id"]] = Exhibit(paper=slug, **fields)
@@ -241,7 +254,8 @@ def verdict(ours, published, *, sd_ours=0.0, sd_published=None, rounding=None, p
             read off a `Printed` one unless they are given.
         sd_ours, sd_published: standard deviations of the two.
         rounding: half a unit in the last printed place.
-        points: the numbers are percentages of accuracy, and close means within 1 point.
+        points: what one percentage point is where the numbers are accuracies, 1 (or True) for percentages and 0.01 for
+            fractions: close then means within 1 point.
 
     >>> verdict(97.6, "97.81±0.09", sd_ours=0.1, points=True)
     'matches'
@@ -263,4 +277,4 @@ def verdict(ours, published, *, sd_ours=0.0, sd_published=None, rounding=None, p
     slack = 1e-12 * max(1.0, abs(paper)) if rounding else 0.0
     if distance <= 2 * math.hypot(sd_ours, sd_published) + rounding + slack:
         return "matches"
-    return "close" if distance <= (1.0 if points else 0.1 * abs(paper)) else "differs"
+    return "close" if distance <= (float(points) or 0.1 * abs(paper)) else "differs"
