@@ -41,7 +41,7 @@ def test_intrinsic_privacy_sigmas_of_neighbours_agree_and_residuals_are_short():
     median, divisor, *_ = solutions("papers/intrinsic-privacy")
     values = experiments.get("intrinsic-privacy/table-3").record("paper").values
     smallest, largest = (values[f"mnist-binary.sigma_i_{which}"] for which in ("smallest", "largest"))
-    assert "agree to a part in a thousand" in median and largest / smallest - 1 < 1e-3
+    assert "agree to a part in twenty thousand" in median and largest / smallest - 1 < 1 / 20_000
     assert f"about {100 / math.sqrt(2 * 98):.0f}%" in median
     assert "half a percent" in divisor and round(100 * (1 - math.sqrt(98 / 99)), 1) == 0.5
 
