@@ -114,11 +114,6 @@ class Record:
     def seeds(self):
         return list(self.config.get("seeds", []))
 
-    @property
-    def cost(self):
-        """Seconds of this run and of all earlier ones that it took pieces from; NaN where one of them is unknown."""
-        return self.wall_time + math.fsum(each["seconds"] for each in self.kept)
-
     def is_stale(self, *, config=None, code_hash=None):
         """Whether it was made with another configuration (seeds apart) or another code than the given ones."""
         mine = {key: value for key, value in self.config.items() if key != "seeds"}
@@ -307,7 +302,8 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
     if len(set(pieces)) < len(pieces):
         raise ValueError(f"pieces must differ from each other, got {pieces!r}")
     hashed, folder, results = hash_of(config), pathlib.Path(folder), {}
-    seen = {} if _SEEN.get() is None else _SEEN.get()
+    seen = _SEEN.get()
+    seen = {} if seen is None else seen  # nobody gathers: the notes go nowhere
     with bar(len(pieces), label=label, show=show) as advance:
         for name in pieces:
             path = folder / f"{name}.piece.json"
@@ -341,7 +337,8 @@ def taken_over():
     """What `resumable` takes over from earlier runs, inside: a list that is complete when the block ends.
 
     One dict for each commit and set of versions that made kept pieces: {"pieces": how many, "seconds": what they took
-    together, "commit", "versions"}.  Pieces that the block itself makes are none of them.
+    together, "commit", "versions"}.  Seconds are NaN, commit None and versions empty for pieces that do not say.
+    Pieces that the block itself makes are none of them.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()

@@ -94,7 +94,7 @@ def test_an_interrupted_run_is_continued_by_the_next_one(registered, tmp_path, m
         experiments.run(NAME, preset="quick", out=tmp_path)
     record = experiments.run(NAME, preset="quick", out=tmp_path)
     assert record.values == {"sum": 2.0} and calls == ["seed-0", "stop", "seed-1"]
-    assert [each["pieces"] for each in record.kept] == [1] and record.cost >= record.wall_time
+    assert [each["pieces"] for each in record.kept] == [1]
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["table-1.quick.json"]
 
 
