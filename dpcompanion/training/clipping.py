@@ -8,9 +8,10 @@ norms $C_i$ this computes $\sum_i g_i \min(1, C_i / \lVert g_i\rVert)$.  Methods
 * `ghost`: one forward and one backward pass, norms from layer inputs and output gradients
   (`dpcompanion.training.layers`); gradients of large layers are never held.
 * `mixed`: as ghost, but layer by layer the cheaper of Gram matrix and explicit gradient; the fastest.
-* `auto`: `mixed` if the model can be taken apart into layers, else `func`.  `resolve_method` decides and proves it on
-  two examples against plain autograd, at each call here and once for a run of the trainers.  They have it prove
-  `mixed` and `ghost` too; here those are taken at their word.
+* `auto`: `mixed` if the model can be taken apart into layers, else `func`.  `resolve_method` decides, and proves it
+  against plain autograd on the examples with the largest gradients of a probe (`dpcompanion.training.proof`), at each
+  call here and once for a run of the trainers.  They have it prove `mixed` and `ghost` too; here those are taken at
+  their word.
 
 A loss is a function (outputs, targets) -> (n,), one number an example, such as `cross_entropy` here.
 A gradient that is not finite counts as zero in the sum; its norm is reported as inf.
@@ -37,7 +38,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.dropout import _DropoutNd
 
 from dpcompanion import _checks
-from dpcompanion.training.layers import Explicit, Unfit, layer_gradient, own_parameters
+from dpcompanion.training import proof
+from dpcompanion.training.layers import Explicit, Unfit, layer_gradient, own_parameters, rounded_up
 from dpcompanion.training.stacking import StackedLayer
 
 METHODS = ("auto", "mixed", "ghost", "func")
@@ -118,9 +120,14 @@ class _Recorder:
     def _note(self, module, args, kwargs, output):
         if len(args) != 1 or kwargs or not all(isinstance(t, torch.Tensor) and t.ndim for t in (*args, output)):
             raise Unfit(f"layer {self.owners[module]!r} does not map one tensor to one tensor; use method='func'")
-        if torch.is_grad_enabled():
-            a = args[0]
-            self.uses.setdefault(module, []).append((a.detach(), a._version, get_gradient_edge(output), len(output)))
+        if not torch.is_grad_enabled():
+            return None
+        # Once a view is changed in place, autograd no longer comes by the node that it had. A tensor of its own keeps
+        # that node (linear layers on more than two axes and instance norm return views).
+        output = output.clone() if output._is_view() else output
+        a = args[0]
+        self.uses.setdefault(module, []).append((a.detach(), a._version, get_gradient_edge(output), len(output)))
+        return output
 
     @contextlib.contextmanager
     def listening(self):
@@ -141,7 +148,7 @@ class _Recorder:
         gradients = torch.autograd.grad(losses.sum(), [*edges, *silent], allow_unused=True)
         if any(g is not None for g in gradients[len(edges):]):
             raise Unfit("a parameter is used outside the forward method of its layer; use method='func'")
-        gradients, pairs = iter(gradients), {}
+        gradients, pairs, reached = iter(gradients), {}, None
         for module, uses in self.uses.items():
             for a, version, _, _ in uses:
                 if a._version != version:
@@ -149,7 +156,25 @@ class _Recorder:
                 g = next(gradients)
                 if g is not None:
                     pairs.setdefault(module, []).append((a, g))
+                    continue
+                reached = _reached(losses) if reached is None else reached
+                if any(p in reached for p in own_parameters(module).values()):
+                    raise Unfit(f"layer {self.owners[module]!r} is used, but no gradient comes by its output; use "
+                                "method='func'")
         return pairs
+
+
+def _reached(losses):
+    """The leaves, such as parameters, that the graph of `losses` ends in."""
+    leaves, seen, nodes = set(), set(), [losses.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaves.add(getattr(node, "variable", None))
+        nodes.extend(after for after, _ in node.next_functions)
+    return leaves
 
 
 def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
@@ -181,7 +206,7 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
 
 def _clip(layers, squares, losses, max_grad_norm, runs):
     """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`."""
-    norms = squares.sqrt().to(losses.dtype)
+    norms = rounded_up(squares.sqrt(), losses.dtype)
     finite = norms.isfinite()
     norms = torch.where(finite, norms, math.inf)
     if max_grad_norm is None:
@@ -231,7 +256,7 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
     _checks.one_of("method", method, METHODS)
     check_model(model)
     if method == "auto":
-        method = resolve_method(model, loss, x[:2], y[:2])
+        method = resolve_method(model, loss, x, y)
     chunk = chunk or 512
     if method == "func":          # which holds a gradient of the whole model for each example
         chunk = max(1, min(chunk, _BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad)))
@@ -288,77 +313,26 @@ def gradient_norms(model, loss, x, y, *, method="auto", chunk=None):
 def resolve_method(model, loss, x, y, method="auto"):
     """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else "func".
 
-    The given examples are put through the layers together and through plain autograd one by one, without dropout:
-    layers are trusted only if norms and sum agree. Another `method` is proved likewise, and returned; "func" takes
-    examples one by one in any case.
+    Layers are trusted only if norms and sums agree with plain autograd (`dpcompanion.training.proof`) for the examples
+    with the largest gradients of a probe of (x, y), which may be all the data. Another `method` is proved likewise,
+    and returned; "func" takes examples one by one in any case.
 
     Raises:
-        ValueError: if an example's loss depends on the other examples, or if "mixed" or "ghost" do not fit the model.
+        ValueError: if an example's loss depends on the other examples, or if "mixed" or "ghost" do not fit the model,
+            or cannot be proved because no example has a finite gradient.
     """
     if method == "func" or not len(x):
         return "func" if method == "auto" else method
-    _check_company(model, loss, x, y)
     layerwise = "mixed" if method == "auto" else method
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
+
+    def claimed(x, y):
+        found = _layerwise(model, loss, x, y, math.inf, layerwise)
+        return found.norms, found.gradients
+
     try:
-        together = _layerwise(model, loss, x, y, math.inf, layerwise)
-        names, parameters = zip(*((name, p) for name, p in model.named_parameters() if p.requires_grad))
-        alone = []
-        for i in range(len(x)):
-            with torch.enable_grad():
-                value = loss(model(x[i:i + 1]), y[i:i + 1]).sum()
-            alone.append(torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True))
-        _check_company(model, loss, x, y)
-    except Unfit:
+        proof.prove(model, loss, x, y, claimed)
+    except Unfit as error:
         if method == "auto":
             return "func"
-        raise
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
-    if not together.norms.isfinite().all():
-        return layerwise
-    tolerance = _tolerance(together.norms)
-    norms = torch.stack([torch.stack([g.norm() for g in one]).norm() for one in alone])
-    errors = [(together.gradients[name] - sum(g)).norm() for name, g in zip(names, zip(*alone))]
-    worst = max(*errors, (norms - together.norms).abs().max())
-    if worst <= tolerance * (norms.sum() + tolerance):
-        return layerwise
-    if method == "auto":
-        return "func"
-    raise ValueError(f"method {method!r} misses a part of this model's gradients, as it does where a layer's parameters"
-                     f" are used outside of it: norms {together.norms.tolist()}, but {norms.tolist()} by autograd; use "
-                     "'func' or 'auto'")
-
-
-def _tolerance(values):
-    return 1e-6 if values.dtype == torch.float64 else 1e-2
-
-
-def _check_company(model, loss, x, y):
-    """Refuse a model in which an example's loss changes with its company, in the modes that its layers are in.
-
-    Dropout is left out; of a model that draws at random all the same nothing can be said. Buffers stay as they are.
-    """
-    dropout = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
-    devices = [x.device] if x.device.type == "cuda" else []
-
-    def losses(x, y):
-        buffers = {name: b.clone() for name, b in model.named_buffers()}
-        return loss(torch.func.functional_call(model, buffers, (x,)), y)
-
-    with torch.no_grad(), torch.random.fork_rng(devices=devices):
-        try:
-            for module in dropout:
-                module.eval()
-            together, again = losses(x, y), losses(x, y)
-            alone = [losses(x[i:i + 1], y[i:i + 1]).sum() for i in range(len(x))]
-        finally:
-            for module in dropout:
-                module.train()
-    if together.shape == (len(x),) and torch.equal(together, again) and together.isfinite().all():
-        alone, tolerance = torch.stack(alone), _tolerance(together)
-        if not torch.allclose(together, alone, rtol=tolerance, atol=tolerance):
-            raise ValueError("model must treat examples one by one, but the loss of an example changes with its "
-                             f"company: {together.tolist()} together, {alone.tolist()} alone")
+        raise Unfit(f"method {method!r} does not fit this model: {error}; use 'func' or 'auto'") from error
+    return layerwise

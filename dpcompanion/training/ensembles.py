@@ -40,7 +40,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._progress import bar
-from dpcompanion.training import clipping, noise
+from dpcompanion.training import clipping, noise, proof
 from dpcompanion.training.layers import Unfit
 from dpcompanion.training.loop import deferred_interrupt, digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.plan import DPSGDPlan
@@ -117,8 +117,11 @@ class Ensemble:
 
         self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
         self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
-        self.method = clipping.resolve_method(self._template, loss, self.x[:2], self.y[:2], method)
-        if method == "auto" and self.method != "func" and not self._stacks(self.x[:2], self.y[:2]):
+        self.method = clipping.resolve_method(self._template, loss, self.x, self.y, method)
+        if self.method != "func" and not self._stacks():
+            if method != "auto":
+                raise ValueError(f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' "
+                                 "or 'auto'")
             self.method = "func"
         self._network = self._workplace()
         self.step, self.epochs = 0, []
@@ -198,25 +201,28 @@ class Ensemble:
             raise ValueError("model must have the same frozen parameters and buffers in all runs")
         return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
 
-    def _stacks(self, x, y):
+    def _stacks(self):
         """Whether two different runs through the stacked network give what each gives alone."""
+        rows = proof.hardest(self._template, self.loss, self.x, self.y)
+        x, y = self.x[rows], self.y[rows]
         model, pair = copy.deepcopy(self._template), torch.stack([self.vectors[0], self.vectors[0] / 2])
         try:
             network = StackedNetwork(self._template)
             network.load(self.split(pair))
-            together = clipping._layerwise(network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf,
-                                           self.method, 2)
+            with proof.evaluating(network.module):
+                together = clipping._layerwise(network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]),
+                                               math.inf, self.method, 2)
         except (Unfit, RuntimeError, AttributeError, TypeError):
             return False
-        tolerance = 1e-6 if pair.dtype == torch.float64 else 1e-2
         for run, vector in enumerate(pair):
             with torch.no_grad():
                 for name, p in self.split(vector[None]).items():
                     model.get_parameter(name).copy_(p[0])
-            alone = clipping._layerwise(model, self.loss, x, y, math.inf, self.method)
+            with proof.evaluating(model):
+                alone = clipping._layerwise(model, self.loss, x, y, math.inf, self.method)
             error = sum((g - together.gradients[name][run]).norm() for name, g in alone.gradients.items())
             error += (alone.norms - together.norms.chunk(2)[run]).norm()
-            if not error <= tolerance * (alone.norms.sum() + tolerance) and alone.norms.isfinite().all():
+            if not error <= proof.tolerances(pair)[0] * alone.norms.sum():
                 return False
         return True
 

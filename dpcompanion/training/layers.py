@@ -53,21 +53,49 @@ def own_parameters(module):
 
 
 def squared_norms(tensor):
-    """Sums of squares over all axes but the first, (n,) float64.
+    """Sums of squares over all axes but the first, (n,) float64; above 0 for whatever is not 0.
 
     The squares of a million float32 numbers, added up one after another, may lack a thousandth of their sum, and
-    a norm must not come out too small. So only a few are added in float32, and their sums in float64.
+    a norm must not come out too small. So only a few are added in float32, and their sums in float64. Squares that
+    float32 cannot hold are added up in float64 altogether.
 
     >>> round(float(squared_norms(torch.full((1, 1_000_000), 0.1)).sqrt()), 3)
     100.0
+    >>> squared_norms(torch.tensor([[3e-25, 4e-25], [0.0, 0.0]])).sqrt()
+    tensor([5.0000e-25, 0.0000e+00], dtype=torch.float64)
     """
     flat = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
+    if flat.device.type != "cpu" and flat.dtype != torch.float64:
+        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
     if flat.dtype == torch.float64:
-        return torch.linalg.vector_norm(flat, dim=1).square()
-    blocks = flat.shape[1] // _SUMMED
-    whole, rest = flat[:, :blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)), flat[:, blocks * _SUMMED:]
-    norms = torch.linalg.vector_norm(whole, dim=2), torch.linalg.vector_norm(rest, dim=1, keepdim=True)
-    return torch.cat(norms, 1).double().square().sum(1)
+        squares = torch.linalg.vector_norm(flat, dim=1).square()
+    else:
+        blocks = flat.shape[1] // _SUMMED
+        whole, rest = flat[:, :blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)), flat[:, blocks * _SUMMED:]
+        norms = torch.linalg.vector_norm(whole, dim=2), torch.linalg.vector_norm(rest, dim=1, keepdim=True)
+        squares = torch.cat(norms, 1).double().square().sum(1)
+    # What the squares of n numbers may have lost by underflow, against the last bit of their sum.
+    few = squares <= flat.shape[1] * torch.finfo(flat.dtype).tiny / torch.finfo(flat.dtype).eps
+    return squares if not few.any() else squares.masked_scatter(few, _squares_of_small(flat[few]))
+
+
+def _squares_of_small(flat):
+    """As `squared_norms`, in float64 with each row divided by its largest entry; what underflows is rounded up."""
+    flat = flat.double()
+    largest = flat.abs().amax(1, keepdim=True) if flat.shape[1] else flat.new_zeros(len(flat), 1)
+    norms = largest[:, 0] * torch.linalg.vector_norm(torch.where(largest > 0, flat / largest, 0), dim=1)
+    return torch.where(norms > 0, norms.square().clamp(min=torch.finfo(torch.float64).tiny), 0)
+
+
+def rounded_up(values, dtype):
+    """float64 `values` in another precision, never smaller than they are.
+
+    >>> float(rounded_up(torch.tensor(0.1, dtype=torch.float64), torch.float32)) >= 0.1
+    True
+    """
+    rounded = values.to(dtype)
+    above = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
+    return torch.where(rounded.double() < values, above, rounded)
 
 
 def _pad(conv, a):
@@ -201,7 +229,7 @@ class Ghost:
         inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
         if positions == 1:
             a, g = (squared_norms(part.flatten(0, 1)).view(part.shape[:2]) for part in (inputs, outputs))
-            return (a * g).sum(1)
+            return torch.where((a > 0) & (g > 0), (a * g).clamp(min=torch.finfo(torch.float64).tiny), 0).sum(1)
         inputs, outputs = inputs.double(), outputs.double()
         return ((inputs @ inputs.mT) * (outputs.mT @ outputs)).sum((1, 2, 3)).clamp(min=0)
 
@@ -243,7 +271,7 @@ class GhostEmbedding:
         pairs, where = keys.unique(return_inverse=True)
         sums = self.g.new_zeros(len(pairs), self.g.shape[-1], dtype=torch.float64)
         sums.index_add_(0, where.flatten(), self.g.flatten(0, 1).double())
-        return sums.new_zeros(n).index_add_(0, pairs // rows, sums.square().sum(1))
+        return sums.new_zeros(n).index_add_(0, pairs // rows, squared_norms(sums))
 
     def keep_only(self, rows):
         self.g = _rows(self.g, rows)

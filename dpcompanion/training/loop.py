@@ -161,7 +161,7 @@ class _Loop:
         self.numbers = sum(p.numel() for p in self.parameters.values())
         self.dtype = next(iter(self.parameters.values())).dtype
         self.modes = {module: module.training for module in model.modules()}
-        self.method = clipping.resolve_method(model, loss, self.x[:2], self.y[:2], method)
+        self.method = clipping.resolve_method(model, loss, self.x, self.y, method)
         # A scheduler keeps the rate that it began with as initial_lr.
         self.begun_with = [type(optimizer).__name__, *(
             float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups)]

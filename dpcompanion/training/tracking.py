@@ -60,6 +60,8 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion.training import clipping as clipping_
+from dpcompanion.training import proof
+from dpcompanion.training.layers import rounded_up
 
 CLIPPINGS = ("maximum", "individual")
 
@@ -216,7 +218,7 @@ class NormTracker:
             self._renew(indices.to(self.norms.device), self._bounded(norms))
         if self.trajectory_delta is not None and self.step % self.steps_per_epoch == 0:
             epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()
-            self._trajectory.append(_float32_above(epsilon))
+            self._trajectory.append(rounded_up(epsilon, torch.float32))
 
     def _renew(self, examples, norms):
         """Charge examples for what held up to this step, and let their new norms hold from the next one on."""
@@ -272,8 +274,9 @@ class NormTracker:
         parts = []
         with _undisturbed(self.model) as model:
             if not self._proved:
-                self.method = clipping_.resolve_method(model, self.loss, self.x[:2].to(parameter.device),
-                                                       self.y[:2].to(parameter.device), self.method)
+                rows = proof.rows_to_look_through(len(self.x))
+                self.method = clipping_.resolve_method(model, self.loss, self.x[rows].to(parameter.device),
+                                                       self.y[rows].to(parameter.device), self.method)
                 self._proved = True
             for start in range(0, len(self.x), self.chunk):
                 part = slice(start, start + self.chunk)
@@ -283,7 +286,7 @@ class NormTracker:
         self.norms, self._limits = self._bounded(torch.cat(parts)), None
         self.passes += 1
         if self.keep_norms:
-            self._kept.append((self.step, _float32_above(self.norms.cpu())))
+            self._kept.append((self.step, rounded_up(self.norms.cpu(), torch.float32)))
 
     def _bounded(self, norms):
         """Norms as float64, a few units up for what their summation may have lost, at most C, also where not finite."""
@@ -296,11 +299,6 @@ def _chunk_for(x):
     """512 examples of up to 1,024 numbers, fewer of larger ones: activations that leave the caches cost a third."""
     numbers = x[0].numel()
     return 512 if numbers <= 1024 else max(16, 2**18 // numbers)
-
-
-def _float32_above(values):
-    rounded = values.float()
-    return torch.where(rounded.double() < values, torch.nextafter(rounded, torch.tensor(math.inf)), rounded)
 
 
 @contextlib.contextmanager

@@ -126,10 +126,10 @@ def test_what_a_step_reads_is_its_own_draw_and_nothing_of_another():
         read.append(inputs[0].detach().clone())
 
     def check(run):
-        if run.step == 1:              # before the first step the method is proved on the first two examples
-            while torch.isin(read[0], data[0][:2]).all():
-                read.pop(0)
         expected = data[0][sampler.draw()]
+        if run.step == 1:              # before the first step the method is proved on some examples
+            while sum(map(len, read)) > len(expected):
+                read.pop(0)
         assert torch.equal(torch.cat(read), expected) and max(map(len, read)) <= 4
         read.clear()
         run.model.eval()
@@ -351,7 +351,7 @@ class BesideItsLayer(nn.Module):
 
 @pytest.mark.parametrize("method", ["mixed", "ghost"])
 def test_a_method_that_would_miss_gradients_is_refused_before_training(method):
-    with pytest.raises(ValueError, match="misses a part"):
+    with pytest.raises(ValueError, match="does not fit this model"):
         run(*problem(), model=BesideItsLayer().double(), method=method)
 
 

@@ -1,0 +1,192 @@
+"""Is a fast way to per-example gradients right for this model?  It is tried against plain autograd.
+
+What is fast looks at layers or at a batch, and a model may do what these do not see: use a weight outside of its
+layer, overwrite an activation in place, mix examples.  `prove` takes examples one by one through plain autograd and
+compares.  It is made once a run, so it can afford to be strict:
+
+* The examples are those with the largest gradients among a probe that is spread over the data.  Rows that are not
+  finite are left out; if all are, nothing is proved, and that is said.
+* Tolerances are relative: a well fitted example, whose gradient is small, is proved like any other.
+* All is proved twice, with the weights that the model has and with weights nearby: behind a weight of zero, as in
+  residual blocks at their start, a wrong gradient looks right.
+
+>>> from dpcompanion.training import clipping
+>>> model, x, y = torch.nn.Linear(3, 2), torch.randn(50, 3), torch.arange(50) % 2
+>>> def half(x, y):
+...     found = clipping.clipped_sum(model, clipping.cross_entropy, x, y, 1e9)
+...     return found.norms / 2, found.gradients
+>>> prove(model, clipping.cross_entropy, x, y, half)
+Traceback (most recent call last):
+    ...
+dpcompanion.training.layers.Unfit: the norms of gradients are wrong by up to 50% against plain autograd
+"""
+
+import contextlib
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+
+from dpcompanion.training.layers import Unfit
+
+# Examples that are looked through, those of them whose gradients are computed, and those that are compared.
+_LOOKED_THROUGH, _PROBED, _COMPARED = 64, 16, 4
+
+
+def prove(model, loss, x, y, claimed):
+    """Raise unless `claimed` is what plain autograd says of the examples with the largest gradients.
+
+    Args:
+        model: a module, on the device of x; it is put into evaluation mode for the proof, and back.
+        loss: (outputs, targets) -> (n,).
+        x, y: tensors of examples to choose from; at most 64 rows, evenly spread, are looked at.
+        claimed: (x, y) -> (norms (k,), {name: sum of the k gradients}) of k examples, without clipping; the names are
+            those of the model's trainable parameters. It is called with the model's weights as they are, then with
+            others.
+
+    Raises:
+        Unfit: a norm or a sum is wrong, or no example has a finite gradient.
+        ValueError: an example's loss changes with its company.
+    """
+    with evaluating(model):
+        rows = hardest(model, loss, x, y)
+    if not len(rows):
+        raise Unfit("no example has a finite gradient, so that nothing can be proved; use method='func'")
+    x, y = x[rows], y[rows]
+    check_independence(model, loss, x, y)
+    with evaluating(model):
+        check_independence(model, loss, x, y)
+        _compare(model, loss, x, y, claimed)
+        with weights_nearby(model):
+            _compare(model, loss, x, y, claimed)
+
+
+def hardest(model, loss, x, y):
+    """Rows of the examples with the largest finite gradients, by plain autograd, of a probe spread over (x, y)."""
+    norms, found = [], []
+    for row in rows_to_look_through(len(x)).tolist():
+        norm = torch.stack([g.double().norm() for g in gradients_alone(model, loss, x, y, row)[1]]).norm()
+        if norm.isfinite():
+            norms.append(norm)
+            found.append(row)
+        if len(found) == _PROBED:
+            break
+    if not found:
+        return torch.zeros(0, dtype=torch.int64, device=x.device)
+    return torch.tensor(found, device=x.device)[torch.stack(norms).argsort(descending=True)[:_COMPARED]]
+
+
+def rows_to_look_through(n):
+    """At most 64 of n rows, evenly spread: first every fourth of them, then those between, (k,) int64."""
+    spread = torch.linspace(0, max(n - 1, 0), min(n, _LOOKED_THROUGH), dtype=torch.float64).round().long()
+    return torch.cat([spread[start::4] for start in range(4)])
+
+
+def gradients_alone(model, loss, x, y, row):
+    """The loss of one example, and its gradients for the trainable parameters, by plain autograd.
+
+    Raises:
+        Unfit: if autograd fails, as where a tensor is overwritten that it needs.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with torch.enable_grad():
+        value = loss(model(x[row:row + 1]), y[row:row + 1]).sum()
+        try:
+            gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+        except RuntimeError as error:
+            raise Unfit(f"plain autograd cannot differentiate the model: {error}") from error
+    return value.detach(), gradients
+
+
+def _compare(model, loss, x, y, claimed):
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    sums, lengths = [0] * len(names), []
+    for row in range(len(x)):
+        gradients = gradients_alone(model, loss, x, y, row)[1]
+        sums = [total + g for total, g in zip(sums, gradients)]
+        lengths.append(torch.stack([g.double().norm() for g in gradients]))
+    lengths = torch.stack(lengths)                      # (k, parameters)
+    norms = lengths.norm(dim=1)
+    if not norms.isfinite().all():                      # of weights nearby only; for the model's own they are finite
+        return
+    relative, floor = tolerances(sums[0])
+    theirs, totals = claimed(x, y)
+    errors = (theirs.double() - norms).abs()
+    if not (errors <= relative * norms + floor * norms.max()).all():
+        worst = 100 * float((errors / norms.max().clamp(min=1e-300)).max())
+        raise Unfit(f"the norms of gradients are wrong by up to {worst:.3g}% against plain autograd")
+    allowed = relative * lengths.sum(0) + floor * norms.sum()
+    for name, total, limit in zip(names, sums, allowed):
+        if not (totals[name] - total).double().norm() <= limit:
+            raise Unfit(f"the gradient of {name!r} is not that of plain autograd")
+
+
+def check_independence(model, loss, x, y):
+    """Refuse a model in which an example's loss changes with its company, in the modes that its layers are in.
+
+    Dropout is left out; of a model that draws at random all the same nothing can be said. Buffers stay as they are.
+
+    Raises:
+        ValueError: with the losses together and alone.
+    """
+    dropout = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
+    devices = [x.device] if x.device.type == "cuda" else []
+
+    def losses(x, y):
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+        return loss(torch.func.functional_call(model, buffers, (x,)), y)
+
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        try:
+            for module in dropout:
+                module.eval()
+            together, again = losses(x, y), losses(x, y)
+            alone = [losses(x[i:i + 1], y[i:i + 1]).sum() for i in range(len(x))]
+        finally:
+            for module in dropout:
+                module.train()
+    if together.shape != (len(x),):
+        raise ValueError(f"loss must return one number an example, shape ({len(x)},), got {tuple(together.shape)}; "
+                         "use reduction='none'")
+    alone = torch.stack(alone)
+    finite = alone.isfinite()
+    if torch.equal(torch.nan_to_num(together), torch.nan_to_num(again)):
+        relative, floor = tolerances(together)
+        if not torch.allclose(together[finite], alone[finite], rtol=relative, atol=floor):
+            raise ValueError("model must treat examples one by one, but the loss of an example changes with its "
+                             f"company: {together.tolist()} together, {alone.tolist()} alone")
+
+
+def tolerances(values):
+    """(relative to what is compared, relative to the largest), by precision; a GPU may round to TF32."""
+    if values.dtype == torch.float64:
+        return 1e-6, 1e-9
+    if values.dtype == torch.float32:
+        return 1e-2, 1e-4 if values.device.type == "cpu" else 1e-3
+    return 1e-1, 1e-2
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    """The model in evaluation mode, and each module in its own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def weights_nearby(model):
+    """The trainable weights moved at random by 0.3 of their size, those that are all zero by 0.1; then as before."""
+    generator = torch.Generator().manual_seed(0)
+    own = {p: p.data for p in model.parameters() if p.requires_grad}
+    try:
+        for p, data in own.items():
+            size = 0.3 * data.double().square().mean().sqrt().item() or 0.1
+            p.data = data + size * torch.randn(data.shape, generator=generator).to(data)
+        yield
+    finally:
+        for p, data in own.items():
+            p.data = data
