@@ -38,8 +38,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.dropout import _DropoutNd
 
 from dpcompanion import _checks
-from dpcompanion.training import proof
-from dpcompanion.training.layers import Explicit, Unfit, layer_gradient, own_parameters, rounded_up
+from dpcompanion.training import checks, proof
+from dpcompanion.training.layers import Explicit, Unfit, call_with, layer_gradient, own_parameters, rounded_up
 from dpcompanion.training.stacking import StackedLayer
 
 METHODS = ("auto", "mixed", "ghost", "func")
@@ -92,13 +92,6 @@ def check_model(model):
                              f"{type(module).__name__}, which mixes them; group norm is allowed")
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model must have a trainable parameter, got none")
-
-
-def _check_losses(losses, n):
-    if losses.shape != (n,):
-        raise ValueError(f"loss must return one number an example, shape ({n},), got {tuple(losses.shape)}; "
-                         "use reduction='none'")
-    return losses
 
 
 class _Recorder:
@@ -182,7 +175,7 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
     those of the first run, then those of the second, as many for each, and there is a sum for each run."""
     recorder = _Recorder(model)
     with recorder.listening(), torch.enable_grad():
-        losses = _check_losses(loss(model(x), y), len(x))
+        losses = checks.check_losses(loss(model(x), y), len(x))
     pairs = recorder.inputs_and_output_gradients(losses)
     recorder.uses = {}
     squares, layers, budget = torch.zeros(len(x), dtype=torch.float64, device=x.device), {}, _BUDGET
@@ -224,7 +217,7 @@ def _clip(layers, squares, losses, max_grad_norm, runs):
 
 def _gradient_and_loss(model, loss):
     def one(parameters, x, y):
-        return loss(torch.func.functional_call(model, parameters, (x.unsqueeze(0),)), y.unsqueeze(0)).sum()
+        return loss(call_with(model, parameters, x.unsqueeze(0)), y.unsqueeze(0)).sum()
 
     return torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
 
@@ -249,8 +242,8 @@ def _functional(model, loss, x, y, max_grad_norm, stacked=None):
 
 
 def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
-    if len(x) != len(y):
-        raise ValueError(f"x and y must have the same length, but x has {len(x)} and y has {len(y)}")
+    checks.check_data(x, y)
+    checks.check_types(model, x)
     if chunk is not None:
         _checks.whole_number("chunk", chunk, 1)
     _checks.one_of("method", method, METHODS)
@@ -318,11 +311,15 @@ def resolve_method(model, loss, x, y, method="auto"):
     and returned; "func" takes examples one by one in any case.
 
     Raises:
-        ValueError: if an example's loss depends on the other examples, or if "mixed" or "ghost" do not fit the model,
-            or cannot be proved because no example has a finite gradient.
+        ValueError: if model and loss do not accept the data, if an example's loss depends on the other examples, or if
+            the method does not fit the model or cannot be proved because no example has a finite gradient.
     """
-    if method == "func" or not len(x):
+    if not len(x):
         return "func" if method == "auto" else method
+    checks.try_out(model, loss, x, y)
+    if method == "func":
+        _try_func(model, loss, x, y)
+        return method
     layerwise = "mixed" if method == "auto" else method
 
     def claimed(x, y):
@@ -333,6 +330,17 @@ def resolve_method(model, loss, x, y, method="auto"):
         proof.prove(model, loss, x, y, claimed)
     except Unfit as error:
         if method == "auto":
-            return "func"
+            return resolve_method(model, loss, x, y, "func")
         raise Unfit(f"method {method!r} does not fit this model: {error}; use 'func' or 'auto'") from error
     return layerwise
+
+
+def _try_func(model, loss, x, y):
+    try:
+        with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
+            per_example_gradients(model, loss, x[:2], y[:2])
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError("model must be one that torch.func's vmap and grad can take (recurrent layers often are not; "
+                         f"opacus.layers has some that are), but: {error}") from error

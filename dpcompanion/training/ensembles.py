@@ -40,8 +40,8 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._progress import bar
-from dpcompanion.training import clipping, noise, proof
-from dpcompanion.training.layers import Unfit
+from dpcompanion.training import checks, clipping, noise, proof
+from dpcompanion.training.layers import Unfit, call_with
 from dpcompanion.training.loop import deferred_interrupt, digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.stacking import StackedNetwork
@@ -81,8 +81,7 @@ class Ensemble:
                              f"{sorted({(plan.n, plan.steps) for plan in self.plans})}")
         n, self.steps = self.plans[0].n, self.plans[0].steps
         x, y = data
-        if len(x) != n or len(y) != n:
-            raise ValueError(f"data must hold plan.n = {n} examples, got {len(x)} inputs and {len(y)} targets")
+        checks.check_data(x, y, n)
         if members is not None:
             members = torch.as_tensor(members).cpu()
             if members.dtype != torch.bool or members.shape != (runs, n):
@@ -99,6 +98,7 @@ class Ensemble:
         self._template = copy.deepcopy(models[0]).to(self.device)
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
         clipping.check_model(self._template)
+        checks.check_types(self._template, x)
         _check_that_passes_leave_no_trace(self._template, self.x[:2])
         own = {name: p for name, p in self._template.named_parameters() if p.requires_grad}
         self._shapes, self._places, end = {}, {}, 0
@@ -163,7 +163,7 @@ class Ensemble:
         parameters = self.parameters
         with torch.no_grad():
             return torch.stack([torch.cat([
-                torch.func.functional_call(model, {name: p[run] for name, p in parameters.items()}, (part,))
+                call_with(model, {name: p[run] for name, p in parameters.items()}, part)
                 for part in x.to(self.device).split(chunk)]) for run in range(len(self))])
 
     def gradients_of(self, x, y, *, chunk=None):

@@ -52,6 +52,19 @@ def own_parameters(module):
     return {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
 
 
+def call_with(model, tensors, *inputs):
+    """model(*inputs) with `tensors`, {name: tensor}, in the place of parameters and buffers of these names.
+
+    As `torch.func.functional_call`, which spoils a model that holds one module twice: it swaps the module's tensors
+    twice and then puts back what it had put in. Here each module is swapped once. A parameter that modules share is
+    replaced in all of them.
+    """
+    given = {id(t): tensors[name] for name, t in [*model.named_parameters(), *model.named_buffers()] if name in tensors}
+    places = {f"{prefix}.{name}" if prefix else name: given[id(t)] for prefix, module in model.named_modules()
+              for name, t in [*module._parameters.items(), *module._buffers.items()] if id(t) in given}
+    return torch.func.functional_call(model, places, inputs, tie_weights=False)
+
+
 def squared_norms(tensor):
     """Sums of squares over all axes but the first, (n,) float64; above 0 for whatever is not 0.
 
@@ -336,7 +349,7 @@ def _explicit_any(module, uses, stacked):
 
     def one(parameters, a, g):
         def layer(parameters):
-            return torch.func.functional_call(module, parameters, (a.unsqueeze(0),))
+            return call_with(module, parameters, a.unsqueeze(0))
         return torch.func.vjp(layer, parameters)[1](g.unsqueeze(0))[0]
 
     each, gradients = torch.func.vmap(one, in_dims=(None, 0, 0)), {}

@@ -39,7 +39,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._progress import bar
-from dpcompanion.training import clipping, noise
+from dpcompanion.training import checks, clipping, noise
 
 _FORMAT = 2
 
@@ -139,13 +139,11 @@ class _Loop:
     def __init__(self, model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers,
                  stateful, generator_device):
         x, y = data
-        if len(x) != plan.n or len(y) != plan.n:
-            raise ValueError(f"data must hold plan.n = {plan.n} examples, got {len(x)} inputs and {len(y)} targets")
+        checks.check_data(x, y, plan.n)
         _checks.one_of("method", method, clipping.METHODS)
         clipping.check_model(model)
-        own = set(model.parameters())
-        if any(p not in own for group in optimizer.param_groups for p in group["params"]):
-            raise ValueError("optimizer must hold parameters of the model only, got others")
+        checks.check_types(model, x)
+        checks.check_optimizer(optimizer, model)
         self.physical_batch_size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
         self.seed = _checks.whole_number("seed", seed, 0)
         self.device = torch.device(device) if device is not None else next(model.parameters()).device

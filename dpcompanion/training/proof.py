@@ -26,7 +26,7 @@ import contextlib
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from dpcompanion.training.layers import Unfit
+from dpcompanion.training.layers import Unfit, call_with
 
 # Examples that are looked through, those of them whose gradients are computed, and those that are compared.
 _LOOKED_THROUGH, _PROBED, _COMPARED = 64, 16, 4
@@ -133,7 +133,7 @@ def check_independence(model, loss, x, y):
 
     def losses(x, y):
         buffers = {name: b.clone() for name, b in model.named_buffers()}
-        return loss(torch.func.functional_call(model, buffers, (x,)), y)
+        return loss(call_with(model, buffers, x), y)
 
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
         try:
@@ -144,9 +144,6 @@ def check_independence(model, loss, x, y):
         finally:
             for module in dropout:
                 module.train()
-    if together.shape != (len(x),):
-        raise ValueError(f"loss must return one number an example, shape ({len(x)},), got {tuple(together.shape)}; "
-                         "use reduction='none'")
     alone = torch.stack(alone)
     finite = alone.isfinite()
     if torch.equal(torch.nan_to_num(together), torch.nan_to_num(again)):

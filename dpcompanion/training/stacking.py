@@ -20,7 +20,7 @@ import copy
 import torch
 from torch import nn
 
-from dpcompanion.training.layers import Unfit, own_parameters
+from dpcompanion.training.layers import Unfit, call_with, own_parameters
 
 
 class StackedLayer(nn.Module):
@@ -54,7 +54,7 @@ class StackedLayer(nn.Module):
             return out.reshape(*x.shape[:-1], -1)
 
         def one(own, x):
-            return torch.func.functional_call(layer, own, (x,))
+            return call_with(layer, own, x)
         return torch.func.vmap(one)(own, x.unflatten(0, (runs, -1))).flatten(0, 1)
 
 

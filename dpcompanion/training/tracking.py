@@ -60,7 +60,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion.training import clipping as clipping_
-from dpcompanion.training import proof
+from dpcompanion.training import checks, proof
 from dpcompanion.training.layers import rounded_up
 
 CLIPPINGS = ("maximum", "individual")
@@ -100,6 +100,7 @@ class NormTracker:
                  method="auto", chunk=None):
         self._accountant, self.model, self.loss = accountant, model, loss
         self.x, self.y = data
+        checks.check_data(self.x, self.y)
         if len(self.x) != accountant.n or len(self.y) != accountant.n:
             raise ValueError(f"data must hold the accountant's {accountant.n} examples, got {len(self.x)} inputs and "
                              f"{len(self.y)} targets")

@@ -1,0 +1,72 @@
+"""What must hold of data, model, loss and optimizer before a run begins; otherwise one ValueError says what is wrong.
+
+>>> import torch
+>>> check_data(torch.zeros(3, 2).numpy(), torch.zeros(3))
+Traceback (most recent call last):
+    ...
+ValueError: data must be two tensors (x, y), got a ndarray and a Tensor; use torch.as_tensor
+"""
+
+import inspect
+
+import torch
+
+from dpcompanion.training import proof
+
+
+def check_data(x, y, n=None):
+    """x and y are tensors of equally many examples, n if it is given."""
+    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+        raise ValueError(f"data must be two tensors (x, y), got a {type(x).__name__} and a {type(y).__name__}; "
+                         "use torch.as_tensor")
+    if not (x.ndim and y.ndim) or len(x) != len(y) or n not in (None, len(x)):
+        wanted = "as many inputs as targets" if n is None else f"plan.n = {n} examples"
+        raise ValueError(f"data must hold {wanted}, got inputs of shape {tuple(x.shape)} and targets of shape "
+                         f"{tuple(y.shape)}")
+
+
+def check_types(model, x):
+    """The model's trainable parameters are of one floating-point type, which inputs with a fraction have too."""
+    types = {p.dtype for p in model.parameters() if p.requires_grad}
+    if len(types) > 1 or not all(dtype.is_floating_point for dtype in types):
+        raise ValueError("model must have trainable parameters of one floating-point type, got "
+                         f"{', '.join(sorted(map(str, types)))}")
+    for dtype in types:
+        if x.is_floating_point() and x.dtype != dtype:
+            raise ValueError(f"data must have the model's type, {dtype}, but its inputs are {x.dtype}; "
+                             f"use x.to({dtype}) or model.to({x.dtype})")
+
+
+def check_optimizer(optimizer, model):
+    """The optimizer holds every trainable parameter of the model, nothing of another, and needs no closure."""
+    own = {p: name for name, p in model.named_parameters()}
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if not held <= own.keys():
+        raise ValueError("optimizer must hold parameters of the model only, got others")
+    left_out = [name for p, name in own.items() if p.requires_grad and p not in held]
+    if left_out:
+        raise ValueError(f"optimizer must hold every trainable parameter of the model, but lacks {', '.join(left_out)}; "
+                         "freeze what is not to be trained with requires_grad_(False)")
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(f"optimizer must step once a gradient, but {type(optimizer).__name__} evaluates the loss "
+                         "again, which would need noise again")
+
+
+def try_out(model, loss, x, y):
+    """Model and loss accept two of the examples, in evaluation mode."""
+    x, y, described = x[:2], y[:2], f"inputs of {x.dtype} and shape {tuple(x.shape)}, targets of {y.dtype}"
+    with torch.no_grad(), proof.evaluating(model):
+        try:
+            losses = loss(model(x), y)
+        except (RuntimeError, TypeError, IndexError) as error:
+            raise ValueError(f"model and loss must accept the data ({described}), but fail: {error}") from error
+    check_losses(losses, len(x))
+
+
+def check_losses(losses, n):
+    """`losses`, one number an example."""
+    if not isinstance(losses, torch.Tensor) or losses.shape != (n,):
+        got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ValueError(f"loss must return one number an example, shape ({n},), got {got}; use reduction='none'")
+    return losses

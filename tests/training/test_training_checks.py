@@ -1,0 +1,130 @@
+"""What is refused before a run begins, and models that only look unusual."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, gradient_norms, train, train_ensemble
+from dpcompanion.training.layers import call_with
+
+PLAN = DPSGDPlan(n=20, sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
+
+
+def fit(model, x=X, y=Y, loss=cross_entropy, optimizer=None, **options):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    return train(model, loss, (x, y), PLAN, optimizer=optimizer, seed=0, progress=False, **options)
+
+
+@pytest.mark.parametrize("x, y, message", [
+    (X.numpy(), Y, "tensors"), (X, Y.numpy(), "tensors"), (X.tolist(), Y, "tensors"), (X[:19], Y, "plan.n = 20"),
+    (X, Y[:19], "plan.n = 20"), (X.double(), Y, "torch.float64"), (X, Y.float(), "must accept the data"),
+    (X, Y.int(), "must accept the data"), (X[:, :3], Y, "must accept the data"), (X.long(), Y, "must accept the data"),
+    (X, torch.tensor(1), "shape")])
+def test_data_that_the_model_cannot_take_are_refused(x, y, message):
+    """They ended in an error of some layer, or of numpy, in the middle of the work."""
+    model = nn.Linear(4, 3)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        fit(model, x, y)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_the_other_ways_in_refuse_such_data_too():
+    from dpcompanion.individual import IndividualAccountant
+
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="tensors"):
+        gradient_norms(model, cross_entropy, X.numpy(), Y.numpy())
+    with pytest.raises(ValueError, match="float64"):
+        gradient_norms(model, cross_entropy, X.double(), Y, method="mixed")
+    with pytest.raises(ValueError, match="tensors"):
+        NormTracker(IndividualAccountant.for_plan(PLAN), model, cross_entropy, (X.numpy(), Y), steps_per_epoch=2)
+    for data in ((X.numpy(), Y), (X.double(), Y)):
+        with pytest.raises(ValueError, match="data must"):
+            train_ensemble(model, cross_entropy, data, PLAN, seeds=[0, 1], learning_rate=0.1)
+
+
+def test_parameters_of_two_types_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3).double())
+    with pytest.raises(ValueError, match="one floating-point type"):
+        fit(model)
+
+
+def test_an_optimizer_that_leaves_out_a_trainable_parameter_is_refused():
+    """It got noise and an account, and never moved."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"lacks 1\.weight, 1\.bias"):
+        fit(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+    model[1].requires_grad_(False)
+    fit(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_needs_the_loss_again_is_refused():
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.head = cell(2, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.cell(x.unflatten(1, (2, 2)))[0][:, -1])
+
+
+@pytest.mark.parametrize("cell, dtype", [(nn.LSTM, torch.float64), (nn.GRU, torch.float32)])
+def test_a_model_that_vmap_cannot_take_is_refused_before_training(cell, dtype):
+    model = Recurrent(cell).to(dtype)
+    with pytest.raises(ValueError, match="torch.func"):
+        fit(model, X.to(dtype))
+
+
+class Shared(nn.Module):
+    """One module under two names, one weight in two modules, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.tied, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.again, self.tied.weight = self.one, self.one.weight
+        self.one.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x):
+        for layer in (self.one, self.again, self.tied):
+            x = torch.tanh(layer(x)) * self.one.scale
+        return self.head(x)
+
+
+@pytest.mark.parametrize("method", ["func", "auto"])
+def test_a_model_that_holds_one_module_twice_is_whole_after_training(method):
+    """torch.func.functional_call put dead tensors in the place of its parameters."""
+    torch.manual_seed(0)
+    model = Shared()
+    before = dict(model.named_parameters())
+    fit(model, method=method)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is p for name, p in before.items())
+    assert model.tied.weight is model.one.weight and type(model.one.scale) is torch.Tensor
+    assert all(p.requires_grad and p.is_leaf for p in after.values())
+    cross_entropy(model(X), Y).mean().backward()
+
+
+def test_call_with_replaces_a_shared_parameter_everywhere_and_matches_autograd():
+    torch.manual_seed(0)
+    model = Shared()
+    changed = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    assert torch.equal(call_with(model, changed, X), other(X))
+    norms = gradient_norms(model, cross_entropy, X, Y, method="func")
+    for i in range(3):
+        model.zero_grad()
+        cross_entropy(model(X[i:i + 1]), Y[i:i + 1]).sum().backward()
+        alone = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        assert float((norms[i] / alone - 1).abs()) < 1e-5
