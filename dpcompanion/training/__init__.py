@@ -3,7 +3,8 @@
 * `plan`: `DPSGDPlan`, from which sampler, clip norms, noise and account are made;
 * `sampling`: true Poisson draws;  `noise`: Gaussian noise and the streams of a seed;
 * `clipping`: sums of clipped per-example gradients, and norms; `layers`: how, layer by layer;
-* `loop`: `train`, with checkpoints;
+* `proof`: whether a method is right for a model;  `checks`: whether data, model and optimizer can work together;
+* `loop`: `train`;  `checkpoints`: what it goes on from;
 * `ensembles`: `train_ensemble`, many runs side by side; `stacking`: their networks as one;
 * `tracking`: everybody's gradient norms along a run, for accounts of each example;
 * `models`: the papers' networks.

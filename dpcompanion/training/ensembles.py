@@ -41,12 +41,13 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._progress import bar
 from dpcompanion.training import checks, clipping, noise, proof
+from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.layers import Unfit, call_with
-from dpcompanion.training.loop import deferred_interrupt, digest_of, plain, read_checkpoint, write_checkpoint
+from dpcompanion.training.loop import deferred_interrupt
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.stacking import StackedNetwork
 
-_FORMAT = 2
+_FORMAT = 3
 
 
 class Ensemble:
@@ -329,7 +330,7 @@ class Ensemble:
             "stateful": {name: item.state_dict() for name, item in stateful.items()}})
 
     def _load(self, path, stateful):
-        content = read_checkpoint(path)
+        content = read_checkpoint(path, ("identity", "step", "epochs", "tensors", "generators", "stateful"))
         if content["identity"] != self._identity():
             raise ValueError("checkpoint must come from runs of the same plans, seeds, data, architecture and learning "
                              f"rates, but {os.fspath(path)!r} holds another ensemble")

@@ -26,22 +26,21 @@ guarantee covers the model's weights, not what is logged beside them.
 import contextlib
 import dataclasses
 import functools
-import hashlib
 import math
 import os
-import pickle
 import signal
 import threading
 import warnings
 
-import numpy as np
 import torch
 
 from dpcompanion import _checks
 from dpcompanion._progress import bar
 from dpcompanion.training import checks, clipping, noise
+from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 
-_FORMAT = 2
+_FORMAT = 3
+_KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
 
 
 @dataclasses.dataclass
@@ -257,7 +256,7 @@ class _Loop:
         write_checkpoint(path, content)
 
     def load(self, path):
-        content = read_checkpoint(path)
+        content = read_checkpoint(path, _KEYS)
         theirs, ours = content["identity"], self._identity()
         if theirs != ours:
             differ = [f"{key} {theirs.get(key)} there, {value} here" for key, value in ours.items()
@@ -277,61 +276,6 @@ class _Loop:
         run.step, run.history = content["step"], History(**content["history"])
         run.history.losses = run.history.losses.to(self.device)
         self.dropped.fill_(run.history.dropped)
-
-
-def digest_of(*tensors):
-    """A sha256 of the types, shapes and numbers of tensors, in hexadecimal."""
-    total = hashlib.sha256()
-    for t in tensors:
-        total.update(f"{t.dtype} {tuple(t.shape)} ".encode())
-        total.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return total.hexdigest()
-
-
-def plain(value):
-    """`value` in types that a checkpoint can be read back with: numbers, text, tensors, and lists and dicts of them.
-
-    Raises:
-        ValueError: for anything else.
-    """
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, np.ndarray):
-        return torch.as_tensor(value)
-    if isinstance(value, np.generic):
-        return value.item()
-    if value is None or isinstance(value, (bool, int, float, str, torch.Tensor)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    raise ValueError("on_epoch must return numbers, text, tensors, or lists and dicts of them where there is a "
-                     f"checkpoint, got {type(value).__name__}")
-
-
-def read_checkpoint(path):
-    """The content of a file that `write_checkpoint` wrote; ValueError for any other file."""
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError) as error:
-        raise ValueError(f"checkpoint must be one of a training run, but {os.fspath(path)!r} cannot be read: "
-                         f"{error}") from error
-    if not isinstance(content, dict) or not isinstance(content.get("identity"), dict):
-        raise ValueError(f"checkpoint must be one of a training run, but {os.fspath(path)!r} holds something else")
-    return content
-
-
-def write_checkpoint(path, content):
-    """Write `content` to a new file beside `path`, then put it in place in one move."""
-    partial = f"{os.fspath(path)}.{os.getpid()}.partial"
-    try:
-        with open(partial, "wb") as file:
-            torch.save(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        if os.path.exists(partial):
-            os.remove(partial)
 
 
 @contextlib.contextmanager

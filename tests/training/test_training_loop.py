@@ -12,7 +12,8 @@ import torch
 from scipy import stats
 from torch import nn
 
-from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, generators, gradient_norms, train
+from dpcompanion.training import (
+    DPSGDPlan, checkpoints, clipping, cross_entropy, generators, gradient_norms, loop, train)
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
 
@@ -251,7 +252,7 @@ def test_ctrl_c_waits_for_the_step_and_writes_a_checkpoint(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(data, plan, on_step=interrupt, checkpoint=path, checkpoint_every=1000)
     assert signal.getsignal(signal.SIGINT) is before
-    assert torch.load(path, weights_only=True)["step"] == 7
+    assert checkpoints.read_checkpoint(path, loop._KEYS)["step"] == 7
     assert same(run(data, plan)[0], run(data, plan, checkpoint=path)[0])
 
 
@@ -355,23 +356,47 @@ def test_a_method_that_would_miss_gradients_is_refused_before_training(method):
         run(*problem(), model=BesideItsLayer().double(), method=method)
 
 
+def test_a_checkpoint_with_a_flipped_bit_a_missing_end_or_a_missing_part_is_refused(tmp_path):
+    """Ten of 120 single flipped bits loaded silently, and a missing part ended in a KeyError."""
+    data, plan = problem()
+    path = tmp_path / "run.pt"
+    run(data, plan, checkpoint=path)
+    written, generator = path.read_bytes(), random.Random(0)
+    for _ in range(60):
+        bit = generator.randrange(8 * len(written))
+        damaged = bytearray(written)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match="checkpoint must be"):
+            run(data, plan, checkpoint=path, on_step=lambda run: 1 / 0)
+    for length in (0, 10, 60, 95, len(written) // 2, len(written) - 1):
+        path.write_bytes(written[:length])
+        with pytest.raises(ValueError, match="checkpoint must be"):
+            checkpoints.read_checkpoint(path, loop._KEYS)
+    path.write_bytes(written)
+    content = checkpoints.read_checkpoint(path, loop._KEYS)
+    for key in loop._KEYS:
+        checkpoints.write_checkpoint(path, {name: part for name, part in content.items() if name != key})
+        with pytest.raises(ValueError, match="checkpoint must be one of such a run"):
+            run(data, plan, checkpoint=path)
+
+
 def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path, monkeypatch):
     data, plan = problem()
     path = tmp_path / "run.pt"
-    save, calls = torch.save, []
+    replace, calls = os.replace, []
 
-    def failing(content, file):
+    def failing(part, path):
         calls.append(1)
         if len(calls) == 3:
-            file.write(b"half")
             raise OSError("disk full")
-        save(content, file)
+        replace(part, path)
 
-    monkeypatch.setattr(torch, "save", failing)
+    monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OSError):
         run(data, plan, checkpoint=path, checkpoint_every=4)
     assert os.listdir(tmp_path) == ["run.pt"]
-    assert torch.load(path, weights_only=True)["step"] == 8
+    assert checkpoints.read_checkpoint(path, loop._KEYS)["step"] == 8
     assert same(run(data, plan)[0], run(data, plan, checkpoint=path)[0])
 
 

@@ -1,0 +1,81 @@
+"""Checkpoints of runs: one file, written whole or not at all, and read only as it was written.
+
+A file is a line that says what it is, the sha256 of what follows, and what `torch.save` made of the content. It is read
+back with `weights_only`, so that it cannot run code.
+
+>>> import pathlib, tempfile
+>>> path = pathlib.Path(tempfile.mkdtemp()) / "run.pt"
+>>> write_checkpoint(path, {"identity": {"seed": 0}, "step": 3})
+>>> read_checkpoint(path, ("identity", "step"))["step"]
+3
+"""
+
+import hashlib
+import io
+import os
+import pickle
+
+import numpy as np
+import torch
+
+from dpcompanion import _files
+
+_MAGIC = b"dpcompanion checkpoint\n"
+
+
+def digest_of(*tensors):
+    """A sha256 of the types, shapes and numbers of tensors, in hexadecimal."""
+    total = hashlib.sha256()
+    for t in tensors:
+        total.update(f"{t.dtype} {tuple(t.shape)} ".encode())
+        total.update(t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return total.hexdigest()
+
+
+def plain(value):
+    """`value` in types that a checkpoint can be read back with: numbers, text, tensors, and lists and dicts of them.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray):
+        return torch.as_tensor(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, (bool, int, float, str, torch.Tensor)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    raise ValueError("on_epoch must return numbers, text, tensors, or lists and dicts of them where there is a "
+                     f"checkpoint, got {type(value).__name__}")
+
+
+def write_checkpoint(path, content):
+    """Write `content`, of types as `plain` returns them, whole or not at all, under a sha256 of its bytes."""
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    payload = buffer.getvalue()
+    _files.replace(path, _MAGIC + hashlib.sha256(payload).hexdigest().encode() + b"\n" + payload)
+
+
+def read_checkpoint(path, keys):
+    """The content of a file that `write_checkpoint` wrote, a dict with these keys; ValueError for any other file."""
+    name = os.fspath(path)
+    with open(path, "rb") as file:
+        written = file.read()
+    if not written.startswith(_MAGIC):
+        raise ValueError(f"checkpoint must be one of a training run of this version, but {name!r} is none")
+    digest, _, payload = written[len(_MAGIC):].partition(b"\n")
+    if hashlib.sha256(payload).hexdigest().encode() != digest:
+        raise ValueError(f"checkpoint must be as it was written, but {name!r} is damaged: its sha256 differs; "
+                         "remove it to begin anew")
+    try:
+        content = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise ValueError(f"checkpoint must be one of a training run, but {name!r} cannot be read: {error}") from error
+    if not isinstance(content, dict) or content.keys() != set(keys) or not isinstance(content["identity"], dict):
+        raise ValueError(f"checkpoint must be one of such a run, with {', '.join(keys)}, but {name!r} holds "
+                         f"{', '.join(map(str, content)) if isinstance(content, dict) else type(content).__name__}")
+    return content
