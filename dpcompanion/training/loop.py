@@ -150,7 +150,7 @@ class _Loop:
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
         self.trackers = tuple(trackers)
         for tracker in self.trackers:
-            tracker.check_plan(plan)
+            tracker.check_run(plan, model, loss, x, y)
         self.stateful = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)} | dict(stateful or {})
         self.generators = noise.generators(seed, generator_device)
         self.sampler = plan.sampler(self.generators["sampling"])
@@ -197,8 +197,9 @@ class _Loop:
         if len(indices):
             run.history.losses[run.step] = total.losses.mean()
         run.step += 1
+        clipped = torch.where(run.norms.isfinite(), run.norms, 0) * clipping.clip_factors(run.norms, limits)
         for tracker in self.trackers:
-            tracker.after_step(run.indices, run.norms)
+            tracker.after_step(run.indices, run.norms, clipped=clipped)
 
     @contextlib.contextmanager
     def _own_randomness(self, stream):

@@ -40,6 +40,14 @@ In a loop of one's own, with Opacus for instance, where a step clips to C::
     ...
     tracker.estimated_epsilon(1e-5)
 
+and where it clips to what `before_step` returned, each step shows that it did::
+
+    limits = tracker.before_step()                              # (n,)
+    ...                                                         # clip example i of the batch to limits[i]
+    tracker.after_step(indices, clipped=norms_after_clipping)   # ValueError if one is longer
+    ...
+    tracker.epsilon(1e-5)
+
 >>> from dpcompanion.individual import IndividualAccountant
 >>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
 >>> model = torch.nn.Linear(2, 2)
@@ -64,6 +72,8 @@ from dpcompanion.training import checks, proof
 from dpcompanion.training.layers import rounded_up
 
 CLIPPINGS = ("maximum", "individual")
+# By how much a clipped norm, worked out in float32, may seem too long.
+_ROUNDING = 1e-6
 
 
 class NormTracker:
@@ -139,6 +149,8 @@ class NormTracker:
         self._recorded = torch.zeros(accountant.n, dtype=torch.int64, device=accountant.device)
         self._charged, self._limits = self.norms, None
         self._trajectory, self._kept = [], []
+        # The limits of a step that has begun and not ended (None: C for all), else False.
+        self._begun = False
 
     @property
     def exact(self):
@@ -158,16 +170,29 @@ class NormTracker:
         """Epsilon of every example, an upper bound along the realised trajectory, (n,) float64.
 
         Raises:
-            ValueError: if the account is an estimate.
+            ValueError: if the account is an estimate, or if there was no step or the last one has not ended.
         """
         if not self.exact:
             raise ValueError("epsilon needs clipping='individual' and running=False; this account is an estimate, "
                              "see estimated_epsilon")
+        self._check_stepped()
         return self.accountant.epsilon(delta)
 
     def estimated_epsilon(self, delta):
-        """Epsilon of every example if each norm had been what was last seen: no bound, (n,) float64."""
+        """Epsilon of every example if each norm had been what was last seen: no bound, (n,) float64.
+
+        Raises:
+            ValueError: if there was no step.
+        """
+        self._check_stepped()
         return self.accountant.epsilon(delta)
+
+    def _check_stepped(self):
+        if not self.step:
+            raise ValueError("tracker must have followed a run to give epsilon, but nobody called before_step; hand it "
+                             "to train(..., trackers=[tracker])")
+        if self.exact and self._begun is not False:
+            raise ValueError(f"step {self.step} must end with after_step before the account is exact")
 
     @property
     def trajectory(self):
@@ -186,7 +211,12 @@ class NormTracker:
 
         Returns:
             The norms to which this step must clip, (n,) float64, 0 for who takes no part; None if that is C for all.
+
+        Raises:
+            ValueError: if the step before, of an exact account, has not ended.
         """
+        if self.exact and self._begun is not False:
+            raise ValueError(f"after_step must end step {self.step} before before_step begins another")
         if self._due():
             self._measure()
         charged, limits = self.norms, None
@@ -202,11 +232,26 @@ class NormTracker:
             self.accountant                  # records what was charged before
         self._charged = charged
         self.step += 1
+        self._begun = limits
         return limits
 
-    def after_step(self, indices=None, norms=None):
-        """End a step whose examples `indices` had gradients of `norms`, before clipping; both are needed for running
-        estimates only. Without examples, as in an empty batch, both are empty."""
+    def after_step(self, indices=None, norms=None, *, clipped=None):
+        """End a step.
+
+        Args:
+            indices: the examples of the step, (k,), k >= 0.
+            norms: of their gradients before clipping, (k,); needed for running estimates, with `indices`.
+            clipped: the same after clipping, (k,); needed for an exact account, with `indices`: what is charged must
+                have been enforced.
+
+        Raises:
+            ValueError: if no step has begun, if something is missing, or if a gradient was longer than `before_step`
+                said.
+        """
+        if self._begun is False:
+            raise ValueError("before_step must begin a step before after_step ends it")
+        if self.exact:
+            self._check_clipped(indices, clipped)
         if self.running:
             if indices is None or norms is None:
                 raise ValueError("indices and norms must be given where running=True, got None")
@@ -217,9 +262,23 @@ class NormTracker:
                 indices = self._order[torch.searchsorted(self._sorted, indices[mine])]
                 norms = norms[mine.to(norms.device)]
             self._renew(indices.to(self.norms.device), self._bounded(norms))
+        self._begun = False
         if self.trajectory_delta is not None and self.step % self.steps_per_epoch == 0:
             epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()
             self._trajectory.append(rounded_up(epsilon, torch.float32))
+
+    def _check_clipped(self, indices, clipped):
+        if indices is None or clipped is None:
+            raise ValueError("indices and clipped must be given where clipping='individual', so that what is charged is "
+                             "known to be enforced, got None")
+        indices = torch.as_tensor(indices, dtype=torch.int64, device=self._begun.device)
+        clipped = torch.as_tensor(clipped).detach().to(device=indices.device, dtype=torch.float64)
+        _checks.same_length(indices=indices, clipped=clipped)
+        limits = self._begun[indices]
+        over = ~(clipped <= limits * (1 + _ROUNDING))
+        if over.any():
+            raise ValueError(f"clipped must be at most what before_step returned, but example {int(indices[over][0])} has "
+                             f"{clipped[over][0]:g} where {limits[over][0]:g} is allowed")
 
     def _renew(self, examples, norms):
         """Charge examples for what held up to this step, and let their new norms hold from the next one on."""
@@ -229,8 +288,8 @@ class NormTracker:
         if self._limits is not None:
             self._limits[examples] = self._accountant.charged(norms)
 
-    def check_plan(self, plan):
-        """Raise ValueError unless the account is of this plan."""
+    def check_run(self, plan, model, loss, x, y):
+        """Raise ValueError unless this follows a run of `plan` that trains `model` by `loss` on (x, y)."""
         mine = self._accountant
         n = plan.n if self.examples is None else mine.n
         if (mine.n, mine.sample_rate, mine.max_grad_norm, mine.noise_multiplier) != (
@@ -238,6 +297,15 @@ class NormTracker:
             raise ValueError("trackers must keep accounts of the plan (IndividualAccountant.for_plan), but their n, "
                              "sample_rate, max_grad_norm and noise_multiplier are "
                              f"{(mine.n, mine.sample_rate, mine.max_grad_norm, mine.noise_multiplier)}")
+        if getattr(self.model, "_module", self.model) is not getattr(model, "_module", model):
+            raise ValueError("trackers must follow the model that is trained, but one was made with another")
+        if self.loss != loss:
+            raise ValueError(f"trackers must follow the loss that is trained, but one was made with {self.loss!r}, not "
+                             f"{loss!r}")
+        for name, ours, theirs in (("inputs", self.x, x), ("targets", self.y, y)):
+            theirs = theirs if self.examples is None else theirs[self.examples.to(theirs.device)]
+            if not _same_bits(ours, theirs):
+                raise ValueError(f"trackers must follow the data that are trained on, but one has other {name}")
 
     def state_dict(self):
         """All that is needed to go on, the account included."""
@@ -255,6 +323,7 @@ class NormTracker:
             self.budget.load_state_dict(state["budget"])
         self.norms.copy_(state["norms"])
         self.step, self.passes, self._charged, self._limits = int(state["step"]), int(state["passes"]), self.norms, None
+        self._begun = False
         self._recorded.fill_(self.step)
         self._trajectory, self._kept = list(state["trajectory"]), [tuple(kept) for kept in state["kept"]]
 
@@ -300,6 +369,15 @@ def _chunk_for(x):
     """512 examples of up to 1,024 numbers, fewer of larger ones: activations that leave the caches cost a third."""
     numbers = x[0].numel()
     return 512 if numbers <= 1024 else max(16, 2**18 // numbers)
+
+
+def _same_bits(one, other):
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.device == other.device and one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    one, other = (t.contiguous().flatten().view(torch.uint8) for t in (one, other.to(one.device)))    # nan is itself
+    return torch.equal(one, other)
 
 
 @contextlib.contextmanager

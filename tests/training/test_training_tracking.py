@@ -380,5 +380,69 @@ def test_data_plan_and_state_of_another_run_are_refused():
         tracked(data, plan, model).load_state_dict(tracked(data, plan, model, updates_per_epoch=2).state_dict())
     with pytest.raises(ValueError, match="one for each"):
         IndividualAccountant.for_plan(problem(sample_rate=torch.full((60,), 0.1))[1])
+    tracker = tracked(data, plan, model, running=True)
+    tracker.before_step()
     with pytest.raises(ValueError, match="indices and norms"):
-        tracked(data, plan, model, running=True).after_step()
+        tracker.after_step()
+
+
+@pytest.mark.parametrize("clipping", ["maximum", "individual"])
+def test_a_tracker_that_nobody_stepped_gives_no_epsilon(clipping):
+    """It said epsilon 0 for everybody."""
+    data, plan = problem()
+    tracker = tracked(data, plan, network(), clipping=clipping)
+    run(data, plan, network())
+    for epsilon in (tracker.estimated_epsilon, tracker.epsilon)[:1 + (clipping == "individual")]:
+        with pytest.raises(ValueError, match="nobody called before_step"):
+            epsilon(1e-3)
+
+
+def test_a_tracker_of_another_model_loss_or_data_is_refused():
+    """It was accepted, followed what was not trained, and its account still called itself exact."""
+    (x, y), plan = problem()
+    model, other = network(), network()
+
+    def attempt(*data, **options):
+        run((x, y), plan, model, tracked(data, plan, model, **options))
+
+    with pytest.raises(ValueError, match="model that is trained"):
+        run((x, y), plan, model, tracked((x, y), plan, other))
+    with pytest.raises(ValueError, match="loss that is trained"):
+        run((x, y), plan, model, NormTracker(IndividualAccountant.for_plan(plan), model, lambda out, y: out.sum(1),
+                                             (x, y), steps_per_epoch=10))
+    for changed in ((x.flip(0), y), (x, y.flip(0)), (x + 1e-12, y), (x.float(), y), (x[:, :3], y)):
+        with pytest.raises(ValueError, match="data that are trained on"):
+            attempt(*changed)
+    with pytest.raises(ValueError, match="other inputs"):
+        some = IndividualAccountant(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
+        run((x, y), plan, model, NormTracker(some, model, cross_entropy, (x[:3], y[:3]), steps_per_epoch=10,
+                                             examples=[0, 1, 3]))
+    attempt(x.clone(), y.clone())
+    x[0] = math.nan
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        attempt(x.clone(), y.clone())
+
+
+def test_an_exact_account_wants_to_see_that_its_limits_were_kept():
+    """Whoever ignored the limits of `before_step` in a loop of one's own still got an account that was "exact"."""
+    data, plan = problem()
+    tracker = tracked(data, plan, network(), clipping="individual")
+    with pytest.raises(ValueError, match="before_step must begin"):
+        tracker.after_step([0], clipped=[0.0])
+    limits = tracker.before_step()
+    with pytest.raises(ValueError, match="must end with after_step"):
+        tracker.epsilon(1e-3)
+    with pytest.raises(ValueError, match="must end step 1"):
+        tracker.before_step()
+    for arguments in ({}, {"indices": [0]}, {"clipped": [0.0]}, {"indices": [0, 1], "norms": [0.1, 0.1]}):
+        with pytest.raises(ValueError, match="indices and clipped"):
+            tracker.after_step(**arguments)
+    for bad in (limits[[3, 4]] * torch.tensor([1.0, 1.001]), torch.tensor([0.0, math.nan]), torch.tensor([0, math.inf])):
+        with pytest.raises(ValueError, match="example 4 has"):
+            tracker.after_step([3, 4], clipped=bad)
+    with pytest.raises(ValueError, match="same length"):
+        tracker.after_step([3, 4], clipped=[0.0])
+    tracker.after_step([3, 4], clipped=limits[[3, 4]].float())
+    tracker.before_step()
+    tracker.after_step([], clipped=[])
+    assert tracker.epsilon(1e-3).isfinite().all()
