@@ -1,0 +1,49 @@
+"""The one way in which a file is written: whole or not at all.
+
+>>> import pathlib, tempfile
+>>> path = pathlib.Path(tempfile.mkdtemp()) / "sub" / "numbers.txt"
+>>> replace(path, b"1 2 3")
+>>> path.read_bytes(), [each.name for each in path.parent.iterdir()]
+(b'1 2 3', ['numbers.txt'])
+"""
+
+import glob
+import os
+import pathlib
+import secrets
+import time
+
+# Seconds after which a partial file that nobody has written to is what a killed process left.
+_STALE = 3600
+
+
+def replace(path, content):
+    """Put `content`, bytes, at `path` in one step: a reader sees the old file or the new one, never a part.
+
+    The content goes to a new file in the same folder under a random name (two containers may share a folder and even a
+    process number), then to the disk, then into place. Of several writers at once the last one wins, whole. The
+    folder is made if there is none. Partial files for the same `path` that have not been written to for an hour are
+    removed: a killed process left them.
+    """
+    path = pathlib.Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # As mkstemp does, but with the permissions that files usually have; "x" refuses a file that exists.
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        with open(part, "xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+    _remove_stale(path)
+
+
+def _remove_stale(path):
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        try:
+            if time.time() - part.stat().st_mtime > _STALE:
+                part.unlink()
+        except OSError:     # another process removed it, or it is not ours to remove
+            pass
