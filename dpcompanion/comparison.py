@@ -13,6 +13,7 @@ print, and nothing that changes between two runs of the same numbers.
 
 import dataclasses
 import math
+import re
 
 from dpcompanion import _checks, published
 from dpcompanion.records import MeanSD, Record
@@ -64,10 +65,11 @@ class Comparison:
         lines = ["| " + " | ".join(head or " " for head in self._heads) + " |",
                  "|:--|" + "--:|" * len(self._kinds) + ":--|"]
         for row in self.rows:
-            cells = [f"[{cell}]{{.{kind}}}" if cell else " " for kind, cell in zip(self._kinds, self._cells(row))]
+            cells = [f"[{_literal(cell)}]{{.{kind}}}" if cell else " "
+                     for kind, cell in zip(self._kinds, self._cells(row))]
             word = f"[{row.verdict}]{{.{row.verdict.replace(' ', '-')}}}" if row.verdict else ""
             outcome = " ".join(filter(None, (word, row.deviation)))
-            lines.append("| " + " | ".join([row.label.replace("|", "\\|"), *cells, outcome or " "]) + " |")
+            lines.append("| " + " | ".join([_literal(row.label), *cells, outcome or " "]) + " |")
         return "\n".join(lines)
 
 
@@ -107,11 +109,11 @@ class Table:
         return _aligned([self.heads, *self.rows], "<" + "".join(">" if kind else "<" for kind in self.kinds))
 
     def _repr_markdown_(self):
-        heads = [head.replace("|", "\\|") or " " for head in self.heads]
+        heads = [_literal(head) or " " for head in self.heads]
         lines = ["| " + " | ".join(heads) + " |", "|:--|" + "".join("--:|" if kind else ":--|" for kind in self.kinds)]
         for (word, *cells), row_kind in zip(self.rows, self.row_kinds):
             kinds = [row_kind if kind == "row" else kind for kind in self.kinds]
-            word, *cells = (cell.replace("|", "\\|") for cell in (word, *cells))
+            word, *cells = (_literal(cell) for cell in (word, *cells))
             cells = [f"[{cell}]{{.{kind}}}" if kind and cell else cell or " " for kind, cell in zip(kinds, cells)]
             lines.append("| " + " | ".join([word, *cells]) + " |")
         return "\n".join(lines)
@@ -276,3 +278,12 @@ def _shown(value, digits):
     if not sd:
         return text
     return f"{text}±{sd:.2g}" if digits is None or tiny else f"{text}±{sd:.{digits}f}"
+
+
+def _literal(text):
+    """Text for a cell of a Markdown table; what stands in a record must not become a tag, a link or an image.
+
+    >>> print(_literal("a|b < c <img src=x onerror=alert(1)> [here](javascript:0)"))
+    a\\|b < c &lt;img src=x onerror=alert(1)> [here]\\(javascript:0)
+    """
+    return re.sub(r"<(?=[A-Za-z/!?])", "&lt;", text.replace("|", "\\|").replace("](", "]\\("))

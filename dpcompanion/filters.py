@@ -159,12 +159,27 @@ class RenyiFilter:
                 "active": self.active.clone()}
 
     def load_state_dict(self, state):
-        """Go on from a `state_dict` of a filter with the same parameters and budgets; ValueError names what differs."""
+        """Go on from a `state_dict` of a filter with the same parameters and budgets.
+
+        Raises:
+            ValueError: naming what differs, or what cannot be: an example that has spent less than 0 or more than its
+                budget.
+        """
         if state["parameters"] != self._parameters():
             raise ValueError(f"state must be of a filter with {self._parameters()}, got {state['parameters']}")
         if not torch.equal(state["budgets"].to(self.device), self.budgets):
             raise ValueError("state must be of a filter with the same budgets, got others")
-        self.spent, self.active = state["spent"].to(self.device).clone(), state["active"].to(self.device).clone()
+        spent, active = state["spent"].to(self.device), state["active"].to(self.device)
+        if spent.shape != self.budgets.shape or spent.dtype != torch.float64:
+            raise ValueError(f"state must hold spent of {tuple(self.budgets.shape)} {torch.float64}, "
+                             f"got {tuple(spent.shape)} {spent.dtype}")
+        if active.shape != (self.n,) or active.dtype != torch.bool:
+            raise ValueError(f"state must hold active of ({self.n},) {torch.bool}, "
+                             f"got {tuple(active.shape)} {active.dtype}")
+        possible = (spent >= 0) & (spent <= self.budgets) & spent.isfinite()
+        if not bool(possible.all()):
+            raise ValueError(f"state must hold spent from 0 to the budget, got {float(spent[~possible][0]):g}")
+        self.spent, self.active = spent.clone(), active.clone()
 
     def _parameters(self):
         return {"n": self.n, "sample_rate": self.sample_rate, "noise_multiplier": self.noise_multiplier,

@@ -21,7 +21,7 @@ Neighbours replace one example.  "analytic" is the exact Gaussian mechanism (Bal
 2018), "classical" is :math:`\varepsilon = \sqrt{2 \ln(1.25/\delta)}\,\Delta/\sigma`, which the paper uses and
 which is proved for epsilon below 1 only.  Weights are (data sets, seeds, parameters).
 
->>> bound = sgd_sensitivity(passes=1850 / 325, lipschitz=2**0.5, learning_rate=0.1, batch_size=32)
+>>> bound = sgd_sensitivity(passes=1850 / 325, lipschitz=2**0.5, learning_rate=0.1, batch_size=32, smoothness=0.5)
 >>> epsilon = intrinsic_epsilon(bound, 0.028, 1 / 10397)
 >>> print(f"{bound:.4f} {epsilon:.2f}")
 0.0530 8.31
@@ -41,20 +41,35 @@ __all__ = ["sgd_sensitivity", "sgd_sensitivity_estimate", "pairwise_sensitivity"
 _MECHANISMS = ("analytic", "classical")
 
 
-def sgd_sensitivity(*, passes, lipschitz, learning_rate, batch_size):
+def sgd_sensitivity(*, passes, lipschitz, learning_rate, batch_size, smoothness=None):
     r"""Theorem 2: :math:`2 \lceil k \rceil L \eta / B`, the passes k rounded up.
 
     A run that has begun a pass may have met the replaced example in it already, so that a part of a pass counts as a
     whole one. The sum of gradients is divided by B in every batch. Numbers or tensors that broadcast; returns a float64
     tensor.
 
-    Raises ValueError for passes, learning rates or Lipschitz constants that are not positive, and for a batch size
-    below 1.
+    The theorem holds for convex losses and :math:`\eta \le 2/\beta` only: beyond it a step may drive two runs apart,
+    and the result is no bound. `smoothness` is :math:`\beta`, and is checked against. Without it the condition is
+    assumed, not checked. Softmax regression with two classes and rows of norm at most 1 has
+    :math:`L = \sqrt 2, \beta = 1/2`.
 
-    >>> sgd_sensitivity(passes=5.7, lipschitz=2**0.5, learning_rate=0.1, batch_size=32)
+    Raises ValueError for passes, learning rates, Lipschitz or smoothness constants that are not positive, for a batch
+    size below 1, and for a learning rate above 2 / smoothness.
+
+    >>> sgd_sensitivity(passes=5.7, lipschitz=2**0.5, learning_rate=0.1, batch_size=32, smoothness=0.5)
     tensor(0.0530, dtype=torch.float64)
+    >>> sgd_sensitivity(passes=5.7, lipschitz=2**0.5, learning_rate=5.0, batch_size=32, smoothness=0.5)
+    Traceback (most recent call last):
+        ...
+    ValueError: learning_rate must be at most 2 / smoothness = 4 for theorem 2 to hold, got 5
     """
     passes = _positive("passes", passes)
+    if smoothness is not None:
+        rate, most = torch.broadcast_tensors(_positive("learning_rate", learning_rate),
+                                             2 / _positive("smoothness", smoothness))
+        if bool((beyond := rate > most).any()):
+            raise ValueError(f"learning_rate must be at most 2 / smoothness = {float(most[beyond][0]):g} for theorem 2 "
+                             f"to hold, got {float(rate[beyond][0]):g}")
     return sgd_sensitivity_estimate(passes=passes.ceil(), lipschitz=lipschitz, learning_rate=learning_rate,
                                     batch_size=batch_size)
 

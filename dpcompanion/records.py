@@ -3,9 +3,13 @@
 A record is one JSON file, `results/<paper>/<exhibit>.<preset>.json`: the values,
 the full configuration with its seeds, the data with their sha256, library
 versions, git commit, device, wall time and the command.  Arrays lie in an NPZ
-file beside it, whose sha256 the record holds.  Files are written whole or not at
-all, and checked when they are read.  NaN and infinities survive as
-`{"float": "nan"}`; a mean over seeds as `{"mean": ..., "sd": ..., "n": ...}`.
+file beside it, which is named after its sha256.  The JSON file comes last and
+says which arrays are its own, so that a record is written whole or not at all,
+however its writer ends; what it replaces is removed after that.  The JSON file
+holds a sha256 of its own fields too, and both are checked when a record is read.
+(Records of earlier versions have arrays without a sha256 in the name, and none
+of themselves.)  NaN and infinities survive as `{"float": "nan"}`; a mean over
+seeds as `{"mean": ..., "sd": ..., "n": ...}`.
 
 What a run takes over from earlier ones (pieces that `resumable` kept) is listed under `kept`, with the commit,
 versions and seconds of theirs.
@@ -29,6 +33,7 @@ import contextlib
 import contextvars
 import dataclasses
 import datetime
+import glob
 import hashlib
 import importlib.metadata
 import inspect
@@ -47,8 +52,13 @@ import typing
 import numpy as np
 import torch
 
-from dpcompanion import _checks, published
+from dpcompanion import _checks, _files, published
 from dpcompanion._progress import bar
+
+try:
+    import fcntl
+except ImportError:     # Windows
+    fcntl = None
 
 SCHEMA = 1
 LIBRARIES = ("dpcompanion", "torch", "numpy", "scipy", "torchvision", "opacus", "dp-accounting", "scikit-learn",
@@ -235,10 +245,7 @@ def write(record, folder=None):
     """Write a record (and its arrays) whole or not at all; returns the path of its JSON file."""
     path = path_of(record.name, record.preset, folder)
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
-    fields["arrays"] = _write_arrays(path.with_suffix(".npz"), record.arrays)
-    _replace(path, (_json({"schema": SCHEMA, **fields}, indent=1) + "\n").encode())
-    if not record.arrays:
-        path.with_suffix(".npz").unlink(missing_ok=True)
+    _write_whole(path, {"schema": SCHEMA, **fields}, record.arrays, indent=1)
     return path
 
 
@@ -246,7 +253,7 @@ def read(path):
     """Read a record back; a damaged, incomplete or foreign file, or other arrays than it was made with, raise
     ValueError with the file's name."""
     path = pathlib.Path(path)
-    fields = _read_json(path)
+    fields, arrays = _read_whole(path)
     types = {"name": str, "preset": str, "values": dict, "config": dict, "code_hash": str, "data": list,
              "versions": dict, "commit": (str, type(None)), "device": str, "wall_time": (int, float), "command": str,
              "created": str, "arrays": dict, "kept": list}
@@ -259,8 +266,7 @@ def read(path):
     for key, kind in types.items():
         if not isinstance(fields[key], kind):
             raise ValueError(f"{path} is no record: {key} is a {type(fields[key]).__name__}")
-    fields["arrays"] = _read_arrays(path, fields["arrays"])
-    return Record(**fields)
+    return Record(**{**fields, "arrays": arrays})
 
 
 def find(name, preset="paper", folder=None):
@@ -308,10 +314,9 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
         for name in pieces:
             path = folder / f"{name}.piece.json"
             try:
-                kept = _read_json(path)
+                kept, arrays = _read_whole(path)
                 if kept["config"] != hashed:
                     raise ValueError("another configuration")
-                arrays = _read_arrays(path, kept["arrays"])
                 seen.setdefault(path, kept.get("made", _UNKNOWN))
             except (OSError, ValueError, KeyError, TypeError):
                 made, started = software(), time.perf_counter()
@@ -321,8 +326,7 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
                 values, arrays = values if _has_arrays(values) else (values, {})
                 arrays = {key: np.asarray(array) for key, array in arrays.items()}
                 kept = {"config": hashed, "made": made, "values": _plain(values)}
-                kept["arrays"] = _write_arrays(path.with_suffix(".npz"), arrays)
-                _replace(path, _json(kept).encode())
+                _write_whole(path, kept, arrays)
             results[name] = (kept["values"], arrays) if arrays else kept["values"]
             advance()
     return results
@@ -365,7 +369,7 @@ def taken_over():
 def discard(folder):
     """Remove the pieces in a folder, and the folder when nothing else is in it."""
     folder = pathlib.Path(folder)
-    for pattern in ("*.piece.json", "*.piece.npz"):
+    for pattern in ("*.piece.json", "*.piece.npz", "*.piece.*.npz"):
         for path in folder.glob(pattern):
             path.unlink()
     if folder.is_dir() and not any(folder.iterdir()):
@@ -415,7 +419,7 @@ def _encode(value):
 def _decode(fields):
     if fields.keys() == {"float"} and fields["float"] in ("nan", "inf", "-inf"):
         return float(fields["float"])
-    if fields.keys() == {"mean", "sd", "n"}:
+    if fields.keys() == {"mean", "sd", "n"} and all(type(value) in (int, float) for value in fields.values()):
         return MeanSD(**fields)
     return fields
 
@@ -428,48 +432,96 @@ def _read_json(path):
     def refuse(constant):
         raise ValueError(f"{constant} is no JSON")
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_hook=_decode, parse_constant=refuse)
+        fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_decode, parse_constant=refuse)
+        if isinstance(fields, dict) and "sha256" in fields and fields.pop("sha256") != hash_of(fields):
+            raise ValueError("its values are not those that were written")
+        return fields
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def _replace(path, content):
-    """Put content at path in one step: a reader sees the old file or the new one, never a part."""
+def _read_whole(path):
+    """The fields of a JSON file and the arrays that they name; ValueError for what is damaged or missing."""
+    while True:
+        before = _identity(path)
+        fields = _read_json(path)
+        try:
+            return fields, _read_arrays(path, fields.get("arrays") if isinstance(fields, dict) else None)
+        except ValueError:
+            if _identity(path) == before:      # otherwise another process has replaced both meanwhile
+                raise
+
+
+def _identity(path):
+    about = path.stat()
+    return about.st_ino, about.st_mtime_ns, about.st_size
+
+
+def _write_whole(path, fields, arrays, **layout):
+    """Write fields as JSON, with what names their arrays, and the arrays, so that a reader finds the old or the new."""
+    content = _packed(arrays)
+    fields["arrays"] = {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with _alone(path.parent) as alone:
+        if content is not None:
+            sha256 = hashlib.sha256(content).hexdigest()
+            fields["arrays"] = {"file": f"{path.stem}.{sha256[:16]}.npz", "sha256": sha256}
+            _files.replace(path.with_name(fields["arrays"]["file"]), content)
+        whole = {"sha256": hash_of(fields), **fields}
+        _files.replace(path, (_json(whole, **layout) + "\n").encode())
+        for file in path.parent.glob(f"{glob.escape(path.stem)}.*npz"):
+            # Where nobody can be locked out, young arrays may belong to a record that is being written.
+            if (_is_arrays_of(path, file.name) and file.name != fields["arrays"].get("file")
+                    and (alone or time.time() - file.stat().st_mtime > 3600)):
+                file.unlink(missing_ok=True)
+        _files._remove_stale(path.with_suffix(""))
+
+
+@contextlib.contextmanager
+def _alone(folder):
+    """Keep other writers out of a folder, in this and other processes and containers; False where that cannot be."""
+    if fcntl is None:
+        yield False
+        return
+    handle = os.open(folder, os.O_RDONLY)
     try:
-        with open(part, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            locked = True
+        except OSError:         # a file system without locks for folders
+            locked = False
+        yield locked
     finally:
-        part.unlink(missing_ok=True)
+        os.close(handle)        # unlocks; so does the end of the process, however it ends
 
 
-def _write_arrays(path, arrays):
-    """Write arrays, if there are any; returns what the JSON file says about them."""
-    if not arrays:
-        return {}
+def _packed(arrays):
+    """Arrays as the content of an NPZ file; None where there are none."""
     for name, array in arrays.items():
         if array.dtype.hasobject:
             raise ValueError(f"arrays must hold numbers or strings, but {name} holds objects")
+    if not arrays:
+        return None
     buffer = io.BytesIO()
     np.savez_compressed(buffer, **arrays)
-    content = buffer.getvalue()
-    _replace(path, content)
-    return {"file": path.name, "sha256": hashlib.sha256(content).hexdigest()}
+    return buffer.getvalue()
+
+
+def _is_arrays_of(path, name):
+    """Whether a file of this name may hold the arrays of the JSON file at `path`."""
+    return re.fullmatch(re.escape(path.stem) + r"(\.[0-9a-f]{16})?\.npz", name) is not None
 
 
 def _read_arrays(path, about):
     if not about:
         return {}
-    if about.keys() != {"file", "sha256"} or about["file"] != path.with_suffix(".npz").name:
-        raise ValueError(f"{path} is damaged: its arrays must lie in {path.with_suffix('.npz').name}")
-    file = path.with_suffix(".npz")
-    if not file.is_file():
-        raise ValueError(f"{file} is missing: {path.name} keeps its arrays there")
-    content = file.read_bytes()
+    if not isinstance(about, dict) or about.keys() != {"file", "sha256"} or not _is_arrays_of(path, str(about["file"])):
+        raise ValueError(f"{path} is damaged: its arrays must lie in {path.stem}.npz or {path.stem}.(sha256).npz")
+    file = path.with_name(about["file"])
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing: {path.name} keeps its arrays there") from None
     if hashlib.sha256(content).hexdigest() != about["sha256"]:
         raise ValueError(f"{file} holds other arrays than {path.name} was written with")
     with np.load(io.BytesIO(content), allow_pickle=False) as arrays:

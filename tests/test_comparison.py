@@ -1,4 +1,5 @@
 import math
+import re
 
 import pytest
 
@@ -128,3 +129,16 @@ def test_accuracies_that_are_printed_as_fractions_are_judged_by_points():
     assert (row.verdict, row.deviation) == ("differs", "-4.50 points")
     row, = compare("intrinsic-privacy/table-4", recorded={"theory.percent_of_gap.forest": 11.0}).rows
     assert (row.verdict, row.deviation) == ("close", "+9.2%")
+
+
+def test_text_from_records_stays_text():
+    tag = "<script>alert(1)</script>|![x](http://x)"
+    record = records.make("idp-sgd/table-5", "paper", {tag: 1.0, "name": tag}, config={})
+    shown = [compare("idp-sgd/table-5", recorded=record), Table([tag, tag], [[tag, tag]], kinds=["live"]),
+             Findings([Finding(tag, tag, tag, True)], kind="recorded")]
+    for table in shown:
+        rendered = table._repr_markdown_()
+        assert "<script" not in rendered and "</script" not in rendered and "](" not in rendered
+        assert "&lt;script>alert(1)&lt;/script>\\|![x]\\(http://x)" in rendered
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in rendered.splitlines()}) == 1
+        assert tag in repr(table)

@@ -185,6 +185,21 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
     assert torch.equal(fresh.budget.active, filter.active) and torch.equal(fresh.epsilon(1e-3), tracker.epsilon(1e-3))
 
 
+@pytest.mark.parametrize("name, spoilt, words", [
+    ("spent", lambda spent: spent - 5, "spent from 0 to the budget, got -5"),
+    ("spent", lambda spent: spent + 1, "spent from 0 to the budget, got 1"),
+    ("spent", lambda spent: spent * math.nan, "spent from 0 to the budget, got nan"),
+    ("spent", lambda spent: spent[:1], "spent of"), ("spent", lambda spent: spent.float(), "spent of"),
+    ("active", lambda active: active[:1], "active of"), ("active", lambda active: active.double(), "active of"),
+])
+def test_a_state_that_no_filter_can_have_is_refused(name, spoilt, words):
+    filter = RenyiFilter(2, **RUN, orders=4, budgets=0.1)
+    state = filter.state_dict()
+    with pytest.raises(ValueError, match=f"state must hold {words}"):
+        filter.load_state_dict({**state, name: spoilt(state[name])})
+    assert filter.spent.eq(0).all() and filter.active.all()
+
+
 @pytest.mark.parametrize("change, words", [
     (dict(orders=1.0), "orders"), (dict(orders=[2, 2]), "distinct"), (dict(budgets=0.0), "budgets"),
     (dict(budgets=math.inf), "finite at one"), (dict(budgets=[0.1, 0.2]), r"to \(3, 1\)"), (dict(n=0), "n must"),

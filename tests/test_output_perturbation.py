@@ -8,7 +8,7 @@ import torch
 from scipy import optimize, stats
 from sklearn.covariance import ledoit_wolf
 
-from dpcompanion import published
+from dpcompanion import experiments, published
 from dpcompanion.ensembles import train_grid
 from dpcompanion.output_perturbation import (
     augmented_sigma, empirical_sensitivity, intrinsic_epsilon, intrinsic_sigma, mahalanobis, noise_covariance,
@@ -54,6 +54,32 @@ def test_runs_keep_the_bound_against_the_base_set_and_twice_the_bound_against_ea
     assert 0.1 * bound < apart.max() <= bound
     assert empirical_sensitivity(weights) <= 2 * bound
     assert apart.max() < empirical_sensitivity(weights)
+
+
+def test_beyond_the_condition_of_the_theorem_two_runs_drift_apart_and_the_learning_rate_is_refused():
+    """f(w) = w^2 / 2 has smoothness 1 and is Lipschitz where |w| <= L: at eta above 2 a step stretches differences."""
+    given = dict(passes=3, lipschitz=4.0, batch_size=1)
+
+    def apart(rate):
+        one, other = 1.0, -1.0                     # the replaced example pulled them so far apart
+        for _ in range(5):
+            one, other = one - rate * one, other - rate * other
+        return abs(one - other) / 2
+    assert apart(2.0) <= 1 < apart(2.01)
+    assert sgd_sensitivity(learning_rate=2.0, smoothness=1.0, **given) == sgd_sensitivity(learning_rate=2.0, **given)
+    with pytest.raises(ValueError, match="learning_rate must be at most 2 / smoothness = 2 for theorem 2 to hold, got"):
+        sgd_sensitivity(learning_rate=2.01, smoothness=1.0, **given)
+    with pytest.raises(ValueError, match="got 3"):
+        sgd_sensitivity(learning_rate=torch.tensor([0.1, 3.0]), smoothness=torch.tensor([1.0, 1.0]), **given)
+
+
+def test_the_learning_rates_of_the_experiments_meet_the_condition_for_two_classes_and_rows_of_norm_1():
+    tasks = [task for name in experiments.names() if name.startswith("intrinsic-privacy/")
+             for config in experiments.get(name).presets.values() for task in getattr(config, "tasks", {}).values()]
+    assert tasks
+    for task in tasks:
+        sgd_sensitivity(passes=1, lipschitz=2**0.5, learning_rate=task.learning_rate, batch_size=task.batch_size,
+                        smoothness=0.5)
 
 
 def test_the_bound_is_tight_at_the_first_step():
@@ -148,6 +174,7 @@ def test_mahalanobis_is_the_distance_after_whitening():
 @pytest.mark.parametrize("call,said", [
     (lambda: sgd_sensitivity(passes=0, lipschitz=1, learning_rate=1, batch_size=1), "passes must lie in"),
     (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=0.5), "batch_size must lie in"),
+    (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=1, smoothness=0), "smoothness must lie"),
     (lambda: sgd_sensitivity(passes=1, lipschitz=math.inf, learning_rate=1, batch_size=1), "lipschitz must lie in"),
     (lambda: empirical_sensitivity(torch.zeros(1, 5, 2)), "weights must hold 2 data sets or more"),
     (lambda: intrinsic_sigma(torch.zeros(3, 1, 2)), "weights must hold 2 seeds or more"),

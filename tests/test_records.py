@@ -1,6 +1,11 @@
+import contextlib
 import dataclasses
+import hashlib
 import json
 import math
+import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +15,16 @@ from dpcompanion import records
 from dpcompanion.records import MeanSD, mean_and_sd
 
 NAME = "idp-sgd/table-5"
+
+
+def arrays_of(path):
+    """The file in which a record keeps its arrays."""
+    return path.with_name(json.loads(path.read_text())["arrays"]["file"])
+
+
+def unsealed(text):
+    """A record as earlier versions wrote it, without a checksum of itself."""
+    return re.sub(r'"sha256": "[0-9a-f]{64}",\s*', "", text, count=1)
 
 
 def record(values=None, **kwargs):
@@ -25,7 +40,11 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
                   data=[{"name": "mnist", "sha256": "0"}])
     path = records.write(made, tmp_path)
     assert path == tmp_path / "idp-sgd" / "table-5.paper.json"
-    assert sorted(file.name for file in path.parent.iterdir()) == ["table-5.paper.json", "table-5.paper.npz"]
+    text, content = path.read_text(), arrays_of(path).read_bytes()
+    named = hashlib.sha256(content).hexdigest()
+    assert sorted(file.name for file in path.parent.iterdir()) == [f"table-5.paper.{named[:16]}.npz",
+                                                                   "table-5.paper.json"]
+    assert named in text
     back = records.find(NAME, "paper", tmp_path)
     for field in dataclasses.fields(made):
         if field.name not in ("values", "arrays"):
@@ -93,10 +112,13 @@ def test_the_hash_of_code_sees_what_it_does_and_not_how_it_is_commented(monkeypa
 
 @pytest.mark.parametrize("damage, message", [
     (lambda text: text[:-20], "is damaged"), (lambda text: "[]", "is no record of schema"),
-    (lambda text: text.replace('"schema": 1', '"schema": 2'), "is no record of schema"),
-    (lambda text: text.replace('"device"', '"gadget"'), "device, gadget missing or unknown"),
+    (lambda text: unsealed(text).replace('"schema": 1', '"schema": 2'), "is no record of schema"),
+    (lambda text: unsealed(text).replace('"device"', '"gadget"'), "device, gadget missing or unknown"),
     (lambda text: text.replace('"seeds"', "Infinity"), "is damaged"),
-    (lambda text: text.replace('"command": ""', '"command": 3'), "command is a int"),
+    (lambda text: unsealed(text).replace('"command": ""', '"command": 3'), "command is a int"),
+    (lambda text: text.replace('"command": ""', '"command": "x"'), "is damaged: its values are not those"),
+    (lambda text: text.replace("1e-05", "1e-06"), "is damaged: its values are not those"),
+    (lambda text: text.replace('"sha256"', '"sha257"'), "sha257 missing or unknown"),
 ])
 def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path, damage, message):
     path = records.write(record(), tmp_path)
@@ -115,13 +137,13 @@ def test_a_record_under_the_name_of_another_is_refused(tmp_path, name, preset):
 
 def test_arrays_that_are_altered_or_missing_are_refused_by_name(tmp_path):
     path = records.write(record(arrays={"a": np.ones(3)}), tmp_path)
-    file = path.with_suffix(".npz")
+    file = arrays_of(path)
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match="table-5.paper.npz holds other arrays"):
+    with pytest.raises(ValueError, match=f"{file.name} holds other arrays"):
         records.read(path)
     file.unlink()
-    with pytest.raises(ValueError, match="table-5.paper.npz is missing"):
+    with pytest.raises(ValueError, match=f"{file.name} is missing"):
         records.read(path)
     with pytest.raises(ValueError, match="x holds objects"):
         records.write(record(arrays={"x": np.array([{}])}), tmp_path)
@@ -132,10 +154,93 @@ def test_a_failed_write_leaves_the_old_record_and_no_litter(tmp_path, monkeypatc
 
     def fail(*_):
         raise OSError("disk full")
-    monkeypatch.setattr(records.os, "replace", fail)
+    monkeypatch.setattr(records._files.os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         records.write(record({"a": 2}), tmp_path)
     assert records.read(path).values == {"a": 1} and list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("old", [{}, {"a": np.ones(3)}])
+@pytest.mark.parametrize("last", range(4))
+def test_a_writer_that_ends_anywhere_leaves_the_old_record_or_the_new(tmp_path, monkeypatch, old, last):
+    """It ends as if by SIGKILL, after `last` of its changes to the folder; nothing of it runs after that."""
+    path = records.write(record({"which": 0}, arrays=old), tmp_path)
+
+    class Killed(BaseException):
+        pass
+
+    done = 0
+
+    def until_killed(change):
+        def changed(*arguments, **options):
+            nonlocal done
+            if done == last:
+                raise Killed
+            done += 1
+            return change(*arguments, **options)
+        return changed
+    with monkeypatch.context() as patched, contextlib.suppress(Killed):
+        patched.setattr(records._files.os, "replace", until_killed(records._files.os.replace))
+        patched.setattr(records.pathlib.Path, "unlink", until_killed(records.pathlib.Path.unlink))
+        records.write(record({"which": 1}, arrays={"a": np.zeros(3)}), tmp_path)
+    found = records.read(path)
+    assert {key: array.tolist() for key, array in found.arrays.items()} == (
+        {"a": [0, 0, 0]} if found.values["which"] else {key: array.tolist() for key, array in old.items()})
+    # The next writer removes what the killed one left, except what may still be written.
+    records.write(record({"which": 2}, arrays={"a": np.full(3, 2.0)}), tmp_path)
+    assert {arrays_of(path), path} == {file for file in path.parent.iterdir() if file.suffix != ".part"}
+
+
+def test_writers_that_share_a_process_number_and_a_folder_lose_nothing(tmp_path):
+    """As two containers do: every write is whole, every read finds a whole record, and the folder ends clean."""
+    code = """
+import os, sys
+import numpy as np
+os.getpid = lambda: 1
+from dpcompanion import records
+base = records.make("idp-sgd/table-5", "paper", {}, config={}, made_with={"versions": {}, "commit": None})
+import dataclasses
+for i in range(40):
+    number = 1000 * int(sys.argv[2]) + i
+    path = records.write(dataclasses.replace(base, values={"number": number}, arrays={"a": np.full(50, number)}),
+                         sys.argv[1])
+    found = records.read(path)
+    assert (found.arrays["a"] == found.values["number"]).all()
+"""
+    run = [sys.executable, "-c", code, str(tmp_path)]
+    writers = [subprocess.Popen([*run, str(i)], stderr=subprocess.PIPE, text=True) for i in range(2)]
+    assert [(writer.communicate()[1], writer.returncode) for writer in writers] == [("", 0)] * 2
+    path = tmp_path / "idp-sgd" / "table-5.paper.json"
+    assert {arrays_of(path), path} == set(path.parent.iterdir())
+    assert records.read(path).values["number"] % 1000 == 39
+
+
+def test_the_arrays_of_an_earlier_version_are_read_and_replaced(tmp_path):
+    path = records.write(record(arrays={"a": np.ones(3)}), tmp_path)
+    old = path.with_suffix(".npz")
+    named = arrays_of(path).rename(old).name
+    path.write_text(unsealed(path.read_text()).replace(json.loads(path.read_text())["arrays"]["file"], named))
+    assert records.read(path).arrays["a"].tolist() == [1, 1, 1]
+    records.write(record(arrays={"a": np.zeros(3)}), tmp_path)
+    assert not old.exists() and records.read(path).arrays["a"].tolist() == [0, 0, 0]
+
+
+def test_no_single_bit_of_a_record_can_change_unnoticed(tmp_path):
+    made = record({"a": 0.1, "seeds": MeanSD(96.75, math.nan, 1)}, arrays={"a": np.ones(3)}, command="run")
+    path = records.write(made, tmp_path)
+    for file in (path, arrays_of(path)):
+        whole = file.read_bytes()
+        for bit in range(0, 8 * len(whole), 7):
+            spoilt = bytearray(whole)
+            spoilt[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(spoilt)
+            try:
+                found = records.read(path)
+            except ValueError:
+                continue
+            # White space apart, what reads at all reads as it was written.
+            assert records.hash_of(found.values) == records.hash_of(made.values) and found.config == made.config
+        file.write_bytes(whole)
 
 
 def test_a_new_record_without_arrays_removes_the_old_ones(tmp_path):
@@ -205,7 +310,7 @@ def test_a_record_lists_what_it_took_over_and_from_which_code(tmp_path, monkeypa
 def test_a_piece_that_does_not_say_what_made_it_is_counted_as_unknown(tmp_path):
     records.resumable(len, ["a"], folder=tmp_path, config={})
     path = tmp_path / "a.piece.json"
-    piece = json.loads(path.read_text())
+    piece = json.loads(unsealed(path.read_text()))
     assert piece.pop("made")["seconds"] >= 0
     path.write_text(json.dumps(piece))
     with records.taken_over() as kept:
@@ -216,7 +321,7 @@ def test_a_piece_that_does_not_say_what_made_it_is_counted_as_unknown(tmp_path):
 
 def test_a_record_of_an_earlier_version_took_over_nothing_that_it_knows_of(tmp_path):
     path = records.write(record(), tmp_path)
-    fields = json.loads(path.read_text())
+    fields = json.loads(unsealed(path.read_text()))
     del fields["kept"]
     path.write_text(json.dumps(fields))
     assert records.read(path).kept == []

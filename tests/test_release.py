@@ -7,9 +7,11 @@ import pytest
 import torch
 from scipy import stats
 
-from dpcompanion.accounting import gaussian_delta
+from dpcompanion import release
+from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
 from dpcompanion.release import (
-    _convolved, _noisy_prefixes, _square_root, noise_ratio, private_mean, private_quantiles, split)
+    _convolved, _noisy_prefixes, _square_root, noise_ratio, private_mean, private_quantiles, replacement_factor,
+    split)
 
 BUDGET = dict(epsilon=0.1, delta=1e-5)
 SHARES = [0.1, 0.3, 0.5, 0.7, 0.9]
@@ -64,6 +66,46 @@ def test_the_noise_on_the_curve_is_that_of_the_factorisation():
     low, high = (math.sqrt(stats.chi2.ppf(p, 300) / 300) for p in (1e-6, 1 - 1e-6))
     measured = draws.square().mean(dim=0).sqrt() / expected
     assert ((measured > low) & (measured < high)).all()
+
+
+@pytest.mark.parametrize("bins", [2, 3, 17, 128])
+def test_the_longest_difference_of_columns_is_what_a_replaced_value_moves(bins):
+    column = _square_root(bins)
+    matrix = torch.stack([_convolved(column, row) for row in torch.eye(bins, dtype=torch.float64)], dim=1)
+    differences = (matrix[:, :, None] - matrix[:, None, :]).norm(dim=0)
+    exact = float(differences.max() / matrix.norm(dim=0).max())
+    assert exact <= replacement_factor(bins) <= min(exact * (1 + 1e-8), math.sqrt(2)) + 1e-15
+
+
+def test_a_release_is_calibrated_for_the_relation_that_is_asked_for():
+    values = epsilons(2000)
+
+    def noise(**relation):
+        """What the released curve moves by per unit of noise, from the noise multiplier that reaches it."""
+        seen = []
+        original = release._noisy_prefixes
+        release._noisy_prefixes = lambda *given: seen.append(given[3]) or original(*given)
+        try:
+            released(values, 0, **relation)
+        finally:
+            release._noisy_prefixes = original
+        return seen[0]
+
+    usual, replaced = noise(), noise(relation="replace")
+    assert usual == noise(relation="add or remove") == noise_ratio(**BUDGET)
+    # A value that is replaced moves the curve by the factor times what one that is added does.
+    for ratio, least, most in ((usual, 0.1306, 0.131), (replaced, 0.1 - 1e-8, 0.1)):
+        assert least <= float(gaussian_epsilon(ratio * replacement_factor(512), 1e-5)) <= most + 1e-12
+
+
+@pytest.mark.parametrize("release_of", [
+    lambda **o: private_mean(epsilons(99), upper=2.4, generator=torch.Generator().manual_seed(0), **BUDGET, **o),
+    lambda **o: released(epsilons(99), 0, method="andrew2021", **o).tolist(),
+])
+def test_counts_of_one_value_move_alike_in_both_relations(release_of):
+    assert release_of() == release_of(relation="replace") == release_of(relation="add or remove")
+    with pytest.raises(ValueError, match="relation must be one of 'add or remove', 'replace', got 'zero-out'"):
+        release_of(relation="zero-out")
 
 
 def test_without_noise_quantiles_are_those_of_the_data():

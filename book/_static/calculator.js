@@ -20,9 +20,9 @@
 
   // Never below the bound: the last digit is rounded up.
   const shown = (value) => {
-    if (!Number.isFinite(value)) return "over 1000";
+    if (!Number.isFinite(value)) return "no bound";
     if (value === 0) return "0";
-    const digits = Math.max(0, 3 - Math.ceil(Math.log10(value)));
+    const digits = Math.min(20, Math.max(0, 3 - Math.ceil(Math.log10(value))));
     return (Math.ceil(value * Math.pow(10, digits)) / Math.pow(10, digits)).toFixed(digits);
   };
 
@@ -34,11 +34,13 @@
 
   function answer() {
     const value = Object.fromEntries(NAMES.map((name) => [name, Number(field(name).value)]));
-    const wrong = NAMES.find((name) => !(value[name] >= Number(field(name).min) && value[name] <= Number(field(name).max)));
+    const wrong = NAMES.find((name) => !(value[name] >= Number(field(name).min) && value[name] <= Number(field(name).max))
+      || (name === "steps" && !Number.isInteger(value[name])));
     for (const name of NAMES) field(name).setAttribute("aria-invalid", String(name === wrong));
     const said = document.getElementById("calculator-said");
     if (wrong) {
-      said.textContent = `${field(wrong).labels[0].textContent} must lie between ${field(wrong).min} and ${field(wrong).max}.`;
+      said.textContent = `${field(wrong).labels[0].textContent} must lie between ${field(wrong).min} and ${field(wrong).max}`
+        + (wrong === "steps" ? ", a whole number." : ".");
       return;
     }
     const write = (id, text) => { document.getElementById(id).textContent = text; };
@@ -47,7 +49,7 @@
     for (const [who, noise] of Object.entries(found)) {
       const byRenyi = accountant.epsilonByRenyi(value.rate, noise, value.steps, value.delta);
       const byLosses = accountant.epsilonByLosses(value.rate, noise, value.steps, value.delta);
-      epsilon[who] = Math.min(byRenyi, byLosses.epsilon);
+      epsilon[who] = Math.min(...[byRenyi, byLosses.epsilon].filter(Number.isFinite));
       write(`${who}-rdp`, shown(byRenyi));
       write(`${who}-pld`, shown(byLosses.epsilon));
       write(`${who}-error`, Number.isFinite(byLosses.error) ? atMost(byLosses.error) : "large");

@@ -1,10 +1,13 @@
+import time
+
+import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpcompanion.training import PoissonSampler, derive_seed, gaussian_noise, generators
+from dpcompanion.training import PoissonSampler, derive_seed, gaussian_noise, generators, sampling
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right sampler would have failed
 
@@ -50,6 +53,69 @@ def test_draws_and_masks_are_the_same_stream():
     one_by_one = PoissonSampler(20, 0.3, generator())
     for mask in masks:
         assert one_by_one.draw().tolist() == mask.nonzero().squeeze(1).tolist()
+
+
+def test_the_coins_of_a_seed_are_what_they_always_were():
+    """Every trained number of the book hangs on them."""
+    assert PoissonSampler(30, 0.2, generator(7)).draw().tolist() == (
+        torch.rand(1, 30, dtype=torch.float64, generator=generator(7)) < 0.2)[0].nonzero().squeeze(1).tolist()
+    assert sampling.GAPS_FROM == 1_000_000
+
+
+@pytest.mark.parametrize("block", [1, 1 << 20])
+@pytest.mark.parametrize("rates", [0.3, [0.1, 0.7, 0.1, 1.0, 0.7, 0.1], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])
+def test_draws_by_gaps_have_the_exact_law_of_coins(monkeypatch, rates, block):
+    """Every subset of six examples has its probability: so the first and the last, and all dependences."""
+    monkeypatch.setattr(sampling, "GAPS_FROM", 1)
+    monkeypatch.setattr(sampling, "_BLOCK", block)
+    monkeypatch.setattr(sampling, "_GROUPS", 3)
+    draws, sampler = 1500, PoissonSampler(6, rates, generator(1))
+    assert (sampler._groups is None) == (len({*rates} if isinstance(rates, list) else {rates}) > 3)
+    bits, seen = 2 ** torch.arange(6), torch.zeros(64)
+    for _ in range(draws):
+        drawn = sampler.draw()
+        assert (drawn.diff() > 0).all() and drawn.dtype == torch.int64
+        seen[int(bits[drawn].sum())] += 1
+    inside = (torch.arange(64)[:, None] & bits).bool()
+    rates = torch.as_tensor(rates, dtype=torch.float64).expand(6)
+    expected = torch.where(inside, rates, 1 - rates).prod(1) * draws
+    possible = expected > 0
+    assert seen[~possible].sum() == 0
+    rare = possible & (expected < 5)
+    observed, expected = ([*v[possible & ~rare].tolist(), float(v[rare].sum())] for v in (seen, expected))
+    pairs = [(o, e) for o, e in zip(observed, expected) if e > 0]
+    chi_square = sum((o - e) ** 2 / e for o, e in pairs)
+    assert FALSE_ALARM / 2 < stats.chi2.sf(chi_square, df=len(pairs) - 1) < 1 - FALSE_ALARM / 2
+
+
+@pytest.mark.parametrize("rate", [1e-12, 1e-9, 1e-3, 0.5, 1 - 1e-9])
+def test_a_gap_is_at_least_k_with_the_probability_of_k_failures(rate):
+    """The uniform at which the gap reaches k is 1 - (1 - q)^k, also where that is far below 2^-53's neighbourhood."""
+    with mpmath.workdps(60):
+        for k in (1, 2, 3, 10, 1000, 10**6, 10**9):
+            edge = 1 - (1 - mpmath.mpf(rate)) ** k
+            if edge > 1 - mpmath.mpf(2) ** -20:
+                continue
+            slack = 1e-14 * max(1, 1 / float(1 - edge))
+            below, above = (torch.tensor(float(edge * (1 + side * slack)), dtype=torch.float64) for side in (-1, 1))
+            assert sampling._gaps(below, rate) in (k - 1, k) and sampling._gaps(above, rate) >= k
+            assert sampling._gaps(torch.tensor(float(edge * (1 - 1 / (2 * k))), dtype=torch.float64), rate) < k
+
+
+def test_a_billion_examples_cost_what_is_drawn_of_them():
+    started = time.perf_counter()
+    sizes = [len(PoissonSampler(10**9, 1e-6, generator(seed)).draw()) for seed in range(20)]
+    assert time.perf_counter() - started < 5
+    assert abs(sum(sizes) - 20_000) < stats.norm.isf(FALSE_ALARM / 2) * 20_000**0.5
+    assert all(PoissonSampler(10**9, 1e-12, generator(seed)).draw().numel() == 0 for seed in range(5))
+    assert torch.equal(PoissonSampler(2 * 10**6, 1.0, generator()).draw(), torch.arange(2 * 10**6))
+
+
+def test_masks_of_many_examples_are_the_draws():
+    n = sampling.GAPS_FROM
+    rates = torch.tensor([1e-5, 3e-5], dtype=torch.float64).repeat(n // 2)
+    masks, sampler = PoissonSampler(n, rates, generator(3)).masks(2), PoissonSampler(n, rates, generator(3))
+    assert [mask.nonzero().squeeze(1).tolist() for mask in masks] == [sampler.draw().tolist() for _ in range(2)]
 
 
 @pytest.mark.parametrize("n, rate, name", [(0, 0.5, "n"), (5, 0.0, "sample_rate"), (5, [0.5] * 4, "sample_rate")])
