@@ -1,0 +1,231 @@
+r"""Random numbers that nobody can predict: a cipher's stream, exact coins, and Gaussian noise rounded to a grid.
+
+A model that is published leaves its noise behind.  Whoever can guess the noise subtracts it, so a release needs more
+than a good statistical generator: its seed must be too long to try, and its output must tell nothing of what comes
+next.  `SecureStream` is the stream of ChaCha20 (from the package `cryptography`) under a key of 256 bits, which by
+default the operating system draws and no file holds.
+
+Two laws are drawn from it without error, up to the cipher itself:
+
+* coins: example $i$ is in with probability $q_i$, exactly, for every double $q_i$.  The first 64 bits of a uniform
+  number decide unless they equal those of $q_i$; then further bits do.
+* noise: the multiple of a grid $g$ that lies nearest to $Z \sim \mathcal N(0, s^2)$.  With $T$ uniform in (0, 1/2) and
+  a random sign, $|Z| = -s\,\Phi^{-1}(T)$.  64 bits of sign and $T$, and an inverse in float64, decide the multiple
+  unless $|Z|$ lies within the error of a boundary between two; then more bits and exact arithmetic do.  No tail is
+  cut off.
+
+A float Gaussian on a float sum is not as private as the account says: the low bits of what comes out tell which sums
+are possible at all (Mironov 2012).  With the sum $S$ on the grid too, $S + \mathrm{round}_g(Z) = \mathrm{round}_g(S + Z)$:
+what comes out is the exact Gaussian mechanism on $S$, rounded afterwards, and rounding costs nothing.  `snapped`
+puts a sum there; each of its $d$ numbers moves by $g/2$ at most, and so two sums that were $C$ apart are at most
+$C + \sqrt d\,g$ apart.
+
+Sharp edges.  A process that is forked gets a key of its own.  A virtual machine that is copied while it runs does not.
+A stream with a given key repeats itself, which is what a test wants and a release does not.
+
+>>> stream = SecureStream(key=bytes(32))     # a known key, for the example alone
+>>> stream.normal((3,), std=1.0, grid=2.0**-3)
+tensor([ 0.6250,  1.3750, -1.6250], dtype=torch.float64)
+>>> stream.coins(8, 0.5).tolist()
+[True, False, False, True, False, False, True, True]
+"""
+
+import fractions
+import math
+import os
+
+import numpy as np
+import torch
+from scipy.special import ndtri
+
+from dpcompanion import _checks
+
+KEY_BYTES = 32
+#: How many cells of the grid there are to a standard deviation, at least.
+CELLS = 2**24
+# Bound on the relative error of `scipy.special.ndtri` for probabilities in [2^-65, 1/2]; a test holds it to a tenth.
+_INVERSE_ERROR = 1e-14
+# Numbers that are worked out at a time: more fall out of the processor's cache.
+_BLOCK = 2**14
+
+
+class SecureStream:
+    """ChaCha20 under a 256-bit key: words, coins, Gaussian noise on a grid.
+
+    Every call takes the stream of a nonce of its own (the number of the call), so a stream that has made as many calls
+    with the same key goes on alike: `get_state` and `set_state` hold that number, and the key only when they are asked.
+
+    Args:
+        key: 32 bytes; by default the operating system draws them.
+
+    Raises:
+        ValueError: for a key of another length.
+        ImportError: without the package `cryptography`.
+
+    >>> SecureStream().words(2).dtype
+    dtype('uint64')
+    """
+
+    def __init__(self, key=None):
+        if key is None:
+            key = os.urandom(KEY_BYTES)
+        if not isinstance(key, bytes) or len(key) != KEY_BYTES:
+            raise ValueError(f"key must be {KEY_BYTES} bytes, got {type(key).__name__}"
+                             + (f" of length {len(key)}" if isinstance(key, bytes) else ""))
+        _cipher()
+        self._key, self._calls, self._process = key, 0, os.getpid()
+
+    def __repr__(self):
+        return f"SecureStream(<{8 * KEY_BYTES} bits>, calls={self._calls})"  # never the key
+
+    def __reduce__(self):
+        raise TypeError("a SecureStream is not copied or sent to another process, which would draw the same numbers; "
+                        "make one there")
+
+    def get_state(self, *, with_key=False):
+        """{"calls": how many were made}, and {"key": the key} where asked for: whoever reads it knows all the noise."""
+        return {"calls": self._calls} | ({"key": self._key} if with_key else {})
+
+    def set_state(self, state):
+        """Go on after so many calls, with the key that the state holds, or else with the present one."""
+        calls = _checks.whole_number("calls", state["calls"], 0)
+        if "key" in state:
+            self.__init__(state["key"])
+        self._calls = calls
+
+    def words(self, count):
+        """`count` uniform 64-bit words, a NumPy array of uint64."""
+        count = _checks.whole_number("count", count, 0)
+        if os.getpid() != self._process:  # a fork: what the parent draws must not be drawn here
+            self.__init__()
+        encryptor = _cipher()(self._key, self._calls)
+        self._calls += 1
+        return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8")
+
+    def coins(self, n, rate):
+        """n independent coins that come up with probability `rate`, exactly; a (n,) tensor of booleans.
+
+        Args:
+            n: how many.
+            rate: a number or a tensor (n,), in [0, 1].
+        """
+        n = _checks.whole_number("n", n, 0)
+        _checks.in_interval("rate", rate, 0, 1, closed="both")
+        rates = torch.as_tensor(rate, dtype=torch.float64, device="cpu").numpy()
+        if rates.shape not in ((), (n,)):
+            raise ValueError(f"rate must be a number or have shape ({n},), got {rates.shape}")
+        words = self.words(n)
+        scaled = np.ldexp(rates, 64)
+        sure = scaled >= 2.0**64
+        whole = np.where(sure, 0.0, np.floor(scaled)).astype(np.uint64)
+        up = sure | (words < whole)
+        for i in np.flatnonzero(~sure & (words == whole)):  # with probability 2^-64 each
+            rest = fractions.Fraction(float(scaled if scaled.ndim == 0 else scaled[i])) % 1
+            up[i] = self._below(rest)
+        return torch.from_numpy(up)
+
+    def _below(self, threshold):
+        """Whether a uniform number lies below an exact fraction in [0, 1)."""
+        while threshold:
+            threshold *= 2**64
+            word, whole = int(self.words(1)[0]), math.floor(threshold)
+            if word != whole:
+                return word < whole
+            threshold -= whole
+        return False
+
+    def normal(self, shape, std, *, grid=None):
+        """Gaussian noise, rounded to the nearest multiples of a grid, float64 on the CPU.
+
+        Args:
+            shape: of the tensor.
+            std: the standard deviation before rounding, at least 0 and finite.
+            grid: a power of two; `grid_of(std)` by default.  Rounding adds a variance of grid^2 / 12.
+        """
+        std = float(_checks.in_interval("std", std, 0, math.inf, closed="left"))
+        if std == 0:
+            return torch.zeros(shape, dtype=torch.float64)
+        grid = grid_of(std) if grid is None else grid
+        _checks.in_interval("grid", grid, 0, math.inf, closed="neither")
+        if math.frexp(grid)[0] != 0.5 or not 2.0**-400 <= grid or not std / grid <= 2.0**40:
+            raise ValueError(f"grid must be a power of two of at least std / 2^40 = {std / 2**40:.3g}, got {grid!r}")
+        shape = torch.Size(shape)
+        result = np.empty(shape.numel())
+        for start in range(0, len(result), _BLOCK):
+            part = result[start:start + _BLOCK]
+            part[:] = self._multiples(self.words(len(part)), std / grid)
+        return torch.from_numpy(result * grid).reshape(shape)
+
+    def _multiples(self, words, scale):
+        """The whole numbers nearest to N(0, scale^2), as floats: one from each word, where its bits suffice."""
+        tails = words >> np.uint64(1)
+        # The middle of what the bits leave open of T, [tails, tails + 1) / 2^64.
+        t = (tails.astype(np.float64) + 0.5) * 2.0**-64
+        x = -ndtri(t)
+        above = scale * x + 0.5
+        multiples = np.floor(above)
+        # |d x / d T| = 1 / density(x) <= 4.2 + 1 / T; twice that over the half-open rest of T, whose ends may be as
+        # far as a factor of two from its middle, and over the rounding of T; then what ndtri and `above` are off by.
+        slope = 4.2 + 1 / t
+        reach = 2 * scale * slope * (2.0**-65 + t * 2.0**-52) + scale * x * _INVERSE_ERROR + above * 2.0**-50
+        open_ = (np.abs(above - np.rint(above)) <= reach) | (tails < 2**12)
+        for i in np.flatnonzero(open_):
+            multiples[i] = self._exact_multiple(int(tails[i]), scale)
+        return np.where(words & np.uint64(1), -multiples, multiples)
+
+    def _exact_multiple(self, tail, scale):
+        """The multiple for T in [tail, tail + 1) / 2^64: with as many more bits as that takes, and no rounding error."""
+        bits = 64
+        while True:
+            low, high = (_rounded_quantile(tail + end, bits, scale) for end in (1, 0))
+            if low == high:
+                return low
+            tail, bits = (tail << 64) | int(self.words(1)[0]), bits + 64
+
+
+def snapped(total, grid):
+    """The nearest multiples of a grid, float64; ValueError for numbers that are not finite or too large to add exactly.
+
+    >>> snapped(torch.tensor([0.1, -0.3]), 0.25)
+    tensor([ 0.0000, -0.2500], dtype=torch.float64)
+    """
+    multiples = (total.double() / grid).round()
+    if not bool((multiples.abs() <= 2.0**51).all()):
+        raise ValueError(f"total must be finite and at most 2^51 = 2e15 times the grid {grid:.3g}")
+    return multiples * grid
+
+
+def grid_of(std):
+    """The largest power of two of which `CELLS` or more fit into a standard deviation.
+
+    >>> grid_of(1.0) == 2.0**-24, grid_of(1.9) == 2.0**-24, grid_of(2.0) == 2.0**-23
+    (True, True, True)
+    """
+    std = float(_checks.in_interval("std", std, 0, math.inf, closed="neither"))
+    return 2.0 ** (math.frexp(std)[1] - 1) / CELLS
+
+
+def _rounded_quantile(numerator, bits, scale):
+    """floor(-scale Phi^-1(numerator / 2^bits) + 1/2), inf for 0; exact but where the two ends of an interval that
+    hangs over a boundary differ, and there more bits are drawn."""
+    import mpmath
+
+    if numerator == 0:
+        return math.inf
+    with mpmath.workprec(2 * bits + 128):
+        t = mpmath.mpf(numerator) / mpmath.mpf(2) ** bits
+        return float(mpmath.floor(mpmath.sqrt(2) * mpmath.erfinv(1 - 2 * t) * scale + mpmath.mpf(1) / 2))
+
+
+def _cipher():
+    """(key, number of a call) -> encryptor."""
+    try:
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
+    except ImportError as error:
+        raise ImportError("random numbers for a release come from the package cryptography: pip install "
+                          "'dpcompanion[release]'") from error
+
+    def encryptor(key, call):
+        # The first 4 bytes count blocks of 64 bytes within a call, the other 12 are the nonce.
+        return Cipher(algorithms.ChaCha20(key, bytes(4) + call.to_bytes(12, "little")), mode=None).encryptor()
+    return encryptor
