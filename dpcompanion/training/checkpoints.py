@@ -12,13 +12,15 @@ back with `weights_only`, so that it cannot run code.
 
 import hashlib
 import io
+import json
 import os
 import pickle
+import warnings
 
 import numpy as np
 import torch
 
-from dpcompanion import _files
+from dpcompanion import _checks, _files
 
 _MAGIC = b"dpcompanion checkpoint\n"
 
@@ -79,3 +81,31 @@ def read_checkpoint(path, keys):
         raise ValueError(f"checkpoint must be one of such a run, with {', '.join(keys)}, but {name!r} holds "
                          f"{', '.join(map(str, content)) if isinstance(content, dict) else type(content).__name__}")
     return content
+
+
+def key_file(checkpoint):
+    """Where the keys of a run without a seed lie: beside its checkpoint, never in it."""
+    return f"{os.fspath(checkpoint)}.key"
+
+
+def write_keys(path, streams, forward_seed):
+    """Write the keys of `SecureStream`s, {name: stream}, into a file that only its owner can read."""
+    content = {"keys": {name: stream.key.hex() for name, stream in streams.items()}, "forward": forward_seed}
+    _files.replace(path, json.dumps(content).encode(), mode=0o600)
+
+
+def read_keys(path, streams):
+    """Give the streams the keys that the file holds, and return its forward seed; None, with a warning, without one."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = json.load(file)
+        for name, stream in streams.items():
+            stream.set_state({"calls": 0, "key": bytes.fromhex(content["keys"][name])})
+        return _checks.whole_number("forward", content["forward"], 0)
+    except FileNotFoundError:
+        warnings.warn(f"{path!r} is gone, so that the run goes on with new random numbers: as private as it was, but "
+                      "not the run that it would have been", RuntimeWarning, stacklevel=4)
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"checkpoint must have its keys in {path!r} as they were written, but that file is damaged "
+                         f"({error}); remove it to go on with new random numbers") from None

@@ -7,8 +7,9 @@ r"""DP-SGD by a plan: draw, clip, add noise, divide by a public constant, step.
         optimizer.step()
 
 (Abadi et al. 2016, algorithm 1, with the expected batch size for the realised one.)
-Everything random comes from one seed by way of streams (`dpcompanion.training.noise`), so callbacks may
-evaluate, draw and print as they like: they change nothing.  With a checkpoint a run
+Everything random comes from streams of the run's own (`dpcompanion.training.noise`), so callbacks may
+evaluate, draw and print as they like: they change nothing.  Without a seed the streams are cryptographic, for a model
+that is released; a seed makes a run repeatable, for research.  With a checkpoint a run
 that was cut off goes on where it stopped and ends bit for bit where it would have ended.
 
 The history holds training losses and batch sizes.  They are not private: the
@@ -28,6 +29,8 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
+import secrets
 import signal
 import threading
 import warnings
@@ -37,7 +40,8 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._progress import bar
 from dpcompanion.training import checks, clipping, noise
-from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
+from dpcompanion.training.checkpoints import (digest_of, key_file, plain, read_checkpoint, read_keys,
+                                              write_checkpoint, write_keys)
 
 _FORMAT = 3
 _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
@@ -52,12 +56,14 @@ class History:
         batch_sizes: number of examples in each step, (steps,) int64.
         dropped: how many per-example gradients were not finite and so contributed nothing.
         epochs: one dict an epoch: epoch, step, loss, epsilon if asked for, and what `on_epoch` returned.
+        seed: what the run was seeded with, for research; None where nobody can repeat its noise.
     """
 
     losses: torch.Tensor
     batch_sizes: torch.Tensor
     dropped: int = 0
     epochs: list = dataclasses.field(default_factory=list)
+    seed: int | None = None
 
 
 @dataclasses.dataclass
@@ -74,7 +80,7 @@ class Run:
     norms: torch.Tensor | None = None
 
 
-def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto", physical_batch_size=512,
+def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method="auto", physical_batch_size=512,
           accountant=None, trackers=(), on_step=None, on_epoch=None, checkpoint=None, checkpoint_every=None,
           stateful=None, generator_device="cpu", progress=None):
     """Train `model` in place by DP-SGD as `plan` says.
@@ -85,7 +91,9 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         data: (x, y), tensors of plan.n examples each.
         plan: a `DPSGDPlan`.
         optimizer: any torch.optim optimizer of the model's parameters; it sees the noisy mean gradient.
-        seed: whole number; sampling, noise and the model's own draws come from it.
+        seed: None, for a model that is released: sampling and noise come from a cipher under keys of 256 bits that the
+            operating system draws (`dpcompanion.training.secure`). Or a whole number, for research: everything random
+            comes from it, and whoever has it can subtract the noise.
         device: where to train; the model's own by default. Model and data are moved there.
         method: how to clip, see `dpcompanion.training.clipping`.
         physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another.
@@ -95,7 +103,10 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         on_step, on_epoch: functions of a `Run`; what on_epoch returns, a dict or None, goes into the history.
         checkpoint: a file. If it exists the run goes on from there, which takes the same plan, data, architecture and
             optimizer; it is written every `checkpoint_every` steps (an epoch by default), at the end, and on Ctrl-C,
-            which waits for the step to end (a second one does not).
+            which waits for the step to end (a second one does not). Without a seed the keys lie beside it, in a file
+            of the same name and ".key" that only its owner can read; it goes when the run ends. Whoever reads it
+            while the run lasts can subtract the noise. Where it is lost, the run goes on with new keys and a warning:
+            as private, but not the same.
         stateful: {name: object} of more to save and restore, by state_dict and load_state_dict, such as a scheduler.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
         progress: show a bar; by default on a terminal only.
@@ -131,6 +142,8 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
             if stop:
                 raise KeyboardInterrupt
     loop.count_dropped()
+    if checkpoint is not None and seed is None:
+        pathlib.Path(key_file(checkpoint)).unlink(missing_ok=True)
     return run.history
 
 
@@ -144,7 +157,9 @@ class _Loop:
         checks.check_types(model, x)
         checks.check_optimizer(optimizer, model)
         self.physical_batch_size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
-        self.seed = _checks.whole_number("seed", seed, 0)
+        self.seed = seed if seed is None else _checks.whole_number("seed", seed, 0)
+        # What the model itself draws is no secret that privacy rests on.
+        self.forward_seed = secrets.randbits(63) if seed is None else self.seed
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         model.to(self.device)
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
@@ -164,7 +179,7 @@ class _Loop:
             float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups)]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         losses = torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device)
-        history = History(losses, torch.zeros(plan.steps, dtype=torch.int64))
+        history = History(losses, torch.zeros(plan.steps, dtype=torch.int64), seed=self.seed)
         self.run = Run(plan, model, optimizer, history)
 
     def step(self):
@@ -186,10 +201,10 @@ class _Loop:
         for name, buffer, version in versions:
             if buffer._version != version:
                 raise ValueError(f"model must keep no statistics of its examples, but training changes buffer {name!r}")
-        draw = plan.noise((self.numbers,), self.generators["noise"], dtype=self.dtype, device=self.device)
-        pieces = draw.split([p.numel() for p in self.parameters.values()])
-        for (name, p), piece in zip(self.parameters.items(), pieces):
-            p.grad = (total.gradients[name] + piece.view_as(p)) / plan.expected_batch_size
+        summed = torch.cat([total.gradients[name].flatten() for name in self.parameters])
+        released = noise.noisy(summed, plan.noise_std, self.generators["noise"]) / plan.expected_batch_size
+        for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
+            p.grad = piece.view_as(p)
         run.optimizer.step()
         run.norms = total.norms
         self.dropped += total.norms.isinf().sum()
@@ -206,7 +221,7 @@ class _Loop:
         """What the model draws (dropout) depends on seed and step alone; the global generators stay as they were."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(noise.derive_seed(self.seed, stream, self.run.step))
+            torch.manual_seed(noise.derive_seed(self.forward_seed, stream, self.run.step))
             yield
 
     @contextlib.contextmanager
@@ -254,6 +269,8 @@ class _Loop:
             "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
             "history": {field.name: getattr(history, field.name) for field in dataclasses.fields(history)}}
         content["history"]["epochs"] = plain(history.epochs)
+        if self.seed is None:
+            write_keys(key_file(path), self.generators, self.forward_seed)
         write_checkpoint(path, content)
 
     def load(self, path):
@@ -268,6 +285,9 @@ class _Loop:
             raise ValueError(f"stateful must name {sorted(content['stateful'])} as the checkpoint does, "
                              f"got {sorted(self.stateful)}")
         run = self.run
+        if self.seed is None:
+            found = read_keys(key_file(path), self.generators)
+            self.forward_seed = self.forward_seed if found is None else found
         run.model.load_state_dict(content["model"])
         run.optimizer.load_state_dict(content["optimizer"])
         for name, state in content["generators"].items():

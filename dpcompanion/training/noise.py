@@ -1,18 +1,16 @@
-"""Gaussian noise and the seeds of a run.
+"""Gaussian noise, and where a run's random numbers come from.
 
-One seed gives a run three independent streams: `sampling` (who is in a step),
-`noise`, and `forward` (what the model itself draws, such as dropout, seeded
-anew for every step).  Initialisation has a stream of its own, see
-`dpcompanion.training.models`.  By default the draws are made on the CPU, so that
-a run on a GPU takes the same batches and the same noise.
+A run has independent streams: `sampling` (who is in a step), `noise`, and `forward` (what the model itself draws, such
+as dropout, seeded anew for every step).  Initialisation has a stream of its own, see `dpcompanion.training.models`.
 
-What this does not protect against.  Seeds: whoever knows the seed can
-subtract the noise, and PyTorch's CPU generator uses only 32 bits of it, few
-enough to try them all; the streams are not cryptographic.  A fixed seed is for
-research; keep the seed of a model that you release secret, and know these 32
-bits.  Floating point: the sum of a gradient and a float Gaussian is not exactly
-Gaussian, and its last bits can tell neighbouring data sets apart (Mironov 2012).
-The accounts of this library hold for real numbers.
+Without a seed the first two are ciphers under keys of 256 bits that the operating system draws, coins are exact, and
+sum and noise are added on a grid (`dpcompanion.training.secure`): for a model that is released.
+
+With a seed a run can be repeated: for research.  PyTorch's generator uses 32 bits of a seed, few enough to try them
+all, and whoever knows the seed can subtract the noise; and the sum of a gradient and a float Gaussian is not exactly
+Gaussian, so that its last bits can tell neighbouring data sets apart (Mironov 2012).  Two runs of one seed share their
+noise, which cancels where their models are compared.  Draws are made on the CPU, so that a run on a GPU takes the
+same batches and the same noise.
 
 >>> streams = generators(seed=7)
 >>> gaussian_noise((2,), 3.0, streams["noise"]).shape
@@ -24,6 +22,7 @@ import hashlib
 import torch
 
 from dpcompanion import _checks
+from dpcompanion.training.secure import SecureStream, grid_of, snapped
 
 STREAMS = ("sampling", "noise")
 
@@ -41,7 +40,9 @@ def derive_seed(seed, *names):
 
 
 def generators(seed, device="cpu"):
-    """The generators `sampling` and `noise` of a run, on `device`."""
+    """The generators `sampling` and `noise` of a run: on `device` with a seed, `SecureStream`s where it is None."""
+    if seed is None:
+        return {name: SecureStream() for name in STREAMS}
     return {name: torch.Generator(device=device).manual_seed(derive_seed(seed, name)) for name in STREAMS}
 
 
@@ -51,5 +52,23 @@ def gaussian_noise(shape, std, generator, *, dtype=torch.float64, device="cpu"):
     A float64 draw reaches further into the tails than a float32 one, and models of both types get the same noise.
     """
     _checks.in_interval("std", std, 0, float("inf"), closed="left")
+    if isinstance(generator, SecureStream):
+        return generator.normal(shape, std).to(dtype=dtype, device=device)
     noise = torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device)
     return noise.mul_(std).to(dtype=dtype, device=device)
+
+
+def noisy(total, std, generator):
+    """`total` + N(0, std^2), of its type and on its device.
+
+    With a `SecureStream` the total is put on the grid of the noise first, and both are added there without rounding:
+    what comes out is the rounded Gaussian mechanism on the snapped total, and its type rounds it once more.
+
+    >>> noisy(torch.zeros(3), 1.0, SecureStream()).dtype
+    torch.float32
+    """
+    if not isinstance(generator, SecureStream) or not std:
+        return total + gaussian_noise(total.shape, std, generator, dtype=total.dtype, device=total.device)
+    grid = grid_of(std)
+    exact = snapped(total, grid).cpu() + generator.normal(total.shape, std, grid=grid)
+    return exact.to(dtype=total.dtype, device=total.device)

@@ -11,6 +11,8 @@ as much as it brings, not n: where all rates are equal, or of few different valu
 examples passed over before the next one is geometric, P(gap >= k) = (1 - q)^k, and gaps are drawn instead of coins.
 The law is the same; the uniforms behind the gaps have 106 bits, so that small rates hold to a relative n 2^-52.
 
+From a `SecureStream` every coin is exact, at any number of examples.
+
 >>> sampler = PoissonSampler(5, 0.4, torch.Generator().manual_seed(0))
 >>> [sampler.draw().tolist() for _ in range(3)]
 [[], [1, 2, 4], [1, 2]]
@@ -23,6 +25,7 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion.training.secure import SecureStream
 
 #: Number of examples from which on draws are made by gaps; the stream of coins below it is part of every seed's meaning.
 GAPS_FROM = 1_000_000
@@ -37,7 +40,7 @@ class PoissonSampler:
     Args:
         n: number of examples.
         sample_rate: probability of inclusion, a number or (n,), in (0, 1].
-        generator: a torch.Generator; the draws are made on its device.
+        generator: a torch.Generator, on whose device the draws are made, or a `SecureStream`.
     """
 
     def __init__(self, n, sample_rate, generator):
@@ -47,11 +50,12 @@ class PoissonSampler:
         if self.sample_rate.shape not in ((), (self.n,)):
             raise ValueError(f"sample_rate must be a number or have shape ({n},), got {tuple(self.sample_rate.shape)}")
         self.generator = generator
-        self._groups = self._grouped() if self.n >= GAPS_FROM else None
+        self._exact = isinstance(generator, SecureStream)
+        self._groups = self._grouped() if self.n >= GAPS_FROM and not self._exact else None
 
     def masks(self, count):
         """The next `count` draws as a (count, n) tensor of booleans."""
-        if self.n >= GAPS_FROM:
+        if self.n >= GAPS_FROM or self._exact:
             masks = torch.zeros(count, self.n, dtype=torch.bool, device=self.generator.device)
             for mask in masks:
                 mask[self.draw()] = True
@@ -60,12 +64,11 @@ class PoissonSampler:
 
     def draw(self):
         """The next draw: the indices of the examples in it, ascending, (k,) int64 with k >= 0."""
-        if self.n < GAPS_FROM:
+        if self.n < GAPS_FROM and not self._exact:
             return self.masks(1)[0].nonzero().squeeze(1)
         if self._groups is None:
             blocks = range(0, self.n, _BLOCK)
-            coins = (self._uniforms(min(_BLOCK, self.n - at)) < self.sample_rate[at:at + _BLOCK] for at in blocks)
-            return torch.cat([coin.nonzero().squeeze(1) + at for at, coin in zip(blocks, coins)])
+            return torch.cat([self._coins(at, min(_BLOCK, self.n - at)).nonzero().squeeze(1) + at for at in blocks])
         drawn = [self._by_gaps(rate, size) if members is None else members[self._by_gaps(rate, size)]
                  for rate, size, members in self._groups]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn).sort().values
@@ -93,6 +96,11 @@ class PoissonSampler:
             last = int(places[-1])
             found.append(places[places < size])
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
+
+    def _coins(self, start, count):
+        """Who of `count` examples from `start` on is in a draw, (count,) booleans."""
+        rates = self.sample_rate[start:start + count] if self.sample_rate.ndim else self.sample_rate
+        return self.generator.coins(count, rates) if self._exact else self._uniforms(count) < rates
 
     def _uniforms(self, *shape):
         return torch.rand(*shape, dtype=torch.float64, generator=self.generator, device=self.generator.device)

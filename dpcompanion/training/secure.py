@@ -66,6 +66,8 @@ class SecureStream:
     dtype('uint64')
     """
 
+    device = torch.device("cpu")
+
     def __init__(self, key=None):
         if key is None:
             key = os.urandom(KEY_BYTES)
@@ -92,6 +94,11 @@ class SecureStream:
         if "key" in state:
             self.__init__(state["key"])
         self._calls = calls
+
+    @property
+    def key(self):
+        """The key: whoever has it knows every number of the stream."""
+        return self._key
 
     def words(self, count):
         """`count` uniform 64-bit words, a NumPy array of uint64."""

@@ -1,0 +1,142 @@
+"""Runs without a seed: nobody can repeat their noise, a checkpoint does not hold it, and they go on where they stopped."""
+
+import itertools
+import os
+import stat
+
+import pytest
+import torch
+from scipy import stats
+
+from dpcompanion.training import DPSGDPlan, cross_entropy, models, secure, train
+from dpcompanion.training.noise import noisy
+from dpcompanion.training.sampling import PoissonSampler
+from dpcompanion.training.secure import SecureStream, grid_of
+
+N, STEPS = 60, 12
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(N, 5, generator=generator).double(), torch.arange(N) % 3
+
+
+def plan(**changes):
+    return DPSGDPlan(**{**dict(n=N, sample_rate=0.2, steps=STEPS, max_grad_norm=1.0, noise_multiplier=1.0,
+                               delta=1e-3), **changes})
+
+
+def run(stop_at=None, **arguments):
+    model = models.linear(5, 3, seed=0).double()
+
+    def stop(state):
+        if state.step == stop_at:
+            raise InterruptedError
+    history = train(model, cross_entropy, data(), plan(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                    on_step=stop, progress=False, **arguments)
+    return torch.cat([p.detach().flatten() for p in model.parameters()]), history
+
+
+@pytest.fixture
+def known_entropy(monkeypatch):
+    """The operating system's entropy, replaced by what a test knows: the same again after `begin`."""
+    def begin():
+        numbers = itertools.count(1)
+        monkeypatch.setattr(secure.os, "urandom", lambda size: next(numbers).to_bytes(size, "little"))
+    return begin
+
+
+def test_two_runs_without_a_seed_have_nothing_in_common():
+    (first, history), (second, _) = run(), run()
+    assert history.seed is None and not torch.equal(first, second)
+    assert run(seed=3)[1].seed == 3
+
+
+def test_a_run_that_was_cut_off_ends_where_an_unbroken_one_ends(known_entropy, tmp_path):
+    known_entropy()
+    unbroken, history = run()
+    known_entropy()
+    path = tmp_path / "run.pt"
+    with pytest.raises(InterruptedError):
+        run(stop_at=7, checkpoint=path, checkpoint_every=3)
+    resumed, again = run(checkpoint=path)
+    assert torch.equal(unbroken, resumed) and torch.equal(history.batch_sizes, again.batch_sizes)
+
+
+def test_the_keys_lie_beside_the_checkpoint_for_their_owner_alone_and_go_with_the_run(known_entropy, tmp_path):
+    known_entropy()
+    path = tmp_path / "run.pt"
+    with pytest.raises(InterruptedError):
+        run(stop_at=7, checkpoint=path, checkpoint_every=3)
+    keys = tmp_path / "run.pt.key"
+    assert stat.S_IMODE(os.stat(keys).st_mode) == 0o600
+    assert (1).to_bytes(32, "little").hex() in keys.read_text()
+    for number in (1, 2):
+        key = number.to_bytes(32, "little")
+        assert key not in path.read_bytes() and key.hex().encode() not in path.read_bytes()
+    run(checkpoint=path)
+    assert path.exists() and not keys.exists()
+
+
+def test_a_run_whose_keys_are_lost_goes_on_and_says_so(tmp_path):
+    path = tmp_path / "run.pt"
+    with pytest.raises(InterruptedError):
+        run(stop_at=7, checkpoint=path, checkpoint_every=3)
+    os.remove(f"{path}.key")
+    with pytest.warns(RuntimeWarning, match="new random numbers"):
+        _, history = run(checkpoint=path)
+    assert len(history.batch_sizes) == STEPS
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"keys": {"sampling": "00", "noise": "00"}, "forward": 1}', "[]"])
+def test_damaged_keys_are_refused(content, tmp_path):
+    path = tmp_path / "run.pt"
+    with pytest.raises(InterruptedError):
+        run(stop_at=7, checkpoint=path, checkpoint_every=3)
+    (tmp_path / "run.pt.key").write_text(content)
+    with pytest.raises(ValueError, match="keys"):
+        run(checkpoint=path)
+
+
+def test_a_checkpoint_with_a_seed_does_not_serve_a_run_without_one(tmp_path):
+    path = tmp_path / "run.pt"
+    with pytest.raises(InterruptedError):
+        run(stop_at=7, seed=1, checkpoint=path, checkpoint_every=3)
+    with pytest.raises(ValueError, match="seed 1 there, None here"):
+        run(checkpoint=path)
+
+
+def test_sum_and_noise_lie_on_the_grid_and_have_the_right_size():
+    total, std = torch.randn(20_000, dtype=torch.float64), 2.5
+    released = noisy(total, std, SecureStream())
+    assert torch.equal(released / grid_of(std), (released / grid_of(std)).round())
+    assert stats.kstest(((released - total) / std).numpy(), "norm").pvalue > 1e-4
+    assert noisy(total.float(), std, SecureStream()).dtype == torch.float32
+    assert noisy(total.bfloat16(), std, SecureStream()).dtype == torch.bfloat16
+    assert torch.equal(noisy(total, 0.0, SecureStream()), total)
+
+
+def test_a_step_moves_by_exactly_its_noise_where_nobody_is_clipped_to_anything():
+    model = torch.nn.Linear(100, 40, bias=False).double()
+    moves = []
+    before = model.weight.detach().clone()
+    train(model, lambda out, y: 0.0 * out.sum(1), (torch.randn(50, 100).double(), torch.zeros(50)),
+          plan(n=50, steps=3, max_grad_norm=0.5, noise_multiplier=2.0),
+          optimizer=torch.optim.SGD(model.parameters(), lr=1.0), progress=False,
+          on_step=lambda state: moves.append(model.weight.detach().clone()))
+    for last, now in itertools.pairwise([before, *moves]):
+        assert stats.kstest(((now - last) * 0.2 * 50).numpy().ravel(), "norm").pvalue > 1e-5
+
+
+@pytest.mark.parametrize("rate", [0.3, torch.tensor([0.1, 0.5, 1.0] * 20, dtype=torch.float64)])
+def test_draws_from_a_cipher_are_poisson(rate):
+    sampler = PoissonSampler(N, rate, SecureStream())
+    counts = torch.stack([torch.bincount(sampler.draw(), minlength=N) for _ in range(2000)]).sum(0)
+    for count, q in zip(counts.tolist(), torch.as_tensor(rate).expand(N).tolist()):
+        assert count == 2000 if q == 1 else stats.binomtest(count, 2000, q).pvalue > 1e-6
+    assert sampler.masks(4).shape == (4, N)
+
+
+def test_many_examples_are_drawn_in_blocks():
+    drawn = PoissonSampler(2_500_000, 1e-4, SecureStream()).draw()
+    assert 150 < len(drawn) < 360 and bool((drawn.diff() > 0).all())
