@@ -10,7 +10,7 @@ ROOT = pathlib.Path(dpcompanion.__file__).parent
 
 # From the ground up; a room may import, when it is loaded, from the floors below its own.
 FLOORS = (
-    {"_checks", "_progress"},
+    {"_checks", "_files", "_progress"},
     {"accounting", "attacks", "data", "ensembles", "plotting", "published"},
     {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "records", "release", "training"},
     {"comparison", "engine"},
