@@ -52,12 +52,14 @@ class History:
         batch_sizes: number of examples in each step, (steps,) int64.
         dropped: how many per-example gradients were not finite and so contributed nothing.
         epochs: one dict an epoch: epoch, step, loss, epsilon if asked for, and what `on_epoch` returned.
+        guarantee: what an epsilon of the run is about, `DPSGDPlan.statement`.
     """
 
     losses: torch.Tensor
     batch_sizes: torch.Tensor
     dropped: int = 0
     epochs: list = dataclasses.field(default_factory=list)
+    guarantee: str = ""
 
 
 @dataclasses.dataclass
@@ -164,7 +166,8 @@ class _Loop:
             float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups)]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         losses = torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device)
-        history = History(losses, torch.zeros(plan.steps, dtype=torch.int64))
+        history = History(losses, torch.zeros(plan.steps, dtype=torch.int64),
+                          guarantee=plan.statement())
         self.run = Run(plan, model, optimizer, history)
 
     def step(self):
