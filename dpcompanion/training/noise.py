@@ -12,7 +12,9 @@ enough to try them all; the streams are not cryptographic.  A fixed seed is for
 research; keep the seed of a model that you release secret, and know these 32
 bits.  Floating point: the sum of a gradient and a float Gaussian is not exactly
 Gaussian, and its last bits can tell neighbouring data sets apart (Mironov 2012).
-The accounts of this library hold for real numbers.
+The accounts of this library hold for real numbers.  One seed on two data sets: runs with one seed share their batches
+and their noise, so the difference of two models from neighbouring data is the example's gradients, without noise.
+That is what experiments want and what no two released models may have.
 
 >>> streams = generators(seed=7)
 >>> gaussian_noise((2,), 3.0, streams["noise"]).shape

@@ -21,7 +21,8 @@ Whom is the guarantee about?  The plan says it (`relation`), and `statement` say
   same reason it takes one clip norm for all, because the noise is measured in their mean.
 
 The numbers are the same for both: an example whose gradient is zero adds nothing to any sum, so with the constants
-fixed a run with it and a run without it are the same run in distribution (Ponomareva et al. 2023, section 2.1.1).
+fixed a run with it and a run without it are the same run in distribution (the names are those of Kairouz et al. 2021
+and Ponomareva et al. 2023).
 
 >>> plan = DPSGDPlan(n=60_000, sample_rate=512 / 60_000, steps=9375, max_grad_norm=1.0,
 ...                  noise_multiplier=3.42529, delta=1e-5)
