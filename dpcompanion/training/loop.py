@@ -57,6 +57,7 @@ class History:
         dropped: how many per-example gradients were not finite and so contributed nothing.
         epochs: one dict an epoch: epoch, step, loss, epsilon if asked for, and what `on_epoch` returned.
         seed: what the run was seeded with, for research; None where nobody can repeat its noise.
+        guarantee: what an epsilon of the run is about, `DPSGDPlan.statement`.
     """
 
     losses: torch.Tensor
@@ -64,6 +65,7 @@ class History:
     dropped: int = 0
     epochs: list = dataclasses.field(default_factory=list)
     seed: int | None = None
+    guarantee: str = ""
 
 
 @dataclasses.dataclass
@@ -179,7 +181,8 @@ class _Loop:
             float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups)]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         losses = torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device)
-        history = History(losses, torch.zeros(plan.steps, dtype=torch.int64), seed=self.seed)
+        history = History(losses, torch.zeros(plan.steps, dtype=torch.int64), seed=self.seed,
+                          guarantee=plan.statement())
         self.run = Run(plan, model, optimizer, history)
 
     def step(self):

@@ -8,8 +8,21 @@ $$ \frac{1}{\sum_i q_i}\Big(\sum_{i \in B} g_i \min(1, C_i/\lVert g_i\rVert)
    + \mathcal N(0, s^2 I)\Big), \qquad s = \sigma \cdot \operatorname{mean}_i C_i. $$
 
 Sampler, clip norms, noise and account all come from the plan, so they cannot
-disagree.  The normaliser $\sum_i q_i$ is the expected batch size: a public
-constant, where the realised size would depend on the data.
+disagree.  The divisor is the expected batch size, where the realised size would depend on the data.
+
+Whom is the guarantee about?  The plan says it (`relation`), and `statement` says it in words:
+
+* "zero-out", the default: neighbours have the same n, which is public, and one example's gradients are replaced by
+  zero in one of them.  The divisor is the sum of the rates, which is public since n is.
+* "add-remove": neighbours differ by one example, so n is not public, and nothing that depends on n may show.  The
+  divisor would: the noise is divided by it too, and its scale alone tells n from n + 1 after enough numbers have been
+  seen (mu about $\sqrt{2 \cdot \text{parameters} \cdot \text{steps}} / n$).  So this relation asks for
+  `expected_batch_size`, a constant chosen before the data were seen, as the rate and the number of steps are.  For the
+  same reason it takes one clip norm for all, because the noise is measured in their mean.
+
+The numbers are the same for both: an example whose gradient is zero adds nothing to any sum, so with the constants
+fixed a run with it and a run without it are the same run in distribution (the names are those of Kairouz et al. 2021
+and Ponomareva et al. 2023).
 
 >>> plan = DPSGDPlan(n=60_000, sample_rate=512 / 60_000, steps=9375, max_grad_norm=1.0,
 ...                  noise_multiplier=3.42529, delta=1e-5)
@@ -17,6 +30,8 @@ constant, where the realised size would depend on the data.
 512.0
 >>> round(plan.epsilon(accountant="rdp"), 4)
 1.0036
+>>> plan.relation
+'zero-out'
 
 With a clip norm for each example the noise stays one number, and the example
 with the smaller norm is hidden better:
@@ -41,6 +56,9 @@ from dpcompanion.training.noise import gaussian_noise
 from dpcompanion.training.sampling import PoissonSampler
 
 
+RELATIONS = ("zero-out", "add-remove")
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class DPSGDPlan:
     """What a run of DP-SGD does, and so what it costs.
@@ -53,9 +71,13 @@ class DPSGDPlan:
         noise_multiplier: standard deviation of the noise on the sum of clipped gradients, in units of the mean
             clip norm. 0 means no noise and no privacy.
         delta: the delta at which `epsilon` is reported.
+        expected_batch_size: the divisor of the noisy sum, a public constant above 0. By default the sum of the rates.
+        relation: "zero-out" or "add-remove", see the module's text. By default "zero-out", and "add-remove" where
+            `expected_batch_size` is given.
 
     Raises:
-        ValueError: naming the argument, if one is out of its range or an array is not of length n.
+        ValueError: naming the argument, if one is out of its range or an array is not of length n, and for "add-remove"
+            without `expected_batch_size` or with a clip norm for each example.
     """
 
     n: int
@@ -64,6 +86,8 @@ class DPSGDPlan:
     max_grad_norm: float | torch.Tensor
     noise_multiplier: float
     delta: float
+    expected_batch_size: float | None = None
+    relation: str | None = None
 
     def __post_init__(self):
         def fix(name, value):
@@ -82,9 +106,25 @@ class DPSGDPlan:
             if not _checks.is_number(getattr(self, name)):
                 raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
             fix(name, float(_checks.in_interval(name, getattr(self, name), 0, high, closed=closed)))
+        given = None if isinstance(self.expected_batch_size, _SumOfRates) else self.expected_batch_size
+        if given is not None:
+            given = _checks.number("expected_batch_size", given, 0, math.inf, closed="neither")
+        if self.relation is None:
+            fix("relation", "zero-out" if given is None else "add-remove")
+        if _checks.one_of("relation", self.relation, RELATIONS) == "add-remove":
+            if given is None:
+                raise ValueError("expected_batch_size must be given for relation='add-remove', a public constant chosen "
+                                 "before the data were seen, got None: the sum of the rates would give n away")
+            if isinstance(self.max_grad_norm, torch.Tensor):
+                raise ValueError("max_grad_norm must be one number for relation='add-remove', got one for each example: "
+                                 "the noise is measured in their mean, which would depend on who takes part")
+        rate = self.sample_rate
+        fix("expected_batch_size", given or _SumOfRates(
+            self.n * rate if isinstance(rate, float) else rate.sum().item()))
 
     @classmethod
-    def for_epsilon(cls, target_epsilon, *, n, sample_rate, steps, max_grad_norm, delta, accountant="pld"):
+    def for_epsilon(cls, target_epsilon, *, n, sample_rate, steps, max_grad_norm, delta, expected_batch_size=None,
+                    relation=None, accountant="pld"):
         """The plan with the least noise whose epsilon does not exceed `target_epsilon`, for one rate for all.
 
         >>> plan = DPSGDPlan.for_epsilon(2.0, n=1000, sample_rate=0.05, steps=200, max_grad_norm=1.0, delta=1e-5)
@@ -100,17 +140,14 @@ class DPSGDPlan:
             target_epsilon=target_epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps,
             accountant=accountant)
         return cls(n=n, sample_rate=sample_rate, steps=steps, max_grad_norm=max_grad_norm,
-                   noise_multiplier=noise_multiplier, delta=delta)
-
-    @property
-    def expected_batch_size(self):
-        """Sum of the rates: the public constant by which the noisy sum is divided."""
-        return self.n * self.sample_rate if isinstance(self.sample_rate, float) else self.sample_rate.sum().item()
+                   noise_multiplier=noise_multiplier, delta=delta, expected_batch_size=expected_batch_size,
+                   relation=relation)
 
     @property
     def steps_per_epoch(self):
-        """Steps in which an example is seen once on average, as a whole number."""
-        return max(1, round(self.n / self.expected_batch_size))
+        """Steps in which an example is seen once on average, as a whole number; of no consequence for the model."""
+        rate = self.sample_rate if isinstance(self.sample_rate, float) else self.sample_rate.mean().item()
+        return max(1, round(1 / rate))
 
     @property
     def noise_std(self):
@@ -144,8 +181,29 @@ class DPSGDPlan:
         """Noise for a sum of clipped gradients, N(0, noise_std^2), drawn from `generator`."""
         return gaussian_noise(shape, self.noise_std, generator, dtype=dtype, device=device)
 
+    def statement(self):
+        """What an epsilon of this plan is about, in one sentence: relation, public constants, sampler, noise, delta.
+
+        >>> plan = DPSGDPlan(n=60_000, sample_rate=0.01, steps=500, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5,
+        ...                  expected_batch_size=600)
+        >>> print(plan.statement())                                     # doctest: +NORMALIZE_WHITESPACE
+        Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor 600 are constants that do
+        not depend on the data); Poisson sampling at rate 0.01, 500 steps, noise 1 times the clip norm 1, delta 1e-05.
+        """
+        def said(value):
+            return f"{value:g}" if isinstance(value, float) else f"{value.min():g} to {value.max():g}"
+
+        whom = {"zero-out": f"Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the "
+                            f"number of examples, {self.n}, is public, and so is the divisor "
+                            f"{self.expected_batch_size:g})",
+                "add-remove": "Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor "
+                              f"{self.expected_batch_size:g} are constants that do not depend on the data)"}
+        mean = "" if isinstance(self.max_grad_norm, float) else "mean "
+        return (f"{whom[self.relation]}; Poisson sampling at rate {said(self.sample_rate)}, {self.steps} steps, noise "
+                f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta {self.delta:g}.")
+
     def epsilon(self, delta=None, *, steps=None, accountant="pld"):
-        """Epsilon after `steps` steps (all of the plan's by default), under add/remove with Poisson sampling.
+        """Epsilon after `steps` steps (all of the plan's by default), of which `statement` says what it is about.
 
         A float, or an (n,) float64 tensor where examples differ (individualised DP, Boenisch et al. 2023),
         computed once for each distinct pair of rate and norm. Inf without noise, 0 without a step.
@@ -174,8 +232,12 @@ class DPSGDPlan:
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
 
+class _SumOfRates(float):
+    """A divisor that nobody gave: made anew when a plan is replaced, and not public where n is not."""
+
+
 def _plain(value):
     if not isinstance(value, torch.Tensor):
-        return value
+        return float(value) if isinstance(value, float) else value
     digest = hashlib.sha256(value.numpy().tobytes()).hexdigest()
     return {"length": len(value), "mean": value.mean().item(), "sha256": digest}

@@ -473,3 +473,14 @@ def test_training_imports_nothing_but_torch_numpy_and_scipy():
             "      optimizer=torch.optim.Adam(model.parameters()))")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_two_runs_with_one_seed_share_batches_and_noise():
+    """What the sharp edges warn of: on data that differ in one row, the difference of the models is free of noise."""
+    (x, y), plan = problem(steps=1, sample_rate=1.0, noise_multiplier=50.0)
+    other = x.clone()
+    other[7] += 1
+    one, two = (torch.cat([p.detach().flatten() for p in run((data, y), plan)[0].parameters()]) for data in (x, other))
+    alone = torch.cat([p.detach().flatten() for p in network().parameters()])
+    sensitivity = 2 * plan.max_grad_norm / plan.expected_batch_size * 0.3         # the learning rate of `run`
+    assert 0 < (one - two).norm() <= sensitivity * (1 + 1e-9) < (one - alone).norm() / 10

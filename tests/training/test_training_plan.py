@@ -1,10 +1,12 @@
+import dataclasses
 import math
+import types
 
 import pytest
 import torch
 
 from dpcompanion import accounting
-from dpcompanion.training import DPSGDPlan
+from dpcompanion.training import DPSGDPlan, PoissonSampler, cross_entropy, train
 
 GOOD = dict(n=10, sample_rate=0.5, steps=20, max_grad_norm=2.0, noise_multiplier=1.5, delta=1e-5)
 
@@ -85,3 +87,69 @@ def test_configs_tell_plans_apart():
     assert DPSGDPlan(**GOOD).config() == DPSGDPlan(**GOOD).config()
     one, other = (DPSGDPlan(**{**GOOD, "sample_rate": torch.tensor([a, b] * 5)}) for a, b in ((0.1, 0.2), (0.2, 0.1)))
     assert one.config() != other.config()
+
+
+def test_the_divisor_is_public_under_the_relation_that_the_plan_states():
+    """Every plan divided by the sum of its rates and said "add or remove": the scale of the noise alone told n from
+    n + 1 (see the next test). Now the sentence is chosen by what is known of the divisor."""
+    plan = DPSGDPlan(**GOOD)
+    assert plan.relation == "zero-out" and "zero-out; the number of examples, 10, is public" in plan.statement()
+    plan = DPSGDPlan(**GOOD, expected_batch_size=4)
+    assert plan.relation == "add-remove" and plan.expected_batch_size == 4.0 and "10" not in plan.statement()
+    assert DPSGDPlan(**GOOD, expected_batch_size=4, relation="zero-out").expected_batch_size == 4.0
+    assert DPSGDPlan.for_epsilon(2.0, n=10, sample_rate=0.5, steps=20, max_grad_norm=1.0, delta=1e-5,
+                                 expected_batch_size=5).relation == "add-remove"
+    for bad, message in ({"relation": "add-remove"}, "expected_batch_size must be given"), (
+            {"expected_batch_size": 0}, "expected_batch_size"), ({"expected_batch_size": math.nan}, "expected_batch_s"), (
+            {"relation": "replace"}, "relation"), (
+            {"expected_batch_size": 5, "max_grad_norm": [1.0] * 10}, "max_grad_norm must be one number"):
+        with pytest.raises(ValueError, match=message):
+            DPSGDPlan(**{**GOOD, **bad})
+
+
+def test_what_is_replaced_in_a_plan_takes_the_divisor_along_only_where_it_was_given():
+    assert dataclasses.replace(DPSGDPlan(**GOOD), n=20).expected_batch_size == 10.0
+    assert dataclasses.replace(DPSGDPlan(**GOOD, expected_batch_size=4), n=20).expected_batch_size == 4.0
+    with pytest.raises(ValueError, match="expected_batch_size must be given"):
+        dataclasses.replace(DPSGDPlan(**GOOD), relation="add-remove")
+    assert type(DPSGDPlan(**GOOD).config()["expected_batch_size"]) is float
+
+
+def test_the_scale_of_the_noise_tells_n_from_its_neighbour_unless_the_divisor_is_given():
+    """Two plans of n and n + 1 examples: what a step does to the model without any gradient."""
+    def scales(**options):
+        return [plan.noise_std / plan.expected_batch_size for plan in (
+            DPSGDPlan(**{**GOOD, "n": n}, **options) for n in (10, 11))]
+
+    summed, given = scales(), scales(expected_batch_size=5)
+    assert summed[0] / summed[1] == pytest.approx(1.1) and given[0] == given[1]
+
+
+def test_a_zeroed_example_and_an_absent_one_give_the_same_mechanism():
+    """With the constants fixed, zero-out and add-remove are one pair of distributions: the same seed gives the same
+    weights with an example whose gradient is zero as without it, whoever else is drawn."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(11, 3, generator=generator).double(), torch.arange(11) % 2
+    shape = dict(steps=15, sample_rate=0.4, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+
+    def weights(n, rows, divisor, gone):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2).double()
+        plan = DPSGDPlan(n=n, expected_batch_size=divisor, **shape)
+        masks = PoissonSampler(11, 0.4, torch.Generator().manual_seed(3)).masks(15)
+        draws = iter([mask[rows].nonzero().squeeze(1) for mask in masks])
+        object.__setattr__(plan, "sampler", lambda generator: types.SimpleNamespace(draw=lambda: next(draws)))
+
+        def loss(outputs, targets):
+            return torch.where(targets == 9, 0, cross_entropy(outputs, targets.clamp(max=1)))
+
+        labels = y.clone()
+        labels[10] = 9 if gone else labels[10]
+        train(model, loss, (x[rows], labels[rows]), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), seed=1)
+        return torch.cat([p.flatten() for p in model.parameters()])
+
+    everybody, others = torch.arange(11), torch.arange(10)
+    zeroed, absent = weights(11, everybody, None, True), weights(10, others, 4.4, False)
+    torch.testing.assert_close(zeroed, absent, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(zeroed, weights(11, everybody, None, False))
+    assert not torch.allclose(absent, weights(10, others, None, False))
