@@ -195,11 +195,11 @@ def epsilon_of_budget(delta, sample_rate, noise_multiplier, levels, costs, budge
         return 0.0
     game = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, levels=levels, costs=costs, budget=budget,
                 block=block)
-    if adaptive_delta(epsilon=0.0, **game) <= delta:
-        return 0.0
     start = max(compute_epsilon(sample_rate=sample_rate, noise_multiplier=noise_multiplier / level,
                                 steps=budget // cost * block, delta=delta)
                 for level, cost in zip(levels, costs) if cost <= budget)
+    if start < 1e-3 and adaptive_delta(epsilon=0.0, **game) <= delta:
+        return 0.0
     found, _ = _least(lambda epsilon: adaptive_delta(epsilon=epsilon, **game), max(start, 1e-6), delta)
     return math.inf if found is None else found
 
