@@ -90,8 +90,8 @@ class NormTracker:
         clipping: "maximum" or "individual".
         examples: (n,) distinct indices, if the accountant and data are a part of what is trained on; such a tracker
             only observes, so clipping is "maximum".
-        budget: a `dpcompanion.filters.RenyiFilter` of the n examples: who cannot pay for a step takes no part in it.
-            Needs clipping "individual" without running estimates.
+        budget: a `RenyiFilter` or `ExactFilter` (`dpcompanion.filters`) of the n examples: it says to what each step
+            clips, and who cannot pay takes no part. Needs clipping "individual" without running estimates.
         trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch (`trajectory`): 4 bytes an
             example and epoch.
         keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass.
@@ -225,9 +225,8 @@ class NormTracker:
                 self._limits = self._accountant.charged(self.norms)
             limits = self._limits.clone() if self.running else self._limits
             if self.budget is not None:
-                stays = self.budget.admit(limits)
-                limits = torch.where(stays, limits, 0)
-                charged = torch.where(stays, charged, 0)
+                paid = self.budget.clip_norms(limits)
+                charged, limits = torch.where(paid == limits, charged, paid), paid
         if charged is not self._charged and not torch.equal(charged, self._charged):
             self.accountant                  # records what was charged before
         self._charged = charged

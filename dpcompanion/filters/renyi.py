@@ -34,10 +34,10 @@ import math
 
 import torch
 
-from . import _checks
-from .accounting import rdp_sampled_gaussian, rdp_to_epsilon
-from .accounting.chords import between, chords
-from .accounting.runs import orders_for
+from .. import _checks
+from ..accounting import rdp_sampled_gaussian, rdp_to_epsilon
+from ..accounting.chords import between, chords
+from ..accounting.runs import orders_for
 
 
 class RenyiFilter:
@@ -147,6 +147,12 @@ class RenyiFilter:
         self.active = self.active & (after <= self.budgets).all(dim=1)
         self.spent = torch.where(self.active[:, None], after, self.spent)
         return self.active
+
+    def clip_norms(self, norms):
+        """The norms to which the next step must clip, paid for, (n,) float64: those of `admit`, 0 for who takes no
+        part."""
+        stays = self.admit(norms)
+        return torch.where(stays, torch.as_tensor(norms, dtype=torch.float64, device=self.device), 0)
 
     def epsilon(self, delta):
         """The epsilon that each example's budgets guarantee at `delta`, whatever happens: (n,) float64."""

@@ -1,0 +1,229 @@
+r"""A budget for each example that no run can exceed, at the price of loss distributions: the exact filter.
+
+Each example has levels, shares :math:`z_1 < \dots < z_K` of the clip norm.  Before each block of m steps its gradient's
+norm decides which level it asks for (the norm, rounded up); in the block its gradients are clipped to that level, and
+it pays c(z).  Whoever cannot pay is clipped to the largest level that can be paid, and leaves only when nothing is
+left.
+
+What is promised, before the run, for every data set: with the budget B of an example, all outputs together are
+(epsilon, delta) indistinguishable from those without it, for the epsilon and delta of `adaptive_delta`, however norms
+depend on the outputs before (individual DP; add or remove; Poisson sampling; others' levels and budgets may be anything
+that depends on their data and the outputs).  The bound is exact: some strategy of norms attains it, up to the grid.
+
+To those who spent little.  Fix a threshold b beforehand.  For every event in which the example has spent at most b, the
+inequalities of (epsilon, delta) hold with the smaller delta of a filter of budget b: up to there the two runs are the
+same.  That is ``epsilon(delta, spent=b)``.  A threshold that is read off the run afterwards has no such promise.
+
+What an example has `spent` is as private as the example.
+
+>>> filter = ExactFilter(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, levels=[0.5, 1.0], costs=[1, 8],
+...                      budget=20, steps=100)
+>>> levels = filter.levels_for([3.0, 0.2, 0.0])
+>>> filter.record(levels, steps=1)
+>>> levels.tolist(), filter.spent.tolist()
+([1.0, 0.5, 0.0], [8, 1, 0])
+>>> for _ in range(5):
+...     filter.clip_norms([3.0, 0.2, 0.0]).tolist()
+[1.0, 0.5, 0.0]
+[0.5, 0.5, 0.0]
+[0.5, 0.5, 0.0]
+[0.5, 0.5, 0.0]
+[0.5, 0.5, 0.0]
+>>> filter.spent.tolist(), filter.active.tolist()
+([20, 6, 0], [False, True, True])
+"""
+
+import math
+
+import torch
+
+from .. import _checks
+from .calibration import calibrate_filter, epsilon_of_budget, level_costs
+from .game import check_costs, check_levels
+
+
+class ExactFilter:
+    """Budgets of n examples at K levels; see the module's text.
+
+    Args:
+        n: number of examples.
+        sample_rate: in (0, 1].
+        noise_multiplier: noise over `max_grad_norm`, above 0.
+        max_grad_norm: the clip norm of level 1, above 0.
+        levels: (K,) ascending shares of the clip norm, in (0, 1].
+        costs: (K,) whole numbers, at least 1, that a block at each level costs; by default `level_costs` at the largest
+            target.
+        budget: whole numbers, at least the least cost, one or (n,); needs `costs`.
+        target_epsilon, target_delta: instead of `budget`: the largest that keeps each example's epsilon (a number above
+            0 or (n,)).
+        steps: of the run.
+        block: steps for which a level holds.
+        device: where the account is kept.
+        progress: show a bar while budgets are sought; by default on a terminal only.
+
+    Raises:
+        ValueError: an argument outside its range, or a target that cannot be met.
+    """
+
+    def __init__(self, n, *, sample_rate, noise_multiplier, max_grad_norm, levels, costs=None, budget=None,
+                 target_epsilon=None, target_delta=None, steps, block=1, device=None, progress=None):
+        self.n = _checks.whole_number("n", n, 1)
+        self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+        self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+        self.max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+        self.levels = tuple(check_levels(levels))
+        self.steps, self.block = _checks.whole_number("steps", steps, 1), _checks.whole_number("block", block, 1)
+        self.device = torch.device("cpu" if device is None else device)
+        if (budget is None) == (target_epsilon is None) or (target_epsilon is None) != (target_delta is None):
+            raise ValueError("either budget, or target_epsilon and target_delta must be given, "
+                             f"got budget={budget!r}, target_epsilon={target_epsilon!r}, target_delta={target_delta!r}")
+        self._targets = {}
+        if budget is None:
+            run = dict(sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier, levels=self.levels,
+                       steps=self.steps, block=self.block, target_delta=target_delta)
+            _checks.in_interval("target_epsilon", target_epsilon, 0, math.inf, closed="neither")
+            distinct, which = torch.as_tensor(target_epsilon, dtype=torch.float64).cpu().unique(return_inverse=True)
+            if costs is None:
+                costs = level_costs(target_epsilon=float(distinct[-1]), **run)
+            found = [calibrate_filter(target_epsilon=epsilon, costs=costs, progress=progress, **run)
+                     for epsilon in distinct.tolist()]
+            # Where a run cannot spend what two targets allow, the same budget keeps the smaller one.
+            for answer in reversed(found):
+                self._targets[answer.budget] = (answer.target_delta, answer.epsilon)
+            budget = torch.tensor([answer.budget for answer in found])[which]
+        elif costs is None:
+            raise ValueError("costs must be given with a budget, got None")
+        _checks.in_interval("budget", budget, 1, 2**53)
+        budget = torch.as_tensor(budget)
+        if budget.shape not in ((), (self.n,)):
+            raise ValueError(f"budget or target_epsilon must be a number or have shape ({self.n},), "
+                             f"got {tuple(budget.shape)}")
+        if not torch.equal(budget.double(), budget.double().round()):
+            raise ValueError("budget must hold whole numbers, got fractions")
+        costs, _ = check_costs(costs, int(budget.min()), len(self.levels))
+        #: What a block costs at each level, a tuple.
+        self.costs = tuple(costs)
+        #: What each example may spend and has spent, (n,) int64.
+        self.budget = budget.to(self.device, torch.int64).expand(self.n).clone()
+        self.spent = torch.zeros_like(self.budget)
+        self._costs = torch.tensor((0, *costs), device=self.device)
+        self._shares = torch.tensor(self.levels, dtype=torch.float64, device=self.device)
+        self._norms = torch.cat([self._shares.new_zeros(1), self._shares * self.max_grad_norm])
+        self._current, self._steps_left = torch.zeros_like(self.budget), 0
+
+    @property
+    def active(self):
+        """Who can still pay for some level, (n,) booleans."""
+        return self.budget - self.spent >= min(self.costs)
+
+    def levels_for(self, norms):
+        """The norms to which the next block must clip, (n,) float64: the least level above each norm, or the largest
+        below that can be paid; 0 for norms of 0 and for whoever has nothing left. Pays nothing.
+
+        Args:
+            norms: (n,) gradient norms, at least 0, before clipping.
+
+        Raises:
+            ValueError: norms of another shape, or below 0.
+        """
+        return self._norms[self._payable(norms)]
+
+    def record(self, levels, steps):
+        """Pay for `steps` steps in which gradients were clipped to `levels`, (n,), as `levels_for` gave them. A block
+        that is begun is paid in full.
+
+        Raises:
+            ValueError: levels that are none, or that somebody cannot pay; nothing is recorded then.
+        """
+        blocks = math.ceil(_checks.whole_number("steps", steps, 1) / self.block)
+        levels = torch.as_tensor(levels, dtype=torch.float64, device=self.device)
+        if levels.shape != (self.n,):
+            raise ValueError(f"levels must have shape ({self.n},), got {tuple(levels.shape)}")
+        index = (levels[:, None] - self._norms).abs().argmin(dim=1)
+        wrong = ~((levels - self._norms[index]).abs() <= 1e-6 * self._norms[index])
+        if wrong.any():
+            raise ValueError(f"levels must be 0 or among {self._norms[1:].tolist()}, got {float(levels[wrong][0]):g}")
+        self._pay(index, blocks)
+
+    def clip_norms(self, norms):
+        """The norms to which the next step must clip, (n,) float64, paid for: where a block begins, by `norms` as in
+        `levels_for`; within one they stay."""
+        if not self._steps_left:
+            index = self._payable(norms)
+            self._pay(index, 1)
+            self._current, self._steps_left = index, self.block
+        self._steps_left -= 1
+        return self._norms[self._current]
+
+    def epsilon(self, delta, *, spent=None):
+        """What is promised to each example at `delta`, before the run: (n,) float64, within a relative 1e-3.
+
+        Args:
+            delta: in (0, 1).
+            spent: a threshold fixed before the run: then what holds for all events in which the example spends at most
+                that.
+        """
+        delta = _checks.number("delta", delta, 0, 1, closed="neither")
+        budgets = self.budget
+        if spent is not None:
+            budgets = budgets.clamp(max=_checks.whole_number("spent", spent, 0))
+        distinct, which = budgets.unique(return_inverse=True)
+        promised = [self._epsilon_of(budget, delta) for budget in distinct.tolist()]
+        return torch.tensor(promised, dtype=torch.float64, device=self.device)[which]
+
+    def _epsilon_of(self, budget, delta):
+        target_delta, epsilon = self._targets.get(budget, (None, None))
+        if delta == target_delta:
+            return epsilon
+        return epsilon_of_budget(delta, self.sample_rate, self.noise_multiplier, self.levels, self.costs, budget,
+                                 self.block)
+
+    def _payable(self, norms):
+        norms = torch.as_tensor(norms, dtype=torch.float64, device=self.device)
+        if norms.shape != (self.n,):
+            raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
+        if not bool((norms >= 0).all()):
+            _checks.in_interval("norms", norms, 0, math.inf)
+        wanted = torch.searchsorted(self._norms, norms).clamp(max=len(self.levels))
+        left = self.budget - self.spent
+        if bool((self._costs[wanted] <= left).all()):
+            return wanted
+        places = torch.arange(len(self._costs), device=self.device)
+        fits = (self._costs <= left[:, None]) & (places <= wanted[:, None])
+        return torch.where(fits, places, 0).amax(dim=1)
+
+    def _pay(self, index, blocks):
+        after = self.spent + self._costs[index] * blocks
+        if bool((after > self.budget).any()):
+            raise ValueError(f"levels must be ones that everybody can pay for {blocks} block(s) (see levels_for), but "
+                             f"{int((after > self.budget).sum())} cannot")
+        self.spent = after
+
+    def state_dict(self):
+        """Budgets, what was spent, and the levels of a block that is under way."""
+        return {"parameters": self._parameters(), "budget": self.budget.cpu().clone(),
+                "spent": self.spent.cpu().clone(), "current": self._current.cpu().clone(),
+                "steps_left": self._steps_left}
+
+    def load_state_dict(self, state):
+        """Go on from a `state_dict` of a filter with the same parameters and budgets; ValueError names what differs."""
+        if state["parameters"] != self._parameters():
+            raise ValueError(f"state must be of a filter with {self._parameters()}, got {state['parameters']}")
+        tensors = {name: torch.as_tensor(state[name]) for name in ("budget", "spent", "current")}
+        for name, value in tensors.items():
+            if value.shape != (self.n,) or value.dtype != torch.int64:
+                raise ValueError(f"state must hold {self.n} whole numbers as {name}, "
+                                 f"got {tuple(value.shape)} of {value.dtype}")
+        if not torch.equal(tensors["budget"].to(self.device), self.budget):
+            raise ValueError("state must be of a filter with the same budgets, got others")
+        steps_left = _checks.whole_number("steps_left", state["steps_left"], 0, self.block - 1)
+        if not bool(((tensors["spent"] >= 0) & (tensors["spent"] <= tensors["budget"])).all()):
+            raise ValueError("state must hold spent budgets between 0 and the whole, got others")
+        _checks.in_interval("current", tensors["current"], 0, len(self.levels))
+        self.spent, self._current = (tensors[name].to(self.device).clone() for name in ("spent", "current"))
+        self._steps_left = steps_left
+
+    def _parameters(self):
+        return {"n": self.n, "sample_rate": self.sample_rate, "noise_multiplier": self.noise_multiplier,
+                "max_grad_norm": self.max_grad_norm, "levels": list(self.levels), "costs": list(self.costs),
+                "block": self.block}

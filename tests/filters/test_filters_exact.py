@@ -1,0 +1,185 @@
+"""The exact filter: nobody spends more than their budget, the promise is the target, and it works in training."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpcompanion.accounting import compute_epsilon, find_steps
+from dpcompanion.filters import ExactFilter, adaptive_delta, calibrate_filter, level_costs
+from dpcompanion.individual import IndividualAccountant
+from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, train
+
+RUN = dict(sample_rate=0.1, noise_multiplier=2.0)
+LEVELS = [0.25, 0.5, 1.0]
+FILTER = dict(RUN, max_grad_norm=0.5, levels=LEVELS, costs=[1, 4, 16], steps=100)
+
+
+@given(st.lists(st.lists(st.floats(0, 2) | st.just(0.0), min_size=3, max_size=3), min_size=1, max_size=30),
+       st.integers(1, 3), st.lists(st.integers(1, 60), min_size=3, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_nobody_spends_more_than_the_budget_and_everybody_stays_while_something_is_left(history, block, budgets):
+    filter = ExactFilter(3, **FILTER, budget=budgets, block=block)
+    cost = {0.0: 0, 0.125: 1, 0.25: 4, 0.5: 16}
+    spent, limits = [0, 0, 0], None
+    for step, norms in enumerate(history):
+        left = [budget - used for budget, used in zip(budgets, spent)]
+        before, limits = limits, filter.clip_norms(norms).tolist()
+        if step % block:
+            assert limits == before                   # a level holds for its block
+            continue
+        for i, (norm, limit) in enumerate(zip(norms, limits)):
+            spent[i] += cost[limit]
+            asked = next((z for z in cost if z >= norm), 0.5)
+            payable = [z for z in cost if z <= asked and cost[z] <= left[i]]
+            assert limit == max(payable) and spent[i] <= budgets[i]
+        assert filter.spent.tolist() == spent
+        assert filter.active.tolist() == [used < budget for used, budget in zip(spent, budgets)]
+
+
+def test_levels_are_recorded_at_what_they_cost_and_refused_where_they_cannot_be_paid():
+    filter = ExactFilter(2, **FILTER, budget=20, block=5)
+    levels = filter.levels_for([0.2, 9.0])
+    assert levels.tolist() == [0.25, 0.5] and filter.spent.tolist() == [0, 0]
+    filter.record(levels, steps=3)                    # a block that is begun is paid
+    assert filter.spent.tolist() == [4, 16]
+    with pytest.raises(ValueError, match="1 cannot"):
+        filter.record(levels, steps=5)
+    with pytest.raises(ValueError, match="levels must be 0 or among"):
+        filter.record([0.3, 0.0], steps=5)
+    filter.record([0.25, 0.0], steps=20)
+    assert filter.spent.tolist() == [20, 16] and filter.active.tolist() == [False, True]
+    assert filter.levels_for([0.2, math.inf]).tolist() == [0.0, 0.25]
+
+
+def test_the_budget_is_the_largest_that_keeps_the_target_and_about_that_of_the_plain_account():
+    levels, target = (0.25, 0.5, 1.0), dict(target_epsilon=1.0, target_delta=1e-5)
+    found = calibrate_filter(**target, **RUN, levels=levels, costs=[1, 4, 17], steps=10_000, block=5)
+    game = dict(RUN, levels=levels, costs=found.costs, block=5)
+    assert found.delta <= 1e-5 and adaptive_delta(**game, budget=found.budget, epsilon=1.0) == pytest.approx(
+        found.delta, rel=0.05)
+    assert adaptive_delta(**game, budget=found.budget + 17, epsilon=1.0) > 1e-5
+    plain = find_steps(**target, **RUN)
+    renyi = find_steps(**target, **RUN, accountant="rdp")
+    assert 5 * (found.budget // 17) <= plain and 5 * found.budget / 17 > renyi
+    assert calibrate_filter(**target, **RUN, levels=levels, costs=[1, 4, 17], steps=10, block=5).budget == 2 * 17
+
+
+def test_the_least_noise_keeps_the_target_and_a_little_less_does_not():
+    target = dict(target_epsilon=2.0, target_delta=1e-5)
+    found = calibrate_filter(**target, sample_rate=0.1, levels=[0.5, 1.0], costs=[1, 5], steps=20, budget=100)
+    game = dict(sample_rate=0.1, levels=[0.5, 1.0], costs=[1, 5], budget=100, epsilon=2.0)
+    assert found.budget == 100 and adaptive_delta(noise_multiplier=found.noise_multiplier, **game) <= 1e-5
+    assert adaptive_delta(noise_multiplier=found.noise_multiplier * 0.99, **game) > 1e-5
+    assert compute_epsilon(sample_rate=0.1, noise_multiplier=found.noise_multiplier, steps=20, delta=1e-5) <= 2.0
+
+
+def test_default_costs_make_no_level_a_bargain():
+    run = dict(sample_rate=512 / 60_000, noise_multiplier=3.425, steps=9375, block=39)
+    costs = level_costs(LEVELS, target_epsilon=1.0, target_delta=1e-5, **run)
+    assert costs == tuple(sorted(costs)) and costs[0] >= 1
+    # With strong noise a step costs as much as the square of its norm, a little more at full length.
+    for cost, level in zip(costs, LEVELS):
+        assert 0.9 < cost / costs[-1] / level**2 < 1.15
+    assert sum(240 * c for c in costs[-1:]) <= 24_000
+
+
+def test_promises_differ_between_people_and_thresholds_below_the_budget_have_smaller_ones():
+    targets = torch.tensor([1.0, 2.0, 1.0])
+    filter = ExactFilter(3, **FILTER, target_epsilon=targets, target_delta=1e-5, block=5)
+    assert filter.epsilon(1e-5).tolist() == [1.0, 2.0, 1.0]
+    assert filter.budget[0] == filter.budget[2] < filter.budget[1]
+    looser = filter.epsilon(1e-6)
+    assert (looser > filter.epsilon(1e-5)).all()
+    threshold = int(filter.budget[0]) // 2
+    little = filter.epsilon(1e-5, spent=threshold)
+    assert (little < 0.9).all() and little[0] == little[1] and filter.epsilon(1e-5, spent=0).tolist() == [0.0] * 3
+    assert adaptive_delta(**RUN, levels=LEVELS, costs=filter.costs, budget=threshold, epsilon=float(little[0]), block=5
+                          ) <= 1e-5
+    plain = ExactFilter(2, **FILTER, budget=32)
+    constant = compute_epsilon(**RUN, steps=2, delta=1e-5)
+    assert constant * 0.999 <= float(plain.epsilon(1e-5)[0]) <= 1.15 * constant
+
+
+def test_states_go_on_and_foreign_ones_are_refused():
+    filter, other = (ExactFilter(2, **FILTER, budget=[20, 40], block=3) for _ in range(2))
+    filter.clip_norms([0.4, 0.1])
+    filter.clip_norms([0.4, 0.1])
+    other.load_state_dict(filter.state_dict())
+    assert torch.equal(other.clip_norms([0.0, 0.4]), filter.clip_norms([0.0, 0.4]))
+    assert torch.equal(other.clip_norms([0.0, 0.4]), filter.clip_norms([0.0, 0.4]))
+    assert torch.equal(other.spent, filter.spent) and filter.spent.tolist() == [16, 17]
+    for change, words in ((dict(budget=[20, 41]), "same budgets"), (dict(max_grad_norm=1.0), "filter with")):
+        with pytest.raises(ValueError, match=words):
+            ExactFilter(2, **{**FILTER, "budget": [20, 40], "block": 3, **change}).load_state_dict(filter.state_dict())
+    for name, value in (("spent", torch.tensor([21, 0])), ("spent", torch.tensor([-1, 0])), ("spent", torch.zeros(3)),
+                        ("current", torch.tensor([4, 0])), ("steps_left", 3)):
+        with pytest.raises(ValueError, match="state|current|steps_left"):
+            other.load_state_dict({**filter.state_dict(), name: value})
+
+
+@pytest.mark.parametrize("change, words", [
+    (dict(n=0), "n must"), (dict(levels=[0.5, 2.0]), "levels"), (dict(levels=[1.0, 0.5, 0.2]), "ascending"),
+    (dict(costs=[1, 2]), "costs"), (dict(costs=[0, 4, 16]), "costs"), (dict(costs=[1, 4.5, 16]), "costs"),
+    (dict(costs=None), "costs must be given"), (dict(budget=None), "either budget"),
+    (dict(budget=[3, 4, 5]), r"shape \(2,\)"),
+    (dict(budget=2.5), "whole"), (dict(costs=[4, 8, 16], budget=[3, 20]), "least cost, 4, got 3"),
+    (dict(steps=0), "steps"),
+    (dict(block=0), "block"), (dict(max_grad_norm=0.0), "max_grad_norm"), (dict(sample_rate=1.5), "sample_rate"),
+    (dict(noise_multiplier=0.0), "noise_multiplier"), (dict(target_epsilon=1.0), "either budget"),
+    (dict(budget=None, target_epsilon=1e-6, target_delta=1e-9), "target_epsilon=1e-06 cannot be met"),
+    (dict(budget=None, target_epsilon=1.0), "either budget"),
+    (dict(budget=None, target_epsilon=-1.0, target_delta=0.1), "target_eps"),
+])
+def test_bad_parameters_are_refused_by_name(change, words):
+    with pytest.raises(ValueError, match=words):
+        ExactFilter(**{**dict(FILTER, n=2, budget=20), **change})
+
+
+def test_bad_norms_and_calls_are_refused():
+    filter = ExactFilter(2, **FILTER, budget=20)
+    for norms, words in (([0.1], "shape"), ([-0.1, 0.1], "norms"), ([math.nan, 0.1], "norms")):
+        with pytest.raises(ValueError, match=words):
+            filter.clip_norms(norms)
+    assert (filter.spent == 0).all()
+    with pytest.raises(ValueError, match="delta"):
+        filter.epsilon(1.0)
+    with pytest.raises(ValueError, match="exactly one"):
+        calibrate_filter(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, levels=LEVELS, steps=9)
+    with pytest.raises(ValueError, match="costs must be given"):
+        calibrate_filter(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, levels=LEVELS, steps=9, budget=3)
+
+
+def test_training_clips_everybody_to_what_they_can_pay():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randint(2, (80,), generator=generator)
+    x = torch.randn(80, 3, dtype=torch.float64, generator=generator) + y[:, None]
+    plan = DPSGDPlan(n=80, sample_rate=0.2, steps=30, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+    model = torch.nn.Linear(3, 2).double()
+
+    def filtered():
+        filter = ExactFilter(80, sample_rate=0.2, noise_multiplier=2.0, max_grad_norm=1.0, levels=[0.25, 0.5, 1.0],
+                             target_epsilon=1.5, target_delta=1e-3, steps=30, block=2)
+        account = IndividualAccountant.for_plan(plan, rounding=None)
+        return filter, NormTracker(account, model, cross_entropy, (x, y), steps_per_epoch=4, updates_per_epoch=2,
+                                   clipping="individual", budget=filter)
+
+    filter, tracker = filtered()
+    active, shortened = [], []
+
+    def check(run):
+        limits = filter._norms[filter._current][run.indices]
+        assert (limits > 0).all() and (filter.spent <= filter.budget).all()
+        shortened.append(int((run.norms > limits).sum()))
+        active.append(int(filter.active.sum()))
+
+    train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), seed=1,
+          trackers=[tracker], on_step=check)
+    assert active[0] == 80 > active[-1] and active == sorted(active, reverse=True) and sum(shortened) > 0
+    # Everybody's account along the run, and their promise, which holds for every run.
+    assert (filter.epsilon(1e-3) == 1.5).all() and plan.epsilon() > 1.5
+    _, fresh = filtered()
+    fresh.load_state_dict(tracker.state_dict())
+    assert torch.equal(fresh.budget.spent, filter.spent) and torch.equal(fresh.epsilon(1e-3), tracker.epsilon(1e-3))
