@@ -223,7 +223,7 @@ def rank_correlation(r, n, *, confidence=0.95):
     n = _checks.whole_number("n", n, low=1)
     if not math.isfinite(r) or n < 4:
         return unknown(r)
-    _checks.in_interval("r", r, -1 - 1e-9, 1 + 1e-9, closed="both")
+    _checks.in_interval("r", r, -1 - 1e-6, 1 + 1e-6, closed="both")
     largest = 1 - 6 / (n**3 - n)
     inside = max(-largest, min(largest, r))
     reach = float(special.ndtri((1 + confidence) / 2)) * math.sqrt((1 + inside**2 / 2) / (n - 3))

@@ -421,7 +421,7 @@ def _points(record, name):
 
 def _mean_of(share, n):
     """The interval of a mean over n points of shares between 0 and 1: none varies more than zeros and ones do."""
-    return intervals.share(round(share * n), n) if 0 <= share <= 1 else intervals.unknown(share)
+    return intervals.share(round(share * n), n) if 0 <= share <= 1 + 1e-6 else intervals.unknown(share)
 
 
 @finding("gradients-look-alike/figure-1", "the mean share of the first step is above 1")

@@ -1152,7 +1152,7 @@ def spent_together(record):
     for method in ("sample", "scale"):
         ends = [spent[-1] for spent in record.values[method]]
         shares = [end / budget for end, budget in zip(ends, record.config["budgets"])]
-        holds = all(0.999 <= share <= 1 + 1e-9 for share in shares)
+        holds = all(0.999 <= share <= 1 + 1e-7 for share in shares)
         yield method.capitalize(), ", ".join(f"{end:.4f}" for end in ends), holds
 
 

@@ -923,7 +923,7 @@ def _independent(record, name, what):
 
 def _share_of_pairs(record, name, key):
     pairs = _independent(record, name, "seeds")
-    return intervals.share(math.floor(record.values[f"{name}.{key}"] * pairs + 1e-9), pairs)
+    return intervals.share(math.floor(record.values[f"{name}.{key}"] * pairs + 1e-6), pairs)
 
 
 def _median(record, name, key, what, median):

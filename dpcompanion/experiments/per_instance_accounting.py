@@ -199,7 +199,7 @@ def _group_means(record):
     """
     means = record.arrays["quintiles"]
     n = next(entry["examples"] for entry in record.data if entry["split"] == "train") // len(means)
-    return [[intervals.share(round(float(mean) * n), n) if 0 <= mean <= 1 else intervals.unknown(mean)
+    return [[intervals.share(round(float(mean) * n), n) if 0 <= mean <= 1 + 1e-6 else intervals.unknown(mean)
              for mean in group] for group in means]
 
 
