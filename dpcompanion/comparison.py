@@ -15,7 +15,7 @@ import dataclasses
 import math
 import re
 
-from dpcompanion import _checks, published
+from dpcompanion import _checks, intervals, published
 from dpcompanion.records import MeanSD, Record
 
 KINDS = ("published", "recorded", "live")
@@ -121,12 +121,25 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A qualitative finding held against its criterion: where, the criterion, our numbers, the verdict."""
+    """A qualitative finding held against its criterion.
+
+    Attributes:
+        where: which part of the exhibit.
+        criterion: what must be the case for it to hold.
+        ours: our numbers in words.
+        outcome: "holds", "fails" or "undecided"; a truth value becomes one of the first two.
+        kind: whose finding it is, see `published.FINDINGS`.
+    """
 
     where: str
     criterion: str
     ours: str
-    holds: bool
+    outcome: str
+    kind: str = "claim"
+
+    def __post_init__(self):
+        object.__setattr__(self, "outcome", intervals.outcome(self.outcome))
+        _checks.one_of("kind", self.kind, published.FINDINGS)
 
 
 class Findings:
@@ -136,31 +149,31 @@ class Findings:
     >>> found
     where     criterion                               ours    verdict
     Forest    seeds move weights further than data     98%    holds
-    >>> found.counts()
-    {'holds': 1}
+    >>> found.counts(), found.counts("own")
+    ({'holds': 1}, {})
     """
 
     def __init__(self, rows, *, kind):
         self.rows, self.kind = tuple(rows), _checks.one_of("kind", kind, KINDS)
 
-    def counts(self):
-        """How many hold and how many fail."""
-        words = [_outcome(row) for row in self.rows]
-        return {word: words.count(word) for word in ("holds", "fails") if word in words}
+    def counts(self, kind="claim"):
+        """How many findings of a kind hold, fail and are undecided."""
+        words = [row.outcome for row in self.rows if row.kind == _checks.one_of("kind", kind, published.FINDINGS)]
+        return {word: words.count(word) for word in intervals.OUTCOMES if word in words}
 
     def _table(self, verdict):
-        rows = [[row.where, row.criterion, row.ours, verdict(row)] for row in self.rows]
+        rows, above = [], None
+        for row in self.rows:
+            said = {"claim": "", "own": "ours: ", "refutes": "against the paper: "}[row.kind] + row.criterion
+            rows.append([row.where, "" if said == above else said, row.ours, verdict(row.outcome)])
+            above = said  # a criterion is said once, at the first of its rows
         return Table(["where", "criterion", "ours", "verdict"], rows, kinds=[None, self.kind, None])
 
     def __repr__(self):
-        return repr(self._table(_outcome))
+        return repr(self._table(str))
 
     def _repr_markdown_(self):
-        return self._table(lambda row: f"[{_outcome(row)}]{{.{_outcome(row)}}}")._repr_markdown_()
-
-
-def _outcome(finding):
-    return "holds" if finding.holds else "fails"
+        return self._table(lambda word: f"[{word}]{{.{word}}}")._repr_markdown_()
 
 
 def _aligned(lines, sides):
@@ -170,7 +183,8 @@ def _aligned(lines, sides):
                      for line in lines)
 
 
-def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, verdicts=None, points=None, stale=False):
+def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, verdicts=None, points=None, stale=False,
+            stand_in=False):
     """The table of an exhibit.
 
     Args:
@@ -183,6 +197,8 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
             `published` knows to be wrong in the paper need none.
         points: what one percentage point is, see `published.verdict`; by default what the exhibit says of each number.
         stale: whether `recorded` is stale; the heading then says so, and live numbers are judged before recorded.
+        stand_in: whether ours belong to another network than the paper's; they then stand beside the print, and the
+            verdict says "stand-in".
 
     What is held against the paper is the recorded number, which has the paper's scale, and the live one where nothing
     is recorded.  Raises ValueError for an unknown exhibit, name or verdict, and for lists of another length.
@@ -206,7 +222,8 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
     for key in keys:
         point = points if points is not None else paper.point(key) if paper else 0.0
         for label, *values in _entries(labels.get(key, key), printed.get(key), recorded.get(key), live.get(key)):
-            rows.append(_row(label, *values, verdicts.get(key), point, stale))
+            word = verdicts.get(key) or ("stand-in" if stand_in else None)
+            rows.append(_row(label, *values, word, point, paper.tolerance if paper else 0.1, stale))
     return Comparison(rows, stale)
 
 
@@ -221,14 +238,16 @@ def _entries(label, *values):
     return [(f"{label}[{i + 1}]", *(value and value[i] for value in values)) for i in range(len(lists[0]))]
 
 
-def _row(label, paper, recorded, live, word, points, stale):
+def _row(label, paper, recorded, live, word, points, tolerance, stale):
     candidates = (live, recorded) if stale else (recorded, live)
     ours = next((value for value in candidates if value is not None), None)
     deviation = ""
+    if word == "stand-in" and (paper is None or ours is None):
+        word = None  # nothing stands beside anything
     if isinstance(paper, float) and _is_number(ours):
         mean, sd = _mean(ours), _sd(ours)
-        word = word or published.verdict(mean, paper, sd_ours=sd, points=points)
-        deviation = _deviation(mean, paper, points)
+        word = word or published.verdict(mean, paper, sd_ours=sd, points=points, tolerance=tolerance)
+        deviation = _deviation(mean, paper, points) if word != "stand-in" else ""
     return Row(label, paper, recorded, live, word or ("not run" if paper is not None and ours is None else ""),
                deviation)
 

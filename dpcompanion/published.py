@@ -37,12 +37,21 @@ KINDS = ("table", "figure", "theorem", "algorithm", "text")
 # The words for an outcome, and what each promises.
 VERDICTS = {
     "matches": "|ours - paper| is at most 2 sqrt(sd_ours^2 + sd_paper^2) plus the rounding of the print",
-    "close": "within 10%, or within 1 point of accuracy",
+    "close": "within 10%, within 1 point of accuracy, or within the tolerance that its exhibit states",
     "differs": "further away than that",
-    "holds": "a qualitative finding, by a criterion written down before the run",
-    "fails": "a qualitative finding that the same criterion did not confirm",
+    "holds": "a qualitative finding: its 95% interval lies on the criterion's side, or the criterion is not random",
+    "fails": "the interval lies on the other side",
+    "undecided": "it lies on both sides, or one run cannot tell",
+    "stand-in": "a number of another network than the paper's, which is set beside the print and not held against it",
     "not run": "with what it would need",
     "wrong in the paper": "with the proof",
+}
+
+# Whose a finding is; outcomes are counted apart.
+FINDINGS = {
+    "claim": "what the paper says, or what follows from it at once",
+    "own": "a result of ours, which the paper does not state",
+    "refutes": "where it holds, what the paper says does not",
 }
 
 _PRINTED = re.compile(r"""
@@ -111,8 +120,10 @@ class Exhibit:
     needs: "cpu" or "gpu".
     `wrong` are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it is the
     words that are; `given` of those that are no result of this exhibit: settings, and results of another one printed
-    again; `accuracies` of those that are accuracies, where the exhibit's unit does not say so; `tests` name the tests that check an exhibit that no experiment computes, as
-    "tests/test_x.py::test_y".
+    again; `accuracies` of those that are accuracies, where the exhibit's unit does not say so; `tests` name the tests
+    that check an exhibit that no experiment computes, as "tests/test_x.py::test_y".
+    `tolerance` is how far a close number may lie from the print, as a share of it. `unprinted` says which settings the
+    paper leaves out: a disagreement then contradicts nothing.
     """
 
     paper: str
@@ -131,6 +142,8 @@ class Exhibit:
     given: tuple = ()
     accuracies: tuple = ()
     tests: tuple = ()
+    tolerance: float = 0.1
+    unprinted: str = ""
     numbers: types.MappingProxyType = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
     @property
@@ -245,7 +258,7 @@ def exhibit(name):
     return known[id]
 
 
-def verdict(ours, published, *, sd_ours=0.0, sd_published=None, rounding=None, points=False):
+def verdict(ours, published, *, sd_ours=0.0, sd_published=None, rounding=None, points=False, tolerance=0.1):
     """ "matches", "close" or "differs", by the rule in `VERDICTS`.
 
     Args:
@@ -256,14 +269,16 @@ def verdict(ours, published, *, sd_ours=0.0, sd_published=None, rounding=None, p
         rounding: half a unit in the last printed place.
         points: what one percentage point is where the numbers are accuracies, 1 (or True) for percentages and 0.01 for
             fractions: close then means within 1 point.
+        tolerance: what close means for other numbers, as a share of the published one.
 
     >>> verdict(97.6, "97.81±0.09", sd_ours=0.1, points=True)
     'matches'
     >>> verdict(96.9, "97.81±0.09", sd_ours=0.1, points=True)
     'close'
-    >>> verdict(2.9, "3.42529")
-    'differs'
+    >>> verdict(2.9, "3.42529"), verdict(3.41, "3.42529"), verdict(3.41, "3.42529", tolerance=0.001)
+    ('differs', 'close', 'differs')
     """
+    _checks.in_interval("tolerance", tolerance, 0, 1, closed="left")
     published = Printed(published) if isinstance(published, str) else published
     if sd_published is None:
         sd_published = getattr(published, "sd", 0.0)
@@ -277,4 +292,4 @@ def verdict(ours, published, *, sd_ours=0.0, sd_published=None, rounding=None, p
     slack = 1e-12 * max(1.0, abs(paper)) if rounding else 0.0
     if distance <= 2 * math.hypot(sd_ours, sd_published) + rounding + slack:
         return "matches"
-    return "close" if distance <= (float(points) or 0.1 * abs(paper)) else "differs"
+    return "close" if distance <= (float(points) or tolerance * abs(paper)) else "differs"

@@ -1,9 +1,12 @@
 """The scoreboard: how each exhibit of the five papers stands, from the published numbers and the records alone.
 
 An exhibit is *reproduced* if every number that it prints was recomputed at the paper's scale and matches or comes
-close, and every finding holds; *in part* if some do, if the record is without a data set or a network that the exhibit
-shows, or if only a chapter's quick run shows them; *contradicted* if none does; *wrong in the paper* if something that
-it prints is proved wrong (the rest is counted beside it); *not run* otherwise.
+close, and every claim that was put to the test holds; *in part* if some do, if the record is without a data set or a
+network that the exhibit shows, or if only a chapter's quick run shows them; *contradicted* if none does and something
+disagrees; *undecided* if all claims are open, or what disagrees are stand-ins or runs whose settings are not printed;
+*wrong in the paper* if something that it prints is proved wrong (the rest is counted beside it); *not run* otherwise.
+Findings of our own, and refutations, are counted apart and make nothing reproduced.
+Numbers of a stand-in, a record with none of the exhibit's networks, count as not run.
 What no experiment computes, such as a lemma, can be checked by tests, which `published` names.
 `Standing.to_do` says what is left to run of an exhibit, and how.
 
@@ -26,9 +29,11 @@ from dpcompanion import experiments, published, records
 from dpcompanion.comparison import Table, compare
 
 STATES = {
-    "reproduced": "recomputed at the paper's scale; every number matches or is close, every finding holds",
+    "reproduced": "recomputed at the paper's scale; every number matches or is close, every claim of the paper holds",
     "in part": "some do; or on some of its data and networks, or stand-ins for them; or in a chapter's quick run only",
-    "contradicted": "recomputed, and none agrees",
+    "undecided": "none does so far: the runs are too few, or those that disagree are stand-ins, or have settings that"
+                 " are not printed",
+    "contradicted": "recomputed, something disagrees, and nothing agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
     "not run": "with what it would need",
 }
@@ -52,7 +57,8 @@ class Standing:
         exhibit: the `published.Exhibit`.
         state: a word of `STATES`.
         numbers: verdict -> how many of its numbers.
-        findings: {"holds": ..., "fails": ...}.
+        findings: {"holds": ..., "fails": ..., "undecided": ...} of the paper's claims.
+        own, refutations: the same of results of ours, and of findings that refute the paper.
         record: the record that it is judged by, or None.
         missing: the data sets and networks that the exhibit shows and its record is without.
         stale: whether that record was made by other code or another configuration than today's.
@@ -64,6 +70,8 @@ class Standing:
     state: str
     numbers: dict
     findings: dict
+    own: dict
+    refutations: dict
     record: records.Record | None
     missing: tuple
     stale: bool
@@ -72,23 +80,26 @@ class Standing:
 
     @property
     def verdicts(self):
-        """All counts in words, such as "12 match, 3 close, 2 hold, 6 not run".
+        """All counts in words, such as "12 match, 3 close, 2 hold, 6 not run; ours: 1 holds".
 
-        >>> [one.verdicts for one in standings("intrinsic-privacy") if one.exhibit.id == "figure-4"]
-        ['4 hold']
+        >>> [one.verdicts for one in standings("per-instance-accounting") if one.exhibit.id == "algorithm-1"]
+        ['against the paper: 1 holds']
         """
-        plural = {"matches": "match", "differs": "differ", "holds": "hold", "fails": "fail"}
         counts = {**self.numbers, **self.findings}
         counts["not run"] = counts.pop("not run", 0)
-        words = {word: word if count == 1 or word not in plural else plural[word] for word, count in counts.items()}
-        return ", ".join(f"{count} {words[word]}" for word, count in counts.items() if count)
+        parts = [_said(counts)]
+        parts += [f"{whose}: {_said(found)}" for whose, found in (("ours", self.own),
+                                                                  ("against the paper", self.refutations)) if found]
+        return "; ".join(filter(None, parts))
 
     @property
     def basis(self):
         """What the state rests on, or what is needed to have one."""
+        if self.exhibit.tests and not (self.numbers or self.findings):
+            return "tests"
         if self.record is not None and self.state != "not run":
             parts = [f"{self.record.preset} record"]
-            if self.exhibit.networks and set(self.exhibit.networks) <= set(self.missing):
+            if experiments.is_stand_in(self.record, self.exhibit.name):
                 parts[0] += " of a stand-in"
             if self.record.seeds:
                 parts.append("one seed" if len(self.record.seeds) == 1 else f"{len(self.record.seeds)} seeds")
@@ -96,9 +107,9 @@ class Standing:
                 parts.append("stale")
             if self.missing:
                 parts.append(f"without {', '.join(self.missing)}")
+            if self.exhibit.unprinted:
+                parts.append("settings not printed")
             return ", ".join(parts)
-        if self.exhibit.tests:
-            return "tests"
         if self.state != "not run":
             return "quick run, live" if self.state == "in part" else "proof"
         return "ready to run" if self.experiment and "paper" in self.experiment.presets else "needs an experiment"
@@ -142,6 +153,28 @@ def standings(paper=None, *, folder=None, book=None):
 def counts(standings):
     """State -> how many exhibits, for all states."""
     return {state: sum(one.state == state for one in standings) for state in STATES}
+
+
+def sums(standings):
+    """What came out, over all exhibits: {"numbers": ..., "claim": ..., "own": ..., "refutes": ...}, word -> how many.
+
+    >>> sums(standings("intrinsic-privacy"))["refutes"]
+    {}
+    """
+    parts = {"numbers": "numbers", "claim": "findings", "own": "own", "refutes": "refutations"}
+    found = {part: {} for part in parts}
+    for one in standings:
+        for part, attribute in parts.items():
+            for word, count in getattr(one, attribute).items():
+                found[part][word] = found[part].get(word, 0) + count
+    return {part: {word: here[word] for word in published.VERDICTS if word in here} for part, here in found.items()}
+
+
+def _said(counts):
+    """Counts in words."""
+    plural = {"matches": "match", "differs": "differ", "holds": "hold", "fails": "fail"}
+    return ", ".join(f"{count} {word if count == 1 else plural.get(word, word)}"
+                     for word, count in counts.items() if count)
 
 
 class Board:
@@ -204,24 +237,29 @@ def _compared(exhibit, record):
                and all(isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,)))}
     recorded = {key: record.values[key] for key in printed if key in record.values}
     kind = "recorded" if record.preset == "paper" else "live"
-    return compare(exhibit.name, keys=list(printed), **{kind: recorded})
+    return compare(exhibit.name, keys=list(printed), stand_in=experiments.is_stand_in(record, exhibit.name),
+                   **{kind: recorded})
 
 
 def _standing(exhibit, folder, place):
     judged = dict.fromkeys([exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))])
     found = {name: _record(name, folder) for name in judged}
-    numbers, held = {}, {}
+    numbers, held = {}, {kind: {} for kind in published.FINDINGS}
     if found[exhibit.name] is not None:
         numbers = _compared(exhibit, found[exhibit.name]).counts()
+        if count := numbers.pop("stand-in", 0):
+            numbers["not run"] = numbers.get("not run", 0) + count
     for record in filter(None, found.values()):
-        for word, count in experiments.findings(record, exhibit.name).counts().items():
-            held[word] = held.get(word, 0) + count
+        judged_by = experiments.findings(record, exhibit.name)
+        for kind, counts in held.items():
+            for word, count in judged_by.counts(kind).items():
+                counts[word] = counts.get(word, 0) + count
     record = next(filter(None, found.values()), None)
     experiment = next((experiments.get(name) for name in judged if name in experiments.names()), None)
     stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
     missing = _missing(exhibit, filter(None, found.values()))
-    state = _state(exhibit, numbers, held, record, missing, place)
-    return Standing(exhibit, state, numbers, held, record, missing, stale, place, experiment)
+    state = _state(exhibit, numbers, held["claim"], record, missing, place)
+    return Standing(exhibit, state, numbers, *held.values(), record, missing, stale, place, experiment)
 
 
 def _record(name, folder):
@@ -233,7 +271,7 @@ def _missing(exhibit, found):
     """The exhibit's data sets and networks that no record has; accounts alone, which load no data, miss nothing."""
     found = [record for record in found if record.data]
     has = {entry["name"] for record in found for entry in record.data}
-    has |= {name for record in found for name in _networks(record.config, record.values.get("not_run", ()))}
+    has |= {name for record in found for name in experiments.networks(record)}
     return tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has) if found else ()
 
 
@@ -242,31 +280,23 @@ def _not_run(exhibit, record):
     return tuple(record.values.get("not_run", ())) if record.name == exhibit.name else ()
 
 
-def _networks(config, not_run):
-    """The entries `model` of a configuration and of the tasks in it, but for those that were not run."""
-    for key, value in config.items():
-        if key == "model":
-            yield value
-        elif isinstance(value, dict) and key not in not_run:
-            yield from _networks(value, not_run)
-
-
 def _state(exhibit, numbers, held, record, missing, place):
     if exhibit.wrong and (record is not None or "statement" in exhibit.wrong):
         return "wrong in the paper"
     good = sum(numbers.get(word, 0) for word in ("matches", "close")) + held.get("holds", 0)
     bad = numbers.get("differs", 0) + held.get("fails", 0)
-    if good + bad == 0:
+    undecided = held.get("undecided", 0)
+    if good + bad + undecided == 0:
         if exhibit.tests:
             return "reproduced"
         live = exhibit.name in experiments.names() and "quick" in experiments.get(exhibit.name).presets
         return "in part" if place and live else "not run"
     # A record of some of the paper's tasks neither reproduces nor contradicts it.
     some_tasks = missing or _not_run(exhibit, record)
-    if good == 0 and not some_tasks:
-        return "contradicted"
+    if good == 0:
+        return "contradicted" if bad and not (some_tasks or exhibit.unprinted) else "undecided"
     whole = record.preset == "paper" and not some_tasks and not numbers.get("not run")
-    return "reproduced" if bad == 0 and whole else "in part"
+    return "reproduced" if bad + undecided == 0 and whole else "in part"
 
 
 def _places(paper, book=None):

@@ -71,7 +71,7 @@ def test_odd_values_are_shown_and_never_called_a_match(value):
 def test_small_and_large_prints_keep_their_digits():
     shown = repr(compare("intrinsic-privacy/table-3", live={"adult.delta": 3.4123e-5, "adult.eps_i": 6.9521}))
     assert "3.412e-05    matches" in shown and "6.95    matches" in shown
-    assert "9440    close, +0.69%" in repr(compare("idp-sgd/table-5", live={"mnist.iterations": 9440}))
+    assert "9440    differs, +0.69%" in repr(compare("idp-sgd/table-5", live={"mnist.iterations": 9440}))
 
 
 def test_a_bar_in_a_label_does_not_break_the_table():
@@ -110,11 +110,40 @@ def test_numbers_that_are_proved_wrong_are_called_so_without_being_asked_for():
 
 
 def test_findings_say_where_by_what_and_with_which_outcome():
-    rows = [Finding("Forest", "above one half", "98%", True), Finding("Adult", "above one half", "2%", False)]
-    assert Findings(rows, kind="live").counts() == {"holds": 1, "fails": 1}
-    assert "| Adult | above one half | [2%]{.live} | [fails]{.fails} |" in Findings(rows, kind="live")._repr_markdown_()
+    rows = [Finding("Forest", "above one half", "98%", True), Finding("Adult", "above one half", "2%", False),
+            Finding("Iris", "above one half", "51%", "undecided")]
+    found = Findings(rows, kind="live")
+    assert found.counts() == {"holds": 1, "fails": 1, "undecided": 1}
+    lines = found._repr_markdown_().splitlines()[2:]
+    assert lines == ["| Forest | above one half | [98%]{.live} | [holds]{.holds} |",
+                     "| Adult |   | [2%]{.live} | [fails]{.fails} |",
+                     "| Iris |   | [51%]{.live} | [undecided]{.undecided} |"], "a criterion is said once"
     with pytest.raises(ValueError, match="kind must be one of .* got 'guessed'"):
         Findings(rows, kind="guessed")
+    with pytest.raises(ValueError, match="outcome must be one of 'holds', 'fails', 'undecided', got 'perhaps'"):
+        Finding("Forest", "above one half", "98%", "perhaps")
+    with pytest.raises(ValueError, match="kind must be one of 'claim', 'own', 'refutes', got 'mine'"):
+        Finding("Forest", "above one half", "98%", True, "mine")
+
+
+def test_own_results_and_refutations_are_no_claims_of_the_paper():
+    rows = [Finding("here", "it is so", "1", True, "own"), Finding("here", "it is not so", "2", True, "refutes")]
+    found = Findings(rows, kind="recorded")
+    assert (found.counts(), found.counts("own"), found.counts("refutes")) == ({}, {"holds": 1}, {"holds": 1})
+    assert "ours: it is so" in repr(found) and "against the paper: it is not so" in repr(found)
+
+
+def test_numbers_of_a_stand_in_stand_beside_the_print_and_are_not_held_against_it():
+    table = compare("idp-sgd/table-5", recorded={"mnist.sigma": 3.42529, "own": 1.0}, stand_in=True,
+                    keys=["mnist.sigma", "svhn.sigma", "own"])
+    assert table.counts() == {"stand-in": 1, "not run": 1} and "%" not in repr(table)
+
+
+def test_an_exhibit_says_how_near_is_close():
+    exhibit = "idp-sgd/table-5"  # where two readings of the setting lie 0.3% apart
+    assert [compare(exhibit, live={"mnist.sigma": sigma}).rows[0].verdict for sigma in (3.4255, 3.4245, 3.415)] == [
+        "close", "close", "differs"]
+    assert compare("idp-sgd/table-9", live={"sample": 97.3}).rows[0].verdict == "close", "points have no share"
 
 
 def test_a_bar_in_a_cell_does_not_end_it():

@@ -12,7 +12,7 @@ ROOT = pathlib.Path(dpcompanion.__file__).parent
 FLOORS = (
     {"_checks", "_files", "_progress"},
     {"accounting", "attacks", "data", "ensembles", "plotting", "published"},
-    {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "records", "release", "training"},
+    {"filters", "idp", "individual", "intervals", "output_perturbation", "pate", "per_instance", "records", "release", "training"},
     {"comparison", "engine"},
     {"experiments"},
     {"cli", "scoreboard"},

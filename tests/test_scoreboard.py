@@ -116,16 +116,16 @@ def test_a_record_without_a_data_set_or_network_of_the_paper_is_a_part(tmp_path,
 
 def test_a_record_of_a_part_that_disagrees_contradicts_nothing(tmp_path):
     values = {key: 10.0 for key in published.exhibit(NAME).flat()}
-    record = records.make(NAME, "paper", values, config={}, data=[{"name": "mnist"}])
+    record = records.make(NAME, "paper", values, config={"tasks": {"a": {"model": "resnet20"}}}, data=[{"name": "mnist"}])
     records.write(record, tmp_path)
     one = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
-    assert (one.state, one.verdicts) == ("in part", "4 differ")
+    assert (one.state, one.verdicts) == ("undecided", "4 differ")
 
 
 def test_the_networks_of_exhibits_are_spelled_as_in_configurations():
     configs = [dataclasses.asdict(experiments.get(name).presets[preset])
                for name in experiments.names() for preset in experiments.get(name).presets]
-    known = {name for config in configs for name in scoreboard._networks(config, ())}
+    known = {name for config in configs for name in experiments._networks(config)}
     named = {name for exhibit in published.exhibits() for name in exhibit.networks}
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in known}
     assert {"resnet20", "lenet5"} <= named & known
@@ -138,15 +138,70 @@ def test_an_exhibit_with_an_error_in_it_is_called_wrong_and_the_rest_is_counted(
     assert one.state == "wrong in the paper" and one.verdicts == "1 matches, 16 wrong in the paper, 58 not run"
 
 
-def test_findings_count_as_numbers_do(tmp_path, monkeypatch):
-    monkeypatch.setattr(experiments, "_CRITERIA", list(experiments._CRITERIA))
-    for good in (True, False):
-        register = experiments.finding("individual-accounting/figure-5", f"is {good}", of=NAME)
-        register(lambda record, good=good: [("here", "", good)])
-    standing(tmp_path, {"mnist.individual": 97.2})
-    one = next(one for one in scoreboard.standings("individual-accounting", folder=tmp_path)
-               if one.exhibit.id == "figure-5")
-    assert one.state == "in part" and one.verdicts == "1 holds, 1 fails" and one.record.name == NAME
+def judged(folder, monkeypatch, outcomes, preset="paper", kind="claim", exhibit="figure-5"):
+    """The standing of an exhibit with these outcomes and no numbers, judged by a record of another one."""
+    monkeypatch.setattr(experiments, "_CRITERIA", [one for one in experiments._CRITERIA
+                                                   if one.exhibit != f"individual-accounting/{exhibit}"])
+    for i, outcome in enumerate(outcomes):
+        register = experiments.finding(f"individual-accounting/{exhibit}", f"number {i}", of=NAME, kind=kind)
+        register(lambda record, outcome=outcome: [("here", "", outcome)])
+    standing(folder, {"mnist.individual": 97.2}, preset)
+    return {one.exhibit.id: one for one in scoreboard.standings("individual-accounting", folder=folder)}[exhibit]
+
+
+@pytest.mark.parametrize("outcomes, state, verdicts", [
+    ([True, False], "in part", "1 holds, 1 fails"),
+    ([True, "undecided"], "in part", "1 holds, 1 undecided"),
+    ([True, True], "reproduced", "2 hold"),
+    (["undecided"], "undecided", "1 undecided"),
+    ([False], "contradicted", "1 fails"),
+    ([False, "undecided"], "contradicted", "1 fails, 1 undecided"),
+])
+def test_findings_count_as_numbers_do_and_what_is_open_is_not_reproduced(tmp_path, monkeypatch, outcomes, state,
+                                                                        verdicts):
+    one = judged(tmp_path, monkeypatch, outcomes)
+    assert (one.state, one.verdicts) == (state, verdicts) and one.record.name == NAME
+
+
+@pytest.mark.parametrize("kind, whose", [("own", "ours"), ("refutes", "against the paper")])
+def test_own_results_and_refutations_reproduce_nothing(tmp_path, monkeypatch, kind, whose):
+    one = judged(tmp_path, monkeypatch, [True, True], kind=kind)
+    assert one.state != "reproduced" and one.verdicts == f"{whose}: 2 hold" and one.findings == {}
+    found = scoreboard.sums([one])
+    assert found[kind] == {"holds": 2} and found["claim"] == {}
+
+
+def test_what_disagrees_contradicts_nothing_where_settings_are_not_printed():
+    one = BY_NAME["intrinsic-privacy/figures-6-7"]
+    assert one.exhibit.unprinted and set(one.numbers) == {"differs"}
+    assert one.state == "undecided" and one.basis.endswith("settings not printed")
+
+
+def test_a_stand_in_runs_none_of_the_numbers_of_the_paper():
+    for paper in ("per-instance-accounting", "individual-accounting"):
+        one = BY_NAME[f"{paper}/table-2"]
+        assert "stand-in" in one.basis and set(one.numbers) == {"not run"}, "one rule for both versions"
+        assert one.own == {"holds": 1} and one.findings == {"holds": 1}
+    assert BY_NAME["per-instance-accounting/text-worst-case-share"].state != "reproduced"
+
+
+def test_statements_that_are_refuted_are_wrong_and_not_reproduced():
+    for name in ("per-instance-accounting/algorithm-1", "individual-accounting/theorem-3.1",
+                 "gradients-look-alike/corollary-3.1"):
+        assert BY_NAME[name].state == "wrong in the paper", name
+        assert BY_NAME[name].findings == {}, name
+    for one in EVERYTHING:
+        if one.refutations.get("holds"):
+            assert one.state in ("wrong in the paper", "contradicted"), one.exhibit.name
+
+
+def test_nothing_that_is_open_is_called_reproduced_and_the_sums_are_those_of_the_rows():
+    for one in EVERYTHING:
+        if one.state == "reproduced":
+            assert not {"fails", "undecided"} & set(one.findings) and "differs" not in one.numbers, one.exhibit.name
+    found = scoreboard.sums(EVERYTHING)
+    assert found["claim"]["holds"] == sum(one.findings.get("holds", 0) for one in EVERYTHING)
+    assert sum(found["numbers"].values()) == sum(sum(one.numbers.values()) for one in EVERYTHING)
 
 
 def test_without_a_record_and_an_experiment_an_exhibit_says_what_it_needs(tmp_path, monkeypatch):

@@ -133,28 +133,35 @@ class Criterion:
     of: str
     text: str
     judge: object
+    kind: str = "claim"
 
 
-def finding(name, criterion, *, of=None):
-    """Register the criterion of a qualitative finding, before it is run.
+def finding(name, criterion, *, of=None, kind="claim"):
+    """Register the criterion of a qualitative finding.
 
     Args:
         name: the exhibit that shows the finding.
         criterion: what must be the case for it to hold, in words.
         of: the experiment whose record it is judged by; by default that of the exhibit itself.
+        kind: whose finding it is, see `published.FINDINGS`: the paper's "claim", a result of our "own", or one that
+            "refutes" the paper. Only claims count as reproduced.
 
-    The function that follows takes a `Record` and yields (where, our numbers in words, whether it holds)::
+    The function that follows takes a `Record` and yields (where, our numbers in words, outcome). An outcome that rests
+    on chance comes from the statistic's interval over seeds, examples or groups, see `dpcompanion.intervals`, and is
+    "undecided" where that lies on both sides of the criterion, or where the record holds too little for one. What is
+    not random, such as a theorem that is checked exactly, may yield a truth value::
 
-        @finding("intrinsic-privacy/figure-1", "runs from one start end at least 1% of their way apart")
-        def ends_apart(record):
-            share = record.values["apart_at_end"] / record.values["travelled"]
-            yield "Forest", f"{share:.1%}", share > 0.01
+        @finding("idp-sgd/table-9", "Sample is ahead of DP-SGD")
+        def many_groups_gain(record):
+            gain = intervals.difference(record.values["sample.final"], record.values["dpsgd.final"])
+            yield "100 groups", f"{gain:+.1f} points", gain.above(0)
     """
     for exhibit in (name, of or name):
         published.exhibit(exhibit)
+    _checks.one_of("kind", kind, published.FINDINGS)
 
     def register(judge):
-        _CRITERIA.append(Criterion(name, of or name, criterion, judge))
+        _CRITERIA.append(Criterion(name, of or name, criterion, judge, kind))
         return judge
     return register
 
@@ -173,9 +180,9 @@ def findings(record, name=None):
         record: of the experiment that they are judged by; what was run at the scale of the paper counts as recorded.
         name: the exhibit; by default the one that the record is named after.
     """
-    rows = [comparison.Finding(where, criterion.text, ours, bool(holds))
+    rows = [comparison.Finding(where, criterion.text, ours, outcome, criterion.kind)
             for criterion in criteria(name or record.name) if criterion.of == record.name
-            for where, ours, holds in criterion.judge(record)]
+            for where, ours, outcome in criterion.judge(record)]
     return comparison.Findings(rows, kind="recorded" if record.preset == "paper" else "live")
 
 
@@ -252,12 +259,38 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
 def compare(live, *, folder=None, **options):
     """The table of a live `Record` beside the published numbers and, where there is one, the paper-scale record.
 
-    `options` go to `dpcompanion.comparison.compare`.  A stale record is said to be stale.
+    `options` go to `dpcompanion.comparison.compare`.  A stale record is said to be stale, a stand-in for the paper's
+    network to be one.
     """
     found = get(live.name)
     recorded = found.record("paper", folder) if "paper" in found.presets else None
     stale = recorded is not None and found.is_stale(recorded)
-    return comparison.compare(live.name, live=live, recorded=recorded, stale=stale, **options)
+    judged = live if recorded is None or stale else recorded
+    return comparison.compare(live.name, live=live, recorded=recorded, stale=stale, stand_in=is_stand_in(judged),
+                              **options)
+
+
+def is_stand_in(record, name=None):
+    """Whether a record of runs has none of the networks that its exhibit, or the one called `name`, shows.
+
+    >>> [is_stand_in(records.find(f"individual-accounting/{exhibit}")) for exhibit in ("table-1", "table-2")]
+    [False, True]
+    """
+    shown = published.exhibit(name or record.name).networks
+    return bool(shown and record.data) and not set(shown) & networks(record)
+
+
+def networks(record):
+    """The entries `model` of a record's configuration and of the tasks in it, but for those that were not run."""
+    return set(_networks(record.config, record.values.get("not_run", ())))
+
+
+def _networks(config, not_run=()):
+    for key, value in config.items():
+        if key == "model":
+            yield value
+        elif isinstance(value, dict) and key not in not_run:
+            yield from _networks(value, not_run)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,9 +15,9 @@ import time
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy import special, stats
+from scipy import stats
 
-from dpcompanion import attacks, data, idp, pate, published, records
+from dpcompanion import attacks, data, idp, intervals, pate, published, records
 from dpcompanion.accounting import (compute_epsilon, find_noise_multiplier, find_steps, rdp_sampled_gaussian,
                                     rdp_to_epsilon)
 from dpcompanion.experiments import Run, experiment, finding
@@ -432,31 +432,36 @@ def table_8(config, run):
 def ahead(record, one, other):
     """How far the kind `one` is ahead of the `other`, in points: the mean difference over the seeds, which both
     share, and half the width of its 95% interval."""
-    first, second = (torch.tensor(record.values[f"{kind}.final"], dtype=torch.float64) for kind in (one, other))
-    difference = first - second
-    if len(difference) < 2:
-        return float(difference.mean()), math.inf
-    reach = float(special.stdtrit(len(difference) - 1, 0.975)) * float(difference.std()) / math.sqrt(len(difference))
-    return float(difference.mean()), reach
+    gain = _gain(record, one, other)
+    return gain.estimate, gain.high - gain.estimate
+
+
+def _gain(record, one, other):
+    """The same as an interval."""
+    return intervals.difference(*(record.values[f"{kind}.final"] for kind in (one, other)))
 
 
 @finding("idp-sgd/table-2",
          "ahead of DP-SGD at the smallest budget: the 95% interval of the paired difference lies above 0")
 def ahead_of_dpsgd(record):
     for kind in record.config["kinds"]:
-        if kind.endswith((".sample", ".scale")) and "dpsgd" in record.config["kinds"] and len(record.seeds) > 1:
-            gain, reach = ahead(record, kind, "dpsgd")
-            yield kind, f"{gain:+.1f} ± {reach:.1f}", gain > reach
+        if kind.endswith((".sample", ".scale")) and "dpsgd" in record.config["kinds"]:
+            gain = _gain(record, kind, "dpsgd")
+            yield kind, f"{gain:+.1f}", gain.above(0)
 
 
 @finding("idp-sgd/figure-1", "ends between DP-SGD at 1 and at 3, nearer to 3", of="idp-sgd/table-2")
 def between_the_two(record):
     if {"dpsgd", "loosest"} <= set(record.config["kinds"]):
-        low, high = (np.mean(record.values[f"{kind}.final"]) for kind in ("dpsgd", "loosest"))
+        low, high = (np.array(record.values[f"{kind}.final"]) for kind in ("dpsgd", "loosest"))
         for kind in record.config["kinds"]:
             if kind.endswith((".sample", ".scale")):
-                share = (np.mean(record.values[f"{kind}.final"]) - low) / (high - low)
-                yield kind, f"{share:.0%} of the way", 0.5 < share <= 1
+                # Ahead of the middle and not ahead of the top: differences, since a share of a small gap has no mean.
+                middle = intervals.difference(record.values[f"{kind}.final"], (low + high) / 2)
+                top = intervals.difference(record.values[f"{kind}.final"], high)
+                share = (np.mean(record.values[f"{kind}.final"]) - low.mean()) / (high - low).mean()
+                yield (kind, f"{share:.0%} of the way; past the middle by {middle:+.1f}, of the end by {top:+.1f}",
+                       intervals.every(middle.above(0), top.at_most(0)))
 
 
 @finding("idp-sgd/table-d7",
@@ -465,8 +470,11 @@ def between_the_two(record):
 def strictest_gain(record):
     kinds = ("B.sample", "B.scale", "dpsgd", "B.alone")
     if set(kinds) <= set(record.config["kinds"]):
-        sample, scale, everybody, alone = (record.values[f"{kind}.group_loss"][-1].mean for kind in kinds)
-        yield "B", f"{sample:.2f}, {scale:.2f}, {everybody:.2f}, {alone:.2f}", max(sample, scale) < everybody < alone
+        sample, scale, everybody, alone = (record.values[f"{kind}.group_loss"][-1] for kind in kinds)
+        steps = [intervals.unpaired(*pair).above(0)
+                 for pair in ((everybody, sample), (everybody, scale), (alone, everybody))]
+        yield ("B", ", ".join(f"{one.mean:.2f}" for one in (sample, scale, everybody, alone)),
+               intervals.every(*steps))
 
 
 _D7 = {"sample": "B.sample", "scale": "B.scale", "dpsgd_54": "B.alone", "dpsgd_100": "dpsgd"}
@@ -610,9 +618,8 @@ def table_9(config, run):
 @finding("idp-sgd/table-9", "ahead of DP-SGD at the lower end: the 95% interval of the paired difference lies above 0")
 def many_groups_gain(record):
     for kind in ("sample", "scale"):
-        if len(record.seeds) > 1:
-            gain, reach = ahead(record, kind, "dpsgd")
-            yield kind.capitalize(), f"{gain:+.1f} ± {reach:.1f}", gain > reach
+        gain = _gain(record, kind, "dpsgd")
+        yield kind.capitalize(), f"{gain:+.1f}", gain.above(0)
 
 
 @experiment("idp-sgd/table-14", uses=_EITHER,
@@ -640,9 +647,8 @@ def table_14(config, run):
 @finding("idp-sgd/table-14",
          "accuracy rises from Scale to Sample: the 95% interval of the paired difference lies above 0")
 def progression(record):
-    if len(record.seeds) > 1:
-        gain, reach = ahead(record, "weight_100", "weight_0")
-        yield "Sample less Scale", f"{gain:+.2f} ± {reach:.2f}", gain > reach
+    gain = _gain(record, "weight_100", "weight_0")
+    yield "Sample less Scale", f"{gain:+.2f}", gain.above(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -709,11 +715,11 @@ def table_17(config, run):
 @finding("idp-sgd/table-17",
          "Sample and Scale are ahead of leaving groups out and of going through them: each 95% interval above 0")
 def ahead_of_baselines(record):
-    for setup in record.config["groups"] if len(record.seeds) > 1 else ():
+    for setup in record.config["groups"]:
         for other in ("exclude_low", "sequential"):
-            gains = [ahead(record, f"{setup}.{method}", f"{setup}.{other}") for method in ("sample", "scale")]
-            said = ", ".join(f"{gain:+.1f} ± {reach:.1f}" for gain, reach in gains)
-            yield f"{setup}, {other.replace('_', ' ')}", said, all(gain > reach for gain, reach in gains)
+            gains = [_gain(record, f"{setup}.{method}", f"{setup}.{other}") for method in ("sample", "scale")]
+            yield (f"{setup}, {other.replace('_', ' ')}", ", ".join(f"{gain:+.1f}" for gain in gains),
+                   intervals.every(*(gain.above(0) for gain in gains)))
 
 
 # Other networks ----------------------------------------------------------------------------------------------------
@@ -800,10 +806,10 @@ def table_3(config, run):
 
 @finding("idp-sgd/table-3", "Sample and Scale are ahead of DP-SGD: each 95% interval of the paired difference above 0")
 def ahead_on_texts(record):
-    for row in record.config["rows"] if len(record.seeds) > 1 else ():
-        gains = [ahead(record, f"{row}.{method}", f"{row}.dpsgd") for method in ("sample", "scale")]
+    for row in record.config["rows"]:
+        gains = [_gain(record, f"{row}.{method}", f"{row}.dpsgd") for method in ("sample", "scale")]
         name = {"charrnn_surnames": "RNN, surnames", "embedding_imdb": "Embedding, IMDB"}[row]
-        yield name, ", ".join(f"{gain:+.1f} ± {reach:.1f}" for gain, reach in gains), all(g > r for g, r in gains)
+        yield name, ", ".join(f"{gain:+.1f}" for gain in gains), intervals.every(*(gain.above(0) for gain in gains))
 
 
 # Classes -----------------------------------------------------------------------------------------------------------
@@ -853,12 +859,13 @@ def figures_5_6(config, run):
 
 
 @finding("idp-sgd/figures-5-6",
-         "with a higher budget the class itself gains, with a lower one it loses: on average, and 8 classes of 10")
+         "with a higher budget the class itself gains, with a lower one it loses: on average, and most of the classes")
 def own_budget_matters(record):
     for level, sign in (("higher", 1), ("lower", -1)):
         moved = sign * np.array(record.values[f"{level}.own"])
-        gaining = int((moved > 0).sum())
-        yield level, f"{sign * moved.mean():+.1f} points, {gaining} of 10", moved.mean() > 0 and gaining >= 8
+        gain, gaining = intervals.mean(moved), intervals.share(int((moved > 1e-9).sum()), len(moved))
+        yield (level, f"{sign * gain.estimate:+.1f} points, {gaining.estimate * len(moved):.0f} of {len(moved)}",
+               intervals.every(gain.above(0), gaining.above(0.5)))
 
 
 @experiment("idp-sgd/table-10", uses=(*_COMPARED, by_class), paper=Classes(CIFAR10, seeds=tuple(range(10)),
@@ -951,10 +958,11 @@ def table_11(config, run):
 @finding("idp-sgd/figure-7", "the classes end closer together than with one budget for all", of="idp-sgd/table-11")
 def gap_narrows(record):
     prefix = "" if "gap.baseline" in record.values else f"{record.config['task']['data']}."
-    before = record.values[f"{prefix}gap.baseline"].mean
+    before = record.values[f"{prefix}gap.baseline"]
     for method in ("sample", "scale"):
-        after = record.values[f"{prefix}gap.{method}"].mean
-        yield method.capitalize(), f"{before:.1f} to {after:.1f} points", after < before
+        after = record.values[f"{prefix}gap.{method}"]
+        change = intervals.unpaired(after, before)
+        yield (method.capitalize(), f"{before.mean:.1f} to {after.mean:.1f} points, by {change:+.1f}", change.below(0))
 
 
 # Membership inference ----------------------------------------------------------------------------------------------
@@ -1073,35 +1081,30 @@ def figure_2(config, run):
 
 
 def _area(record, key):
-    """The mean area over all models, and two standard errors of it."""
+    """The area over all models, each a target of all others once: mean and standard deviation."""
     prefix = "" if "auc_all.eps_10" in record.values else f"{record.config['task']['data']}."
-    found = record.values[f"{prefix}{key}"]
-    return found.mean, 2 * found.sd / math.sqrt(found.n)
+    return record.values[f"{prefix}{key}"]
 
 
-@finding("idp-sgd/figure-2",
-         "the group at 20 is attacked with more success than the group at 10: areas differ by two standard errors")
+@finding("idp-sgd/figure-2", "the group at 20 is attacked with more success than the group at 10")
 def looser_leaks_more(record):
     for method, prefix in (("Sample", ""), ("Scale", "scale.")):
-        (strict, below), (loose, above) = (_area(record, f"{prefix}auc_all.eps_{budget:g}")
-                                           for budget in record.config["budgets"])
-        yield method, f"{strict:.3f}, {loose:.3f}", loose - strict > math.hypot(below, above)
+        strict, loose = (_area(record, f"{prefix}auc_all.eps_{budget:g}") for budget in record.config["budgets"])
+        yield (method, f"areas {strict.mean:.3f}, {loose.mean:.3f}", intervals.unpaired(loose, strict).above(0))
 
 
-@finding("idp-sgd/table-12", "the t-test tells the groups apart (p < 0.05) for at least four of five target models",
+@finding("idp-sgd/table-12", "the t-test tells the groups apart (p < 0.05) for four target models of five, or more",
          of="idp-sgd/figure-2")
 def groups_differ(record):
     prefix = "" if "p" in record.values else f"{record.config['task']['data']}."
-    below = sum(p < 0.05 for p in record.values[f"{prefix}p"])
-    yield "Sample", f"{below} of {record.config['targets']}", below >= 4
+    below = intervals.share(sum(p < 0.05 for p in record.values[f"{prefix}p"]), record.config["targets"])
+    yield "Sample", f"{below:.0%}", below.at_least(0.8)
 
 
-@finding("idp-sgd/figures-8-10",
-         "examples at 10 leak less under Sample than under DP-SGD at 10: areas differ by two standard errors",
-         of="idp-sgd/figure-2")
+@finding("idp-sgd/figures-8-10", "examples at 10 leak less under Sample than under DP-SGD at 10", of="idp-sgd/figure-2")
 def strict_leak_less(record):
-    (own, below), (dpsgd, above) = _area(record, "auc_all.eps_10"), _area(record, "dpsgd-10.auc_all.eps_10")
-    yield "Sample", f"{own:.3f} against {dpsgd:.3f}", dpsgd - own > math.hypot(below, above)
+    own, dpsgd = _area(record, "auc_all.eps_10"), _area(record, "dpsgd-10.auc_all.eps_10")
+    yield ("Sample", f"areas {own.mean:.3f} against {dpsgd.mean:.3f}", intervals.unpaired(dpsgd, own).above(0))
 
 
 @experiment("idp-sgd/table-6", uses=(idp.sample_parameters, idp.scale_parameters, Training), quick=Accounts(),
@@ -1149,7 +1152,7 @@ def spent_together(record):
     for method in ("sample", "scale"):
         ends = [spent[-1] for spent in record.values[method]]
         shares = [end / budget for end, budget in zip(ends, record.config["budgets"])]
-        holds = all(0.999 <= share <= 1 + 1e-9 for share in shares)
+        holds = all(0.999 <= share <= 1 + 1e-7 for share in shares)
         yield method.capitalize(), ", ".join(f"{end:.4f}" for end in ends), holds
 
 
@@ -1307,21 +1310,24 @@ def table_4(config, run):
 
 
 @finding("idp-sgd/table-4",
-         "the filter alone is ahead of DP-SGD, and assignment ahead of the filter: means over the seeds")
+         "the filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired over the seeds")
 def filter_gains(record):
     for descent in record.config["descents"]:
-        dpsgd, accounting, assigned = (np.mean(record.values[f"{descent}.{kind}.final"])
-                                       for kind in record.config["kinds"])
-        holds = dpsgd < accounting < assigned
-        yield descent.replace("_", ", "), f"{dpsgd:.1f}, {accounting:.1f}, {assigned:.1f}", holds
+        kinds = [f"{descent}.{kind}" for kind in record.config["kinds"]]
+        gains = [_gain(record, more, less) for less, more in zip(kinds, kinds[1:])]
+        yield (descent.replace("_", ", "), ", ".join(f"{gain:+.1f}" for gain in gains),
+               intervals.every(*(gain.above(0) for gain in gains)))
 
 
 @finding("idp-sgd/figure-3", "with assignment more examples are active, on average over the run", of="idp-sgd/table-4")
 def more_stay(record):
+    examples = next(entry["examples"] for entry in record.data)
     for descent in record.config["descents"]:
-        shares = [np.mean(record.values[f"{descent}.{kind}.active"])
+        # Each example is active for a share of the run: no such average varies more than that of zeros and ones.
+        shares = [intervals.share(round(float(np.mean(record.values[f"{descent}.{kind}.active"])) * examples), examples)
                   for kind in ("accounting", "accounting_and_assignment")]
-        yield descent.replace("_", ", "), ", ".join(f"{share:.1%}" for share in shares), shares[1] > shares[0]
+        yield (descent.replace("_", ", "), ", ".join(f"{share:.1%}" for share in shares),
+               (shares[1] - shares[0]).above(0))
 
 
 # PATE --------------------------------------------------------------------------------------------------------------
@@ -1404,8 +1410,8 @@ def table_13(config, run):
          "weighted votes beat votes at the smallest budget: the 95% interval of the paired difference lies above 0")
 def weights_help(record):
     for kind in ("ipate_A", "ipate_B"):
-        gain, reach = ahead(record, kind, "pate")
-        yield kind[-1], f"{gain:+.1f} ± {reach:.1f}", gain > reach
+        gain = _gain(record, kind, "pate")
+        yield kind[-1], f"{gain:+.1f}", gain.above(0)
 
 
 # Beyond the paper --------------------------------------------------------------------------------------------------
