@@ -27,7 +27,6 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._progress import bar
-from dpcompanion.training.models import jittered
 
 # Runs of a chunk are as many as keep the weights in a core's own cache.
 _CHUNK_BYTES = 2**19
@@ -199,8 +198,7 @@ class _Runs:
 def _glorot(inputs, outputs, generator):
     """(outputs, inputs + 1): uniform weights, bias 0."""
     uniform = torch.rand(outputs, inputs, generator=generator, dtype=torch.float64) * 2 - 1
-    uniform = jittered(uniform * math.sqrt(6 / (inputs + outputs)))
-    return torch.cat((uniform, torch.zeros(outputs, 1, dtype=torch.float64)), 1)
+    return torch.cat((uniform * math.sqrt(6 / (inputs + outputs)), torch.zeros(outputs, 1, dtype=torch.float64)), 1)
 
 
 class _Logistic:

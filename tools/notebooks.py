@@ -309,8 +309,8 @@ def main(arguments=None):
         print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
         return 0 if all(each(options.jobs, execute, [(root, page, preset, options.timeout) for page in pages])) else 1
 
-    # What trains takes longest, and comes first.
-    pages = sorted(pages, key=lambda page: not trains(page))
+    # What takes longest comes first: pages that train, and of these the long ones.
+    pages = sorted(pages, key=lambda page: (not trains(page), -page.stat().st_size))
     under = {page: options.under or (TRAINING if trains(page) else PLAIN) for page in pages}
     jobs = [(root, page, name, options.timeout) for page in pages for name in under[page]]
     used = [name for name in arithmetic.ARITHMETICS if any(name in names for names in under.values())]

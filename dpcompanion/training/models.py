@@ -44,7 +44,7 @@ def parameter_count(model):
 def seeded(build):
     """Give `build` a keyword `seed` that decides its random numbers; the global generator is left as it was.
 
-    What it builds goes through `jittered`.
+    Its weights go through `jittered`, which moves them only where a test asks for it.
     """
     @functools.wraps(build)
     def wrapped(*args, seed=0, **kwargs):
@@ -63,7 +63,7 @@ def jittered(weights):
     1e-12, each moved up or down by this share of itself, or by one unit in its last place if that is more.
 
     Training rounds on each processor in its own way. The jitter stands for those that are not at hand: a number that
-    it changes would differ elsewhere too.
+    it changes would differ on some of them too. See `tools/arithmetic.py`.
 
     >>> jittered(torch.ones(2, dtype=torch.float64)).tolist()
     [1.0, 1.0]
