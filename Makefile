@@ -5,23 +5,22 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PY := .venv/bin/python
 INSTALLED := .venv/.installed
-NBVAL = DPCOMPANION_PRESET=quick $(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout 900 \
-  --nbval-sanitize-with tools/nbval_sanitize.cfg $$(find book -name '*.ipynb' -not -path '*/.*')
 JUPYTER_BOOK := .venv/bin/jupyter-book build . -q
 
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
-.PHONY: help book site test bench clean
+.PHONY: help book site test portable bench clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make book    install, compute every chapter here and now, render the book"
-	@echo "make site    render the book from the committed outputs"
-	@echo "make test    prove it: tests, notebooks, pages"
-	@echo "make bench   time the library beside its peers"
-	@echo "make clean   remove what was rendered (and, with ENV=1, .venv)"
+	@echo "make book      install, compute every chapter here and now, render the book"
+	@echo "make site      render the book from the committed outputs"
+	@echo "make test      prove it: tests, notebooks, pages"
+	@echo "make portable  execute every chapter under the arithmetics of other processors: does a number move?"
+	@echo "make bench     time the library beside its peers"
+	@echo "make clean     remove what was rendered (and, with ENV=1, .venv)"
 
 $(INSTALLED): constraints.txt pyproject.toml
 	@command -v git >/dev/null || { echo "git is missing: please install it first"; exit 1; }
@@ -49,15 +48,10 @@ site: $(INSTALLED)
 	@echo "the book, from the committed outputs: file://$(CURDIR)/_build/html/index.html"
 
 test: $(INSTALLED)
-	@echo "== unit tests and doctests"
-	@$(PY) -m pytest -n 2 --dist loadgroup
-	@echo "== notebooks and their sources"
-	@$(PY) tools/notebooks.py check
-	@echo "== notebooks executed again, outputs compared"
-	@$(NBVAL) || { echo "== once more, what failed: two kernels that start at once can take the same port"; $(NBVAL) --last-failed; }
-	@echo "== pages"
-	@$(MAKE) --no-print-directory site
-	@$(PY) tools/browser_check.py
+	@$(PY) tools/prove.py
+
+portable: $(INSTALLED)
+	@$(PY) tools/notebooks.py verify --under compatible avx2 sse two-threads jitter
 
 bench: $(INSTALLED)
 	@$(PY) -m benchmarks

@@ -2,7 +2,7 @@
 
 The colours are those of Okabe and Ito (2008), which remain distinct for
 colour-blind readers; `MARKERS` and `LINES` tell the same notions apart in
-print.  `figure()` gives axes in the style, `digest()` prints what a figure
+print.  `figure()` gives axes in the style, `digest()` says what a figure
 draws, in few digits, so that a check that cannot see can compare it.
 
 >>> COLORS["published"] == COLORS["live"]
@@ -97,8 +97,20 @@ def figure(rows=1, columns=1, *, height=None, **kwargs):
     return plt.subplots(rows, columns, figsize=size, **kwargs)
 
 
+class Digest(str):
+    """A text for checks to compare, which a notebook keeps as an output of a type of its own and never shows."""
+
+    MIME_TYPE = "application/vnd.dpcompanion.digest"
+
+    def _ipython_display_(self):
+        from IPython.display import display
+        display({self.MIME_TYPE: str(self)}, raw=True)
+
+
 def digest(*, digits=4, **arrays):
     """One line for each array: how many values, the finite range, the sum, in few digits; NaN and inf are counted.
+
+    The last line of the cell that draws a figure, where the notebook keeps it out of sight; `print` shows it.
 
     >>> print(digest(epsilon=[1.0, float("nan"), float("inf")]))
     epsilon: 3 values, 1 .. 1, sum 1, 1 nan, 1 inf
@@ -116,7 +128,7 @@ def digest(*, digits=4, **arrays):
         for kind, count in (("nan", np.isnan(values).sum()), ("inf", np.isinf(values).sum())):
             line += f", {count} {kind}" if count else ""
         lines.append(line)
-    return "\n".join(lines)
+    return Digest("\n".join(lines))
 
 
 def _unsigned(value):

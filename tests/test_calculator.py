@@ -1,16 +1,9 @@
-"""The calculator's script against the library, and its page under a keyboard.
+"""The calculator's script against the library, by node, and its page under a keyboard, in a headless Chromium."""
 
-The script runs under node or in a headless Chromium.  On a machine with neither these tests say so and end well,
-except where CI is set; so do the checks of the pages (tools/browser_check.py).
-"""
-
-import importlib.util
 import json
 import math
-import os
 import random
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,49 +14,26 @@ from dpcompanion.accounting import compute_epsilon, gaussian_epsilon, rdp_sample
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
 
-_spec = importlib.util.spec_from_file_location("browser_check", ROOT / "tools" / "browser_check.py")
-browser_check = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(browser_check)
 
-
-def missing(what):
-    """Say what cannot be checked; an error where CI is set."""
-    assert not os.environ.get("CI"), f"{what} is needed to check the calculator"
-    print(f"calculator NOT checked: no {what} was found")
-
-
-def run_script(expression):
-    """What an expression over `accountant` gives, or None where nothing can run it."""
-    if shutil.which("node"):
+@pytest.fixture(scope="module")
+def run_script(node):
+    """What an expression over `accountant` gives."""
+    def run(expression):
         script = f"const accountant = require({str(STATIC / 'accountant.js')!r});"
         script += f"console.log(JSON.stringify({expression}))"
-        return json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
-    if browser_check.find_chromium():
-        with page_of("<p></p>") as page:
-            page.add_script_tag(path=STATIC / "accountant.js")
-            return json.loads(page.evaluate(f"JSON.stringify({expression})"))
-    missing("node or Chromium")
-    return None
+        return json.loads(subprocess.run([node, "-e", script], capture_output=True, text=True, check=True).stdout)
+    return run
 
 
-class page_of:
-    """A page with the given body in a headless Chromium, while the block lasts."""
+@pytest.fixture
+def page(chromium, browser_check):
+    """An empty page in a headless Chromium."""
+    from playwright.sync_api import sync_playwright
 
-    def __init__(self, body):
-        self.body = body
-
-    def __enter__(self):
-        from playwright.sync_api import sync_playwright
-        self.driver = sync_playwright().start()
-        self.browser = self.driver.chromium.launch(executable_path=browser_check.find_chromium(),
-                                                   args=browser_check.LAUNCH)
-        page = self.browser.new_page()
-        page.set_content(f"<!DOCTYPE html><html lang=en><body>{self.body}</body></html>")
-        return page
-
-    def __exit__(self, *error):
-        self.browser.close()
-        self.driver.stop()
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=browser_check.LAUNCH)
+        yield browser.new_page()
+        browser.close()
 
 
 RUNS = [  # sample rate, noise multiplier, steps, delta
@@ -71,6 +41,8 @@ RUNS = [  # sample rate, noise multiplier, steps, delta
     (0.001, 0.6, 20_000, 1e-6), (1.0, 10.0, 10, 1e-5), (512 / 60_000, 34.2529, 9375, 1e-5), (0.05, 0.5, 10, 1e-3),
     (0.2, 2.0, 1, 1e-4),
 ]
+
+
 # What the page admits at its ends: epsilons of millions and of millionths, full batches, a delta of 1e-9.
 ENDS = [
     (1.0, 0.3, 1_000_000, 1e-5), (0.5, 0.3, 20_000, 1e-5), (1e-5, 0.3, 1_000_000, 1e-9), (1e-5, 5000.0, 10_000, 1e-9),
@@ -87,83 +59,80 @@ def inputs(generator):
 
 
 @pytest.fixture(scope="module")
-def answers():
+def answers(run_script):
     both = "[accountant.epsilonByRenyi(...run), accountant.epsilonByLosses(...run)]"
     return run_script(f"{json.dumps(RUNS)}.map(run => {both})")
 
 
-def test_renyi_epsilons_are_those_of_the_library_at_the_same_orders(answers):
+def test_renyi_epsilons_are_those_of_the_library_at_the_same_orders(answers, run_script):
     orders = run_script("accountant.ORDERS")
-    for (rate, noise, steps, delta), (by_renyi, _) in zip(RUNS, answers or ()):
+    for (rate, noise, steps, delta), (by_renyi, _) in zip(RUNS, answers):
         rdp = steps * rdp_sampled_gaussian(sample_rate=rate, noise_multiplier=noise, orders=orders)
         assert math.isclose(by_renyi, float(rdp_to_epsilon(rdp, orders, delta)[0]), rel_tol=1e-9)
 
 
 def test_epsilons_by_losses_are_bounds_within_the_error_that_is_shown(answers):
-    for (rate, noise, steps, delta), (_, by_losses) in zip(RUNS, answers or ()):
+    for (rate, noise, steps, delta), (_, by_losses) in zip(RUNS, answers):
         exact = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta)
         assert exact <= by_losses["epsilon"] <= exact + by_losses["error"] + 2e-6
         assert by_losses["error"] <= 0.005 * exact
 
 
-def test_no_epsilon_is_below_the_librarys_anywhere_on_the_page():
+def test_no_epsilon_is_below_the_librarys_anywhere_on_the_page(run_script):
     """A few of the inputs that tests/soundness tries by the thousand, and the ends of the range."""
     generator = random.Random(0)
     runs = ENDS + [inputs(generator) for _ in range(6)]
     both = "[accountant.epsilonByRenyi(...run), accountant.epsilonByLosses(...run)]"
-    for (rate, noise, steps, delta), answer in zip(runs, run_script(f"{json.dumps(runs)}.map(run => {both})") or ()):
+    for (rate, noise, steps, delta), answer in zip(runs, run_script(f"{json.dumps(runs)}.map(run => {both})")):
         by_renyi, by_losses = answer[0], answer[1]["epsilon"]
         assert by_renyi is not None and by_losses is not None, "JSON has no NaN and no infinity"
         exact = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta)
         assert exact <= min(by_renyi, by_losses) <= 1.05 * exact + 1e-6, (rate, noise, steps, delta)
 
 
-def test_full_batches_are_the_gaussian_mechanism_to_delta_1e_9():
+def test_full_batches_are_the_gaussian_mechanism_to_delta_1e_9(run_script):
     for mu in (0.01, 0.5, 5.0, 800.0):
         found = run_script(f"accountant.epsilonByLosses(1, {1 / mu}, 1, 1e-9)")
-        if found:
-            exact = float(gaussian_epsilon(mu, 1e-9))
-            assert exact <= found["epsilon"] <= exact * (1 + 3e-4)
+        exact = float(gaussian_epsilon(mu, 1e-9))
+        assert exact <= found["epsilon"] <= exact * (1 + 3e-4)
 
 
-def test_the_tail_of_the_normal_distribution_keeps_its_relative_accuracy():
+def test_the_tail_of_the_normal_distribution_keeps_its_relative_accuracy(run_script):
     points = [-5.0, -1.0, 0.0, 0.5, 2.9, 3.1, 6.0, 12.0, 30.0]
-    for x, found in zip(points, run_script(f"{points}.map(accountant.upperTail)") or ()):
+    for x, found in zip(points, run_script(f"{points}.map(accountant.upperTail)")):
         assert math.isclose(found, 0.5 * math.erfc(x / math.sqrt(2)), rel_tol=1e-12)
 
 
-def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range():
-    if browser_check.find_chromium() is None:
-        missing("Chromium")
-        return
+def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page):
     body, = re.findall(r"```\{raw\} html\n(.*?)```", (ROOT / "book" / "calculator.md").read_text(encoding="utf-8"),
                        re.DOTALL)
-    with page_of(re.sub(r"<script src=.*?</script>", "", body)) as page:
-        for script in ("accountant.js", "calculator.js"):
-            page.add_script_tag(path=STATIC / script)
-        controls = page.locator("input").all()
-        assert len(controls) == 10 and all(control.evaluate("c => c.labels.length || c.ariaLabel")
-                                           for control in controls)
-        said = page.locator("#calculator-said")
-        assert said.get_attribute("aria-live") == "polite" and "at most 0.916" in said.text_content()
-        page.focus("[name=norm-slider]")
-        page.keyboard.press("End")
-        text = "document.getElementById('{}-pld').textContent"
-        page.wait_for_function(f"{text.format('one')} === {text.format('all')}")
-        assert page.input_value("[name=norm]") == "1"
-        page.fill("[name=noise]", "1")
-        page.wait_for_function("Number(document.getElementById('all-rdp').textContent) > 2")
-        exact = compute_epsilon(sample_rate=0.00853, noise_multiplier=1.0, steps=9375, delta=1e-5)
-        assert exact <= float(page.text_content("#all-pld")) <= 1.01 * exact
-        page.fill("[name=noise]", "0.3")            # epsilons of many thousands, which e^epsilon cannot hold
-        page.fill("[name=rate]", "1")
-        page.wait_for_function("Number(document.getElementById('all-pld').textContent) > 10000")
-        exact = compute_epsilon(sample_rate=1.0, noise_multiplier=0.3, steps=9375, delta=1e-5)
-        shown = float(page.text_content("#all-pld"))
-        assert exact <= shown <= 1.01 * exact and f"at most {shown:.0f}." in said.text_content()
-        page.fill("[name=steps]", "1.5")
-        page.wait_for_function("document.getElementById('calculator-said').textContent.includes('whole number')")
-        page.fill("[name=steps]", "10")
-        page.fill("[name=rate]", "2")
-        page.wait_for_function("document.getElementById('calculator-said').textContent.includes('Sample rate must lie')")
-        assert page.get_attribute("[name=rate]", "aria-invalid") == "true"
+    body = re.sub(r"<script src=.*?</script>", "", body)
+    page.set_content(f"<!DOCTYPE html><html lang=en><body>{body}</body></html>")
+    for script in ("accountant.js", "calculator.js"):
+        page.add_script_tag(path=STATIC / script)
+    controls = page.locator("input").all()
+    assert len(controls) == 10 and all(control.evaluate("c => c.labels.length || c.ariaLabel")
+                                       for control in controls)
+    said = page.locator("#calculator-said")
+    assert said.get_attribute("aria-live") == "polite" and "at most 0.916" in said.text_content()
+    page.focus("[name=norm-slider]")
+    page.keyboard.press("End")
+    text = "document.getElementById('{}-pld').textContent"
+    page.wait_for_function(f"{text.format('one')} === {text.format('all')}")
+    assert page.input_value("[name=norm]") == "1"
+    page.fill("[name=noise]", "1")
+    page.wait_for_function("Number(document.getElementById('all-rdp').textContent) > 2")
+    exact = compute_epsilon(sample_rate=0.00853, noise_multiplier=1.0, steps=9375, delta=1e-5)
+    assert exact <= float(page.text_content("#all-pld")) <= 1.01 * exact
+    page.fill("[name=noise]", "0.3")            # epsilons of many thousands, which e^epsilon cannot hold
+    page.fill("[name=rate]", "1")
+    page.wait_for_function("Number(document.getElementById('all-pld').textContent) > 10000")
+    exact = compute_epsilon(sample_rate=1.0, noise_multiplier=0.3, steps=9375, delta=1e-5)
+    shown = float(page.text_content("#all-pld"))
+    assert exact <= shown <= 1.01 * exact and f"at most {shown:.0f}." in said.text_content()
+    page.fill("[name=steps]", "1.5")
+    page.wait_for_function("document.getElementById('calculator-said').textContent.includes('whole number')")
+    page.fill("[name=steps]", "10")
+    page.fill("[name=rate]", "2")
+    page.wait_for_function("document.getElementById('calculator-said').textContent.includes('Sample rate must lie')")
+    assert page.get_attribute("[name=rate]", "aria-invalid") == "true"

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import yaml
 
 import dpcompanion
@@ -128,6 +129,23 @@ def test_the_ci_script_runs():
 def test_docstrings_may_write_formulas_between_dollar_signs():
     assert subprocess.run([sys.executable, "-m", "doctest",
                            str(ROOT / "book" / "_ext" / "docstrings.py")]).returncode == 0
+
+
+@pytest.mark.parametrize("file", ["book/_ext/digests.py", "tools/outputs.py"])
+def test_the_examples_of_the_tools_hold(file):
+    assert subprocess.run([sys.executable, "-m", "doctest", str(ROOT / file)]).returncode == 0
+
+
+def test_the_summary_of_the_tests_counts_them_and_names_what_was_skipped(tmp_path):
+    (tmp_path / "test_three.py").write_text(
+        "import pytest\ndef test_one(): pass\ndef test_two(): pytest.skip('no browser')\ndef test_three(): assert 0\n")
+    report = tmp_path / "tests.xml"
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "--rootdir",
+                    str(tmp_path), str(tmp_path)], capture_output=True)
+    sys.path.insert(0, str(ROOT / "tools"))
+    import prove
+    sys.path.pop(0)
+    assert prove.counts(report) == (1, {"no browser": 1}) and prove.counts(tmp_path / "none.xml") == (0, {})
 
 
 def test_buttons_for_binder_and_colab_are_off_until_an_address_is_set():

@@ -59,6 +59,15 @@ def test_a_digest_changes_with_the_data_and_not_with_the_last_bits():
     assert plotting.digest(a=3.5) == "a: 1 value, 3.5 .. 3.5, sum 3.5"
 
 
+def test_a_digest_is_an_output_of_its_own_type_in_a_notebook(monkeypatch):
+    from IPython import display
+
+    shown = []
+    monkeypatch.setattr(display, "display", lambda data, raw: shown.append((data, raw)))
+    plotting.digest(a=[1, 2])._ipython_display_()
+    assert shown == [({"application/vnd.dpcompanion.digest": "a: 2 values, 1 .. 2, sum 3"}, True)]
+
+
 def luminance(colour):
     """Relative luminance by WCAG 2."""
     channels = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]

@@ -8,6 +8,8 @@ in its front matter) and committed beside its executed twin of the same stem
     python tools/notebooks.py execute accounting    this one only
     python tools/notebooks.py prose accounting      its code is as it was executed: take over its new words
     python tools/notebooks.py check                 are source and twin one thing?
+    python tools/notebooks.py verify                execute again: do the numbers come out as committed?
+    python tools/notebooks.py verify accounting --under avx2 jitter
 
 `execute` runs the source from top to bottom in the kernel of this very Python,
 and writes a twin without times, with stable cell ids and with a sha256 of its
@@ -17,17 +19,17 @@ on an unchanged clone nothing changes; drawn pixels may differ by a hair.
 `prose` runs no code: it writes the twin again from a source whose code cells are
 those that were executed, with their outputs, and refuses any other.
 
+`verify` executes again and writes nothing: it says which cells moved, from what
+to what. Pages that train do it under two arithmetics that are not this machine's
+own (see arithmetic.py), or under those that are named; outputs.py compares.
+
 `check` takes a fraction of a second and runs no code: cells, tags and stamp
 agree with the source, execution counts run 1..n, no error and no stderr is
-stored, every figure has a caption, an alternative text and a printed digest.
+stored, every figure has a caption, an alternative text and a digest.
 """
 
 import argparse
-import base64
-import configparser
-import difflib
 import hashlib
-import io
 import os
 import re
 import sys
@@ -36,14 +38,18 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import arithmetic
 import jupytext
 import nbformat
+import outputs
 
 ROOT = Path(__file__).resolve().parent.parent
-SANITIZE = Path(__file__).with_name("nbval_sanitize.cfg")
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
-PIXEL_LEVELS, PIXEL_SHARE = 16, 1e-3
-
+# What a page that trains imports.
+TRAINS = re.compile(r"(from|import) dpcompanion\b.*\b(engine|ensembles|experiments|train\w*)\b")
+# The arithmetics of `verify`: for pages that train, and for the others.
+TRAINING, PLAIN = ("jitter", "compatible"), ("as it is",)
+SHOWN = 12  # lines that are shown of one cell
 
 
 def sources(root):
@@ -94,42 +100,81 @@ def code_stamp(notebook):
 
 
 
-def execute(root, source, preset, timeout):
-    """Execute one source and bring its twin up to date; returns the progress line and what there is to say below it."""
+def run(root, source, preset, timeout, variables):
+    """Execute a source in a kernel with these environment variables: (the notebook, None) or (None, what went wrong).
+
+    A kernel that does not start is started once more: then nothing of the notebook has run.
+    """
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     from traitlets.config import Config
 
+    for last in (False, True):
+        fresh = blank_twin(source)
+        metadata = dict(fresh.metadata)
+        with tempfile.TemporaryDirectory() as folder:
+            # A socket file, readable by its owner alone, rather than a port that others on the machine could listen to.
+            channel = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
+            client = NotebookClient(
+                fresh, timeout=timeout, kernel_name="python3", record_timing=False, coalesce_streams=True,
+                resources={"metadata": {"path": str(source.parent)}}, config=Config(KernelManager=channel),
+            )
+            try:
+                client.execute(env=kernel_environment(preset, variables))
+            except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
+                return None, str(error)
+            except RuntimeError as error:  # nbclient's, before the first cell
+                if last:
+                    return None, f"the kernel did not start: {error}"
+                continue
+        fresh.metadata = nbformat.from_dict(metadata)
+        return fresh, None
+
+
+def execute(root, source, preset, timeout):
+    """Execute one source and bring its twin up to date: (the progress line, what there is to say below it, success)."""
     started = time.monotonic()
     name, twin = name_of(root, source), source.with_suffix(".ipynb")
     if preset != "quick":
         # The committed twins are quick runs; any other preset is for reading beside them.
         twin = root / "_build" / preset / f"{name}.ipynb"
-    fresh = blank_twin(source)
-    committed = nbformat.read(twin, as_version=4) if twin.exists() else None
-    metadata = dict(fresh.metadata)
-    with tempfile.TemporaryDirectory() as folder:
-        # A socket file, readable by its owner alone, rather than a port that others on the machine could listen to.
-        channel = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
-        client = NotebookClient(
-            fresh, timeout=timeout, kernel_name="python3", record_timing=False, coalesce_streams=True,
-            resources={"metadata": {"path": str(source.parent)}}, config=Config(KernelManager=channel),
-        )
-        try:
-            client.execute(env=kernel_environment(preset))
-        except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-            return f"{name}: FAILED after {time.monotonic() - started:.0f} s", str(error), False
-    fresh.metadata = nbformat.from_dict(metadata)
-
-    if committed:
-        changed, added, difference = compare(fresh, committed)
-        verdict = f"CHANGED: cell {', '.join(map(str, changed))}" if changed else "reproduced"
+    fresh, wrong = run(root, source, preset, timeout, arithmetic.environment("as it is"))
+    if wrong:
+        return f"{name}: FAILED after {time.monotonic() - started:.0f} s", wrong, False
+    verdict, below = "new", []
+    if twin.exists():
+        committed = nbformat.read(twin, as_version=4)
+        moved, added = outputs.differences(fresh, committed)
+        outputs.adopt(fresh, committed)
+        verdict = f"CHANGED: cell {', '.join(str(number) for number, _ in moved)}" if moved else "reproduced"
         verdict += f", new code: cell {', '.join(map(str, added))}" if added else ""
-    else:
-        verdict, difference = "new", ""
+        for number, lines in moved:
+            below += [f"cell {number}: {old.strip()} -> {new.strip()}" for old, new in lines[:SHOWN]]
     write_if_different(twin, nbformat.writes(fresh) + "\n")
     cells = sum(cell.cell_type == "code" for cell in fresh.cells)
-    return f"{name}: {time.monotonic() - started:.0f} s, {cells} code cells, {verdict}", difference, True
+    return f"{name}: {time.monotonic() - started:.0f} s, {cells} code cells, {verdict}", "\n".join(below), True
+
+
+def verify(root, source, under, timeout):
+    """Execute one source under an arithmetic and compare with its twin, which stays as it is: as `execute`."""
+    started = time.monotonic()
+    name = f"{name_of(root, source)}, {under}"
+    if not source.with_suffix(".ipynb").exists():
+        return f"{name}: has no executed notebook beside it", "", False
+    fresh, wrong = run(root, source, "quick", timeout, arithmetic.environment(under))
+    if wrong:
+        return f"{name}: FAILED after {time.monotonic() - started:.0f} s", wrong, False
+    moved, added = outputs.differences(fresh, nbformat.read(source.with_suffix(".ipynb"), as_version=4))
+    below = [f"cell {number}: {old.strip()} -> {new.strip()}" for number, lines in moved for old, new in lines[:SHOWN]]
+    below += [f"cell {number}: its code is not what was executed" for number in added]
+    verdict = f"MOVED in {len(moved)} cells" if moved else "NEW CODE" if added else "the same"
+    return f"{name}: {time.monotonic() - started:.0f} s, {verdict}", "\n".join(below), not below
+
+
+def trains(source):
+    """Whether a page trains networks, itself or by the papers' experiments."""
+    code = (cell.source for cell in jupytext.read(source, fmt="md:myst").cells if cell.cell_type == "code")
+    return any(TRAINS.search(text) for text in code)
 
 
 def take_over_prose(source):
@@ -149,89 +194,11 @@ def take_over_prose(source):
     return None
 
 
-def kernel_environment(preset):
+def kernel_environment(preset, variables):
     return {
-        **os.environ, "DPCOMPANION_PRESET": preset, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0",
+        **variables, "DPCOMPANION_PRESET": preset, "PYTHONHASHSEED": "0",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline", "JUPYTER_PREFER_ENV_PATH": "1",
     }
-
-
-def compare(fresh, committed):
-    """Numbers (from 1) of the code cells whose outputs differ and of those whose code is new, and a short diff.
-
-    A cell that reproduces takes over the committed outputs, so that equal results are equal bytes.
-    """
-    before = {cell.id: cell for cell in committed.cells if cell.cell_type == "code"}
-    changed, added, lines = [], [], []
-    for number, cell in enumerate((cell for cell in fresh.cells if cell.cell_type == "code"), 1):
-        old = before.get(cell.id)
-        if old is None:
-            added.append(number)
-        elif same_outputs(cell.outputs, old.outputs):
-            cell.outputs = old.outputs
-            for output in cell.outputs:
-                if "execution_count" in output:
-                    output.execution_count = cell.execution_count
-        else:
-            changed.append(number)
-            names = f"committed, cell {number}", f"now, cell {number}"
-            lines += list(difflib.unified_diff(shown(old.outputs), shown(cell.outputs), *names, lineterm="", n=0))[:12]
-    return changed, added, "\n".join(lines[:60])
-
-
-def same_outputs(new, old):
-    if len(new) != len(old):
-        return False
-    for one, other in zip(new, old):
-        pictures = [output.get("data", {}).get("image/png") for output in (one, other)]
-        if without_picture(one) != without_picture(other) or not same_picture(*pictures):
-            return False
-    return True
-
-
-def without_picture(output):
-    """An output as it is compared: no PNG, no execution count, addresses and timings sanitised."""
-    plain = nbformat.from_dict(output)
-    plain.pop("execution_count", None)
-    if "data" in plain:
-        plain["data"] = {kind: sanitised(value) for kind, value in plain["data"].items() if kind != "image/png"}
-    if "text" in plain:
-        plain["text"] = sanitised(plain["text"])
-    return plain
-
-
-def sanitised(value):
-    if not isinstance(value, str):
-        return value
-    rules = configparser.RawConfigParser()
-    rules.read(SANITIZE)
-    for rule in rules.sections():
-        value = re.sub(rules[rule]["regex"], rules[rule]["replace"], value)
-    return value
-
-
-def same_picture(new, old):
-    """Equal in size and, but for a thousandth of the pixels, in colour: machines differ in how they smooth lines."""
-    if new is None or old is None or new == old:
-        return new == old
-    import numpy as np
-    from PIL import Image
-
-    one, other = (np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"), dtype=int)
-                  for text in (new, old))
-    return one.shape == other.shape and (abs(one - other).max(axis=2) > PIXEL_LEVELS).mean() <= PIXEL_SHARE
-
-
-def shown(outputs):
-    """The lines that a reader sees of some outputs, pictures by their digest."""
-    lines = []
-    for output in outputs:
-        data = output.get("data", {})
-        text = output.get("text") or data.get("text/markdown") or data.get("text/plain") or ""
-        lines += sanitised(text).splitlines()
-        if "image/png" in data:
-            lines.append(f"<picture {hashlib.sha256(data['image/png'].encode()).hexdigest()[:12]}>")
-    return lines
 
 
 def write_if_different(path, text):
@@ -294,8 +261,8 @@ def check_outputs(cell):
             problems.append("its figure has no alternative text (mystnb: image: alt)")
         if not str(options.get("figure", {}).get("caption", "")).strip():
             problems.append("its figure has no caption (mystnb: figure: caption)")
-        if not any(output.get("name") == "stdout" for output in cell.outputs):
-            problems.append("its figure prints no digest, so that no check compares it")
+        if not any(output.get("data", {}).get(outputs.DIGEST) for output in cell.outputs):
+            problems.append("its figure has no digest (plotting.digest), so that no check compares what it draws")
     if pictures > 1:
         problems.append("draws more than one figure")
     return problems
@@ -306,11 +273,17 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description="Execute the book's notebooks, or check what is committed.")
     parser.add_argument("--root", type=Path, default=ROOT, help="the folder that holds book/")
     commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser("execute", help="execute sources into their notebooks")
-    run.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
-    run.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1),
-                     help="how many at a time (default: %(default)s)")
-    run.add_argument("--timeout", type=int, default=900, help="seconds that one cell may take (default: %(default)s)")
+    live = commands.add_parser("execute", help="execute sources into their notebooks")
+    again = commands.add_parser("verify", help="execute again and compare, under other arithmetics where asked")
+    again.add_argument("--under", nargs="+", choices=list(arithmetic.ARITHMETICS), metavar="ARITHMETIC",
+                       help=f"of {', '.join(arithmetic.ARITHMETICS)} (default: {' and '.join(TRAINING)} for what trains, "
+                            "as it is for the rest)")
+    for command in (live, again):
+        command.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
+        command.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1),
+                             help="how many at a time (default: %(default)s)")
+        command.add_argument("--timeout", type=int, default=900,
+                             help="seconds that one cell may take (default: %(default)s)")
     words = commands.add_parser("prose", help="take over new prose where the code is what was executed")
     words.add_argument("names", nargs="+", help="which ones, by stem or path")
     commands.add_parser("check", help="check that notebooks and sources are one thing")
@@ -330,19 +303,37 @@ def main(arguments=None):
             print(f"{name}: {problem or 'its words are up to date'}")
         return 1 if any(problems.values()) else 0
 
-    preset = os.environ.get("DPCOMPANION_PRESET", "quick")
     pages = choose(root, options.names)
-    print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
-    good = True
-    with ProcessPoolExecutor(max_workers=options.jobs) as pool:
-        jobs = [pool.submit(execute, root, page, preset, options.timeout) for page in pages]
-        for job in jobs:
+    if options.command == "execute":
+        preset = os.environ.get("DPCOMPANION_PRESET", "quick")
+        print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
+        return 0 if all(each(options.jobs, execute, [(root, page, preset, options.timeout) for page in pages])) else 1
+
+    # What takes longest comes first: pages that train, and of these the long ones.
+    pages = sorted(pages, key=lambda page: (not trains(page), -page.stat().st_size))
+    under = {page: options.under or (TRAINING if trains(page) else PLAIN) for page in pages}
+    jobs = [(root, page, name, options.timeout) for page in pages for name in under[page]]
+    used = [name for name in arithmetic.ARITHMETICS if any(name in names for names in under.values())]
+    print(f"executing {len(pages)} notebooks again, {len(jobs)} runs, on {arithmetic.processor()}")
+    for line in arithmetic.effects([name for name in used if arithmetic.ARITHMETICS[name]]):
+        print(f"  {line}", flush=True)
+    good = each(options.jobs, verify, jobs)
+    print(f"{len(pages)} notebooks executed again, {len(jobs)} runs ({', '.join(used)}): {good.count(False)} differ from "
+          "what is committed")
+    return 0 if all(good) else 1
+
+
+def each(workers, work, jobs):
+    """Do all the jobs, `workers` at a time, and print how each went; returns their success."""
+    good = []
+    with ProcessPoolExecutor(max_workers=workers) as pool:
+        for job in [pool.submit(work, *arguments) for arguments in jobs]:
             line, below, fine = job.result()
-            good &= fine
+            good.append(fine)
             print(f"  {line}", flush=True)
             if below:
                 print("    " + below.replace("\n", "\n    "), flush=True)
-    return 0 if good else 1
+    return good
 
 
 if __name__ == "__main__":

@@ -957,6 +957,11 @@ class Membership(Study):
     draws: int = 20
 
 
+# At the default rate training without noise is chaotic: the last bit of a weight decides who is attacked with success.
+# At a fifth of it the network comes as close to its data, and no bit counts (tests/experiments).
+STABLE = {"epochs": 30, "learning_rate": 0.02}
+
+
 def overfitted(task, config, seed, device):
     """Accuracies, and losses of training and test examples, after plain SGD: shuffled, with momentum 0.9."""
     found, loss = examples(task.data, task.dtype), LOSSES[task.loss]
@@ -983,7 +988,7 @@ def attacked(found, members, others, config):
     return dict(zip(("success", "low", "high"), np.mean(rates, axis=1).T))
 
 
-@experiment(f"{NAME}/figure-11", one_seed=True, uses=(*_SHARED, overfitted, attacked), quick=Membership(QUICK),
+@experiment(f"{NAME}/figure-11", one_seed=True, uses=(*_SHARED, overfitted, attacked), quick=Membership(QUICK, **STABLE),
             paper=Membership(subset("cifar10", "utkface_gender"), epochs=10))
 def figure_11(config, run):
     """Success of the loss-threshold attack on each group with and without DP, beside its mean epsilon."""
@@ -1165,7 +1170,8 @@ def theorem_3_2(config, run):
 def owners_need_nobody(record):
     for name in reported(record):
         difference = record.values[f"{name}.largest_difference"]
-        yield LABELS[name], f"differences up to {difference:.0e}", difference <= 0.02 * record.values[f"{name}.largest"]
+        said = f"differences up to {difference:.0e}" if difference > 1e-9 else "equal to rounding"
+        yield LABELS[name], said, difference <= 0.02 * record.values[f"{name}.largest"]
 
 
 _PRINTED = Study({name: task for name, task in PAPER.items() if name not in CPU})

@@ -381,16 +381,17 @@ def attacks_by_class(config, run):
     return values
 
 
+QUICK_MEMBERSHIP = Membership(overfit=second.Membership(tasks={}, **second.STABLE))
 _ATTACKS = (*_RUNS, attacks_by_class, by_class, second.overfitted, attacks.loss_threshold_attack)
 
 
-@experiment(f"{NAME}/figure-7", one_seed=True, uses=_ATTACKS, quick=Membership())
+@experiment(f"{NAME}/figure-7", one_seed=True, uses=_ATTACKS, quick=QUICK_MEMBERSHIP)
 def figure_7(config, run):
     """Success of the loss-threshold attack by class with and without DP; the paper's data need a GPU."""
     return attacks_by_class(config, run)
 
 
-@experiment(f"{NAME}/figures-9-10", one_seed=True, uses=(*_ATTACKS, groups), quick=Membership(),
+@experiment(f"{NAME}/figures-9-10", one_seed=True, uses=(*_ATTACKS, groups), quick=QUICK_MEMBERSHIP,
             paper=Membership(MNIST, overfit=second.Membership(tasks={}, epochs=10)))
 def figures_9_10(config, run):
     """Loss, mean epsilon and attacks by class on MNIST; UTKFace-age needs a GPU."""

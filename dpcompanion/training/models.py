@@ -27,6 +27,7 @@ torch.Size([5, 10])
 
 import functools
 import math
+import os
 
 import torch
 import torch.nn.functional as F
@@ -41,13 +42,38 @@ def parameter_count(model):
 
 
 def seeded(build):
-    """Give `build` a keyword `seed` that decides its random numbers; the global generator is left as it was."""
+    """Give `build` a keyword `seed` that decides its random numbers; the global generator is left as it was.
+
+    Its weights go through `jittered`, which moves them only where a test asks for it.
+    """
     @functools.wraps(build)
     def wrapped(*args, seed=0, **kwargs):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(seed, "initialisation"))
-            return build(*args, **kwargs)
+            model = build(*args, **kwargs)
+        with torch.no_grad():
+            for p in model.parameters():
+                p.copy_(jittered(p))
+        return model
     return wrapped
+
+
+def jittered(weights):
+    """Fresh weights as they are or, where the environment variable DPCOMPANION_JITTER is set to a number such as
+    1e-12, each moved up or down by this share of itself, or by one unit in its last place if that is more.
+
+    Training rounds on each processor in its own way. The jitter stands for those that are not at hand: a number that
+    it changes would differ on some of them too. See `tools/arithmetic.py`.
+
+    >>> jittered(torch.ones(2, dtype=torch.float64)).tolist()
+    [1.0, 1.0]
+    """
+    share = float(os.environ.get("DPCOMPANION_JITTER") or 0)
+    if not share or not weights.is_floating_point():
+        return weights
+    ups = torch.rand(weights.shape, generator=torch.Generator().manual_seed(weights.numel())) < 0.5
+    share = max(share, torch.finfo(weights.dtype).eps)
+    return weights + torch.where(ups.to(weights.device), share, -share) * weights
 
 
 @seeded

@@ -204,3 +204,17 @@ def test_a_record_that_leaves_the_papers_networks_out_neither_reproduces_nor_con
         board = {one.exhibit.id: one for one in scoreboard.standings(ia.NAME, folder=tmp_path)}
         assert board["figure-5"].state == "in part"
         assert board["figure-5"].findings == ({"holds": 1} if pearson > 0.9 else {"fails": 1})
+
+
+def test_the_quick_run_without_noise_does_not_hang_on_the_last_bits(monkeypatch):
+    task = ia.Task("mnist-5k", "mlp", 0, 0, 0.0, 0.0, dtype="float64")
+
+    def moved(**settings):
+        losses = []
+        for jitter in ("0", "1e-12"):
+            monkeypatch.setenv("DPCOMPANION_JITTER", jitter)
+            losses.append(ia.overfitted(task, ia.Membership(tasks={}, **settings), 0, "cpu")[1]["losses"])
+        return np.abs(np.log(losses[0] / losses[1])).max()
+
+    assert moved(**{**ia.STABLE, "epochs": 5}) < 1e-3
+    assert moved(epochs=5) > 1  # at the default rate every loss is another one

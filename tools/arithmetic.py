@@ -1,0 +1,89 @@
+"""Other processors, imitated: settings under which the same code rounds differently.
+
+    python tools/arithmetic.py       what each of them changes on this machine
+
+MKL, oneDNN and PyTorch choose their kernels by the processor's vector units, and each kernel adds in an order of its
+own. The settings below forbid the newest units or split the work in two; the jitter moves every fresh weight in its
+last places (`dpcompanion.training.models.jittered`) and stands for processors whose kernels are not at hand. A setting
+may change nothing on some machine, and then proves nothing there: that is why this is measured and printed.
+"""
+
+import hashlib
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+ARITHMETICS = {
+    "as it is": {},
+    "compatible": {"MKL_CBWR": "COMPATIBLE"},
+    "avx2": {"MKL_CBWR": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "sse": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    "two-threads": {"OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"},
+    "jitter": {"DPCOMPANION_JITTER": "1e-12"},
+}
+
+
+def environment(name):
+    """The variables of an arithmetic; those of the others are taken away."""
+    others = {key for settings in ARITHMETICS.values() for key in settings}
+    kept = {key: value for key, value in os.environ.items() if key not in others}
+    return {**kept, "OMP_NUM_THREADS": "1", **ARITHMETICS[name]}
+
+
+def processor():
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def probe():
+    """{operation: the hash of its result}, here and now."""
+    import torch
+    import torch.nn.functional as F
+
+    from dpcompanion.training import models
+
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(300, 784, generator=generator, dtype=dtype) for _ in range(2))
+        x = torch.randn(64, 1, 28, 28, generator=generator, dtype=dtype)
+        long = torch.randn(200_000, generator=generator, dtype=dtype)
+        network = models.mnist_cnn(seed=0).to(dtype)
+        with torch.no_grad():
+            found |= {("products", dtype): a @ b.T, ("sums", dtype): long.sum(), ("exponentials", dtype): long.exp(),
+                      ("softmax", dtype): a.log_softmax(1), ("convolutions", dtype): network[:2](x),
+                      ("fresh weights", dtype): network[0].weight.clone()}
+        F.cross_entropy(network(x), torch.arange(64) % 10).backward()
+        found["gradients", dtype] = torch.cat([p.grad.flatten() for p in network.parameters()])
+    return {f"{name} ({str(dtype).removeprefix('torch.float')})": hashlib.sha256(value.numpy().tobytes()).hexdigest()
+            for (name, dtype), value in found.items()}
+
+
+def effects(names):
+    """One line for each arithmetic: what it changes on this machine."""
+    command = [sys.executable, __file__, "probe"]
+    found = {}
+    for name in ("as it is", *names):
+        done = subprocess.run(command, env=environment(name), capture_output=True, text=True, check=True)
+        found[name] = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines())
+    lines = []
+    for name in names:
+        changed = [what for what, value in found[name].items() if value != found["as it is"][what]]
+        says = f"changes bits of {', '.join(changed)}" if changed else "changes NO bit of the probe on this machine"
+        lines.append(f"{name}: {says}")
+    return lines
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["probe"]:
+        for key, value in probe().items():
+            print(key, value)
+    else:
+        print("\n".join([processor(), *effects([name for name in ARITHMETICS if ARITHMETICS[name]])]))
