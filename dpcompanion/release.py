@@ -6,7 +6,8 @@ releases add Gaussian noise instead, calibrated by the analytic Gaussian mechani
 **What is protected.**  One value is added or removed; the number of values n counts as public.  Given the models of the
 training run, each person's epsilon is a function of these models and of that person's data alone (Yu et al. 2023,
 theorem 3.2), so one person changes one value.  The models protect a person by the training's own guarantee, and the
-two add up: :math:`(\varepsilon_i + \varepsilon, 2\delta)` for person i at most.  **Not covered:** values that depend on
+two add up: :math:`(\varepsilon_\text{train} + \varepsilon, \delta_\text{train} + \delta)` at most, with what training
+promised beforehand and not with the person's own account.  **Not covered:** values that depend on
 more than that, such as epsilons by running estimates, which hang on who was sampled.
 
 **Several releases.**  All methods here are compositions of Gaussian mechanisms, so they compose exactly: `split` gives
