@@ -11,9 +11,10 @@ the epsilons of all examples, by RDP or by privacy loss distributions (`accounti
 RDP is still cheap: at each order it is convex in :math:`x = (c/C)^2`, so a chord between two nodes of a table lies
 above it, and a norm adds two weights to its example's row.
 
-What the number is: an account along the realised trajectory ("output-specific", theorem 3.1 of Yu et al. 2023).  It
-becomes a guarantee of individual DP where the norms are bounded beforehand, or clipped to the recorded values, not
-where they are merely observed.  It concerns its owner; publishing it takes noise (`release`).
+What the number is: an account along the realised trajectory ("output-specific", theorem 3.1 of Yu et al. 2023).  It is
+exact along it where gradients are clipped to the recorded norms, an estimate where these are merely observed.  It
+becomes a guarantee of individual DP where the norms are bounded beforehand, or a filter keeps their sum within a budget
+(`filters`).  It concerns its owner; publishing it takes noise (`release`).
 
 Memory: 4 bytes for each example and level with rounding (408 MB for a million examples at r = 0.01); without, 8 bytes
 for each example and order (about 2 GB for a million), and at most 200 MB of norms that wait to be added.

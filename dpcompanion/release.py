@@ -8,8 +8,9 @@ another, ``relation="replace"`` is the one to ask for: it moves two of the count
 release of epsilon 0.1 for add or remove is one of 0.131 for replacement (512 bins, delta 1e-5).  The mean and the
 iterations cost the same in both.  The number of values n counts as public.  Given the models of the training run,
 each person's epsilon is a function of these models and of that person's data alone (Yu et al. 2023, theorem 3.2), so
-one person changes one value.  The models protect a person by the training's own guarantee, and the
-two add up: :math:`(\varepsilon_i + \varepsilon, 2\delta)` for person i at most.  **Not covered:** values that depend on
+one person changes one value.  The models protect a person by the training's own guarantee, and the two add up:
+:math:`(\varepsilon_\text{train} + \varepsilon, \delta_\text{train} + \delta)` at most, with what training promised
+beforehand and not with the person's own account.  **Not covered:** values that depend on
 more than that, such as epsilons by running estimates, which hang on who was sampled.
 
 **Several releases.**  All methods here are compositions of Gaussian mechanisms, so they compose exactly: `split` gives
