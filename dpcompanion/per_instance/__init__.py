@@ -28,7 +28,9 @@ tensor([2.1..., 0.7..., 0.2...], dtype=torch.float64)
 
 from .composition import compose, compose_sensitivities, holder_order, log_runs_needed, smallest_exponent
 from .confidence import log_mean_bound
-from .loss import DeltaEstimate, EpsilonEstimate, loss_delta, loss_divergence, loss_epsilon, step_loss
+from .loss import (
+    DeltaEstimate, EpsilonEstimate, law_counts, law_log_density, loss_delta, loss_divergence, loss_epsilon, step_loss,
+)
 from .steps import (
     coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon, log_mass, step_divergence, update_divergence,
 )
@@ -38,7 +40,7 @@ from .unlearning import Decision, naive_unlearning
 __all__ = [
     "CompositionEstimate", "Decision", "DeltaEstimate", "EpsilonEstimate", "compose", "compose_sensitivities",
     "coupled_delta", "coupled_divergence", "coupled_epsilon", "exact_composition", "holder_epsilon", "holder_order",
-    "log_mass", "log_mean_bound", "log_runs_needed", "loss_delta", "loss_divergence", "loss_epsilon",
-    "naive_unlearning", "smallest_exponent", "step_divergence", "step_loss", "tilted_counts", "tilted_noise",
-    "update_divergence",
+    "law_counts", "law_log_density", "log_mass", "log_mean_bound", "log_runs_needed", "loss_delta", "loss_divergence",
+    "loss_epsilon", "naive_unlearning", "smallest_exponent", "step_divergence", "step_loss", "tilted_counts",
+    "tilted_noise", "update_divergence",
 ]
