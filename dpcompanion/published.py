@@ -33,6 +33,7 @@ from dpcompanion import _checks
 
 PAPERS = ("intrinsic-privacy", "per-instance-accounting", "individual-accounting", "idp-sgd", "gradients-look-alike")
 KINDS = ("table", "figure", "theorem", "algorithm", "text")
+OURS = "ours"        # the kind of what no paper prints: an experiment of our own, beside the paper that it goes on from
 
 # The words for an outcome, and what each promises.
 VERDICTS = {
@@ -238,14 +239,14 @@ def paper(slug):
     return _read(_checks.one_of("slug", slug, PAPERS))[0]
 
 
-def exhibits(paper=None):
-    """All exhibits, or those of one paper, in the paper's order.
+def exhibits(paper=None, *, ours=False):
+    """All exhibits, or those of one paper, in the paper's order; with `ours` the results of our own, too.
 
     >>> len(exhibits()) == sum(len(exhibits(paper=slug)) for slug in PAPERS)
     True
     """
     slugs = PAPERS if paper is None else (_checks.one_of("paper", paper, PAPERS),)
-    return [found for slug in slugs for found in _read(slug)[1].values()]
+    return [found for slug in slugs for found in _read(slug)[1].values() if ours or found.kind != OURS]
 
 
 def exhibit(name):

@@ -198,7 +198,7 @@ def get(name):
 def names():
     """The names of all experiments, in the order of the papers and their exhibits."""
     _load()
-    return tuple(exhibit.name for exhibit in published.exhibits() if exhibit.name in _REGISTRY)
+    return tuple(exhibit.name for exhibit in published.exhibits(ours=True) if exhibit.name in _REGISTRY)
 
 
 def default_preset():

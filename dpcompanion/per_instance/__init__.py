@@ -1,13 +1,14 @@
 r"""How private is one point of one data set, against whoever sees only the model? (Thudi et al. 2024)
 
 Per-instance DP fixes the pair of data sets, X and X' = X with the point x, and asks how well the two trainings can be
-told apart. Everything that a worst case must allow for may then be replaced by what happens on this data. Four parts:
+told apart. Everything that a worst case must allow for may then be replaced by what happens on this data. Five parts:
 
 * `steps`: one step. `step_divergence` (theorem 3.2), `update_divergence` (theorem 3.6), `holder_epsilon` (corollary
   3.1), and what the paper says it has no way to do: `coupled_divergence`, by the distribution of the sensitivity;
 * `composition`: many steps, by theorem 3.3 (`compose`);
 * `tilted`: many steps, exactly, from a handful of runs in which x enters more often (`tilted_counts`,
   `exact_composition`);
+* `loss`: the same runs, at the delta that was asked for (`step_loss`, `loss_epsilon`);
 * `unlearning`: retrain, or keep the model? (`naive_unlearning`).
 
 Neighbouring relation: add or remove the point x; "remove" is the divergence of training with x from training without,
@@ -27,6 +28,9 @@ tensor([2.1..., 0.7..., 0.2...], dtype=torch.float64)
 
 from .composition import compose, compose_sensitivities, holder_order, log_runs_needed, smallest_exponent
 from .confidence import log_mean_bound
+from .loss import (
+    DeltaEstimate, EpsilonEstimate, law_counts, law_log_density, loss_delta, loss_divergence, loss_epsilon, step_loss,
+)
 from .steps import (
     coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon, log_mass, step_divergence, update_divergence,
 )
@@ -34,8 +38,9 @@ from .tilted import CompositionEstimate, exact_composition, tilted_counts, tilte
 from .unlearning import Decision, naive_unlearning
 
 __all__ = [
-    "CompositionEstimate", "Decision", "compose", "compose_sensitivities", "coupled_delta", "coupled_divergence",
-    "coupled_epsilon", "exact_composition", "holder_epsilon", "holder_order", "log_mass", "log_mean_bound",
-    "log_runs_needed", "naive_unlearning", "smallest_exponent", "step_divergence", "tilted_counts", "tilted_noise",
-    "update_divergence",
+    "CompositionEstimate", "Decision", "DeltaEstimate", "EpsilonEstimate", "compose", "compose_sensitivities",
+    "coupled_delta", "coupled_divergence", "coupled_epsilon", "exact_composition", "holder_epsilon", "holder_order",
+    "law_counts", "law_log_density", "log_mass", "log_mean_bound", "log_runs_needed", "loss_delta", "loss_divergence",
+    "loss_epsilon", "naive_unlearning", "smallest_exponent", "step_divergence", "step_loss", "tilted_counts",
+    "tilted_noise", "update_divergence",
 ]
