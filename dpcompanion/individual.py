@@ -16,8 +16,11 @@ exact along it where gradients are clipped to the recorded norms, an estimate wh
 becomes a guarantee of individual DP where the norms are bounded beforehand, or a filter keeps their sum within a budget
 (`filters`).  It concerns its owner; publishing it takes noise (`release`).
 
-Memory: 4 bytes for each example and level with rounding (408 MB for a million examples at r = 0.01); without, 8 bytes
-for each example and order (about 2 GB for a million), and at most 200 MB of norms that wait to be added.
+Memory, with rounding: 2 bytes for each example and level up to 32,767 steps (2 GB for ten million examples at r = 0.01),
+4 bytes beyond.  Without: at most 200 MB of norms that wait to be added, and 8 bytes for each example and order
+(about 2 GB for a million) once they were added.  Epsilons are computed in blocks of examples, so that what
+comes on top does not grow with n.  Accounts of different examples have nothing to do with each other: where those
+without rounding take too much, one accountant after another, each for a part of the examples, gives the same.
 
 Norms that change for a few examples at a time are recorded for these alone, in time that does not grow with n.
 
@@ -33,13 +36,35 @@ import torch
 
 from . import _checks
 from .accounting import ACCOUNTANTS, rdp_to_epsilon
-from .accounting.chords import NODES, chords, rdp_of_shares, weights
+from .accounting.chords import NODES, between, chords, rdp_of_shares, weights
 from .accounting.histories import epsilon_of_histories
 from .accounting.runs import orders_for
 
 _WAITING = 200_000_000       # bytes of norms that may wait before they are added up
 _MOST = 2**31 - 1            # steps that a count can hold
 _ROWS = 8192                 # examples that are worked on at a time
+_NARROW = 2**15 - 1          # steps that a count of 16 bits can hold
+_FEW = 16                    # waiting norms of an example that are cheaper added up again than by a histogram
+_APART = 8                   # orders between two that are looked at first
+
+
+def _least_epsilon(rdp_of, count, orders, delta):
+    """The least epsilon over all orders for each of `count` rows, from about a quarter of the divergences.
+
+    `rdp_of(rows, columns)` gives those of some rows at some orders. Epsilon times (order - 1) is convex in the order
+    (so is the divergence, and the conversion adds a convex term), hence epsilon falls and then rises: the least one
+    lies between the neighbours of the least of a few. Whatever is looked at is a bound.
+    """
+    first = torch.cat([torch.arange(0, len(orders) - 1, _APART), torch.tensor([len(orders) - 1])])
+    everybody = torch.arange(count, device=orders.device)
+    epsilon, best = rdp_to_epsilon(rdp_of(everybody, first), orders[first], delta)
+    place = torch.searchsorted(orders[first].contiguous(), best.nan_to_num(nan=math.inf)).clamp(max=len(first) - 1)
+    for each in place.unique().tolist():
+        rows = (place == each).nonzero()[:, 0]
+        low, high = int(first[max(each - 1, 0)]), int(first[min(each + 1, len(first) - 1)])
+        near = torch.arange(low, high + 1)
+        epsilon[rows] = torch.minimum(epsilon[rows], rdp_to_epsilon(rdp_of(rows, near), orders[near], delta)[0])
+    return epsilon
 
 
 class IndividualAccountant:
@@ -83,7 +108,7 @@ class IndividualAccountant:
             orders = tuple(sorted({order if order < 64 else float(round(order)) for order in orders}))
             self._orders, self._table = (part.to(self.device) for part in
                                          chords(self.sample_rate, self.noise_multiplier, orders))
-            self._rdp = torch.zeros(self.n, len(self._orders), dtype=torch.float64, device=self.device)
+            self._rdp = None                 # (n, K), made when the waiting norms are first added up
             self._waiting, self._held = [], 0
         else:
             levels = math.ceil(1 / self.rounding - 1e-9)
@@ -91,7 +116,7 @@ class IndividualAccountant:
             self.levels = torch.clamp(self.rounding * torch.arange(1, levels + 1, dtype=torch.float64), max=1.0)
             self.levels[-1] = 1.0
             self._levels = self.levels.to(self.device)
-            self._counts = torch.zeros(self.n, levels, dtype=torch.int32, device=self.device)
+            self._counts = torch.zeros(self.n, levels, dtype=torch.int16, device=self.device)
 
     @classmethod
     def for_plan(cls, plan, **arguments):
@@ -159,7 +184,8 @@ class IndividualAccountant:
         else:
             level = torch.searchsorted(self._levels, share)          # the first level that is not below the norm
             rows = torch.arange(self.n, device=self.device) if examples is None else examples
-            added = (steps * (share > 0)).to(torch.int32)
+            self._widen()
+            added = (steps * (share > 0)).to(self._counts.dtype)
             self._counts.view(-1).index_add_(0, rows * len(self._levels) + level, added)
 
     def _shares(self, norms, count=None):
@@ -206,6 +232,11 @@ class IndividualAccountant:
             raise ValueError(f"steps must add up to at most {_MOST} for an example, got {most}")
         self.steps = max(self.steps, most)
 
+    def _widen(self):
+        """Counts of 32 bits where those of 16 could wrap around."""
+        if self.steps > _NARROW and self._counts.dtype == torch.int16:
+            self._counts = self._counts.to(torch.int32)
+
     def epsilon(self, delta):
         """Epsilon of every example at `delta`, from all that has been recorded: an upper bound, (n,) float64.
 
@@ -216,15 +247,33 @@ class IndividualAccountant:
         if self.accountant == "pld":
             return epsilon_of_histories(self._counts, sample_rate=self.sample_rate, delta=delta,
                                         noise_multipliers=self.noise_multiplier / self.levels).to(self.device)
+        result = torch.empty(self.n, dtype=torch.float64, device=self.device)
         if self.rounding is None:
-            self._flush()
-            parts = ((part, self._orders) for part in self._rdp.split(_ROWS))
+            if self._rdp is not None or len(self._waiting) > _FEW or any(part[0] is not None for part in self._waiting):
+                self._flush()
+            orders = self._orders
         else:
-            orders = orders_for(self.noise_multiplier / float(self.levels[0]))
-            table = rdp_of_shares(self._levels, orders, sample_rate=self.sample_rate,
+            orders = torch.tensor(orders_for(self.noise_multiplier / float(self.levels[0])), dtype=torch.float64)
+            table = rdp_of_shares(self._levels, orders.tolist(), sample_rate=self.sample_rate,
                                   noise_multiplier=self.noise_multiplier)
-            parts = ((part.double() @ table, orders) for part in self._counts.split(_ROWS))
-        return torch.cat([rdp_to_epsilon(rdp, orders, delta)[0] for rdp, orders in parts])
+        for start in range(0, self.n, _ROWS):
+            block = slice(start, start + _ROWS)
+            if self.rounding is not None:
+                counts = self._counts[block].double()
+                result[block] = _least_epsilon(lambda rows, columns, counts=counts: counts[rows] @ table[:, columns],
+                                               len(counts), orders.to(self.device), delta)
+            elif self._rdp is not None:
+                result[block] = rdp_to_epsilon(self._rdp[block], orders, delta)[0]
+            else:
+                # So few norms that an account is cheaper made again than kept.
+                nothing = torch.zeros(len(result[block]), 1, dtype=torch.float64, device=self.device)
+                waiting = [(shares[block], steps[block, None]) for _, shares, steps in self._waiting]
+                result[block] = _least_epsilon(
+                    lambda rows, columns, nothing=nothing, waiting=waiting: sum(
+                        (between(shares[rows], self._table[:, columns]) * steps[rows] for shares, steps in waiting),
+                        start=nothing[rows].expand(-1, len(columns))),
+                    len(nothing), orders, delta)
+        return result
 
     def merge(self, other):
         """Add what another accountant of the same examples and parameters has recorded, as if this one had."""
@@ -236,13 +285,14 @@ class IndividualAccountant:
         if steps.max() > _MOST:
             raise ValueError(f"other.steps must add up with these to at most {_MOST} for an example, "
                              f"got {int(steps.max())}")
+        self._steps, self.steps = steps, int(steps.max())
         if self.rounding is None:
             self._flush()
             other._flush()
             self._rdp += other._rdp.to(self.device)
         else:
-            self._counts += other._counts.to(self.device)
-        self._steps, self.steps = steps, int(steps.max())
+            self._widen()
+            self._counts += other._counts.to(device=self.device, dtype=self._counts.dtype)
 
     def state_dict(self):
         """All that is needed to go on: parameters, steps of each example and accounts."""
@@ -261,12 +311,15 @@ class IndividualAccountant:
         if state["parameters"] != self._parameters():
             raise ValueError(f"state must be of an accountant with the parameters {self._parameters()}, "
                              f"got {state['parameters']}")
-        mine = self._rdp if self.rounding is None else self._counts
+        if self.rounding is None:
+            shape, kinds = (self.n, len(self._orders)), (torch.float64,)
+        else:
+            shape, kinds = self._counts.shape, (torch.int16, torch.int32)
         accounts, steps = state["accounts"], torch.as_tensor(state["steps"])
         if steps.shape != (self.n,) or steps.dtype != torch.int64 or steps.min() < 0 or steps.max() > _MOST:
             raise ValueError(f"state must hold ({self.n},) int64 steps from 0 to {_MOST}, got {steps}")
-        if accounts.shape != mine.shape or accounts.dtype != mine.dtype:
-            raise ValueError(f"state must hold accounts of {tuple(mine.shape)} {mine.dtype}, "
+        if accounts.shape != shape or accounts.dtype not in kinds:
+            raise ValueError(f"state must hold accounts of {tuple(shape)} {kinds[-1]}, "
                              f"got {tuple(accounts.shape)} {accounts.dtype}")
         if not bool((accounts >= 0).all()):
             lowest = float(accounts.nan_to_num(nan=-1.0).min())
@@ -276,11 +329,12 @@ class IndividualAccountant:
             if bool((counted > steps.to(counted.device)).any()):
                 raise ValueError(f"state must hold at most an example's steps for it, got {int(counted.max())} of "
                                  f"{int(steps.max())}")
-        mine.copy_(accounts)
         self._steps.copy_(steps)
         self.steps = int(steps.max())
         if self.rounding is None:
-            self._waiting, self._held = [], 0
+            self._rdp, self._waiting, self._held = accounts.to(self.device, copy=True), [], 0
+        else:
+            self._counts = accounts.to(self.device, torch.int16 if self.steps <= _NARROW else torch.int32, copy=True)
 
     def _parameters(self):
         return {"n": self.n, "sample_rate": self.sample_rate, "noise_multiplier": self.noise_multiplier,
@@ -288,6 +342,8 @@ class IndividualAccountant:
 
     def _flush(self):
         """Add the waiting norms to the accounts: a histogram of weights on the nodes, times the table."""
+        if self._rdp is None:
+            self._rdp = torch.zeros(self.n, len(self._orders), dtype=torch.float64, device=self.device)
         waiting, self._waiting, self._held = self._waiting, [], 0
         everybody = [part for part in waiting if part[0] is None]
         some = [torch.cat(column) for column in zip(*(part for part in waiting if part[0] is not None))]

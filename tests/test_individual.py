@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian, rdp_to_epsilon
+from dpcompanion.accounting.chords import between, rdp_of_shares
 from dpcompanion.accounting.runs import orders_for
 from dpcompanion.individual import IndividualAccountant
 
@@ -296,3 +297,58 @@ def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
         with pytest.raises(ValueError, match="state"):
             whole.load_state_dict({**good, **change})
     assert torch.equal(whole.epsilon(1e-5), before)
+
+
+@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-12])
+@pytest.mark.parametrize("rounding", [0.05, None])
+def test_the_least_epsilon_over_some_orders_is_that_over_all(rounding, delta):
+    generator = torch.Generator().manual_seed(3)
+    for noise, rate, steps in ((0.4, 0.02, 50), (1.0, 0.01, 3000), (20.0, 1.0, 7)):
+        accountant = IndividualAccountant(500, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0,
+                                          rounding=rounding)
+        norms = torch.rand(500, generator=generator, dtype=torch.float64) ** 4
+        norms[0] = 0.0
+        accountant.record(norms, steps=steps)
+        found = accountant.epsilon(delta)
+        if rounding is None:
+            orders, rdp = accountant._orders, between(norms, accountant._table) * steps
+        else:
+            orders = torch.tensor(orders_for(noise / float(accountant.levels[0])), dtype=torch.float64)
+            rdp = accountant._counts.double() @ rdp_of_shares(accountant._levels, orders.tolist(), sample_rate=rate,
+                                                              noise_multiplier=noise)
+        torch.testing.assert_close(found, rdp_to_epsilon(rdp, orders, delta)[0], rtol=1e-12, atol=1e-15)
+
+
+def test_counts_grow_to_32_bits_before_they_could_wrap_around():
+    parameters = dict(sample_rate=0.01, noise_multiplier=5.0, max_grad_norm=1.0, rounding=0.5)
+    one, other = (IndividualAccountant(2, **parameters) for _ in range(2))
+    one.record([0.4, 1.0], steps=32_767)
+    other.record([0.4, 1.0], steps=1)
+    assert one._counts.dtype == torch.int16
+    other.load_state_dict(one.state_dict())
+    assert other._counts.dtype == torch.int16
+    one.record([0.4, 1.0])
+    assert one._counts.dtype == torch.int32 and one._counts.tolist() == [[32_768, 0], [0, 32_768]]
+    other.merge(other)
+    assert other._counts.tolist() == [[65_534, 0], [0, 65_534]]
+    fresh = IndividualAccountant(2, **parameters)
+    fresh.load_state_dict({**one.state_dict(), "accounts": one._counts.clone()})
+    assert torch.equal(fresh.epsilon(1e-5), one.epsilon(1e-5)) and float(one.epsilon(1e-5)[1]) > 0
+    # As earlier versions kept them: 32 bits whatever the steps.
+    short = IndividualAccountant(2, **parameters)
+    short.record([0.4, 1.0], steps=9)
+    fresh.load_state_dict({**short.state_dict(), "accounts": short._counts.int()})
+    assert fresh._counts.dtype == torch.int16 and torch.equal(fresh._counts, short._counts)
+
+
+def test_few_norms_of_many_examples_are_accounted_for_in_blocks_without_a_table_of_orders():
+    n = 200_000
+    accountant = IndividualAccountant(n, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, rounding=None)
+    norms = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    accountant.record(norms, steps=600)
+    accountant.record(norms / 2, steps=400)
+    waiting = accountant.epsilon(1e-5)
+    assert accountant._rdp is None
+    accountant.state_dict()
+    assert accountant._rdp.shape == (n, len(accountant._orders))
+    torch.testing.assert_close(accountant.epsilon(1e-5), waiting, rtol=1e-9, atol=0)

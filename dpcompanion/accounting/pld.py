@@ -60,7 +60,7 @@ TOLERANCE = 5e-5
 
 _LOG_NEGLIGIBLE = -75.0      # tilted densities below e^-75 of the peak are cut, and the cut is accounted for
 _WINDOW_LOG_TAIL = -38.0     # tilted mass outside the window, each side: below e^-38
-_LARGEST_GRID = 1 << 22      # points of one transform; a run that wants more gets a coarser grid, and its error says so
+_LARGEST_GRID = 1 << 21      # points of one transform; a run that wants more gets a coarser grid, and its error says so
 _TAIL = 13.0                 # standard deviations of the Gaussian that are looked at on the side of small losses
 _LOG_CAPPED = math.log(1e-5)  # the part of delta that the cap on the loss may add
 _STEEPEST = 6.0              # how fast the log of the tilted density may rise between the last two nodes
@@ -334,6 +334,9 @@ def _log_mgfs(step, steps):
     tilts = torch.from_numpy(np.geomspace(1e-3 * few, 1e2 * many, int(10 * math.log10(1e5 * many / few))))
     # The window's bound looks a little beyond the tilt, so a tilt whose neighbourhood is out of range will not do.
     reachable = step.log_mgf(1.2 * tilts).isfinite()
+    if not reachable.any():
+        raise ValueError(f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: "
+                         "no moment of such a run's loss can be computed in float64")
     return tilts[reachable], steps * step.log_mgf(tilts[reachable])
 
 

@@ -14,7 +14,7 @@ Both are upper bounds on the same number, so the PLD epsilon is the one to repor
 import math
 
 from .. import _checks
-from . import pld
+from . import pld, revealed
 from .conversions import rdp_to_delta, rdp_to_epsilon
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 
@@ -28,8 +28,9 @@ def compute_epsilon(*, sample_rate, noise_multiplier, steps, delta, accountant="
 
     Args:
         sample_rate: probability in (0, 1] with which an example enters a step.
-        noise_multiplier: standard deviation of the noise over the clip norm, at least 0.
-        steps: number of steps, a whole number of at least 0.
+        noise_multiplier: standard deviation of the noise over the clip norm, at least 0. Below
+            `revealed.LITTLE_NOISE` both accountants use the bound of that module.
+        steps: number of steps, a whole number from 0 to 1e12.
         delta: in (0, 1).
         accountant: "pld" (tight) or "rdp" (fast).
 
@@ -47,6 +48,8 @@ def compute_epsilon(*, sample_rate, noise_multiplier, steps, delta, accountant="
     delta = _checks.number("delta", delta, 0, 1, closed="neither")
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else math.inf
+    if sigma < revealed.LITTLE_NOISE:
+        return revealed.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
     if accountant == "pld":
         return pld.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
     orders = orders_for(sigma)
@@ -67,6 +70,8 @@ def compute_delta(*, sample_rate, noise_multiplier, steps, epsilon, accountant="
     epsilon = _checks.number("epsilon", epsilon, 0, math.inf, closed="left")
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else 1.0
+    if sigma < revealed.LITTLE_NOISE:
+        return revealed.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
     if accountant == "pld":
         return pld.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
     orders = orders_for(sigma)
@@ -78,7 +83,7 @@ def _check_run(sample_rate, noise_multiplier, steps, accountant):
     _checks.one_of("accountant", accountant, ACCOUNTANTS)
     return (_checks.number("sample_rate", sample_rate, 0, 1, closed="right"),
             _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"),
-            _checks.whole_number("steps", steps, low=0))
+            _checks.whole_number("steps", steps, 0, 10**12))
 
 
 def orders_for(noise_multiplier):

@@ -1,10 +1,12 @@
 import math
+import time
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 
 from dpcompanion.accounting import ACCOUNTANTS, compute_delta, compute_epsilon, gaussian_delta, gaussian_epsilon, pld
 
@@ -152,3 +154,35 @@ def test_bad_arguments_of_delta_are_named_with_their_value(name, value):
     arguments = dict(sample_rate=0.1, noise_multiplier=1.0, steps=10, epsilon=1.0, accountant="pld")
     with pytest.raises(ValueError, match=name):
         compute_delta(**{**arguments, name: value})
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("run", [
+    dict(sample_rate=1.6e-8, noise_multiplier=0.356, steps=808_631, delta=1e-5),
+    dict(sample_rate=0.01, noise_multiplier=1e-4, steps=100, delta=1e-5),
+    dict(sample_rate=0.01, noise_multiplier=1e-9, steps=10**12, delta=1e-12),
+    dict(sample_rate=1e-11, noise_multiplier=0.0099, steps=10**6, delta=1e-300),
+])
+def test_the_ends_of_the_range_cost_seconds(run, accountant):
+    started = time.process_time()
+    epsilon = compute_epsilon(**run, accountant=accountant)
+    assert time.process_time() - started < 5 and 0 < epsilon < math.inf
+
+
+@pytest.mark.parametrize("rate, steps", [(0.01, 100), (0.5, 30), (1e-6, 1000), (1.0, 10)])
+def test_with_little_noise_the_bound_is_a_bound_and_close(rate, steps):
+    """Against loss distributions where both can be computed, and against a direct sum over the draws."""
+    run = dict(sample_rate=rate, noise_multiplier=0.0099, steps=steps)
+    exact = pld.epsilon(**run, delta=1e-6)
+    found = compute_epsilon(**run, delta=1e-6)
+    assert exact * (1 - 1e-9) <= found <= 1.004 * exact
+    assert compute_delta(**run, epsilon=found) <= 1e-6 * (1 + 1e-4)
+    draws = range(steps + 1)
+    direct = math.fsum(stats.binom.pmf(k, steps, rate) * float(gaussian_delta(math.sqrt(k) / 0.0099, found))
+                       for k in draws)
+    assert 0.9e-6 < direct <= 1e-6
+
+
+def test_more_steps_than_can_be_counted_are_refused():
+    with pytest.raises(ValueError, match="steps must lie in"):
+        compute_epsilon(sample_rate=0.1, noise_multiplier=1.0, steps=10**13, delta=1e-5)
