@@ -86,14 +86,16 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y), tensors of plan.n examples each.
         plan: a `DPSGDPlan`.
-        optimizer: any torch.optim optimizer of the model's parameters; it sees the noisy mean gradient.
+        optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure (not LBFGS);
+            it sees the noisy mean gradient.
         seed: whole number; sampling, noise and the model's own draws come from it.
         device: where to train; the model's own by default. Model and data are moved there.
         method: how to clip, see `dpcompanion.training.clipping`.
         physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another.
         accountant: "pld" or "rdp": note epsilon after every epoch.
         trackers: objects that follow the norms of all examples, such as a `dpcompanion.training.tracking.NormTracker`,
-            and may clip to less than the plan does. They are saved with the run.
+            and may clip to less than the plan does. They must have been made with this model, loss and data, and are
+            saved with the run.
         on_step, on_epoch: functions of a `Run`; what on_epoch returns, a dict or None, goes into the history.
         checkpoint: a file. If it exists the run goes on from there, which takes the same plan, data, architecture and
             optimizer; it is written every `checkpoint_every` steps (an epoch by default), at the end, and on Ctrl-C,
@@ -106,8 +108,9 @@ def train(model, loss, data, plan, *, optimizer, seed, device=None, method="auto
         History.
 
     Raises:
-        ValueError: for a plan that does not fit the data, a model that mixes examples, an optimizer of other
-            parameters, or a checkpoint of another run.
+        ValueError: before any work, for data that do not fit plan, model or loss, a model that mixes examples, a method
+            that is wrong for it (`dpcompanion.training.proof`), an optimizer of other parameters, a tracker of another
+            run, or a checkpoint of another run or damaged.
     """
     every = plan.steps_per_epoch if checkpoint_every is None else _checks.whole_number(
         "checkpoint_every", checkpoint_every, 1)
