@@ -45,8 +45,8 @@ def check_optimizer(optimizer, model):
         raise ValueError("optimizer must hold parameters of the model only, got others")
     left_out = [name for p, name in own.items() if p.requires_grad and p not in held]
     if left_out:
-        raise ValueError(f"optimizer must hold every trainable parameter of the model, but lacks {', '.join(left_out)}; "
-                         "freeze what is not to be trained with requires_grad_(False)")
+        raise ValueError("optimizer must hold every trainable parameter of the model, but lacks "
+                         f"{', '.join(left_out)}; freeze what is not to be trained with requires_grad_(False)")
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(f"optimizer must step once a gradient, but {type(optimizer).__name__} evaluates the loss "

@@ -92,7 +92,8 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y), tensors of plan.n examples each.
         plan: a `DPSGDPlan`.
-        optimizer: any torch.optim optimizer of the model's parameters; it sees the noisy mean gradient.
+        optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure (not LBFGS);
+            it sees the noisy mean gradient.
         seed: None, for a model that is released: sampling and noise come from a cipher under keys of 256 bits that the
             operating system draws (`dpcompanion.training.secure`). Or a whole number, for research: everything random
             comes from it, and whoever has it can subtract the noise.
@@ -101,7 +102,8 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
         physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another.
         accountant: "pld" or "rdp": note epsilon after every epoch.
         trackers: objects that follow the norms of all examples, such as a `dpcompanion.training.tracking.NormTracker`,
-            and may clip to less than the plan does. They are saved with the run.
+            and may clip to less than the plan does. They must have been made with this model, loss and data, and are
+            saved with the run.
         on_step, on_epoch: functions of a `Run`; what on_epoch returns, a dict or None, goes into the history.
         checkpoint: a file. If it exists the run goes on from there, which takes the same plan, data, architecture and
             optimizer; it is written every `checkpoint_every` steps (an epoch by default), at the end, and on Ctrl-C,
@@ -117,8 +119,9 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
         History.
 
     Raises:
-        ValueError: for a plan that does not fit the data, a model that mixes examples, an optimizer of other
-            parameters, or a checkpoint of another run.
+        ValueError: before any work, for data that do not fit plan, model or loss, a model that mixes examples, a method
+            that is wrong for it (`dpcompanion.training.proof`), an optimizer of other parameters, a tracker of another
+            run, or a checkpoint of another run or damaged.
     """
     every = plan.steps_per_epoch if checkpoint_every is None else _checks.whole_number(
         "checkpoint_every", checkpoint_every, 1)

@@ -113,11 +113,11 @@ class DPSGDPlan:
             fix("relation", "zero-out" if given is None else "add-remove")
         if _checks.one_of("relation", self.relation, RELATIONS) == "add-remove":
             if given is None:
-                raise ValueError("expected_batch_size must be given for relation='add-remove', a public constant chosen "
-                                 "before the data were seen, got None: the sum of the rates would give n away")
+                raise ValueError("expected_batch_size must be given for relation='add-remove', a public constant "
+                                 "chosen before the data were seen, got None: the sum of the rates gives n away")
             if isinstance(self.max_grad_norm, torch.Tensor):
-                raise ValueError("max_grad_norm must be one number for relation='add-remove', got one for each example: "
-                                 "the noise is measured in their mean, which would depend on who takes part")
+                raise ValueError("max_grad_norm must be one number for relation='add-remove', got one for each "
+                                 "example: the noise is measured in their mean, which depends on who takes part")
         rate = self.sample_rate
         fix("expected_batch_size", given or _SumOfRates(
             self.n * rate if isinstance(rate, float) else rate.sum().item()))
@@ -200,7 +200,8 @@ class DPSGDPlan:
                               f"{self.expected_batch_size:g} are constants that do not depend on the data)"}
         mean = "" if isinstance(self.max_grad_norm, float) else "mean "
         return (f"{whom[self.relation]}; Poisson sampling at rate {said(self.sample_rate)}, {self.steps} steps, noise "
-                f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta {self.delta:g}.")
+                f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta "
+                f"{self.delta:g}.")
 
     def epsilon(self, delta=None, *, steps=None, accountant="pld"):
         """Epsilon after `steps` steps (all of the plan's by default), of which `statement` says what it is about.

@@ -268,16 +268,16 @@ class NormTracker:
 
     def _check_clipped(self, indices, clipped):
         if indices is None or clipped is None:
-            raise ValueError("indices and clipped must be given where clipping='individual', so that what is charged is "
-                             "known to be enforced, got None")
+            raise ValueError("indices and clipped must be given where clipping='individual', so that what is charged "
+                             "is known to be enforced, got None")
         indices = torch.as_tensor(indices, dtype=torch.int64, device=self._begun.device)
         clipped = torch.as_tensor(clipped).detach().to(device=indices.device, dtype=torch.float64)
         _checks.same_length(indices=indices, clipped=clipped)
         limits = self._begun[indices]
         over = ~(clipped <= limits * (1 + _ROUNDING))
         if over.any():
-            raise ValueError(f"clipped must be at most what before_step returned, but example {int(indices[over][0])} has "
-                             f"{clipped[over][0]:g} where {limits[over][0]:g} is allowed")
+            raise ValueError("clipped must be at most what before_step returned, but example "
+                             f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed")
 
     def _renew(self, examples, norms):
         """Charge examples for what held up to this step, and let their new norms hold from the next one on."""

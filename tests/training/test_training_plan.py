@@ -100,7 +100,8 @@ def test_the_divisor_is_public_under_the_relation_that_the_plan_states():
     assert DPSGDPlan.for_epsilon(2.0, n=10, sample_rate=0.5, steps=20, max_grad_norm=1.0, delta=1e-5,
                                  expected_batch_size=5).relation == "add-remove"
     for bad, message in ({"relation": "add-remove"}, "expected_batch_size must be given"), (
-            {"expected_batch_size": 0}, "expected_batch_size"), ({"expected_batch_size": math.nan}, "expected_batch_s"), (
+            {"expected_batch_size": 0}, "expected_batch_size"), (
+            {"expected_batch_size": math.nan}, "expected_batch_size"), (
             {"relation": "replace"}, "relation"), (
             {"expected_batch_size": 5, "max_grad_norm": [1.0] * 10}, "max_grad_norm must be one number"):
         with pytest.raises(ValueError, match=message):

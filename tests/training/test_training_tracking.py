@@ -437,7 +437,7 @@ def test_an_exact_account_wants_to_see_that_its_limits_were_kept():
     for arguments in ({}, {"indices": [0]}, {"clipped": [0.0]}, {"indices": [0, 1], "norms": [0.1, 0.1]}):
         with pytest.raises(ValueError, match="indices and clipped"):
             tracker.after_step(**arguments)
-    for bad in (limits[[3, 4]] * torch.tensor([1.0, 1.001]), torch.tensor([0.0, math.nan]), torch.tensor([0, math.inf])):
+    for bad in (limits[[3, 4]] * torch.tensor([1.0, 1.001]), torch.tensor([0, math.nan]), torch.tensor([0, math.inf])):
         with pytest.raises(ValueError, match="example 4 has"):
             tracker.after_step([3, 4], clipped=bad)
     with pytest.raises(ValueError, match="same length"):
