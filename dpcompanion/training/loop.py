@@ -208,7 +208,7 @@ class _Loop:
             if buffer._version != version:
                 raise ValueError(f"model must keep no statistics of its examples, but training changes buffer {name!r}")
         summed = torch.cat([total.gradients[name].flatten() for name in self.parameters])
-        released = noise.noisy(summed, plan.noise_std, self.generators["noise"]) / plan.expected_batch_size
+        released = plan.noisy(summed, self.generators["noise"]) / plan.expected_batch_size
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
             p.grad = piece.view_as(p)
         run.optimizer.step()

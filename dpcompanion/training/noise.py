@@ -23,7 +23,7 @@ import hashlib
 import torch
 
 from dpcompanion import _checks
-from dpcompanion.training.secure import SecureStream, grid_of, snapped
+from dpcompanion.training.secure import SecureStream
 
 STREAMS = ("sampling", "noise")
 
@@ -57,19 +57,3 @@ def gaussian_noise(shape, std, generator, *, dtype=torch.float64, device="cpu"):
         return generator.normal(shape, std).to(dtype=dtype, device=device)
     noise = torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device)
     return noise.mul_(std).to(dtype=dtype, device=device)
-
-
-def noisy(total, std, generator):
-    """`total` + N(0, std^2), of its type and on its device.
-
-    With a `SecureStream` the total is put on the grid of the noise first, and both are added there without rounding:
-    what comes out is the rounded Gaussian mechanism on the snapped total, and its type rounds it once more.
-
-    >>> noisy(torch.zeros(3), 1.0, SecureStream()).dtype
-    torch.float32
-    """
-    if not isinstance(generator, SecureStream) or not std:
-        return total + gaussian_noise(total.shape, std, generator, dtype=total.dtype, device=total.device)
-    grid = grid_of(std)
-    exact = snapped(total, grid).cpu() + generator.normal(total.shape, std, grid=grid)
-    return exact.to(dtype=total.dtype, device=total.device)

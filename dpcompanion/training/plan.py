@@ -54,7 +54,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion.training.noise import gaussian_noise
 from dpcompanion.training.sampling import PoissonSampler
-
+from dpcompanion.training.secure import SecureStream, grid_of, snapped
 
 RELATIONS = ("zero-out", "add-remove")
 
@@ -180,6 +180,17 @@ class DPSGDPlan:
     def noise(self, shape, generator, *, dtype=torch.float64, device="cpu"):
         """Noise for a sum of clipped gradients, N(0, noise_std^2), drawn from `generator`."""
         return gaussian_noise(shape, self.noise_std, generator, dtype=dtype, device=device)
+
+    def noisy(self, total, generator):
+        """A sum of clipped gradients with its noise, of its type and on its device: what leaves the data.
+
+        With a `SecureStream` the sum is put on the grid of the noise first, and both are added there without rounding:
+        what comes out is the Gaussian mechanism on the snapped sum, rounded (`dpcompanion.training.secure`).
+        """
+        if isinstance(generator, SecureStream) and self.noise_std:
+            exact = snapped(total, grid_of(self.noise_std)).cpu() + self.noise(total.shape, generator)
+            return exact.to(dtype=total.dtype, device=total.device)
+        return total + self.noise(total.shape, generator, dtype=total.dtype, device=total.device)
 
     def statement(self):
         """What an epsilon of this plan is about, in one sentence: relation, public constants, sampler, noise, delta.

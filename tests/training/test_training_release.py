@@ -9,7 +9,6 @@ import torch
 from scipy import stats
 
 from dpcompanion.training import DPSGDPlan, cross_entropy, models, secure, train
-from dpcompanion.training.noise import noisy
 from dpcompanion.training.sampling import PoissonSampler
 from dpcompanion.training.secure import SecureStream, grid_of
 
@@ -108,12 +107,13 @@ def test_a_checkpoint_with_a_seed_does_not_serve_a_run_without_one(tmp_path):
 
 def test_sum_and_noise_lie_on_the_grid_and_have_the_right_size():
     total, std = torch.randn(20_000, dtype=torch.float64), 2.5
-    released = noisy(total, std, SecureStream())
+    noisy = plan(noise_multiplier=std).noisy
+    released = noisy(total, SecureStream())
     assert torch.equal(released / grid_of(std), (released / grid_of(std)).round())
     assert stats.kstest(((released - total) / std).numpy(), "norm").pvalue > 1e-4
-    assert noisy(total.float(), std, SecureStream()).dtype == torch.float32
-    assert noisy(total.bfloat16(), std, SecureStream()).dtype == torch.bfloat16
-    assert torch.equal(noisy(total, 0.0, SecureStream()), total)
+    assert noisy(total.float(), SecureStream()).dtype == torch.float32
+    assert noisy(total.bfloat16(), SecureStream()).dtype == torch.bfloat16
+    assert torch.equal(plan(noise_multiplier=0.0).noisy(total, SecureStream()), total)
 
 
 def test_a_step_moves_by_exactly_its_noise_where_nobody_is_clipped_to_anything():
