@@ -32,7 +32,7 @@ class Adversary:
         self.left = torch.full((N,), BUDGET)
         self.levels = torch.tensor((0.0, *LEVELS), dtype=torch.float64)
 
-    def check_plan(self, plan):
+    def check_run(self, plan, model, loss, x, y):
         pass
 
     def state_dict(self):
@@ -50,7 +50,7 @@ class Adversary:
         self.played, self.left = limits, self.filter.budget - self.filter.spent
         return limits
 
-    def after_step(self, indices, norms):
+    def after_step(self, indices, norms, *, clipped):
         row = self.model.weight.detach().squeeze(1)
         # A step moves the row by the noisy sum of this row's gradients.
         y, self.row = row - self.row, row.clone()
