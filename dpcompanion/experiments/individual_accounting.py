@@ -513,6 +513,8 @@ def stratified(record):
             lambda chosen, medians=medians: (medians.T[chosen.astype(int)].max(-2) /
                                              medians.T[chosen.astype(int)].min(-2)).min(-1),
             np.arange(medians.shape[1]))
+        # Classes that are drawn again never lie further apart than all of them: as far up as down.
+        spread = intervals.Interval(spread.estimate, spread.low, 2 * spread.estimate - spread.low)
         order = intervals.rank_correlation(record.values[f"{name}.half_time_to_end"], medians.shape[1])
         yield (LABELS[name], f"{spread:.1f} times; rank correlation {order:.1f}",
                intervals.every(spread.at_least(1.5), order.at_least(0.7)))
@@ -783,7 +785,7 @@ def same_order(record):
         groups = len(record.values[f"{name}.mean_epsilon"])
         agreement = intervals.rank_correlation(record.values[f"{name}.orders_agree"], groups)
         # Half of the smallest step that the rank correlation of so many groups can take.
-        yield LABELS[name], f"rank correlation {agreement:.1f}", agreement.at_least(1 - 6 / (groups**3 - groups))
+        yield LABELS[name], f"rank correlation {agreement:.2f}", agreement.at_least(1 - 6 / (groups**3 - groups))
 
 
 HALF_TIME = {"mnist_cnn": dataclasses.replace(MNIST_CNN, epochs=2)}
