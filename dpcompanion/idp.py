@@ -344,6 +344,7 @@ class _Run:
         near = torch.ones_like(every, dtype=torch.bool)
         if self._near is not None:
             near = (every > self._near[0] / 1.7) & (every < self._near[1] * 1.7)
+            near = near if bool(near.any()) else torch.ones_like(near)
         epsilon, decides = self._rdp_epsilon_at(every[near], rates, noises)
         # Epsilon has one minimum over the orders: one inside the range is it.
         least, most = (every[near][i] if not near[i] else math.nan for i in (0, -1))
