@@ -715,7 +715,8 @@ def _check_module(engine, module, optimizer):
         raise UnsupportedModuleError(f"module must compute each example by itself, but: {error}") from error
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held - {id(p) for p in module.parameters()}:
-        raise ValueError("optimizer must hold parameters of the module only, got others")
+        raise ValueError("optimizer must hold parameters of the module only: Module parameters are different than "
+                         "optimizer Parameters")                         # Opacus's words, for those who catch them
     if forgotten := [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]:
         raise ValueError(f"optimizer must hold every trainable parameter of the module, but lacks {forgotten}: their "
                          "gradients would be neither clipped nor noised; freeze them, or add them")
