@@ -19,6 +19,10 @@ What makes each budget hold:
 * the optimizer ends a step with the last piece of its draw: it never joins two draws, takes no example and no draw
   twice, and goes by what was handed out, not by a queue of signals, which an evaluation through the same loader would
   leave out of step;
+* with the first batches it is proved against plain autograd that each example's gradient is its own and its norm
+  whole, before any step: a weight used outside of its layer is refused, and so is a function that mixes examples. In
+  ghost mode, whose criterion is known, that is proved of the losses too;
+* the original optimizer takes no step of its own, all trainable parameters are its, and they stay the same ones;
 * sums are divided by the expected batch size, $\sum_i q_i$, a public number;
 * steps are counted where noise is added, and no more are taken than the budgets were made for.  After a step
   with less noise, as Opacus's schedulers of noise and clipping would have it, every epsilon is infinite;
@@ -29,10 +33,14 @@ Neighbours differ by one example; Poisson sampling; each example's guarantee hol
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
 them.
 
-Needs Opacus; written against version 1.6.
+What the engine cannot see, it takes on trust: that the loop's loss is the mean (or, with loss_reduction "sum", the sum)
+of losses of which each depends on one example, and that no batch is mixed before it reaches the module (as mixup does).
+
+Needs Opacus, version 1.6 or later.
 """
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -44,15 +52,18 @@ from opacus.accountants.accountant import IAccountant
 from opacus.data_loader import wrap_collate_with_empty
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.optimizers.optimizer import _mark_as_processed
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+from opacus.validators.errors import UnsupportedModuleError
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler,
                               default_collate)
 
-from dpcompanion import _checks, accounting, idp
+from dpcompanion import _checks, _engine_proof, accounting, idp
 from dpcompanion.training.layers import squared_norms
 from dpcompanion.training.sampling import PoissonSampler
 
 METHODS = ("sample", "scale", "combined")
 MODES = ("hooks", "functorch", "ew", "ghost")
+CLIPPINGS = ("flat", "per_layer")
 
 
 class IndividualizedPrivacyEngine(PrivacyEngine):
@@ -96,34 +107,51 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     def make_private_with_budgets(self, *, module, optimizer, data_loader, target_epsilons, target_delta, epochs,
                                   max_grad_norm,
                                   method="sample", sample_weight=None, criterion=None, batch_first=True,
-                                  loss_reduction="mean", noise_generator=None, grad_sample_mode="hooks"):
+                                  loss_reduction="mean", noise_generator=None, grad_sample_mode="hooks",
+                                  clipping="flat", wrap_model=True, prove=True):
         """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
         `epochs`.
 
         Args:
-            module, optimizer: as in Opacus. No layer may mix examples (batch normalisation).
+            module, optimizer: as in Opacus. Nothing in the module may mix examples. The optimizer holds all trainable
+                parameters of the module; freeze the others beforehand.
             data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one
                 with Poisson draws, shuffled or not. Its `generator` draws them; without one a generator seeded from
-                `noise_generator`, if that is given.
+                `noise_generator`, if that is given. Worker processes read the examples of one batch side by side;
+                they do not read ahead.
             target_epsilons: (n,) budgets, one for each example of the data set, in its order.
             target_delta: in (0, 1).
             epochs: an epoch has len(data_loader) steps.
-            max_grad_norm: the mean clip norm.
+            max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each parameter, whose
+                Euclidean norm is the mean clip norm.
             method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
             criterion: the loss of ghost mode; cross entropy by default.
             batch_first, loss_reduction, noise_generator: as in Opacus.
             grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, and only "hooks"
                 takes them for every layer: Opacus cannot in "functorch" with convolutions or embeddings, in "ew" at
                 all, nor in "ghost" with embeddings.
+            clipping: "flat", or "per_layer" (not in ghost mode): an example's norm for a parameter is its own clip
+                norm times the parameter's share of the mean.
+            wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
+            prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
+                examples one by one and uses every weight in its layer only.
 
         Raises:
-            ValueError: bad input; budgets that cannot be met; and what would void the account: a module that mixes
-                examples, a sampler of one's own, a collate_fn that changes the order, drop_last, an iterable data set,
-                worker processes, a distributed module, an engine that has taken steps. A second call before any
-                step replaces the first, whose optimizer then takes no step.
+            ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
+                a collate_fn that changes the order, drop_last, an iterable data set, a distributed module, an engine
+                that has taken steps. A second call before any step replaces the first, whose optimizer then takes no
+                step.
+            opacus.validators.errors.UnsupportedModuleError: which is a ValueError: a module that mixes examples, here
+                for layers that do, at the first forward pass for any other; or whose norms are not whole.
         """
         _checks.one_of("method", method, METHODS)
         _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
+        _checks.one_of("clipping", clipping, CLIPPINGS)
+        ghost = grad_sample_mode == "ghost"
+        if ghost and clipping == "per_layer":
+            raise ValueError("clipping must be 'flat' in ghost mode, which knows no norms of single layers")
+        if not wrap_model and grad_sample_mode == "ew":
+            raise ValueError("wrap_model must be True with grad_sample_mode 'ew', which has no hooks")
         if (sample_weight is not None) != (method == "combined"):
             raise ValueError(f"sample_weight must be given with the method 'combined' and only then, got "
                              f"{sample_weight!r} with {method!r}")
@@ -138,7 +166,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if budgets.shape != (n,):
             raise ValueError(f"target_epsilons must have shape ({n},), one for each example, got "
                              f"{tuple(budgets.shape)}")
-        max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+        max_grad_norm, shares = _clip_norms(max_grad_norm, clipping, module)
         run = {"target_delta": target_delta, "sample_rate": 1 / len(data_loader), "steps": epochs * len(data_loader),
                "accountant": self.accountant.by}
         noise = self._calibrate(method, budgets, run, max_grad_norm, sample_weight)
@@ -147,27 +175,32 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if sampling is None and noise_generator is not None:
             seed = torch.randint(2**62, (1,), generator=noise_generator, device=noise_generator.device)
             sampling = torch.Generator().manual_seed(int(seed))
-        draws = _Draws(n, self.sample_rates, sampling or torch.default_generator, len(data_loader))
-        noted = _Noted(data_loader.dataset)
+        # The engine's own tensors: what it shows may be written to.
+        rates, norms = self.sample_rates.clone(), self.max_grad_norms.clone()
+        draws = _Draws(n, rates, sampling or torch.default_generator, len(data_loader))
+        noted = _Noted(data_loader.dataset, data_loader)
         self.dataset = data_loader.dataset
+        original = module
         module = self._prepare_model(module, batch_first=batch_first, max_grad_norm=max_grad_norm,
-                                     loss_reduction=loss_reduction,
-                                     grad_sample_mode=grad_sample_mode)
+                                     loss_reduction=loss_reduction, grad_sample_mode=grad_sample_mode,
+                                     wrap_model=wrap_model)
         module.forbid_grad_accumulation()
         optimizer = getattr(optimizer, "original_optimizer", optimizer)
-        kind = _GhostOptimizer if grad_sample_mode == "ghost" else _Optimizer
+        kind = _GhostOptimizer if ghost else _Optimizer
         optimizer = kind(optimizer, noise_multiplier=noise, max_grad_norm=max_grad_norm,
                          expected_batch_size=float(self.sample_rates.sum()), loss_reduction=loss_reduction,
                          generator=self.secure_rng if self.secure_mode else noise_generator,
                          secure_mode=self.secure_mode)
-        optimizer.follow(draws, noted, self.max_grad_norms, self.accountant)
+        proof = _engine_proof.Proof(module, module if wrap_model else original, batch_first=batch_first,
+                                    loss_reduction=loss_reduction, ghost=ghost,
+                                    batch_size=lambda: len(noted.handed_out or [])) if prove else None
+        optimizer.follow(draws, noted, norms, self.accountant, proof, module._module)
+        optimizer.shares = shares
         loader = _loader(data_loader, noted, draws, batch_first)
-        if grad_sample_mode != "ghost":
+        if not ghost:
             return module, optimizer, loader
-        module.get_clipping_coef = lambda: optimizer.clip_factors(module.get_norm_sample())
         criterion = torch.nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
-        return module, optimizer, self._prepare_criterion(module=module, optimizer=optimizer, criterion=criterion,
-                                                          loss_reduction=loss_reduction), loader
+        return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader
 
     def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight):
         """Set what each example gets; returns the noise multiplier."""
@@ -185,7 +218,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 rates = found.sample_rates
             norms, noises = found.max_grad_norms, found.noise_multipliers
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = rates, norms, noises
-        self.accountant.plan(rates, noises, budgets, float(run["target_delta"]), run["steps"])
+        self.accountant.plan(rates.clone(), noises.clone(), budgets.clone(), float(run["target_delta"]), run["steps"])
         return found.noise_multiplier
 
     def get_epsilons(self, delta):
@@ -301,12 +334,16 @@ class _Accountant(IAccountant):
             generators[name].set_state(value.cpu())
 
 
-class _Draws(PoissonSampler):
-    """The batch sampler: an epoch of draws, each a list of indices; remembers the last one and counts them."""
+class _Draws(PoissonSampler, BatchSampler):
+    """The batch sampler: an epoch of draws, each a list of indices; remembers the last one and counts them.
+
+    A BatchSampler with the expected batch size, from which Opacus's memory manager makes out its length.
+    """
 
     def __init__(self, n, rates, generator, steps):
-        super().__init__(n, rates, generator)
+        PoissonSampler.__init__(self, n, rates, generator)
         self._steps, self.number, self.last = steps, 0, None
+        self.batch_size, self.drop_last = float(self.sample_rate.sum()), False
 
     def __len__(self):
         return self._steps
@@ -320,8 +357,9 @@ class _Draws(PoissonSampler):
 class _Noted(Dataset):
     """A data set that notes which examples it handed out last; otherwise as the one that it holds."""
 
-    def __init__(self, dataset):
+    def __init__(self, dataset, loader):
         self._dataset, self.handed_out = dataset, None
+        self._workers = _Workers(dataset, loader) if loader.num_workers else None
 
     def __len__(self):
         return len(self._dataset)
@@ -331,6 +369,8 @@ class _Noted(Dataset):
 
     def __getitems__(self, indices):
         self.handed_out = list(indices)
+        if self._workers and indices:
+            return self._workers.read(self.handed_out)
         together = getattr(self._dataset, "__getitems__", None)
         return together(indices) if together and indices else [self._dataset[i] for i in indices]
 
@@ -340,11 +380,42 @@ class _Noted(Dataset):
         return getattr(self._dataset, name)
 
 
+class _Workers:
+    """Worker processes that read the examples of one batch side by side.
+
+    The loader itself has none: they would fetch ahead, and which batch is in use would not be known.
+    """
+
+    def __init__(self, dataset, loader):
+        self._count, self._parts = loader.num_workers, []
+        # Seeds of workers come from a generator of their own, so that draws and noise do not depend on them.
+        self._loader = DataLoader(dataset, batch_sampler=self._parts, collate_fn=list, num_workers=self._count,
+                                  persistent_workers=True, timeout=loader.timeout,
+                                  worker_init_fn=loader.worker_init_fn,
+                                  multiprocessing_context=loader.multiprocessing_context,
+                                  generator=torch.Generator().manual_seed(int(torch.randint(
+                                      2**62, (1,), generator=loader.generator))) if loader.generator else None)
+
+    def read(self, indices):
+        size = math.ceil(len(indices) / self._count)
+        self._parts[:] = [indices[start:start + size] for start in range(0, len(indices), size)]
+        return [example for part in self._loader for example in part]
+
+
 class _Following:
     """What both optimizers share: each gradient meets its example's clip norm, each draw becomes one step."""
 
-    def follow(self, draws, noted, norms, accountant):
+    #: Of each parameter in the clip norm, for clipping per layer.
+    shares = None
+
+    def follow(self, draws, noted, norms, accountant, proof, module):
         self._draws, self._noted, self._norms, self._accountant = draws, noted, norms, accountant
+        self._proof, self._module, self._trained = proof, module, _trainable(module)
+        self._own_step = False
+        original = self.original_optimizer
+        if hasattr(original, "_budgets_guard"):
+            original._budgets_guard.remove()
+        original._budgets_guard = original.register_step_pre_hook(self._only_after_noise)
         self._draw, self._taken = None, -1                 # the draw that is being added up, and the last index in it
         self._ended = False
         #: Gradients that were not finite, and so contributed nothing.
@@ -362,14 +433,41 @@ class _Following:
         sampling = self._draws.generator
         return {**found, "default of cpu" if sampling is torch.default_generator else "sampling": sampling}
 
-    def clip_factors(self, norms):
-        """What to multiply the gradients of the current physical batch by; norms: (k,)."""
+    def _only_after_noise(self, *_):
+        if not self._own_step:
+            raise ValueError("the original optimizer must not step: it would take gradients without clipping and "
+                             "noise; use the one that make_private_with_budgets returned")
+
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        if not self.pre_step():
+            return None
+        self._own_step = True
+        try:
+            return self.original_optimizer.step()
+        finally:
+            self._own_step = False
+
+    def _check_trained(self):
+        if _trainable(self._module) != self._trained:
+            raise ValueError("module must keep the trainable parameters that it had: freeze and unfreeze before "
+                             "make_private_with_budgets")
+        if self._proof is not None and self._proof.open and len(self._noted.handed_out or []) > 1:
+            warnings.warn("it could not be proved with this batch that the module treats examples one by one: its "
+                          "inputs, or the gradients of its outputs, did not allow it. The budgets hold if it does",
+                          RuntimeWarning, stacklevel=4)
+
+    def clip_factors(self, norms, share=1.0):
+        """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
         batch = self._noted.handed_out
         if batch is None or len(norms) != len(batch):
             raise ValueError(f"a batch must be what the loader handed out last, {len(batch or [])} examples, got "
                              f"{len(norms)}")
-        own = self._norms[batch].to(device=norms.device, dtype=norms.dtype)
-        factors = (own / (norms + 1e-6)).clamp(max=1.0)
+        own = share * self._norms[batch].to(device=norms.device, dtype=norms.dtype)
+        # A hair less, so that rounding lifts no gradient above its norm.
+        factors = (own / (norms * (1 + 8 * torch.finfo(self.params[0].dtype).eps) + 1e-6)).clamp(max=1.0)
         return torch.where(norms.isfinite(), factors, 0.0)
 
     def pre_step(self, closure=None):
@@ -377,6 +475,7 @@ class _Following:
             raise ValueError("a step needs the optimizer of the engine's last call of make_private_with_budgets: it "
                              "has other budgets by now")
         self._accountant.check_budget()
+        self._check_trained()
         noise_std = self.noise_multiplier * self.max_grad_norm
         draw, batch = self._draws.last, self._noted.handed_out
         if draw is None or batch is None:
@@ -408,16 +507,18 @@ class _Following:
 class _Optimizer(_Following, DPOptimizer):
     def clip_and_accumulate(self):
         samples = self.grad_samples
-        squares = sum(squared_norms(g) if len(g) else g.new_zeros(0, dtype=torch.float64) for g in samples)
-        norms = squares.sqrt().to(samples[0].dtype)
+        squares = [squared_norms(g) if len(g) else g.new_zeros(0, dtype=torch.float64) for g in samples]
+        norms = sum(squares).sqrt()
         factors, bad = self.clip_factors(norms), ~norms.isfinite()
         unfit = bool(bad.any())
         if unfit:
             self.dropped += int(bad.sum())
             warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=4)
-        for p, sample in zip(self.params, samples):
+        for i, (p, sample) in enumerate(zip(self.params, samples)):
             if hasattr(p.grad_sample, "_processed"):
                 raise ValueError("gradients must be cleared between steps: call optimizer.zero_grad() on each")
+            if self.shares is not None:
+                factors = torch.where(bad, 0.0, self.clip_factors(squares[i].sqrt(), self.shares[i]))
             sample = sample.to(p.dtype)
             if unfit:
                 sample = sample.masked_fill(bad.view(-1, *[1] * (sample.ndim - 1)), 0.0)
@@ -428,9 +529,55 @@ class _Optimizer(_Following, DPOptimizer):
 
 class _GhostOptimizer(_Following, DPOptimizerFastGradientClipping):
     _clipped = None                                        # the batch whose loss was clipped last
+    _gradients = None                                      # and what the clipped loss gave
+    _losses_open, _truth = True, None                      # norms by autograd of some examples of the first batch
 
-    def clip_factors(self, norms):
-        factors = super().clip_factors(norms)
+    def clips(self, module, criterion, loss_reduction):
+        """The criterion whose backward pass clips."""
+        module.get_clipping_coef = lambda: self.clip_factors(self._fresh_norms(module))
+        enable = module.enable_hooks
+
+        def ends():                                        # which is how Opacus ends the second backward pass
+            enable()
+            self._gradients = self._seen()
+
+        module.enable_hooks = ends
+        self._hooks = module
+        return _GhostCriterion(module, self, criterion, loss_reduction)
+
+    def _fresh_norms(self, module):
+        """Norms of this backward pass: none is left from an earlier one."""
+        if not all(hasattr(p, "_norm_sample") for p in module.trainable_parameters):
+            raise ValueError("in ghost mode every trainable layer must take part in every batch, in training mode; use "
+                             "hooks")
+        norms = module.get_norm_sample()
+        for p in module.trainable_parameters:
+            del p._norm_sample
+        for row, truth in (self._truth or {}).items():
+            if not abs(float(norms[row]) - truth) <= _engine_proof._tolerance(self.params[0]) * truth:
+                raise _engine_proof.missing(float(norms[row]), truth)
+        self._truth = None
+        return norms
+
+    def prove_losses(self, losses):
+        """Note norms of some examples' gradients by plain autograd, until one is above 0."""
+        if not self._losses_open or self._proof is None or losses.ndim != 1 or not len(losses):
+            return
+        self._truth = {}
+        with self._proof._plain():
+            for row in sorted({round(i * (len(losses) - 1) / 7) for i in range(8)}):
+                gradients = torch.autograd.grad(losses[row], self.params, retain_graph=True, allow_unused=True,
+                                                materialize_grads=True)
+                norm = float(_engine_proof._norm(gradients))
+                if 1e-15 < norm < math.inf:
+                    self._truth[row] = norm
+        self._losses_open = not self._truth
+
+    def _seen(self):
+        return [(p.grad, None if p.grad is None else p.grad._version) for p in self.params]
+
+    def clip_factors(self, norms, share=1.0):
+        factors = super().clip_factors(norms, share)
         self._clipped = self._noted.handed_out
         return factors
 
@@ -438,9 +585,78 @@ class _GhostOptimizer(_Following, DPOptimizerFastGradientClipping):
         if self._clipped is not self._noted.handed_out:
             raise ValueError("in ghost mode the criterion clips: take the loss of every batch by the criterion that "
                              "make_private_with_budgets returned")
+        if any(a is not b or i != j for (a, i), (b, j) in zip(self._gradients, self._seen())):
+            raise ValueError("in ghost mode gradients must stay as the criterion's backward pass left them, but they "
+                             "were changed before the step: call zero_grad before the forward pass, have no other "
+                             "loss, and do not clip or scale them")
         if not all(bool(p.grad.isfinite().all()) for p in self.params):
             raise FloatingPointError("a gradient is not finite, and in ghost mode it cannot be left out; use hooks")
         super().accumulate()
+
+
+class _GhostLosses(DPTensorFastGradientClipping):
+    """Losses whose backward pass clips, and what is computed from them."""
+
+    def backward(self):
+        self.optimizer.prove_losses(self.loss_per_sample)
+        super().backward()
+
+
+def _keeping(name):
+    operation = getattr(DPTensorFastGradientClipping, name)
+
+    @functools.wraps(operation)
+    def kept(self, *others):
+        found = operation(self, *others)
+        found.__class__ = _GhostLosses
+        return found
+
+    return kept
+
+
+for _name in ("__truediv__", "__mul__", "__rmul__", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__"):
+    setattr(_GhostLosses, _name, _keeping(_name))
+
+
+class _GhostCriterion(DPLossFastGradientClipping):
+    _open = True
+
+    def __call__(self, *args, **kwargs):
+        found = super().__call__(*args, **kwargs)
+        found.__class__ = _GhostLosses
+        losses = found.loss_per_sample
+        if self._open and self.optimizer._proof is not None and len(args) > 1 and not kwargs and losses.ndim == 1 and \
+                len(losses) > 1 and all(torch.is_tensor(t) and t.ndim and len(t) == len(losses) for t in args):
+            self._open = False
+            self._check_company(args, losses.detach())
+        return found
+
+    def _check_company(self, args, losses):
+        rows = sorted({round(i * (len(losses) - 1) / 7) for i in range(8)})
+        with torch.no_grad():
+            alone = torch.cat([super(_GhostCriterion, self).__call__(*(t[row:row + 1] for t in args))
+                               .loss_per_sample.reshape(1) for row in rows])
+        together, tolerance = losses[rows], _engine_proof._tolerance(losses)
+        if bool(alone.isfinite().all()) and not torch.allclose(together, alone, rtol=tolerance, atol=1e-6):
+            raise ValueError("criterion must give each example a loss of its own, but it changes with its company: "
+                             f"{together.tolist()} together, {alone.tolist()} alone")
+
+
+def _trainable(module):
+    return {id(p) for p in module.parameters() if p.requires_grad}
+
+
+def _clip_norms(max_grad_norm, clipping, module):
+    """The mean clip norm, and by layer each parameter's share of it."""
+    if clipping == "flat":
+        return _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"), None
+    count = sum(p.requires_grad for p in module.parameters())
+    if not isinstance(max_grad_norm, (list, tuple)) or len(max_grad_norm) != count:
+        raise ValueError(f"max_grad_norm must be a list of {count} norms with per-layer clipping, one for each trainable "
+                         f"parameter, got {max_grad_norm!r}")
+    norms = [_checks.number("max_grad_norm", norm, 0, math.inf, closed="neither") for norm in max_grad_norm]
+    whole = math.hypot(*norms)
+    return whole, [norm / whole * (1 - 1e-12) for norm in norms]
 
 
 def _check_loader(loader):
@@ -457,9 +673,6 @@ def _check_loader(loader):
     if getattr(loader.sampler, "replacement", False) or len(loader.sampler) != len(loader.dataset):
         raise ValueError("data_loader must go once through its data set, got a sampler with replacement or of another "
                          "length")
-    if loader.num_workers:
-        raise ValueError(f"data_loader must have num_workers=0, got {loader.num_workers}: which example a gradient "
-                         "belongs to is noted where the data set is read")
     if loader.collate_fn is not default_collate:
         _check_order(loader)
 
@@ -499,10 +712,18 @@ def _check_module(engine, module, optimizer):
     try:
         engine.validate(module=module, optimizer=None, data_loader=None)
     except Exception as error:
-        raise ValueError(f"module must compute each example by itself, but: {error}") from error
-    own = set(module.parameters())
-    if any(p not in own for group in optimizer.param_groups for p in group["params"]):
-        raise ValueError("optimizer must hold parameters of the module only, got others")
+        raise UnsupportedModuleError(f"module must compute each example by itself, but: {error}") from error
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if held - {id(p) for p in module.parameters()}:
+        raise ValueError("optimizer must hold parameters of the module only: Module parameters are different than "
+                         "optimizer Parameters")                         # Opacus's words, for those who catch them
+    if forgotten := [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]:
+        raise ValueError(f"optimizer must hold every trainable parameter of the module, but lacks {forgotten}: their "
+                         "gradients would be neither clipped nor noised; freeze them, or add them")
+    if not _trainable(module):
+        raise ValueError("module must have a trainable parameter, got none")
+    if isinstance(getattr(optimizer, "original_optimizer", optimizer), torch.optim.LBFGS):
+        raise ValueError("optimizer must make its step from one gradient, got LBFGS, which takes several")
 
 
 def _loader(loader, noted, draws, batch_first):

@@ -25,7 +25,8 @@ budgets some are searched, and the others lie between two of them: a budget deci
 parameters, smoothly.  They are taken from the safe side of chords through neighbouring points.  By RDP
 each group found so is then checked for itself, at one order, which bounds its epsilon.  By PLD, whose
 epsilons cost 10 to 50 milliseconds each, 1e-4 of every budget is kept back for what the grids of nearby
-parameters may differ by, and one budget in the middle of every stretch is checked.
+parameters may differ by, and one budget in the middle of every stretch is checked.  Of more than 30,000 different
+budgets each is rounded down first, by 5e-4 of itself at most: a million take seconds.
 
 >>> found = scale_parameters([1.0, 2.0, 3.0], [34, 43, 23], target_delta=1e-5, sample_rate=1 / 49, steps=1470,
 ...                          max_grad_norm=0.4)
@@ -45,6 +46,7 @@ _PRECISION = 2e-5            # of the logarithm of a parameter
 _JITTER = 1e-4               # by which the PLD epsilons of nearby parameters may differ, relatively, for their grids
 _HAIR = 1e-9                 # and those of RDP, for rounding errors
 _LARGEST_NOISE, _SMALLEST_RATE = 1e9, 1e-12
+_MANY, _APART = 30_000, 5e-4    # more different budgets than that are rounded down until they lie so far apart
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -231,7 +233,10 @@ class _Groups:
                 raise ValueError(f"{name} must be a list with one entry for each group, got shape "
                                  f"{tuple(values[name].shape)}")
         _checks.same_length(**values)
-        self.budgets, self.which = torch.unique(values["target_epsilons"].cpu(), return_inverse=True)
+        budgets = values["target_epsilons"].cpu()
+        self.budgets, self.which = torch.unique(budgets, return_inverse=True)
+        if len(self.budgets) > _MANY:
+            self.budgets, self.which = torch.unique(_rounded_down(budgets), return_inverse=True)
         shares = values["counts"].cpu() / values["counts"].sum().cpu()
         self.weights = torch.zeros_like(self.budgets).index_add_(0, self.which, shares)
 
@@ -344,6 +349,7 @@ class _Run:
         near = torch.ones_like(every, dtype=torch.bool)
         if self._near is not None:
             near = (every > self._near[0] / 1.7) & (every < self._near[1] * 1.7)
+            near = near if bool(near.any()) else torch.ones_like(near)
         epsilon, decides = self._rdp_epsilon_at(every[near], rates, noises)
         # Epsilon has one minimum over the orders: one inside the range is it.
         least, most = (every[near][i] if not near[i] else math.nan for i in (0, -1))
@@ -407,6 +413,12 @@ def _least(excess, start, low, high, precision=_PRECISION):
         stride[open_] = walk
         y[open_] = torch.where(gap.isnan(), walked.clamp(low, high), good[open_] + share * gap)
     return good
+
+
+def _rounded_down(budgets):
+    """Budgets whose logarithms lie on a grid, each at most the one that it stands for."""
+    first = budgets.min()
+    return torch.minimum(first * torch.exp(_APART * torch.floor(torch.log(budgets / first) / _APART)), budgets)
 
 
 def _nodes(budgets, most, spacing):

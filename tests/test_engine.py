@@ -6,6 +6,7 @@ import torch
 from opacus import PrivacyEngine
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler,
                               TensorDataset, WeightedRandomSampler)
@@ -463,7 +464,6 @@ def loaders():
         "sampler with replacement": DataLoader(whole, batch_size=15,
                                                sampler=RandomSampler(whole, replacement=True)),
         "_Batches": DataLoader(whole, batch_sampler=_Batches(SequentialSampler(whole), 15, False)),
-        "num_workers": DataLoader(whole, batch_size=15, num_workers=1),
     }
 
 

@@ -212,3 +212,30 @@ def test_a_bad_run_is_refused_by_name(method, change, message):
 def test_a_bad_clip_norm_is_refused_by_name(norm):
     with pytest.raises(ValueError, match="max_grad_norm must lie in"):
         idp.scale_parameters([1.0], [1], max_grad_norm=norm, **RUN)
+
+
+def test_a_budget_near_zero_beside_a_large_one_is_searched():
+    """The orders that decide lie far apart: between them there was once no order left to look at."""
+    budgets = [1e-4, 1.0]
+    found = idp.sample_parameters(budgets, [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000)
+    assert found.sample_rates.mean().item() == pytest.approx(0.01)
+    for rate, budget in zip(found.sample_rates.tolist(), budgets):
+        assert compute_epsilon(sample_rate=rate, noise_multiplier=found.noise_multiplier, steps=1000, delta=1e-5,
+                               accountant="rdp") <= budget
+
+
+@pytest.mark.parametrize("find", [idp.scale_parameters, idp.sample_parameters])
+def test_a_million_budgets_are_kept(find, monkeypatch):
+    searched, excess = [], idp._Run._rdp_epsilon
+    monkeypatch.setattr(idp._Run, "_rdp_epsilon", lambda self, rates, noises: (
+        searched.append(len(rates)), excess(self, rates, noises))[1])
+    n = 1_000_000
+    budgets = torch.linspace(1, 2, n, dtype=torch.float64)
+    more = {"max_grad_norm": 1.0} if find is idp.scale_parameters else {}
+    found = find(budgets, torch.ones(n), target_delta=1e-5, sample_rate=0.01, steps=1000, **more)
+    assert max(searched) < 30_000
+    for i in (0, 123_456, n - 1):
+        rate = 0.01 if more else float(found.sample_rates[i])
+        noise = float(found.noise_multipliers[i]) if more else found.noise_multiplier
+        spent = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=1000, delta=1e-5, accountant="rdp")
+        assert 0.999 * float(budgets[i]) <= spent <= float(budgets[i])

@@ -1,0 +1,295 @@
+r"""Is each example's gradient, as Opacus finds it, its own?  Proved with the examples of the first batches.
+
+Opacus looks at layers: it multiplies what goes into a layer with the gradient that comes back to it.  A module may do
+what that does not see: use a weight outside of its layer, or mix examples by a function that is no layer.  So before
+the first forward pass some examples of the batch are put through the module together, by Opacus, and one by one, by
+plain autograd.  What Opacus says of each must be what autograd says of it alone; then norms are whole, and an example
+has no influence on the gradient of another.
+
+* The examples are those with the largest gradients among a probe that is spread over the batch, none that is not
+  finite. The loss is a random linear function of the outputs: no example is well fitted by it.
+* All is done twice, with the weights as they are and with weights nearby: behind a weight of zero, as in residual
+  blocks at their start, a wrong gradient looks right.
+* Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
+
+An example by itself has no company, so the proof stays open until a batch has two.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from opacus.validators.errors import UnsupportedModuleError
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+_PROBED, _COMPARED = 16, 4
+_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
+
+
+class Proof:
+    """Waits before the forward pass of a module until it has proved what stands above.
+
+    Args:
+        hooks: what Opacus made of the module.
+        watched: the module that the training loop calls.
+        batch_first, loss_reduction: as in Opacus.
+        ghost: whether Opacus finds norms only.
+        batch_size: called, it gives the number of examples that the loader handed out last.
+    """
+
+    def __init__(self, hooks, watched, *, batch_first, loss_reduction, ghost, batch_size):
+        self._hooks, self._watched, self._inner = hooks, watched, hooks._module
+        self._dim, self._mean, self._ghost, self._batch_size = int(not batch_first), loss_reduction == "mean", ghost, \
+            batch_size
+        #: Whether it still has to be seen that examples keep to themselves.
+        self.open, self._busy = True, False
+        self._handle = watched.register_forward_pre_hook(self._before, with_kwargs=True)
+
+    def close(self):
+        self.open = False
+        self._handle.remove()
+
+    def _before(self, module, args, kwargs):
+        parameters = [p for p in self._inner.parameters() if p.requires_grad]
+        under_way = any(getattr(p, "_forward_counter", 0) for p in parameters)
+        n = self._batch_size()
+        counts = module.training or not hasattr(self._hooks, "hooks_enabled")       # Opacus's hooks look away else
+        if self._busy or under_way or not n or not parameters or not counts or not torch.is_grad_enabled():
+            return
+        batch = _Rows((args, kwargs), n, self._dim)
+        if not batch.found:
+            return
+        self._busy = True
+        try:
+            with self._aside():
+                rows = self._hardest(batch, parameters)
+                if rows:
+                    self._compare(batch, rows, parameters)
+                    with weights_nearby(parameters):
+                        self._compare(batch, rows, parameters)
+        finally:
+            self._busy = False
+        if len(rows) > 1:
+            self.close()
+
+    @contextlib.contextmanager
+    def _aside(self):
+        """Without dropout; and what is done here leaves no trace."""
+        inner = self._inner
+        kept = [(p, p.grad, getattr(p, "grad_sample", None)) for p in inner.parameters()]
+        buffers = [(b, b.clone()) for b in inner.buffers()]
+        dropout = [module for module in inner.modules() if isinstance(module, _DropoutNd) and module.training]
+        devices = {p.device for p, *_ in kept if p.is_cuda}
+        try:
+            for module in dropout:
+                module.training = False
+            for p, *_ in kept:
+                p.grad = None
+            with torch.random.fork_rng(devices=devices), _NoDropout():
+                yield
+        finally:
+            for module in dropout:
+                module.training = True
+            self._clear()
+            for p, grad, sample in kept:
+                p.grad = grad
+                if hasattr(p, "grad_sample"):
+                    p.grad_sample = sample
+            with torch.no_grad():
+                for b, value in buffers:
+                    b.copy_(value)
+
+    def _clear(self):
+        """Gradients, and what Opacus notes on the way to them."""
+        for module in self._inner.modules():
+            for name in ("activations", "max_batch_len"):
+                module.__dict__.pop(name, None)
+        for p in self._inner.parameters():
+            for name in ("_current_grad_sample", "_norm_sample"):
+                p.__dict__.pop(name, None)
+            p.grad = None
+            if hasattr(p, "grad_sample"):
+                p.grad_sample = None
+            if hasattr(p, "_forward_counter"):
+                p._forward_counter = 0
+
+    @contextlib.contextmanager
+    def _plain(self):
+        """The hooks of Opacus look away."""
+        if not hasattr(self._hooks, "hooks_enabled"):
+            yield
+            return
+        self._hooks.hooks_enabled = False
+        try:
+            yield
+        finally:
+            self._hooks.hooks_enabled = True
+
+    def _alone(self, batch, row, parameters):
+        """Gradients of one example by plain autograd, and the shapes of its outputs."""
+        args, kwargs = batch.take([row])
+        with self._plain():
+            outputs = _outputs(self._inner(*args, **kwargs))
+            value = sum(_weighed(out, row, i) for i, out in enumerate(outputs))
+            if not outputs:
+                return None, []
+            gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+        return gradients, [out.shape for out in outputs]
+
+    def _hardest(self, batch, parameters):
+        """Rows with the largest finite gradients; none if the module does not take rows of the batch by themselves."""
+        norms = {}
+        for row in sorted({round(i * (batch.n - 1) / (_PROBED - 1)) for i in range(_PROBED)}):
+            try:
+                gradients, _ = self._alone(batch, row, parameters)
+            except ValueError as error:
+                raise UnsupportedModuleError(f"module must take an example by itself, but: {error}") from error
+            except (RuntimeError, IndexError, TypeError):
+                return []
+            norm = 0.0 if gradients is None else float(_norm(gradients))
+            if 0 < norm < float("inf"):
+                norms[row] = norm
+        return sorted(sorted(norms, key=norms.get)[-_COMPARED:])
+
+    def _compare(self, batch, rows, parameters):
+        args, kwargs = batch.take(rows)
+        outputs = _outputs(self._watched(*args, **kwargs))
+        _, shapes = self._alone(batch, rows[0], parameters)
+        parts = [_parts(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
+        if len(outputs) != len(shapes) or any(part is None for part in parts):
+            raise UnsupportedModuleError(
+                f"module must put out something for each example, but {len(rows)} examples gave the shapes "
+                f"{[tuple(out.shape) for out in outputs]} where one has {[tuple(shape) for shape in shapes]}")
+        own = [sum(part[i] for part in parts if part.ndim) for i in range(len(rows))]
+        whole = sum(part for part in parts if not part.ndim)
+        (whole + sum(own) / (len(rows) if self._mean else 1)).backward(retain_graph=self._ghost)
+        relative = _tolerance(parameters[0])
+        norms = type(self._hooks).get_norm_sample(self._hooks).double() if self._ghost else None
+        for i, row in enumerate(rows):
+            expected, _ = self._alone(batch, row, parameters)
+            length = _norm(expected)
+            if self._ghost:
+                if not abs(norms[i] - length) <= relative * length:
+                    raise missing(float(norms[i]), float(length))
+                if not torch.is_tensor(own[i]):
+                    continue
+                with self._plain():
+                    found = torch.autograd.grad(own[i], parameters, retain_graph=True, allow_unused=True,
+                                                materialize_grads=True)
+            else:
+                found = [_sample(p, i, len(rows)) for p in parameters]
+            error = _norm([a - b for a, b in zip(found, expected)])
+            if not error <= relative * length:
+                raise UnsupportedModuleError(
+                    f"module must compute each example by itself, in layers that Opacus sees, but the gradient of an "
+                    f"example in company is {float(error / length):.2g} of its length off the one that it has alone: "
+                    "it mixes examples, or uses a weight outside of its layer")
+        self._clear()
+
+
+def missing(found, truth):
+    return UnsupportedModuleError(
+        f"module must use its weights in its layers only: Opacus says that a gradient has norm {found:.6g}, autograd "
+        f"{truth:.6g}; use grad_sample_mode='functorch' with the weight in one layer, or untie it")
+
+
+class _NoDropout(TorchFunctionMode):
+    """Calls of dropout's functions return what they got."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if function in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if function is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
+            kwargs["dropout_p"] = 0.0
+        return function(*args, **kwargs)
+
+
+class _Rows:
+    """A call's arguments, of which every tensor with n entries along an axis holds examples."""
+
+    def __init__(self, call, n, dim):
+        self._leaves, self._spec = tree_flatten(call)
+        self.n, self._dim = n, dim
+        self._mine = [torch.is_tensor(t) and t.ndim > dim and t.shape[dim] == n for t in self._leaves]
+        self.found = any(self._mine)
+
+    def take(self, rows):
+        return tree_unflatten([
+            t.detach().index_select(self._dim, torch.tensor(rows, device=t.device)) if mine else t
+            for t, mine in zip(self._leaves, self._mine)], self._spec)
+
+
+def _outputs(value):
+    """What a loss can be made of: tensors of numbers, in any nesting, that depend on the weights."""
+    if torch.is_tensor(value):
+        return [value] if value.requires_grad and value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return [t for part in value for t in _outputs(part)] if isinstance(value, (list, tuple)) else []
+
+
+def _weights(shape, row, number, like):
+    generator = torch.Generator().manual_seed(1000 * row + number)
+    return torch.randn(shape, generator=generator).to(like)
+
+
+def _weighed(out, row, number):
+    """A random linear function, the same for a row always; a loss that the module itself puts out stays as it is."""
+    return (out * _weights(out.shape, row, number, out)).sum() if out.ndim else out
+
+
+def _parts(out, shape, rows, number):
+    """The function of each row's part of what several put out together, (k,); None if there is no telling the parts."""
+    if not out.ndim:
+        return out
+    if len(rows) == 1:
+        return _weighed(out, rows[0], number)[None] if out.shape == shape else None
+    axes = [axis for axis, (a, b) in enumerate(zip(out.shape, shape)) if a != b]
+    if out.ndim != len(shape) or len(axes) != 1 or out.shape[axes[0]] != len(rows) * shape[axes[0]]:
+        return None
+    return torch.stack([_weighed(part, row, number)
+                        for part, row in zip(out.split(shape[axes[0]], dim=axes[0]), rows)])
+
+
+def _sample(p, i, n):
+    sample = getattr(p, "grad_sample", None)
+    if sample is None:
+        return torch.zeros_like(p)
+    if not torch.is_tensor(sample) or len(sample) != n:
+        raise UnsupportedModuleError("module must have layers that keep the examples on the axis that batch_first "
+                                     f"says: {n} examples gave gradients of shape {tuple(getattr(sample, 'shape', ()))}")
+    return sample[i]
+
+
+def _norm(gradients):
+    return torch.stack([g.detach().double().norm().cpu() for g in gradients]).norm()
+
+
+def _tolerance(p):
+    if p.dtype == torch.float64:
+        return 1e-6
+    if p.dtype != torch.float32 or torch.is_autocast_enabled(p.device.type):
+        return 1e-1
+    return 2e-3 if p.device.type == "cpu" else 1e-2       # a GPU may round to TF32
+
+
+@contextlib.contextmanager
+def weights_nearby(parameters):
+    """The weights moved at random by 0.3 of their size, those that are all zero by 0.1; then as before."""
+    generator = torch.Generator().manual_seed(0)
+    own = [p.data for p in parameters]
+    try:
+        for p, data in zip(parameters, own):
+            size = 0.3 * data.double().square().mean().sqrt().item() or 0.1
+            p.data = data + size * torch.randn(data.shape, generator=generator).to(data)
+        yield
+    finally:
+        for p, data in zip(parameters, own):
+            p.data = data

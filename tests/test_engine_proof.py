@@ -1,0 +1,397 @@
+"""What the engine refuses because it would void the budgets, and what it does not."""
+
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from opacus.layers import DPLSTM
+from opacus.utils.batch_memory_manager import BatchMemoryManager
+from opacus.validators.errors import UnsupportedModuleError
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from dpcompanion.idp import IndividualizedPrivacyEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook", "ignore:mean of empty",
+                                        "ignore:.*multi-threaded, use of fork")
+N, DELTA = 48, 1e-5
+BUDGETS = torch.tensor([1.0, 2.0, 4.0]).repeat_interleave(16)
+MODES = ["hooks", "functorch", "ew", "ghost"]
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randint(12, (N, 5), generator=generator), torch.randint(12, (N,), generator=generator))
+
+
+def vectors():
+    generator = torch.Generator().manual_seed(1)
+    return TensorDataset(torch.randn(N, 4, generator=generator), torch.randint(3, (N,), generator=generator))
+
+
+def private(model, dataset=None, *, optimizer=None, mode="hooks", num_workers=0, loader_generator=None, **options):
+    """(engine, model, optimizer, criterion, loader)."""
+    engine = IndividualizedPrivacyEngine()
+    optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    options = {"target_delta": DELTA, "epochs": 4, "max_grad_norm": 0.5, "method": "scale",
+               "noise_generator": torch.Generator().manual_seed(3), **options}
+    module, optimizer, *rest = engine.make_private_with_budgets(
+        module=model, optimizer=optimizer, target_epsilons=BUDGETS, grad_sample_mode=mode,
+        data_loader=DataLoader(vectors() if dataset is None else dataset, batch_size=12, num_workers=num_workers),
+        **options)
+    return engine, module, optimizer, *(rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest))
+
+
+def train(model, optimizer, criterion, loader, count=3):
+    for x, y in loader:
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        count -= 1
+        if not count:
+            break
+
+
+def weights(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
+
+
+class Tied(nn.Module):
+    """The embedding is the head as well, by a function."""
+
+    def __init__(self, scale=1.0):
+        super().__init__()
+        self.embedding, self.hidden, self.scale = nn.Embedding(12, 6), nn.Linear(6, 6), scale
+
+    def forward(self, x):
+        return self.scale * F.linear(self.hidden(self.embedding(x).mean(1)), self.embedding.weight)
+
+
+class Mixing(nn.Module):
+    def __init__(self, mix):
+        super().__init__()
+        self.mix, self.first, self.last = mix, nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.last(self.mix(self.first(x)))
+
+
+MIXES = {
+    "mean": lambda h: h - h.mean(0, keepdim=True),
+    "a little of the mean": lambda h: h - 0.05 * h.mean(0, keepdim=True),
+    "normalised": lambda h: F.batch_norm(h, None, None, training=True),
+    "after dropout": lambda h: F.dropout(h, 0.5) - h.mean(0),
+    "shifted": lambda h: h + h.roll(1, 0),
+    "attention over the batch": lambda h: torch.softmax(h @ h.T, dim=1) @ h,
+    "by the size of the batch": lambda h: h * len(h),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_module_that_mixes_examples_is_refused_before_any_step(mix, mode):
+    engine, model, optimizer, criterion, loader = private(Mixing(MIXES[mix]), mode=mode)
+    before = weights(model)
+    with pytest.raises((UnsupportedModuleError, RuntimeError)) as refused:
+        train(model, optimizer, criterion, loader)
+    assert isinstance(refused.value, ValueError) or mode == "ew"       # which knows few functions of tensors
+    assert torch.equal(before, weights(model)) and engine.accountant.steps == 0
+
+
+class Residual(nn.Module):
+    """Starts with a gate at zero, behind which it mixes."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.last(h + self.gate(h) * h.mean(0))
+
+
+def test_what_a_weight_of_zero_hides_is_seen():
+    with pytest.raises(UnsupportedModuleError, match="mixes examples|by itself"):
+        _, model, optimizer, criterion, loader = private(Residual())
+        train(model, optimizer, criterion, loader)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_a_weight_used_outside_its_layer_is_refused(mode, wrap_model):
+    model = Tied()
+    _, module, optimizer, criterion, loader = private(model, tokens(), mode=mode, wrap_model=wrap_model)
+    with pytest.raises(UnsupportedModuleError, match="weights in its layers only|outside of its layer"):
+        train(module if wrap_model else model, optimizer, criterion, loader)
+
+
+def test_a_penalty_in_the_criterion_of_ghost_mode_is_refused():
+    """Its gradient goes around the layers whose norms are found."""
+    model = nn.Linear(4, 3)
+    penalised = nn.CrossEntropyLoss()
+    plain = penalised.forward
+    penalised.forward = lambda x, y: plain(x, y) + 5 * model.weight.square().sum()
+    for losses in (lambda found: found, lambda found: 2 * found + 1):
+        _, module, optimizer, criterion, loader = private(model, mode="ghost", criterion=penalised)
+        with pytest.raises(UnsupportedModuleError, match="Opacus says that a gradient has norm"):
+            train(module, optimizer, lambda x, y: losses(criterion(x, y)), loader)
+        module.to_standard_module()
+
+
+def test_a_criterion_of_ghost_mode_that_looks_at_the_batch_is_refused():
+    class PerBatch(nn.CrossEntropyLoss):
+        def forward(self, x, y):
+            return super().forward(x, y) * len(y)
+
+    _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), mode="ghost", criterion=PerBatch())
+    with pytest.raises(ValueError, match="changes with its company"):
+        train(model, optimizer, criterion, loader)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_rows_that_are_not_finite_do_not_switch_the_proof_off(bad):
+    x, y = vectors().tensors
+    x = x.clone()
+    x[::2] = bad
+    _, model, optimizer, criterion, loader = private(Mixing(MIXES["a little of the mean"]), TensorDataset(x, y))
+    with pytest.raises(UnsupportedModuleError):
+        train(model, optimizer, criterion, loader)
+
+
+class Sequence(nn.Module):
+    def __init__(self, batch_first=True):
+        super().__init__()
+        self.embedding, self.recurrent, self.head = nn.Embedding(12, 4), DPLSTM(4, 4, batch_first=batch_first), \
+            nn.Linear(4, 12)
+
+    def forward(self, x):
+        return self.head(self.recurrent(self.embedding(x))[0][:, -1])
+
+
+GOOD = {
+    "linear": (lambda: nn.Linear(4, 3), vectors),
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)), vectors),
+    "functional dropout": (lambda: Mixing(lambda h: F.dropout(h, 0.5)), vectors),
+    "a layer used twice": (lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)))(
+        nn.Linear(4, 4)), vectors),
+    "convolution": (lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.GroupNorm(1, 3), nn.ReLU(),
+                                          nn.Flatten(), nn.Linear(9, 3)), vectors),
+    "recurrent": (Sequence, tokens),
+}
+
+
+@pytest.mark.filterwarnings("error:it could not be proved")
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("name", GOOD)
+def test_modules_that_treat_examples_one_by_one_are_taken(name, mode):
+    if mode == "ghost" and name == "a layer used twice":
+        pytest.skip("Opacus has no ghost norms of a layer that is used twice")
+    model, dataset = GOOD[name]
+    engine, module, optimizer, criterion, loader = private(model(), dataset(), mode=mode)
+    train(module, optimizer, criterion, loader)
+    assert engine.accountant.steps == 3 and not optimizer._proof.open
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_proof_leaves_no_trace(mode):
+    def trained(prove):
+        torch.manual_seed(0)
+        _, model, optimizer, criterion, loader = private(
+            nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 3)), mode=mode, prove=prove)
+        train(model, optimizer, criterion, loader)
+        return weights(model)
+
+    assert torch.equal(trained(True), trained(False))
+
+
+def test_inputs_that_do_not_say_which_rows_are_examples_are_warned_of():
+    class Boxed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, box):
+            return self.layer(box.x)
+
+    class Box:
+        def __init__(self, x):
+            self.x = x
+
+    _, model, optimizer, criterion, loader = private(Boxed())
+    with pytest.warns(RuntimeWarning, match="could not be proved"):
+        train(lambda x: model(Box(x)), optimizer, criterion, loader, 1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("freeze", [True, False])
+def test_parameters_frozen_or_set_free_between_steps_are_refused(mode, freeze):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    for p in model[0].parameters():
+        p.requires_grad = freeze
+    _, module, optimizer, criterion, loader = private(model, mode=mode,
+                                                      optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    train(module, optimizer, criterion, loader, 1)
+    for p in model[0].parameters():
+        p.requires_grad = not freeze
+    before = weights(module)
+    with pytest.raises((ValueError, AttributeError, RuntimeError)):
+        train(module, optimizer, criterion, loader, 1)
+    assert torch.equal(before, weights(module))
+
+
+def test_the_original_optimizer_takes_no_step():
+    model = nn.Linear(4, 3)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, module, optimizer, criterion, loader = private(model, optimizer=plain)
+    before = weights(model)
+    with pytest.raises(ValueError, match="original optimizer must not step"):
+        train(module, plain, criterion, loader)
+    assert torch.equal(before, weights(model))
+    optimizer.zero_grad()
+    train(module, optimizer, criterion, loader)
+    assert engine.accountant.steps == 3
+
+
+def test_an_optimizer_that_lacks_trainable_parameters_is_refused():
+    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    with pytest.raises(ValueError, match=r"optimizer must hold every trainable parameter .* \['1.weight', '1.bias'\]"):
+        private(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="LBFGS"):
+        private(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+@pytest.mark.parametrize("extra", [
+    lambda model, x, y: F.cross_entropy(model(x), y).backward(),                  # another loss
+    lambda model, x, y: [p.grad.mul_(100) for p in model.parameters()],
+    lambda model, x, y: [setattr(p, "grad", 100 * p.grad) for p in model.parameters()],
+])
+def test_in_ghost_mode_gradients_stay_as_the_criterion_left_them(extra):
+    _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), mode="ghost")
+    x, y = next(iter(loader))
+    criterion(model(x), y).backward()
+    extra(model, x, y)
+    before = weights(model)
+    with pytest.raises(ValueError, match="gradients must stay as"):
+        optimizer.step()
+    assert torch.equal(before, weights(model))
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_no_gradient_in_evaluation_mode_or_of_a_batch_before(mode):
+    _, model, optimizer, criterion, loader = private(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
+                                                     mode=mode)
+    train(model, optimizer, criterion, loader, 1)
+    before = weights(model)
+    layers = model._module
+    for part in (layers[0], layers):
+        part.eval()
+        with pytest.raises((ValueError, IndexError, RuntimeError)):
+            train(model, optimizer, criterion, loader, 1)
+        part.train()
+    optimizer.zero_grad()
+    assert torch.equal(before, weights(model))
+
+
+def test_what_the_engine_shows_may_be_written_to():
+    budgets = BUDGETS.double()
+    engine = IndividualizedPrivacyEngine()
+    model = nn.Linear(4, 3)
+    model, optimizer, loader = engine.make_private_with_budgets(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(vectors(), batch_size=12), target_epsilons=budgets, target_delta=DELTA, epochs=1,
+        max_grad_norm=0.5, method="scale")
+    train(model, optimizer, nn.CrossEntropyLoss(), loader)
+    spent, norms = engine.get_epsilons(DELTA), engine.max_grad_norms.clone()
+    for shown in (budgets, engine.max_grad_norms, engine.noise_multipliers):
+        shown.mul_(1e-3 if shown is budgets else 1e3)
+    engine.sample_rates.fill_(1e-6)
+    assert torch.equal(engine.get_epsilons(DELTA), spent) and torch.equal(optimizer._norms, norms)
+    assert float(loader.batch_sampler.sample_rate[0]) == 0.25
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_without_wrapping_the_module_is_trained_as_with_it(mode):
+    def trained(wrap_model):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        engine, module, optimizer, criterion, loader = private(model, mode=mode, wrap_model=wrap_model)
+        train(module if wrap_model else model, optimizer, criterion, loader)
+        assert engine.accountant.steps == 3
+        return weights(model)
+
+    assert torch.equal(trained(True), trained(False))
+    with pytest.raises(ValueError, match="wrap_model must be True"):
+        private(nn.Linear(4, 3), mode="ew", wrap_model=False)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_per_layer_clipping_gives_each_parameter_its_share_of_each_examples_norm(mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    plain.load_state_dict(model.state_dict())
+    layers = [0.03, 0.01, 0.04, 0.02]
+    engine, model, optimizer, criterion, loader = private(model, mode=mode, clipping="per_layer", max_grad_norm=layers)
+    mean = math.hypot(*layers)
+    assert optimizer.max_grad_norm == pytest.approx(mean) and float(engine.max_grad_norms.mean()) == pytest.approx(mean)
+    x, y = next(iter(loader))
+    criterion(model(x), y).backward()
+    optimizer.clip_and_accumulate()
+    own = engine.max_grad_norms[loader.dataset.handed_out]
+    for k, p in enumerate(optimizer.params):
+        expected = torch.zeros_like(p)
+        for i in range(len(x)):
+            g = torch.autograd.grad(F.cross_entropy(plain(x[i:i + 1]), y[i:i + 1]), list(plain.parameters()))[k]
+            expected += g * min(1.0, float(own[i]) * layers[k] / mean / float(g.norm()))
+        assert torch.allclose(p.summed_grad, expected, rtol=1e-3, atol=1e-6)
+    with pytest.raises(ValueError, match="list of 4 norms"):
+        private(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), clipping="per_layer", max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="clipping must be 'flat' in ghost mode"):
+        private(nn.Linear(4, 3), mode="ghost", clipping="per_layer", max_grad_norm=[1.0, 1.0])
+    with pytest.raises(ValueError, match="clipping must be one of"):
+        private(nn.Linear(4, 3), clipping="adaptive")
+
+
+def test_under_a_memory_manager_the_length_is_that_of_the_pieces():
+    _, _, optimizer, _, loader = private(nn.Linear(4, 3))
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=3, optimizer=optimizer) as small:
+        assert len(loader) == 4 and len(small) == 16
+    with BatchMemoryManager(data_loader=loader, max_physical_batch_size=5, optimizer=optimizer) as small:
+        assert len(small) == math.ceil(4 * 12 / 5)
+
+
+class Elsewhere(Dataset):
+    """Notes in which processes examples were read."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        (self.folder / str(os.getpid())).touch()
+        return vectors()[i]
+
+
+@pytest.mark.parametrize("pieces", [None, 5])
+def test_worker_processes_read_and_change_nothing(pieces, tmp_path):
+    def trained(num_workers, folder):
+        torch.manual_seed(0)
+        folder.mkdir()
+        _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), Elsewhere(folder), num_workers=num_workers)
+        assert loader.num_workers == 0
+        if pieces is None:
+            train(model, optimizer, criterion, loader)
+        else:
+            with BatchMemoryManager(data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer) as small:
+                train(model, optimizer, criterion, small, 6)
+        return weights(model), {int(file.name) for file in folder.iterdir()} - {os.getpid()}
+
+    here, nobody = trained(0, tmp_path / "here")
+    there, others = trained(2, tmp_path / "there")
+    assert torch.equal(here, there) and not nobody and len(others) == 2
