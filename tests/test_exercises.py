@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpcompanion import experiments
+from dpcompanion import experiments, published
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
+from dpcompanion.experiments.idp_sgd import TABLE_5
 from dpcompanion.per_instance import step_divergence
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
@@ -99,5 +100,23 @@ def test_your_own_model_two_copies():
 
 
 def test_your_epsilon_five_pictures():
+    # Group privacy of the promise; five accounts of one run add up to no promise.
     said = solutions("your-epsilon")[1]
-    assert "$5 \\cdot 0.9 = 4.5$" in said and f"into {100 / (1 + math.exp(-4.5)):.0f}%" in said
+    delta = 1e-5 * math.expm1(5 * 2.4) / math.expm1(2.4)
+    assert "Not 4.5" in said and "$5\\cdot 2.4 = 12$" in said and f"\\approx {delta:.2f}$" in said
+
+
+def test_errata_table_7_of_mnist_breaks_budgets_by_rdp_and_none_by_pld():
+    # Noise multiplier of a group: the printed sigma_scale times the mean clip norm, over the printed clip norm.
+    text = (BOOK / "errata.md").read_text(encoding="utf-8")
+    printed, training = published.exhibit("idp-sgd/table-7"), TABLE_5["mnist"]
+    broken = {}
+    for group in "AB":
+        for i, budget in enumerate((1, 2, 3)):
+            noise = float(printed[f"mnist.{group}.sigma_scale"]) * training.clip / printed[f"mnist.{group}.c_p"][i]
+            run = dict(sample_rate=training.sample_rate, steps=training.steps, noise_multiplier=noise, delta=1e-5)
+            assert compute_epsilon(**run) < budget
+            if (spent := compute_epsilon(**run, accountant="rdp")) > budget:
+                broken[group, budget] = f"{spent:.2f}"
+    assert broken == {("A", 1): "1.08", ("A", 2): "2.01", ("B", 1): "1.06"}
+    assert "epsilon of 1.08 (A) or 1.06 (B) by RDP" in text and "epsilon of 2.01 (A)" in text
