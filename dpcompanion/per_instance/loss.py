@@ -298,6 +298,8 @@ def loss_epsilon(losses, log_densities, *, delta, worst_case, floors=None, share
     def where_it_falls(signed):
         def above(epsilon):
             mean, error = _mean_and_error(_log_values(losses, log_weights, epsilon))
+            if signed and len(losses) == 1:                   # no scatter to tell of: nothing is excluded
+                return torch.full_like(mean, signed > 0, dtype=torch.bool)
             return (mean * torch.exp(signed * error / mean) if signed else mean) > delta
         return _crossing(above, worst)
 
