@@ -21,7 +21,11 @@ def test_every_exhibit_of_the_five_papers_has_its_row():
 
 def test_every_record_is_on_the_board():
     for path in (ROOT / "results").glob("*/*.paper.json"):
-        one = BY_NAME[f"{path.parent.name}/{path.name.removesuffix('.paper.json')}"]
+        name = f"{path.parent.name}/{path.name.removesuffix('.paper.json')}"
+        if published.exhibit(name).kind == published.OURS:      # no paper prints it
+            assert name not in BY_NAME
+            continue
+        one = BY_NAME[name]
         judged = one.exhibit.flat() or experiments.criteria(one.exhibit.name)
         assert one.state != "not run" or not judged, f"{one.exhibit.name} has a record, but stands as not run"
 
