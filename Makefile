@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
-.PHONY: help book site test bench clean
+.PHONY: help book site test bench soundness clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,7 @@ help:
 	@echo "make site    render the book from the committed outputs"
 	@echo "make test    prove it: tests, notebooks, pages"
 	@echo "make bench   time the library beside its peers"
+	@echo "make soundness  try the library against oracles, for hours"
 	@echo "make clean   remove what was rendered (and, with ENV=1, .venv)"
 
 $(INSTALLED): constraints.txt pyproject.toml
@@ -61,6 +62,9 @@ test: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(PY) -m benchmarks
+
+soundness: $(INSTALLED)
+	@$(PY) -m tests.soundness
 
 clean:
 	rm -rf _build .pytest_cache $(if $(ENV),.venv)
