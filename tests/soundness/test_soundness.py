@@ -20,7 +20,6 @@ def test_no_case_of_the_short_part_is_a_violation(name):
     piece = importlib.import_module(f"{__package__}.{name}")
     answers = [piece.violations(case) for case in piece.cases(1, PIECES[name][1])]
     assert [line for lines in answers for line in lines or ()] == []
-    assert sum(lines is not None for lines in answers) >= len(answers) / 2
 
 
 def test_the_oracle_tells_a_bound_that_is_too_small():
