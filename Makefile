@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
-.PHONY: help book site test portable bench clean
+.PHONY: help book site test portable bench soundness clean
 .DEFAULT_GOAL := help
 
 help:
@@ -20,6 +20,7 @@ help:
 	@echo "make test      prove it: tests, notebooks, pages"
 	@echo "make portable  execute every chapter under the arithmetics of other processors: does a number move?"
 	@echo "make bench     time the library beside its peers"
+	@echo "make soundness try the library against oracles on thousands of random cases, for hours"
 	@echo "make clean     remove what was rendered (and, with ENV=1, .venv)"
 
 $(INSTALLED): constraints.txt pyproject.toml
@@ -55,6 +56,9 @@ portable: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(PY) -m benchmarks
+
+soundness: $(INSTALLED)
+	@$(PY) -m tests.soundness
 
 clean:
 	rm -rf _build .pytest_cache $(if $(ENV),.venv)
