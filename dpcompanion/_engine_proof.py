@@ -263,8 +263,9 @@ def _sample(p, i, n):
     if sample is None:
         return torch.zeros_like(p)
     if not torch.is_tensor(sample) or len(sample) != n:
+        shape = tuple(getattr(sample, "shape", ()))
         raise UnsupportedModuleError("module must have layers that keep the examples on the axis that batch_first "
-                                     f"says: {n} examples gave gradients of shape {tuple(getattr(sample, 'shape', ()))}")
+                                     f"says: {n} examples gave gradients of shape {shape}")
     return sample[i]
 
 

@@ -652,8 +652,8 @@ def _clip_norms(max_grad_norm, clipping, module):
         return _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"), None
     count = sum(p.requires_grad for p in module.parameters())
     if not isinstance(max_grad_norm, (list, tuple)) or len(max_grad_norm) != count:
-        raise ValueError(f"max_grad_norm must be a list of {count} norms with per-layer clipping, one for each trainable "
-                         f"parameter, got {max_grad_norm!r}")
+        raise ValueError(f"max_grad_norm must be a list of {count} norms with per-layer clipping, one for each "
+                         f"trainable parameter, got {max_grad_norm!r}")
     norms = [_checks.number("max_grad_norm", norm, 0, math.inf, closed="neither") for norm in max_grad_norm]
     whole = math.hypot(*norms)
     return whole, [norm / whole * (1 - 1e-12) for norm in norms]

@@ -4,7 +4,7 @@
 
 The tests are those that the installed version of Opacus brings.  An adapter gives `make_private` to the engine: equal
 budgets that come out at the noise that a test asks for.  What cannot be asked of the engine that way (noise of zero,
-batches without Poisson sampling) is `not offered`; what fails otherwise has a reason below, or is an error.
+batches without Poisson sampling) is `not offered`.
 """
 
 import argparse
@@ -27,12 +27,6 @@ MODULES = ("privacy_engine_test", "privacy_engine_validation_test", "batch_memor
            "gradient_accumulation_test", "randomness_test", "accounting_noise_multiplier_test", "mixed_precision_test",
            "schedulers.grad_clip_scheduler_test", "schedulers.noise_scheduler_test")
 NOT_OFFERED = "not offered"
-# The end of a test's name: why it must differ.
-DIFFERENCES = {
-    "test_deterministic_run": "draws are seeded by the loader's generator or by the noise's",
-    "test_checkpoints": "a checkpoint loads only into a run with the same noise, and holds generators",
-    "test_raises_seed_set_on_secure_mode": "secure mode needs a package that is not there",
-}
 
 
 class NotOffered(Exception):
@@ -61,7 +55,8 @@ class Adapter(IndividualizedPrivacyEngine):
                                         steps=steps, delta=delta)[0])
         calibrate = idp.scale_parameters
         idp.scale_parameters = lambda budgets, *_, max_grad_norm, **__: found(
-            float(noise_multiplier), torch.full_like(budgets, noise_multiplier), torch.full_like(budgets, max_grad_norm))
+            float(noise_multiplier), torch.full_like(budgets, noise_multiplier),
+            torch.full_like(budgets, max_grad_norm))
         try:
             return self.make_private_with_budgets(
                 module=module, optimizer=optimizer, data_loader=data_loader, target_epsilons=[budget] * n,
@@ -88,8 +83,7 @@ class Outcome(unittest.TestResult):
         if error and error[1] is not None and "NotOffered" in "".join(self._chain(error[1])):
             what = (NOT_OFFERED, next(line for line in self._chain(error[1]) if "NotOffered" in line).split(": ")[-1])
         elif error:
-            reason = DIFFERENCES.get(name.rsplit(".", 1)[-1])
-            what = ("difference", reason) if reason else ("fails", f"{type(error[1]).__name__}: {error[1]}"[:200])
+            what = ("fails", f"{type(error[1]).__name__}: {error[1]}"[:200])
         self.of[name.removeprefix("opacus.tests.")] = what
 
     def _chain(self, error):
