@@ -395,3 +395,12 @@ def test_without_a_chromium_the_check_says_so_and_fails_only_in_ci(rendered):
         done = tool("browser_check.py", rendered, "--site", rendered / "_build" / "html", PATH="/nonexistent",
                     CHROMIUM="", CI=ci)
         assert "NOT checked in a browser: no Chromium was found" in done.stdout and done.returncode == status
+
+
+def test_tests_that_lack_a_browser_or_node_skip_with_a_reason_and_fail_in_ci():
+    # As if neither were installed: the calculator's tests need both.
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/test_calculator.py"]
+    for ci, status, said in (("", 0, "apt-get install nodejs"), ("true", 1, "a Chromium was not found")):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
+                              env={**os.environ, "PATH": "/nonexistent", "CHROMIUM": "", "CI": ci})
+        assert done.returncode == status and said in done.stdout, done.stdout
