@@ -319,8 +319,8 @@ def main(arguments=None):
     for line in arithmetic.effects([name for name in used if arithmetic.ARITHMETICS[name]]):
         print(f"  {line}", flush=True)
     good = each(options.jobs, verify, jobs)
-    print(f"{len(pages)} notebooks executed again, {len(jobs)} runs ({', '.join(used)}): {good.count(False)} differ from "
-          "what is committed")
+    print(f"{len(pages)} notebooks executed again, {len(jobs)} runs ({', '.join(used)}): {good.count(False)} differ "
+          "from what is committed")
     return 0 if all(good) else 1
 
 
