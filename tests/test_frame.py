@@ -1,6 +1,7 @@
 """The files around the library and the book agree with each other."""
 
 import hashlib
+import importlib
 import os
 import re
 import shutil
@@ -136,15 +137,33 @@ def test_the_examples_of_the_tools_hold(file):
     assert subprocess.run([sys.executable, "-m", "doctest", str(ROOT / file)]).returncode == 0
 
 
-def test_the_summary_of_the_tests_counts_them_and_names_what_was_skipped(tmp_path):
+@pytest.fixture
+def prove(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("prove")
+
+
+@pytest.mark.parametrize("broken", [None, "unit tests and doctests", "notebooks executed again, outputs compared"])
+def test_the_end_of_the_tests_says_what_was_proved_and_is_red_if_anything_is(prove, monkeypatch, capsys, broken):
+    tried = []
+
+    def step(title, *command):
+        tried.append(title)
+        return title != broken, ["pages NOT checked in a browser: none" if "browser" in title else f"{title}: all"]
+
+    monkeypatch.setattr(prove, "step", step)
+    assert prove.main() == (broken is not None) and len(tried) == 5
+    said = capsys.readouterr().out
+    assert said.count("proved: ") == (4 if broken is None else 3) and said.count("FAILED: ") == (broken is not None)
+    assert "not tried: pages NOT checked in a browser: none" in said
+
+
+def test_the_summary_of_the_tests_counts_them_and_names_what_was_skipped(prove, tmp_path):
     (tmp_path / "test_three.py").write_text(
         "import pytest\ndef test_one(): pass\ndef test_two(): pytest.skip('no browser')\ndef test_three(): assert 0\n")
     report = tmp_path / "tests.xml"
     subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "--rootdir",
                     str(tmp_path), str(tmp_path)], capture_output=True)
-    sys.path.insert(0, str(ROOT / "tools"))
-    import prove
-    sys.path.pop(0)
     assert prove.counts(report) == (1, {"no browser": 1}) and prove.counts(tmp_path / "none.xml") == (0, {})
 
 

@@ -262,7 +262,7 @@ def check_outputs(cell):
         if not str(options.get("figure", {}).get("caption", "")).strip():
             problems.append("its figure has no caption (mystnb: figure: caption)")
         if not any(output.get("data", {}).get(outputs.DIGEST) for output in cell.outputs):
-            problems.append("its figure has no digest (plotting.digest), so that no check compares what it draws")
+            problems.append("its figure has no digest (plotting.digest), so that no check compares it")
     if pictures > 1:
         problems.append("draws more than one figure")
     return problems
@@ -276,8 +276,8 @@ def main(arguments=None):
     live = commands.add_parser("execute", help="execute sources into their notebooks")
     again = commands.add_parser("verify", help="execute again and compare, under other arithmetics where asked")
     again.add_argument("--under", nargs="+", choices=list(arithmetic.ARITHMETICS), metavar="ARITHMETIC",
-                       help=f"of {', '.join(arithmetic.ARITHMETICS)} (default: {' and '.join(TRAINING)} for what trains, "
-                            "as it is for the rest)")
+                       help=f"of {', '.join(arithmetic.ARITHMETICS)} (default: {' and '.join(TRAINING)} for what "
+                            "trains, as it is for the rest)")
     for command in (live, again):
         command.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
         command.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1),
@@ -307,7 +307,8 @@ def main(arguments=None):
     if options.command == "execute":
         preset = os.environ.get("DPCOMPANION_PRESET", "quick")
         print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
-        return 0 if all(each(options.jobs, execute, [(root, page, preset, options.timeout) for page in pages])) else 1
+        done = each(options.jobs, execute, [(root, page, preset, options.timeout) for page in pages])
+        return 0 if all(done) else 1
 
     # What takes longest comes first: pages that train, and of these the long ones.
     pages = sorted(pages, key=lambda page: (not trains(page), -page.stat().st_size))
@@ -318,8 +319,8 @@ def main(arguments=None):
     for line in arithmetic.effects([name for name in used if arithmetic.ARITHMETICS[name]]):
         print(f"  {line}", flush=True)
     good = each(options.jobs, verify, jobs)
-    print(f"{len(pages)} notebooks executed again, {len(jobs)} runs ({', '.join(used)}): {good.count(False)} differ from "
-          "what is committed")
+    print(f"{len(pages)} notebooks executed again, {len(jobs)} runs ({', '.join(used)}): {good.count(False)} differ "
+          "from what is committed")
     return 0 if all(good) else 1
 
 

@@ -6,8 +6,10 @@ may not. Pictures may differ in a thousandth of their pixels.
 
 >>> same_text("mean 1.00, holds", "mean 1.01, holds"), same_text("mean 1.00, holds", "mean 1.01, holds", tolerance=0.02)
 (False, True)
->>> same_text("mean 1.00, holds", "mean 1.00, fails", tolerance=0.02)
-False
+>>> [same_text("mean 1.00, holds", text, tolerance=0.02) for text in ("mean 1.00, fails", "mean 1.00 or 1, holds")]
+[False, False]
+>>> same_text("| 9,990 | 1e-3 |", "| 10,010 | 1.01e-3 |", tolerance=0.02), same_text("-1", "1", tolerance=0.02)
+(True, False)
 """
 
 import base64

@@ -990,8 +990,8 @@ def attacked(found, members, others, config):
     return dict(zip(("success", "low", "high"), np.mean(rates, axis=1).T))
 
 
-@experiment(f"{NAME}/figure-11", one_seed=True, uses=(*_SHARED, overfitted, attacked), quick=Membership(QUICK, **STABLE),
-            paper=Membership(subset("cifar10", "utkface_gender"), epochs=10))
+@experiment(f"{NAME}/figure-11", one_seed=True, uses=(*_SHARED, overfitted, attacked),
+            quick=Membership(QUICK, **STABLE), paper=Membership(subset("cifar10", "utkface_gender"), epochs=10))
 def figure_11(config, run):
     """Success of the loss-threshold attack on each group with and without DP, beside its mean epsilon."""
     values, seed = left_out(config, run), config.seeds[0]
