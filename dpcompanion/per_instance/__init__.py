@@ -8,7 +8,7 @@ told apart. Everything that a worst case must allow for may then be replaced by 
 * `composition`: many steps, by theorem 3.3 (`compose`);
 * `tilted`: many steps, exactly, from a handful of runs in which x enters more often (`tilted_counts`,
   `exact_composition`);
-* `loss`: the same runs, at the delta that was asked for (`step_loss`, `loss_epsilon`);
+* `loss`: the same, at the delta that was asked for, by runs of several laws (`law_counts`, `loss_epsilon`);
 * `unlearning`: retrain, or keep the model? (`naive_unlearning`).
 
 Neighbouring relation: add or remove the point x; "remove" is the divergence of training with x from training without,
