@@ -3,7 +3,7 @@
 The games are those of Boenisch et al. on MNIST (9,375 steps in blocks of a third of an epoch) and of Yu et al. on
 CIFAR-10 (3,600 steps of 4,096 in blocks of 36), with four and with ten levels and costs that are the squares of the
 norms, in both directions.  The steps are those of a small CNN on 60,000 examples of which one in a hundred is drawn:
-alone, with the exact filter, and with the Renyi filter; norms are not measured here (see the benchmark of tracking). 
+alone, with the exact filter, and with the Renyi filter; norms are not measured here (see the benchmark of tracking).
 `cpu s` is processor time on one core.
 """
 

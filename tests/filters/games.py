@@ -36,11 +36,11 @@ def every_strategy(pairs, costs, budget, epsilon, direction, stages):
 
 
 def played(strategy, *, sample_rate, noise_multiplier, levels, costs, budget, epsilon, direction, proposals,
-           runs=200_000, seed=0):
+           runs=200_000, seed=0, groups=1):
     """Delta of a strategy on the sampled Gaussian mechanism, by importance sampling: (estimate, standard error).
 
     Args:
-        strategy: (budget left, loss so far) -> level index, -1 to leave a unit of the budget unspent; arrays of runs.
+        strategy: (budget left, loss so far, which run) -> level index, -1 to leave a unit of the budget unspent; arrays of runs.
         proposals: (K,) for each level by how many noise standard deviations the outputs are pushed towards large
             losses, at the rate with which they come from the pushed Gaussian: pairs (push, rate).
     """
@@ -52,7 +52,7 @@ def played(strategy, *, sample_rate, noise_multiplier, levels, costs, budget, ep
     going = left >= costs.min()
     while going.any():
         who = going.nonzero()[0]
-        move = strategy(left[who], loss[who])
+        move = strategy(left[who], loss[who], who)
         left[who[move < 0]] -= 1
         who, move = who[move >= 0], move[move >= 0]
         if len(who):
@@ -73,18 +73,20 @@ def played(strategy, *, sample_rate, noise_multiplier, levels, costs, budget, ep
             left[who] -= costs[move]
         going = left >= costs.min()
     values = np.exp(log_weight) * np.maximum(-np.expm1(epsilon - loss), 0)
-    return values.mean(), values.std() / math.sqrt(runs)
+    values = values.reshape(-1, groups)              # run i belongs to group i modulo their number
+    mean, deviation = values.mean(axis=0), values.std(axis=0) / math.sqrt(len(values))
+    return (mean, deviation) if groups > 1 else (mean[0], deviation[0])
 
 
 def maximising(game):
     """The strategy that a `Game` with choices found."""
-    def strategy(left, loss):
+    def strategy(left, loss, who):
         place = np.rint(loss / game.interval).astype(int) - game.first
         return game.choices[left, place.clip(0, game.choices.shape[1] - 1)].astype(int)
     return strategy
 
 
 def constant(level, costs):
-    def strategy(left, loss):
+    def strategy(left, loss, who):
         return np.where(left >= costs[level], level, -1)
     return strategy
