@@ -308,7 +308,7 @@ def resolve_method(model, loss, x, y, method="auto"):
 
     Layers are trusted only if norms and sums agree with plain autograd (`dpcompanion.training.proof`) for the examples
     with the largest gradients of a probe of (x, y), which may be all the data. Another `method` is proved likewise,
-    and returned; "func" takes examples one by one in any case.
+    and returned; "func" takes examples one by one in any case, and is tried on them alone.
 
     Raises:
         ValueError: if model and loss do not accept the data, if an example's loss depends on the other examples, or if
@@ -344,3 +344,12 @@ def _try_func(model, loss, x, y):
     except RuntimeError as error:
         raise ValueError("model must be one that torch.func's vmap and grad can take (recurrent layers often are not; "
                          f"opacus.layers has some that are), but: {error}") from error
+
+    def claimed(x, y):
+        found = _functional(model, loss, x, y, math.inf)
+        return found.norms, found.gradients
+
+    try:
+        proof.prove_alone(model, loss, x, y, claimed)
+    except Unfit as error:
+        raise Unfit(f"no method fits this model: by torch.func, {error}") from error

@@ -60,6 +60,25 @@ def prove(model, loss, x, y, claimed):
             _compare(model, loss, x, y, claimed)
 
 
+def prove_alone(model, loss, x, y, claimed):
+    """As `prove`, for a way that puts each example through the model alone, whatever the model does with a batch.
+
+    It is wrong where the framework is: PyTorch 2.13's batched gradient of an instance norm, behind which channels are
+    moved to the last axis, is.  Of a model that draws at random in evaluation mode nothing can be said.
+    """
+    with evaluating(model):
+        rows = hardest(model, loss, x, y)
+        if not len(rows):
+            return
+        x, y = x[rows], y[rows]
+        once, again = (gradients_alone(model, loss, x, y, 0)[1] for _ in range(2))
+        if not all(map(torch.equal, once, again)):
+            return
+        _compare(model, loss, x, y, claimed)
+        with weights_nearby(model):
+            _compare(model, loss, x, y, claimed)
+
+
 def hardest(model, loss, x, y):
     """Rows of the examples with the largest finite gradients, by plain autograd, of a probe spread over (x, y)."""
     norms, found = [], []

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from dpcompanion import records
-from dpcompanion.training import loop
+from dpcompanion.training.checkpoints import read_checkpoint, write_checkpoint
 
 
 def cases(seed, count):
@@ -60,9 +60,9 @@ def _checkpoint(folder):
     path = os.path.join(folder, "run.pt")
 
     def write(number):
-        loop.write_checkpoint(path, {"identity": {}, "number": number, "a": torch.full((2000,), float(number))})
+        write_checkpoint(path, {"identity": {}, "number": number, "a": torch.full((2000,), float(number))})
 
     def read():
-        content = loop.read_checkpoint(path)
+        content = read_checkpoint(path, ("identity", "number", "a"))
         return content["number"], content["a"].tolist()
     return write, read

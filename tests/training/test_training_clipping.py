@@ -446,3 +446,23 @@ def test_sums_of_squares_of_small_numbers_are_rounded_up():
         norms = layers.squared_norms(values).sqrt()
         assert norms[0] >= values[0, 5].double() and norms[1] >= values[1, 0].double() and norms[2] == 0
     assert layers.squared_norms(torch.zeros(2, 0)).tolist() == [0, 0]
+
+
+def test_a_batched_gradient_that_the_framework_gets_wrong_is_refused():
+    """Instance norm whose output has its channels moved: PyTorch's gradient of a batch is not that of its examples."""
+    class Last(torch.nn.Module):
+        def forward(self, x):
+            return x.movedim(1, -1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.InstanceNorm2d(2, affine=True), Last(),
+                                torch.nn.Flatten(), torch.nn.Linear(18, 3)).double()
+    x, y = torch.randn(9, 1, 3, 3).double(), torch.arange(9) % 3
+    for method in clipping.METHODS:
+        try:
+            used = clipping.resolve_method(model, clipping.cross_entropy, x, y, method)
+        except ValueError:
+            continue
+        found = clipping.gradient_norms(model, clipping.cross_entropy, x, y, method=used)
+        alone = torch.cat([clipping.gradient_norms(model, clipping.cross_entropy, x[i:i + 1], y[i:i + 1], method=used)
+                           for i in range(9)])
+        torch.testing.assert_close(found, alone)
