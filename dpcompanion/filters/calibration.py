@@ -8,7 +8,7 @@ rounded up.
 
 >>> level_costs([0.25, 0.5, 0.75, 1.0], sample_rate=512 / 60_000, noise_multiplier=3.425, block=39, steps=9375,
 ...             target_epsilon=0.9, target_delta=1e-5)
-(1, 4, 9, 17)
+(1, 4, 9, 16)
 """
 
 import functools
@@ -72,12 +72,11 @@ def level_costs(levels, *, sample_rate, noise_multiplier, steps, target_epsilon,
     prices = [SampledGaussian(sample_rate, noise_multiplier / z, block).log_mass(
         "remove", tilt, log_delta - math.log(max(1, count))) for z in levels]
     blocks = math.ceil(steps / block)
-    finest = _MOST_UNITS / (prices[-1] * blocks)
+    dearest = max(1, min(_MOST_UNITS // blocks, math.floor(64 * prices[-1] / prices[0])))
     least = None
-    # Costs are ceil(unit price): only units at which one of them is whole can be best.
-    for unit in sorted({k / price for price in prices for k in range(1, 65) if k <= 64 * price / prices[0]}):
-        if least is not None and unit > finest:
-            break
+    # Costs are ceil(unit price). The full level is priced exactly: rounding takes from nobody who needs the whole budget.
+    for top in range(1, dearest + 1):
+        unit = top / prices[-1]
         costs = tuple(math.ceil(unit * price * (1 - 1e-9)) for price in prices)
         waste = max(cost / (unit * price) for cost, price in zip(costs, prices)) - 1
         if least is None or waste < 0.9 * least[0]:

@@ -113,6 +113,10 @@ def worst_case(pairs, *, costs, budget, epsilon, direction="remove", interval=No
     if budget * max(pair.largest_loss(direction) / cost for pair, cost in zip(pairs, costs)) <= epsilon:
         return Game(direction, epsilon, np.zeros(budget + 1), 0.0, 0.0)
     log_capped = [_LOG_CAPPED + max(log_delta, _LEAST) - math.log(max(count, 1)) for count in times]
+    # A tilt that goes for deltas far below what floats hold, or that the moments do not allow, is too large.
+    while tilt > 1e-3 and not budget * max(pair.log_mass(direction, tilt, log) / cost for pair, cost, log
+                                           in zip(pairs, costs, log_capped)) <= _LARGEST_MASS:
+        tilt *= 0.7
     if interval is None:
         interval = _interval(times, tilt, epsilon)
     while True:

@@ -189,6 +189,12 @@ class Discrete:
         best = int(bound.argmin())
         return float(tilts[best]), min(0.0, max(float(bound[best]), math.log(infinite) if infinite else -math.inf))
 
+    def log_mass(self, direction, tilt, log_capped):
+        """As in `SampledGaussian`."""
+        losses, masses, _ = self._losses(direction)
+        top = float(losses.max())
+        return tilt * top + math.log(float((masses * np.exp(tilt * (losses - top))).sum()))
+
     def law(self, direction, *, tilt, interval, log_capped=-math.inf):
         """As in `SampledGaussian`; infinite losses count as delta."""
         losses, masses, infinite = self._losses(direction)

@@ -40,7 +40,8 @@ def played(strategy, *, sample_rate, noise_multiplier, levels, costs, budget, ep
     """Delta of a strategy on the sampled Gaussian mechanism, by importance sampling: (estimate, standard error).
 
     Args:
-        strategy: (budget left, loss so far, which run) -> level index, -1 to leave a unit of the budget unspent; arrays of runs.
+        strategy: (budget left, loss so far, which run) -> level index, -1 to leave a unit of
+            the budget unspent; arrays of runs.
         proposals: (K,) for each level by how many noise standard deviations the outputs are pushed towards large
             losses, at the rate with which they come from the pushed Gaussian: pairs (push, rate).
     """

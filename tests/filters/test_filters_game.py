@@ -176,6 +176,15 @@ def test_rounding_is_accounted_for_far_below_the_smallest_relative_difference():
         assert exact < 1e-12 and exact * (1 - 1e-3) <= found <= 1.5 * exact
 
 
+@pytest.mark.parametrize("run", [
+    dict(sample_rate=0.0025, noise_multiplier=3.1, levels=[0.2, 0.46], costs=[3, 8], budget=40, epsilon=0.707),
+    dict(sample_rate=0.0012, noise_multiplier=3.0, levels=[0.18, 0.45], costs=[2, 9], budget=47, epsilon=0.095,
+         block=10),
+    dict(sample_rate=512 / 60_000, noise_multiplier=3.4, levels=[1.0], costs=[1], budget=10, epsilon=1.5, block=40)])
+def test_deltas_that_floats_hardly_hold_are_bounded_by_next_to_nothing(run):
+    assert 0 <= adaptive_delta(**run) < 1e-50
+
+
 def test_mechanisms_of_different_kinds_share_a_budget():
     pairs = [SampledGaussian(0.1, 2.0, 5), SampledGaussian(1.0, 10.0), Discrete(*coin(0.1))]
     value = worst_case(pairs, costs=[2, 1, 1], budget=8, epsilon=0.5).delta
