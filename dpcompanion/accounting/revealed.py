@@ -11,7 +11,7 @@ drawn steps for sure: about :math:`\ln(1/q)` of the :math:`1 / 2 \sigma^2` that 
 percent of epsilon at a noise multiplier below `LITTLE_NOISE` and rates above 1e-11.
 
 >>> f"{epsilon(sample_rate=0.01, noise_multiplier=0.005, steps=100, delta=1e-5):.4g}"
-'1.426e+05'
+'1.41e+05'
 """
 
 import math
@@ -24,7 +24,7 @@ from .gaussian import gaussian_delta, gaussian_epsilon
 #: Noise multipliers below which runs are accounted for by this bound; privacy loss distributions would cost 1 / sigma.
 LITTLE_NOISE = 0.01
 
-_GROUPS = 512                # numbers of draws that are told apart
+_GROUPS = 512                # numbers of draws that are told apart, and groups of more
 
 
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):
@@ -49,11 +49,13 @@ def _draws(sample_rate, steps, spare):
     """Numbers of draws, the probability of each group up to it, and a bound on the probability of more."""
     most = steps if sample_rate == 1 else min(steps, int(stats.binom.isf(spare, steps, sample_rate)) + 1)
     least = int(stats.binom.ppf(1e-3, steps, sample_rate))
-    ends = torch.linspace(least, most, min(_GROUPS, most - least + 1), dtype=torch.float64).ceil().unique()
-    above = torch.from_numpy(stats.binom.sf(ends.numpy(), steps, sample_rate))
-    # A group counts as its largest number. The hair covers the rounding errors of the binomial tail.
-    weights = (1 - above[:1]).tolist() + (above[:-1] - above[1:]).clamp(min=0).tolist()
-    return ends, torch.tensor(weights, dtype=torch.float64) * (1 + 1e-9), float(above[-1]) * (1 + 1e-9)
+    few = torch.arange(least, min(most, least + _GROUPS) + 1, dtype=torch.float64)
+    ends = torch.cat([few, torch.linspace(float(few[-1]), most, _GROUPS, dtype=torch.float64).ceil()]).unique()
+    above, below = (torch.from_numpy(tail(ends.numpy(), steps, sample_rate)) for tail in (stats.binom.sf, stats.binom.cdf))
+    # A group counts as its largest number. Differences are taken of the smaller tail, whose rounding errors are
+    # relative to it; the hair covers them.
+    between = torch.where(above[:-1] > 0.5, below[1:] - below[:-1], above[:-1] - above[1:]).clamp(min=0)
+    return ends, torch.cat([below[:1], between]) * (1 + 1e-9), float(above[-1]) * (1 + 1e-9)
 
 
 def _bound(draws, weights, beyond, noise_multiplier, epsilon):
