@@ -89,7 +89,7 @@ def key_file(checkpoint):
 
 
 def write_keys(path, streams, forward_seed):
-    """Write the keys of `SecureStream`s, {name: stream}, into a file that only its owner can read."""
+    """Write the keys of the streams {name: `SecureStream`}, into a file that only its owner can read."""
     content = {"keys": {name: stream.key.hex() for name, stream in streams.items()}, "forward": forward_seed}
     _files.replace(path, json.dumps(content).encode(), mode=0o600)
 
