@@ -141,7 +141,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 a collate_fn that changes the order, drop_last, an iterable data set, a distributed module, an engine
                 that has taken steps. A second call before any step replaces the first, whose optimizer then takes no
                 step.
-            opacus.validators.errors.UnsupportedModuleError: which is a ValueError: a module that mixes examples, here
+            ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes examples, here
                 for layers that do, at the first forward pass for any other; or whose norms are not whole.
         """
         _checks.one_of("method", method, METHODS)
