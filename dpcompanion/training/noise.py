@@ -41,7 +41,7 @@ def derive_seed(seed, *names):
 
 
 def generators(seed, device="cpu"):
-    """The generators `sampling` and `noise` of a run: on `device` with a seed, each a `SecureStream` where it is None."""
+    """The generators `sampling` and `noise` of a run: on `device` with a seed, each a `SecureStream` without one."""
     if seed is None:
         return {name: SecureStream() for name in STREAMS}
     return {name: torch.Generator(device=device).manual_seed(derive_seed(seed, name)) for name in STREAMS}
