@@ -16,7 +16,7 @@ import time
 import torch
 from torch import nn
 
-from dpcompanion.ensembles import epoch_orders, initial_weights, train_grid
+from dpcompanion.output_perturbation.grids import epoch_orders, initial_weights, train_grid
 
 # Examples, features, batch size, learning rate, batches, data sets, seeds, and the share of the seeds that is timed.
 TASKS = {

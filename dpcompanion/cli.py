@@ -99,7 +99,7 @@ def _answer(arguments):
 
 
 def _run(arguments):
-    from . import comparison, experiments, records
+    from .reproduction import comparison, experiments, records
 
     folder = records.results_folder() if arguments.out is None else arguments.out
     record = experiments.run(arguments.name, preset=arguments.preset, device=arguments.device, out=folder,
@@ -118,7 +118,7 @@ def _run(arguments):
 
 
 def _list(arguments):
-    from . import experiments
+    from .reproduction import experiments
 
     entries = experiments.catalogue(arguments.out)
     if arguments.json:

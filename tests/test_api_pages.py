@@ -15,7 +15,7 @@ MODULES = sorted(info.name for info in pkgutil.walk_packages(dpcompanion.__path_
                  if not any(part.startswith("_") for part in info.name.split(".")))
 # The command line documents itself; an experiment is looked up by the name of its exhibit.
 LIBRARY = [module for module in MODULES if module != "dpcompanion.cli"
-           and not module.startswith("dpcompanion.experiments.")]
+           and not module.startswith("dpcompanion.reproduction.papers")]
 
 
 def directives():
@@ -68,8 +68,9 @@ def test_public_names_are_documented_and_on_a_page_of_the_reference(module):
             assert identity(value) in found, f"{module}.{name} is on no page of book/api"
 
 
-def test_every_module_of_experiments_is_on_a_page_of_the_reference():
-    assert {module for module in MODULES if module.startswith("dpcompanion.experiments.")} <= set(directives())
+def test_every_module_of_the_papers_is_on_a_page_of_the_reference():
+    papers = "dpcompanion.reproduction.papers."
+    assert {module for module in MODULES if module.startswith(papers)} <= set(directives())
 
 
 def test_every_page_of_the_reference_is_about_modules_that_exist():

@@ -3,9 +3,9 @@ import re
 
 import pytest
 
-from dpcompanion import records
-from dpcompanion.comparison import Finding, Findings, Table, compare
-from dpcompanion.records import MeanSD
+from dpcompanion.reproduction import records
+from dpcompanion.reproduction.comparison import Finding, Findings, Table, compare
+from dpcompanion.reproduction.records import MeanSD
 
 TABLE_2 = "idp-sgd/table-2"
 

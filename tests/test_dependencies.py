@@ -1,4 +1,4 @@
-"""Rooms know those below them, and what they need from outside is little."""
+"""The library knows nothing of the reproduction; modules import those of the layers below; little comes from outside."""
 
 import ast
 import pathlib
@@ -7,53 +7,91 @@ import sys
 import dpcompanion
 
 ROOT = pathlib.Path(dpcompanion.__file__).parent
+WING = "dpcompanion.reproduction"
 
-# From the ground up; a room may import, when it is loaded, from the floors below its own.
-FLOORS = (
+# From the ground up; a module may import, when it is loaded, from the layers below its own.
+LIBRARY = (
     {"_checks", "_files", "_progress"},
-    {"accounting", "attacks", "data", "ensembles", "plotting", "published"},
-    {"_engine_proof", "filters", "idp", "individual", "intervals", "output_perturbation", "pate", "per_instance",
-     "records", "release", "training"},
-    {"comparison", "engine"},
+    {"accounting", "attacks", "data"},
+    {"_engine_proof", "filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release",
+     "training"},
+    {"engine"},
+    {"reproduction"},
+    {"cli"},
+)
+REPRODUCTION = (
+    {"intervals", "plotting", "published"},
+    {"records"},
+    {"comparison"},
     {"experiments"},
-    {"cli", "scoreboard"},
+    {"papers", "scoreboard"},
 )
 CORE = {"torch", "numpy", "scipy", "dpcompanion"}
 BEYOND_THE_CORE = {"_engine_proof": {"opacus"}, "engine": {"opacus"}}
 
 
-def imports():
-    """(room, what it imports as it is loaded) for every file."""
+def imports(*, inside_functions):
+    """(module, what it imports) for every file, as dotted names."""
     for file in sorted(ROOT.rglob("*.py")):
-        place = file.relative_to(ROOT).with_suffix("").parts
-        package = ("dpcompanion", *place[:-1])
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        place = file.relative_to(ROOT.parent).with_suffix("").parts
+        module, package = ".".join(place), place[:-1]
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        for node in ast.walk(tree) if inside_functions else tree.body:
             if isinstance(node, ast.Import):
-                yield from ((place[0], alias.name) for alias in node.names)
+                yield from ((module, alias.name) for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
                 base = node.module
                 if node.level:
                     base = ".".join(filter(None, (*package[:len(package) - node.level + 1], node.module)))
-                yield from ((place[0], f"{base}.{alias.name}" if base == "dpcompanion" else base)
-                            for alias in node.names)
+                yield from ((module, f"{base}.{alias.name}") for alias in node.names)
 
 
-def test_every_room_has_its_floor():
-    rooms = {path.stem for path in ROOT.iterdir() if path.suffix == ".py"
-             or (path / "__init__.py").is_file()} - {"__init__"}
-    assert rooms == set.union(*FLOORS)
+def within(module, wing):
+    return module == wing or module.startswith(wing + ".")
+
+
+def part(module, of):
+    """The part of a package that a dotted name lies in: ("dpcompanion.training.loop", "dpcompanion") is "training"."""
+    return module.removeprefix(of + ".").partition(".")[0]
+
+
+def parts(folder):
+    return {path.stem for path in folder.iterdir()
+            if path.suffix == ".py" or (path / "__init__.py").is_file()} - {"__init__"}
+
+
+def test_every_part_has_its_layer():
+    assert parts(ROOT) == set.union(*LIBRARY)
+    assert parts(ROOT / "reproduction") == set.union(*REPRODUCTION)
 
 
 def test_dependencies_run_downwards_only():
-    floor = {room: height for height, rooms in enumerate(FLOORS) for room in rooms}
-    for room, name in imports():
-        if name.startswith("dpcompanion."):
-            other = name.split(".")[1]
-            assert other == room or floor[other] < floor[room], f"{room} imports {other}"
+    for of, layers in (("dpcompanion", LIBRARY), (WING, REPRODUCTION)):
+        height = {name: index for index, names in enumerate(layers) for name in names}
+        for module, name in imports(inside_functions=False):
+            mine, other = part(module, of), part(name, of)
+            if within(module, of) and within(name, of) and mine in height and other in height:
+                assert mine == other or height[other] < height[mine], f"{module} imports {name}"
+
+
+def test_the_library_never_imports_the_reproduction():
+    for module, name in imports(inside_functions=True):
+        if not within(module, WING) and module != "dpcompanion.cli":
+            assert not within(name, WING), f"{module} imports {name}"
+
+
+def test_no_paper_imports_another():
+    papers = {path.name for path in (ROOT / "reproduction" / "papers").iterdir() if (path / "printed.toml").is_file()}
+    assert len(papers) == 5
+    for module, name in imports(inside_functions=True):
+        mine, other = (part(one, f"{WING}.papers") for one in (module, name))
+        if within(module, f"{WING}.papers") and within(name, f"{WING}.papers") and other in papers:
+            assert mine == other, f"{module} imports {name}"
 
 
 def test_loading_needs_torch_numpy_and_scipy_only():
-    for room, name in imports():
+    for module, name in imports(inside_functions=False):
         top = name.split(".")[0]
-        allowed = top in sys.stdlib_module_names or top in CORE | BEYOND_THE_CORE.get(room, set())
-        assert allowed, f"{room} imports {top} as it is loaded"
+        allowed = (top in sys.stdlib_module_names
+                   or top in CORE | BEYOND_THE_CORE.get(part(module, "dpcompanion"), set()))
+        assert allowed, f"{module} imports {top} as it is loaded"

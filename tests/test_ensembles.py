@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpcompanion.ensembles import epoch_orders, initial_weights, train_grid
+from dpcompanion.output_perturbation.grids import epoch_orders, initial_weights, train_grid
 
 N, D = 43, 5
 
@@ -92,7 +92,7 @@ def test_a_grid_trained_in_parts_is_the_grid_trained_at_once(monkeypatch):
     whole = train_grid(features, labels, seeds=range(6), **settings)
     parts = [train_grid(features, labels, seeds=seeds, **settings) for seeds in ((0, 1, 2), (3, 4, 5))]
     torch.testing.assert_close(whole, torch.cat(parts, 1), rtol=0, atol=1e-14)
-    monkeypatch.setattr("dpcompanion.ensembles._CHUNK_BYTES", 1)
+    monkeypatch.setattr("dpcompanion.output_perturbation.grids._CHUNK_BYTES", 1)
     torch.testing.assert_close(whole, train_grid(features, labels, seeds=range(6), **settings), rtol=0, atol=1e-14)
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpcompanion import experiments, published
+from dpcompanion.reproduction import experiments, published
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
-from dpcompanion.experiments.idp_sgd import TABLE_5
+from dpcompanion.reproduction.papers.idp_sgd import TABLE_5
 from dpcompanion.per_instance import step_divergence
 
 BOOK = Path(__file__).resolve().parent.parent / "book"

@@ -42,7 +42,7 @@ mystnb:
 tags: [hide-input]
 ---
 import matplotlib.pyplot as plt
-from dpcompanion import plotting
+from dpcompanion.reproduction import plotting
 fig, ax = plt.subplots(figsize=(4, 3), dpi=80)
 ax.plot(range(10))
 plt.show()

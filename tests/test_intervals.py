@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpcompanion import intervals
-from dpcompanion.intervals import Interval
-from dpcompanion.records import mean_and_sd
+from dpcompanion.reproduction import intervals
+from dpcompanion.reproduction.intervals import Interval
+from dpcompanion.reproduction.records import mean_and_sd
 
 
 @given(st.floats(-5, 5), st.floats(-5, 5), st.floats(-5, 5))

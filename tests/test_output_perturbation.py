@@ -8,8 +8,8 @@ import torch
 from scipy import optimize, stats
 from sklearn.covariance import ledoit_wolf
 
-from dpcompanion import experiments, published
-from dpcompanion.ensembles import train_grid
+from dpcompanion.reproduction import experiments, published
+from dpcompanion.output_perturbation.grids import train_grid
 from dpcompanion.output_perturbation import (
     augmented_sigma, empirical_sensitivity, intrinsic_epsilon, intrinsic_sigma, mahalanobis, noise_covariance,
     pairwise_sensitivity, seed_sigma, sgd_sensitivity, sgd_sensitivity_estimate)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion import plotting
+from dpcompanion.reproduction import plotting
 
 
 def test_notions_that_meet_in_a_figure_have_different_colours():

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dpcompanion import published
-from dpcompanion.published import Printed, verdict
+from dpcompanion.reproduction import published
+from dpcompanion.reproduction.published import Printed, verdict
 
 
 @pytest.mark.parametrize("text, value, sd, rounding", [

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion import records
-from dpcompanion.records import MeanSD, mean_and_sd
+from dpcompanion.reproduction import records
+from dpcompanion.reproduction.records import MeanSD, mean_and_sd
 
 NAME = "idp-sgd/table-5"
 
@@ -197,7 +197,7 @@ def test_writers_that_share_a_process_number_and_a_folder_lose_nothing(tmp_path)
 import os, sys
 import numpy as np
 os.getpid = lambda: 1
-from dpcompanion import records
+from dpcompanion.reproduction import records
 base = records.make("idp-sgd/table-5", "paper", {}, config={}, made_with={"versions": {}, "commit": None})
 import dataclasses
 for i in range(40):

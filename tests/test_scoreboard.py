@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dpcompanion import experiments, published, records, scoreboard
+from dpcompanion.reproduction import experiments, published, records, scoreboard
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 EVERYTHING = scoreboard.standings()

@@ -21,7 +21,7 @@ import re
 
 import nbformat
 
-# What `dpcompanion.plotting.digest` gives: compared here, and shown by nothing.
+# What `dpcompanion.reproduction.plotting.digest` gives: compared here, and shown by nothing.
 DIGEST = "application/vnd.dpcompanion.digest"
 PICTURE = "image/png"
 PIXEL_LEVELS, PIXEL_SHARE = 16, 1e-3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion import experiments, published, records
+from dpcompanion.reproduction import experiments, published, records
 
 NAME = "individual-accounting/table-1"  # an exhibit to hang a test's own experiment on
 

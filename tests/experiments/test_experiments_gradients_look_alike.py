@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion import data, experiments, published
+from dpcompanion import data
+from dpcompanion.reproduction import experiments, published
 from dpcompanion.accounting import compute_epsilon
-from dpcompanion.experiments import Run
-from dpcompanion.experiments import gradients_look_alike as g
+from dpcompanion.reproduction.experiments import Run
+from dpcompanion.reproduction.papers import gradients_look_alike as g
 from dpcompanion.per_instance import compose_sensitivities, coupled_divergence, step_divergence
 from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, train_ensemble
 
@@ -22,7 +23,7 @@ NAMES = [name for name in experiments.names() if name.startswith("gradients-look
 
 @pytest.fixture(autouse=True)
 def nothing_watched(monkeypatch, tmp_path):
-    monkeypatch.setattr(g, "_WATCHED", {})
+    monkeypatch.setattr(g.runs, "_WATCHED", {})
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
 
 
@@ -78,9 +79,9 @@ def test_points_are_looked_at_before_training_at_each_moment_and_at_the_end(run)
     found = g.watched(TINY, run)
     assert found.moments == [0, 8, 15, 16, 23, 31]
     assert found.norms.shape == (2, 6, 30) and found.weights.shape == (2, 3, 7850)
-    x, y = g._inputs("mnist-5k", "softmax", "train", run)
+    x, y = g.runs._inputs("mnist-5k", "softmax", "train", run)
     members = np.random.RandomState(0).permutation(len(y))[:15]
-    model = g._MODELS["softmax"](seed=0)
+    model = g.runs._MODELS["softmax"](seed=0)
     for index, weights in zip(found.stages, found.weights[1]):
         torch.nn.utils.vector_to_parameters(weights, model.parameters())
         norms = gradient_norms(model, cross_entropy, x[members], y[members]).clamp(max=1)
@@ -92,10 +93,10 @@ def test_points_are_looked_at_before_training_at_each_moment_and_at_the_end(run)
 
 
 def test_a_run_that_takes_long_is_kept_and_read_again(run, monkeypatch):
-    monkeypatch.setattr(g, "KEPT", 0)
+    monkeypatch.setattr(g.runs, "KEPT", 0)
     first = g.watched(TINY, run)
     g._WATCHED.clear()
-    monkeypatch.setattr(g, "watch", None)
+    monkeypatch.setattr(g.runs, "watch", None)
     torch.testing.assert_close(g.watched(TINY, run).norms, first.norms, rtol=0, atol=0)
 
 
@@ -184,7 +185,7 @@ def test_tilted_runs_weigh_every_count_of_the_first_step_as_they_should(monkeypa
     tilted = g.composed_exactly(norms, plan, 3, "remove").estimate
     size, expected = norms[0, 0] / plan.noise_std, torch.zeros(2, dtype=torch.float64)
     for k in range(4):
-        monkeypatch.setattr(g, "tilted_counts", lambda length, **options: torch.full_like(length, k, dtype=torch.int64))
+        monkeypatch.setattr(g.compositions, "tilted_counts", lambda length, **options: torch.full_like(length, k, dtype=torch.int64))
         second = g.side_by_side(x, y, point_x, point_y, plan, kind="remove", seed=2 + k, **common)[1]
         weight = math.comb(3, k) * 0.7 ** (3 - k) * 0.3**k * torch.exp((k * k - k) * size**2 / 2)
         expected += weight * torch.exp(2 * g.divergence(second, plan, 3)).mean(0)
@@ -220,8 +221,8 @@ def test_coordinates_keep_all_inner_products():
 
 
 def test_sums_and_single_gradients_are_clipped_the_same_way(run):
-    x, y = g._inputs("mnist-5k", "lenet5", "test", run)
-    model = g._MODELS["lenet5"](seed=0)
+    x, y = g.runs._inputs("mnist-5k", "lenet5", "test", run)
+    model = g.runs._MODELS["lenet5"](seed=0)
     masks = torch.zeros(3, len(y), dtype=torch.bool)
     masks[0, :4], masks[1, 2:9] = True, True
     single = g.clipped_gradients(model, x[:9], y[:9], 0.5)
@@ -257,7 +258,7 @@ def test_cifar_10_runs_through_on_a_few_images(exhibit, run, monkeypatch):
 def test_tilted_runs_at_rate_one_are_runs_with_the_point_alpha_times(monkeypatch, run):
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(20, 784, generator=generator), torch.arange(20) % 10
-    monkeypatch.setattr(g, "_inputs", lambda *_: (x, y))
+    monkeypatch.setattr(g.costs, "_inputs", lambda *_: (x, y))
     task = dataclasses.replace(TINY, batch_size=20, epochs=4, max_grad_norm=3.0, momentum=0.5)
     plan = g.plan_of(task, 20)
     found = g.tilted_norms(task, order=3, point=5, seed=1, run=run)
@@ -268,7 +269,7 @@ def test_tilted_runs_at_rate_one_are_runs_with_the_point_alpha_times(monkeypatch
         norms.append(ensemble.norms_of(x[5:6], y[5:6])[:, 0].clamp(max=3.0))
         return torch.zeros_like(ensemble.vectors)
 
-    train_ensemble(g._MODELS["softmax"](seed=0), cross_entropy, (x[copies], y[copies]),
+    train_ensemble(g.runs._MODELS["softmax"](seed=0), cross_entropy, (x[copies], y[copies]),
                    dataclasses.replace(plan, n=22), seeds=[1], learning_rate=task.learning_rate * 22 / 20,
                    momentum=0.5, add=note, progress=False)
     assert plan.sample_rate == 1 and len(found) == plan.steps == 4
@@ -281,7 +282,7 @@ def test_tilted_runs_are_kept_and_the_exact_value_lies_between_its_bounds(monkey
     values = g.exactly(task, g.Tilted(2, ranks=(0.0, 0.5, 1.0), runs=2), run)
     assert (values["exact"] <= values["upper_bound"]).all() and (values["upper_bound"] <= values["worst_case"]).all()
     assert (values["exact"] <= values["theorem_3_3"] * 1.02).all() and (values["along_runs"].diff() >= 0).all()
-    monkeypatch.setattr(g, "train_ensemble", None)
+    monkeypatch.setattr(g.costs, "train_ensemble", None)
     again = g.exactly(task, g.Tilted(2, ranks=(0.0, 0.5, 1.0), runs=2), run)
     assert torch.equal(values["exact"], again["exact"])
 

@@ -5,11 +5,12 @@ import math
 import pytest
 import torch
 
-from dpcompanion import data, experiments, published, records
+from dpcompanion import data
+from dpcompanion.reproduction import experiments, published, records
 from dpcompanion.accounting import rdp_sampled_gaussian
-from dpcompanion.comparison import compare
-from dpcompanion.experiments import idp_sgd as chapter
-from dpcompanion.experiments.idp_sgd import plan_of
+from dpcompanion.reproduction.comparison import compare
+from dpcompanion.reproduction.papers import idp_sgd as chapter
+from dpcompanion.reproduction.papers.idp_sgd.training import plan_of
 from dpcompanion.training import cross_entropy, train
 
 DATA = ("mnist", "svhn", "cifar10")
@@ -311,7 +312,7 @@ def test_texts_are_learned_within_each_groups_budget(few_texts, tmp_path, monkey
         plans.append(plan_of(*args, **options))
         return plans[-1]
 
-    monkeypatch.setattr(chapter, "plan_of", noted)
+    monkeypatch.setattr(chapter.accuracy_tables, "plan_of", noted)
     values = chapter.table_3(config, run := run_of(config, tmp_path / "parts"))
     assert len(plans) == 8 and {loaded["name"] for loaded in run.loaded} == {"surnames", "imdb"}
     for plan, budgets in zip(plans, [chapter.BUDGETS] * 4 + [(5.0, 7.5, 10.0)] * 4):

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcompanion import idp
 from dpcompanion.engine import IndividualizedPrivacyEngine
-from dpcompanion.experiments import idp_sgd_networks as networks
+from dpcompanion.reproduction.papers.idp_sgd import networks
 from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, train
 
 BUDGETS = (5.0, 6.0, 6.0, 7.0)

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion import experiments, individual, records, scoreboard
+from dpcompanion import individual
+from dpcompanion.reproduction import experiments, records, scoreboard
 from dpcompanion.accounting import gaussian_delta
-from dpcompanion.experiments import Run
-from dpcompanion.experiments import individual_accounting as ia
+from dpcompanion.reproduction.experiments import Run
+from dpcompanion.reproduction.papers import individual_accounting as ia
+from dpcompanion.reproduction.papers import yu
 from dpcompanion.training import DPSGDPlan
 
 SHORT = dataclasses.replace(ia.MNIST_5K, epochs=2, batch_size=400, reference=40)
@@ -20,7 +22,7 @@ NAMES = [name for name in experiments.names() if name.startswith(ia.NAME)]
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(ia, "_DONE", RUNS)
+    monkeypatch.setattr(yu, "_DONE", RUNS)
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
 
 
@@ -88,11 +90,11 @@ def test_individual_clipping_changes_the_run_and_accounting_alone_does_not(run, 
 
 def test_a_long_run_is_kept_and_read_back(run, monkeypatch):
     first = ia.trained(SHORT, 0, run)
-    monkeypatch.setattr(ia, "KEPT", 0)
-    monkeypatch.setattr(ia, "_DONE", {})
+    monkeypatch.setattr(yu, "KEPT", 0)
+    monkeypatch.setattr(yu, "_DONE", {})
     kept = ia.trained(SHORT, 0, run)
-    monkeypatch.setattr(ia, "_DONE", {})
-    monkeypatch.setattr(ia, "run_task", lambda *arguments: pytest.fail("trained again"))
+    monkeypatch.setattr(yu, "_DONE", {})
+    monkeypatch.setattr(ia.runs, "run_task", lambda *arguments: pytest.fail("trained again"))
     read = ia.trained(SHORT, 0, run)
     for one in (kept, read):
         np.testing.assert_array_equal(one.norms, first.norms)
@@ -121,7 +123,7 @@ def test_one_long_run_serves_the_exhibits_of_a_single_run_and_the_sweeps_are_sho
 def fake_images(monkeypatch, shape):
     x, y = torch.randn(6, *shape, generator=torch.Generator().manual_seed(0)), torch.arange(6) % 10
     found = ia.Examples(x, y, y % 3, x, y, y % 3, tuple("012"), [])
-    monkeypatch.setattr(ia, "examples", lambda *arguments: found)
+    monkeypatch.setattr(ia.runs, "examples", lambda *arguments: found)
 
 
 @pytest.mark.parametrize("task,shape", [
@@ -130,7 +132,7 @@ def fake_images(monkeypatch, shape):
     (dataclasses.replace(ia.CIFAR10_RESNET, loss="hinge"), (3, 32, 32))])
 def test_the_papers_networks_train_on_a_few_images(task, shape, run, monkeypatch):
     fake_images(monkeypatch, shape)
-    monkeypatch.setattr(ia, "_DONE", {})
+    monkeypatch.setattr(yu, "_DONE", {})
     few = dataclasses.replace(task, batch_size=3, epochs=1, reference=2)
     found = ia.trained(few, 0, run)
     assert found.plan.steps == 2 and found.norms.shape == (2, 6) and found.reference_norms.shape == (2, 2)
@@ -139,7 +141,7 @@ def test_the_papers_networks_train_on_a_few_images(task, shape, run, monkeypatch
 
 def test_faces_are_balanced_within_each_race():
     labels, groups = torch.tensor([0, 0, 0, 1, 1, 0, 1, 0]), torch.tensor([0, 0, 0, 0, 1, 1, 1, 4])
-    kept = ia._balanced(labels, groups, 2)
+    kept = yu._balanced(labels, groups, 2)
     for group in (0, 1):
         assert labels[kept][groups[kept] == group].double().mean() == 0.5
     assert len(kept) == 4 and 7 not in kept.tolist()

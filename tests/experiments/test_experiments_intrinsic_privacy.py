@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion import experiments, output_perturbation, published
-from dpcompanion.experiments import intrinsic_privacy as ip
-from dpcompanion.experiments import Run
+from dpcompanion import output_perturbation
+from dpcompanion.reproduction import experiments, published
+from dpcompanion.reproduction.papers import intrinsic_privacy as ip
+from dpcompanion.reproduction.experiments import Run
 
 SMALL = ip.Task(16, 1.0, 40, seeds=8, data_sets=4)
 NAMES = [name for name in experiments.names() if name.startswith("intrinsic-privacy/")]
@@ -17,7 +18,7 @@ NAMES = [name for name in experiments.names() if name.startswith("intrinsic-priv
 
 @pytest.fixture(autouse=True)
 def nothing_trained(monkeypatch, tmp_path):
-    monkeypatch.setattr(ip, "_TRAINED", {})
+    monkeypatch.setattr(ip.grids, "_TRAINED", {})
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
 
 
@@ -78,7 +79,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(run, monkeypatch):
     task = dataclasses.replace(SMALL, seeds=34)
     whole = ip.trained("digits", task, run)
     ip._TRAINED.clear()
-    monkeypatch.setattr(ip, "KEPT", 0)
+    monkeypatch.setattr(ip.grids, "KEPT", 0)
     train, calls = ip.ensembles.train_grid, []
 
     def interrupted(*arguments, seeds, **options):
@@ -87,8 +88,8 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(run, monkeypatch):
             raise KeyboardInterrupt
         return train(*arguments, seeds=seeds, **options)
 
-    monkeypatch.setattr(ip.ensembles, "train_grid", interrupted)
-    monkeypatch.setattr(ip.records, "code_hash", lambda *functions: "the same")
+    monkeypatch.setattr(ip.grids.ensembles, "train_grid", interrupted)
+    monkeypatch.setattr(ip.grids.records, "code_hash", lambda *functions: "the same")
     with pytest.raises(KeyboardInterrupt):
         ip.trained("digits", task, run)
     found = ip.trained("digits", task, run)
@@ -137,7 +138,7 @@ def test_more_noise_never_reads_as_less(run):
 def test_a_canary_moves_the_weights_further_in_units_of_the_noise_than_natural_neighbours(run):
     config = ip.Audit({"digits": dataclasses.replace(SMALL, seeds=300)}, 2, 2)
     (_, task), = config.tasks.items()
-    mu = {kind: ip.gaussian_view(ip._clouds("digits", task, run, config, "fixed", kind)[0])["mu"].max()
+    mu = {kind: ip.gaussian_view(ip.audits._clouds("digits", task, run, config, "fixed", kind)[0])["mu"].max()
           for kind in ip.KINDS}
     assert mu["canary"] > 1.5 * mu["natural"]
 

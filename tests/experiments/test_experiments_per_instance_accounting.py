@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion import experiments
+from dpcompanion.reproduction import experiments
 from dpcompanion.accounting import rdp_sampled_gaussian
-from dpcompanion.experiments import individual_accounting as second
-from dpcompanion.experiments import per_instance_accounting as chapter
+from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.reproduction.papers import per_instance_accounting as chapter
 
 NAMES = [name for name in experiments.names() if name.startswith(chapter.NAME + "/")]
 SMALL = {"batch_size": 60, "epochs": 2, "reference": 20, "looks": 2}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion import experiments, published, records
+from dpcompanion.reproduction import experiments, published, records
 from dpcompanion.accounting import compute_epsilon, rdp_to_epsilon
-from dpcompanion.experiments import gradients_look_alike, idp_sgd, individual_accounting
+from dpcompanion.reproduction.papers import gradients_look_alike, idp_sgd, individual_accounting
 from dpcompanion.output_perturbation import augmented_sigma, intrinsic_epsilon, sgd_sensitivity
 
 CPU = torch.device("cpu")

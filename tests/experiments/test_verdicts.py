@@ -6,8 +6,8 @@ import inspect
 import numpy as np
 import pytest
 
-from dpcompanion import experiments, intervals, published, records
-from dpcompanion.records import MeanSD
+from dpcompanion.reproduction import experiments, intervals, published, records
+from dpcompanion.reproduction.records import MeanSD
 
 experiments.names()  # loads the criteria
 JUDGES = {}

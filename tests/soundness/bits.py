@@ -6,7 +6,7 @@ import tempfile
 
 import numpy as np
 
-from dpcompanion import records
+from dpcompanion.reproduction import records
 
 VALUES = {"mnist.sigma": 3.42529, "lost": float("nan"), "text": "x \u00e4", "list": [1, 2.5, None, True],
           "seeds": records.MeanSD(96.75, 0.25, 3)}

@@ -9,7 +9,7 @@ import time
 import numpy as np
 import torch
 
-from dpcompanion import records
+from dpcompanion.reproduction import records
 from dpcompanion.training.checkpoints import read_checkpoint, write_checkpoint
 
 

@@ -15,7 +15,7 @@ What a run takes over from earlier ones (pieces that `resumable` kept) is listed
 versions and seconds of theirs.
 
 A run that leaves out tasks of its configuration, for want of a GPU or of data, lists their names in `values` as
-`not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see `dpcompanion.scoreboard`).
+`not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see `dpcompanion.reproduction.scoreboard`).
 
 A record is stale when its experiment now has another configuration or another
 code than the record was made with; the book then says so.
@@ -52,7 +52,8 @@ import typing
 import numpy as np
 import torch
 
-from dpcompanion import _checks, _files, published
+from dpcompanion import _checks, _files
+from dpcompanion.reproduction import published
 from dpcompanion._progress import bar
 
 try:
@@ -199,7 +200,7 @@ def versions():
 
 def _repository():
     """The checkout that this package lies in, or None when it is installed without one."""
-    root = pathlib.Path(__file__).resolve().parents[1]
+    root = pathlib.Path(__file__).resolve().parents[2]
     return root if (root / "pyproject.toml").is_file() else None
 
 

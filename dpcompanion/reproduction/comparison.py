@@ -15,8 +15,9 @@ import dataclasses
 import math
 import re
 
-from dpcompanion import _checks, intervals, published
-from dpcompanion.records import MeanSD, Record
+from dpcompanion import _checks
+from dpcompanion.reproduction import intervals, published
+from dpcompanion.reproduction.records import MeanSD, Record
 
 KINDS = ("published", "recorded", "live")
 
@@ -143,7 +144,7 @@ class Finding:
 
 
 class Findings:
-    """Findings and their rendering, see `dpcompanion.experiments.findings`.
+    """Findings and their rendering, see `dpcompanion.reproduction.experiments.findings`.
 
     >>> found = Findings([Finding("Forest", "seeds move weights further than data", "98%", True)], kind="recorded")
     >>> found

@@ -25,8 +25,8 @@ import os
 import pathlib
 import re
 
-from dpcompanion import experiments, published, records
-from dpcompanion.comparison import Table, compare
+from dpcompanion.reproduction import experiments, published, records
+from dpcompanion.reproduction.comparison import Table, compare
 
 STATES = {
     "reproduced": "recomputed at the paper's scale; every number matches or is close, every claim of the paper holds",

@@ -29,7 +29,8 @@ import time
 
 import torch
 
-from dpcompanion import _checks, comparison, data, published, records
+from dpcompanion import _checks, data
+from dpcompanion.reproduction import comparison, published, records
 
 PRESETS = ("quick", "paper")
 _REGISTRY = {}
@@ -147,7 +148,7 @@ def finding(name, criterion, *, of=None, kind="claim"):
             "refutes" the paper. Only claims count as reproduced.
 
     The function that follows takes a `Record` and yields (where, our numbers in words, outcome). An outcome that rests
-    on chance comes from the statistic's interval over seeds, examples or groups, see `dpcompanion.intervals`, and is
+    on chance comes from the statistic's interval over seeds, examples or groups, see `dpcompanion.reproduction.intervals`, and is
     "undecided" where that lies on both sides of the criterion, or where the record holds too little for one. What is
     not random, such as a theorem that is checked exactly, may yield a truth value::
 
@@ -259,7 +260,7 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
 def compare(live, *, folder=None, **options):
     """The table of a live `Record` beside the published numbers and, where there is one, the paper-scale record.
 
-    `options` go to `dpcompanion.comparison.compare`.  A stale record is said to be stale, a stand-in for the paper's
+    `options` go to `dpcompanion.reproduction.comparison.compare`.  A stale record is said to be stale, a stand-in for the paper's
     network to be one.
     """
     found = get(live.name)
@@ -344,6 +345,6 @@ def _writable(folder, out):
 def _load(*papers):
     """Import the modules of the given papers, or of all."""
     for slug in papers or published.PAPERS:
-        module = f"{__name__}.{slug.replace('-', '_')}"
+        module = f"{__package__}.papers.{slug.replace('-', '_')}"
         if slug in published.PAPERS and importlib.util.find_spec(module):
             importlib.import_module(module)

@@ -1,6 +1,6 @@
 """What the five papers print: every table, figure and theorem that the book holds itself against.
 
-The numbers lie in `papers/*.toml`, one file a paper, as strings, digit for
+The numbers lie in `papers/*/printed.toml`, one file a paper, as strings, digit for
 digit.  Here they become `Printed` numbers: floats that know how they were
 printed, and so how precise the print is.
 
@@ -213,7 +213,7 @@ def _number(leaf):
 
 @functools.cache
 def _read(slug):
-    file = importlib.resources.files("dpcompanion") / "papers" / f"{slug}.toml"
+    file = importlib.resources.files(__package__) / "papers" / slug.replace("-", "_") / "printed.toml"
     content = tomllib.loads(file.read_text(encoding="utf-8"))
     found = content.pop("exhibit")
     exhibits = {}

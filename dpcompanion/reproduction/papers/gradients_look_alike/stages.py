@@ -1,0 +1,172 @@
+"""Points at three stages of one run: figures 2, 3, 7 and 9."""
+
+import dataclasses
+import math
+
+import torch
+
+from dpcompanion.per_instance import coupled_epsilon, holder_epsilon
+from dpcompanion.reproduction import intervals
+from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.gradients_look_alike.costs import _vary
+from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
+    _mean_of, _points, _WATCH, CIFAR10, DIGITS, divergence, left_out, MNIST, PLAIN_DIGITS, PLAIN_MNIST, reported,
+    runnable, share_of, STAGES, stages_of, Watch, watched, WatchMore,
+)
+
+
+def step_epsilon(norms, plan):
+    """Epsilon of one step of clipped gradients of these norms at the run's delta: the sampled Gaussian mechanism's own.
+
+    A single step is mostly covered by delta alone; what is left are the points that a step can give away.  An epsilon
+    by RDP would end at a floor of its own, far above that of most points.
+    """
+    return coupled_epsilon(norms[None], sample_rate=plan.sample_rate, noise_std=plan.noise_std, delta=plan.delta)
+
+
+_STAGES = (*_WATCH, watched, divergence, share_of, stages_of, step_epsilon)
+_BATCHES = {f"batch {size}": _vary(CIFAR10, batch_size=size, runs=1) for size in (32, 64, 256, 512)}
+FIGURE_2 = Watch({"batch 128": _vary(CIFAR10, runs=1), **_BATCHES})
+FIGURE_2_QUICK = Watch({"batch 128": DIGITS, "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
+                        "batch 512": _vary(PLAIN_DIGITS, batch_size=512)})
+
+
+@experiment("gradients-look-alike/figure-2", uses=_STAGES, quick=FIGURE_2_QUICK, paper=FIGURE_2)
+def figure_2(config, run):
+    """Costs of one step over the data-independent one, quantiles over points at three stages, and its epsilon."""
+    values, arrays = {}, {}
+    quantiles = torch.tensor([0.1, 0.25, 0.5, 0.75, 0.9], dtype=torch.float64)
+    for name, task in config.tasks.items():
+        found = watched(task, run)
+        share, _ = stages_of(found, config.order)
+        epsilon = step_epsilon(found.norms[0, found.stages], found.plan)
+        values[f"{name}.worst_case.epsilon"] = step_epsilon(torch.full((1,), task.max_grad_norm, dtype=torch.float64),
+                                                            found.plan)[0]
+        for stage, costs, eps in zip(STAGES, share, epsilon):
+            values |= {f"{name}.{stage}.share": costs.quantile(quantiles),
+                       f"{name}.{stage}.below_tenth": (costs < 0.1).double().mean(),
+                       f"{name}.{stage}.below_thousandth": (costs < 1e-3).double().mean(),
+                       f"{name}.{stage}.epsilon": eps.quantile(quantiles)}
+        arrays[f"{name}.share"] = share.numpy()
+    return values, arrays
+
+
+@finding("gradients-look-alike/figure-2",
+         "at the final stage, a tenth of the points or more cost less than a thousandth of the data-independent step")
+def _tail_at_the_end(record):
+    for name in record.config["tasks"]:
+        n = _points(record, name)
+        share = intervals.share(round(record.values[f"{name}.final.below_thousandth"] * n), n)
+        yield name, f"{share:.0%}", share.at_least(0.1)
+
+
+def correct_and_not(found, order):
+    """{stage: {"correct" or "incorrect": (points, mean share, median share, mean epsilon of the step)}}."""
+    share, correct = stages_of(found, order)
+    epsilon = step_epsilon(found.norms[0, found.stages], found.plan)
+    table = {}
+    for stage, costs, right, eps in zip(STAGES, share, correct, epsilon):
+        for word, chosen in (("correct", right), ("incorrect", ~right)):
+            some = bool(chosen.any())
+            table[f"{stage}.{word}.points"] = int(chosen.sum())
+            table[f"{stage}.{word}.mean"] = costs[chosen].mean() if some else math.nan
+            table[f"{stage}.{word}.median"] = costs[chosen].median() if some else math.nan
+            table[f"{stage}.{word}.epsilon"] = eps[chosen].mean() if some else math.nan
+    return table
+
+
+def _correct_more_private(record):
+    for name in reported(record):
+        for stage in STAGES[1:]:
+            right, wrong = (_mean_of(record.values[f"{name}.{stage}.{word}.mean"],
+                                     record.values[f"{name}.{stage}.{word}.points"])
+                            for word in ("correct", "incorrect"))
+            yield f"{name}, {stage}", f"{right:.2f} against {wrong:.2f}", (wrong - right).above(0)
+
+
+_CORRECT = (*_STAGES, correct_and_not, runnable, left_out)
+ON_A_GPU = {"ResNet-20, CIFAR-10": _vary(CIFAR10, runs=1)}
+
+
+@experiment("gradients-look-alike/figure-3", uses=_CORRECT, quick=WatchMore({"LeNet-5": DIGITS}),
+            paper=WatchMore({}, larger=ON_A_GPU))
+def figure_3(config, run):
+    """Costs of one step over the data-independent one, of points that are classified correctly and of the others."""
+    return left_out(config, run) | {
+        f"{name}.{key}": value for name, task in runnable(config, run).items()
+        for key, value in correct_and_not(watched(task, run), config.order).items()}
+
+
+FIGURE_7 = WatchMore({"LeNet-5": _vary(MNIST, runs=1), "softmax regression": _vary(PLAIN_MNIST, runs=1)},
+                     larger=ON_A_GPU)
+FIGURE_7_QUICK = WatchMore({"LeNet-5": DIGITS, "softmax regression": PLAIN_DIGITS})
+
+
+@experiment("gradients-look-alike/figure-7", uses=(*_CORRECT, figure_3), quick=FIGURE_7_QUICK, paper=FIGURE_7)
+def figure_7(config, run):
+    """As figure 3, on digits, for several networks."""
+    return figure_3(config, run)
+
+
+for _name in ("figure-3", "figure-7"):
+    finding(f"gradients-look-alike/{_name}", "in the middle and at the end, correct points cost less on average than"
+            " incorrect ones")(_correct_more_private)
+
+
+# Figure 9: corollary 3.1 ---------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Corollary(WatchMore):
+    """Figure 9: the exponent p of the paper's code, others of which the best is taken, and the delta of the step."""
+
+    p: float = 1e4
+    others: tuple = (3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 1e5, 1e6)
+
+
+@experiment("gradients-look-alike/figure-9", uses=(*_STAGES, runnable, left_out),
+            quick=Corollary(FIGURE_7_QUICK.tasks), paper=Corollary(FIGURE_7.tasks, larger=ON_A_GPU))
+def figure_9(config, run):
+    """Epsilon of one step at delta 1e-5 by corollary 3.1, corrected, for the sum.
+
+    Means over correct and over incorrect points.
+
+    `paper_p` at the paper's p, `best_p` at the best of several, `exact` the sampled Gaussian mechanism's own epsilon;
+    `worst_case` for a gradient as long as the clip norm.
+    """
+    values = left_out(config, run)
+    for name, task in runnable(config, run).items():
+        found = watched(task, run)
+        norms, correct = found.norms[0, found.stages], found.correct[0, found.stages]
+        step = {"sample_rate": found.plan.sample_rate, "noise_std": found.plan.noise_std, "delta": task.delta}
+
+        def three(norms):
+            return {"paper_p": holder_epsilon(norms[None], p=config.p, **step),
+                    "best_p": holder_epsilon(norms[None], p=config.others, **step),
+                    "exact": coupled_epsilon(norms[None], **step)}
+
+        values |= {f"{name}.worst_case.{key}": value for key,
+                   value in three(torch.tensor(task.max_grad_norm, dtype=torch.float64)).items()}
+        for kind, epsilon in three(norms).items():
+            for stage, eps, right in zip(STAGES, epsilon, correct):
+                for word, chosen in (("correct", right), ("incorrect", ~right)):
+                    values[f"{name}.{stage}.{word}.{kind}"] = eps[chosen].mean() if chosen.any() else math.nan
+                values[f"{name}.{stage}.{kind}_at_most"] = eps.max()
+    return values
+
+
+@finding("gradients-look-alike/figure-9", "no point above the worst case")
+def _corollary_within(record):
+    for name in reported(record):
+        worst = record.values[f"{name}.worst_case.paper_p"]
+        highest = max(record.values[f"{name}.{stage}.paper_p_at_most"] for stage in STAGES)
+        yield name, f"{highest:.2f} of {worst:.2f}", highest <= worst * (1 + 1e-6)
+
+
+@finding("gradients-look-alike/figure-9", "in the middle and at the end correct points lie below incorrect ones")
+def _corollary_better(record):
+    for name in reported(record):
+        for stage in STAGES[1:]:
+            # No point lies above the worst case; how many are correct is in the record of figure 7, not in this one.
+            right, wrong = (record.values[f"{name}.{stage}.{word}.paper_p"] for word in ("correct", "incorrect"))
+            yield (f"{name}, {stage}", f"{right:.2f} against {wrong:.2f} (no interval)",
+                   intervals.unknown(wrong - right).above(0))

@@ -1,0 +1,23 @@
+"""Exhibits of Boenisch et al. 2023, "Have it your way".
+
+What the paper does not spell out and its numbers show: an epoch has
+ceil(N / B) steps, the sample rate is q = 1 / ceil(N / B), and an account
+covers T = epochs ceil(N / B) steps.  Epsilon is by RDP, at delta 1e-5.
+"""
+
+from . import (
+    settings, accounts, training, accuracy_tables, many_groups, classes, membership, with_filters, pate_students, beyond_the_paper,
+)
+from .settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
+from .accounts import table_7
+from .training import (
+    Accuracies, CIFAR10, DIGITS, MNIST, MNIST_5K, SVHN, Trials, assign, larger_tasks, network, parameters, plan_of,
+    problem, train_all, trial, trials, tuned,
+)
+from .accuracy_tables import ahead, table_2, table_3, text_trial, texts
+from .many_groups import Baselines, exclude, in_sequence, table_14, table_9
+from .classes import level_budgets, search_cost
+from .membership import RATES, attack_values, attacked, curves
+from .with_filters import Descent, filtered
+from .pate_students import softmax_regressions, table_13
+from .beyond_the_paper import BEYOND, audit, beyond

@@ -1,0 +1,198 @@
+"""What Sample and Scale compute: tables 5, 6, 7, 15 and 16, figure 4."""
+
+import dataclasses
+import math
+import time
+
+import torch
+
+from dpcompanion import idp
+from dpcompanion.accounting import compute_epsilon, find_noise_multiplier
+from dpcompanion.reproduction import published
+from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.idp_sgd.settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
+from dpcompanion.reproduction.papers.idp_sgd.training import (
+    _problem, assign, MNIST_5K, network, parameters, plan_of, problem, Task, tuned,
+)
+from dpcompanion.training import cross_entropy, train
+
+
+def bisected_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, epsilon_tolerance):
+    """The noise multiplier as the paper's code searches it (its algorithm 5, after Opacus).
+
+    Double sigma from 10 until the budget holds, then bisect [0, sigma] until epsilon is within the tolerance below
+    its target.  It returns a point of a dyadic grid, with up to the tolerance of the budget left unspent.
+    """
+    def epsilon(sigma):
+        return compute_epsilon(sample_rate=sample_rate, noise_multiplier=sigma, steps=steps, delta=target_delta,
+                               accountant="rdp")
+    low, high, reached = 0.0, 10.0, math.inf
+    while reached > target_epsilon:
+        high *= 2
+        reached = epsilon(high)
+    while target_epsilon - reached > epsilon_tolerance:
+        middle = (low + high) / 2
+        at_middle = epsilon(middle)
+        if at_middle < target_epsilon:
+            high, reached = middle, at_middle
+        else:
+            low = middle
+    return high
+
+
+@experiment("idp-sgd/table-5", uses=(bisected_noise_multiplier, Training), quick=Accounts(), paper=Accounts())
+def table_5(config, run):
+    """The noise multiplier of eps 1: `sigma` calibrated tightly, `sigma_bisected` by the paper's own search,
+    `sigma_B_over_N` at the sample rate and steps that the table seems to print."""
+    target = {"target_epsilon": config.budgets[0], "target_delta": config.delta}
+    values = {}
+    for name, training in config.training.items():
+        run_of = {"sample_rate": training.sample_rate, "steps": training.steps}
+        plain = {"sample_rate": training.batch / training.examples,
+                 "steps": round(training.epochs * training.examples / training.batch)}
+        values[f"{name}.iterations"] = plain["steps"]
+        values[f"{name}.sigma"] = find_noise_multiplier(**target, **run_of, accountant="rdp")
+        values[f"{name}.sigma_bisected"] = bisected_noise_multiplier(
+            **target, **run_of, epsilon_tolerance=config.epsilon_tolerance)
+        values[f"{name}.sigma_B_over_N"] = find_noise_multiplier(**target, **plain, accountant="rdp")
+    return values
+
+
+@experiment("idp-sgd/table-7", uses=(idp.sample_parameters, idp.scale_parameters, Training), quick=Accounts(),
+            paper=Accounts())
+def table_7(config, run):
+    """Parameters of Scale and Sample for each data set and each distribution of groups.
+
+    Besides the printed names: `sigma_p_30_epochs` and `c_p_30_epochs` for MNIST, and `sigma_scale_arithmetic`, which
+    explain the printed numbers that do not belong to the row that they stand in.
+    """
+    values = {}
+    for name, training in config.training.items():
+        run_of = {"target_delta": config.delta, "sample_rate": training.sample_rate, "steps": training.steps}
+        values[f"{name}.sigma"] = find_noise_multiplier(target_epsilon=config.budgets[0], accountant="rdp", **run_of)
+        values[f"{name}.c"] = training.clip
+        values[f"{name}.q"] = training.sample_rate
+        for setup, shares in config.groups.items():
+            row = f"{name}.{setup}"
+            scale = idp.scale_parameters(config.budgets, shares, max_grad_norm=training.clip, **run_of)
+            sample = idp.sample_parameters(config.budgets, shares, **run_of)
+            values[f"{row}.sigma_scale"] = scale.noise_multiplier
+            values[f"{row}.sigma_p"] = scale.noise_multipliers
+            values[f"{row}.c_p"] = scale.max_grad_norms
+            values[f"{row}.sigma_sample"] = sample.noise_multiplier
+            values[f"{row}.q_p"] = sample.sample_rates
+            values[f"{row}.sigma_scale_arithmetic"] = sum(
+                share * sigma for share, sigma in zip(shares, scale.noise_multipliers.tolist())) / sum(shares)
+            if name == "mnist":
+                short = dataclasses.replace(training, epochs=30)
+                found = idp.scale_parameters(config.budgets, shares, max_grad_norm=short.clip,
+                                             **{**run_of, "steps": short.steps})
+                values[f"{row}.sigma_p_30_epochs"] = found.noise_multipliers
+                values[f"{row}.c_p_30_epochs"] = found.max_grad_norms
+    return values
+
+
+@experiment("idp-sgd/table-6", uses=(idp.sample_parameters, idp.scale_parameters, Training), quick=Accounts(),
+            paper=Accounts())
+def table_6(config, run):
+    """The noise multiplier of every row, as what it is: that of Sample, or the pooled one of Scale, not that of eps 1.
+
+    Besides: `sigma_of_eps_1`, what the column is said to hold.  In the MNIST rows that is what it does hold.
+    """
+    values = {}
+    for name, training in config.training.items():
+        for method in ("sample", "scale"):
+            for setup, shares in config.groups.items():
+                row = published.exhibit("idp-sgd/table-6").numbers[name][f"{method}_{setup}"]
+                tuned = dataclasses.replace(training, batch=int(row["batch"]), epochs=int(row["epochs"]),
+                                            clip=float(row["clip"]))
+                noise, _, _ = parameters(method, config.budgets, shares, tuned, config.delta)
+                strictest, _, _ = parameters("dpsgd", config.budgets, shares, tuned, config.delta)
+                key = f"{name}.{method}_{setup}"
+                values[f"{key}.iterations"] = round(tuned.epochs * tuned.examples / tuned.batch)
+                values[f"{key}.sigma"] = strictest if name == "mnist" else noise
+                values[f"{key}.sigma_of_method"] = noise
+                values[f"{key}.sigma_of_eps_1"] = strictest
+    return values
+
+
+@experiment("idp-sgd/figure-4", uses=(parameters, Training), quick=Accounts(), paper=Accounts())
+def figure_4(config, run):
+    """What each group has spent after every fourth epoch on MNIST (B): `sample` and `scale`, (groups, epochs)."""
+    training, shares = config.training["mnist"], config.groups["B"]
+    epochs = list(range(4, training.epochs + 1, 4))
+    values = {"epochs": epochs}
+    for method in ("sample", "scale"):
+        noise, rates, norms = parameters(method, config.budgets, shares, training, config.delta)
+        multipliers = noise * training.clip / norms
+        values[method] = [[compute_epsilon(sample_rate=rate, noise_multiplier=sigma,
+                                           steps=epoch * training.steps // training.epochs,
+                                           delta=config.delta, accountant="rdp") for epoch in epochs]
+                          for rate, sigma in zip(rates.tolist(), multipliers.tolist())]
+    return values
+
+
+@finding("idp-sgd/figure-4", "at the last step every group has spent its budget, to within 0.1%, and none more")
+def spent_together(record):
+    for method in ("sample", "scale"):
+        ends = [spent[-1] for spent in record.values[method]]
+        shares = [end / budget for end, budget in zip(ends, record.config["budgets"])]
+        holds = all(0.999 <= share <= 1 + 1e-7 for share in shares)
+        yield method.capitalize(), ", ".join(f"{end:.4f}" for end in ends), holds
+
+
+@dataclasses.dataclass(frozen=True)
+class Searches:
+    """Table 15: how many groups, with budgets spread evenly over [1, 3], in the setting of CIFAR-10."""
+
+    groups: tuple = (2, 8, 32, 128)
+    training: Training = TABLE_5["cifar10"]
+    delta: float = 1e-5
+
+
+@experiment("idp-sgd/table-15", uses=(Training,), quick=Searches(), paper=Searches())
+def table_15(config, run):
+    """Seconds to find the parameters, to the finer of the paper's two precisions."""
+    values = {}
+    run_of = {"target_delta": config.delta, "sample_rate": config.training.sample_rate, "steps": config.training.steps}
+    for number in config.groups:
+        budgets = torch.linspace(1, 3, number, dtype=torch.float64).tolist()
+        for method, search, options in (("sample", idp.sample_parameters, {}),
+                                        ("scale", idp.scale_parameters, {"max_grad_norm": config.training.clip})):
+            started = time.perf_counter()
+            search(budgets, [1] * number, **run_of, **options)
+            values[f"precision_1e-4.groups_{number}.{method}"] = time.perf_counter() - started
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Table 16: how many steps of each method are timed, in turns, on one batch after another."""
+
+    task: Task
+    steps: int
+    rounds: int = 3
+    budgets: tuple = BUDGETS
+    groups: tuple = GROUPS["A"]
+    delta: float = 1e-5
+
+
+@experiment("idp-sgd/table-16", uses=(Task, Training, _problem, network, assign, parameters, plan_of),
+            quick=Steps(MNIST_5K, 6, rounds=2))
+def table_16(config, run):
+    """Milliseconds of a step of DP-SGD, Sample and Scale with the paper's network: the shortest of a few turns."""
+    task, found = config.task, problem(config.task, run)
+    groups = assign(len(found.labels), config.groups, 0)
+    shortest = dict.fromkeys(("dpsgd", "sample", "scale"), math.inf)
+    plans = {method: dataclasses.replace(plan_of(method, groups, config.budgets, task.training, delta=config.delta),
+                                         steps=config.steps)
+             for method in shortest}
+    for _ in range(config.rounds):
+        for method, plan in plans.items():
+            model = network(task, 0).to(run.device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate)
+            started = time.perf_counter()
+            train(model, cross_entropy, (found.features, found.labels), plan, optimizer=optimizer, seed=0,
+                  progress=False)
+            shortest[method] = min(shortest[method], 1000 * (time.perf_counter() - started) / config.steps)
+    return {f"{task.data}.{method}": value for method, value in shortest.items()}

@@ -1,0 +1,372 @@
+"""One trial: a network trained with a budget for each example, and trials side by side."""
+
+import dataclasses
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+
+from dpcompanion import data, idp
+from dpcompanion.accounting import find_noise_multiplier
+from dpcompanion.reproduction import published, records
+from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, TABLE_5, Training
+from dpcompanion.reproduction.records import mean_and_sd
+from dpcompanion.training import cross_entropy, derive_seed, DPSGDPlan, models, train, train_ensemble
+
+# Training ----------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What is trained: a data set, a network, plain SGD with momentum, and the plan of DP-SGD that budgets start
+    from."""
+
+    data: str
+    model: str
+    training: Training
+    learning_rate: float
+    momentum: float = 0.5
+
+
+MNIST = Task("mnist", "mnist_cnn", TABLE_5["mnist"], 0.6)
+SVHN = Task("svhn", "cifar_cnn", TABLE_5["svhn"], 0.2)
+CIFAR10 = Task("cifar10", "cifar_cnn", TABLE_5["cifar10"], 0.7)
+MNIST_5K = Task("mnist-5k", "mnist_cnn", Training(4000, 512, 80, 0.2), 0.6)
+# Softmax regression on digits of 14 x 14 pixels: seconds for hundreds of runs.
+DIGITS = Task("mnist-5k", "softmax", Training(4000, 400, 10, 1.0), 2.0)
+HALVES = Task("mnist-5k", "softmax", Training(1000, 200, 15, 1.0), 2.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Features and labels of a task's training and test examples."""
+
+    features: torch.Tensor
+    labels: torch.Tensor
+    test_features: torch.Tensor
+    test_labels: torch.Tensor
+
+
+@functools.cache
+def _problem(name, model):
+    parts, loaded = [], []
+    for split in ("train", "test"):
+        found = data.load(name, split=split)
+        loaded.append(found.provenance())
+        if model == "softmax":
+            parts += [F.avg_pool2d(found.features.double(), 2).flatten(1), found.labels]
+        else:
+            parts += [found.normalised().features, found.labels]
+    return Problem(*parts), loaded
+
+
+def problem(task, run=None):
+    """The examples of a task, noted in the run's record."""
+    found, loaded = _problem(task.data, task.model)
+    if run is not None:
+        run.loaded += [provenance for provenance in loaded if provenance not in run.loaded]
+    return found
+
+
+def network(task, seed):
+    """The task's network, initialised by the seed."""
+    if task.model == "softmax":
+        return models.linear(196, 10, seed=seed).double()
+    return getattr(models, task.model)(seed=seed)
+
+
+def assign(examples, shares, seed):
+    """Each example's group, (examples,): shares to the nearest whole example, in an order drawn by the seed.
+
+    >>> torch.bincount(assign(1000, (34, 43, 23), seed=0)).tolist()
+    [340, 430, 230]
+    """
+    ends = [round(examples * sum(shares[:i + 1]) / sum(shares)) for i in range(len(shares))]
+    groups = torch.bucketize(torch.arange(examples), torch.tensor(ends), right=True)
+    generator = torch.Generator().manual_seed(derive_seed(seed, "groups"))
+    return groups[torch.randperm(examples, generator=generator)]
+
+
+@functools.cache
+def parameters(method, budgets, counts, training, delta, accountant="rdp"):
+    """(noise multiplier, each group's rate, each group's clip norm) of "dpsgd", "sample", "scale" or "combined-50",
+    which takes half of what Sample changes and leaves the rest to Scale.  DP-SGD gives everybody the smallest
+    budget."""
+    run_of = {"target_delta": delta, "sample_rate": training.sample_rate, "steps": training.steps,
+              "accountant": accountant}
+    same = torch.ones(len(budgets), dtype=torch.float64)
+    if method == "sample":
+        found = idp.sample_parameters(budgets, counts, **run_of)
+        return found.noise_multiplier, found.sample_rates, same * training.clip
+    if method == "scale":
+        found = idp.scale_parameters(budgets, counts, max_grad_norm=training.clip, **run_of)
+        return found.noise_multiplier, same * training.sample_rate, found.max_grad_norms
+    if method.startswith("combined-"):
+        found = idp.combined_parameters(budgets, counts, max_grad_norm=training.clip,
+                                        sample_weight=int(method.partition("-")[2]) / 100, **run_of)
+        return found.noise_multiplier, found.sample_rates, found.max_grad_norms
+    noise = find_noise_multiplier(target_epsilon=min(budgets), **run_of)
+    return noise, same * training.sample_rate, same * training.clip
+
+
+def plan_of(method, groups, budgets, training, *, delta, accountant="rdp"):
+    """The plan of a method for examples in `groups`, (n,) numbers of entries of `budgets`."""
+    counts = tuple(torch.bincount(groups, minlength=len(budgets)).tolist())
+    noise, rates, norms = parameters(method, tuple(budgets), counts, training, delta, accountant)
+    return DPSGDPlan(n=len(groups), sample_rate=rates[groups], steps=training.steps, max_grad_norm=norms[groups],
+                     noise_multiplier=noise, delta=delta)
+
+
+def predictions(model, features):
+    """Logits, (n, classes), a thousand examples at a time."""
+    model.eval()
+    with torch.no_grad():
+        return torch.cat([model(part) for part in features.split(1000)])
+
+
+def accuracy(logits, labels):
+    """Per cent of right answers."""
+    return 100 * (logits.argmax(-1) == labels).double().mean(-1)
+
+
+def class_accuracy(logits, labels, classes=10):
+    """Per cent of right answers in each class, (classes,)."""
+    return torch.stack([accuracy(logits[labels == c], labels[labels == c]) for c in range(classes)])
+
+
+# Accuracy ----------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """Runs of each kind on one task, for each seed.
+
+    `kinds`: "dpsgd" and "loosest" (DP-SGD for all at the smallest and at the largest budget), "A.sample" (a
+    distribution of groups and a method), and "B.alone" (DP-SGD on the group with the smallest budget, without the
+    others).  A run is looked at after every `look` epochs, and its strictest group's own loss after every
+    `group_look`.
+    """
+
+    task: Task
+    kinds: tuple = ("dpsgd", "loosest", "A.sample", "A.scale", "B.sample", "B.scale", "B.alone")
+    seeds: tuple = tuple(range(10))
+    budgets: tuple = BUDGETS
+    groups: dict = dataclasses.field(default_factory=lambda: GROUPS)
+    delta: float = 1e-5
+    look: int = 5
+    group_look: int = 20
+
+
+def trial(config, kind, seed, run):
+    """One run: accuracy on test data over the epochs, at the end by class, and the strictest group's loss and accuracy.
+
+    Runs of one seed share the assignment of groups, the initial weights and the streams of random numbers.
+    """
+    task, found = config.task, problem(config.task, run)
+    setup, _, method = kind.rpartition(".")
+    groups = assign(len(found.labels), config.groups[setup or "B"], seed)
+    strictest = groups == 0
+    features, labels, training, budgets = found.features, found.labels, task.training, config.budgets
+    if method == "alone":
+        features, labels = features[strictest], labels[strictest]
+        training = dataclasses.replace(training, examples=len(labels))
+        groups, budgets, method = groups[strictest], budgets[:1], "dpsgd"
+    if method == "loosest":
+        groups, budgets, method = torch.zeros_like(groups), budgets[-1:], "dpsgd"
+    plan = plan_of(method, groups, budgets, training, delta=config.delta)
+    model = network(task, seed)
+    seen = {"epochs": [], "accuracy": [], "group_epochs": [], "group_loss": [], "group_accuracy": []}
+
+    def look(run_now):
+        epoch = run_now.step // math.ceil(training.examples / training.batch)
+        if epoch % config.look == 0:
+            seen["epochs"].append(epoch)
+            seen["accuracy"].append(accuracy(predictions(model, test_features), test_labels))
+        if epoch % config.group_look == 0:
+            logits = predictions(model, own_features)
+            seen["group_epochs"].append(epoch)
+            seen["group_loss"].append(cross_entropy(logits, own_labels).mean())
+            seen["group_accuracy"].append(accuracy(logits, own_labels))
+
+    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
+    own_features, own_labels = (part[strictest].to(run.device) for part in (found.features, found.labels))
+    optimizer = torch.optim.SGD(model.to(run.device).parameters(), lr=task.learning_rate, momentum=task.momentum)
+    history = train(model, cross_entropy, (features, labels), plan, optimizer=optimizer, seed=seed, on_epoch=look,
+                    progress=False)
+    logits = predictions(model, test_features)
+    return {**seen, "final": accuracy(logits, test_labels), "classes": class_accuracy(logits, test_labels),
+            "dropped": history.dropped}
+
+
+_TRIAL = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, predictions, accuracy,
+          class_accuracy, trial)
+
+
+def trials(config, run):
+    """{kind: [what `trial` returns for each seed]}.  Trials that take minutes are kept in the data folder, so that more
+    seeds or kinds, and other exhibits, go on from them."""
+    key = {"task": config.task, "budgets": config.budgets, "groups": config.groups, "delta": config.delta,
+           "look": config.look, "group_look": config.group_look, "device": run.device.type,
+           "code": records.code_hash(*_TRIAL)}
+    folder = run.folder
+    if config.task.model != "softmax":
+        folder = data.data_folder() / "trials" / f"{config.task.data}-{records.hash_of(key)[:12]}"
+    pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
+    problem(config.task, run)
+    done = records.resumable(lambda piece: trial(config, *pieces[piece], run), pieces, folder=folder, config=key,
+                             label="trials")
+    return {kind: [done[f"{kind}.seed-{seed}"] for seed in config.seeds] for kind in config.kinds}
+
+
+def final_accuracies(config, kinds, seeds, run, *, budgets=None, groups=None):
+    """{kind: final accuracy for each seed} of trials that other exhibits may have made already, or will share."""
+    found = trials(Trials(config.task, tuple(kinds), tuple(seeds), tuple(budgets or config.budgets),
+                          groups or config.groups, config.delta), run)
+    return {kind: [one["final"] for one in each] for kind, each in found.items()}
+
+
+def accuracies(config, done):
+    """The trials' values: `mnist.A.sample` and so on, the curves of figure 1, and what appendix D.7 looks at."""
+    values = {}
+    for kind, each in done.items():
+        for setup in [kind] if "." in kind else [f"{setup}.{kind}" for setup in config.groups]:
+            values[f"{config.task.data}.{setup}"] = mean_and_sd(one["final"] for one in each)
+        values[f"{kind}.final"] = [one["final"] for one in each]
+        values[f"{kind}.classes"] = [mean_and_sd(classes) for classes in zip(*(one["classes"] for one in each))]
+        for name in ("epochs", "group_epochs"):
+            values[f"{kind}.{name}"] = each[0][name]
+        for name in ("accuracy", "group_loss", "group_accuracy"):
+            values[f"{kind}.{name}"] = [mean_and_sd(looks) for looks in zip(*(one[name] for one in each))]
+        values[f"{kind}.dropped"] = sum(one["dropped"] for one in each)
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class Accuracies(Trials):
+    """Tables 2 and 8: besides the task those that need a GPU, by what they need."""
+
+    larger: dict = dataclasses.field(default_factory=dict)
+
+
+def tuned(task, kind):
+    """The task with the hyperparameters of table 6 for "A.sample" and its like; DP-SGD keeps those of table 5.
+
+    >>> tuned(SVHN, "A.scale").training, tuned(SVHN, "A.scale").learning_rate
+    (Training(examples=73257, batch=1024, epochs=50, clip=2.0), 0.1)
+    >>> tuned(SVHN, "dpsgd") == SVHN
+    True
+    """
+    setup, _, method = kind.rpartition(".")
+    printed, row = published.exhibit("idp-sgd/table-6").flat(), f"{task.data}.{method}_{setup}"
+    if f"{row}.lr" not in printed:
+        return task
+    training = dataclasses.replace(task.training, batch=int(printed[f"{row}.batch"]),
+                                   epochs=int(printed[f"{row}.epochs"]), clip=float(printed[f"{row}.clip"]))
+    return dataclasses.replace(task, training=training, learning_rate=float(printed[f"{row}.lr"]))
+
+
+def larger_tasks(config, run, hyperparameters):
+    """`svhn.A.sample` and so on, for the tasks that need a GPU; each kind with `hyperparameters(task, kind)`."""
+    values = {}
+    for task in config.larger.values():
+        for kind in ("dpsgd", *(f"{setup}.{method}" for setup in config.groups for method in ("sample", "scale"))):
+            own = dataclasses.replace(config, task=hyperparameters(task, kind), kinds=(kind,))
+            final = [one["final"] for one in trials(own, run)[kind]]
+            for name in [kind] if "." in kind else [f"{setup}.{kind}" for setup in config.groups]:
+                values[f"{task.data}.{name}"] = mean_and_sd(final)
+            values[f"{task.data}.{kind}.final"] = final
+    return values
+
+
+def with_larger(config, run, hyperparameters):
+    """`accuracies` of the task, and of the larger ones on a GPU; without one they are `not_run`."""
+    values = accuracies(config, trials(config, run))
+    if config.larger and run.device.type == "cpu":
+        return {**values, "not_run": list(config.larger)}
+    return values | larger_tasks(config, run, hyperparameters)
+
+
+_ACCURACIES = (*_TRIAL, trials, accuracies, tuned, larger_tasks, with_larger)
+
+
+# Many runs side by side --------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """Runs of each kind on one task, for each seed, `together` of them side by side.
+
+    Kinds are as for `Trials`; accuracies are noted after every `look` epochs.
+    """
+
+    task: Task
+    kinds: tuple = ()
+    seeds: tuple = tuple(range(5))
+    budgets: tuple = BUDGETS
+    groups: dict = dataclasses.field(default_factory=lambda: GROUPS)
+    delta: float = 1e-5
+    look: int = 1
+    together: int = 1
+
+
+ALL = 10_000  # runs of softmax regression go side by side, however many they are
+
+
+def train_all(task, plans, seeds, features, labels, *, device="cpu", members=None, watch=None):
+    """The ensemble of one run for each plan and seed, each with the task's network of its seed.
+
+    `members`, (runs, n): who is in the data of each run.  Sums are divided by what everybody's batch would hold; the
+    learning rate makes up for it.  `watch(epoch, ensemble)` is called after every epoch.
+    """
+    rate = task.learning_rate if members is None else task.learning_rate / float(members.double().mean())
+    return train_ensemble(
+        [network(task, seed) for seed in seeds], cross_entropy, (features, labels), plans, seeds=seeds,
+        learning_rate=rate,
+        momentum=task.momentum, members=members, device=device, progress=False,
+        on_epoch=watch and (lambda ensemble: watch(math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble)))
+
+
+def compared(config, run, plan):
+    """{kind: [outcome for each seed]} of runs with the plans `plan(kind, seed)`.
+
+    An outcome holds the accuracy on test data, `final` and in each of the `classes`, and its course, `epochs` and
+    `accuracy`.
+    """
+    task, found = config.task, problem(config.task, run)
+    runs = [(kind, seed) for kind in config.kinds for seed in config.seeds]
+    parts = [runs[i:i + config.together] for i in range(0, len(runs), config.together)]
+    parts = {records.hash_of(part)[:12]: part for part in parts}
+    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
+
+    def work(piece):
+        part = parts[piece]
+        course = {}
+
+        def watch(epoch, ensemble):
+            if epoch % config.look == 0:
+                course[epoch] = accuracy(ensemble.predict(test_features), test_labels)
+
+        plans, seeds = [plan(kind, seed) for kind, seed in part], [seed for _, seed in part]
+        trained = train_all(task, plans, seeds, found.features, found.labels, device=run.device, watch=watch)
+        return {"outcomes": [
+            {"final": accuracy(logits, test_labels), "classes": class_accuracy(logits, test_labels),
+             "epochs": list(course),
+             "accuracy": [at[r] for at in course.values()]} for r, logits in enumerate(trained.predict(test_features))]}
+
+    done = run.pieces(work, parts, label="runs")
+    outcomes = {name: outcome for piece, part in parts.items() for name, outcome in zip(part, done[piece]["outcomes"])}
+    return {kind: [outcomes[kind, seed] for seed in config.seeds] for kind in config.kinds}
+
+
+def final_values(config, final):
+    """`<kind>.final` for each seed, and under the published names the mean and standard deviation."""
+    values = {f"{kind}.final": each for kind, each in final.items()}
+    return values | named({kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist")
+
+
+def named(values, task, data):
+    """The values under the published names if the task's data are the paper's, else under the name of the data."""
+    return values if task.data == data else {f"{task.data}.{key}": value for key, value in values.items()}
+
+
+_COMPARED = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, accuracy, class_accuracy,
+             train_all, compared)
+_EITHER = (*_TRIAL, trials, final_accuracies, train_all, compared, final_values)

@@ -1,0 +1,63 @@
+"""Membership inference by group: figure 11."""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from dpcompanion import attacks
+from dpcompanion.reproduction import intervals
+from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.individual_accounting.runs import (
+    _SHARED, _TRAINING, LABELS, NAME, QUICK, reported, subset, trained,
+)
+from dpcompanion.reproduction.papers.yu import (
+    left_out, Membership, named, near_one_half, once, outcome, overfitted, rank, runnable, STABLE,
+)
+
+
+def attacked(found, members, others, config):
+    """Success of the loss-threshold attack on each group and the ends of its 95% interval, means over the draws."""
+    generator, rates = torch.Generator().manual_seed(config.seeds[0]), []
+    for group in range(len(found.names)):
+        sides = torch.as_tensor(members)[found.groups == group], torch.as_tensor(others)[found.test_groups == group]
+        rates.append([attacks.loss_threshold_attack(*sides, generator=generator).success for _ in range(config.draws)])
+    return dict(zip(("success", "low", "high"), np.mean(rates, axis=1).T))
+
+
+@experiment(f"{NAME}/figure-11", one_seed=True, uses=(*_SHARED, overfitted, attacked),
+            quick=Membership(QUICK, **STABLE), paper=Membership(subset("cifar10", "utkface_gender"), epochs=10))
+def figure_11(config, run):
+    """Success of the loss-threshold attack on each group with and without DP, beside its mean epsilon."""
+    values, seed = left_out(config, run), config.seeds[0]
+    for name, task in runnable(config, run).items():
+        found = trained(task, seed, run)
+        key = {**dataclasses.asdict(config), "tasks": {name: dataclasses.asdict(task)}}
+        accuracies, losses = once(f"{task.data}-{task.model}-overfitted", key, seed, run, (*_TRAINING, overfitted),
+                                  lambda task=task: overfitted(task, config, seed, run.device),
+                                  size=len(found.found.y) * config.epochs * 10)
+        values |= named(name, mean_epsilon=found.by_group(found.epsilon()), nonprivate_accuracy=accuracies["accuracy"],
+                        nonprivate_test_accuracy=accuracies["test_accuracy"])
+        for kind, (members, others) in {"private": (found.losses, found.test_losses),
+                                        "nonprivate": (losses["losses"], losses["test_losses"])}.items():
+            values |= named(f"{name}.{kind}", **attacked(found.found, members, others, config))
+        if name == "cifar10":
+            success = dict(zip(found.found.names, values["cifar10.nonprivate.success"]))
+            values |= named("cifar10_nonprivate", cat=success["cat"], ship=success["ship"])
+    return values
+
+
+@finding(f"{NAME}/figure-11", "without privacy, groups with a higher mean epsilon are attacked with more success (rank "
+         "correlation 0.5 or more)")
+def risk_follows_epsilon(record):
+    for name in reported(record):
+        epsilon, success = (record.values[f"{name}.{key}"] for key in ("mean_epsilon", "nonprivate.success"))
+        r = intervals.rank_correlation(rank(epsilon, success), len(epsilon))
+        yield LABELS[name], f"{r:.1f}", r.at_least(0.5)
+
+
+@finding(f"{NAME}/figure-11", "with DP, the success on every group lies within five points of one half")
+def private_models_resist(record):
+    for name in reported(record):
+        said, outcome = near_one_half(record.values, f"{name}.private")
+        yield LABELS[name], f"intervals from {said}", outcome

@@ -1,0 +1,203 @@
+"""The runs of Yu et al. 2023: one serves many exhibits, and leaves what they all read."""
+
+import dataclasses
+import math
+import time
+
+import numpy as np
+import torch
+
+from dpcompanion.individual import IndividualAccountant
+from dpcompanion.reproduction.papers.yu import (
+    _balanced, build, examples, Examples, hinge, histogram, left_out, LOSSES, mlp, MNIST_5K, once, outcome, pearson,
+    rank, runnable, Task, two_layer_cnn,
+)
+from dpcompanion.training import DPSGDPlan, gradient_norms, train
+from dpcompanion.training.tracking import NormTracker
+
+NAME = "individual-accounting"
+MNIST_CNN = Task("mnist", "two-layer-cnn", 1024, 4, 2.4, 1.5)
+# Five times as long for the same epsilon takes 1.4 times the noise; the learning rate falls by as much.
+MNIST_LONG = dataclasses.replace(MNIST_CNN, epochs=20, learning_rate=1.0)
+RESNET = {"momentum": 0.9, "weight_decay": 1e-3, "cosine": True, "normalised": False, "learning_rate": 0.1}
+MNIST = Task("mnist", "resnet20", 1024, 100, 2.4, needs="a GPU, about an hour", **RESNET)
+CIFAR10 = Task("cifar10", "wrn16-4", 4096, 300, 7.8, 4.0, max_grad_norm=1.0, normalised=False,
+               needs="a GPU of 32 GB, about a day")
+CIFAR10_RESNET = Task("cifar10", "resnet20", 1024, 100, 7.8, needs="a GPU, about two hours", **RESNET)
+UTKFACE_GENDER = Task("utkface-gender", "resnet20", 1024, 100, 4.5, needs="a GPU, about an hour", **RESNET)
+UTKFACE_AGE = dataclasses.replace(UTKFACE_GENDER, data="utkface-age")
+
+QUICK = {"mnist-5k": MNIST_5K}
+CPU = {"mnist_cnn": MNIST_CNN}
+LONG = {"mnist_cnn": MNIST_LONG}
+PAPER = {**CPU, "mnist": MNIST, "cifar10": CIFAR10, "utkface_gender": UTKFACE_GENDER, "utkface_age": UTKFACE_AGE}
+
+
+# Runs --------------------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Trained:
+    """What a run of DP-SGD leaves.
+
+    `plan` and `task` say how it was trained. `passes` are the steps (from 0) before which everybody's norm was
+    measured, `norms` (passes, n) what was found, at most C; `reference` are the examples measured at every step,
+    `reference_norms` (steps, reference); `medians` (epochs + 1, groups) are the medians of unclipped reference norms
+    by group. Losses are those of the final model.
+    """
+
+    task: Task
+    plan: DPSGDPlan
+    found: Examples
+    passes: np.ndarray
+    norms: np.ndarray
+    reference: np.ndarray
+    reference_norms: np.ndarray
+    medians: np.ndarray
+    losses: np.ndarray
+    test_losses: np.ndarray
+    right: np.ndarray
+    test_right: np.ndarray
+    seconds: float
+
+    @property
+    def worst_case(self):
+        """Epsilon of the run, for anybody (RDP)."""
+        return self.plan.epsilon(accountant="rdp")
+
+    @property
+    def accuracy(self):
+        """On the test examples."""
+        return float(self.test_right.mean())
+
+    def by_group(self, values, *, test=False):
+        """Means of `values` in each group."""
+        groups = (self.found.test_groups if test else self.found.groups).numpy()
+        return np.array([values[groups == group].mean() for group in range(len(self.found.names))])
+
+    def epsilon(self, *, refreshes=None, accountant="rdp", rounding=0.01, upto=None):
+        """Everybody's epsilon after `upto` steps (all by default), from all passes or from fewer `refreshes`."""
+        steps = self.plan.steps if upto is None else upto
+        chosen = self.passes if refreshes is None else schedule(self.plan, refreshes)
+        rows = np.searchsorted(self.passes, chosen, side="right") - 1
+        return account(self.plan, self.norms[rows], chosen, steps=steps, accountant=accountant, rounding=rounding)
+
+    def reference_epsilon(self, refreshes=math.inf, *, rounding=None):
+        """Epsilon of the reference examples when their norms are measured so often; at every step by default."""
+        chosen = schedule(self.plan, refreshes)
+        return account(self.plan, self.reference_norms[chosen], chosen, steps=self.plan.steps, rounding=rounding)
+
+
+def schedule(plan, refreshes):
+    """The steps (from 0) before which norms are measured, `refreshes` times an epoch, as by `NormTracker`."""
+    refreshes = min(refreshes, plan.steps_per_epoch)
+    count = math.ceil(plan.steps * refreshes / plan.steps_per_epoch - 1e-9)
+    steps = np.ceil(np.arange(count) * plan.steps_per_epoch / refreshes - 1e-9).astype(int)
+    return steps[steps < plan.steps]
+
+
+def account(plan, norms, passes, *, steps, accountant="rdp", rounding=0.01):
+    """Epsilon of each example whose norms (passes, n) hold from their pass to the next, (n,) numpy."""
+    accounts = IndividualAccountant.for_plan(dataclasses.replace(plan, n=norms.shape[1]), rounding=rounding,
+                                             accountant=accountant)
+    ends = [*passes[1:], steps]
+    for start, end, row in zip(passes, ends, norms):
+        if start < steps:
+            accounts.record(torch.as_tensor(row), steps=int(min(end, steps) - start))
+    return accounts.epsilon(plan.delta).numpy()
+
+
+def run_task(task, seed, device):
+    """Train one run; values and arrays for `Trained`."""
+    found, loss = examples(task.data, task.dtype), LOSSES[task.loss]
+    started = time.perf_counter()
+    model = build(task.model, found, seed).to(device)
+    x, y = found.x.to(device), found.y.to(device)
+    limit = task.max_grad_norm or task.median_multiple * float(gradient_norms(model, loss, x, y).median())
+    plan = make_plan(task, len(y), limit)
+    optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate / (limit if task.normalised else 1),
+                                momentum=task.momentum, weight_decay=task.weight_decay)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps) if task.cosine else None
+
+    everybody = NormTracker(IndividualAccountant.for_plan(plan), model, loss, (x, y),
+                            steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=task.refreshes,
+                            clipping=task.clipping, keep_norms=True)
+    trackers = [everybody]
+    chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[:task.reference])
+    some = x[chosen.to(device)], y[chosen.to(device)]
+    if task.reference:
+        theirs = IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen)))
+        trackers.append(NormTracker(theirs, model, loss, some, steps_per_epoch=plan.steps_per_epoch,
+                                    updates_per_epoch=math.inf, examples=chosen, keep_norms=True))
+    medians, groups = [], found.groups[chosen]
+
+    def watch(_):
+        if task.reference:
+            norms = gradient_norms(model, loss, *some).cpu()
+            medians.append([float(norms[groups == group].median()) for group in range(len(found.names))])
+
+    watch(None)
+    train(model, loss, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers, on_epoch=watch,
+          on_step=(lambda _: scheduler.step()) if scheduler else None)
+    losses, right = outcome(model, loss, x, y)
+    test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
+    passes, norms = everybody.norms_of_passes
+    exact = trackers[-1].norms_of_passes[1] if task.reference else torch.zeros(0, 0)
+    values = {"max_grad_norm": limit, "seconds": time.perf_counter() - started}
+    arrays = {"passes": passes, "norms": norms, "reference": chosen, "reference_norms": exact,
+              "medians": np.array(medians), "losses": losses.cpu(), "test_losses": test_losses.cpu(),
+              "right": right.cpu(), "test_right": test_right.cpu()}
+    return values, {key: np.asarray(array) for key, array in arrays.items()}
+
+
+def make_plan(task, n, max_grad_norm):
+    """The plan of a task on n examples: the noise that makes its epochs cost its epsilon (RDP)."""
+    rate = task.batch_size / n
+    return DPSGDPlan.for_epsilon(
+        task.target_epsilon, n=n, sample_rate=rate, steps=task.epochs * max(1, round(1 / rate)),
+        max_grad_norm=max_grad_norm, delta=task.delta, accountant="rdp")
+
+
+_TRAINING = (Task, Examples, examples, _balanced, mlp, two_layer_cnn, build, hinge, outcome, run_task, make_plan)
+_RUNS = (*_TRAINING, Trained, schedule, account)
+
+
+def trained(task, seed, run):
+    """The run of a task with a seed, as `Trained`: computed once, and kept in the data folder if it takes long."""
+    found = examples(task.data, task.dtype)
+    run.loaded += [provenance for provenance in found.provenance if provenance not in run.loaded]
+    plan = make_plan(task, len(found.y), 1.0)
+    fields = {key: value for key, value in dataclasses.asdict(task).items() if key != "needs"}
+    values, arrays = once(f"{task.data}-{task.model}", {"task": fields}, seed, run, _TRAINING,
+                          lambda: run_task(task, seed, run.device), size=len(found.y) * plan.steps)
+    plan = dataclasses.replace(plan, max_grad_norm=values["max_grad_norm"])
+    return Trained(task, plan, found, **arrays, seconds=values["seconds"])
+
+
+# What exhibits share -----------------------------------------------------------------------------------------------
+
+LABELS = {"mnist-5k": "digits", "mnist_cnn": "MNIST, two-layer CNN", "mnist": "MNIST", "cifar10": "CIFAR-10",
+          "utkface_gender": "UTKFace, gender", "utkface_age": "UTKFace, age"}
+
+
+def reported(record):
+    """The tasks that a record has values of."""
+    return [name for name in record.config.get("tasks", ()) if any(key.startswith(name + ".") for key in record.values)]
+
+
+def with_log_loss(epsilon, losses):
+    """Pearson's r between epsilon and the logarithm of the loss, over examples whose loss is above 0."""
+    positive = losses > 0
+    return pearson(epsilon[positive], np.log(losses[positive]))
+
+
+def subset(*names):
+    """Some of the paper's tasks, our own first."""
+    return {name: PAPER[name] for name in ("mnist_cnn", *names)}
+
+
+def at_length(tasks):
+    """The tasks with our own run of 20 epochs in place of that of 4."""
+    return {**tasks, **LONG}
+
+
+_SHARED = (*_RUNS, runnable, left_out, pearson, with_log_loss, rank, histogram)

@@ -1,0 +1,260 @@
+"""How far runs end from each other: figures 2, 3 and 4, table III; networks in figures 6 and 7."""
+
+import dataclasses
+import math
+
+import numpy as np
+import torch
+from scipy import stats
+
+from dpcompanion import output_perturbation as op
+from dpcompanion.reproduction import intervals
+from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
+    _ENSEMBLE, _grid, between_seeds, Grids, INITIALISATIONS, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
+)
+from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
+
+LOG_EDGES = np.linspace(-5, 2, 141)
+
+
+def _log_histogram(values):
+    return np.histogram(np.log10(np.clip(values.numpy().ravel(), 1e-300, None)).clip(-5, 2),
+                        LOG_EDGES)[0].astype(np.int32)
+
+
+def _distances(name, weights, bound):
+    """What figures 2 and 6 show: values and histograms of distances, `weights` for each initialisation."""
+    values, arrays = {}, {}
+    generator = torch.Generator().manual_seed(0)
+    found = {"data": op.pairwise_sensitivity(weights["varying"][1:])}
+    for initialisation, grid in weights.items():
+        sets, seeds = grid.shape[:2]
+        found[f"seed.{initialisation}"] = between_seeds(grid[1:])
+        pairs = (torch.randint(1, sets, (2, 20000), generator=generator),
+                 torch.randint(seeds, (2, 20000), generator=generator))
+        differ = (pairs[0][0] != pairs[0][1]) & (pairs[1][0] != pairs[1][1])
+        (a, b), (r, s) = (pair[:, differ] for pair in pairs)
+        found[f"both.{initialisation}"] = (grid[a, r] - grid[b, s]).norm(dim=-1)
+    for kind, distances in found.items():
+        arrays[f"{name}.{kind}"] = _log_histogram(distances)
+        values |= {f"{name}.{kind}.median": distances.median(), f"{name}.{kind}.max": distances.max(),
+                   f"{name}.{kind}.min": distances.min()}
+    largest = found["data"].max()
+    for initialisation in weights:
+        values[f"{name}.seed_above_all_data.{initialisation}"] = (
+            found[f"seed.{initialisation}"] > largest).double().mean()
+        if bound is not None:
+            values[f"{name}.seed_above_bound.{initialisation}"] = (
+                found[f"seed.{initialisation}"] > bound).double().mean()
+    values[f"{name}.varying_over_fixed"] = found["seed.varying"].median() / found["seed.fixed"].median()
+    if bound is not None:
+        values |= {f"{name}.bound": bound, f"{name}.bound_over_data": bound / largest}
+    return values, arrays
+
+
+@experiment("intrinsic-privacy/figure-2",
+            uses=(*_ENSEMBLE, _grid, sensitivities, between_seeds, _distances, _log_histogram),
+            quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
+def figure_2(config, run):
+    """Distances between runs that differ in data, in seed, or in both; histograms over `LOG_EDGES` of log10."""
+    values, arrays = {}, {}
+    for name, task in config.tasks.items():
+        bound = None if name.endswith("-unscaled") else sensitivities(task, problem(name, run).examples)[0]
+        weights = {initialisation: trained(name, task, run, initialisation) for initialisation in INITIALISATIONS}
+        for mine, new in zip((values, arrays), _distances(name, weights, bound)):
+            mine |= new
+    return values, arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Normality(Grids):
+    """Figure 3: the data sets whose weights are tested."""
+
+    data_sets: int = 25
+
+
+@experiment("intrinsic-privacy/figure-3", uses=(*_ENSEMBLE, _grid), quick=Normality(QUICK, 5),
+            paper=Normality({"mnist-binary": PAPER["mnist-binary"], **UNSCALED}))
+def figure_3(config, run):
+    """Shapiro-Wilk for each weight over seeds: shares of p-values below 0.05, and below 0.05 / d.
+
+    Also for one data set alone, since runs of one seed on neighbouring sets are nearly equal, and the excess kurtosis
+    (0 for a Gaussian, -1.2 for the uniform distribution that initial weights come from).
+    """
+    values, arrays = {}, {}
+    for name, task in config.tasks.items():
+        for initialisation in INITIALISATIONS:
+            weights = trained(name, task, run, initialisation)[1:config.data_sets + 1].numpy()
+            p = np.array([[stats.shapiro(weights[i, :, j]).pvalue for j in range(weights.shape[2])]
+                          for i in range(len(weights))])
+            row = f"{name}.{initialisation}"
+            arrays[row] = p.astype(np.float32)
+            values |= {f"{row}.below_5_percent": (p < 0.05).mean(),
+                       f"{row}.below_bonferroni": (p < 0.05 / p.shape[1]).mean(),
+                       f"{row}.smallest": p.min(), f"{row}.one_set_below_5_percent": (p[0] < 0.05).mean(),
+                       f"{row}.kurtosis": np.median(stats.kurtosis(weights, axis=1))}
+    return values, arrays
+
+
+@experiment("intrinsic-privacy/table-3", uses=(*_ENSEMBLE, _grid, sensitivities), quick=Grids(QUICK),
+            paper=Grids(PAPER | UNSCALED))
+def table_3(config, run):
+    """Algorithm 1 as the paper computes it (fractional passes, the classical formula), and as the theorems allow:
+    `delta_bound` with whole passes, and `.analytic`."""
+    values = {}
+    for name, task in config.tasks.items():
+        examples = problem(name, run).examples
+        bound, fractional, _ = sensitivities(task, examples)
+        grids = {initialisation: trained(name, task, run, initialisation)[1:] for initialisation in INITIALISATIONS}
+        sigma, star, delta = (
+            op.intrinsic_sigma(grids["varying"]), op.empirical_sensitivity(grids["varying"]), 1 / examples)
+
+        def epsilon(sensitivity, sigma=sigma, mechanism="analytic"):
+            return op.intrinsic_epsilon(sensitivity, sigma, delta, mechanism=mechanism)
+
+        values |= {
+            f"{name}.delta_theory": fractional, f"{name}.delta_empirical": star, f"{name}.delta": delta,
+            f"{name}.sigma_i": sigma, f"{name}.eps_i": epsilon(fractional, mechanism="classical"),
+            f"{name}.eps_i_star": epsilon(star, mechanism="classical"), f"{name}.delta_bound": bound,
+            f"{name}.eps_i.analytic": epsilon(bound), f"{name}.eps_i_star.analytic": epsilon(star),
+            f"{name}.sigma_i_smallest": op.seed_sigma(grids["varying"]).min(),
+            f"{name}.sigma_i_largest": op.seed_sigma(grids["varying"]).max(),
+        }
+        sigma_fixed = op.intrinsic_sigma(grids["fixed"])
+        star_fixed = op.empirical_sensitivity(grids["fixed"])
+        values |= {f"{name}.sigma_i_fixed": sigma_fixed, f"{name}.eps_i_fixed.analytic": epsilon(bound, sigma_fixed),
+                   f"{name}.eps_i_star_fixed.analytic": epsilon(star_fixed, sigma_fixed)}
+    return values
+
+
+def _pairwise_epsilon(name, weights, delta):
+    """Pairwise epsilon with the sigma of the same grid, classical (as printed) and analytic: values and a histogram."""
+    values, arrays = {}, {}
+    distances, sigma = op.pairwise_sensitivity(weights[1:]), op.intrinsic_sigma(weights[1:])
+    # Half a million distances, one smooth curve: epsilon at 2,000 of them, straight lines between.
+    knots = torch.linspace(0, float(distances.max()), 2001, dtype=torch.float64)
+    for mechanism in ("classical", "analytic"):
+        curve = op.intrinsic_epsilon(knots, sigma, delta, mechanism=mechanism)
+        epsilon = torch.as_tensor(np.interp(distances.numpy(), knots.numpy(), curve.numpy()))
+        values |= {f"{name}.{mechanism}.median": epsilon.median(), f"{name}.{mechanism}.max": epsilon.max(),
+                   f"{name}.{mechanism}.skew": stats.skew(epsilon.numpy().ravel())}
+        arrays[f"{name}.{mechanism}"] = _log_histogram(epsilon)
+    return values, arrays
+
+
+def _figure_of_pairs(config, run, initialisation):
+    values, arrays = {}, {}
+    for name, task in config.tasks.items():
+        delta = 1 / problem(name, run).examples
+        for mine, new in zip((values, arrays),
+                             _pairwise_epsilon(name, trained(name, task, run, initialisation), delta)):
+            mine |= new
+    return values, arrays
+
+
+@experiment("intrinsic-privacy/figure-4", uses=(*_ENSEMBLE, _grid, _pairwise_epsilon, _figure_of_pairs, _log_histogram),
+            quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
+def figure_4(config, run):
+    """Pairwise epsilon, the initialisation varying; histograms over `LOG_EDGES` of log10."""
+    return _figure_of_pairs(config, run, "varying")
+
+
+@dataclasses.dataclass(frozen=True)
+class Networks(Grids):
+    """Figures 6 and 7: networks with hidden units, two numbers of them where print and text disagree."""
+
+    hidden: dict
+
+
+_NETWORKS = {name: dataclasses.replace(PAPER[name], seeds=32, data_sets=24) for name in ("mnist-binary", "adult")}
+_NETWORKS["mnist-binary-unscaled"] = _NETWORKS["mnist-binary"]
+
+
+@experiment("intrinsic-privacy/figures-6-7",
+            uses=(*_ENSEMBLE, _grid, between_seeds, _distances, _pairwise_epsilon, _log_histogram),
+            quick=Networks({"digits": dataclasses.replace(QUICK["digits"], seeds=24, data_sets=12)}, {"digits": (10,)}),
+            paper=Networks(_NETWORKS, {"mnist-binary": (10, 16), "mnist-binary-unscaled": (10, 16), "adult": (8,)}))
+def figures_6_7(config, run):
+    """Distances and pairwise epsilon of networks with one hidden layer, the hyperparameters those of table II."""
+    values, arrays = {}, {}
+    for name, task in config.tasks.items():
+        delta = 1 / problem(name, run).examples
+        for hidden in config.hidden[name]:
+            row = f"{name}.hidden_{hidden}"
+            grids = {i: trained(name, task, run, i, hidden=hidden) for i in INITIALISATIONS}
+            values[f"{row}.parameters"] = grids["varying"].shape[-1]
+            for new in (_distances(row, grids, None), _pairwise_epsilon(row, grids["varying"], delta)):
+                values |= new[0]
+                arrays |= new[1]
+        # The number of hidden units that fits the printed number of parameters is the one held against the paper.
+        row = f"{name}.hidden_{config.hidden[name][0]}"
+        values |= {f"pairwise_eps_centre.{name}": values[f"{row}.classical.median"],
+                   f"pairwise_eps_max.{name}": values[f"{row}.classical.max"]}
+    return values, arrays
+
+
+def _independent(record, name, what):
+    """How many independent pairs there are among the seeds, or the data sets, of a task: those that share no run."""
+    return max(1, record.config["tasks"][name][what] // 2)
+
+
+def _share_of_pairs(record, name, key):
+    pairs = _independent(record, name, "seeds")
+    return intervals.share(math.floor(record.values[f"{name}.{key}"] * pairs + 1e-6), pairs)
+
+
+def _median(record, name, key, what, median):
+    """The interval of a median of distances or epsilons between pairs, from their histogram, to the width of a bin."""
+    counts = record.arrays[f"{name}.{key}"].cumsum()
+    low, high = (np.searchsorted(counts, level * counts[-1])
+                 for level in intervals.level(0.5, _independent(record, name, what)))
+    return intervals.Interval(median, 10 ** LOG_EDGES[low], 10 ** LOG_EDGES[min(high, len(counts) - 1) + 1])
+
+
+@finding("intrinsic-privacy/figure-2", "95% of pairs of seeds (fixed start) above every pair of data sets")
+def _seeds_above_data(record):
+    for name in record.config["tasks"]:
+        share = _share_of_pairs(record, name, "seed_above_all_data.fixed")
+        yield NAMES[name], f"{share:.1%}", share.at_least(0.95)
+
+
+@finding("intrinsic-privacy/figure-2", "95% of pairs of seeds (varying start) above the bound")
+def _seeds_above_bound(record):
+    for name in record.config["tasks"]:
+        if f"{name}.bound" in record.values:
+            share = _share_of_pairs(record, name, "seed_above_bound.varying")
+            yield NAMES[name], f"{share:.1%}", share.at_least(0.95)
+
+
+@finding("intrinsic-privacy/figure-2", "a varying start raises the median by 1 to 5 times")
+def _start_matters(record):
+    for name in record.config["tasks"]:
+        varying, fixed = (_median(record, name, f"seed.{start}", "seeds", record.values[f"{name}.seed.{start}.median"])
+                          for start in INITIALISATIONS)
+        factor = varying / fixed
+        yield NAMES[name], f"{factor:.1f}", intervals.every(factor.at_least(1), factor.at_most(5.5))
+
+
+@finding("intrinsic-privacy/figure-3", "less than half of the weights below 0.05, none below 0.05 over their number")
+def _looks_normal(record):
+    for name in record.config["tasks"]:
+        for start in INITIALISATIONS:
+            p = record.arrays[f"{name}.{start}"]
+            low = intervals.bootstrap(lambda share: share.mean(-1), (p < 0.05).mean(0))  # over the weights
+            corrected = record.values[f"{name}.{start}.below_bonferroni"]
+            yield (f"{NAMES[name]}, {start} start", f"{low:.1%}; {corrected:.1%}",
+                   intervals.every(low.below(0.5), corrected == 0))
+
+
+@finding("intrinsic-privacy/figure-4", "largest above twice the median, skewed to the right (classical)")
+def _right_tail(record):
+    for name in record.config["tasks"]:
+        median, largest = (record.values[f"{name}.classical.{key}"] for key in ("median", "max"))
+        median = _median(record, name, "classical", "data_sets", median)
+        # As many values as there are independent pairs, at even levels of the histogram.
+        pairs, counts = _independent(record, name, "data_sets"), record.arrays[f"{name}.classical"].cumsum()
+        even = 10 ** LOG_EDGES[1 + np.searchsorted(counts, (np.arange(pairs) + 0.5) / pairs * counts[-1])]
+        skew = intervals.bootstrap(lambda x: ((x - x.mean(-1, keepdims=True)) ** 3).mean(-1), even)
+        yield (NAMES[name], f"median {median:.2f}, up to {largest:.2f}",
+               intervals.every(intervals.Interval(largest, largest, math.inf).above(2 * median.high), skew.above(0)))

@@ -1,0 +1,211 @@
+"""The tasks, their data, and the grids of runs that most exhibits of Hyland and Tople share."""
+
+import dataclasses
+import functools
+import math
+import time
+
+import numpy as np
+import torch
+
+from dpcompanion import data
+from dpcompanion import output_perturbation as op
+from dpcompanion.output_perturbation import grids as ensembles
+from dpcompanion.reproduction import records
+
+INITIALISATIONS = ("varying", "fixed")
+KEPT = 3e6  # steps of SGD, about ten seconds: smaller grids are trained again when they are needed
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Plain SGD on one data set: hyperparameters, and how many neighbouring data sets and seeds to train."""
+
+    batch_size: int
+    learning_rate: float
+    steps: int
+    seeds: int
+    data_sets: int
+
+
+PAPER = {
+    "mnist-binary": Task(32, 0.1, 1850, seeds=99, data_sets=50),
+    "forest": Task(50, 1.0, 8400, seeds=127, data_sets=64),
+    "adult": Task(32, 0.5, 3400, seeds=161, data_sets=80),
+}
+UNSCALED = {"mnist-binary-unscaled": PAPER["mnist-binary"]}
+QUICK = {
+    "digits": Task(32, 1.0, 120, seeds=40, data_sets=20),
+    "breast-cancer": Task(16, 1.0, 150, seeds=40, data_sets=20),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Grids:
+    """The tasks that an exhibit looks at."""
+
+    tasks: dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Training examples, the held-out one first, and test examples."""
+
+    features: torch.Tensor
+    labels: torch.Tensor
+    test_features: torch.Tensor
+    test_labels: torch.Tensor
+    validation: int
+
+    @property
+    def examples(self):
+        """The N of table I, of which data sets hold N - 1."""
+        return len(self.labels)
+
+
+# Data --------------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def _digits(source, unscaled):
+    """3 against 5, projected from 784 to 50 features."""
+    generator = torch.Generator().manual_seed(50)
+    projection = torch.randn(784, 50, generator=generator, dtype=torch.float64) / 50**0.5
+    parts, loaded = [], []
+    for split in ("train", "test"):
+        found = data.load(source, split=split, dtype=torch.float64)
+        loaded.append(found.provenance())
+        kept = (found.labels == 3) | (found.labels == 5)
+        parts += [found.features[kept].flatten(1) @ projection, (found.labels[kept] == 5).long()]
+    return _problem(*parts, rescale=False, unit=not unscaled), loaded
+
+
+@functools.cache
+def _forest():
+    """Covertype classes 1 and 2; 15% for testing."""
+    found = data.load("covertype", split="all", dtype=torch.float64)
+    kept = found.labels < 2
+    features, labels = found.features[kept], found.labels[kept]
+    features = features[:, features.amin(0) < features.amax(0)]
+    order = torch.as_tensor(np.random.RandomState(0).permutation(len(labels)))
+    test, train = order[:math.ceil(0.15 * len(order))], order[math.ceil(0.15 * len(order)):]
+    return _problem(features[train], labels[train], features[test], labels[test]), [found.provenance()]
+
+
+@functools.cache
+def _adult():
+    """One-hot, without the first level of each column."""
+    parts, loaded = [], []
+    for split in ("train", "test"):
+        found = data.load("adult", split=split, dtype=torch.float64)
+        loaded.append(found.provenance())
+        columns = []
+        for name, values in zip(found.columns, found.features.T):
+            levels = len(found.categories.get(name, ()))
+            columns.append(torch.nn.functional.one_hot(values.long(), levels)[:, 1:] if levels else values[:, None])
+        parts += [torch.cat([column.double() for column in columns], 1), found.labels]
+    return _problem(*parts), loaded
+
+
+@functools.cache
+def _breast_cancer():
+    parts, loaded = [], []
+    for split in ("train", "test"):
+        found = data.load("breast-cancer", split=split, dtype=torch.float64)
+        loaded.append(found.provenance())
+        parts += [found.features, found.labels]
+    return _problem(*parts), loaded
+
+
+def _problem(features, labels, test_features, test_labels, *, rescale=True, unit=True):
+    """Shuffle, set a tenth aside for validation, scale columns to [0, 1] and examples to norm 1."""
+    if rescale:
+        low, high = features.amin(0), features.amax(0)
+        features, test_features = ((part - low) / (high - low).clamp(min=1e-12) for part in (features, test_features))
+    if unit:
+        features, test_features = (part / part.norm(dim=1, keepdim=True) for part in (features, test_features))
+    order = torch.as_tensor(np.random.RandomState(0).permutation(len(labels)))
+    held_out = len(order) // 10
+    order = order[held_out:]
+    return Problem(features[order], labels[order], test_features, test_labels, held_out)
+
+
+_SOURCES = {
+    "mnist-binary": lambda: _digits("mnist", False), "mnist-binary-unscaled": lambda: _digits("mnist", True),
+    "forest": _forest, "adult": _adult, "digits": lambda: _digits("mnist-5k", False), "breast-cancer": _breast_cancer,
+}
+
+
+def problem(name, run=None):
+    """The examples of a task, noted in the run's record."""
+    found, loaded = _SOURCES[name]()
+    if run is not None:
+        run.loaded += [provenance for provenance in loaded if provenance not in run.loaded]
+    return found
+
+
+# Grids -------------------------------------------------------------------------------------------------------------
+
+_ENSEMBLE = (ensembles.train_grid, ensembles._Runs, ensembles._Logistic, ensembles._Network, ensembles._glorot, Task,
+             Problem, _digits, _forest, _adult, _breast_cancer, _problem)
+_TRAINED = {}
+
+
+def trained(name, task, run, initialisation="varying", **options):
+    """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first. See `_grid`."""
+    return _grid(name, task, run, initialisation, **options)[0]
+
+
+def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_seed=0, held_out=None):
+    """The weights, and the seconds that training took when it was done.
+
+    `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out` (features, label) stands in
+    for the example that replaces others. Runs that take long are kept, piece by piece.
+    """
+    found = problem(name, run)
+    data_sets = tuple(range(task.data_sets + 1)) if data_sets is None else tuple(data_sets)
+    key = {"task": name, "batch_size": task.batch_size, "learning_rate": task.learning_rate, "steps": task.steps,
+           "initialisation": initialisation, "hidden": hidden, "data_sets": data_sets,
+           "code": records.code_hash(*_ENSEMBLE)}
+    if held_out is not None:
+        key["held_out"] = [held_out[0].tolist(), held_out[1]]
+        found = dataclasses.replace(found, features=torch.cat((held_out[0][None], found.features[1:])),
+                                    labels=torch.cat((torch.tensor([held_out[1]]), found.labels[1:])))
+
+    def train(piece):
+        first, last = map(int, piece.split("-"))
+        started = time.perf_counter()
+        weights = ensembles.train_grid(
+            found.features, found.labels, data_sets=data_sets, seeds=range(first, last), steps=task.steps,
+            batch_size=task.batch_size, learning_rate=task.learning_rate, initialisation=initialisation, hidden=hidden,
+            enforce_conditions=not name.endswith("-unscaled"), device=run.device, progress=False)
+        return {"seconds": time.perf_counter() - started}, {"weights": weights.numpy()}
+
+    # A last piece of one seed would be no grid: it joins the piece before.
+    size = max(16, task.seeds // 16)
+    cuts = [*range(first_seed, first_seed + task.seeds - 1, size), first_seed + task.seeds]
+    pieces = [f"{a}-{b}" for a, b in zip(cuts, cuts[1:])]
+    hashed = records.hash_of({**key, "pieces": pieces})
+    if hashed not in _TRAINED:
+        if task.steps * task.seeds * len(data_sets) < KEPT:
+            parts = [train(piece) for piece in pieces]
+        else:
+            folder = data.data_folder() / "grids" / f"{name}-{initialisation}-{records.hash_of(key)[:12]}"
+            parts = records.resumable(train, pieces, folder=folder, config=key,
+                                      label=f"{name}, {initialisation}").values()
+        _TRAINED[hashed] = (torch.cat([torch.as_tensor(arrays["weights"]) for _, arrays in parts], 1),
+                            sum(values["seconds"] for values, _ in parts))
+    return _TRAINED[hashed]
+
+
+def sensitivities(task, examples):
+    """Theorem 2 for a task: (the bound, the paper's fractional value, passes begun)."""
+    batches = math.ceil((examples - 1) / task.batch_size)
+    common = {"lipschitz": math.sqrt(2), "learning_rate": task.learning_rate, "batch_size": task.batch_size}
+    return (op.sgd_sensitivity(passes=task.steps / batches, **common),
+            op.sgd_sensitivity_estimate(passes=task.steps * task.batch_size / examples, **common),
+            math.ceil(task.steps / batches))
+
+
+def between_seeds(weights):
+    """Distances between all pairs of seeds on each data set, (data sets, pairs)."""
+    return torch.stack([torch.pdist(one) for one in weights])

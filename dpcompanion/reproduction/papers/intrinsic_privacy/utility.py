@@ -1,0 +1,150 @@
+"""What the noise costs: table IV, figure 5, and both for a fixed start in figures 8 and 9."""
+
+import dataclasses
+import math
+
+import numpy as np
+import torch
+from scipy import stats
+
+from dpcompanion import output_perturbation as op
+from dpcompanion.reproduction import intervals, records
+from dpcompanion.reproduction.experiments import experiment, finding, get
+from dpcompanion.reproduction.papers.intrinsic_privacy.distances import (
+    _figure_of_pairs, _log_histogram, _median, _pairwise_epsilon,
+)
+from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
+    _ENSEMBLE, _grid, Grids, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
+)
+from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
+
+
+@dataclasses.dataclass(frozen=True)
+class Utility(Grids):
+    """Table IV and figures 5 and 9: how many of the grid's models get noise, and for which epsilons."""
+
+    models: int
+    epsilons: tuple = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
+    seeds: tuple = (0,)
+
+
+def accuracies(found, weights, sigma, generator):
+    """Test accuracy of each model, (models,), with noise N(0, sigma^2) on its weights, drawn from `generator`."""
+    noise = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
+    features = torch.cat((found.test_features, torch.ones(len(found.test_features), 1)), 1)
+    positive = found.test_labels[:, None] == 1
+    return torch.cat([((features @ part.T > 0) == positive).double().mean(0)
+                      for part in (weights + sigma * noise).split(64)])
+
+
+def _utility(name, task, run, config, initialisation, mechanism):
+    """Accuracy of the noiseless models and, for each sensitivity and epsilon, with full and with augmented noise.
+
+    The same normal draws serve both, so that only the size of the noise differs between the members of a pair.
+    """
+    found = problem(name, run)
+    grid = trained(name, task, run, initialisation)[1:]
+    chosen = torch.randperm(grid[..., 0].numel(),
+                            generator=torch.Generator().manual_seed(config.seeds[0]))[:config.models]
+    weights = grid.flatten(0, 1)[chosen]
+    bound, fractional, _ = sensitivities(task, found.examples)
+    theory = fractional if mechanism == "classical" else bound
+    sigma = op.intrinsic_sigma(grid)
+    results = {"noiseless": accuracies(found, weights, 0.0, torch.Generator().manual_seed(0))}
+    for kind, sensitivity in (("theory", theory), ("empirical", op.empirical_sensitivity(grid))):
+        for epsilon in config.epsilons:
+            for setting, own in (("deterministic", 0.0), ("augmented", sigma)):
+                added = op.augmented_sigma(sensitivity, own, target_epsilon=epsilon, target_delta=1 / found.examples,
+                                           mechanism=mechanism)
+                results[kind, epsilon, setting] = accuracies(
+                    found, weights, added, torch.Generator().manual_seed(1 + config.seeds[0]))
+    return results
+
+
+@experiment("intrinsic-privacy/table-4", one_seed=True, uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility),
+            quick=Utility(QUICK, 200, (1.0,)), paper=Utility(PAPER | UNSCALED, 2000, (1.0,)))
+def table_4(config, run):
+    """Accuracy at eps 1 as the paper computes it; with the bound and the analytic mechanism under `.analytic`."""
+    values = {}
+    for mechanism, suffix in (("classical", ""), ("analytic", ".analytic")):
+        for name, task in config.tasks.items():
+            results = _utility(name, task, run, config, "varying", mechanism)
+            values[f"noiseless_accuracy.{name}"] = records.mean_and_sd(results["noiseless"])
+            for kind in ("theory", "empirical"):
+                plain, augmented = (results[kind, 1.0, setting] for setting in ("deterministic", "augmented"))
+                gain, gap = (augmented - plain).mean(), (results["noiseless"] - plain).mean()
+                test = stats.ttest_rel(augmented.numpy(), plain.numpy())
+                values |= {f"{kind}.deterministic.{name}{suffix}": records.mean_and_sd(plain),
+                           f"{kind}.gain.{name}{suffix}": gain,
+                           f"{kind}.percent_of_gap.{name}{suffix}": 100 * gain / gap if gap > 0 else math.nan,
+                           f"{kind}.p_value.{name}{suffix}": test.pvalue}
+    return values
+
+
+def _figure_of_utility(config, run, initialisation):
+    values, arrays = {}, {"epsilons": np.array(config.epsilons)}
+    for mechanism in ("classical", "analytic"):
+        for name, task in config.tasks.items():
+            results = _utility(name, task, run, config, initialisation, mechanism)
+            values[f"{name}.noiseless"] = results["noiseless"].mean()
+            for kind in ("theory", "empirical"):
+                means = {setting: np.array([results[kind, epsilon, setting].mean() for epsilon in config.epsilons])
+                         for setting in ("deterministic", "augmented")}
+                for setting, mean in means.items():
+                    arrays[f"{name}.{mechanism}.{kind}.{setting}"] = mean
+                values[f"{name}.{mechanism}.{kind}.largest_gain"] = (means["augmented"] - means["deterministic"]).max()
+                values[f"{name}.{mechanism}.{kind}.smallest_gain"] = (means["augmented"] - means["deterministic"]).min()
+    return values, arrays
+
+
+@experiment("intrinsic-privacy/figure-5", one_seed=True,
+            uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility, _figure_of_utility),
+            quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 500))
+def figure_5(config, run):
+    """Mean accuracy over epsilon, the initialisation varying."""
+    return _figure_of_utility(config, run, "varying")
+
+
+@experiment("intrinsic-privacy/figures-8-9", one_seed=True,
+            uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility, _figure_of_utility, _pairwise_epsilon,
+                  _figure_of_pairs, _log_histogram),
+            quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 500))
+def figures_8_9(config, run):
+    """Figures 4 and 5 with a fixed initialisation."""
+    values, arrays = _figure_of_pairs(config, run, "fixed")
+    more, curves = _figure_of_utility(config, run, "fixed")
+    return values | {f"utility.{key}": value for key, value in more.items()}, arrays | curves
+
+
+@finding("intrinsic-privacy/figure-5", "augmented never less accurate by more than 0.001")
+def _never_worse(record):
+    # The record holds means over models, and not how far models differ from each other.
+    for name in record.config["tasks"]:
+        for which in ("theory", "empirical"):
+            low, high = (record.values[f"{name}.classical.{which}.{key}_gain"] for key in ("smallest", "largest"))
+            yield (f"{NAMES[name]}, {which}", f"{low:+z.4f} to {high:+z.4f} (no interval)",
+                   intervals.unknown(low).at_least(-0.001))
+
+
+def _of_varying_start(exhibit, record):
+    """The record of an exhibit with a varying start at the same preset, to set one with a fixed start against."""
+    return get(f"intrinsic-privacy/{exhibit}").record(record.preset)
+
+
+@finding("intrinsic-privacy/figures-8-9", "median epsilon of pairs larger than with a varying start")
+def _larger_when_fixed(record):
+    varying = _of_varying_start("figure-4", record)
+    for name in record.config["tasks"] if varying else ():
+        fixed, free = (_median(one, name, "analytic", "data_sets", one.values[f"{name}.analytic.median"])
+                       for one in (record, varying))
+        yield NAMES[name], f"{fixed:.2f} against {free:.2f}", (fixed - free).above(0)
+
+
+@finding("intrinsic-privacy/figures-8-9", "largest gain smaller than with a varying start")
+def _smaller_gains(record):
+    varying = _of_varying_start("figure-5", record)
+    for name in record.config["tasks"] if varying else ():
+        fixed, free = (values[f"{prefix}{name}.classical.empirical.largest_gain"]
+                       for prefix, values in (("utility.", record.values), ("", varying.values)))
+        yield (NAMES[name], f"{fixed:.4f} against {free:.4f} (no interval)",
+               intervals.unknown(fixed - free).below(0))

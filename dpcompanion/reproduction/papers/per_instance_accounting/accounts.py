@@ -1,0 +1,197 @@
+"""Accounts by example and by class: figures 1, 2, 3, 5 and 6, and what they cost."""
+
+import dataclasses
+import time
+
+import numpy as np
+import torch
+
+from dpcompanion.accounting import rdp_sampled_gaussian
+from dpcompanion.individual import IndividualAccountant
+from dpcompanion.reproduction import intervals
+from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
+    _RUNS, by_class, DELTA, groups, label, MNIST, NAME, of_examples, PAPER, QUICK, SETTINGS, Study, trained,
+    worst_case,
+)
+
+# Exhibits ----------------------------------------------------------------------------------------------------------
+
+@experiment(f"{NAME}/figure-1", one_seed=True, uses=_RUNS, quick=QUICK, paper=PAPER)
+def figure_1(config, run):
+    """Everybody's epsilon with K = 2, who reaches the worst case, and the worst cases of the paper's settings."""
+    found = trained(config.setting, config.seeds[0], run)
+    epsilon, top = found.epsilon, found.worst_case
+    values = {"worst_case": top, "mean": epsilon.mean(), "quantiles": np.quantile(epsilon, (0.1, 0.5, 0.9)),
+              "max": epsilon.max(), "min": epsilon.min(), "share_at_worst_case": (epsilon >= second.WORST * top).mean(),
+              "below_90_percent": (epsilon < 0.9 * top).mean(), "accuracy": found.accuracy,
+              "noise_multiplier": found.plan.noise_multiplier, "steps": found.plan.steps}
+    for name in SETTINGS:
+        values |= {f"{name}.worst_case": worst_case(name), f"{name}.worst_case_pld": worst_case(name, "pld")}
+    return values, {"histogram": second.histogram(epsilon, top)}
+
+
+@finding(f"{NAME}/figure-1", "more than half of the examples lie at least 10% below the worst case")
+def most_pay_less(record):
+    share = of_examples(record, record.values["below_90_percent"])
+    yield label(record), f"{share:.1%}", share.above(0.5)
+
+
+@experiment(f"{NAME}/figure-2", one_seed=True, uses=_RUNS, quick=QUICK, paper=PAPER)
+def figure_2(config, run):
+    """Mean gradient norm, in units of C, of five groups of examples over training; groups by the mean over training."""
+    found = trained(config.setting, config.seeds[0], run)
+    groups = found.quintiles
+    values = {"ordered": (np.diff(groups, axis=0) > 0).all(0).mean(),
+              "top_over_bottom": (groups[-1] / groups[0]).min()}
+    return values, {"quintiles": np.float32(groups)}
+
+
+def _group_means(record):
+    """The intervals of the groups' mean norms, (groups, looks), in units of C.
+
+    No norms in [0, 1] with a mean m vary more than zeros and ones do; the record holds means and no more than that.
+    """
+    means = record.arrays["quintiles"]
+    n = next(entry["examples"] for entry in record.data if entry["split"] == "train") // len(means)
+    return [[intervals.share(round(float(mean) * n), n) if 0 <= mean <= 1 + 1e-6 else intervals.unknown(mean)
+             for mean in group] for group in means]
+
+
+@finding(f"{NAME}/figure-2", "the five groups stand in the same order at every look")
+def stay_stratified(record):
+    groups, ordered = _group_means(record), record.values["ordered"]
+    steps = [(above - below).above(0) for low, high in zip(groups, groups[1:]) for below, above in zip(low, high)]
+    yield label(record), f"at {ordered:.0%} of them", intervals.every(*steps)
+
+
+@finding(f"{NAME}/figure-2", "the top group's mean norm is at least twice the bottom one's at every look")
+def far_apart(record):
+    groups = _group_means(record)
+    ratios = [top / bottom for bottom, top in zip(groups[0], groups[-1])]
+    least = min(ratios, key=lambda ratio: ratio.estimate)
+    yield label(record), f"{least:.1f} times at least", intervals.every(*(ratio.at_least(2) for ratio in ratios))
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimates(Study):
+    """Figure 3: the values of K."""
+
+    refreshes: tuple = (0.0, 1.0, 2.0)
+
+
+@experiment(f"{NAME}/figure-3", one_seed=True, uses=_RUNS, quick=Estimates(), paper=Estimates(MNIST))
+def figure_3(config, run):
+    """Accounts by running estimates with K passes an epoch, beside norms at every step, for some examples."""
+    values, arrays = {}, {}
+    for refreshes in config.refreshes:
+        found = trained(dataclasses.replace(config.setting, refreshes=refreshes), config.seeds[0], run)
+        estimate, actual, key = found.epsilon[found.reference], found.actual, f"k{refreshes:g}"
+        error = estimate - actual
+        values |= second.named(
+            key, pearson=second.pearson(estimate, actual), mean_error=np.abs(error).mean(),
+            worst_error=np.abs(error).max(), understated=(error < -1e-3 * actual).mean(),
+            understated_by_5_percent=(error < -0.05 * actual).mean(),
+            worst_understatement=(-error / actual.clip(1e-9)).max(), accuracy=found.accuracy)
+        arrays |= second.named(key, estimate=np.float32(estimate), actual=np.float32(actual))
+    return {**values, "worst_case": found.worst_case}, arrays
+
+
+@finding(f"{NAME}/figure-3", "Pearson's r is above 0.99 for every K")
+def estimates_are_close(record):
+    for refreshes in record.config["refreshes"]:
+        r = intervals.pearson(*(record.arrays[f"k{refreshes:g}.{key}"] for key in ("estimate", "actual")))
+        yield f"{label(record)}, K = {refreshes:g}", f"{r:.3f}", r.above(0.99)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """How many examples and updates to account for, and how many evaluations to time one by one."""
+
+    examples: int = 10_000
+    updates: int = 200
+    evaluations: int = 100
+
+
+@experiment(f"{NAME}/text-cost", uses=(), quick=Cost(), paper=Cost(examples=50_000))
+def text_cost(config, run):
+    """Processor seconds for 100 divergences, what every norm one by one would take, and our accounts of every norm."""
+    rate, noise, _ = SETTINGS["cifar10"]
+    generator = torch.Generator().manual_seed(0)
+    norms = torch.rand(config.updates, config.examples, generator=generator, dtype=torch.float64).clamp(min=0.01)
+    orders = list(range(2, 257))
+    started = time.process_time()
+    for norm in norms[0, :config.evaluations].tolist():
+        rdp_sampled_gaussian(sample_rate=rate, noise_multiplier=noise / norm, orders=orders)
+    hundred = (time.process_time() - started) * 100 / config.evaluations
+    started = time.process_time()
+    account = IndividualAccountant(config.examples, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0,
+                                   rounding=None)
+    for row in norms:
+        account.record(row)
+    account.epsilon(DELTA)
+    return {"hundred_rdp_evaluations_s": hundred, "one_by_one_h": hundred / 100 * norms.numel() / 3600,
+            "without_rounding_s": time.process_time() - started}
+
+
+@finding(f"{NAME}/text-cost", "100 divergences take less than 5 seconds, even on a machine half as fast")
+def divergences_are_cheap(record):
+    seconds = record.values["hundred_rdp_evaluations_s"]
+    yield "one core", "less than 2.5 s" if seconds < 2.5 else f"{seconds:.1f} s", second.timed(seconds).below(5)
+
+
+@finding(f"{NAME}/text-cost", "accounts of every norm without rounding take less than a minute, even on a machine half"
+         " as fast", kind="own")
+def rounding_is_not_needed(record):
+    seconds = record.values["without_rounding_s"]
+    yield (f"{record.config['examples']:,} examples, {record.config['updates']} updates, one core",
+           "less than half a minute" if seconds < 30 else f"{seconds:.0f} s", second.timed(seconds).below(60))
+
+
+@finding(f"{NAME}/text-worst-case-share", "less than a tenth of the examples reach the worst case of a smaller network",
+         of=f"{NAME}/figure-1", kind="own")
+def few_pay_all(record):
+    share = of_examples(record, record.values["share_at_worst_case"])
+    yield label(record), f"{share:.1%}", share.below(0.1)
+
+
+@experiment(f"{NAME}/figure-5", one_seed=True, uses=_RUNS, quick=QUICK, paper=PAPER)
+def figure_5(config, run):
+    """Mean loss and mean epsilon of loss deciles, by the mean over training and by the last epoch's loss."""
+    found, values = trained(config.setting, config.seeds[0], run), {}
+    for kind in ("mean_loss", "last_loss"):
+        loss = getattr(found, kind)
+        deciles = np.array_split(loss.argsort(), 10)
+        means = np.array([found.epsilon[part].mean() for part in deciles])
+        values |= second.named(kind, loss=[loss[part].mean() for part in deciles], epsilon=means,
+                               rank_correlation=second.rank(np.arange(10), means),
+                               of_examples=second.rank(loss, found.epsilon))
+    return values
+
+
+@finding(f"{NAME}/figure-5", "mean epsilon rises with the decile of the loss (rank correlation 0.95 or more)")
+def deciles_rise(record):
+    for kind in ("mean_loss", "last_loss"):
+        r = intervals.rank_correlation(record.values[f"{kind}.rank_correlation"],
+                                       len(record.values[f"{kind}.epsilon"]))
+        yield f"{label(record)}, {kind.replace('_', ' ')}", f"{r:.2f}", r.at_least(0.95)
+
+
+@experiment(f"{NAME}/figure-6", one_seed=True, uses=(*_RUNS, groups, by_class), quick=QUICK)
+def figure_6(config, run):
+    """Loss and mean epsilon by class; the paper's data need a GPU."""
+    return groups(config, run)
+
+
+GROUPS = ("classes: loss and mean epsilon have a rank correlation of 0.5 or more, and the class of the highest loss "
+          "has a higher mean than that of the lowest")
+
+
+@finding(f"{NAME}/figures-9-10", GROUPS)
+@finding(f"{NAME}/figure-6", GROUPS)
+def underserved(record):
+    loss, epsilon = (np.array(record.values[key]) for key in ("last_loss", "epsilon"))
+    r, more = second.correlation_with_extremes(-loss, epsilon)
+    yield (label(record), f"rank correlation {-r.estimate:.2f}, {more.estimate:+.0f}%",
+           intervals.every(r.at_most(-0.5), more.above(0)))

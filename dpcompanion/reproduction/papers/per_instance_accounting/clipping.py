@@ -1,0 +1,110 @@
+"""Individual clipping, other clip norms, and the release: tables 1 and 2, figure 8."""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from dpcompanion import release
+from dpcompanion.reproduction import intervals, records
+from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
+    _RUNS, DELTA, DIGITS, label, MNIST, NAME, of_examples, Setting, Study, trained,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clippings(Study):
+    """Table 1: four seeds, K = 2, no reference."""
+
+    setting: Setting = dataclasses.replace(DIGITS, reference=0, looks=1)
+    seeds: tuple = (0, 1, 2, 3)
+
+
+@experiment(f"{NAME}/table-1", uses=_RUNS, quick=Clippings())
+def table_1(config, run):
+    """Test accuracy in percent, clipped to everybody's own estimate and to one threshold."""
+    values = {}
+    for name, clipping in (("per_example", "individual"), ("single", "maximum")):
+        setting = dataclasses.replace(config.setting, clipping=clipping)
+        values[name] = records.mean_and_sd([100 * trained(setting, seed, run).accuracy for seed in config.seeds])
+    return values
+
+
+@finding(f"{NAME}/table-1", "clipping each example to its own estimate costs at most half a point of accuracy")
+def clipping_is_free(record):
+    cost = intervals.unpaired(record.values["single"], record.values["per_example"])
+    yield label(record), f"{cost:+z.1f} points", cost.at_most(0.5)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sweep(Study):
+    """Figure 8: clip norms in units of the median norm at initialisation."""
+
+    setting: Setting = dataclasses.replace(DIGITS, reference=0, looks=1)
+    multiples: tuple = (0.1, 0.3, 0.5, 1.5)
+
+
+@experiment(f"{NAME}/figure-8", one_seed=True, uses=(*_RUNS, second.clip_key), quick=Sweep())
+def figure_8(config, run):
+    """Distribution of epsilon for clip norms below and above the median."""
+    values, arrays = {}, {}
+    for multiple in config.multiples:
+        found = trained(dataclasses.replace(config.setting, median_multiple=multiple), config.seeds[0], run)
+        epsilon, top, key = found.epsilon, found.worst_case, second.clip_key(multiple)
+        values |= second.named(key, share_at_worst_case=(epsilon >= second.WORST * top).mean(), sd=epsilon.std(),
+                               max=epsilon.max(), accuracy=found.accuracy)
+        arrays[key] = second.histogram(epsilon, top)
+    return {**values, "worst_case": top}, arrays
+
+
+@finding(f"{NAME}/figure-8", "the share at the worst case falls as C grows, from more than half to less than a tenth")
+def fewer_at_the_worst_case(record):
+    shares = [of_examples(record, record.values[f"{second.clip_key(c)}.share_at_worst_case"])
+              for c in record.config["multiples"]]
+    yield label(record), ", ".join(f"{share.estimate:.0%}" for share in shares), second.falls(shares)
+
+
+@dataclasses.dataclass(frozen=True)
+class Release(Study):
+    """Table 2: the budget of all six statistics together, and how many times to draw."""
+
+    epsilon: float = 0.1
+    quantiles: tuple = (0.1, 0.3, 0.5, 0.7, 0.9)
+    draws: int = 20
+
+
+@experiment(f"{NAME}/table-2", one_seed=True,
+            uses=(*_RUNS, second.released, release.private_mean, release.private_quantiles),
+            quick=Release(), paper=Release(MNIST))
+def table_2(config, run):
+    """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over draws."""
+    found, values = trained(config.setting, config.seeds[0], run), {}
+    epsilon = torch.as_tensor(found.epsilon)
+    true = [float(epsilon.mean()), *np.quantile(epsilon, config.quantiles)]
+    values |= second.named("non_private", **dict(zip(second.STATISTICS, true)))
+    for method in release.METHODS:
+        drawn = np.array([second.released(epsilon, found.worst_case, DELTA, config, method, draw)
+                          for draw in range(config.draws)])
+        error = records.mean_and_sd(100 * np.abs(drawn / true - 1).mean(1))
+        if method == "cdf":
+            values |= second.named("released", **dict(zip(second.STATISTICS, map(records.mean_and_sd, drawn.T))))
+            values["mean_error_percent"] = error
+        values[f"{method}.mean_error_percent"] = error
+    return values
+
+
+@finding(f"{NAME}/table-2", "the mean error of the released statistics, by the paper's method, is at most 5%")
+def released_accurately(record):
+    yield from _release_error(record, "andrew2021")
+
+
+@finding(f"{NAME}/table-2", "the same by a private distribution function", kind="own")
+def released_by_distribution(record):
+    yield from _release_error(record, "cdf")
+
+
+def _release_error(record, method):
+    error = intervals.of_summary(*record.values[f"{method}.mean_error_percent"])  # over draws of the noise
+    yield label(record), f"{error:.1f}%", error.at_most(5)

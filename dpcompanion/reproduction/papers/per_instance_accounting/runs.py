@@ -1,0 +1,155 @@
+"""Settings and runs of Yu et al. 2022: its algorithm 1."""
+
+import dataclasses
+import functools
+import math
+import types
+
+import numpy as np
+import torch
+
+from dpcompanion.accounting import compute_epsilon
+from dpcompanion.individual import IndividualAccountant
+from dpcompanion.reproduction import intervals
+from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.training import cross_entropy, DPSGDPlan, gradient_norms, train
+from dpcompanion.training.tracking import NormTracker
+
+NAME = "per-instance-accounting"
+DELTA = 1e-5
+#: Appendix B: sample rate, noise multiplier and steps of the three settings.
+SETTINGS = {"cifar10": (4000 / 50_000, 3.2, 2500), "mnist": (4000 / 60_000, 6.0, 1500),
+            "utkface": (200 / 15_000, 1.5, 7500)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A run of algorithm 1.
+
+    `refreshes` is K; without a noise multiplier the run costs what the paper's on MNIST does. `looks` is how often
+    everybody's loss and norm are noted; `reference` examples have their norms taken at every step.
+    """
+
+    data: str = "mnist-5k"
+    batch_size: int = 256
+    epochs: int = 15
+    noise_multiplier: float | None = None
+    refreshes: float = 2.0
+    clipping: str = "individual"
+    median_multiple: float = 1.0
+    learning_rate: float = 0.3
+    reference: int = 250
+    looks: int = 15
+    dtype: str = "float64"
+
+
+DIGITS = Setting()
+MNIST = Setting("mnist", 4000, 100, 6.0, learning_rate=2.0, reference=1000, looks=20, dtype="float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """One setting and the seeds of its runs."""
+
+    setting: Setting = DIGITS
+    seeds: tuple = (0,)
+
+
+QUICK, PAPER = Study(), Study(MNIST)
+
+
+# Runs --------------------------------------------------------------------------------------------------------------
+
+@functools.cache
+def worst_case(setting="mnist", accountant="rdp"):
+    """Epsilon of one of the paper's settings, for anybody."""
+    rate, noise, steps = SETTINGS[setting]
+    return compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=DELTA, accountant=accountant)
+
+
+def make_plan(setting, n, max_grad_norm):
+    """The plan of a setting on n examples."""
+    rate = setting.batch_size / n
+    shape = {"n": n, "sample_rate": rate, "steps": setting.epochs * round(1 / rate), "max_grad_norm": max_grad_norm,
+             "delta": DELTA}
+    if setting.noise_multiplier is None:
+        return DPSGDPlan.for_epsilon(worst_case(), **shape, accountant="rdp")
+    return DPSGDPlan(noise_multiplier=setting.noise_multiplier, **shape)
+
+
+def run_setting(setting, seed, device):
+    """Train one run; values and arrays of what all exhibits read."""
+    found = second.examples(setting.data, setting.dtype)
+    model = second.build("mlp", found, seed).to(device)
+    x, y = found.x.to(device), found.y.to(device)
+    limit = setting.median_multiple * float(gradient_norms(model, cross_entropy, x, y).median())
+    plan = make_plan(setting, len(y), limit)
+    everybody = NormTracker(IndividualAccountant.for_plan(plan), model, cross_entropy, (x, y), running=True,
+                            steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=setting.refreshes,
+                            clipping=setting.clipping)
+    trackers, chosen = [everybody], np.random.RandomState(seed).permutation(len(y))[:setting.reference]
+    if setting.reference:
+        some = torch.as_tensor(chosen)
+        trackers.append(NormTracker(
+            IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen))), model, cross_entropy,
+            (x[some.to(device)], y[some.to(device)]), steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=math.inf,
+            examples=some))
+    norms, losses = [], []
+
+    def look(run):
+        done = round(run.step / plan.steps_per_epoch)
+        if done * setting.looks // setting.epochs > (done - 1) * setting.looks // setting.epochs:
+            norms.append(gradient_norms(model, cross_entropy, x, y).cpu())
+            losses.append(second.outcome(model, cross_entropy, x, y)[0].cpu())
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate / limit)
+    train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers, on_epoch=look)
+    test_losses, right = second.outcome(model, cross_entropy, found.test_x.to(device), found.test_y.to(device))
+    losses, norms = np.stack(losses), np.stack(norms)
+    quintiles = np.array_split(norms.mean(0).argsort(), 5)
+    arrays = {"epsilon": everybody.estimated_epsilon(DELTA).cpu().numpy(), "reference": chosen,
+              "actual": trackers[-1].estimated_epsilon(DELTA).cpu().numpy() if setting.reference else np.zeros(0),
+              "mean_loss": losses.mean(0), "last_loss": losses[-1], "test_losses": test_losses.cpu().numpy(),
+              "quintiles": np.stack([norms[:, part].mean(1) for part in quintiles]) / limit}
+    return {"accuracy": float(right.double().mean()), "max_grad_norm": limit, "passes": everybody.passes}, arrays
+
+
+_RUNS = (Setting, make_plan, run_setting, worst_case, second.Examples, second.examples, second.build, second.mlp,
+         second.outcome, second.pearson, second.rank, second.histogram)
+
+
+def trained(setting, seed, run):
+    """The run of a setting with a seed: computed once, and kept in the data folder if it takes long."""
+    found = second.examples(setting.data, setting.dtype)
+    run.loaded += [provenance for provenance in found.provenance if provenance not in run.loaded]
+    values, arrays = second.once(
+        f"{NAME}-{setting.data}", {"setting": dataclasses.asdict(setting)}, seed, run, _RUNS,
+        lambda: run_setting(setting, seed, run.device), size=len(found.y) * make_plan(setting, len(found.y), 1.0).steps)
+    plan = dataclasses.replace(make_plan(setting, len(found.y), 1.0), max_grad_norm=values["max_grad_norm"])
+    return types.SimpleNamespace(plan=plan, found=found, worst_case=plan.epsilon(accountant="rdp"), **values, **arrays)
+
+
+def by_class(found, values):
+    """Means of the training examples' values by class."""
+    return np.array([values[found.groups.numpy() == group].mean() for group in range(len(found.names))])
+
+
+def label(record):
+    """Which digits a record is of."""
+    return "MNIST" if record.config["setting"]["data"] == "mnist" else "digits"
+
+
+def of_examples(record, share):
+    """The interval of a share of the training examples."""
+    n = next(entry["examples"] for entry in record.data if entry["split"] == "train")
+    return intervals.share(round(share * n), n)
+
+
+def groups(config, run):
+    """Loss and epsilon by class."""
+    found = trained(config.setting, config.seeds[0], run)
+    loss, mean_loss, epsilon = (by_class(found.found, values)
+                                for values in (found.last_loss, found.mean_loss, found.epsilon))
+    return {"last_loss": loss, "mean_loss": mean_loss, "epsilon": epsilon,
+            "rank_correlation": second.rank(loss, epsilon), "highest": epsilon[loss.argmax()],
+            "lowest": epsilon[loss.argmin()]}

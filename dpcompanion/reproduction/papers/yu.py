@@ -1,0 +1,276 @@
+"""What the two versions of Yu et al. share: tasks, data, networks, and statistics of their runs."""
+
+import dataclasses
+import functools
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from scipy import stats
+from torch import nn
+
+from dpcompanion import data, release
+from dpcompanion.reproduction import intervals, records
+from dpcompanion.training import cross_entropy, models
+
+KEPT = 5e6       # examples times steps, half a minute: what is smaller is trained again when it is needed
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """DP-SGD on one data set.
+
+    `median_multiple` is C in units of the median norm at initialisation, unless `max_grad_norm` gives C.
+    `learning_rate` is divided by C where `normalised`. `refreshes` are full-batch passes an epoch, `reference`
+    examples are measured at every step. `needs` says what it takes where two cores are not enough.
+    """
+
+    data: str
+    model: str
+    batch_size: int
+    epochs: int
+    target_epsilon: float
+    learning_rate: float
+    refreshes: float = 3.0
+    reference: int = 1000
+    clipping: str = "maximum"
+    loss: str = "cross-entropy"
+    median_multiple: float = 1.0
+    max_grad_norm: float | None = None
+    normalised: bool = True
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    cosine: bool = False
+    dtype: str = "float32"
+    delta: float = 1e-5
+    needs: str = ""
+
+
+MNIST_5K = Task("mnist-5k", "mlp", 256, 20, 2.4, 0.3, reference=500, dtype="float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """The tasks that an exhibit looks at, and the seeds of their runs."""
+
+    tasks: dict
+    seeds: tuple = (0,)
+
+
+def runnable(config, run):
+    """The tasks that this device can do."""
+    return {name: task for name, task in config.tasks.items() if not task.needs or run.device.type != "cpu"}
+
+
+def left_out(config, run):
+    """What a record says of the tasks that were not run: {"not_run": names}, or nothing."""
+    names = [name for name in config.tasks if name not in runnable(config, run)]
+    return {"not_run": names} if names else {}
+
+
+# Data and models ---------------------------------------------------------------------------------------------------
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Examples:
+    """Training and test examples, the group of each (class, or race), the groups' names, and where all came from."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    groups: torch.Tensor
+    test_x: torch.Tensor
+    test_y: torch.Tensor
+    test_groups: torch.Tensor
+    names: tuple
+    provenance: list
+
+
+@functools.cache
+def examples(name, dtype="float32"):
+    """The examples of a data set, normalised by public constants."""
+    parts, provenance = [], []
+    source, _, attribute = name.partition("-") if name.startswith("utkface") else (name, "", "")
+    for split in ("train", "test"):
+        found = data.load(source, split=split, dtype=getattr(torch, dtype))
+        provenance.append(found.provenance())
+        x, y, groups, names = found.normalised().features, found.labels, found.labels, found.classes
+        if attribute:
+            groups, names = found.attributes["race"], data.UTKFACE_RACES[:4]
+            y = found.attributes["gender"] if attribute == "gender" else (found.attributes["age"] < 30).long()
+            kept = _balanced(y, groups, len(names))
+            x, y, groups = x[kept], y[kept], groups[kept]
+        parts += [x, y, groups]
+    return Examples(*parts, names, provenance)
+
+
+def _balanced(labels, groups, count):
+    """Indices of as many 0s as 1s in each of the first `count` groups; who is left out is drawn once and for all."""
+    random, kept = np.random.RandomState(0), []
+    for group in range(count):
+        sides = [random.permutation(np.flatnonzero((groups == group) & (labels == label))) for label in (0, 1)]
+        kept += [side[:min(map(len, sides))] for side in sides]
+    return torch.as_tensor(np.sort(np.concatenate(kept)))
+
+
+@models.seeded
+def mlp(inputs, classes):
+    """One hidden layer of 32."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(inputs, 32), nn.Tanh(), nn.Linear(32, classes))
+
+
+@models.seeded
+def two_layer_cnn(channels, classes):
+    """Two tanh convolutions, as `training.models.mnist_cnn`, for any size of image."""
+    return nn.Sequential(
+        nn.Conv2d(channels, 16, 8, stride=2, padding=2), nn.Tanh(), models.MaxPool2d(2, stride=1),
+        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), models.MaxPool2d(2, stride=1),
+        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, classes))
+
+
+def build(model, found, seed):
+    """The model called `model` for these examples."""
+    channels, inputs, classes = found.x.shape[1], found.x[0].numel(), int(found.y.max()) + 1
+    return {
+        "linear": lambda: nn.Sequential(nn.Flatten(), models.linear(inputs, classes, seed=seed)),
+        "mlp": lambda: mlp(inputs, classes, seed=seed),
+        "two-layer-cnn": lambda: two_layer_cnn(channels, classes, seed=seed),
+        "resnet20": lambda: models.resnet20(classes, channels=channels, seed=seed),
+        "wrn16-4": lambda: models.wrn16_4(classes, channels=channels, seed=seed),
+    }[model]().to(found.x.dtype)
+
+
+def hinge(outputs, targets):
+    """Multi-class hinge loss of each example, (n,)."""
+    return F.multi_margin_loss(outputs, targets, reduction="none")
+
+
+LOSSES = {"cross-entropy": cross_entropy, "hinge": hinge}
+
+
+def outcome(model, loss, x, y):
+    """Losses and who is right, by the final model."""
+    model.eval()
+    with torch.no_grad():
+        parts = [model(part) for part in x.split(2048)]
+    outputs = torch.cat(parts)
+    return loss(outputs, y), outputs.argmax(1) == y
+_DONE = {}
+
+
+def once(name, key, seed, run, code, work, *, size):
+    """work() for a key and seed: once a process, and once and for all if `size` exceeds `KEPT`."""
+    key = {**key, "device": run.device.type, "code": records.code_hash(*code), "size": size}
+    hashed = records.hash_of({**key, "seed": seed, "name": name})
+    if hashed not in _DONE:
+        if size < KEPT:
+            _DONE[hashed] = work()
+        else:
+            folder = data.data_folder() / "runs" / f"{name}-{records.hash_of(key)[:12]}"
+            pieces = records.resumable(lambda _: work(), [f"seed-{seed}"], folder=folder, config=key, label=name)
+            _DONE[hashed], = pieces.values()
+    return _DONE[hashed]
+WORST = 0.99     # an epsilon from this share of the worst case on has reached it
+
+
+def named(prefix, **values):
+    """Values under the names that a record gives them, such as "mnist.max"."""
+    return {f"{prefix}.{key}": value for key, value in values.items()}
+
+
+def pearson(a, b):
+    """Pearson's r; nan where one of the two does not vary."""
+    return float(np.corrcoef(a, b)[0, 1]) if np.std(a) > 0 and np.std(b) > 0 else math.nan
+
+
+def rank(a, b):
+    """Spearman's rank correlation; nan where one of the two does not vary."""
+    return pearson(stats.rankdata(a), stats.rankdata(b))
+
+
+def histogram(values, top):
+    """Counts in 120 bins from 0 to the worst case."""
+    return np.histogram(np.clip(values, 0, top), np.linspace(0, top, 121))[0].astype(np.int32)
+
+
+def correlation_with_extremes(accuracy, epsilon):
+    """Rank correlation of the groups' accuracy (or of their loss, with the sign turned) and mean epsilon; and by how
+    many percent the mean of the least accurate is above that of the most accurate, by the bootstrap over groups."""
+    accuracy, epsilon = np.array(accuracy), np.array(epsilon)
+
+    def percent(right, cost):
+        worst, best = (np.take_along_axis(cost, np.expand_dims(pick(right, -1), -1), -1)[..., 0]
+                       for pick in (np.argmin, np.argmax))
+        return 100 * (worst / best - 1)
+    return (intervals.rank_correlation(rank(accuracy, epsilon), len(accuracy)),
+            intervals.bootstrap(percent, accuracy, epsilon))
+
+
+def timed(seconds):
+    """A time, which other machines may halve or double."""
+    return intervals.Interval(seconds, seconds / 2, 2 * seconds)
+
+
+STATISTICS = ("mean", "q10", "q30", "median", "q70", "q90")
+
+
+def released(epsilon, upper, delta, config, method, seed):
+    """The six statistics, with noise."""
+    budget = {"upper": upper, "epsilon": release.split(config.epsilon, delta, 2), "delta": delta,
+              "generator": torch.Generator().manual_seed(seed)}
+    mean = release.private_mean(epsilon, **budget)
+    return [mean, *release.private_quantiles(epsilon, config.quantiles, method=method, **budget).tolist()]
+
+
+def clip_key(multiple):
+    """The name of a multiple in values.
+
+    >>> clip_key(0.5), clip_key(1.5)
+    ('c05', 'c15')
+    """
+    return "c" + f"{multiple:.1f}".replace(".", "")
+
+
+def falls(shares):
+    """Whether shares (intervals) fall one after the other, from more than half to less than a tenth."""
+    return intervals.every(shares[0].above(0.5), shares[-1].below(0.1),
+                           *((before - after).at_least(0) for before, after in zip(shares, shares[1:])))
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership(Study):
+    """Figure 11: how to train without privacy, and how often to draw who is attacked."""
+
+    epochs: int = 60
+    batch_size: int = 64
+    learning_rate: float = 0.1
+    draws: int = 20
+
+
+# At the default rate training without noise is chaotic: the last bit of a weight decides who is attacked with success.
+# At a fifth of it the network comes as close to its data, and no bit counts (tests/experiments).
+STABLE = {"epochs": 30, "learning_rate": 0.02}
+
+
+def overfitted(task, config, seed, device):
+    """Accuracies, and losses of training and test examples, after plain SGD: shuffled, with momentum 0.9."""
+    found, loss = examples(task.data, task.dtype), LOSSES[task.loss]
+    model, x, y = build(task.model, found, seed).to(device), found.x.to(device), found.y.to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=config.learning_rate, momentum=0.9)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(config.epochs):
+        for batch in torch.randperm(len(y), generator=generator).to(device).split(config.batch_size):
+            optimizer.zero_grad()
+            loss(model(x[batch]), y[batch]).mean().backward()
+            optimizer.step()
+    losses, right = outcome(model, loss, x, y)
+    test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
+    return ({"accuracy": float(right.double().mean()), "test_accuracy": float(test_right.double().mean())},
+            {"losses": losses.cpu().numpy(), "test_losses": test_losses.cpu().numpy()})
+
+
+def near_one_half(values, prefix):
+    """Whether every group's success, by its own interval, lies within five points of one half; and the widest ends."""
+    groups = [intervals.Interval(*ends) for ends in zip(*(values[f"{prefix}.{key}"]
+                                                          for key in ("success", "low", "high")))]
+    said = f"{min(group.low for group in groups):.0%} to {max(group.high for group in groups):.0%}"
+    return said, intervals.every(*(part for group in groups for part in (group.at_least(0.45), group.at_most(0.55))))
