@@ -15,8 +15,8 @@ from dpcompanion import data
 def _no_network(monkeypatch):
     def refuse(*_, **__):
         raise OSError("no network in tests")
-    monkeypatch.setattr(data.urllib.request, "urlopen", refuse)
-    monkeypatch.setattr(data, "import_torchvision", refuse)
+    monkeypatch.setattr(data.files.urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(data.files, "import_torchvision", refuse)
     monkeypatch.delenv("DPCOMPANION_DATA", raising=False)
 
 
@@ -278,7 +278,7 @@ def test_a_text_set_is_checked_under_every_name_that_its_file_may_have(tmp_path,
     with pytest.raises(ValueError, match=f"{path.name} is damaged or altered .its sha256"):
         data.load(name, split="all", root=tmp_path)
     published = {"surnames": "names.tsv", "imdb": "imdb.tsv"}[name]
-    monkeypatch.setitem(data._SHA256, published, hashlib.sha256(content).hexdigest())
+    monkeypatch.setitem(data.facts._SHA256, published, hashlib.sha256(content).hexdigest())
     assert data.load(name, split="all", root=tmp_path).verified
     assert not data.load(name, split="all", root=tmp_path, verify=False).verified
 
@@ -323,12 +323,12 @@ def test_torchvision_is_imported_with_its_operators_declared_where_they_are_miss
         def define(self, schema):
             declared.append(schema)
     monkeypatch.setattr(torch.library, "Library", Library)
-    monkeypatch.setattr(data, "_KEPT_ALIVE", [])
+    monkeypatch.setattr(data.files, "_KEPT_ALIVE", [])
     _importer(monkeypatch, [RuntimeError("operator torchvision::nms does not exist"), module])
     assert data.import_torchvision() is module
     assert declared == [("torchvision", "DEF")] + [
         f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")]
-    assert len(data._KEPT_ALIVE) == 1
+    assert len(data.files._KEPT_ALIVE) == 1
 
 
 def test_any_other_failure_of_torchvision_is_passed_on(monkeypatch, _torchvision_forgotten):

@@ -62,7 +62,7 @@ def test_every_exhibit_gives_the_same_numbers_twice_and_meets_all_its_criteria(n
     found = experiments.get(name)
     monkeypatch.setitem(found.presets, "quick", tiny(found.presets["quick"]))
     first = experiments.run(name, preset="quick")
-    g._WATCHED.clear()
+    g.runs._WATCHED.clear()
     again = experiments.run(name, preset="quick")
     for key, value in flat(first.values).items():
         np.testing.assert_array_equal(value, flat(again.values)[key], err_msg=key)
@@ -95,7 +95,7 @@ def test_points_are_looked_at_before_training_at_each_moment_and_at_the_end(run)
 def test_a_run_that_takes_long_is_kept_and_read_again(run, monkeypatch):
     monkeypatch.setattr(g.runs, "KEPT", 0)
     first = g.watched(TINY, run)
-    g._WATCHED.clear()
+    g.runs._WATCHED.clear()
     monkeypatch.setattr(g.runs, "watch", None)
     torch.testing.assert_close(g.watched(TINY, run).norms, first.norms, rtol=0, atol=0)
 
@@ -185,7 +185,8 @@ def test_tilted_runs_weigh_every_count_of_the_first_step_as_they_should(monkeypa
     tilted = g.composed_exactly(norms, plan, 3, "remove").estimate
     size, expected = norms[0, 0] / plan.noise_std, torch.zeros(2, dtype=torch.float64)
     for k in range(4):
-        monkeypatch.setattr(g.compositions, "tilted_counts", lambda length, **options: torch.full_like(length, k, dtype=torch.int64))
+        monkeypatch.setattr(g.compositions, "tilted_counts",
+                            lambda length, **options: torch.full_like(length, k, dtype=torch.int64))
         second = g.side_by_side(x, y, point_x, point_y, plan, kind="remove", seed=2 + k, **common)[1]
         weight = math.comb(3, k) * 0.7 ** (3 - k) * 0.3**k * torch.exp((k * k - k) * size**2 / 2)
         expected += weight * torch.exp(2 * g.divergence(second, plan, 3)).mean(0)

@@ -40,7 +40,7 @@ def test_every_exhibit_gives_the_same_finite_numbers_twice(name, monkeypatch):
         changes["epsilons"] = (0.5, 2.0)
     monkeypatch.setitem(found.presets, "quick", dataclasses.replace(config, **changes))
     first = experiments.run(name, preset="quick")
-    ip._TRAINED.clear()
+    ip.grids._TRAINED.clear()
     again = experiments.run(name, preset="quick")
     for key, value in first.values.items():
         if key.endswith(".seconds"):
@@ -78,7 +78,7 @@ def test_grids_agree_with_algorithm_1_by_hand(run):
 def test_an_interrupted_grid_goes_on_where_it_stopped(run, monkeypatch):
     task = dataclasses.replace(SMALL, seeds=34)
     whole = ip.trained("digits", task, run)
-    ip._TRAINED.clear()
+    ip.grids._TRAINED.clear()
     monkeypatch.setattr(ip.grids, "KEPT", 0)
     train, calls = ip.ensembles.train_grid, []
 

@@ -1,0 +1,244 @@
+"""Files from outside: found, checked by checksum, parsed without pickle; and how they are downloaded."""
+
+import codecs
+import contextlib
+import dataclasses
+import gzip
+import hashlib
+import io
+import lzma
+import os
+import pickle
+import sys
+import urllib.request
+import zipfile
+import zlib
+
+import numpy as np
+import torch
+
+from dpcompanion.data.facts import _MD5, _SHA256, _URLS
+
+
+def import_torchvision():
+    """torchvision, also beside a build of torch for which its compiled operators do not load.
+
+    A torchvision wheel made for CUDA fails on a CPU build of torch at `import torchvision`, because it describes
+    an operator (`nms`) that its library never registered.  Declaring the two names first is enough for its data sets,
+    transforms and models; `torchvision.ops.nms` itself stays unusable.
+    """
+    try:
+        import torchvision
+    except RuntimeError as error:
+        if "operator torchvision::nms does not exist" not in str(error):
+            raise
+        for module in [m for m in sys.modules if m == "torchvision" or m.startswith("torchvision.")]:
+            del sys.modules[module]
+        library = torch.library.Library("torchvision", "DEF")
+        for operator in ("nms", "qnms"):
+            library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        _KEPT_ALIVE.append(library)
+        import torchvision
+    return torchvision
+
+
+_KEPT_ALIVE = []
+
+
+# What readers return.  Labels and attributes are numpy arrays with one entry for each example; features are uint8
+# images (n, height, width, channels), float tables (n, columns), or a list of strings.
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    features: object
+    labels: np.ndarray
+    attributes: dict = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Raw:
+    parts: dict
+    source: str
+    verified: bool
+    classes: tuple = ()
+    columns: tuple = ()
+    categories: dict = dataclasses.field(default_factory=dict)
+
+
+def _take(part, index):
+    features = [part.features[i] for i in index] if isinstance(part.features, list) else part.features[index]
+    return _Part(features, part.labels[index], {key: values[index] for key, values in part.attributes.items()})
+
+
+def _select(raw, split):
+    if split in raw.parts:
+        return raw.parts[split]
+    if split == "all":
+        parts = list(raw.parts.values())
+        join = (lambda lists: sum(lists, [])) if isinstance(parts[0].features, list) else np.concatenate
+        return _Part(join([p.features for p in parts]), np.concatenate([p.labels for p in parts]),
+                     {key: np.concatenate([p.attributes[key] for p in parts]) for key in parts[0].attributes})
+    whole = raw.parts["all"]
+    return _take(whole, _stratified(whole.labels)[split])
+
+
+def _stratified(labels, test_share=0.2, seed=0):
+    """Indices of a train and a test part: in each class the same share, both in a shuffled order.
+
+    numpy promises that a RandomState's stream never changes, which it does not for its newer generators.
+    """
+    order = np.random.RandomState(seed).permutation(len(labels))
+    rank, size = np.empty(len(labels), dtype=np.int64), np.empty(len(labels), dtype=np.int64)
+    for value in np.unique(labels):
+        members = order[labels[order] == value]
+        rank[members], size[members] = np.arange(len(members)), len(members)
+    test = rank < np.floor(test_share * size + 0.5)
+    return {"train": order[~test[order]], "test": order[test[order]]}
+
+
+def _digest(part):
+    total = hashlib.sha256()
+    arrays = {"features": part.features, "labels": part.labels, **part.attributes}
+    for key, values in arrays.items():
+        if isinstance(values, list):
+            values = np.frombuffer("\0".join(values).encode(), dtype=np.uint8)
+        total.update(f"{key} {values.dtype.str} {values.shape};".encode())
+        total.update(np.ascontiguousarray(values))
+    return total.hexdigest()
+
+
+def _damaged(path, why):
+    return ValueError(f"{path} is damaged or altered ({why}); remove it and get it again")
+
+
+def _first(folder, *candidates):
+    """The first of the candidate paths that exists in the folder, also compressed; None where none does."""
+    for candidate in candidates:
+        for suffix in ("", ".gz", ".xz"):
+            if (path := folder / (candidate + suffix)).is_file():
+                return path
+    return None
+
+
+def _all_of(*groups):
+    """A finder of all of several files, each under one of its names."""
+    def find(folder):
+        paths = [_first(folder, *group) for group in groups]
+        return None if None in paths else paths
+    return find
+
+
+def _any_of(*finders):
+    def find(folder):
+        return next((found for finder in finders if (found := finder(folder)) is not None), None)
+    return find
+
+
+def _content(path, verify, name=None):
+    """The decompressed bytes of a file, checked against the checksum known for its name, or for the `name` given."""
+    openers = {".gz": gzip.open, ".xz": lzma.open}
+    try:
+        with openers.get(path.suffix, open)(path, "rb") as file:
+            content = file.read()
+    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+        raise _damaged(path, error) from None
+    name = name or path.name.removesuffix(".gz").removesuffix(".xz")
+    if verify and name in _MD5:
+        _same(path, "md5", hashlib.md5(content, usedforsecurity=False).hexdigest(), _MD5[name])
+    elif verify:
+        _same(path, "sha256", hashlib.sha256(content).hexdigest(), _SHA256[name])
+    return content
+
+
+def _same(path, kind, found, expected):
+    if found != expected:
+        raise _damaged(path, f"its {kind} is {found[:12]}..., expected {expected[:12]}...")
+
+
+def _arrays(path):
+    """All arrays of an npz file; pickled objects are refused."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {key: file[key] for key in file.files}
+    except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
+        raise _damaged(path, error) from None
+
+
+def _images(path, values):
+    """Images as (n, height, width, channels) uint8, from arrays with or without a channel axis."""
+    if values.dtype != np.uint8 or values.ndim not in (3, 4):
+        raise _damaged(path, f"images must be uint8 with 3 or 4 axes, got {values.dtype} {values.shape}")
+    return values[..., None] if values.ndim == 3 else values
+
+
+def _labels(path, values, examples):
+    values = np.asarray(values).reshape(-1)
+    if values.dtype.kind not in "iu" or len(values) != examples:
+        raise _damaged(path, f"{examples} examples need as many whole-number labels, got {values.dtype} {values.shape}")
+    return values.astype(np.int64)
+
+
+def _idx(path, verify):
+    """An IDX file: two zero bytes, a type (8: uint8), the number of axes, each as a big-endian int32, then data."""
+    content = _content(path, verify)
+    axes = content[3] if len(content) > 3 and content[:3] == b"\0\0\x08" else 0
+    shape = np.frombuffer(content, ">i4", axes, 4) if axes and len(content) >= 4 + 4 * axes else ()
+    if len(shape) == 0 or len(content) != 4 + 4 * axes + np.prod(shape, dtype=np.int64):
+        raise _damaged(path, "it is no whole IDX file of bytes")
+    return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads the arrays, numbers and strings of the CIFAR batches, and refuses everything else."""
+
+    ALLOWED = {"encode": codecs.encode, "ndarray": np.ndarray, "dtype": np.dtype,
+               "_reconstruct": np.empty(0).__reduce__()[0]}
+
+    def find_class(self, module, name):
+        if module.split(".")[0] in ("numpy", "_codecs") and name in self.ALLOWED:
+            return self.ALLOWED[name]
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+
+
+def _lines(path, verify, name):
+    try:
+        return _content(path, verify, name).decode("utf-8").removesuffix("\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise _damaged(path, error) from None
+
+
+def _download(name, folder):
+    """Try to fetch a data set from its publisher; returns what to add to the message if that did not help."""
+    try:
+        if name in ("mnist", "cifar10", "svhn"):
+            # torchvision announces what it does on stdout, which belongs to the caller.
+            with contextlib.redirect_stdout(io.StringIO()):
+                datasets = import_torchvision().datasets
+                if name == "svhn":
+                    for split in ("train", "test"):
+                        datasets.SVHN(folder, split=split, download=True)
+                else:
+                    {"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[name](folder, download=True)
+        elif name in _URLS:
+            for file, url in _URLS[name].items():
+                _fetch(url, folder / file)
+        else:
+            return ""
+    except ImportError:
+        return " (no download: torchvision is not installed)"
+    except Exception as error:  # whatever went wrong on the network, the reader needs the same line
+        reason = str(error).strip().splitlines()
+        return f" (the download failed: {reason[0] if reason else type(error).__name__})"
+    return ""
+
+
+def _fetch(url, path):
+    """A file from the network, put in place only when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    try:
+        with urllib.request.urlopen(url, timeout=20) as answer, open(part, "wb") as file:
+            while block := answer.read(1 << 20):
+                file.write(block)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
