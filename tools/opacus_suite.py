@@ -49,22 +49,14 @@ class Adapter(IndividualizedPrivacyEngine):
             raise NotOffered("random examples in place of none")
         if clipping == "adaptive" or options.pop("target_unclipped_quantile", None) is not None:
             raise NotOffered("adaptive clipping")
-        n, steps, found = len(data_loader.dataset), 100 * len(data_loader), idp.ScaleParameters
+        n, steps = len(data_loader.dataset), 100 * len(data_loader)
         rate, delta = 1 / len(data_loader), 1e-5
         budget = float(idp.rdp_epsilons(torch.tensor([rate]).double(), torch.tensor([noise_multiplier]).double(),
                                         steps=steps, delta=delta)[0])
-        calibrate = idp.scale_parameters
-        idp.scale_parameters = lambda budgets, *_, max_grad_norm, **__: found(
-            float(noise_multiplier), torch.full_like(budgets, noise_multiplier),
-            torch.full_like(budgets, max_grad_norm))
-        try:
-            return self.make_private_with_budgets(
-                module=module, optimizer=optimizer, data_loader=data_loader, target_epsilons=[budget] * n,
-                target_delta=delta, epochs=100, max_grad_norm=max_grad_norm, method="scale", clipping=clipping,
-                **options)
-        finally:
-            idp.scale_parameters = calibrate
-
+        self._asked = float(noise_multiplier)
+        return self.make_private_with_budgets(
+            module=module, optimizer=optimizer, data_loader=data_loader, target_epsilons=[budget] * n,
+            target_delta=delta, epochs=100, max_grad_norm=max_grad_norm, method="scale", clipping=clipping, **options)
 
     def make_private_with_epsilon(self, *, data_loader, target_epsilon, poisson_sampling=True, **options):
         if not poisson_sampling:

@@ -1,0 +1,187 @@
+"""The engine itself: it checks, calibrates, and puts a module, an optimizer and a loader together."""
+
+import math
+
+import torch
+from opacus import PrivacyEngine
+
+from .. import _checks, accounting
+from ..idp.parameters import combined_parameters, sample_parameters, scale_parameters
+from .account import Accountant
+from .checks import check_loader, check_module, clip_norms_of
+from .ghost import GhostOptimizer
+from .loading import Draws, Noted, private_loader
+from .optimizers import HooksOptimizer
+from .proof import Proof
+
+METHODS = ("sample", "scale", "combined")
+MODES = ("hooks", "functorch", "ew", "ghost")
+CLIPPINGS = ("flat", "per_layer")
+
+
+class IndividualizedPrivacyEngine(PrivacyEngine):
+    """See the module's text.
+
+    Args:
+        accountant: "rdp" or "pld"; what calibrates the noise and states epsilons.
+        secure_mode: as in Opacus.
+
+    Once `make_private_with_budgets` was called, `sample_rates`, `max_grad_norms` and `noise_multipliers`, (n,) float64,
+    say what each example gets; the last is the noise over its own clip norm.
+
+    >>> import warnings; warnings.simplefilter("ignore")
+    >>> model = torch.nn.Linear(5, 2)
+    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(2, (100,)))
+    >>> engine = IndividualizedPrivacyEngine()
+    >>> model, optimizer, loader = engine.make_private_with_budgets(
+    ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data_loader=torch.utils.data.DataLoader(data, batch_size=20), target_epsilons=[1.0] * 70 + [3.0] * 30,
+    ...     target_delta=1e-5, epochs=3, max_grad_norm=1.0, method="scale")
+    >>> for epoch in range(3):
+    ...     for x, y in loader:
+    ...         optimizer.zero_grad()
+    ...         torch.nn.functional.cross_entropy(model(x), y).backward()
+    ...         optimizer.step()
+    >>> [round(epsilon, 2) for epsilon in engine.get_epsilons(1e-5)[[0, 99]].tolist()]
+    [1.0, 3.0]
+    """
+
+    def __init__(self, *, accountant="rdp", secure_mode=False):
+        _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
+        super().__init__(accountant="rdp", secure_mode=secure_mode)
+        self.accountant = Accountant(accountant)
+
+    def make_private(self, **_):
+        raise ValueError("IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use "
+                         "opacus.PrivacyEngine")
+
+    make_private_with_epsilon = make_private
+
+    def make_private_with_budgets(self, *, module, optimizer, data_loader, target_epsilons, target_delta, epochs,
+                                  max_grad_norm,
+                                  method="sample", sample_weight=None, criterion=None, batch_first=True,
+                                  loss_reduction="mean", noise_generator=None, grad_sample_mode="hooks",
+                                  clipping="flat", wrap_model=True, prove=True):
+        """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
+        `epochs`.
+
+        Args:
+            module, optimizer: as in Opacus. Nothing in the module may mix examples. The optimizer holds all trainable
+                parameters of the module; freeze the others beforehand.
+            data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one
+                with Poisson draws, shuffled or not. Its `generator` draws them; without one a generator seeded from
+                `noise_generator`, if that is given. Worker processes read the examples of one batch side by side;
+                they do not read ahead.
+            target_epsilons: (n,) budgets, one for each example of the data set, in its order.
+            target_delta: in (0, 1).
+            epochs: an epoch has len(data_loader) steps.
+            max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each parameter, whose
+                Euclidean norm is the mean clip norm.
+            method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
+            criterion: the loss of ghost mode; cross entropy by default.
+            batch_first, loss_reduction, noise_generator: as in Opacus.
+            grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, and only "hooks"
+                takes them for every layer: Opacus cannot in "functorch" with convolutions or embeddings, in "ew" at
+                all, nor in "ghost" with embeddings.
+            clipping: "flat", or "per_layer" (not in ghost mode): an example's norm for a parameter is its own clip
+                norm times the parameter's share of the mean.
+            wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
+            prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
+                examples one by one and uses every weight in its layer only.
+
+        Raises:
+            ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
+                a collate_fn that changes the order, drop_last, an iterable data set, a distributed module, an engine
+                that has taken steps. A second call before any step replaces the first, whose optimizer then takes no
+                step.
+            ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes examples, here
+                for layers that do, at the first forward pass for any other; or whose norms are not whole.
+        """
+        _checks.one_of("method", method, METHODS)
+        _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
+        _checks.one_of("clipping", clipping, CLIPPINGS)
+        ghost = grad_sample_mode == "ghost"
+        if ghost and clipping == "per_layer":
+            raise ValueError("clipping must be 'flat' in ghost mode, which knows no norms of single layers")
+        if not wrap_model and grad_sample_mode == "ew":
+            raise ValueError("wrap_model must be True with grad_sample_mode 'ew', which has no hooks")
+        if (sample_weight is not None) != (method == "combined"):
+            raise ValueError(f"sample_weight must be given with the method 'combined' and only then, got "
+                             f"{sample_weight!r} with {method!r}")
+        if self.accountant.steps:
+            raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
+        check_loader(data_loader)
+        check_module(self, module, optimizer)
+        if noise_generator is not None and self.secure_mode:
+            raise ValueError("noise_generator must be None in secure mode")
+        n, epochs = len(data_loader.dataset), _checks.whole_number("epochs", epochs, 1)
+        budgets = torch.as_tensor(target_epsilons, dtype=torch.float64).cpu()
+        if budgets.shape != (n,):
+            raise ValueError(f"target_epsilons must have shape ({n},), one for each example, got "
+                             f"{tuple(budgets.shape)}")
+        max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
+        run = {"target_delta": target_delta, "sample_rate": 1 / len(data_loader), "steps": epochs * len(data_loader),
+               "accountant": self.accountant.by}
+        noise = self._calibrate(method, budgets, run, max_grad_norm, sample_weight)
+
+        sampling = self.secure_rng if self.secure_mode else data_loader.generator
+        if sampling is None and noise_generator is not None:
+            seed = torch.randint(2**62, (1,), generator=noise_generator, device=noise_generator.device)
+            sampling = torch.Generator().manual_seed(int(seed))
+        # The engine's own tensors: what it shows may be written to.
+        rates, norms = self.sample_rates.clone(), self.max_grad_norms.clone()
+        draws = Draws(n, rates, sampling or torch.default_generator, len(data_loader))
+        noted = Noted(data_loader.dataset, data_loader)
+        self.dataset = data_loader.dataset
+        original = module
+        module = self._prepare_model(module, batch_first=batch_first, max_grad_norm=max_grad_norm,
+                                     loss_reduction=loss_reduction, grad_sample_mode=grad_sample_mode,
+                                     wrap_model=wrap_model)
+        module.forbid_grad_accumulation()
+        optimizer = getattr(optimizer, "original_optimizer", optimizer)
+        kind = GhostOptimizer if ghost else HooksOptimizer
+        optimizer = kind(optimizer, noise_multiplier=noise, max_grad_norm=max_grad_norm,
+                         expected_batch_size=float(self.sample_rates.sum()), loss_reduction=loss_reduction,
+                         generator=self.secure_rng if self.secure_mode else noise_generator,
+                         secure_mode=self.secure_mode)
+        proof = Proof(module, module if wrap_model else original, batch_first=batch_first,
+                                    loss_reduction=loss_reduction, ghost=ghost,
+                                    batch_size=lambda: len(noted.handed_out or [])) if prove else None
+        optimizer.follow(draws, noted, norms, self.accountant, proof, module._module)
+        optimizer.shares = shares
+        loader = private_loader(data_loader, noted, draws, batch_first)
+        if not ghost:
+            return module, optimizer, loader
+        criterion = torch.nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+        return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader
+
+    def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight):
+        """Set what each example gets; returns the noise multiplier."""
+        counts, full = torch.ones_like(budgets), torch.ones_like(budgets)
+        if method == "sample":
+            found = sample_parameters(budgets, counts, **run)
+            rates, norms, noises = found.sample_rates, max_grad_norm * full, found.noise_multiplier * full
+        else:
+            if method == "scale":
+                found = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
+                rates = run["sample_rate"] * full
+            else:
+                found = combined_parameters(budgets, counts, max_grad_norm=max_grad_norm,
+                                                sample_weight=sample_weight, **run)
+                rates = found.sample_rates
+            norms, noises = found.max_grad_norms, found.noise_multipliers
+        self.sample_rates, self.max_grad_norms, self.noise_multipliers = rates, norms, noises
+        self.accountant.plan(rates.clone(), noises.clone(), budgets.clone(), float(run["target_delta"]), run["steps"])
+        return found.noise_multiplier
+
+    def get_epsilons(self, delta):
+        """Epsilon of each example after the steps so far, (n,) float64: an upper bound, inf after too little noise.
+
+        By "pld", examples of more than 256 different parameters take the epsilon of one that has no less; before
+        the planned end and at the target delta none is said to exceed its budget, which holds by calibration.
+        """
+        return self.accountant.get_epsilons(delta)
+
+    def get_epsilon(self, delta):
+        """The largest epsilon of all examples."""
+        return self.accountant.get_epsilon(delta)
