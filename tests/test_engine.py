@@ -15,7 +15,7 @@ from dpcompanion.accounting import compute_epsilon
 from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.idp import IndividualizedPrivacyEngine
 
-pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook", "ignore:mean of empty")
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty")
 N, DELTA = 60, 1e-5
 BUDGETS = torch.tensor([1.0, 2.0, 4.0]).repeat_interleave(20)
 
@@ -364,32 +364,6 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     assert torch.equal(again.get_epsilons(DELTA), engine.get_epsilons(DELTA))
 
 
-def test_a_script_that_seeds_itself_and_resumes_repeats_neither_noise_nor_draws(tmp_path):
-    def half(path=None):
-        engine, model, optimizer, loader = private(noise_generator=None)     # which seeds PyTorch itself
-        if path:
-            engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
-        noise, draws, own = [], [], optimizer.add_noise
-
-        def noted():
-            sums = torch.cat([p.summed_grad.flatten() for p in optimizer.params])
-            own()
-            noise.append(torch.cat([p.grad.flatten() for p in optimizer.params]) - sums)
-            draws.append(loader.batch_sampler.last)
-
-        optimizer.add_noise = noted
-        steps(model, optimizer, loader)
-        return engine, model, optimizer, loader, noise, draws
-
-    engine, model, optimizer, loader, noise, draws = half()
-    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
-    steps(model, optimizer, loader)
-    _, resumed, *_, later_noise, later_draws = half(tmp_path / "run.pt")
-    assert later_draws != draws[:4] and later_draws == draws[4:]
-    assert not any(torch.allclose(a, b, atol=1e-3) for a, b in zip(noise, later_noise))
-    assert torch.equal(weights(resumed), weights(model))
-
-
 def test_a_checkpoint_from_before_the_steps_taken_is_refused():
     engine, model, optimizer, loader = private()
     start = engine.accountant.state_dict()
@@ -427,7 +401,6 @@ def test_a_checkpoint_of_other_budgets_is_refused(tmp_path):
     with pytest.raises(ValueError, match="same budgets"):
         other.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
     unseeded, second, second_optimizer, _ = private(noise_generator=None)
-    assert set(unseeded.accountant.state_dict()["generators"]) == {"default of cpu"}
     with pytest.raises(ValueError, match="generators must be given"):
         unseeded.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
 

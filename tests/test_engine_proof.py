@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpcompanion.idp import IndividualizedPrivacyEngine
 
-pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook", "ignore:mean of empty",
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty",
                                         "ignore:.*multi-threaded, use of fork")
 N, DELTA = 48, 1e-5
 BUDGETS = torch.tensor([1.0, 2.0, 4.0]).repeat_interleave(16)

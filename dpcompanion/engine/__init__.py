@@ -26,12 +26,13 @@ What makes each budget hold:
 * sums are divided by the expected batch size, $\sum_i q_i$, a public number;
 * steps are counted where noise is added, and no more are taken than the budgets were made for.  After a step
   with less noise, as Opacus's schedulers of noise and clipping would have it, every epsilon is infinite;
-* a checkpoint holds the states of the generators that noise and draws come from, PyTorch's default ones where none was
-  given, and loading it restores them: else a script that seeds itself would repeat its noise.
+* draws and noise come from ciphers under keys of the operating system (`dpcompanion.training.secure`), so that nobody
+  can subtract the noise, and no script that seeds itself repeats it; for research, from generators of one's own. Noise
+  is drawn and added in float64. A checkpoint holds how far they have come; keys lie beside it.
 
 Neighbours differ by one example; Poisson sampling; each example's guarantee holds whatever the others are
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
-them.
+them.  The account is one of real numbers: what floats add to a sum is not in it.
 
 What the engine cannot see, it takes on trust: that the loop's loss is the mean (or, with loss_reduction "sum", the sum)
 of losses of which each depends on one example, and that no batch is mixed before it reaches the module (as mixup does).

@@ -8,6 +8,7 @@ from opacus.accountants.accountant import IAccountant
 
 from .. import _checks, accounting
 from ..idp.parameters import rdp_epsilons
+from .randomness import restore, states
 
 
 class Accountant(IAccountant):
@@ -85,7 +86,7 @@ class Accountant(IAccountant):
         state = {} if destination is None else destination
         state.update(mechanism=self.mechanism(), by=self.by, steps=self.steps, voided=self.voided,
                      parameters=self._parameters,
-                     generators={name: g.get_state() for name, g in self.generators().items()})
+                     generators=states(self.generators()))
         return state
 
     def load_state_dict(self, state):
@@ -97,14 +98,8 @@ class Accountant(IAccountant):
         if not same:
             raise ValueError("state_dict must come from a run with the same budgets, loader, epochs and accountant: "
                              "make the engine private in the same way before loading")
-        generators = self.generators()
-        if set(state["generators"]) != set(generators):
-            # A generator that starts again would repeat noise that was already used.
-            raise ValueError(f"generators must be given as in the run that was saved ({sorted(state['generators'])}), "
-                             f"got {sorted(generators)}")
         if state["steps"] < self.steps:
             raise ValueError(f"state_dict must not be earlier than this run, which has taken {self.steps} steps that "
                              f"stay spent, got one of {state['steps']}")
+        restore(self.generators(), state["generators"])
         self.steps, self.voided = state["steps"], self.voided or state["voided"]
-        for name, value in state["generators"].items():
-            generators[name].set_state(value.cpu())

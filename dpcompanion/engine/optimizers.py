@@ -4,10 +4,11 @@ import warnings
 
 import torch
 from opacus.optimizers import DPOptimizer
-from opacus.optimizers.optimizer import _mark_as_processed
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 
 from ..training.layers import squared_norms
 from .checks import trainable
+from .randomness import noisy
 
 
 class Following:
@@ -32,14 +33,8 @@ class Following:
         accountant.generators, accountant.follower = self._generators, self
 
     def _generators(self):
-        """By name, what noise and draws come from; in secure mode that has no state to keep."""
-        if self.secure_mode:
-            return {}
-        found = {"noise": self.generator} if self.generator is not None else {
-            f"default of {p.device}": torch.cuda.default_generators[p.device.index] if p.is_cuda
-            else torch.default_generator for p in self.params}
-        sampling = self._draws.generator
-        return {**found, "default of cpu" if sampling is torch.default_generator else "sampling": sampling}
+        """By name, what noise and draws come from."""
+        return {"noise": self.generator, "sampling": self._draws.generator}
 
     def _only_after_noise(self, *_):
         if not self._own_step:
@@ -107,6 +102,14 @@ class Following:
                                       f"made for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
                                       "and use no scheduler of noise or clipping")
         return noisy
+
+    def add_noise(self):
+        sums = [p.summed_grad for p in self.params]
+        for total in sums:
+            _check_processed_flag(total)
+        for p, gradient in zip(self.params, noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)):
+            p.grad = gradient.view_as(p)
+            _mark_as_processed(p.summed_grad)
 
     def _check_skip_next_step(self, pop_next=True):
         return not self._ended

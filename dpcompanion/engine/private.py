@@ -1,6 +1,7 @@
 """The engine itself: it checks, calibrates, and puts a module, an optimizer and a loader together."""
 
 import math
+import warnings
 
 import torch
 from opacus import PrivacyEngine
@@ -13,6 +14,7 @@ from .ghost import GhostOptimizer
 from .loading import Draws, Noted, private_loader
 from .optimizers import HooksOptimizer
 from .proof import Proof
+from .randomness import find_keys, keep_keys, sources
 
 METHODS = ("sample", "scale", "combined")
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -24,7 +26,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     Args:
         accountant: "rdp" or "pld"; what calibrates the noise and states epsilons.
-        secure_mode: as in Opacus.
+        secure_mode: True refuses generators of one's own, so that draws and noise come from a cipher for certain (in
+            place of Opacus's secure mode, whose package no longer installs). Without generators they do in any case.
 
     Once `make_private_with_budgets` was called, `sample_rates`, `max_grad_norms` and `noise_multipliers`, (n,) float64,
     say what each example gets; the last is the noise over its own clip norm.
@@ -48,7 +51,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     def __init__(self, *, accountant="rdp", secure_mode=False):
         _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
-        super().__init__(accountant="rdp", secure_mode=secure_mode)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)                    # that its own secure mode is off
+            super().__init__(accountant="rdp")
+        self.secure_mode = bool(secure_mode)
         self.accountant = Accountant(accountant)
 
     def make_private(self, **_):
@@ -69,9 +75,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             module, optimizer: as in Opacus. Nothing in the module may mix examples. The optimizer holds all trainable
                 parameters of the module; freeze the others beforehand.
             data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one
-                with Poisson draws, shuffled or not. Its `generator` draws them; without one a generator seeded from
-                `noise_generator`, if that is given. Worker processes read the examples of one batch side by side;
-                they do not read ahead.
+                with Poisson draws, shuffled or not. Its `generator` draws them, if it has one. Worker processes read
+                the examples of one batch side by side; they do not read ahead.
             target_epsilons: (n,) budgets, one for each example of the data set, in its order.
             target_delta: in (0, 1).
             epochs: an epoch has len(data_loader) steps.
@@ -79,7 +84,11 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 Euclidean norm is the mean clip norm.
             method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
             criterion: the loss of ghost mode; cross entropy by default.
-            batch_first, loss_reduction, noise_generator: as in Opacus.
+            batch_first, loss_reduction: as in Opacus.
+            noise_generator: None, for a model that is released: noise and draws come from ciphers under keys of 256
+                bits that the operating system draws (`dpcompanion.training.secure`). Or a `torch.Generator`, for
+                research: noise comes from it, draws from one that it seeds, and whoever knows its seed can subtract
+                the noise.
             grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, and only "hooks"
                 takes them for every layer: Opacus cannot in "functorch" with convolutions or embeddings, in "ew" at
                 all, nor in "ghost" with embeddings.
@@ -112,8 +121,6 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
         check_loader(data_loader)
         check_module(self, module, optimizer)
-        if noise_generator is not None and self.secure_mode:
-            raise ValueError("noise_generator must be None in secure mode")
         n, epochs = len(data_loader.dataset), _checks.whole_number("epochs", epochs, 1)
         budgets = torch.as_tensor(target_epsilons, dtype=torch.float64).cpu()
         if budgets.shape != (n,):
@@ -122,15 +129,11 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
         run = {"target_delta": target_delta, "sample_rate": 1 / len(data_loader), "steps": epochs * len(data_loader),
                "accountant": self.accountant.by}
-        noise = self._calibrate(method, budgets, run, max_grad_norm, sample_weight)
-
-        sampling = self.secure_rng if self.secure_mode else data_loader.generator
-        if sampling is None and noise_generator is not None:
-            seed = torch.randint(2**62, (1,), generator=noise_generator, device=noise_generator.device)
-            sampling = torch.Generator().manual_seed(int(seed))
+        sampling, noise = sources(data_loader.generator, noise_generator, secure_mode=self.secure_mode)
+        multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight)
         # The engine's own tensors: what it shows may be written to.
         rates, norms = self.sample_rates.clone(), self.max_grad_norms.clone()
-        draws = Draws(n, rates, sampling or torch.default_generator, len(data_loader))
+        draws = Draws(n, rates, sampling, len(data_loader))
         noted = Noted(data_loader.dataset, data_loader)
         self.dataset = data_loader.dataset
         original = module
@@ -140,13 +143,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         module.forbid_grad_accumulation()
         optimizer = getattr(optimizer, "original_optimizer", optimizer)
         kind = GhostOptimizer if ghost else HooksOptimizer
-        optimizer = kind(optimizer, noise_multiplier=noise, max_grad_norm=max_grad_norm,
+        optimizer = kind(optimizer, noise_multiplier=multiplier, max_grad_norm=max_grad_norm,
                          expected_batch_size=float(self.sample_rates.sum()), loss_reduction=loss_reduction,
-                         generator=self.secure_rng if self.secure_mode else noise_generator,
-                         secure_mode=self.secure_mode)
+                         generator=noise)
         proof = Proof(module, module if wrap_model else original, batch_first=batch_first,
-                                    loss_reduction=loss_reduction, ghost=ghost,
-                                    batch_size=lambda: len(noted.handed_out or [])) if prove else None
+                      loss_reduction=loss_reduction, ghost=ghost,
+                      batch_size=lambda: len(noted.handed_out or [])) if prove else None
         optimizer.follow(draws, noted, norms, self.accountant, proof, module._module)
         optimizer.shares = shares
         loader = private_loader(data_loader, noted, draws, batch_first)
@@ -173,6 +175,20 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = rates, norms, noises
         self.accountant.plan(rates.clone(), noises.clone(), budgets.clone(), float(run["target_delta"]), run["steps"])
         return found.noise_multiplier
+
+    def save_checkpoint(self, *, path, **options):
+        """As in Opacus. The keys of draws and noise, if they come from ciphers, lie beside the file until the budgets
+        are spent, in one of the same name and ".key" that only its owner can read: whoever reads it can subtract the
+        noise. An open file has nothing beside it."""
+        keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= (self.accountant.planned or 0))
+        super().save_checkpoint(path=path, **options)
+
+    def load_checkpoint(self, *, path, **options):
+        """As in Opacus. Without its keys the run goes on with new ones, and a warning: as private, but not the same."""
+        found = super().load_checkpoint(path=path, **options)
+        if self.accountant.steps < self.accountant.planned:
+            find_keys(path, self.accountant.generators(), found["privacy_accountant_state_dict"]["generators"])
+        return found
 
     def get_epsilons(self, delta):
         """Epsilon of each example after the steps so far, (n,) float64: an upper bound, inf after too little noise.
