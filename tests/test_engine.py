@@ -1,4 +1,5 @@
 import copy
+import inspect
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler,
                               TensorDataset, WeightedRandomSampler)
 
+from dpcompanion import idp
 from dpcompanion.accounting import compute_epsilon
 from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.idp import IndividualizedPrivacyEngine
@@ -111,6 +113,24 @@ def test_with_a_different_budget_for_everybody_nobody_exceeds_it():
         assert exact <= engine.get_epsilons(DELTA)[i] <= 1.0001 * exact
     steps(model, optimizer, loader)
     assert bool((engine.get_epsilons(DELTA) <= budgets).all())
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_everybodys_epsilon_and_an_examples_are_by_one_accountant(accountant):
+    engine, model, optimizer, loader = private(engine=IndividualizedPrivacyEngine(accountant=accountant), epochs=3)
+    steps(model, optimizer, loader)
+    for delta in (DELTA, 1e-3, 1e-9):
+        own = engine.get_epsilons(delta)
+        assert engine.get_epsilon(delta) == float(own.max())
+        everybody = compute_epsilon(sample_rate=0.25, noise_multiplier=float(engine.noise_multipliers.min()), steps=4,
+                                    delta=delta, accountant=accountant)
+        assert bool((own <= everybody).all()) and float(own.max()) == pytest.approx(everybody, rel=1e-8)
+
+
+def test_the_engine_and_the_three_methods_have_one_default():
+    defaults = {inspect.signature(called).parameters["accountant"].default for called in (
+        idp.sample_parameters, idp.scale_parameters, idp.combined_parameters, IndividualizedPrivacyEngine)}
+    assert defaults == {"rdp"}
 
 
 def test_no_step_is_taken_beyond_the_budgets():

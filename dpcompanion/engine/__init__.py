@@ -8,10 +8,14 @@ budgets.  The training loop stays as it is, with `BatchMemoryManager` too::
         module=model, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0,
         target_epsilons=budgets, target_delta=1e-5, epochs=10, method="sample")
 
+Or the budgets are those of a filter (`dpcompanion.filters`), which charges everybody for what their own gradients
+need, and keeps them in for longer: `make_private_with_filter`.
+
 What makes each budget hold:
 
 * parameters come from `dpcompanion.idp`: for example i the rate q_i and the clip norm c_i, and one noise
-  of standard deviation sigma times the mean clip norm;
+  of standard deviation sigma times the mean clip norm; with a filter one rate, and the clip norms that it makes of
+  everybody's own gradient before a step, and charges for;
 * the loader's sampler is replaced by independent draws, example i with probability q_i;
 * the data set notes which examples it hands out, so that each gradient meets its own clip norm whatever way a draw is
   cut into physical batches.  So a batch must keep its order, from the collate function (which is tried out beforehand)

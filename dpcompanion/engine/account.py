@@ -1,4 +1,4 @@
-"""What the steps that were taken cost each example; Opacus's checkpoints save and load it."""
+"""Steps that were taken; Opacus's checkpoints save and load them, with all that is needed to go on."""
 
 import math
 import warnings
@@ -6,32 +6,29 @@ import warnings
 import torch
 from opacus.accountants.accountant import IAccountant
 
-from .. import _checks, accounting
-from ..idp.parameters import rdp_epsilons
+from .. import _checks
 from .randomness import restore, states
 
 
 class Accountant(IAccountant):
-    """Steps taken, and what they cost each example; Opacus's checkpoints save and load it."""
+    """Steps taken, and what they cost each example by the budgets that were planned."""
 
-    _DIFFERENT = 256
-
-    def __init__(self, by):
-        self.by, self.steps, self.planned = by, 0, None
-        self._parameters = None
+    def __init__(self):
+        self.steps, self.budgets = 0, None
         #: Called, it gives what noise and draws come from, by name.
         self.generators = dict
         #: The optimizer whose steps count.
         self.follower = None
         self.voided = False
 
-    def plan(self, rates, noises, budgets, target_delta, steps):
-        self._parameters = {"rates": rates, "noises": noises, "budgets": budgets, "target_delta": target_delta,
-                            "planned": steps}
-        self.planned = steps
+    @property
+    def planned(self):
+        """How many steps the budgets were made for; 0 before there are any."""
+        return 0 if self.budgets is None else self.budgets.planned
 
     def step(self, *, noise_multiplier=None, sample_rate=None):
         self.steps += 1
+        self.budgets.step_taken()
 
     def void(self, reason):
         """From now on no epsilon is a bound."""
@@ -45,32 +42,11 @@ class Accountant(IAccountant):
 
     def get_epsilons(self, delta):
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
-        if self._parameters is None:
+        if self.budgets is None:
             raise ValueError("there are no budgets yet: call make_private_with_budgets first")
-        rates, noises, budgets = (self._parameters[name] for name in ("rates", "noises", "budgets"))
-        if self.steps == 0:
-            return torch.zeros_like(budgets)
-        if self.voided:
-            return torch.full_like(budgets, math.inf)
-        pairs, which = torch.unique(torch.stack([rates, noises], dim=1), dim=0, return_inverse=True)
-        if self.by == "rdp" and len(pairs) > self._DIFFERENT:
-            epsilons = rdp_epsilons(pairs[:, 0], pairs[:, 1], steps=self.steps, delta=delta)
-        else:
-            if len(pairs) > self._DIFFERENT:
-                # Along rising budgets rates do not fall and noise does not rise, so the next node has no less epsilon.
-                order = torch.argsort(budgets)
-                ends = torch.linspace(0, len(order) - 1, self._DIFFERENT + 1, dtype=torch.float64).ceil().long()[1:]
-                node = torch.searchsorted(ends, torch.arange(len(order)))
-                top = torch.stack([rates[order].cummax(0).values, noises[order].cummin(0).values], dim=1)
-                pairs, which = top[ends], torch.empty_like(order)
-                which[order] = node
-            run = {"steps": self.steps, "delta": delta, "accountant": self.by}
-            epsilons = torch.tensor([accounting.compute_epsilon(sample_rate=rate, noise_multiplier=noise, **run)
-                                     for rate, noise in pairs.tolist()], dtype=torch.float64)
-        epsilons = epsilons[which]
-        if self.steps <= self.planned and delta >= self._parameters["target_delta"]:
-            epsilons = torch.minimum(epsilons, budgets)
-        return epsilons
+        if self.steps == 0 or self.voided:
+            return torch.full((self.budgets.n,), math.inf if self.voided else 0.0, dtype=torch.float64)
+        return self.budgets.epsilons(self.steps, delta)
 
     def get_epsilon(self, delta, **_):
         return float(self.get_epsilons(delta).max())
@@ -84,22 +60,28 @@ class Accountant(IAccountant):
 
     def state_dict(self, destination=None):
         state = {} if destination is None else destination
-        state.update(mechanism=self.mechanism(), by=self.by, steps=self.steps, voided=self.voided,
-                     parameters=self._parameters,
+        state.update(mechanism=self.mechanism(), steps=self.steps, voided=self.voided,
+                     kind=type(self.budgets).__name__,
+                     parameters=None if self.budgets is None else self.budgets.parameters(),
+                     budgets=None if self.budgets is None else self.budgets.state_dict(),
                      generators=states(self.generators()))
         return state
 
     def load_state_dict(self, state):
         if not state or state.get("mechanism") != self.mechanism():
             raise ValueError(f"state_dict must come from an IndividualizedPrivacyEngine, got {state!r:.80}")
-        same = self._parameters is not None and state["by"] == self.by and all(
-            torch.equal(torch.as_tensor(value), torch.as_tensor(state["parameters"][name]).cpu())
-            for name, value in self._parameters.items())
-        if not same:
+        if self.budgets is None or state["kind"] != type(self.budgets).__name__ or not self._same(state["parameters"]):
             raise ValueError("state_dict must come from a run with the same budgets, loader, epochs and accountant: "
                              "make the engine private in the same way before loading")
         if state["steps"] < self.steps:
             raise ValueError(f"state_dict must not be earlier than this run, which has taken {self.steps} steps that "
                              f"stay spent, got one of {state['steps']}")
         restore(self.generators(), state["generators"])
+        self.budgets.load_state_dict(state["budgets"])
         self.steps, self.voided = state["steps"], self.voided or state["voided"]
+
+    def _same(self, saved):
+        own = self.budgets.parameters()
+        return own.keys() == saved.keys() and all(
+            torch.equal(torch.as_tensor(value), torch.as_tensor(saved[name]).cpu()) if torch.is_tensor(value)
+            else value == saved[name] for name, value in own.items())

@@ -26,7 +26,6 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
             self._gradients = self._seen()
 
         module.enable_hooks = ends
-        self._hooks = module
         return GhostCriterion(module, self, criterion, loss_reduction)
 
     def _fresh_norms(self, module):

@@ -17,9 +17,9 @@ class Following:
     #: Of each parameter in the clip norm, for clipping per layer.
     shares = None
 
-    def follow(self, draws, noted, norms, accountant, proof, module):
-        self._draws, self._noted, self._norms, self._accountant = draws, noted, norms, accountant
-        self._proof, self._module, self._trained = proof, module, trainable(module)
+    def follow(self, draws, noted, accountant, proof, hooks):
+        self._draws, self._noted, self._accountant = draws, noted, accountant
+        self._proof, self.hooks, self._trained = proof, hooks, trainable(hooks._module)
         self._own_step = False
         original = self.original_optimizer
         if hasattr(original, "_budgets_guard"):
@@ -54,7 +54,7 @@ class Following:
             self._own_step = False
 
     def _check_trained(self):
-        if trainable(self._module) != self._trained:
+        if trainable(self.hooks._module) != self._trained:
             raise ValueError("module must keep the trainable parameters that it had: freeze and unfreeze before "
                              "make_private_with_budgets")
         if self._proof is not None and self._proof.open and len(self._noted.handed_out or []) > 1:
@@ -62,13 +62,19 @@ class Following:
                           "inputs, or the gradients of its outputs, did not allow it. The budgets hold if it does",
                           RuntimeWarning, stacklevel=4)
 
+    @property
+    def clip_norms(self):
+        """(n,) norms to which the present step clips."""
+        return self._accountant.budgets.clip_norms()
+
     def clip_factors(self, norms, share=1.0):
         """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
+        self._accountant.check_budget()
         batch = self._noted.handed_out
         if batch is None or len(norms) != len(batch):
             raise ValueError(f"a batch must be what the loader handed out last, {len(batch or [])} examples, got "
                              f"{len(norms)}")
-        own = share * self._norms[batch].to(device=norms.device, dtype=norms.dtype)
+        own = share * self.clip_norms[batch].to(device=norms.device, dtype=norms.dtype)
         # A hair less, so that rounding lifts no gradient above its norm.
         factors = (own / (norms * (1 + 8 * torch.finfo(self.params[0].dtype).eps) + 1e-6)).clamp(max=1.0)
         return torch.where(norms.isfinite(), factors, 0.0)

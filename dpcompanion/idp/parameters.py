@@ -9,6 +9,9 @@ from .. import _checks
 from .groups import Groups, interpolate
 from .search import HAIR, Run
 
+#: By which budgets are calibrated, and by which the engine states epsilons, unless another is named.
+ACCOUNTANT = "rdp"
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampleParameters:
@@ -35,7 +38,7 @@ class CombinedParameters(ScaleParameters):
     sample_rates: torch.Tensor
 
 
-def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, accountant="rdp"):
+def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, accountant=ACCOUNTANT):
     """Sample: the noise multiplier and the groups' rates that use up each budget and have the mean `sample_rate`.
 
     Args:
@@ -62,7 +65,8 @@ def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, ste
     return SampleParameters(noise, rates[groups.which])
 
 
-def scale_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, max_grad_norm, accountant="rdp"):
+def scale_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, max_grad_norm,
+                     accountant=ACCOUNTANT):
     """Scale: the noise multiplier and the groups' clip norms, with the mean `max_grad_norm`, that use up each budget.
 
     Arguments and errors as for `sample_parameters`; `max_grad_norm` is the clip norm of plain DP-SGD.  Training adds
@@ -82,7 +86,7 @@ def scale_parameters(target_epsilons, counts, *, target_delta, sample_rate, step
 
 
 def combined_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, max_grad_norm, sample_weight,
-                        accountant="rdp"):
+                        accountant=ACCOUNTANT):
     r"""Sample and Scale at once: rates and clip norms that together use up each budget.
 
     Rates go a part `sample_weight` of the way from `sample_rate` to those of Sample, so that their mean stays. At its
