@@ -29,11 +29,18 @@ def sources(sampling, noise, *, secure_mode):
 
 
 def noisy(sums, std, generator):
-    """Each sum with its noise N(0, std^2), of its own shape, type and device."""
-    # In one piece: what is looked at on the way costs a GPU one wait, not one a parameter.
+    """Each sum with its noise N(0, std^2), of its own shape, type and device; FloatingPointError for what is not finite.
+    """
+    # In one piece: to look at it costs a GPU one wait, not one a parameter.
     total = torch.cat([s.detach().flatten().to(device=sums[0].device, dtype=torch.float64) for s in sums])
-    if std and isinstance(generator, SecureStream):
-        total = snapped(total, grid_of(std))
+    try:
+        if std and isinstance(generator, SecureStream):
+            total = snapped(total, grid_of(std))
+        elif not bool(total.isfinite().all()):
+            raise ValueError("total must be finite")
+    except ValueError as error:
+        raise FloatingPointError(f"a sum of gradients cannot be given noise ({error}); where one example's gradient is "
+                                 "not finite it is left out in all modes but ghost: use hooks") from error
     total = total + gaussian_noise(total.shape, std, generator, device=total.device)
     pieces = total.split([s.numel() for s in sums])
     return [piece.view(s.shape).to(device=s.device, dtype=s.dtype) for piece, s in zip(pieces, sums)]
