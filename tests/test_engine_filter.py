@@ -188,6 +188,17 @@ def test_a_run_with_a_filter_goes_on_from_a_checkpoint(make, tmp_path):
             "parameters"]})
 
 
+@pytest.mark.parametrize("change, message", [
+    ({"paid": torch.full((N,), 2 * CLIP)}, "paid must lie in"), ({"served": -1}, "served must"),
+    ({"measured": torch.ones(3)}, "measured must have shape")])
+def test_a_checkpoint_that_allows_more_than_the_filter_is_refused(change, message):
+    engine, *parts = private(exact())
+    train(*parts, epochs=1)
+    state = engine.accountant.state_dict()
+    with pytest.raises(ValueError, match=message):
+        engine.accountant.load_state_dict(state | {"budgets": state["budgets"] | change})
+
+
 def test_the_epsilons_are_the_promise_of_the_filter_until_noise_is_missing():
     filter = exact(levels=[0.5, 1.0], costs=[1, 4], budget=torch.tensor([4, 8]).repeat_interleave(N // 2))
     engine, model, optimizer, criterion, loader = private(filter)

@@ -112,8 +112,14 @@ class FilteredBudgets:
                 "paid": self._paid}
 
     def load_state_dict(self, state):
-        served = _checks.whole_number("served", state["served"], 0)
+        served, found = _checks.whole_number("served", state["served"], 0), {}
+        for name, device in (("measured", self._filter.device), ("paid", "cpu")):
+            value = state[name]
+            if value is not None:
+                value = torch.as_tensor(value, dtype=torch.float64).to(device)
+                if value.shape != (self.n,):
+                    raise ValueError(f"{name} must have shape ({self.n},), got {tuple(value.shape)}")
+                _checks.in_interval(name, value, 0, self._filter.max_grad_norm)
+            found[name] = value
         self._filter.load_state_dict(state["filter"])
-        measured, paid = state["measured"], state["paid"]
-        self._measured = None if measured is None else measured.to(self._filter.device)
-        self._paid, self._served = None if paid is None else paid.cpu(), served
+        self._measured, self._paid, self._served = found["measured"], found["paid"], served

@@ -8,7 +8,7 @@ from opacus import PrivacyEngine
 
 from .. import _checks, accounting
 from ..filters import ExactFilter, RenyiFilter
-from ..idp.parameters import ACCOUNTANT, combined_parameters, sample_parameters, scale_parameters
+from ..idp.parameters import combined_parameters, sample_parameters, scale_parameters
 from .account import Accountant
 from .budgets import FilteredBudgets, FixedBudgets
 from .checks import check_loader, check_module, clip_norms_of
@@ -53,7 +53,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     [1.0, 3.0]
     """
 
-    def __init__(self, *, accountant=ACCOUNTANT, secure_mode=False):
+    def __init__(self, *, accountant="rdp", secure_mode=False):
         _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)                    # that its own secure mode is off

@@ -29,8 +29,7 @@ def sources(sampling, noise, *, secure_mode):
 
 
 def noisy(sums, std, generator):
-    """Each sum with its noise N(0, std^2), of its own shape, type and device; FloatingPointError for what is not finite.
-    """
+    """Each sum with its noise N(0, std^2), of its shape, type and device; FloatingPointError if it is not finite."""
     # In one piece: to look at it costs a GPU one wait, not one a parameter.
     total = torch.cat([s.detach().flatten().to(device=sums[0].device, dtype=torch.float64) for s in sums])
     try:

@@ -6,12 +6,9 @@ import math
 import torch
 
 from .. import _checks
-from .groups import Groups, interpolate
-from .search import HAIR, Run
-
-#: By which budgets are calibrated, and by which the engine states epsilons, unless another is named.
-ACCOUNTANT = "rdp"
-
+# Under these names: long runs are stamped with the source of the functions that use them.
+from .groups import Groups as _Groups, interpolate
+from .search import HAIR, Run as _Run
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampleParameters:
@@ -38,7 +35,7 @@ class CombinedParameters(ScaleParameters):
     sample_rates: torch.Tensor
 
 
-def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, accountant=ACCOUNTANT):
+def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, accountant="rdp"):
     """Sample: the noise multiplier and the groups' rates that use up each budget and have the mean `sample_rate`.
 
     Args:
@@ -58,15 +55,14 @@ def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, ste
     >>> round(found.sample_rates.mean().item(), 9)
     0.01
     """
-    groups = Groups(target_epsilons, counts)
-    run = Run(target_delta, steps, accountant)
+    groups = _Groups(target_epsilons, counts)
+    run = _Run(target_delta, steps, accountant)
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
     noise, rates = _sample(groups, run, sample_rate)
     return SampleParameters(noise, rates[groups.which])
 
 
-def scale_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, max_grad_norm,
-                     accountant=ACCOUNTANT):
+def scale_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, max_grad_norm, accountant="rdp"):
     """Scale: the noise multiplier and the groups' clip norms, with the mean `max_grad_norm`, that use up each budget.
 
     Arguments and errors as for `sample_parameters`; `max_grad_norm` is the clip norm of plain DP-SGD.  Training adds
@@ -76,8 +72,8 @@ def scale_parameters(target_epsilons, counts, *, target_delta, sample_rate, step
     >>> torch.allclose(found.noise_multipliers * found.max_grad_norms, torch.tensor(found.noise_multiplier).double())
     True
     """
-    groups = Groups(target_epsilons, counts)
-    run = Run(target_delta, steps, accountant)
+    groups = _Groups(target_epsilons, counts)
+    run = _Run(target_delta, steps, accountant)
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
     max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
     noises = run.noises(groups.budgets, torch.full_like(groups.budgets, sample_rate))
@@ -86,7 +82,7 @@ def scale_parameters(target_epsilons, counts, *, target_delta, sample_rate, step
 
 
 def combined_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, max_grad_norm, sample_weight,
-                        accountant=ACCOUNTANT):
+                        accountant="rdp"):
     r"""Sample and Scale at once: rates and clip norms that together use up each budget.
 
     Rates go a part `sample_weight` of the way from `sample_rate` to those of Sample, so that their mean stays. At its
@@ -104,8 +100,8 @@ def combined_parameters(target_epsilons, counts, *, target_delta, sample_rate, s
     >>> round(found.noise_multiplier, 3), found.sample_rates.round(decimals=4), found.max_grad_norms.round(decimals=3)
     (1.207, tensor([0.0083, 0.0117], dtype=torch.float64), tensor([0.9050, 1.0950], dtype=torch.float64))
     """
-    groups = Groups(target_epsilons, counts)
-    run = Run(target_delta, steps, accountant)
+    groups = _Groups(target_epsilons, counts)
+    run = _Run(target_delta, steps, accountant)
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
     max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
     sample_weight = _checks.number("sample_weight", sample_weight, 0, 1)
@@ -128,7 +124,7 @@ def rdp_epsilons(sample_rates, noise_multipliers, *, steps, delta):
     >>> rdp_epsilons(torch.tensor([0.01, 0.02]).double(), torch.tensor([1.0, 1.0]).double(), steps=1000, delta=1e-5)
     tensor([2.1014, 4.3242], dtype=torch.float64)
     """
-    run = Run(delta, steps, "rdp")
+    run = _Run(delta, steps, "rdp")
     found = [run._rdp_epsilon(*pair)[0] for pair in zip(sample_rates.split(4096), noise_multipliers.split(4096))]
     return torch.cat(found) * (1 + HAIR)
 
