@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import subprocess
 import sys
 
 import dpcompanion
@@ -13,8 +14,7 @@ WING = "dpcompanion.reproduction"
 LIBRARY = (
     {"_checks", "_files", "_progress"},
     {"accounting", "attacks", "data"},
-    {"_engine_proof", "filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release",
-     "training"},
+    {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release", "training"},
     {"engine"},
     {"reproduction"},
     {"cli"},
@@ -27,7 +27,7 @@ REPRODUCTION = (
     {"papers", "scoreboard"},
 )
 CORE = {"torch", "numpy", "scipy", "dpcompanion"}
-BEYOND_THE_CORE = {"_engine_proof": {"opacus"}, "engine": {"opacus"}}
+BEYOND_THE_CORE = {"engine": {"opacus"}}
 
 
 def imports(*, inside_functions):
@@ -72,6 +72,33 @@ def test_dependencies_run_downwards_only():
             mine, other = part(module, of), part(name, of)
             if within(module, of) and within(name, of) and mine in height and other in height:
                 assert mine == other or height[other] < height[mine], f"{module} imports {name}"
+
+
+def test_budgets_and_the_engine_stand_in_no_circle():
+    """`dpcompanion.idp` names the engine, which imports the modules behind that name, and never the name."""
+    for module, name in imports(inside_functions=True):
+        if within(module, "dpcompanion.idp") and module != "dpcompanion.idp.__init__":
+            assert not within(name, "dpcompanion.engine"), f"{module} imports {name}"
+        if within(module, "dpcompanion.engine") and within(name, "dpcompanion.idp"):
+            assert name.split(".")[2] in parts(ROOT / "idp"), f"{module} imports {name}"
+
+
+def test_without_opacus_budgets_are_found_and_the_engine_says_what_to_install():
+    code = """
+import sys
+sys.modules["opacus"] = None
+from dpcompanion import idp
+run = {"target_delta": 1e-5, "sample_rate": 1.0, "steps": 1}
+print(idp.scale_parameters([1.0], [1], max_grad_norm=2.0, **run).max_grad_norms.tolist())
+for statement in ("import dpcompanion.engine", "from dpcompanion.idp import IndividualizedPrivacyEngine"):
+    try:
+        exec(statement)
+    except ImportError as error:
+        print(error)
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    needs = "the engine stands on Opacus: pip install 'dpcompanion[opacus]'"
+    assert found.stdout.splitlines() == ["[2.0]", needs, needs]
 
 
 def test_the_library_never_imports_the_reproduction():

@@ -1,4 +1,5 @@
 import copy
+import inspect
 import math
 
 import pytest
@@ -8,14 +9,16 @@ from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler,
                               TensorDataset, WeightedRandomSampler)
 
+from dpcompanion import idp
 from dpcompanion.accounting import compute_epsilon
 from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.idp import IndividualizedPrivacyEngine
 
-pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook", "ignore:mean of empty")
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty")
 N, DELTA = 60, 1e-5
 BUDGETS = torch.tensor([1.0, 2.0, 4.0]).repeat_interleave(20)
 
@@ -111,6 +114,24 @@ def test_with_a_different_budget_for_everybody_nobody_exceeds_it():
         assert exact <= engine.get_epsilons(DELTA)[i] <= 1.0001 * exact
     steps(model, optimizer, loader)
     assert bool((engine.get_epsilons(DELTA) <= budgets).all())
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_everybodys_epsilon_and_an_examples_are_by_one_accountant(accountant):
+    engine, model, optimizer, loader = private(engine=IndividualizedPrivacyEngine(accountant=accountant), epochs=3)
+    steps(model, optimizer, loader)
+    for delta in (DELTA, 1e-3, 1e-9):
+        own = engine.get_epsilons(delta)
+        assert engine.get_epsilon(delta) == float(own.max())
+        everybody = compute_epsilon(sample_rate=0.25, noise_multiplier=float(engine.noise_multipliers.min()), steps=4,
+                                    delta=delta, accountant=accountant)
+        assert bool((own <= everybody).all()) and float(own.max()) == pytest.approx(everybody, rel=1e-8)
+
+
+def test_the_engine_and_the_three_methods_have_one_default():
+    defaults = {inspect.signature(called).parameters["accountant"].default for called in (
+        idp.sample_parameters, idp.scale_parameters, idp.combined_parameters, IndividualizedPrivacyEngine)}
+    assert defaults == {"rdp"}
 
 
 def test_no_step_is_taken_beyond_the_budgets():
@@ -364,32 +385,6 @@ def test_a_run_goes_on_from_a_checkpoint_as_if_it_had_not_stopped(tmp_path):
     assert torch.equal(again.get_epsilons(DELTA), engine.get_epsilons(DELTA))
 
 
-def test_a_script_that_seeds_itself_and_resumes_repeats_neither_noise_nor_draws(tmp_path):
-    def half(path=None):
-        engine, model, optimizer, loader = private(noise_generator=None)     # which seeds PyTorch itself
-        if path:
-            engine.load_checkpoint(path=path, module=model, optimizer=optimizer)
-        noise, draws, own = [], [], optimizer.add_noise
-
-        def noted():
-            sums = torch.cat([p.summed_grad.flatten() for p in optimizer.params])
-            own()
-            noise.append(torch.cat([p.grad.flatten() for p in optimizer.params]) - sums)
-            draws.append(loader.batch_sampler.last)
-
-        optimizer.add_noise = noted
-        steps(model, optimizer, loader)
-        return engine, model, optimizer, loader, noise, draws
-
-    engine, model, optimizer, loader, noise, draws = half()
-    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
-    steps(model, optimizer, loader)
-    _, resumed, *_, later_noise, later_draws = half(tmp_path / "run.pt")
-    assert later_draws != draws[:4] and later_draws == draws[4:]
-    assert not any(torch.allclose(a, b, atol=1e-3) for a, b in zip(noise, later_noise))
-    assert torch.equal(weights(resumed), weights(model))
-
-
 def test_a_checkpoint_from_before_the_steps_taken_is_refused():
     engine, model, optimizer, loader = private()
     start = engine.accountant.state_dict()
@@ -427,7 +422,6 @@ def test_a_checkpoint_of_other_budgets_is_refused(tmp_path):
     with pytest.raises(ValueError, match="same budgets"):
         other.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
     unseeded, second, second_optimizer, _ = private(noise_generator=None)
-    assert set(unseeded.accountant.state_dict()["generators"]) == {"default of cpu"}
     with pytest.raises(ValueError, match="generators must be given"):
         unseeded.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
 
@@ -443,6 +437,30 @@ def test_a_gradient_that_is_not_finite_contributes_nothing_and_is_counted():
     _, model, optimizer, criterion, loader = private(dataset=TensorDataset(x, y), epochs=1, grad_sample_mode="ghost")
     with pytest.raises(FloatingPointError, match="use hooks"):
         steps(model, optimizer, loader, criterion)
+
+
+class Waits(TorchDispatchMode):
+    """Counts the numbers that Python asks a tensor for: on a GPU each is a copy that waits for all that was begun."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seeded", [True, False])
+def test_a_step_in_ghost_mode_waits_for_the_device_once(seeded):
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
+    _, model, optimizer, criterion, loader = private(
+        model=model, grad_sample_mode="ghost", noise_generator=torch.Generator().manual_seed(0) if seeded else None)
+    batches = iter(loader)
+    for _ in range(2):                                                                # with these it is proved
+        steps(model, optimizer, [next(batches)], criterion)
+    x, y = next(batches)
+    with Waits() as waits:
+        steps(model, optimizer, [(x, y)], criterion)
+    assert waits.count == 1
 
 
 class Stream(IterableDataset):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from dpcompanion import idp
 from dpcompanion.accounting import compute_epsilon, find_noise_multiplier, find_sample_rate
+from dpcompanion.idp.groups import Groups
 
 RUN = {"target_delta": 1e-5, "sample_rate": 1 / 49, "steps": 490}
 
@@ -227,7 +228,7 @@ def test_a_budget_near_zero_beside_a_large_one_is_searched():
 @pytest.mark.parametrize("top", [2.0, 1000.0])
 def test_a_million_budgets_are_rounded_down_to_few(top):
     budgets = torch.linspace(1, top, 1_000_000, dtype=torch.float64)
-    groups = idp._Groups(budgets, torch.ones(len(budgets)))
+    groups = Groups(budgets, torch.ones(len(budgets)))
     stand_in = groups.budgets[groups.which]
     assert len(groups.budgets) < 30_000 and float(groups.weights.sum()) == pytest.approx(1)
     assert bool((stand_in <= budgets).all()) and bool((stand_in >= (1 - 5.01e-4) * budgets).all())

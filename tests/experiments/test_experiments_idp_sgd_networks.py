@@ -15,7 +15,7 @@ from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, train
 
 BUDGETS = (5.0, 6.0, 6.0, 7.0)
 RUN = {"target_delta": 1e-5, "sample_rate": 0.5, "steps": 1}
-pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook", "ignore:.*batching rule")
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:.*batching rule")
 
 
 def images():

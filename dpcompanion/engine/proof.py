@@ -150,7 +150,7 @@ class Proof:
                 raise UnsupportedModuleError(f"module must take an example by itself, but: {error}") from error
             except (RuntimeError, IndexError, TypeError):
                 return []
-            norm = 0.0 if gradients is None else float(_norm(gradients))
+            norm = 0.0 if gradients is None else float(norm_of(gradients))
             if 0 < norm < float("inf"):
                 norms[row] = norm
         return sorted(sorted(norms, key=norms.get)[-_COMPARED:])
@@ -167,11 +167,11 @@ class Proof:
         own = [sum(part[i] for part in parts if part.ndim) for i in range(len(rows))]
         whole = sum(part for part in parts if not part.ndim)
         (whole + sum(own) / (len(rows) if self._mean else 1)).backward(retain_graph=self._ghost)
-        relative = _tolerance(parameters[0])
+        relative = tolerance_of(parameters[0])
         norms = type(self._hooks).get_norm_sample(self._hooks).double() if self._ghost else None
         for i, row in enumerate(rows):
             expected, _ = self._alone(batch, row, parameters)
-            length = _norm(expected)
+            length = norm_of(expected)
             if self._ghost:
                 if not abs(norms[i] - length) <= relative * length:
                     raise missing(float(norms[i]), float(length))
@@ -182,7 +182,7 @@ class Proof:
                                                 materialize_grads=True)
             else:
                 found = [_sample(p, i, len(rows)) for p in parameters]
-            error = _norm([a - b for a, b in zip(found, expected)])
+            error = norm_of([a - b for a, b in zip(found, expected)])
             if not error <= relative * length:
                 raise UnsupportedModuleError(
                     f"module must compute each example by itself, in layers that Opacus sees, but the gradient of an "
@@ -269,11 +269,11 @@ def _sample(p, i, n):
     return sample[i]
 
 
-def _norm(gradients):
+def norm_of(gradients):
     return torch.stack([g.detach().double().norm().cpu() for g in gradients]).norm()
 
 
-def _tolerance(p):
+def tolerance_of(p):
     if p.dtype == torch.float64:
         return 1e-6
     if p.dtype != torch.float32 or torch.is_autocast_enabled(p.device.type):

@@ -1,0 +1,54 @@
+r"""Opacus with a privacy budget for each example: `IndividualizedPrivacyEngine`.
+
+A drop-in for `opacus.PrivacyEngine`.  Against plain Opacus three lines change: the engine's name, its method, and the
+budgets.  The training loop stays as it is, with `BatchMemoryManager` too::
+
+    engine = IndividualizedPrivacyEngine()
+    model, optimizer, loader = engine.make_private_with_budgets(
+        module=model, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0,
+        target_epsilons=budgets, target_delta=1e-5, epochs=10, method="sample")
+
+Or the budgets are those of a filter (`dpcompanion.filters`), which charges everybody for what their own gradients
+need, and keeps them in for longer: `make_private_with_filter`.
+
+What makes each budget hold:
+
+* parameters come from `dpcompanion.idp`: for example i the rate q_i and the clip norm c_i, and one noise
+  of standard deviation sigma times the mean clip norm; with a filter one rate, and the clip norms that it makes of
+  everybody's own gradient before a step, and charges for;
+* the loader's sampler is replaced by independent draws, example i with probability q_i;
+* the data set notes which examples it hands out, so that each gradient meets its own clip norm whatever way a draw is
+  cut into physical batches.  So a batch must keep its order, from the collate function (which is tried out beforehand)
+  to the loss, and be used before the next one is fetched: a loop that fetches ahead gives examples the norms of others;
+* the optimizer ends a step with the last piece of its draw: it never joins two draws, takes no example and no draw
+  twice, and goes by what was handed out, not by a queue of signals, which an evaluation through the same loader would
+  leave out of step;
+* with the first batches it is proved against plain autograd that each example's gradient is its own and its norm
+  whole, before any step: a weight used outside of its layer is refused, and so is a function that mixes examples. In
+  ghost mode, whose criterion is known, that is proved of the losses too;
+* the original optimizer takes no step of its own, all trainable parameters are its, and they stay the same ones;
+* sums are divided by the expected batch size, $\sum_i q_i$, a public number;
+* steps are counted where noise is added, and no more are taken than the budgets were made for.  After a step
+  with less noise, as Opacus's schedulers of noise and clipping would have it, every epsilon is infinite;
+* draws and noise come from ciphers under keys of the operating system (`dpcompanion.training.secure`), so that nobody
+  can subtract the noise, and no script that seeds itself repeats it; for research, from generators of one's own. Noise
+  is drawn and added in float64. A checkpoint holds how far they have come; keys lie beside it.
+
+Neighbours differ by one example; Poisson sampling; each example's guarantee holds whatever the others are
+(individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
+them.  The account is one of real numbers: what floats add to a sum is not in it.
+
+What the engine cannot see, it takes on trust: that the loop's loss is the mean (or, with loss_reduction "sum", the sum)
+of losses of which each depends on one example, and that no batch is mixed before it reaches the module (as mixup does).
+
+Needs Opacus, version 1.6 or later.
+"""
+
+try:
+    import opacus as _opacus  # noqa: F401
+except ImportError as error:
+    raise ImportError("the engine stands on Opacus: pip install 'dpcompanion[opacus]'") from error
+
+from .private import CLIPPINGS, METHODS, MODES, IndividualizedPrivacyEngine
+
+__all__ = ["CLIPPINGS", "METHODS", "MODES", "IndividualizedPrivacyEngine"]

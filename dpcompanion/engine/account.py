@@ -1,0 +1,87 @@
+"""Steps that were taken; Opacus's checkpoints save and load them, with all that is needed to go on."""
+
+import math
+import warnings
+
+import torch
+from opacus.accountants.accountant import IAccountant
+
+from .. import _checks
+from .randomness import restore, states
+
+
+class Accountant(IAccountant):
+    """Steps taken, and what they cost each example by the budgets that were planned."""
+
+    def __init__(self):
+        self.steps, self.budgets = 0, None
+        #: Called, it gives what noise and draws come from, by name.
+        self.generators = dict
+        #: The optimizer whose steps count.
+        self.follower = None
+        self.voided = False
+
+    @property
+    def planned(self):
+        """How many steps the budgets were made for; 0 before there are any."""
+        return 0 if self.budgets is None else self.budgets.planned
+
+    def step(self, *, noise_multiplier=None, sample_rate=None):
+        self.steps += 1
+        self.budgets.step_taken()
+
+    def void(self, reason):
+        """From now on no epsilon is a bound."""
+        if not self.voided:
+            warnings.warn(f"{reason}. No budget is kept, and every epsilon is infinite", RuntimeWarning, stacklevel=5)
+        self.voided = True
+
+    def check_budget(self):
+        if self.steps >= self.planned:
+            raise RuntimeError(f"the budgets are spent: they were made for {self.planned} steps, which have been taken")
+
+    def get_epsilons(self, delta):
+        delta = _checks.number("delta", delta, 0, 1, closed="neither")
+        if self.budgets is None:
+            raise ValueError("there are no budgets yet: call make_private_with_budgets first")
+        if self.steps == 0 or self.voided:
+            return torch.full((self.budgets.n,), math.inf if self.voided else 0.0, dtype=torch.float64)
+        return self.budgets.epsilons(self.steps, delta)
+
+    def get_epsilon(self, delta, **_):
+        return float(self.get_epsilons(delta).max())
+
+    def __len__(self):
+        return self.steps
+
+    @classmethod
+    def mechanism(cls):
+        return "individualized"
+
+    def state_dict(self, destination=None):
+        state = {} if destination is None else destination
+        state.update(mechanism=self.mechanism(), steps=self.steps, voided=self.voided,
+                     kind=type(self.budgets).__name__,
+                     parameters=None if self.budgets is None else self.budgets.parameters(),
+                     budgets=None if self.budgets is None else self.budgets.state_dict(),
+                     generators=states(self.generators()))
+        return state
+
+    def load_state_dict(self, state):
+        if not state or state.get("mechanism") != self.mechanism():
+            raise ValueError(f"state_dict must come from an IndividualizedPrivacyEngine, got {state!r:.80}")
+        if self.budgets is None or state["kind"] != type(self.budgets).__name__ or not self._same(state["parameters"]):
+            raise ValueError("state_dict must come from a run with the same budgets, loader, epochs and accountant: "
+                             "make the engine private in the same way before loading")
+        if state["steps"] < self.steps:
+            raise ValueError(f"state_dict must not be earlier than this run, which has taken {self.steps} steps that "
+                             f"stay spent, got one of {state['steps']}")
+        restore(self.generators(), state["generators"])
+        self.budgets.load_state_dict(state["budgets"])
+        self.steps, self.voided = state["steps"], self.voided or state["voided"]
+
+    def _same(self, saved):
+        own = self.budgets.parameters()
+        return own.keys() == saved.keys() and all(
+            torch.equal(torch.as_tensor(value), torch.as_tensor(saved[name]).cpu()) if torch.is_tensor(value)
+            else value == saved[name] for name, value in own.items())

@@ -1,0 +1,125 @@
+"""What each step clips to and what it costs: parameters that were fixed beforehand, or a filter that is asked."""
+
+import math
+
+import torch
+
+from .. import _checks, accounting
+from ..idp.parameters import rdp_epsilons
+
+
+class FixedBudgets:
+    """Rates, clip norms and noise that use up budgets in the planned steps.
+
+    Args:
+        rates, norms, noises: (n,) float64; `noises` over the example's own clip norm.
+        budgets: (n,) epsilons at `target_delta` after `planned` steps.
+        by: the accountant, "rdp" or "pld", of everybody and of each.
+    """
+
+    _DIFFERENT = 256
+
+    def __init__(self, *, rates, norms, noises, budgets, target_delta, planned, by):
+        # Its own tensors: what is shown elsewhere may be written to.
+        self._rates, self._norms, self._noises, self._budgets = (t.clone() for t in (rates, norms, noises, budgets))
+        self._target_delta, self.planned, self._by, self.n = target_delta, planned, by, len(budgets)
+
+    def clip_norms(self):
+        """(n,) norms that the present step clips to."""
+        return self._norms
+
+    def step_taken(self):
+        """The step has been released."""
+
+    def epsilons(self, steps, delta):
+        """(n,) float64, upper bounds after so many steps."""
+        pairs, which = torch.unique(torch.stack([self._rates, self._noises], dim=1), dim=0, return_inverse=True)
+        if self._by == "rdp" and len(pairs) > self._DIFFERENT:
+            epsilons = rdp_epsilons(pairs[:, 0], pairs[:, 1], steps=steps, delta=delta)
+        else:
+            if len(pairs) > self._DIFFERENT:
+                # Along rising budgets rates do not fall and noise does not rise, so the next node has no less epsilon.
+                order = torch.argsort(self._budgets)
+                ends = torch.linspace(0, len(order) - 1, self._DIFFERENT + 1, dtype=torch.float64).ceil().long()[1:]
+                node = torch.searchsorted(ends, torch.arange(len(order)))
+                top = torch.stack([self._rates[order].cummax(0).values, self._noises[order].cummin(0).values], dim=1)
+                pairs, which = top[ends], torch.empty_like(order)
+                which[order] = node
+            epsilons = torch.tensor([accounting.compute_epsilon(
+                sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta, accountant=self._by)
+                for rate, noise in pairs.tolist()], dtype=torch.float64)
+        epsilons = epsilons[which]
+        if steps <= self.planned and delta >= self._target_delta:
+            epsilons = torch.minimum(epsilons, self._budgets)
+        return epsilons
+
+    def parameters(self):
+        """What must be the same in a run that goes on."""
+        return {"rates": self._rates, "noises": self._noises, "budgets": self._budgets,
+                "target_delta": self._target_delta, "planned": self.planned, "by": self._by}
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class FilteredBudgets:
+    """A filter that everybody pays into for each step, at the norm of their gradient as it was last measured.
+
+    The norms of a step are paid for when its first gradients are clipped.  They hold until a step is released: a draw
+    that is left half way costs nobody twice.
+
+    Args:
+        filter: an `ExactFilter` or `RenyiFilter`.
+        measure: called, it gives the (n,) norms at the present weights.
+        every: how many steps they serve.
+        planned: the number of steps.
+    """
+
+    def __init__(self, filter, measure, *, every, planned):
+        self._filter, self.measure, self._every, self.planned = filter, measure, every, planned
+        self._measured, self._served, self._paid, self.n = None, 0, None, filter.n
+
+    def clip_norms(self):
+        if self._paid is None:
+            if self._measured is None or self._served >= self._every:
+                self._measured, self._served = self._bounded(self.measure()), 0
+            self._paid = self._filter.clip_norms(self._measured).cpu()
+        return self._paid
+
+    def _bounded(self, norms):
+        """Norms as float64, at most the clip norm: a hair up for rounding, and in full where they are not finite."""
+        norms = torch.as_tensor(norms).detach().to(device=self._filter.device)
+        if norms.shape != (self._filter.n,):
+            raise ValueError(f"norms must give shape ({self._filter.n},), one for each example, got "
+                             f"{tuple(norms.shape)}")
+        up = 1 + 8 * torch.finfo(norms.dtype).eps if norms.is_floating_point() else 1.0
+        return (norms.double() * up).nan_to_num(nan=math.inf).clamp(max=self._filter.max_grad_norm)
+
+    def step_taken(self):
+        self._paid, self._served = None, self._served + 1
+
+    def epsilons(self, steps, delta):
+        return self._filter.epsilon(delta).cpu()
+
+    def parameters(self):
+        return {"every": self._every, "planned": self.planned}
+
+    def state_dict(self):
+        return {"filter": self._filter.state_dict(), "measured": self._measured, "served": self._served,
+                "paid": self._paid}
+
+    def load_state_dict(self, state):
+        served, found = _checks.whole_number("served", state["served"], 0), {}
+        for name, device in (("measured", self._filter.device), ("paid", "cpu")):
+            value = state[name]
+            if value is not None:
+                value = torch.as_tensor(value, dtype=torch.float64).to(device)
+                if value.shape != (self.n,):
+                    raise ValueError(f"{name} must have shape ({self.n},), got {tuple(value.shape)}")
+                _checks.in_interval(name, value, 0, self._filter.max_grad_norm)
+            found[name] = value
+        self._filter.load_state_dict(state["filter"])
+        self._measured, self._paid, self._served = found["measured"], found["paid"], served

@@ -1,0 +1,123 @@
+"""Ghost mode: a criterion whose backward pass clips, and the optimizer that goes with it."""
+
+import functools
+import math
+
+import torch
+from opacus.optimizers import DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+
+from .optimizers import Following
+from .proof import missing, norm_of, tolerance_of
+
+
+class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
+    _clipped = None                                        # the batch whose loss was clipped last
+    _gradients = None                                      # and what the clipped loss gave
+    _losses_open, _truth = True, None                      # norms by autograd of some examples of the first batch
+
+    def clips(self, module, criterion, loss_reduction):
+        """The criterion whose backward pass clips."""
+        module.get_clipping_coef = lambda: self.clip_factors(self._fresh_norms(module))
+        enable = module.enable_hooks
+
+        def ends():                                        # which is how Opacus ends the second backward pass
+            enable()
+            self._gradients = self._seen()
+
+        module.enable_hooks = ends
+        return GhostCriterion(module, self, criterion, loss_reduction)
+
+    def _fresh_norms(self, module):
+        """Norms of this backward pass: none is left from an earlier one."""
+        if not all(hasattr(p, "_norm_sample") for p in module.trainable_parameters):
+            raise ValueError("in ghost mode every trainable layer must take part in every batch, in training mode; use "
+                             "hooks")
+        norms = module.get_norm_sample()
+        for p in module.trainable_parameters:
+            del p._norm_sample
+        for row, truth in (self._truth or {}).items():
+            if not abs(float(norms[row]) - truth) <= tolerance_of(self.params[0]) * truth:
+                raise missing(float(norms[row]), truth)
+        self._truth = None
+        return norms
+
+    def prove_losses(self, losses):
+        """Note norms of some examples' gradients by plain autograd, until one is above 0."""
+        if not self._losses_open or self._proof is None or losses.ndim != 1 or not len(losses):
+            return
+        self._truth = {}
+        with self._proof._plain():
+            for row in sorted({round(i * (len(losses) - 1) / 7) for i in range(8)}):
+                gradients = torch.autograd.grad(losses[row], self.params, retain_graph=True, allow_unused=True,
+                                                materialize_grads=True)
+                norm = float(norm_of(gradients))
+                if 1e-15 < norm < math.inf:
+                    self._truth[row] = norm
+        self._losses_open = not self._truth
+
+    def _seen(self):
+        return [(p.grad, None if p.grad is None else p.grad._version) for p in self.params]
+
+    def clip_factors(self, norms, share=1.0):
+        factors = super().clip_factors(norms, share)
+        self._clipped = self._noted.handed_out
+        return factors
+
+    def accumulate(self):
+        if self._clipped is not self._noted.handed_out:
+            raise ValueError("in ghost mode the criterion clips: take the loss of every batch by the criterion that "
+                             "make_private_with_budgets returned")
+        if any(a is not b or i != j for (a, i), (b, j) in zip(self._gradients, self._seen())):
+            raise ValueError("in ghost mode gradients must stay as the criterion's backward pass left them, but they "
+                             "were changed before the step: call zero_grad before the forward pass, have no other "
+                             "loss, and do not clip or scale them")
+        super().accumulate()
+
+
+class GhostLosses(DPTensorFastGradientClipping):
+    """Losses whose backward pass clips, and what is computed from them."""
+
+    def backward(self):
+        self.optimizer.prove_losses(self.loss_per_sample)
+        super().backward()
+
+
+def _keeping(name):
+    operation = getattr(DPTensorFastGradientClipping, name)
+
+    @functools.wraps(operation)
+    def kept(self, *others):
+        found = operation(self, *others)
+        found.__class__ = GhostLosses
+        return found
+
+    return kept
+
+
+for _name in ("__truediv__", "__mul__", "__rmul__", "__add__", "__radd__", "__sub__", "__rsub__", "__neg__"):
+    setattr(GhostLosses, _name, _keeping(_name))
+
+
+class GhostCriterion(DPLossFastGradientClipping):
+    _open = True
+
+    def __call__(self, *args, **kwargs):
+        found = super().__call__(*args, **kwargs)
+        found.__class__ = GhostLosses
+        losses = found.loss_per_sample
+        if self._open and self.optimizer._proof is not None and len(args) > 1 and not kwargs and losses.ndim == 1 and \
+                len(losses) > 1 and all(torch.is_tensor(t) and t.ndim and len(t) == len(losses) for t in args):
+            self._open = False
+            self._check_company(args, losses.detach())
+        return found
+
+    def _check_company(self, args, losses):
+        rows = sorted({round(i * (len(losses) - 1) / 7) for i in range(8)})
+        with torch.no_grad():
+            alone = torch.cat([super(GhostCriterion, self).__call__(*(t[row:row + 1] for t in args))
+                               .loss_per_sample.reshape(1) for row in rows])
+        together, tolerance = losses[rows], tolerance_of(losses)
+        if bool(alone.isfinite().all()) and not torch.allclose(together, alone, rtol=tolerance, atol=1e-6):
+            raise ValueError("criterion must give each example a loss of its own, but it changes with its company: "
+                             f"{together.tolist()} together, {alone.tolist()} alone")

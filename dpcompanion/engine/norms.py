@@ -1,0 +1,60 @@
+"""Everybody's gradient norm at the present weights, by a pass over the data set."""
+
+import contextlib
+
+import torch
+from torch.utils.data import DataLoader, Subset
+
+from ..training.clipping import gradient_norms, resolve_method
+from ..training.proof import rows_to_look_through
+
+
+class GradientNorms:
+    """Called, it gives the (n,) norms of the examples' gradients, before clipping, in evaluation mode.
+
+    Args:
+        hooks: what Opacus made of the module.
+        loss: (outputs, targets) -> (n,).
+        dataset, collate: batches are (inputs, targets).
+        size: examples of a batch.
+    """
+
+    def __init__(self, hooks, loss, dataset, collate, *, size):
+        self._hooks, self._loss, self._dataset, self._collate, self._size = hooks, loss, dataset, collate, size
+        self._method = None
+
+    def __call__(self):
+        with _at_rest(self._hooks) as module:
+            if self._method is None:
+                (x, y), = self._batches(Subset(self._dataset, rows_to_look_through(len(self._dataset)).tolist()))
+                self._method = resolve_method(module, self._loss, x, y)
+            return torch.cat([gradient_norms(module, self._loss, x, y, method=self._method)
+                              for x, y in self._batches(self._dataset, self._size)])
+
+    def _batches(self, dataset, size=None):
+        device = next(self._hooks._module.parameters()).device
+        # A generator of its own: PyTorch's default one stays as it is.
+        loader = DataLoader(dataset, batch_size=size or len(dataset), collate_fn=self._collate,
+                            generator=torch.Generator())
+        for batch in loader:
+            if not isinstance(batch, (list, tuple)) or len(batch) != 2 or not all(map(torch.is_tensor, batch)):
+                raise ValueError("norms must be given where batches are not pairs of tensors, (inputs, targets), got "
+                                 f"{type(batch).__name__}")
+            yield tuple(t.to(device) for t in batch)
+
+
+@contextlib.contextmanager
+def _at_rest(hooks):
+    """The module in evaluation mode while Opacus's hooks look away, and as it was afterwards."""
+    module = hooks._module
+    modes, hooked = {part: part.training for part in module.modules()}, getattr(hooks, "hooks_enabled", False)
+    module.eval()
+    if hooked:
+        hooks.disable_hooks()
+    try:
+        yield module
+    finally:
+        if hooked:
+            hooks.enable_hooks()
+        for part, mode in modes.items():
+            part.training = mode

@@ -1,0 +1,144 @@
+"""Optimizers in which each gradient meets its example's clip norm, and each draw becomes one step."""
+
+import warnings
+
+import torch
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+
+from ..training.layers import squared_norms
+from .checks import trainable
+from .randomness import noisy
+
+
+class Following:
+    """What both optimizers share: each gradient meets its example's clip norm, each draw becomes one step."""
+
+    #: Of each parameter in the clip norm, for clipping per layer.
+    shares = None
+
+    def follow(self, draws, noted, accountant, proof, hooks):
+        self._draws, self._noted, self._accountant = draws, noted, accountant
+        self._proof, self.hooks, self._trained = proof, hooks, trainable(hooks._module)
+        self._own_step = False
+        original = self.original_optimizer
+        if hasattr(original, "_budgets_guard"):
+            original._budgets_guard.remove()
+        original._budgets_guard = original.register_step_pre_hook(self._only_after_noise)
+        self._draw, self._taken = None, -1                 # the draw that is being added up, and the last index in it
+        self._ended = False
+        #: Gradients that were not finite, and so contributed nothing.
+        self.dropped = 0
+        self._noise_std = self.noise_multiplier * self.max_grad_norm
+        accountant.generators, accountant.follower = self._generators, self
+
+    def _generators(self):
+        """By name, what noise and draws come from."""
+        return {"noise": self.generator, "sampling": self._draws.generator}
+
+    def _only_after_noise(self, *_):
+        if not self._own_step:
+            raise ValueError("the original optimizer must not step: it would take gradients without clipping and "
+                             "noise; use the one that make_private_with_budgets returned")
+
+    def step(self, closure=None):
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        if not self.pre_step():
+            return None
+        self._own_step = True
+        try:
+            return self.original_optimizer.step()
+        finally:
+            self._own_step = False
+
+    def _check_trained(self):
+        if trainable(self.hooks._module) != self._trained:
+            raise ValueError("module must keep the trainable parameters that it had: freeze and unfreeze before "
+                             "make_private_with_budgets")
+        if self._proof is not None and self._proof.open and len(self._noted.handed_out or []) > 1:
+            warnings.warn("it could not be proved with this batch that the module treats examples one by one: its "
+                          "inputs, or the gradients of its outputs, did not allow it. The budgets hold if it does",
+                          RuntimeWarning, stacklevel=4)
+
+    @property
+    def clip_norms(self):
+        """(n,) norms to which the present step clips."""
+        return self._accountant.budgets.clip_norms()
+
+    def clip_factors(self, norms, share=1.0):
+        """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
+        self._accountant.check_budget()
+        batch = self._noted.handed_out
+        if batch is None or len(norms) != len(batch):
+            raise ValueError(f"a batch must be what the loader handed out last, {len(batch or [])} examples, got "
+                             f"{len(norms)}")
+        own = share * self.clip_norms[batch].to(device=norms.device, dtype=norms.dtype)
+        # A hair less, so that rounding lifts no gradient above its norm.
+        factors = (own / (norms * (1 + 8 * torch.finfo(self.params[0].dtype).eps) + 1e-6)).clamp(max=1.0)
+        return torch.where(norms.isfinite(), factors, 0.0)
+
+    def pre_step(self, closure=None):
+        if self._accountant.follower is not self:
+            raise ValueError("a step needs the optimizer of the engine's last call of make_private_with_budgets: it "
+                             "has other budgets by now")
+        self._accountant.check_budget()
+        self._check_trained()
+        noise_std = self.noise_multiplier * self.max_grad_norm
+        draw, batch = self._draws.last, self._noted.handed_out
+        if draw is None or batch is None:
+            raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
+        if self._draw != self._draws.number:
+            # What an unfinished draw has left behind belongs to no step.
+            for p in self.params:
+                p.summed_grad = None
+            self._draw, self._taken, self._ended = self._draws.number, -1, False
+        if self._ended or (batch and batch[0] <= self._taken):
+            raise ValueError("a batch of the loader must be used in one step only, or its examples would count twice")
+        self._taken = batch[-1] if batch else self._taken
+        self._ended = not draw or batch[-1:] == draw[-1:]
+        self._step_skip_queue.clear()
+        noisy = super().pre_step(closure)
+        if noisy:
+            # Here, not in the step hook: a hook of one's own would take its place.
+            self._accountant.step()
+            if not noise_std >= self._noise_std:
+                self._accountant.void(f"a step had noise of standard deviation {noise_std:g} where the budgets were "
+                                      f"made for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
+                                      "and use no scheduler of noise or clipping")
+        return noisy
+
+    def add_noise(self):
+        sums = [p.summed_grad for p in self.params]
+        for total in sums:
+            _check_processed_flag(total)
+        for p, gradient in zip(self.params, noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)):
+            p.grad = gradient.view_as(p)
+            _mark_as_processed(p.summed_grad)
+
+    def _check_skip_next_step(self, pop_next=True):
+        return not self._ended
+
+
+class HooksOptimizer(Following, DPOptimizer):
+    def clip_and_accumulate(self):
+        samples = self.grad_samples
+        squares = [squared_norms(g) if len(g) else g.new_zeros(0, dtype=torch.float64) for g in samples]
+        norms = sum(squares).sqrt()
+        factors, bad = self.clip_factors(norms), ~norms.isfinite()
+        unfit = bool(bad.any())
+        if unfit:
+            self.dropped += int(bad.sum())
+            warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=4)
+        for i, (p, sample) in enumerate(zip(self.params, samples)):
+            if hasattr(p.grad_sample, "_processed"):
+                raise ValueError("gradients must be cleared between steps: call optimizer.zero_grad() on each")
+            if self.shares is not None:
+                factors = torch.where(bad, 0.0, self.clip_factors(squares[i].sqrt(), self.shares[i]))
+            sample = sample.to(p.dtype)
+            if unfit:
+                sample = sample.masked_fill(bad.view(-1, *[1] * (sample.ndim - 1)), 0.0)
+            clipped = torch.einsum("i,i...", factors.to(p.dtype), sample)
+            p.summed_grad = clipped if p.summed_grad is None else p.summed_grad + clipped
+            _mark_as_processed(p.grad_sample)

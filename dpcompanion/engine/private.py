@@ -1,0 +1,289 @@
+"""The engine itself: it checks, calibrates, and puts a module, an optimizer and a loader together."""
+
+import math
+import warnings
+
+import torch
+from opacus import PrivacyEngine
+
+from .. import _checks, accounting
+from ..filters import ExactFilter, RenyiFilter
+from ..idp.parameters import combined_parameters, sample_parameters, scale_parameters
+from .account import Accountant
+from .budgets import FilteredBudgets, FixedBudgets
+from .checks import check_loader, check_module, clip_norms_of
+from .ghost import GhostOptimizer
+from .loading import Draws, Noted, private_loader
+from .norms import GradientNorms
+from .optimizers import HooksOptimizer
+from .proof import Proof
+from .randomness import find_keys, keep_keys, sources
+
+METHODS = ("sample", "scale", "combined")
+MODES = ("hooks", "functorch", "ew", "ghost")
+CLIPPINGS = ("flat", "per_layer")
+
+
+class IndividualizedPrivacyEngine(PrivacyEngine):
+    """See the module's text.
+
+    Args:
+        accountant: "rdp" or "pld", by default that of `dpcompanion.idp`: what calibrates the noise and states epsilons,
+            each example's and the largest.
+        secure_mode: True refuses generators of one's own, so that draws and noise come from a cipher for certain (in
+            place of Opacus's secure mode, whose package no longer installs). Without generators they do in any case.
+
+    Once `make_private_with_budgets` was called, `sample_rates`, `max_grad_norms` and `noise_multipliers`, (n,) float64,
+    say what each example gets; the last is the noise over its own clip norm.
+
+    >>> import warnings; warnings.simplefilter("ignore")
+    >>> model = torch.nn.Linear(5, 2)
+    >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(2, (100,)))
+    >>> engine = IndividualizedPrivacyEngine()
+    >>> model, optimizer, loader = engine.make_private_with_budgets(
+    ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+    ...     data_loader=torch.utils.data.DataLoader(data, batch_size=20), target_epsilons=[1.0] * 70 + [3.0] * 30,
+    ...     target_delta=1e-5, epochs=3, max_grad_norm=1.0, method="scale")
+    >>> for epoch in range(3):
+    ...     for x, y in loader:
+    ...         optimizer.zero_grad()
+    ...         torch.nn.functional.cross_entropy(model(x), y).backward()
+    ...         optimizer.step()
+    >>> [round(epsilon, 2) for epsilon in engine.get_epsilons(1e-5)[[0, 99]].tolist()]
+    [1.0, 3.0]
+    """
+
+    def __init__(self, *, accountant="rdp", secure_mode=False):
+        _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)                    # that its own secure mode is off
+            super().__init__(accountant="rdp")
+        self.secure_mode = bool(secure_mode)
+        self.accountant, self._by = Accountant(), accountant
+
+    def make_private(self, **_):
+        raise ValueError("IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use "
+                         "opacus.PrivacyEngine")
+
+    make_private_with_epsilon = make_private
+
+    def make_private_with_budgets(self, *, module, optimizer, data_loader, target_epsilons, target_delta, epochs,
+                                  max_grad_norm,
+                                  method="sample", sample_weight=None, criterion=None, batch_first=True,
+                                  loss_reduction="mean", noise_generator=None, grad_sample_mode="hooks",
+                                  clipping="flat", wrap_model=True, prove=True):
+        """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
+        `epochs`.
+
+        Args:
+            module, optimizer: as in Opacus. Nothing in the module may mix examples. The optimizer holds all trainable
+                parameters of the module; freeze the others beforehand.
+            data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one
+                with Poisson draws, shuffled or not. Its `generator` draws them, if it has one. Worker processes read
+                the examples of one batch side by side; they do not read ahead.
+            target_epsilons: (n,) budgets, one for each example of the data set, in its order.
+            target_delta: in (0, 1).
+            epochs: an epoch has len(data_loader) steps.
+            max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each parameter, whose
+                Euclidean norm is the mean clip norm.
+            method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
+            criterion: the loss of ghost mode; cross entropy by default.
+            batch_first, loss_reduction: as in Opacus.
+            noise_generator: None, for a model that is released: noise and draws come from ciphers under keys of 256
+                bits that the operating system draws (`dpcompanion.training.secure`). Or a `torch.Generator`, for
+                research: noise comes from it, draws from one that it seeds, and whoever knows its seed can subtract
+                the noise.
+            grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, and only "hooks"
+                takes them for every layer: Opacus cannot in "functorch" with convolutions or embeddings, in "ew" at
+                all, nor in "ghost" with embeddings.
+            clipping: "flat", or "per_layer" (not in ghost mode): an example's norm for a parameter is its own clip
+                norm times the parameter's share of the mean.
+            wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
+            prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
+                examples one by one and uses every weight in its layer only.
+
+        Raises:
+            ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
+                a collate_fn that changes the order, drop_last, an iterable data set, a distributed module, an engine
+                that has taken steps. A second call before any step replaces the first, whose optimizer then takes no
+                step.
+            ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes examples, here
+                for layers that do, at the first forward pass for any other; or whose norms are not whole.
+        """
+        _checks.one_of("method", method, METHODS)
+        _checks.one_of("clipping", clipping, CLIPPINGS)
+        if grad_sample_mode == "ghost" and clipping == "per_layer":
+            raise ValueError("clipping must be 'flat' in ghost mode, which knows no norms of single layers")
+        if (sample_weight is not None) != (method == "combined"):
+            raise ValueError(f"sample_weight must be given with the method 'combined' and only then, got "
+                             f"{sample_weight!r} with {method!r}")
+        self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
+        n, epochs = len(data_loader.dataset), _checks.whole_number("epochs", epochs, 1)
+        budgets = torch.as_tensor(target_epsilons, dtype=torch.float64).cpu()
+        if budgets.shape != (n,):
+            raise ValueError(f"target_epsilons must have shape ({n},), one for each example of the data set, got "
+                             f"{tuple(budgets.shape)}")
+        max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
+        streams = sources(data_loader.generator, noise_generator, secure_mode=self.secure_mode)
+        run = {"target_delta": target_delta, "sample_rate": 1 / len(data_loader), "steps": epochs * len(data_loader),
+               "accountant": self._by}
+        multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight)
+        fixed = FixedBudgets(rates=self.sample_rates, norms=self.max_grad_norms, noises=self.noise_multipliers,
+                             budgets=budgets, target_delta=float(target_delta), planned=run["steps"], by=self._by)
+        return self._assemble(fixed, module, optimizer, data_loader, multiplier, max_grad_norm, shares, streams,
+                              criterion, batch_first, loss_reduction, grad_sample_mode, wrap_model, prove)
+
+    def make_private_with_filter(self, *, module, optimizer, data_loader, filter, epochs, loss=None, norms=None,
+                                 updates_per_epoch=1, criterion=None, batch_first=True, loss_reduction="mean",
+                                 noise_generator=None, grad_sample_mode="hooks", wrap_model=True, prove=True):
+        """Model, optimizer and loader (in ghost mode the criterion before the loader) of a run in which everybody pays
+        into a filter for each step, and no budget is exceeded whatever their gradients do.
+
+        Norms of all examples are measured now and then. An example is clipped to what the filter makes of its own, and
+        pays for that; one that can pay for nothing is clipped to 0, and has left. Rate, noise, clip norm and
+        everybody's budget are those of the filter, and so are the epsilons that the engine states: the promise, which
+        holds from the start. `filter.spent` is what was paid.
+
+        Args:
+            module, optimizer, data_loader, criterion, batch_first, loss_reduction, noise_generator, grad_sample_mode,
+                wrap_model, prove: as for `make_private_with_budgets`.
+            filter: a `dpcompanion.filters.ExactFilter` or `RenyiFilter` of the data set's examples, in its order, with
+                the loader's rate, 1 / len(data_loader). With different targets, different people have different
+                budgets.
+            epochs: an epoch has len(data_loader) steps.
+            loss: (outputs, targets) -> (n,), such as `dpcompanion.training.cross_entropy`, by which norms are measured;
+                the loader's batches are then pairs, (inputs, targets).
+            norms: or else a function that is called without arguments and gives the norms itself, (n,); that of an
+                example must depend on the weights and on this example alone.
+            updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
+
+        Raises:
+            ValueError: as for `make_private_with_budgets`; a filter of another rate or number of examples.
+
+        >>> from dpcompanion.filters import ExactFilter
+        >>> from dpcompanion.training import cross_entropy
+        >>> model = torch.nn.Linear(5, 2)
+        >>> data = torch.utils.data.TensorDataset(torch.randn(100, 5), torch.randint(2, (100,)))
+        >>> filter = ExactFilter(100, sample_rate=0.2, noise_multiplier=2.0, max_grad_norm=1.0, levels=[0.5, 1.0],
+        ...                      costs=[1, 4], budget=20, steps=15)
+        >>> engine = IndividualizedPrivacyEngine()
+        >>> model, optimizer, loader = engine.make_private_with_filter(
+        ...     module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), filter=filter, epochs=3,
+        ...     data_loader=torch.utils.data.DataLoader(data, batch_size=20), loss=cross_entropy)
+        >>> for epoch in range(3):
+        ...     for x, y in loader:
+        ...         optimizer.zero_grad()
+        ...         torch.nn.functional.cross_entropy(model(x), y).backward()
+        ...         optimizer.step()
+        >>> bool((filter.spent <= 20).all()), len(engine.accountant)
+        (True, 15)
+        """
+        if not isinstance(filter, (ExactFilter, RenyiFilter)):
+            raise ValueError(f"filter must be an ExactFilter or a RenyiFilter, got {type(filter).__name__}")
+        if (loss is None) == (norms is None):
+            raise ValueError("either loss or norms must be given, by which gradients are measured")
+        if loss is not None and not batch_first:
+            raise ValueError("norms must be given where batch_first is False, got loss")
+        self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
+        n, length = len(data_loader.dataset), len(data_loader)
+        epochs = _checks.whole_number("epochs", epochs, 1)
+        updates = _checks.number("updates_per_epoch", updates_per_epoch, 0, closed="neither")
+        if filter.n != n:
+            raise ValueError(f"filter must be one of the data set's {n} examples, got one of {filter.n}")
+        if not math.isclose(filter.sample_rate * length, 1, rel_tol=1e-9):
+            raise ValueError(f"filter must have the loader's sample_rate, 1 / {length}, got {filter.sample_rate:g}")
+        streams = sources(data_loader.generator, noise_generator, secure_mode=self.secure_mode)
+        full = torch.ones(n, dtype=torch.float64)
+        self.sample_rates, self.max_grad_norms, self.noise_multipliers = (
+            value * full for value in (filter.sample_rate, filter.max_grad_norm, filter.noise_multiplier))
+        budgets = FilteredBudgets(filter, norms, every=max(1, math.floor(length / updates)), planned=epochs * length)
+        made = self._assemble(budgets, module, optimizer, data_loader, filter.noise_multiplier, filter.max_grad_norm,
+                              None, streams, criterion, batch_first, loss_reduction, grad_sample_mode, wrap_model,
+                              prove)
+        if norms is None:
+            budgets.measure = GradientNorms(self.accountant.follower.hooks, loss, data_loader.dataset,
+                                            data_loader.collate_fn, size=data_loader.batch_size)
+        return made
+
+    def _check(self, module, optimizer, data_loader, grad_sample_mode, wrap_model):
+        _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
+        if not wrap_model and grad_sample_mode == "ew":
+            raise ValueError("wrap_model must be True with grad_sample_mode 'ew', which has no hooks")
+        if self.accountant.steps:
+            raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
+        check_loader(data_loader)
+        check_module(self, module, optimizer)
+
+    def _assemble(self, budgets, module, optimizer, data_loader, noise_multiplier, max_grad_norm, shares, streams,
+                  criterion, batch_first, loss_reduction, grad_sample_mode, wrap_model, prove):
+        """What the caller gets; from here on the accountant follows the new optimizer."""
+        sampling, noise = streams
+        rates, ghost = self.sample_rates.clone(), grad_sample_mode == "ghost"
+        draws = Draws(len(rates), rates, sampling, len(data_loader))
+        noted = Noted(data_loader.dataset, data_loader)
+        self.dataset = data_loader.dataset
+        original = module
+        module = self._prepare_model(module, batch_first=batch_first, max_grad_norm=max_grad_norm,
+                                     loss_reduction=loss_reduction, grad_sample_mode=grad_sample_mode,
+                                     wrap_model=wrap_model)
+        module.forbid_grad_accumulation()
+        optimizer = getattr(optimizer, "original_optimizer", optimizer)
+        kind = GhostOptimizer if ghost else HooksOptimizer
+        optimizer = kind(optimizer, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
+                         expected_batch_size=float(rates.sum()), loss_reduction=loss_reduction, generator=noise)
+        proof = Proof(module, module if wrap_model else original, batch_first=batch_first,
+                      loss_reduction=loss_reduction, ghost=ghost,
+                      batch_size=lambda: len(noted.handed_out or [])) if prove else None
+        self.accountant.budgets = budgets
+        optimizer.follow(draws, noted, self.accountant, proof, module)
+        optimizer.shares = shares
+        loader = private_loader(data_loader, noted, draws, batch_first)
+        if not ghost:
+            return module, optimizer, loader
+        criterion = torch.nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+        return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader
+
+    def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight):
+        """Set what each example gets; returns the noise multiplier."""
+        counts, full = torch.ones_like(budgets), torch.ones_like(budgets)
+        if method == "sample":
+            found = sample_parameters(budgets, counts, **run)
+            rates, norms, noises = found.sample_rates, max_grad_norm * full, found.noise_multiplier * full
+        else:
+            if method == "scale":
+                found = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
+                rates = run["sample_rate"] * full
+            else:
+                found = combined_parameters(budgets, counts, max_grad_norm=max_grad_norm,
+                                                sample_weight=sample_weight, **run)
+                rates = found.sample_rates
+            norms, noises = found.max_grad_norms, found.noise_multipliers
+        self.sample_rates, self.max_grad_norms, self.noise_multipliers = rates, norms, noises
+        return found.noise_multiplier
+
+    def save_checkpoint(self, *, path, **options):
+        """As in Opacus. The keys of draws and noise, if they come from ciphers, lie beside the file until the budgets
+        are spent, in one of the same name and ".key" that only its owner can read: whoever reads it can subtract the
+        noise. An open file has nothing beside it."""
+        keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
+        super().save_checkpoint(path=path, **options)
+
+    def load_checkpoint(self, *, path, **options):
+        """As in Opacus. Without its keys the run goes on with new ones, and a warning: as private, but not the same."""
+        found = super().load_checkpoint(path=path, **options)
+        if self.accountant.steps < self.accountant.planned:
+            find_keys(path, self.accountant.generators(), found["privacy_accountant_state_dict"]["generators"])
+        return found
+
+    def get_epsilons(self, delta):
+        """Epsilon of each example after the steps so far, (n,) float64: an upper bound, inf after too little noise.
+
+        With a filter it is the filter's promise. By "pld", examples of more than 256 different parameters take the
+        epsilon of one that has no less; before the planned end and at the target delta none is said to exceed its
+        budget, which holds by calibration.
+        """
+        return self.accountant.get_epsilons(delta)
+
+    def get_epsilon(self, delta):
+        """The largest epsilon of all examples."""
+        return self.accountant.get_epsilon(delta)

@@ -1,0 +1,96 @@
+"""Where draws and noise come from, how noise is added, and what a checkpoint keeps of it.
+
+Without generators both come from ciphers under keys of the operating system, as in `dpcompanion.training.noise`: coins
+are exact, and sum and noise meet on a grid.  A `torch.Generator` makes a run repeatable, for research.  Either way
+noise is drawn and added in float64, whatever the model's type, and rounded once.
+
+A checkpoint holds how far each stream has come.  The keys lie beside it (see `dpcompanion.training.checkpoints`).
+"""
+
+import os
+import pathlib
+
+import torch
+
+from ..training.checkpoints import key_file, read_keys, write_keys
+from ..training.noise import gaussian_noise
+from ..training.secure import SecureStream, grid_of, snapped
+
+
+def sources(sampling, noise, *, secure_mode):
+    """(sampling, noise): the generators that were given, or streams of keys that nobody knows."""
+    if secure_mode and not (sampling is None and noise is None):
+        raise ValueError("noise_generator, and the loader's generator, must be None in secure mode, which draws from "
+                         "a cipher")
+    if sampling is None and noise is not None:
+        seed = torch.randint(2**62, (1,), generator=noise, device=noise.device)
+        sampling = torch.Generator().manual_seed(int(seed))
+    return SecureStream() if sampling is None else sampling, SecureStream() if noise is None else noise
+
+
+def noisy(sums, std, generator):
+    """Each sum with its noise N(0, std^2), of its shape, type and device; FloatingPointError if it is not finite."""
+    # In one piece: to look at it costs a GPU one wait, not one a parameter.
+    total = torch.cat([s.detach().flatten().to(device=sums[0].device, dtype=torch.float64) for s in sums])
+    try:
+        if std and isinstance(generator, SecureStream):
+            total = snapped(total, grid_of(std))
+        elif not bool(total.isfinite().all()):
+            raise ValueError("total must be finite")
+    except ValueError as error:
+        raise FloatingPointError(f"a sum of gradients cannot be given noise ({error}); where one example's gradient is "
+                                 "not finite it is left out in all modes but ghost: use hooks") from error
+    total = total + gaussian_noise(total.shape, std, generator, device=total.device)
+    pieces = total.split([s.numel() for s in sums])
+    return [piece.view(s.shape).to(device=s.device, dtype=s.dtype) for piece, s in zip(pieces, sums)]
+
+
+def states(generators):
+    """{name: state}; of a stream how far it has come, never its key."""
+    return {name: generator.get_state() for name, generator in generators.items()}
+
+
+def restore(generators, saved):
+    """Go on from `states`. A stream whose key is not that of the saved run goes on with its own, and never back."""
+    kinds = {name: isinstance(state, dict) for name, state in saved.items()}
+    if kinds != {name: isinstance(generator, SecureStream) for name, generator in generators.items()}:
+        # A generator that starts again would repeat noise that was already used.
+        raise ValueError(f"generators must be given as in the run that was saved, whose "
+                         f"{' and '.join(name for name in kinds if not kinds[name]) or 'none'} had one")
+    for name, generator in generators.items():
+        if kinds[name]:
+            generator.set_state({"calls": max(saved[name]["calls"], generator.get_state()["calls"])})
+        else:
+            generator.set_state(saved[name].cpu())
+
+
+def keep_keys(path, generators, *, ended):
+    """Write the keys of a checkpoint's streams beside it; of a run that has ended none remain."""
+    streams = _streams(path, generators)
+    if streams and ended:
+        pathlib.Path(key_file(path)).unlink(missing_ok=True)
+    elif streams:
+        write_keys(key_file(path), streams, 0)
+
+
+def find_keys(path, generators, saved):
+    """Give the streams of a checkpoint the keys that lie beside it: then they go on as the saved run would have."""
+    streams = _streams(path, generators)
+    if not streams:
+        return
+    try:
+        found = read_keys(key_file(path), streams)
+    except ValueError:
+        for stream in streams.values():
+            stream.set_state({"calls": 0, "key": SecureStream().key})       # no half of an old key from its start
+        raise
+    if found is not None:
+        for name, stream in streams.items():
+            stream.set_state(saved[name])
+
+
+def _streams(path, generators):
+    """The streams whose keys can lie beside `path`, which may be an open file."""
+    if not isinstance(path, (str, os.PathLike)):
+        return {}
+    return {name: generator for name, generator in generators.items() if isinstance(generator, SecureStream)}

@@ -1,0 +1,90 @@
+"""The groups of a calibration: different budgets, few that stand for many, and what lies between those.
+
+Parameters follow budgets smoothly, in logarithms of both.
+"""
+
+import math
+
+import torch
+
+from .. import _checks
+
+_MANY, _APART = 30_000, 5e-4    # more different budgets than that are rounded down until they lie so far apart
+
+
+class Groups:
+    """The different budgets, ascending, (D,), their shares of the examples, and which of them each group has."""
+
+    def __init__(self, target_epsilons, counts):
+        values = {}
+        for name, given in (("target_epsilons", target_epsilons), ("counts", counts)):
+            values[name] = torch.as_tensor(_checks.in_interval(name, given, 0, math.inf, closed="neither"),
+                                           dtype=torch.float64)
+            if values[name].ndim != 1 or len(values[name]) == 0:
+                raise ValueError(f"{name} must be a list with one entry for each group, got shape "
+                                 f"{tuple(values[name].shape)}")
+        _checks.same_length(**values)
+        budgets = values["target_epsilons"].cpu()
+        self.budgets, self.which = torch.unique(budgets, return_inverse=True)
+        if len(self.budgets) > _MANY:
+            self.budgets, self.which = torch.unique(rounded_down(budgets), return_inverse=True)
+        shares = values["counts"].cpu() / values["counts"].sum().cpu()
+        self.weights = torch.zeros_like(self.budgets).index_add_(0, self.which, shares)
+
+    def harmonic_mean(self, values):
+        return 1 / float((self.weights / values).sum())
+
+    def lumped(self, run):
+        """Few budgets with weights that stand for all of them."""
+        nodes = nodes_of(self.budgets, run.searched, 3 * run.spacing)
+        if nodes is self.budgets:
+            return nodes, self.weights
+        left, share = between(self.budgets, nodes)
+        weights = torch.zeros_like(nodes).index_add_(0, left, self.weights * (1 - share))
+        return nodes, weights.index_add_(0, left + 1, self.weights * share)
+
+
+def rounded_down(budgets):
+    """Budgets whose logarithms lie on a grid, each at most the one that it stands for."""
+    first = budgets.min()
+    return torch.minimum(first * torch.exp(_APART * torch.floor(torch.log(budgets / first) / _APART)), budgets)
+
+
+def nodes_of(budgets, most, spacing):
+    """The budgets themselves if they are at most `most`, else budgets with evenly spaced logarithms."""
+    first, last = float(budgets[0].log()), float(budgets[-1].log())
+    count = max(4, math.ceil((last - first) / spacing) + 1)
+    if len(budgets) <= max(most, count):
+        return budgets
+    nodes = torch.linspace(first, last, count, dtype=torch.float64).exp()
+    nodes[0], nodes[-1] = budgets[0], budgets[-1]
+    return nodes
+
+
+def between(budgets, nodes):
+    """The node at or before each budget, and how far on the way to the next one the budget lies, in logarithms."""
+    left = (torch.searchsorted(nodes, budgets, right=True) - 1).clamp(0, len(nodes) - 2)
+    share = (budgets / nodes[left]).log() / (nodes[left + 1] / nodes[left]).log()
+    return left, share.clamp(0, 1)
+
+
+def interpolate(budgets, nodes, values):
+    """The values of nodes at budgets."""
+    left, share = between(budgets, nodes)
+    return torch.lerp(values[left], values[left + 1], share)
+
+
+def safe_interpolation(budgets, nodes, values):
+    """An upper bound on a curve through evenly spaced points, if its bend keeps its sign over three stretches.
+
+    Where it bends upwards its chord lies above it, where it bends downwards the chords of the stretches beside,
+    prolonged.
+    """
+    left, share = between(budgets, nodes)
+    rises = values.diff()
+    before = values[left] + share * rises[(left - 1).clamp(min=0)]
+    after = values[left + 1] - (1 - share) * rises[(left + 1).clamp(max=len(rises) - 1)]
+    before = torch.where(left == 0, after, before)
+    after = torch.where(left == len(rises) - 1, before, after)
+    chord = torch.lerp(values[left], values[left + 1], share)
+    return torch.maximum(chord, torch.minimum(before, after))

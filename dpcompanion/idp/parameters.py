@@ -1,0 +1,182 @@
+"""The three methods: sample rates, clip norms and one noise for groups of examples with their own budgets."""
+
+import dataclasses
+import math
+
+import torch
+
+from .. import _checks
+# Under these names: long runs are stamped with the source of the functions that use them.
+from .groups import Groups as _Groups, interpolate
+from .search import HAIR, Run as _Run
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SampleParameters:
+    """One noise multiplier for all, and the sample rate of each group: `sample_rates`, (P,) float64."""
+
+    noise_multiplier: float
+    sample_rates: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ScaleParameters:
+    """The noise multiplier, relative to the mean clip norm, and each group's effective noise multiplier and clip
+    norm: `noise_multipliers` and `max_grad_norms`, (P,) float64."""
+
+    noise_multiplier: float
+    noise_multipliers: torch.Tensor
+    max_grad_norms: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CombinedParameters(ScaleParameters):
+    """As `ScaleParameters`, and the sample rate of each group: `sample_rates`, (P,) float64."""
+
+    sample_rates: torch.Tensor
+
+
+def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, accountant="rdp"):
+    """Sample: the noise multiplier and the groups' rates that use up each budget and have the mean `sample_rate`.
+
+    Args:
+        target_epsilons: (P,) budgets.
+        counts: (P,) numbers of examples, or their shares.
+        target_delta, sample_rate, steps: as in plain DP-SGD.
+        accountant: "rdp" or "pld".
+
+    The noise multiplier lies within a relative 1e-4 of the best (by PLD 5e-4). The search stops where the rates have a
+    mean of at least `sample_rate`, and lowers them all by the same factor to make it equal: a lower rate never costs
+    more.
+
+    Raises:
+        ValueError: bad input, or a budget that not even a rate of 1 would use up; the largest that can be is named.
+
+    >>> found = sample_parameters([1.0, 2.0], [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000)
+    >>> round(found.sample_rates.mean().item(), 9)
+    0.01
+    """
+    groups = _Groups(target_epsilons, counts)
+    run = _Run(target_delta, steps, accountant)
+    sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+    noise, rates = _sample(groups, run, sample_rate)
+    return SampleParameters(noise, rates[groups.which])
+
+
+def scale_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, max_grad_norm, accountant="rdp"):
+    """Scale: the noise multiplier and the groups' clip norms, with the mean `max_grad_norm`, that use up each budget.
+
+    Arguments and errors as for `sample_parameters`; `max_grad_norm` is the clip norm of plain DP-SGD.  Training adds
+    noise of standard deviation `noise_multiplier * max_grad_norm` to the sum of gradients clipped to `max_grad_norms`.
+
+    >>> found = scale_parameters([1.0, 2.0], [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000, max_grad_norm=1)
+    >>> torch.allclose(found.noise_multipliers * found.max_grad_norms, torch.tensor(found.noise_multiplier).double())
+    True
+    """
+    groups = _Groups(target_epsilons, counts)
+    run = _Run(target_delta, steps, accountant)
+    sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+    max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+    noises = run.noises(groups.budgets, torch.full_like(groups.budgets, sample_rate))
+    pooled = groups.harmonic_mean(noises)
+    return ScaleParameters(pooled, noises[groups.which], (max_grad_norm * pooled / noises)[groups.which])
+
+
+def combined_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, max_grad_norm, sample_weight,
+                        accountant="rdp"):
+    r"""Sample and Scale at once: rates and clip norms that together use up each budget.
+
+    Rates go a part `sample_weight` of the way from `sample_rate` to those of Sample, so that their mean stays. At its
+    own rate r_p each group has the noise multiplier sigma_p that its budget needs, and from these follow the noise
+    and the clip norms as in Scale::
+
+        r_p = (1 - w) q + w q_p,      sigma = 1 / \sum_p (w_p / sigma_p),      c_p = c sigma / sigma_p.
+
+    Arguments and errors as for `scale_parameters`; `sample_weight`, in [0, 1], is w: 0 is Scale and 1 is Sample. The
+    paper (appendix D.6) puts the parameters of the two methods together one after the other and reports weights without
+    saying how they enter; here every group's own budget holds whatever the weight.
+
+    >>> found = combined_parameters([1.0, 2.0], [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000,
+    ...                             max_grad_norm=1, sample_weight=0.5)
+    >>> round(found.noise_multiplier, 3), found.sample_rates.round(decimals=4), found.max_grad_norms.round(decimals=3)
+    (1.207, tensor([0.0083, 0.0117], dtype=torch.float64), tensor([0.9050, 1.0950], dtype=torch.float64))
+    """
+    groups = _Groups(target_epsilons, counts)
+    run = _Run(target_delta, steps, accountant)
+    sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+    max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+    sample_weight = _checks.number("sample_weight", sample_weight, 0, 1)
+    rates = torch.full_like(groups.budgets, sample_rate)
+    if sample_weight > 0:
+        noise, sampled = _sample(groups, run, sample_rate)
+        rates = (1 - sample_weight) * rates + sample_weight * sampled
+    noises = run.noises(groups.budgets, rates) if sample_weight < 1 else torch.full_like(rates, noise)
+    pooled = groups.harmonic_mean(noises)
+    return CombinedParameters(pooled, noises[groups.which], (max_grad_norm * pooled / noises)[groups.which],
+                              rates[groups.which])
+
+
+def rdp_epsilons(sample_rates, noise_multipliers, *, steps, delta):
+    """Epsilon by RDP of many runs of `steps` steps, each with its own rate and noise multiplier; all (P,) float64
+    tensors.
+
+    As `compute_epsilon` with the accountant "rdp", side by side and within rounding errors.
+
+    >>> rdp_epsilons(torch.tensor([0.01, 0.02]).double(), torch.tensor([1.0, 1.0]).double(), steps=1000, delta=1e-5)
+    tensor([2.1014, 4.3242], dtype=torch.float64)
+    """
+    run = _Run(delta, steps, "rdp")
+    found = [run._rdp_epsilon(*pair)[0] for pair in zip(sample_rates.split(4096), noise_multipliers.split(4096))]
+    return torch.cat(found) * (1 + HAIR)
+
+
+def _sample(groups, run, sample_rate):
+    """The noise multiplier of Sample, and the rates of the different budgets."""
+    budgets, flat = groups.budgets, torch.full_like(groups.budgets, sample_rate)
+    if len(budgets) == 1:
+        return float(run.noises(budgets, flat)[0]), flat
+    if sample_rate == 1:
+        _refuse_beyond(float(budgets[0]), budgets, sample_rate)
+    # The search looks at few budgets first, each with the weight of those near it, and at all of them in the end.
+    nodes, weights = groups.lumped(run)
+    noises = run.noises(nodes, torch.full_like(nodes, sample_rate))
+    # The pooled noise of Scale is near.
+    log_noise, slope = -math.log(float((weights / noises).sum())) - 0.02, 1.2
+    rates = (sample_rate * (math.exp(log_noise) / noises) ** slope).clamp(max=1.0)
+    log_noise, slope, rates, mean = _match_mean(run, nodes, weights, sample_rate, log_noise, slope, rates)
+    if nodes is not budgets:
+        rates = interpolate(budgets, nodes, rates)
+        log_noise, _, rates, mean = _match_mean(run, budgets, groups.weights, sample_rate, log_noise, slope, rates)
+    noise = math.exp(log_noise)
+    if float(rates.max()) > 1 - 1e-3 and float(budgets[-1]) > (1 + 1e-3) * (most := run.epsilon(1.0, noise)):
+        _refuse_beyond(most, budgets, sample_rate)
+    return noise, rates * min(1.0, sample_rate / mean)
+
+
+def _refuse_beyond(most, budgets, sample_rate):
+    most = math.floor(most * 10 ** (digits := 3 - math.floor(math.log10(most)))) / 10**digits
+    raise ValueError(f"target_epsilons must not exceed {most:g} here, got {float(budgets[-1]):g}: not even a sample "
+                     f"rate of 1 would use it up, where the mean rate is to be {sample_rate:g}")
+
+
+def _match_mean(run, budgets, weights, sample_rate, log_noise, slope, rates):
+    """The noise at which the rates have a mean at or a little above `sample_rate`: secants within a bracket."""
+    low, high, last = -math.inf, math.inf, None
+    for _ in range(60):
+        rates = run.rates(budgets, math.exp(log_noise), start=rates)
+        mean = float(weights @ rates)
+        gap = math.log(mean / sample_rate)
+        if -1e-12 <= gap <= run.slack:
+            break
+        low, high = (max(low, log_noise), high) if gap < 0 else (low, min(high, log_noise))
+        if last and abs(log_noise - last[0]) > 1e-4:
+            slope = min(max((gap - last[1]) / (log_noise - last[0]), 0.3), 10.0)
+        step = min(max((run.slack / 2 - gap) / slope, -0.5), 0.5)
+        if not low < log_noise + step < high:
+            step = (low + high) / 2 - log_noise
+        if high - low < run.slack / 10:         # too rough here to hit so small an interval: the safe end will do
+            step = high - log_noise if gap < 0 else 0.0
+            if step == 0.0:
+                break
+        last, log_noise = (log_noise, gap), log_noise + step
+        rates = (rates * math.exp(slope * step)).clamp(max=1.0)
+    return log_noise, slope, rates, mean

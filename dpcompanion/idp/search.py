@@ -1,0 +1,176 @@
+"""Noise multipliers and sample rates that use up budgets, many at once: searches side by side."""
+
+import math
+
+import torch
+
+from .. import _checks, accounting
+from ..accounting.runs import orders_for
+from .groups import between, interpolate, nodes_of, safe_interpolation
+
+HAIR = 1e-9                  # by which epsilons by RDP may be off, relatively, for rounding errors
+_PRECISION = 2e-5            # of the logarithm of a parameter
+_JITTER = 1e-4               # by which the PLD epsilons of nearby parameters may differ, relatively, for their grids
+_LARGEST_NOISE, _SMALLEST_RATE = 1e9, 1e-12
+
+
+class Run:
+    """What all groups share: delta, steps and accountant.  Finds what uses up budgets, many at once.
+
+    Searches go along a coordinate y that makes a group safer as it grows: the logarithm of the noise, or minus that of
+    the rate.  Budgets are ascending, (D,).
+    """
+
+    def __init__(self, target_delta, steps, accountant):
+        self.accountant = _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
+        self.target_delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
+        self.steps = _checks.whole_number("steps", steps, 1)
+        self._near = None                  # the range of orders that decided last
+        # So many different budgets are searched one by one; among more, the spacing of ln eps; how far the mean rate
+        # may be above the wanted one.
+        rdp = self.accountant == "rdp"
+        self.searched, self.spacing, self.slack = (256, 0.01, 6e-5) if rdp else (24, 0.05, 3e-4)
+
+    def noises(self, budgets, rates):
+        """(D,) noise multipliers that the budgets need at the rates, (D,)."""
+        nodes, rates_at = self._at_nodes(budgets, rates)
+
+        def search(start, accountant):
+            return self._search(nodes, lambda y, index: (rates_at[index], y.exp()), start, math.log(1e-3),
+                                math.log(_LARGEST_NOISE), f"a noise multiplier of {_LARGEST_NOISE:g}", accountant)
+
+        found = search(torch.zeros_like(nodes), "rdp")
+        if self.accountant == "pld":
+            found = search(found - 0.07, "pld")
+        return self._at_budgets(budgets, nodes, found, lambda y, index: (rates[index], y.exp())).exp()
+
+    def rates(self, budgets, noise, start):
+        """(D,) sample rates, at most 1, that the budgets allow with one noise multiplier; start: (D,) guesses."""
+        def pair(y, _):
+            return (-y).exp().clamp(max=1.0), torch.full_like(y, noise)
+
+        nodes, start = self._at_nodes(budgets, start)
+        found = self._search(nodes, pair, -start.log(), 0.0, -math.log(_SMALLEST_RATE),
+                             f"a sample rate of {_SMALLEST_RATE:g}",
+                             self.accountant)
+        return pair(self._at_budgets(budgets, nodes, found, pair), None)[0]
+
+    def epsilon(self, rate, noise):
+        return accounting.compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=self.steps,
+                                          delta=self.target_delta,
+                                          accountant=self.accountant)
+
+    def _at_nodes(self, budgets, values):
+        nodes = nodes_of(budgets, self.searched, self.spacing)
+        return (nodes, values) if nodes is budgets else (nodes, interpolate(nodes, budgets, values))
+
+    def _search(self, nodes, pair, start, low, high, extreme, accountant):
+        """The least safe y of each node; `pair(y, index)` gives rates and noise multipliers."""
+        found = _least(lambda y, index: self._excess(*pair(y, index), nodes[index], accountant), start, low, high)
+        if bool(found.isnan().any()):
+            missed = float(nodes[found.isnan()][0])
+            raise ValueError(f"target_epsilons must be larger, got {missed:g}: not even {extreme} meets it")
+        return found
+
+    def _excess(self, rates, noises, budgets, accountant):
+        """ln of epsilon over a budget less a hair, which is kept for what nearby parameters may differ by, (D,)."""
+        if accountant == "rdp":
+            return _log_ratio(self._rdp_epsilon(rates, noises)[0], budgets * (1 - HAIR))
+        epsilons = [self.epsilon(*pair) for pair in zip(rates.tolist(), noises.tolist())]
+        return _log_ratio(torch.tensor(epsilons, dtype=torch.float64), budgets * (1 - _JITTER))
+
+    def _at_budgets(self, budgets, nodes, found, pair):
+        """The least safe y of each budget, from those of the nodes."""
+        if nodes is budgets:
+            return found
+        y = safe_interpolation(budgets, nodes, found)
+        if self.accountant == "pld":
+            # A look at the middle of each stretch, where a curve strays farthest from its chord.
+            middle = torch.searchsorted(budgets, torch.sqrt(nodes[1:] * nodes[:-1])).clamp(max=len(budgets) - 1)
+            above = self._excess(*pair(y[middle], middle), budgets[middle], "pld")
+            return y + 2 * float(above.max().clamp(min=0))
+        # Which order decides changes slowly, and any order gives a bound.
+        left, share = between(budgets, nodes)
+        orders = self._rdp_epsilon(*pair(found, torch.searchsorted(budgets, nodes).clamp(max=len(budgets) - 1)))[1]
+        orders = orders.nan_to_num(nan=1024.0)[torch.where(share < 0.5, left, left + 1)]
+        open_, step = torch.arange(len(y)), _PRECISION / 2
+        while len(open_):
+            rates, noises = pair(y[open_], open_)
+            if step < 10 * _PRECISION:
+                epsilons = self._epsilon_at(rates, noises, orders[open_])
+            else:
+                epsilons = self._rdp_epsilon(rates, noises)[0]
+            open_ = open_[epsilons > budgets[open_] * (1 - HAIR)]
+            y[open_], step = y[open_] + step, 2 * step
+        return y
+
+    def _rdp_epsilon(self, rates, noises):
+        """Epsilon of each pair by RDP, at the orders of `compute_epsilon` or fewer, and the order that decides."""
+        every = torch.tensor(orders_for(float(noises.max())), dtype=torch.float64)
+        near = torch.ones_like(every, dtype=torch.bool)
+        if self._near is not None:
+            near = (every > self._near[0] / 1.7) & (every < self._near[1] * 1.7)
+            near = near if bool(near.any()) else torch.ones_like(near)
+        epsilon, decides = self._rdp_epsilon_at(every[near], rates, noises)
+        # Epsilon has one minimum over the orders: one inside the range is it.
+        least, most = (every[near][i] if not near[i] else math.nan for i in (0, -1))
+        outside = (decides == least) | (decides == most) | decides.isnan() | (epsilon == 0)
+        if bool(outside.any()) and not bool(near.all()):
+            epsilon[outside], decides[outside] = self._rdp_epsilon_at(every, rates[outside], noises[outside])
+        if bool(decides.isfinite().all()):
+            self._near = float(decides.min()), float(decides.max())
+        return epsilon, decides
+
+    def _rdp_epsilon_at(self, orders, rates, noises):
+        rdp = self.steps * accounting.rdp_sampled_gaussian(sample_rate=rates, noise_multiplier=noises, orders=orders)
+        rdp = rdp.masked_fill((orders > 1024) & (orders > 32 * noises[:, None]), math.inf)
+        return accounting.rdp_to_epsilon(rdp, orders, self.target_delta)
+
+    def _epsilon_at(self, rates, noises, orders):
+        """Epsilon of each pair by RDP at its own order."""
+        epsilon = torch.empty_like(rates)
+        for order in orders.unique().tolist():
+            rows = (orders == order).nonzero()[:, 0]
+            epsilon[rows] = self._rdp_epsilon_at(torch.tensor([order], dtype=torch.float64), rates[rows],
+                                                 noises[rows])[0]
+        return epsilon
+
+
+def _log_ratio(epsilons, budgets):
+    """ln(epsilon / budget), kept finite: an epsilon of 0 or inf only says on which side it lies."""
+    return torch.log(epsilons.clamp(min=1e-300) / budgets).clamp(-50, 50)
+
+
+def _least(excess, start, low, high, precision=_PRECISION):
+    """The least y in [low, high] at which a falling function is at most 0: within `precision`, and never below.
+
+    Many searches side by side: `excess(y, index)` gives the values of those at `index`, start is (n,). nan where even
+    `high` exceeds 0. As in `accounting.calibration`, excesses are logarithms of epsilon over its target, which say how
+    far to walk; then secants close the bracket from both sides.
+    """
+    good, bad = torch.full_like(start, math.nan), torch.full_like(start, math.nan)
+    at_good, at_bad, stride, idle = good.clone(), bad.clone(), good.clone(), torch.zeros_like(start)
+    y, open_ = start.clamp(low, high), torch.arange(len(start))
+    while len(open_):
+        value, here = excess(y[open_], open_), y[open_]
+        safe = value <= 0
+        before = (bad - good)[open_]
+        for ends, values, rows in ((good, at_good, safe), (bad, at_bad, ~safe)):
+            ends[open_[rows]], values[open_[rows]] = here[rows], value[rows]
+        gap = (bad - good)[open_]
+        idle[open_] = torch.where(gap.abs() > before.abs() / 2, idle[open_] + 1, 0.0)
+        ended = torch.where(safe, here <= low, here >= high)
+        open_ = open_[torch.where(gap.isnan(), ~ended, gap.abs() > precision)]
+        f, g = at_good[open_], at_bad[open_]
+        gap = (bad - good)[open_]
+        # One end is missing: walk on towards it, twice as far each time.
+        known = torch.where(f.isnan(), g, f)
+        walk = torch.where(stride[open_].isnan(), (1.2 * known.abs()).clamp(2 * precision, 1.0), 2 * stride[open_])
+        walked = y[open_] + torch.where(f.isnan(), walk, -walk)
+        # Else aim a little past the secant's estimate, away from the nearer end.
+        share = -f / (g - f)
+        share = share + torch.copysign((precision / 2 / gap.abs()).clamp(0.01, 0.25), 0.5 - share)
+        share = torch.where((idle[open_] >= 2) | (torch.maximum(-f, g) >= 50), 0.5, share)
+        stride[open_] = walk
+        y[open_] = torch.where(gap.isnan(), walked.clamp(low, high), good[open_] + share * gap)
+    return good
