@@ -15,7 +15,7 @@ LIBRARY = (
     {"accounting", "attacks", "data"},
     {"_engine_proof", "filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release",
      "training"},
-    {"engine"},
+    {"audit", "engine"},
     {"reproduction"},
     {"cli"},
 )

@@ -264,8 +264,8 @@ class DPSGDPlan:
         def epsilon_at(rate, noise):
             if steps == 0 or noise == 0:
                 return math.inf if steps else 0.0
-            return floats.paid_for(lambda delta: compute_epsilon(
-                sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta, accountant=accountant), delta, drawn)
+            return floats.paid_for(lambda at: compute_epsilon(
+                sample_rate=rate, noise_multiplier=noise, steps=steps, delta=at, accountant=accountant), delta, drawn)
 
         values = torch.tensor([epsilon_at(*pair) for pair in distinct.tolist()], dtype=torch.float64)
         return values[which] if self.individual else values.item()
