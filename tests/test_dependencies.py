@@ -15,7 +15,7 @@ LIBRARY = (
     {"_checks", "_files", "_progress"},
     {"accounting", "attacks", "data"},
     {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release", "training"},
-    {"engine"},
+    {"audit", "engine"},
     {"reproduction"},
     {"cli"},
 )

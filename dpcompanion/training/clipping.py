@@ -39,7 +39,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dpcompanion import _checks
 from dpcompanion.training import checks, proof
-from dpcompanion.training.layers import Explicit, Unfit, call_with, layer_gradient, own_parameters, rounded_up
+from dpcompanion.training.layers import Explicit, Unfit, call_with, layer_gradient, own_parameters, rounded_up, wide_sum
 from dpcompanion.training.stacking import StackedLayer
 
 METHODS = ("auto", "mixed", "ghost", "func")
@@ -189,17 +189,17 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
             if max_grad_norm is not None:
                 layers[recorder.owners[module]] = layer
                 budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
-        total = _clip(layers, squares, losses.detach(), max_grad_norm, runs)
+        total = _clip(layers, squares, losses.detach(), max_grad_norm, runs, method == "held")
     if max_grad_norm is None:
         return total
     found = total.gradients
     return dataclasses.replace(total, gradients={
-        name: found.get(name, torch.zeros_like(p)) for name, p in model.named_parameters() if p.requires_grad})
+        name: found.get(name, torch.zeros_like(p, dtype=torch.float64 if method == "held" else None)) for name, p in model.named_parameters() if p.requires_grad})
 
 
-def _clip(layers, squares, losses, max_grad_norm, runs):
-    """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`."""
-    norms = rounded_up(squares.sqrt(), losses.dtype)
+def _clip(layers, squares, losses, max_grad_norm, runs, precise=False):
+    """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`; float64 if `precise`."""
+    norms = squares.sqrt() if precise else rounded_up(squares.sqrt(), losses.dtype)
     finite = norms.isfinite()
     norms = torch.where(finite, norms, math.inf)
     if max_grad_norm is None:
@@ -210,6 +210,9 @@ def _clip(layers, squares, losses, max_grad_norm, runs):
     for prefix, layer in layers.items():
         if masked:
             layer.keep_only(finite)
+        if precise:
+            sums |= {f"{prefix}.{name}" if prefix else name: g for name, g in wide_sum(layer, factors[0]).items()}
+            continue
         for name, g in layer.weighted_sum(factors).items():
             sums[f"{prefix}.{name}" if prefix else name] = g if runs else g[0]
     return ClippedSum(sums, norms, losses)
@@ -228,7 +231,7 @@ def per_example_gradients(model, loss, x, y):
     return _gradient_and_loss(model, loss)(parameters, x, y)
 
 
-def _functional(model, loss, x, y, max_grad_norm, stacked=None):
+def _functional(model, loss, x, y, max_grad_norm, stacked=None, precise=False):
     """As `_layerwise`, for any model; `stacked` are the parameters of several runs, {name: (runs, *shape)}."""
     if stacked is None:
         runs, (gradients, losses) = None, per_example_gradients(model, loss, x, y)
@@ -238,10 +241,10 @@ def _functional(model, loss, x, y, max_grad_norm, stacked=None):
             stacked, x.unflatten(0, (runs, -1)), y.unflatten(0, (runs, -1)))
         gradients, losses = {name: g.flatten(0, 1) for name, g in gradients.items()}, losses.flatten()
     layer = Explicit(gradients)
-    return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, runs)
+    return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, runs, precise)
 
 
-def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
+def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precise=False):
     checks.check_data(x, y)
     checks.check_types(model, x)
     if chunk is not None:
@@ -249,20 +252,29 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
     _checks.one_of("method", method, METHODS)
     check_model(model)
     if method == "auto":
-        method = resolve_method(model, loss, x, y)
+        method = resolve_method(model, loss, x, y, precise=precise)
+    method = _held(method) if precise else method
     chunk = chunk or 512
-    if method == "func":          # which holds a gradient of the whole model for each example
+    if method in ("func", "held"):  # which hold a gradient of the whole model for each example
         chunk = max(1, min(chunk, _BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad)))
     for start in range(0, len(x), chunk):
         part = slice(start, start + chunk)
         limit = max_grad_norm[part] if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.ndim else max_grad_norm
         if method == "func":
-            yield _functional(model, loss, x[part], y[part], limit)
+            yield _functional(model, loss, x[part], y[part], limit, precise=precise)
         else:
             yield _layerwise(model, loss, x[part], y[part], limit, method)
 
 
-def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None):
+def _held(method):
+    """What `method` becomes where the account of floats is to hold: every gradient that is added up has been measured."""
+    if method == "ghost":
+        raise ValueError("method must be 'auto', 'mixed' or 'func' where sums are precise, got 'ghost', which measures "
+                         "gradients that it does not hold")
+    return "held" if method == "mixed" else method
+
+
+def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, precise=False):
     """Sum of the clipped gradients of the examples (x, y), with their norms and losses.
 
     Args:
@@ -272,6 +284,8 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None):
         max_grad_norm: a number above 0, or a tensor (n,).
         method: "auto", "mixed", "ghost" or "func".
         chunk: examples in one pass at most; the sum does not depend on it but for rounding.
+        precise: hold the gradients that are measured, and add them up in float64, as `dpcompanion.training.precision`
+            asks; sums and norms are then float64, and `method` is not "ghost".
 
     Returns:
         ClippedSum with gradients {name: shape of the parameter}, norms (n,), losses (n,).
@@ -285,7 +299,7 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None):
     if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.shape not in ((), (len(x),)):
         raise ValueError(f"max_grad_norm must be a number or have shape ({len(x)},), got {tuple(max_grad_norm.shape)}")
     total = None
-    for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
+    for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precise):
         total = part if total is None else total + part
     if total is None:
         none = torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
@@ -303,12 +317,13 @@ def gradient_norms(model, loss, x, y, *, method="auto", chunk=None):
     return torch.cat(norms) if norms else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
 
 
-def resolve_method(model, loss, x, y, method="auto"):
+def resolve_method(model, loss, x, y, method="auto", *, precise=False):
     """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else "func".
 
     Layers are trusted only if norms and sums agree with plain autograd (`dpcompanion.training.proof`) for the examples
     with the largest gradients of a probe of (x, y), which may be all the data. Another `method` is proved likewise,
-    and returned; "func" takes examples one by one in any case, and is tried on them alone.
+    and returned; "func" takes examples one by one in any case, and is tried on them alone. `precise` as for
+    `clipped_sum`.
 
     Raises:
         ValueError: if model and loss do not accept the data, if an example's loss depends on the other examples, or if
@@ -321,9 +336,10 @@ def resolve_method(model, loss, x, y, method="auto"):
         _try_func(model, loss, x, y)
         return method
     layerwise = "mixed" if method == "auto" else method
+    way = _held(layerwise) if precise else layerwise
 
     def claimed(x, y):
-        found = _layerwise(model, loss, x, y, math.inf, layerwise)
+        found = _layerwise(model, loss, x, y, math.inf, way)
         return found.norms, found.gradients
 
     try:

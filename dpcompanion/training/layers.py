@@ -78,6 +78,8 @@ def squared_norms(tensor):
     tensor([5.0000e-25, 0.0000e+00], dtype=torch.float64)
     """
     flat = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
+    if flat.element_size() < 4:  # a norm in bfloat16 may lack 0.4%
+        flat = flat.float()
     if flat.device.type != "cpu" and flat.dtype != torch.float64:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
     if flat.dtype == torch.float64:
@@ -278,13 +280,17 @@ class GhostEmbedding:
         if module.padding_idx is not None:
             self.g = self.g * (self.tokens != module.padding_idx).unsqueeze(-1)
 
-    def squared_norms(self):
-        n, rows = len(self.tokens), len(self.module.weight)
-        keys = self.tokens + rows * torch.arange(n, device=self.tokens.device)[:, None]
+    def sums(self):
+        """Keys example x rows of the weight + row (k,), and the gradient of that row for that example (k, out)."""
+        keys = self.tokens + len(self.module.weight) * torch.arange(
+            len(self.tokens), device=self.tokens.device)[:, None]
         pairs, where = keys.unique(return_inverse=True)
         sums = self.g.new_zeros(len(pairs), self.g.shape[-1], dtype=torch.float64)
-        sums.index_add_(0, where.flatten(), self.g.flatten(0, 1).double())
-        return sums.new_zeros(n).index_add_(0, pairs // rows, squared_norms(sums))
+        return pairs, sums.index_add_(0, where.flatten(), self.g.flatten(0, 1).double())
+
+    def squared_norms(self):
+        pairs, sums = self.sums()
+        return sums.new_zeros(len(self.tokens)).index_add_(0, pairs // len(self.module.weight), squared_norms(sums))
 
     def keep_only(self, rows):
         self.g = _rows(self.g, rows)
@@ -295,6 +301,30 @@ class GhostEmbedding:
         weight = self.g.new_zeros(runs * rows, self.g.shape[-1])
         weight.index_add_(0, tokens.flatten(), _scaled(self.g, factors.flatten()).flatten(0, 1))
         return {"weight": weight.unflatten(0, (runs, rows))}
+
+
+def wide_sum(layer, factors):
+    """As `layer.weighted_sum`, of one run, in float64, of the very numbers that `layer.squared_norms` has measured.
+
+    Each term takes two roundings at most before it is added. `layer` must be one that `layer_gradient` made by "held";
+    factors (n,) float64.
+    """
+    if isinstance(layer, Explicit):
+        sums = {}
+        for name, g in layer.gradients.items():
+            g, shape = g.flatten(1), g.shape[1:]
+            rows = max(1, _BLOCK // max(1, g.shape[1]))
+            sums[name] = sum(factors[i:i + rows] @ g[i:i + rows].double() for i in range(0, len(g), rows)).view(shape)
+        if layer.axes and "weight" in sums:
+            sums["weight"] = sums["weight"].permute([axis - 1 for axis in layer.axes[1:]])
+        return sums
+    if isinstance(layer, GhostEmbedding):
+        pairs, rows = layer.sums()
+        scaled, size = rows * factors[pairs // len(layer.module.weight)][:, None], len(layer.module.weight)
+        return {"weight": scaled.new_zeros(size, rows.shape[1]).index_add_(0, pairs % size, scaled)}
+    (a, g), = layer.uses
+    a, g = a.reshape(len(a), -1).double(), g.reshape(len(g), -1).double() * factors[:, None]
+    return {name: g.mT @ a if name == "weight" else g.sum(0) for name in own_parameters(layer.module)}
 
 
 def _rows(tensor, rows):
@@ -373,10 +403,14 @@ def layer_gradient(module, uses, method, budget, stacked=None):
 
     The parameters of several runs of the layer, if so, are in `stacked`, {name: (runs, *shape)}. `method` "ghost" keeps
     no gradient of a linear layer, convolution or embedding; "mixed" keeps it where that saves arithmetic and needs at
-    most `budget` numbers.
+    most `budget` numbers. "held" is for `wide_sum`: what is measured is what is added, so that only a linear layer with
+    one position an example, whose gradient is a product of two vectors, need not be held.
     """
     if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
         return GhostEmbedding(module, uses)
+    if method == "held" and type(module) in (nn.Linear, nn.Conv2d):
+        outer = type(module) is nn.Linear and len(uses) == 1 and _positions(module, uses) == 1
+        return Ghost(module, uses) if outer else _explicit_matrices(module, uses)
     if type(module) in (nn.Linear, nn.Conv2d):
         too_large = module.weight.numel() * len(uses[0][0]) > budget
         if method == "ghost" or too_large or _gram_is_cheaper(module, _positions(module, uses)):

@@ -178,7 +178,11 @@ class _Loop:
         self.numbers = sum(p.numel() for p in self.parameters.values())
         self.dtype = next(iter(self.parameters.values())).dtype
         self.modes = {module: module.training for module in model.modules()}
-        self.method = clipping.resolve_method(model, loss, self.x, self.y, method)
+        self.precise = plan.precision == "exact"
+        if self.precise and (self.seed is not None or self.numbers != plan.parameters):
+            raise ValueError(f"plan with precision='exact' must have as many parameters as the model, {self.numbers}, "
+                             f"and takes no seed, got {plan.parameters} and seed {self.seed}")
+        self.method = clipping.resolve_method(model, loss, self.x, self.y, method, precise=self.precise)
         # A scheduler keeps the rate that it began with as initial_lr.
         self.begun_with = [type(optimizer).__name__, *(
             float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups)]
@@ -203,14 +207,14 @@ class _Loop:
         versions = [(name, b, b._version) for name, b in run.model.named_buffers()]
         with self._own_randomness("forward"):
             total = clipping.clipped_sum(run.model, self.loss, self.x[run.indices], self.y[run.indices], limits,
-                                         method=self.method, chunk=self.physical_batch_size)
+                                         method=self.method, chunk=self.physical_batch_size, precise=self.precise)
         for name, buffer, version in versions:
             if buffer._version != version:
                 raise ValueError(f"model must keep no statistics of its examples, but training changes buffer {name!r}")
         summed = torch.cat([total.gradients[name].flatten() for name in self.parameters])
         released = plan.noisy(summed, self.generators["noise"]) / plan.expected_batch_size
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
-            p.grad = piece.view_as(p)
+            p.grad = piece.view_as(p).to(p.dtype)
         run.optimizer.step()
         run.norms = total.norms
         self.dropped += total.norms.isinf().sum()

@@ -52,6 +52,7 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion.training import precision as floats
 from dpcompanion.training.noise import gaussian_noise
 from dpcompanion.training.sampling import PoissonSampler
 from dpcompanion.training.secure import SecureStream, grid_of, snapped
@@ -74,6 +75,9 @@ class DPSGDPlan:
         expected_batch_size: the divisor of the noisy sum, a public constant above 0. By default the sum of the rates.
         relation: "zero-out" or "add-remove", see the module's text. By default "zero-out", and "add-remove" where
             `expected_batch_size` is given.
+        precision: "real", an account of real numbers, or "exact", for a release: it counts the grid, the rounding of
+            sums and the sampler (`dpcompanion.training.precision`), and `train` then adds in float64 and takes no seed.
+        parameters: for "exact", how many trainable numbers the model has.
 
     Raises:
         ValueError: naming the argument, if one is out of its range or an array is not of length n, and for "add-remove"
@@ -88,6 +92,8 @@ class DPSGDPlan:
     delta: float
     expected_batch_size: float | None = None
     relation: str | None = None
+    precision: str = "real"
+    parameters: int | None = None
 
     def __post_init__(self):
         def fix(name, value):
@@ -118,13 +124,19 @@ class DPSGDPlan:
             if isinstance(self.max_grad_norm, torch.Tensor):
                 raise ValueError("max_grad_norm must be one number for relation='add-remove', got one for each "
                                  "example: the noise is measured in their mean, which depends on who takes part")
+        if _checks.one_of("precision", self.precision, floats.PRECISIONS) == "exact":
+            fix("parameters", _checks.whole_number("parameters", self.parameters, 1, 2**62))
+            if not self.noise_multiplier:
+                raise ValueError("noise_multiplier must be above 0 for precision='exact', got 0")
+        elif self.parameters is not None:
+            raise ValueError(f"parameters goes with precision='exact' alone, got {self.parameters!r}")
         rate = self.sample_rate
         fix("expected_batch_size", given or _SumOfRates(
             self.n * rate if isinstance(rate, float) else rate.sum().item()))
 
     @classmethod
     def for_epsilon(cls, target_epsilon, *, n, sample_rate, steps, max_grad_norm, delta, expected_batch_size=None,
-                    relation=None, accountant="pld"):
+                    relation=None, accountant="pld", precision="real", parameters=None):
         """The plan with the least noise whose epsilon does not exceed `target_epsilon`, for one rate for all.
 
         >>> plan = DPSGDPlan.for_epsilon(2.0, n=1000, sample_rate=0.05, steps=200, max_grad_norm=1.0, delta=1e-5)
@@ -139,9 +151,15 @@ class DPSGDPlan:
         noise_multiplier = accounting.find_noise_multiplier(
             target_epsilon=target_epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps,
             accountant=accountant)
+        if precision == "exact":
+            # A hair less of delta, and what `sensitivity` adds.
+            parameters = _checks.whole_number("parameters", parameters, 1, 2**62)
+            noise_multiplier = floats.least_noise(accounting.find_noise_multiplier(
+                target_epsilon=target_epsilon, target_delta=delta * (1 - 1e-8), sample_rate=sample_rate, steps=steps,
+                accountant=accountant), max_grad_norm, n=n, parameters=parameters)
         return cls(n=n, sample_rate=sample_rate, steps=steps, max_grad_norm=max_grad_norm,
                    noise_multiplier=noise_multiplier, delta=delta, expected_batch_size=expected_batch_size,
-                   relation=relation)
+                   relation=relation, precision=precision, parameters=parameters)
 
     @property
     def steps_per_epoch(self):
@@ -156,11 +174,18 @@ class DPSGDPlan:
         return self.noise_multiplier * (norm if isinstance(norm, float) else norm.mean().item())
 
     @property
+    def sensitivity(self):
+        """How far an example moves a sum at most: the clip norm, with what floats add where `precision` is "exact"."""
+        if self.precision == "real":
+            return self.max_grad_norm
+        return floats.sensitivity(self.max_grad_norm, n=self.n, noise_std=self.noise_std, parameters=self.parameters)
+
+    @property
     def effective_noise_multiplier(self):
-        """Noise over clip norm, what the account of an example depends on: a float, or (n,) for a norm for each."""
-        if isinstance(self.max_grad_norm, float):
+        """Noise over sensitivity, what the account of an example depends on: a float, or (n,) for a norm for each."""
+        if self.precision == "real" and isinstance(self.max_grad_norm, float):
             return self.noise_multiplier
-        return self.noise_std / self.max_grad_norm
+        return self.noise_std / self.sensitivity
 
     @property
     def individual(self):
@@ -210,9 +235,11 @@ class DPSGDPlan:
                 "add-remove": "Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor "
                               f"{self.expected_batch_size:g} are constants that do not depend on the data)"}
         mean = "" if isinstance(self.max_grad_norm, float) else "mean "
+        counted = "" if self.precision == "real" else (
+            f", and what floats add for {self.parameters} parameters is counted")
         return (f"{whom[self.relation]}; Poisson sampling at rate {said(self.sample_rate)}, {self.steps} steps, noise "
                 f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta "
-                f"{self.delta:g}.")
+                f"{self.delta:g}{counted}.")
 
     def epsilon(self, delta=None, *, steps=None, accountant="pld"):
         """Epsilon after `steps` steps (all of the plan's by default), of which `statement` says what it is about.
@@ -232,11 +259,15 @@ class DPSGDPlan:
         multipliers = torch.as_tensor(self.effective_noise_multiplier, dtype=torch.float64)
         pairs = torch.stack(torch.broadcast_tensors(rates, multipliers), dim=-1).reshape(-1, 2)
         distinct, which = torch.unique(pairs, dim=0, return_inverse=True)
-        values = torch.tensor([
-            0.0 if steps == 0 else math.inf if noise == 0 else
-            float(compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta,
-                                  accountant=accountant))
-            for rate, noise in distinct.tolist()], dtype=torch.float64)
+        drawn = 0 if self.precision == "real" else steps * self.parameters
+
+        def epsilon_at(rate, noise):
+            if steps == 0 or noise == 0:
+                return math.inf if steps else 0.0
+            return floats.paid_for(lambda at: compute_epsilon(
+                sample_rate=rate, noise_multiplier=noise, steps=steps, delta=at, accountant=accountant), delta, drawn)
+
+        values = torch.tensor([epsilon_at(*pair) for pair in distinct.tolist()], dtype=torch.float64)
         return values[which] if self.individual else values.item()
 
     def config(self):

@@ -22,7 +22,8 @@ $C + \sqrt d\,g$ apart.
 
 Sharp edges.  A process that is forked gets a key of its own.  A virtual machine that is copied while it runs does not.
 A stream with a given key repeats itself, which is what a test wants and a release does not.
-The accounts of the library do not yet add the grid's share to the sensitivity, nor a bound on the rounding of the sum.
+What the grid and the rounding of the sum add to the sensitivity is counted where a plan asks for it
+(`dpcompanion.training.precision`).
 
 >>> stream = SecureStream(key=bytes(32))     # a known key, for the example alone
 >>> stream.normal((3,), std=1.0, grid=2.0**-3)

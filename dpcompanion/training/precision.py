@@ -1,0 +1,166 @@
+r"""What floats do to the account of a release, and how much of it is proved.
+
+The accounts of DP-SGD are about real numbers.  A plan with ``precision="exact"`` counts what a computer does
+instead.  With per-example gradients $h_i$ as they are held, factors $f_i$ that clip them to $C_i$, a batch $B$, and
+a grid $g$ that is a power of two, a step gives out
+
+$$
+\mathrm{snap}_g\Big(\mathrm{fl}\sum_{i \in B} f_i h_i\Big) + \mathrm{round}_g(Z), \qquad Z \sim \mathcal N(0, s^2 I)
+$$
+
+which is $\mathrm{round}_g$ of the snapped sum plus $Z$: the Gaussian mechanism, rounded afterwards, and rounding costs
+nothing (`dpcompanion.training.secure`).  One example moves the snapped sum by at most
+
+$$ \Delta_i = C_i (1 + \eta) + 2 \gamma_{n + 2} (1 + \eta) \sum_{j=1}^{n} C_j + \sqrt d\, g. $$
+
+* $\eta = 2^{-15}$: by how much a measured norm may be too small.  Norms are those of the very numbers that are added
+  up, in blocks of 256 squares in float32 and float64 above that.  A sum of $k$ products is off by a relative
+  $\gamma_k = k u / (1 - k u)$ at most, in any order (Higham 2002, section 3.1), so a norm by $260 u / 2$ with
+  $u = 2^{-24}$; a linear layer's is a product of two, and $260 u < \eta / 2$.  Gradients in bfloat16 are measured in
+  float32.  Factors are made in float64, and a hair smaller than need be.
+* $\gamma_{n+2}$, with $u = 2^{-53}$: the sum is made in float64.  A coordinate $k$ of it is off by
+  $\gamma_{n + 2} \sum_i |f_i h_{ik}|$ at most, in whatever order and pieces the terms are added, and whether
+  multiplications are fused or not: no term passes through more than $n - 1$ additions and 2 roundings of its own (fast
+  matrix multiplication in Strassen's way is excluded; no common library multiplies so).  By the triangle inequality
+  the vector of errors is no longer than $\gamma_{n + 2} \sum_i \lVert f_i h_i \rVert$.  The sum with the example errs
+  once, and so does the one without.
+* $\sqrt d\, g$ for $d$ parameters: each coordinate moves by $g / 2$ at most when it is snapped, in either sum.
+
+The account is then the plan's with $\Delta_i$ in the place of $C_i$.  Each number of noise is drawn from a law at most
+$2^{-100}$ in total variation from the rounded Gaussian: where float64 leaves a multiple open, more bits and `mpmath`
+decide, whose working precision has 128 bits to spare.  A run draws $d T$ numbers, and
+$(1 + e^\varepsilon)\, d\, T\, 2^{-100}$ of delta pays for them.  Coins are exact.
+
+**What remains assumed**, here and nowhere else:
+
+1. *An example's gradient does not depend on who else is in the batch*, to the last bit.  Kernels choose their blocks by
+   the size of a batch, so it does, in the last bits: `company_error` measures by how much.
+2. *Who sees what*: the adversary sees all noisy sums, and so all weights.  Not the history (losses, batch sizes,
+   norms), not the keys, not how long a step takes.  Time and memory depend on the batch drawn.
+3. *The cipher*: ChaCha20's stream cannot be told from random bits.
+4. *The inverse of the normal distribution function* in SciPy is right to a relative 1e-14; tests find 1e-15.
+5. *The processor* rounds as IEEE 754 says.
+
+An account for each example (`dpcompanion.individual`) is one for real numbers in any case.
+
+>>> share = sensitivity(1.0, n=60_000, noise_std=3.4, parameters=26_010) - 1
+>>> 3e-5 < share < 1e-4
+True
+"""
+
+import math
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion.training import clipping
+from dpcompanion.training.secure import grid_of
+
+PRECISIONS = ("real", "exact")
+#: Bound on the relative error of a measured norm, the eta above.
+NORM_ERROR = 2.0**-15
+#: Bound on the total variation between the law of one number of noise and the rounded Gaussian.
+SAMPLER_DISTANCE = 2.0**-100
+_UNIT = 2.0**-53
+# Rounding of this very computation.
+_SLACK = 1 + 2.0**-40
+
+
+def sensitivity(max_grad_norm, *, n, noise_std, parameters):
+    """How far one example moves the snapped sum at most, the Delta above: a float, or (n,) for a clip norm for each.
+
+    Args:
+        max_grad_norm: a number, or a tensor (n,).
+        n: number of examples.
+        noise_std: standard deviation of the noise on the sum, above 0; it fixes the grid.
+        parameters: how many numbers the sum has.
+    """
+    terms = n + 2
+    each = terms * _UNIT / (1 - terms * _UNIT)
+    total = n * max_grad_norm if not isinstance(max_grad_norm, torch.Tensor) else max_grad_norm.sum().item()
+    common = 2 * each * (1 + NORM_ERROR) * total + math.sqrt(parameters) * grid_of(noise_std)
+    return (max_grad_norm * (1 + NORM_ERROR) + common) * _SLACK
+
+
+def least_noise(noise_multiplier, max_grad_norm, *, n, parameters):
+    """A noise multiplier whose noise is at least `noise_multiplier` times the sensitivity above; ValueError if none is.
+
+    >>> sigma = least_noise(2.0, 1.0, n=1000, parameters=100)
+    >>> 2.0 <= sigma / sensitivity(1.0, n=1000, noise_std=sigma, parameters=100) < 2.0 + 1e-6
+    True
+    """
+    found = noise_multiplier
+    for _ in range(100):
+        delta = sensitivity(max_grad_norm, n=n, noise_std=found * max_grad_norm, parameters=parameters)
+        if found * max_grad_norm >= noise_multiplier * delta:
+            return found
+        found = math.nextafter(noise_multiplier * delta / max_grad_norm, math.inf)
+    raise ValueError(f"parameters must be few enough for the grid of the noise, got {parameters} with a noise "
+                     f"multiplier of {noise_multiplier:g}")
+
+
+def paid_for(epsilon_at, delta, numbers):
+    """Epsilon at `delta` when `numbers` numbers of noise are off by `SAMPLER_DISTANCE` each.
+
+    Args:
+        epsilon_at: delta -> epsilon of the exact mechanism.
+        delta: of the result.
+        numbers: how many numbers are drawn.
+
+    >>> paid_for(lambda delta: 3.0, 1e-5, 10**9)
+    3.0
+    """
+    distance = numbers * SAMPLER_DISTANCE
+    if not distance:
+        return float(epsilon_at(delta))
+    for part in (1e-9, 0.5):
+        # exp(epsilon) may be as large as this part of delta pays for.
+        if part * delta <= 2 * distance:
+            continue
+        found = float(epsilon_at(delta * (1 - part)))
+        if found <= math.log(part * delta / distance - 1):
+            return found
+    return math.inf
+
+
+def company_error(model, loss, x, y, *, examples=8, batches=8, size=64, generator=None, method="auto"):
+    """How much an example's gradient changes with who else is in its batch: the largest relative change that is seen.
+
+    The gradient of each of some examples, as a run with ``precision="exact"`` adds it up, alone and in batches of
+    random size and company; the norm of the difference to the gradient alone, over its norm. It is a measurement on
+    this machine and these data, not a bound.
+
+    Args:
+        model, loss, x, y, method: as for `dpcompanion.training.train`.
+        examples: how many to try.
+        batches: how many batches for each.
+        size: the largest batch, at least 2.
+        generator: a torch.Generator for the company.
+
+    Returns:
+        A float.
+    """
+    examples, batches = (_checks.whole_number(name, value, 1) for name, value in
+                         (("examples", examples), ("batches", batches)))
+    size = _checks.whole_number("size", size, 2, len(x))
+    if method == "auto":
+        method = clipping.resolve_method(model, loss, x, y, precise=True)
+    worst = 0.0
+    for one in torch.randperm(len(x), generator=generator)[:examples].tolist():
+        alone = None
+        for batch in range(batches + 1):
+            count = 0 if not batch else int(torch.randint(1, size, (), generator=generator))
+            others = torch.randperm(len(x), generator=generator)[:count]
+            others = others[others != one]
+            place = int(torch.randint(len(others) + 1, (), generator=generator))
+            rows = torch.cat((others[:place], torch.tensor([one]), others[place:]))
+            # All but one are clipped to nothing.
+            limits = torch.full((len(rows),), 1e-300, dtype=torch.float64)
+            limits[place] = 1e300
+            found = clipping.clipped_sum(model, loss, x[rows], y[rows], limits, method=method, precise=True, chunk=size)
+            vector = torch.cat([g.flatten() for g in found.gradients.values()])
+            if alone is None:
+                alone = vector
+            elif bool(alone.norm()):
+                worst = max(worst, float((vector - alone).norm() / alone.norm()))
+    return worst

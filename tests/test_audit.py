@@ -1,0 +1,198 @@
+"""One-run audits: bounds that hold as often as they say, are no toys, and find a trainer that is broken."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from dpcompanion import audit
+from dpcompanion.accounting import compute_delta
+from dpcompanion.training import DPSGDPlan, PoissonSampler, clipping, cross_entropy, models, train
+
+
+class Line:
+    """The trade-off of (epsilon, delta)."""
+
+    def __init__(self, epsilon, delta=0.0):
+        self.grown, self.delta = math.exp(epsilon), delta
+
+    def inverse(self, inside):
+        return max(0.0, (inside - self.delta) / self.grown, 1 - self.delta - self.grown * (1 - inside))
+
+
+def share_refuted(refuted, law):
+    """The probability, exactly, that a count drawn from a law over 0..r is refuted."""
+    return sum(p for v, p in enumerate(law) if p > 1e-12 and refuted(v))
+
+
+@pytest.mark.parametrize("epsilon, trials", [(0.0, 60), (0.5, 60), (2.0, 60), (4.0, 150)])
+def test_randomised_response_is_refuted_as_rarely_as_is_said_and_nearly_found(epsilon, trials):
+    law = stats.binom.pmf(np.arange(trials + 1), trials, 1 / (1 + math.exp(-epsilon)))
+    assert share_refuted(lambda v: audit.one_run_epsilon(v, trials, trials, delta=0) > epsilon, law) <= 0.05
+    assert share_refuted(lambda v: audit.refutes(Line(epsilon), v, trials, trials), law) <= 0.05
+    typical = 40 * trials / (1 + math.exp(-epsilon))
+    found = audit.one_run_epsilon(int(typical), 40 * trials, 40 * trials, delta=0)
+    assert 0.85 * epsilon - 0.05 <= found <= epsilon
+
+
+@pytest.mark.parametrize("mu", [0.5, 1.5, 3.0])
+def test_gaussian_noise_is_refuted_as_rarely_as_is_said(mu):
+    trials = 80
+    law = stats.binom.pmf(np.arange(trials + 1), trials, stats.norm.cdf(mu / 2))
+    assert share_refuted(lambda v: audit.refutes(audit.GaussianCurve(mu), v, trials, trials), law) <= 0.05
+    delta = 1e-3
+    epsilon = float(audit.gaussian_epsilon(mu, delta))
+    assert share_refuted(lambda v: audit.one_run_epsilon(v, trials, trials, delta=delta) > epsilon, law) <= 0.05
+
+
+@pytest.mark.parametrize("delta", [0.04, 0.06, 0.2])
+def test_a_mechanism_that_now_and_then_tells_everything_is_not_refuted_for_it(delta):
+    # (0, delta): all coins with probability delta, else nothing. Of 30 guesses all are right with that probability.
+    trials = 30
+    law = (1 - delta) * stats.binom.pmf(np.arange(trials + 1), trials, 0.5)
+    law[-1] += delta
+    for refuted in (lambda v: audit.refutes(Line(0.0, delta), v, trials, trials),
+                    lambda v: audit.one_run_epsilon(v, trials, trials, delta=delta) > 0):
+        assert share_refuted(refuted, law) <= 0.05
+    assert audit.refutes(Line(0.0, 0.0), trials, trials, trials)
+
+
+def test_extreme_scores_of_gaussian_noise_stay_below_the_truth_and_are_no_toy():
+    generator, mu, above, values = torch.Generator().manual_seed(0), 2.0, 0, []
+    for _ in range(40):
+        found = audit.audit(lambda included: mu * included + torch.randn(600, generator=generator), 600, delta=1e-4,
+                            generator=generator)["everybody"]
+        above += found.mu > mu or found.epsilon > float(audit.gaussian_epsilon(mu, 1e-4))
+        values.append(found.mu)
+    assert stats.binom.sf(above - 1, 40, 0.05) > 1e-4
+    assert np.median(values) > 0.8 and found.gaussian_epsilon > found.epsilon > 1
+
+
+def test_scores_that_know_nothing_find_nothing_and_those_that_know_all_find_much():
+    included = audit.coins(1000, torch.Generator().manual_seed(0))
+    noise = torch.rand(1000, generator=torch.Generator().manual_seed(1))
+    nothing, all_ = (audit.judge(scores, included, delta=1e-5)["everybody"] for scores in (noise, included + noise))
+    assert nothing.epsilon < 0.2 and all_.epsilon > 4 and nothing.refuted is None
+
+
+def test_groups_have_bounds_of_their_own():
+    included, groups = audit.coins(2000, torch.Generator().manual_seed(0)), np.arange(2000) % 2
+    noise = torch.randn(2000, generator=torch.Generator().manual_seed(1))
+    found = audit.judge(included * torch.as_tensor(4.0 * groups) + noise, included, delta=1e-5, groups=groups.tolist(),
+                        claims={0: audit.GaussianCurve(0.1), 1: audit.GaussianCurve(0.1)})
+    assert list(found) == ["everybody", 0, 1] and found[0].canaries == found[1].canaries == 1000
+    assert found[0].epsilon < 0.3 < 2 < found[1].epsilon and (found[0].refuted, found[1].refuted) == (False, True)
+
+
+def plan(n, **changes):
+    return DPSGDPlan(**{**dict(n=n, sample_rate=0.3, steps=15, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5),
+                        **changes})
+
+
+def test_the_claim_of_a_plan_is_all_its_pairs_of_epsilon_and_delta():
+    claimed = plan(100)
+    curve = audit.PlanCurve(claimed)
+    assert curve.inverse(0.0) == 0 and curve.inverse(1.0) > 0.1
+    for epsilon in (0.5, 2.0):
+        delta = compute_delta(sample_rate=0.3, noise_multiplier=2.0, steps=15, epsilon=epsilon)
+        # No event may be likelier than P(out) e^epsilon + delta, and the curve nearly has them all.
+        values = np.linspace(0.05, 0.95, 19)
+        line = np.array([Line(epsilon, delta).inverse(v) for v in values])
+        ours = np.array([curve.inverse(v) for v in values])
+        assert (ours >= line - 1e-3).all()
+    several = plan(4, sample_rate=[0.1, 0.1, 0.3, 0.3], max_grad_norm=[1.0, 1.0, 1.0, 1.0])
+    assert audit.PlanCurve(several, torch.tensor([0, 1])).inverse(0.5) > audit.PlanCurve(several).inverse(0.5)
+
+
+def orthogonal(n, claimed=None):
+    """An audit of a model in which each example's gradient, five times the clip norm, has a weight of its own."""
+    model = torch.nn.Linear(n, 1, bias=False).double()
+    data = torch.eye(n).double(), torch.zeros(n)
+    return audit.audit_training(
+        model, lambda outputs, _: -5 * outputs.squeeze(1), data, claimed or plan(n), method="func", seed=3,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01), canaries=torch.arange(n),
+        generator=torch.Generator().manual_seed(0))["everybody"]
+
+
+def halve_the_noise(monkeypatch, factor=0.5):
+    noise = DPSGDPlan.noise
+    monkeypatch.setattr(DPSGDPlan, "noise", lambda *args, **kwargs: factor * noise(*args, **kwargs))
+
+
+def add_no_noise(monkeypatch):
+    halve_the_noise(monkeypatch, 0.0)
+
+
+def include_everyone(monkeypatch):
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self: torch.arange(self.n))
+
+
+def join_two_draws(monkeypatch):
+    draw = PoissonSampler.draw
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self: torch.cat([draw(self), draw(self)]))
+
+
+def clip_nothing(monkeypatch):
+    monkeypatch.setattr(clipping, "clip_factors", lambda norms, limits: torch.ones_like(norms))
+
+
+def test_a_sound_trainer_is_not_refuted_and_something_is_found():
+    found = orthogonal(1000)
+    assert found.refuted is False and 0.3 < found.epsilon < plan(1000).epsilon(accountant="rdp")
+
+
+@pytest.mark.parametrize("break_it", [add_no_noise, include_everyone, join_two_draws, clip_nothing])
+def test_a_trainer_that_is_broken_is_refuted(break_it, monkeypatch):
+    break_it(monkeypatch)
+    assert orthogonal(500, plan(500, steps=30, noise_multiplier=1.5)).refuted
+
+
+def test_a_trainer_with_half_the_noise_is_refuted_by_enough_canaries(monkeypatch):
+    halve_the_noise(monkeypatch)
+    assert orthogonal(2000).refuted
+
+
+def test_a_canary_that_is_out_takes_no_part():
+    canaries, included = torch.arange(0, 40, 2), torch.arange(20) % 2 == 0
+    observer = audit._Observer(canaries, included)
+    model = torch.nn.Linear(40, 1, bias=False).double()
+    torch.nn.init.zeros_(model.weight)
+    train(model, lambda outputs, _: -outputs.squeeze(1), (torch.eye(40).double(), torch.zeros(40)),
+          plan(40, noise_multiplier=0.0), optimizer=torch.optim.SGD(model.parameters(), lr=1.0), trackers=[observer],
+          seed=0)
+    moved = model.weight.detach()[0] != 0
+    assert not moved[canaries[~included]].any() and moved[canaries[included]].all() and moved[1::2].all()
+    assert observer.scores[included].min() > observer.scores[~included].max()
+
+
+def test_a_network_is_audited_by_group_on_crafted_canaries():
+    torch.manual_seed(0)
+    x, y = torch.rand(300, 20), torch.arange(300) % 3
+    extra = audit.crafted(x, y, 200, generator=torch.Generator().manual_seed(1))
+    data = torch.cat((x, extra[0])), torch.cat((y, extra[1]))
+    norms = torch.where(torch.arange(500) % 2 == 0, 0.2, 1.0)
+    model = models.linear(20, 3, seed=0)
+    found = audit.audit_training(
+        model, cross_entropy, data, plan(500, max_grad_norm=norms, noise_multiplier=0.5), canaries=range(300, 500),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), groups=(torch.arange(500) % 2), seed=0,
+        generator=torch.Generator().manual_seed(2))
+    assert list(found) == ["everybody", 0, 1] and not any(one.refuted for one in found.values())
+    assert found[1].mu > found[0].mu
+
+
+@pytest.mark.parametrize("call, match", [
+    (lambda: audit.one_run_epsilon(5, 4, 10, delta=0), "correct"),
+    (lambda: audit.one_run_epsilon(1, 11, 10, delta=0), "guesses"),
+    (lambda: audit.one_run_epsilon(1, 2, 10, delta=1), "delta"),
+    (lambda: audit.one_run_mu(1, 2, 3, confidence=1), "confidence"),
+    (lambda: audit.judge([1.0, math.nan], torch.tensor([True, False]), delta=0), "scores"),
+    (lambda: audit.judge([1.0, 2.0], [0.5, 1], delta=0), "included"), (lambda: audit.coins(0), "canaries"),
+    (lambda: audit.judge([1.0, 2.0], torch.tensor([True, False]), delta=0, groups=[1]), "groups"),
+    (lambda: audit.PlanCurve(plan(5, noise_multiplier=0.0)), "noise"),
+    (lambda: audit.PlanCurve(plan(5, steps=0)), "step"),
+    (lambda: audit.audit_training(None, None, None, plan(5), optimizer=None, canaries=[1, 1]), "canaries")])
+def test_bad_input_is_refused(call, match):
+    with pytest.raises(ValueError, match=match):
+        call()
