@@ -12,10 +12,11 @@ Clipping needs its norm, and then a weighted sum over examples.  Two ways:
   With one position it is a product of two norms.
 
 The sum then comes from the kept gradients, or from one ordinary weighted weight
-gradient.  Neither needs a second pass through the network.  Any other layer that maps
+gradient.  Neither needs a second pass through the network.  A weight that is computed from parameters
+(`dpcompanion.training.reparametrised`) adds one linear map, the same for all examples.  Any other layer that maps
 one tensor to one tensor is differentiated example by example with `torch.func`.
 
-Only that last way looks at the layer's weights.  So the examples of several networks (runs) can be worked on
+Only these last two look at the layer's weights.  So the examples of several networks (runs) can be worked on
 together, first all of one run, then all of the next; sums are made for each run: factors (runs, examples of a run)
 give {name: (runs, *shape)}.
 
@@ -35,10 +36,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.grad import conv2d_weight
 
+from dpcompanion.training.reparametrised import Reparametrised
+
 # What it costs to write a number of an explicit gradient and read it twice, in multiply-adds (measured on a CPU).
 _TRAFFIC = 16
 # Numbers that a block of examples may take while a norm is worked out.
 _BLOCK = 2**23
+# The same where they are worked on several times and had better stay in a processor's cache.
+_CACHED = 2**20
 # Numbers whose squares are added up in their own precision.
 _SUMMED = 256
 
@@ -122,7 +127,7 @@ def _patches(conv, a):
 
     The channels of a patch lie side by side, which is several times faster to copy than the order of the weight.
     """
-    windows = _pad(conv, a).permute(0, 2, 3, 1)
+    windows = _pad(conv, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
     for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation), start=1):
         windows = windows.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
     n, height, width = windows.shape[:3]
@@ -221,17 +226,22 @@ class Ghost:
         self.module, self.uses = module, uses
 
     def squared_norms(self):
-        trainable, squares = own_parameters(self.module), 0
-        if "weight" in trainable:
-            weight = self.module.weight
-            numbers = max(weight.numel(), _positions(self.module, self.uses) * weight[0].numel())
-            rows = max(1, _BLOCK // numbers)
-            blocks = [[(a[i:i + rows], g[i:i + rows]) for a, g in self.uses]
-                      for i in range(0, len(self.uses[0][0]), rows)]
-            squares = squares + torch.cat([self._weight_squares(block) for block in blocks])
-        if "bias" in trainable:
-            squares = squares + squared_norms(sum(_bias(self.module, g) for _, g in self.uses))
-        return squares
+        squares = 0
+        if "weight" in own_parameters(self.module):
+            squares = squares + torch.cat([self._weight_squares(block) for block in self.blocks(self.uses)])
+        return squares + self.bias_squares()
+
+    def blocks(self, uses, numbers=_BLOCK):
+        """The uses of a few examples at a time, such that their gradients or patches take that many numbers."""
+        weight = self.module.weight
+        rows = max(1, numbers // max(weight.numel(), _positions(self.module, uses) * weight[0].numel()))
+        return ([(a[i:i + rows], g[i:i + rows]) for a, g in uses] for i in range(0, len(uses[0][0]), rows))
+
+    def bias_squares(self):
+        """What the bias adds to the squared norms; 0 if it has none to train."""
+        if "bias" not in own_parameters(self.module):
+            return 0
+        return squared_norms(sum(_bias(self.module, g) for _, g in self.uses))
 
     def _weight_squares(self, uses):
         positions = _positions(self.module, uses)
@@ -266,6 +276,40 @@ class Ghost:
                 conv2d_weight(a, conv.weight.shape, g.contiguous(), stride=conv.stride, dilation=conv.dilation,
                               groups=conv.groups) for a, g in zip(_pad(conv, a).chunk(runs), g.chunk(runs))])
         return g.reshape(runs, -1, g.shape[-1]).mT @ a.reshape(runs, -1, a.shape[-1])
+
+
+class GhostReparametrised:
+    """A layer whose weight is computed from parameters: gradients of the weight it uses, a few examples at a time, are
+    pulled back to the parameters for the norms; for the sum, one weighted gradient of each run is."""
+
+    def __init__(self, module, uses, stacked):
+        self.module, self.stacked = module, stacked
+        self.ghost = Ghost(module.ordinary(), uses)
+
+    def _pull_back(self, run):
+        pull_back = self.module.pull_back(**self.module.weight_parameters(self.stacked, run))
+        trainable = own_parameters(self.module)
+        return lambda gradients: {name: g for name, g in pull_back(gradients).items() if name in trainable}
+
+    def squared_norms(self):
+        ghost, squares = self.ghost, []
+        runs = len(next(iter(self.stacked.values()))) if self.stacked else 1
+        examples = len(ghost.uses[0][0]) // runs
+        for run in range(runs):
+            mine, pull_back = slice(run * examples, (run + 1) * examples), self._pull_back(run)
+            for block in ghost.blocks([(a[mine], g[mine]) for a, g in ghost.uses], _CACHED):
+                gradients, axes = _weight_gradients(ghost.module, block, slide=False)
+                pulled = pull_back(gradients.permute(axes) if axes else gradients)
+                squares.append(sum(squared_norms(g) for g in pulled.values()))
+        return torch.cat(squares) + ghost.bias_squares()
+
+    def keep_only(self, rows):
+        self.ghost.keep_only(rows)
+
+    def weighted_sum(self, factors):
+        sums = self.ghost.weighted_sum(factors)
+        runs = [self._pull_back(run)(g[None]) for run, g in enumerate(sums.pop("weight"))]
+        return sums | {name: torch.cat([pulled[name] for pulled in runs]) for name in runs[0]}
 
 
 class GhostEmbedding:
@@ -304,10 +348,10 @@ def _rows(tensor, rows):
     return torch.where(rows.reshape(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
 
 
-def _weight_gradients(module, uses):
+def _weight_gradients(module, uses, slide=True):
     """Gradients of the weight over all uses of the layer, (n, ...), and where its axes are (see `Explicit`)."""
     conv, total = type(module) is nn.Conv2d, None
-    slides = conv and all(_slides(module, g[0, 0].numel()) for _, g in uses)
+    slides = conv and slide and all(_slides(module, g[0, 0].numel()) for _, g in uses)
     for a, g in uses:
         if slides:
             term = _slid(module, a, g)
@@ -384,4 +428,6 @@ def layer_gradient(module, uses, method, budget, stacked=None):
         return _explicit_matrices(module, uses)
     if type(module) in (nn.GroupNorm, nn.LayerNorm):
         return _explicit_norm_layer(module, uses)
+    if isinstance(module, Reparametrised) and set(own_parameters(module)) - {"bias"}:
+        return GhostReparametrised(module, uses, stacked)
     return _explicit_any(module, uses, stacked)
