@@ -119,7 +119,8 @@ class _Recorder:
         # that node (linear layers on more than two axes and instance norm return views).
         output = output.clone() if output._is_view() else output
         a = args[0]
-        self.uses.setdefault(module, []).append((a.detach(), a._version, get_gradient_edge(output), len(output)))
+        self.uses.setdefault(module, []).append(
+            (a.detach(), a._version, get_gradient_edge(output), len(output), a.requires_grad))
         return output
 
     @contextlib.contextmanager
@@ -131,30 +132,62 @@ class _Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def inputs_and_output_gradients(self, losses):
+    def backward(self, losses, take):
+        """take(layer, [(inputs, output gradients)]) for each layer that is reached, as soon as the way back through the
+        network has come by all its uses, so that what is not kept can go."""
         n = len(losses)
         for module, uses in self.uses.items():
-            if any(len(a) != n or rows != n for a, _, _, rows in uses):
+            if any(len(a) != n or rows != n for a, _, _, rows, _ in uses):
                 raise Unfit(f"layer {self.owners[module]!r} does not keep the examples first; use method='func'")
-        edges = [edge for uses in self.uses.values() for _, _, edge, _ in uses]
-        silent = [p for module in self.owners if module not in self.uses for p in own_parameters(module).values()]
-        gradients = torch.autograd.grad(losses.sum(), [*edges, *silent], allow_unused=True)
-        if any(g is not None for g in gradients[len(edges):]):
-            raise Unfit("a parameter is used outside the forward method of its layer; use method='func'")
-        gradients, pairs, reached = iter(gradients), {}, None
+        pairs = {module: {} for module in self.uses}
+
+        def arrived(module, use, g):
+            a, version, *_ = self.uses[module][use]
+            if a._version != version:
+                raise Unfit(f"the input of layer {self.owners[module]!r} is changed in place; use method='func'")
+            pairs[module][use] = a, g
+            if len(pairs[module]) == len(self.uses[module]):
+                finish(module)
+
+        def finish(module):
+            self.uses.pop(module)
+            found = pairs.pop(module)
+            if found:
+                take(module, [found[use] for use in sorted(found)])
+
+        def on_the_way(module, use, output):
+            def hook(gradients):
+                if gradients[output] is not None:
+                    arrived(module, use, gradients[output])
+            return hook
+
+        # Autograd goes where it is asked to: to the first layers, whose inputs need no gradient, and by all others.
+        first, handles = [], []
         for module, uses in self.uses.items():
-            for a, version, _, _ in uses:
-                if a._version != version:
-                    raise Unfit(f"the input of layer {self.owners[module]!r} is changed in place; use method='func'")
-                g = next(gradients)
-                if g is not None:
-                    pairs.setdefault(module, []).append((a, g))
-                    continue
-                reached = _reached(losses) if reached is None else reached
-                if any(p in reached for p in own_parameters(module).values()):
-                    raise Unfit(f"layer {self.owners[module]!r} is used, but no gradient comes by its output; use "
-                                "method='func'")
-        return pairs
+            for use, (_, _, edge, _, inner) in enumerate(uses):
+                if inner:
+                    handles.append(edge.node.register_prehook(on_the_way(module, use, edge.output_nr)))
+                else:
+                    first.append((module, use, edge))
+        silent = [p for module in self.owners if module not in self.uses for p in own_parameters(module).values()]
+        try:
+            gradients = torch.autograd.grad(losses, [*(edge for _, _, edge in first), *silent],
+                                            torch.ones_like(losses), allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if any(g is not None for g in gradients[len(first):]):
+            raise Unfit("a parameter is used outside the forward method of its layer; use method='func'")
+        for (module, use, _), g in zip(first, gradients):
+            if g is not None:
+                arrived(module, use, g)
+        reached = _reached(losses) if self.uses else ()
+        for module in list(self.uses):
+            if len(pairs[module]) < len(self.uses[module]) and any(
+                    p in reached for p in own_parameters(module).values()):
+                raise Unfit(f"layer {self.owners[module]!r} is used, but no gradient comes by its output; use "
+                            "method='func'")
+            finish(module)
 
 
 def _reached(losses):
@@ -173,22 +206,26 @@ def _reached(losses):
 def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
     """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
     those of the first run, then those of the second, as many for each, and there is a sum for each run."""
-    recorder = _Recorder(model)
+    recorder, budget = _Recorder(model), _BUDGET
+    squares, layers = dict.fromkeys(recorder.owners, 0), dict.fromkeys(recorder.owners)
+
+    def take(module, uses):
+        nonlocal budget
+        if isinstance(module, StackedLayer):
+            layer = layer_gradient(module.layer, uses, method, budget, own_parameters(module))
+        else:
+            layer = layer_gradient(module, uses, method, budget)
+        squares[module] = layer.squared_norms()
+        if max_grad_norm is not None:
+            layers[module] = layer
+            budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
+
     with recorder.listening(), torch.enable_grad():
-        losses = checks.check_losses(loss(model(x), y), len(x))
-    pairs = recorder.inputs_and_output_gradients(losses)
-    recorder.uses = {}
-    squares, layers, budget = torch.zeros(len(x), dtype=torch.float64, device=x.device), {}, _BUDGET
+        losses = checks.check_losses(loss(model(x.detach()), y), len(x))
     with torch.no_grad():
-        for module in list(pairs):
-            if isinstance(module, StackedLayer):
-                layer = layer_gradient(module.layer, pairs.pop(module), method, budget, own_parameters(module))
-            else:
-                layer = layer_gradient(module, pairs.pop(module), method, budget)
-            squares += layer.squared_norms()
-            if max_grad_norm is not None:
-                layers[recorder.owners[module]] = layer
-                budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
+        recorder.backward(losses, take)
+        squares = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
+        layers = {recorder.owners[module]: layer for module, layer in layers.items() if layer is not None}
         total = _clip(layers, squares, losses.detach(), max_grad_norm, runs)
     if max_grad_norm is None:
         return total

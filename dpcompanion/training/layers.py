@@ -82,7 +82,9 @@ def squared_norms(tensor):
     >>> squared_norms(torch.tensor([[3e-25, 4e-25], [0.0, 0.0]])).sqrt()
     tensor([5.0000e-25, 0.0000e+00], dtype=torch.float64)
     """
-    flat = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
+    # In the order in which they lie in memory, so that nothing is copied.
+    order = sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True)
+    flat = tensor.permute(0, *order).flatten(1) if order else tensor[:, None]
     if flat.device.type != "cpu" and flat.dtype != torch.float64:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
     if flat.dtype == torch.float64:
@@ -272,9 +274,12 @@ class Ghost:
     def _weight_sum(self, a, g, runs):
         conv = self.module
         if type(conv) is nn.Conv2d:
+            padding = conv.padding
+            if conv.padding_mode != "zeros" or isinstance(padding, str):
+                a, padding = _pad(conv, a), 0
             return torch.stack([
-                conv2d_weight(a, conv.weight.shape, g.contiguous(), stride=conv.stride, dilation=conv.dilation,
-                              groups=conv.groups) for a, g in zip(_pad(conv, a).chunk(runs), g.chunk(runs))])
+                conv2d_weight(a, conv.weight.shape, g, stride=conv.stride, padding=padding, dilation=conv.dilation,
+                              groups=conv.groups) for a, g in zip(a.chunk(runs), g.chunk(runs))])
         return g.reshape(runs, -1, g.shape[-1]).mT @ a.reshape(runs, -1, a.shape[-1])
 
 
@@ -291,17 +296,31 @@ class GhostReparametrised:
         trainable = own_parameters(self.module)
         return lambda gradients: {name: g for name, g in pull_back(gradients).items() if name in trainable}
 
-    def squared_norms(self):
-        ghost, squares = self.ghost, []
-        runs = len(next(iter(self.stacked.values()))) if self.stacked else 1
+    def pulled(self):
+        """Gradients of the parameters, {name: (n, *shape)}, a few examples at a time."""
+        ghost, runs = self.ghost, len(next(iter(self.stacked.values()))) if self.stacked else 1
         examples = len(ghost.uses[0][0]) // runs
         for run in range(runs):
             mine, pull_back = slice(run * examples, (run + 1) * examples), self._pull_back(run)
             for block in ghost.blocks([(a[mine], g[mine]) for a, g in ghost.uses], _CACHED):
                 gradients, axes = _weight_gradients(ghost.module, block, slide=False)
-                pulled = pull_back(gradients.permute(axes) if axes else gradients)
-                squares.append(sum(squared_norms(g) for g in pulled.values()))
-        return torch.cat(squares) + ghost.bias_squares()
+                yield pull_back(gradients.permute(axes) if axes else gradients)
+
+    def squared_norms(self):
+        squares = torch.cat([sum(squared_norms(g) for g in pulled.values()) for pulled in self.pulled()])
+        return squares + self.ghost.bias_squares()
+
+    def explicit(self):
+        """The same, with the gradients held."""
+        gradients, axes = {}, (0, 1, 4, 2, 3) if isinstance(self.module, nn.Conv2d) else None
+        for pulled in self.pulled():
+            for name, g in pulled.items():
+                gradients.setdefault(name, []).append(
+                    g.permute(0, 1, 3, 4, 2) if axes and name == "weight" else g)
+        gradients = {name: torch.cat(parts) for name, parts in gradients.items()}
+        if "bias" in own_parameters(self.module):
+            gradients["bias"] = sum(_bias(self.ghost.module, g) for _, g in self.ghost.uses)
+        return Explicit(gradients, axes)
 
     def keep_only(self, rows):
         self.ghost.keep_only(rows)
@@ -429,5 +448,8 @@ def layer_gradient(module, uses, method, budget, stacked=None):
     if type(module) in (nn.GroupNorm, nn.LayerNorm):
         return _explicit_norm_layer(module, uses)
     if isinstance(module, Reparametrised) and set(own_parameters(module)) - {"bias"}:
-        return GhostReparametrised(module, uses, stacked)
+        layer = GhostReparametrised(module, uses, stacked)
+        explicit = sum(p.numel() for p in own_parameters(module).values()) * len(uses[0][0])
+        fits = explicit <= min(budget, sum(a.numel() + g.numel() for a, g in uses))
+        return layer.explicit() if method == "mixed" and fits else layer
     return _explicit_any(module, uses, stacked)

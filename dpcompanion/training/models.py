@@ -190,8 +190,8 @@ class StandardisedConv2d(Reparametrised, nn.Conv2d):
 
         def pulled(gradients):
             g = gradients.permute(0, 1, 3, 4, 2)
-            along = torch.linalg.vecdot(g.flatten(2), unit.flatten(1)).reshape(-1, *gain.shape)
-            g = g.sub_(g.mean((2, 3, 4), keepdim=True)).sub_(along * depends).mul_(of_gain)
+            mean, along = g.mean((2, 3, 4), keepdim=True), (g * unit).sum((2, 3, 4), keepdim=True)
+            g = g.addcmul_(along, depends, value=-1).sub_(mean).mul_(of_gain)
             return {"weight": g.permute(0, 1, 4, 2, 3), "gain": along.permute(0, 1, 4, 2, 3)}
 
         return pulled

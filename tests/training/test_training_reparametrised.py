@@ -79,12 +79,13 @@ def test_gradients_are_those_of_torch_func(name, method):
     agree(model, x, y, method)
 
 
+@pytest.mark.parametrize("method", ["mixed", "ghost"])
 @pytest.mark.parametrize("frozen", ["weight", "gain", "bias"])
-def test_what_is_frozen_takes_no_part(frozen):
+def test_what_is_frozen_takes_no_part(frozen, method):
     model, (x, y) = network(CONVOLUTIONS["3 x 3"]), examples()
     model(x)
     getattr(model[0], frozen).requires_grad_(False)
-    agree(model, x, y, "mixed")
+    agree(model, x, y, method)
 
 
 def test_a_channel_whose_weight_hardly_varies_has_a_gain_that_does_not_depend_on_it():
@@ -94,7 +95,8 @@ def test_a_channel_whose_weight_hardly_varies_has_a_gain_that_does_not_depend_on
         model[0].weight[0] = 0.5
         model[0].weight[1] = 0.5 + 1e-4 * torch.randn(4, 3, 3)
         model[0].gain.copy_(torch.randn(6, 1, 1, 1))
-    agree(model, x, y, "mixed")
+    for method in ("mixed", "ghost"):
+        agree(model, x, y, method)
 
 
 def test_other_layers_work_too_and_layers_may_be_used_twice():
