@@ -14,6 +14,11 @@ norms $C_i$ this computes $\sum_i g_i \min(1, C_i / \lVert g_i\rVert)$.  Methods
   their word.
 
 A loss is a function (outputs, targets) -> (n,), one number an example, such as `cross_entropy` here.
+With `precision="bf16"` the network goes forward and back in bfloat16 (autocast), on a processor or GPU that has it.
+Its gradients are off by about a hundredth; privacy is not: norm, clipping and sum are worked out in float32 from the
+same rounded inputs and output gradients of the layers, so that the share of each example, as it is added up, is no
+longer than its clip norm. As in any precision, the last bits of an example's gradient may depend on the batch's size;
+these bits are larger here.
 A gradient that is not finite counts as zero in the sum; its norm is reported as inf.
 On a GPU convolutions may round to TF32, and then a clip norm holds to 1e-3 only; for full float32 set
 `torch.backends.cudnn.allow_tf32 = False`.
@@ -43,6 +48,7 @@ from dpcompanion.training.layers import Explicit, Unfit, call_with, layer_gradie
 from dpcompanion.training.stacking import StackedLayer
 
 METHODS = ("auto", "mixed", "ghost", "func")
+PRECISIONS = (None, "bf16")
 # Numbers of per-example gradients that are held at once, 256 MiB in float32.
 _BUDGET = 2**26
 
@@ -203,7 +209,7 @@ def _reached(losses):
     return leaves
 
 
-def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
+def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=None):
     """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
     those of the first run, then those of the second, as many for each, and there is a sum for each run."""
     recorder, budget = _Recorder(model), _BUDGET
@@ -221,7 +227,7 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
             budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
 
     with recorder.listening(), torch.enable_grad():
-        losses = checks.check_losses(loss(model(x.detach()), y), len(x))
+        losses = checks.check_losses(proof.losses_in(precision, model, loss, x.detach(), y), len(x))
     with torch.no_grad():
         recorder.backward(losses, take)
         squares = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
@@ -278,15 +284,37 @@ def _functional(model, loss, x, y, max_grad_norm, stacked=None):
     return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, runs)
 
 
-def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
+def check_precision(precision, model, device, method="auto"):
+    """Refuse a precision that the model's type, the device or the method does not allow.
+
+    Raises:
+        ValueError: naming which.
+    """
+    _checks.one_of("precision", precision, PRECISIONS)
+    if precision is None:
+        return
+    types = {p.dtype for p in model.parameters() if p.requires_grad}
+    if types != {torch.float32}:
+        raise ValueError(f"precision 'bf16' takes a model in float32, got {', '.join(sorted(map(str, types)))}")
+    if method == "func":
+        raise ValueError("precision 'bf16' takes method 'mixed' or 'ghost', got 'func'")
+    device = torch.device(device)
+    able = (torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else
+            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
+    if not able:
+        raise ValueError(f"precision 'bf16' takes a processor or GPU that has it, but {str(device)!r} does not")
+
+
+def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision):
     checks.check_data(x, y)
     checks.check_types(model, x)
+    check_precision(precision, model, x.device, method)
     if chunk is not None:
         _checks.whole_number("chunk", chunk, 1)
     _checks.one_of("method", method, METHODS)
     check_model(model)
     if method == "auto":
-        method = resolve_method(model, loss, x, y)
+        method = resolve_method(model, loss, x, y, precision=precision)
     chunk = chunk or 512
     if method == "func":          # which holds a gradient of the whole model for each example
         chunk = max(1, min(chunk, _BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad)))
@@ -296,10 +324,10 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
         if method == "func":
             yield _functional(model, loss, x[part], y[part], limit)
         else:
-            yield _layerwise(model, loss, x[part], y[part], limit, method)
+            yield _layerwise(model, loss, x[part], y[part], limit, method, precision=precision)
 
 
-def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None):
+def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, precision=None):
     """Sum of the clipped gradients of the examples (x, y), with their norms and losses.
 
     Args:
@@ -309,20 +337,21 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None):
         max_grad_norm: a number above 0, or a tensor (n,).
         method: "auto", "mixed", "ghost" or "func".
         chunk: examples in one pass at most; the sum does not depend on it but for rounding.
+        precision: None for the model's own type, or "bf16" (see above).
 
     Returns:
         ClippedSum with gradients {name: shape of the parameter}, norms (n,), losses (n,).
 
     Raises:
         ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen to), a loss that is
-            reduced, an unknown method, a norm of 0, or ("mixed" or "ghost") a model that is seen not to consist of
-            layers.
+            reduced, an unknown method, a norm of 0, ("mixed" or "ghost") a model that is seen not to consist of
+            layers, or a precision that the model or the device does not have.
     """
     _checks.in_interval("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
     if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.shape not in ((), (len(x),)):
         raise ValueError(f"max_grad_norm must be a number or have shape ({len(x)},), got {tuple(max_grad_norm.shape)}")
     total = None
-    for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk):
+    for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision):
         total = part if total is None else total + part
     if total is None:
         none = torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
@@ -331,26 +360,29 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None):
     return total
 
 
-def gradient_norms(model, loss, x, y, *, method="auto", chunk=None):
+def gradient_norms(model, loss, x, y, *, method="auto", chunk=None, precision=None):
     """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where not finite.
 
     Arguments and errors as for `clipped_sum`.  Memory: one chunk.
     """
-    norms = [part.norms for part in _in_chunks(model, loss, x, y, None, method, chunk)]
+    norms = [part.norms for part in _in_chunks(model, loss, x, y, None, method, chunk, precision)]
     return torch.cat(norms) if norms else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
 
 
-def resolve_method(model, loss, x, y, method="auto"):
+def resolve_method(model, loss, x, y, method="auto", precision=None):
     """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else "func".
 
     Layers are trusted only if norms and sums agree with plain autograd (`dpcompanion.training.proof`) for the examples
     with the largest gradients of a probe of (x, y), which may be all the data. Another `method` is proved likewise,
-    and returned; "func" takes examples one by one in any case, and is tried on them alone.
+    and returned; "func" takes examples one by one in any case, and is tried on them alone. With a `precision`, norms and
+    sums in it are proved too, on two of the examples, against plain autograd in the same precision.
 
     Raises:
         ValueError: if model and loss do not accept the data, if an example's loss depends on the other examples, or if
-            the method does not fit the model or cannot be proved because no example has a finite gradient.
+            the method does not fit the model or cannot be proved because no example has a finite gradient, or the
+            precision does not fit the model, the device or the method.
     """
+    check_precision(precision, model, x.device, method)
     if not len(x):
         return "func" if method == "auto" else method
     checks.try_out(model, loss, x, y)
@@ -359,14 +391,16 @@ def resolve_method(model, loss, x, y, method="auto"):
         return method
     layerwise = "mixed" if method == "auto" else method
 
-    def claimed(x, y):
-        found = _layerwise(model, loss, x, y, math.inf, layerwise)
+    def claimed(x, y, precision=None):
+        found = _layerwise(model, loss, x, y, math.inf, layerwise, precision=precision)
         return found.norms, found.gradients
 
     try:
         proof.prove(model, loss, x, y, claimed)
+        if precision is not None:
+            proof.prove_in(precision, model, loss, x, y, claimed)
     except Unfit as error:
-        if method == "auto":
+        if method == "auto" and precision is None:
             return resolve_method(model, loss, x, y, "func")
         raise Unfit(f"method {method!r} does not fit this model: {error}; use 'func' or 'auto'") from error
     return layerwise

@@ -187,6 +187,12 @@ def _bias(module, g):
     return g.reshape(len(g), -1, g.shape[-1]).sum(1)
 
 
+def _full(module, tensor):
+    """In the precision of the module's parameters: what went through a network in a lower one is multiplied and added
+    up in theirs, in the norm and in the sum alike."""
+    return tensor.to(next(iter(own_parameters(module).values())).dtype) if tensor.is_floating_point() else tensor
+
+
 def _scaled(tensor, factors):
     return tensor * factors.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))
 
@@ -237,13 +243,14 @@ class Ghost:
         """The uses of a few examples at a time, such that their gradients or patches take that many numbers."""
         weight = self.module.weight
         rows = max(1, numbers // max(weight.numel(), _positions(self.module, uses) * weight[0].numel()))
-        return ([(a[i:i + rows], g[i:i + rows]) for a, g in uses] for i in range(0, len(uses[0][0]), rows))
+        return ([(_full(self.module, a[i:i + rows]), _full(self.module, g[i:i + rows])) for a, g in uses]
+                for i in range(0, len(uses[0][0]), rows))
 
     def bias_squares(self):
         """What the bias adds to the squared norms; 0 if it has none to train."""
         if "bias" not in own_parameters(self.module):
             return 0
-        return squared_norms(sum(_bias(self.module, g) for _, g in self.uses))
+        return squared_norms(sum(_bias(self.module, _full(self.module, g)) for _, g in self.uses))
 
     def _weight_squares(self, uses):
         positions = _positions(self.module, uses)
@@ -264,9 +271,9 @@ class Ghost:
     def weighted_sum(self, factors):
         sums, runs = {}, len(factors)
         for a, g in self.uses:
-            g = _scaled(g, factors.flatten())
+            g = _scaled(_full(self.module, g), factors.flatten())
             for name in own_parameters(self.module):
-                term = (self._weight_sum(a, g, runs) if name == "weight" else
+                term = (self._weight_sum(_full(self.module, a), g, runs) if name == "weight" else
                         _bias(self.module, g).unflatten(0, factors.shape).sum(1))
                 sums[name] = sums[name] + term if name in sums else term
         return sums
@@ -319,7 +326,7 @@ class GhostReparametrised:
                     g.permute(0, 1, 3, 4, 2) if axes and name == "weight" else g)
         gradients = {name: torch.cat(parts) for name, parts in gradients.items()}
         if "bias" in own_parameters(self.module):
-            gradients["bias"] = sum(_bias(self.ghost.module, g) for _, g in self.ghost.uses)
+            gradients["bias"] = sum(_bias(self.ghost.module, _full(self.module, g)) for _, g in self.ghost.uses)
         return Explicit(gradients, axes)
 
     def keep_only(self, rows):
@@ -337,7 +344,7 @@ class GhostEmbedding:
     def __init__(self, module, uses):
         self.module = module
         self.tokens = torch.cat([a.reshape(len(a), -1) for a, _ in uses], 1)
-        self.g = torch.cat([g.reshape(len(g), -1, g.shape[-1]) for _, g in uses], 1)
+        self.g = _full(module, torch.cat([g.reshape(len(g), -1, g.shape[-1]) for _, g in uses], 1))
         if module.padding_idx is not None:
             self.g = self.g * (self.tokens != module.padding_idx).unsqueeze(-1)
 
@@ -444,12 +451,13 @@ def layer_gradient(module, uses, method, budget, stacked=None):
         too_large = module.weight.numel() * len(uses[0][0]) > budget
         if method == "ghost" or too_large or _gram_is_cheaper(module, _positions(module, uses)):
             return Ghost(module, uses)
-        return _explicit_matrices(module, uses)
-    if type(module) in (nn.GroupNorm, nn.LayerNorm):
-        return _explicit_norm_layer(module, uses)
+        return _explicit_matrices(module, [(_full(module, a), _full(module, g)) for a, g in uses])
     if isinstance(module, Reparametrised) and set(own_parameters(module)) - {"bias"}:
         layer = GhostReparametrised(module, uses, stacked)
         explicit = sum(p.numel() for p in own_parameters(module).values()) * len(uses[0][0])
         fits = explicit <= min(budget, sum(a.numel() + g.numel() for a, g in uses))
         return layer.explicit() if method == "mixed" and fits else layer
+    uses = [(_full(module, a), _full(module, g)) for a, g in uses]
+    if type(module) in (nn.GroupNorm, nn.LayerNorm):
+        return _explicit_norm_layer(module, uses)
     return _explicit_any(module, uses, stacked)

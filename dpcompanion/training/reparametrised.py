@@ -54,12 +54,13 @@ class Reparametrised:
     def ordinary(self):
         """A layer with the same sizes, options and trainable bias, whose weight is an ordinary one; without memory."""
         bias = self.bias is not None
+        kind = {"bias": bias, "device": "meta", "dtype": next(self.parameters()).dtype}
         if isinstance(self, nn.Conv2d):
             layer = nn.Conv2d(self.in_channels, self.out_channels, self.kernel_size, stride=self.stride,
-                              padding=self.padding, dilation=self.dilation, groups=self.groups, bias=bias,
-                              padding_mode=self.padding_mode, device="meta")
+                              padding=self.padding, dilation=self.dilation, groups=self.groups,
+                              padding_mode=self.padding_mode, **kind)
         else:
-            layer = nn.Linear(self.in_features, self.out_features, bias=bias, device="meta")
+            layer = nn.Linear(self.in_features, self.out_features, **kind)
         if bias:
             layer.bias.requires_grad_(self.bias.requires_grad)
         return layer

@@ -1,0 +1,172 @@
+"""bf16: a network that goes forward and back in bfloat16, and shares that keep to the clip norm all the same."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dpcompanion.training import DPSGDPlan, clipped_sum, clipping, cross_entropy, gradient_norms, models, train
+from dpcompanion.training.models import StandardisedConv2d
+
+able = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a processor with bfloat16")
+
+
+class Scale(nn.Module):
+    """A layer that no rule knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(8))
+
+    def forward(self, x):
+        return x * torch.sin(self.scale)
+
+
+class Block(nn.Module):
+    """A small transformer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.query, self.key, self.value, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Scale()
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, tokens):
+        x = self.norm(self.embedding(tokens))
+        x = x + F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+        return self.head(self.scale(x).mean(1))
+
+
+MODELS = {
+    "convolutions": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(),
+                                           nn.Conv2d(8, 8, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)),
+                     lambda n: torch.randn(n, 3, 9, 9)),
+    "standardised": (lambda: nn.Sequential(StandardisedConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(),
+                                           StandardisedConv2d(8, 8, 3), nn.Flatten(), nn.LazyLinear(3)),
+                     lambda n: torch.randn(n, 3, 9, 9)),
+    "transformer": (Block, lambda n: torch.randint(11, (n, 6))),
+    "linear": (lambda: nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)), lambda n: torch.randn(n, 40)),
+}
+
+
+def build(name, n=16):
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model, x = make(), inputs(n)
+    model(x)
+    return model, x, torch.randint(3, (n,))
+
+
+@able
+@pytest.mark.parametrize("method", ["mixed", "ghost"])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_share_is_longer_than_the_clip_norm(name, method):
+    """The share of an example as it is added up is the sum of a batch of one."""
+    model, x, y = build(name)
+    for scale in (1.0, 30.0):
+        given = x * scale if x.is_floating_point() else x
+        for i in range(len(x)):
+            found = clipped_sum(model, cross_entropy, given[i:i + 1], y[i:i + 1], 0.01, method=method, precision="bf16")
+            length = math.sqrt(sum(g.double().square().sum().item() for g in found.gradients.values()))
+            assert length <= 0.01
+            assert found.norms.item() < 0.01 or length > 0.01 * (1 - 1e-5)
+
+
+@able
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sum_is_made_of_the_shares_and_is_that_of_float32_but_for_a_few_hundredths(name):
+    model, x, y = build(name)
+    whole = clipped_sum(model, cross_entropy, x, y, 0.1, precision="bf16")
+    full = clipped_sum(model, cross_entropy, x, y, 0.1)
+    assert all(g.dtype == torch.float32 for g in whole.gradients.values()) and whole.norms.dtype == torch.float32
+    shares = [clipped_sum(model, cross_entropy, x[i:i + 1], y[i:i + 1], 0.1, precision="bf16") for i in range(len(x))]
+
+    def joined(total):
+        return torch.cat([g.flatten() for g in total.gradients.values()])
+    added = sum(joined(share) for share in shares)
+    assert (joined(whole) - added).norm() < 5e-3 * 0.1 * len(x)
+    assert (joined(whole) - joined(full)).norm() < 0.03 * joined(full).norm()
+    torch.testing.assert_close(whole.norms, full.norms, rtol=0.05, atol=0)
+    torch.testing.assert_close(gradient_norms(model, cross_entropy, x, y, precision="bf16"), whole.norms)
+    assert not torch.equal(whole.norms, full.norms)
+
+
+@able
+def test_norms_are_proved_in_the_lower_precision_too(monkeypatch):
+    model, x, y = build("convolutions")
+    assert clipping.resolve_method(model, cross_entropy, x, y, precision="bf16") == "mixed"
+
+    def wrong(module, tensor):
+        return 0.9 * tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    monkeypatch.setattr("dpcompanion.training.layers._full", wrong)
+    assert clipping.resolve_method(model, cross_entropy, x, y) == "mixed"
+    with pytest.raises(ValueError, match="wrong by up to"):
+        clipping.resolve_method(model, cross_entropy, x, y, precision="bf16")
+
+
+def test_what_cannot_be_had_is_refused(monkeypatch):
+    model, x, y = build("linear")
+    with pytest.raises(ValueError, match="precision must be .*'half'"):
+        clipped_sum(model, cross_entropy, x, y, 1.0, precision="half")
+    with pytest.raises(ValueError, match="model in float32, got torch.float64"):
+        clipped_sum(model.double(), cross_entropy, x.double(), y, 1.0, precision="bf16")
+    with pytest.raises(ValueError, match="'mixed' or 'ghost', got 'func'"):
+        clipped_sum(model.float(), cross_entropy, x, y, 1.0, method="func", precision="bf16")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with pytest.raises(ValueError, match="'cpu' does not"):
+        gradient_norms(model, cross_entropy, x, y, precision="bf16")
+
+
+@able
+def test_a_model_that_only_torch_func_understands_has_no_lower_precision():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    model[1].weight = nn.Parameter(torch.randn(8, 8))
+    model.append(nn.Linear(3, 3)).append(model[3])
+    model[4].weight = model[3].weight
+    model.append(nn.Linear(3, 3))
+    model[5].weight = model[3].weight
+    with pytest.raises(ValueError, match="share a parameter"):
+        clipped_sum(model, cross_entropy, torch.randn(4, 40), torch.arange(4) % 3, 1.0, precision="bf16")
+
+
+@able
+def test_a_run_says_what_it_was_computed_in_and_goes_on_in_that(tmp_path):
+    plan = DPSGDPlan(n=16, sample_rate=0.5, steps=4, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+
+    def run(steps, precision, checkpoint=None, stop=None):
+        model, x, y = build("convolutions")
+
+        def on_step(state):
+            if state.step == stop:
+                raise InterruptedError
+        return model, train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                            seed=0, precision=precision, checkpoint=checkpoint, checkpoint_every=1, on_step=on_step)
+
+    model, history = run(4, "bf16")
+    assert history.precision == "bf16" and run(4, None)[1].precision == "float32"
+    assert not torch.equal(history.losses, run(4, None)[1].losses)
+    with pytest.raises(InterruptedError):
+        run(4, "bf16", tmp_path / "run", stop=3)
+    with pytest.raises(ValueError, match="precision bf16 there, None here"):
+        run(4, None, tmp_path / "run")
+    again, resumed = run(4, "bf16", tmp_path / "run")
+    assert resumed.precision == "bf16" and torch.equal(resumed.losses, history.losses)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
+
+
+def test_a_model_that_is_of_a_lower_type_itself_keeps_it():
+    model, x, y = build("linear")
+    found = clipped_sum(model.bfloat16(), cross_entropy, x.bfloat16(), y, 0.5, method="mixed")
+    assert all(g.dtype == torch.bfloat16 for g in found.gradients.values())
+
+
+@able
+def test_networks_of_the_papers_train_in_it():
+    model = models.cifar_cnn(seed=0)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 3, 32, 32, generator=generator), torch.arange(8) % 10
+    full = gradient_norms(model, cross_entropy, x, y)
+    torch.testing.assert_close(gradient_norms(model, cross_entropy, x, y, precision="bf16"), full, rtol=0.05, atol=0)
