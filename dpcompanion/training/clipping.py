@@ -14,6 +14,11 @@ norms $C_i$ this computes $\sum_i g_i \min(1, C_i / \lVert g_i\rVert)$.  Methods
   their word.
 
 A loss is a function (outputs, targets) -> (n,), one number an example, such as `cross_entropy` here.
+With `precision="bf16"` the network goes forward and back in bfloat16 (autocast), on a processor or GPU that has it.
+Its gradients are off by about a hundredth; privacy is not: norm, clipping and sum are worked out in float32 from the
+same rounded inputs and output gradients of the layers, so that the share of each example, as it is added up, is no
+longer than its clip norm. As in any precision, the last bits of an example's gradient may depend on the batch's size;
+these bits are larger here.
 A gradient that is not finite counts as zero in the sum; its norm is reported as inf.
 On a GPU convolutions may round to TF32, and then a clip norm holds to 1e-3 only; for full float32 set
 `torch.backends.cudnn.allow_tf32 = False`.
@@ -39,10 +44,13 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from dpcompanion import _checks
 from dpcompanion.training import checks, proof
-from dpcompanion.training.layers import Explicit, Unfit, call_with, layer_gradient, own_parameters, rounded_up, wide_sum
+from dpcompanion.training.layers import (
+    Explicit, Unfit, call_with, layer_gradient, own_parameters, rounded_up, wide_sum,
+)
 from dpcompanion.training.stacking import StackedLayer
 
 METHODS = ("auto", "mixed", "ghost", "func")
+PRECISIONS = (None, "bf16")
 # Numbers of per-example gradients that are held at once, 256 MiB in float32.
 _BUDGET = 2**26
 
@@ -119,7 +127,8 @@ class _Recorder:
         # that node (linear layers on more than two axes and instance norm return views).
         output = output.clone() if output._is_view() else output
         a = args[0]
-        self.uses.setdefault(module, []).append((a.detach(), a._version, get_gradient_edge(output), len(output)))
+        self.uses.setdefault(module, []).append(
+            (a.detach(), a._version, get_gradient_edge(output), len(output), a.requires_grad))
         return output
 
     @contextlib.contextmanager
@@ -131,30 +140,62 @@ class _Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def inputs_and_output_gradients(self, losses):
+    def backward(self, losses, take):
+        """take(layer, [(inputs, output gradients)]) for each layer that is reached, as soon as the way back through the
+        network has come by all its uses, so that what is not kept can go."""
         n = len(losses)
         for module, uses in self.uses.items():
-            if any(len(a) != n or rows != n for a, _, _, rows in uses):
+            if any(len(a) != n or rows != n for a, _, _, rows, _ in uses):
                 raise Unfit(f"layer {self.owners[module]!r} does not keep the examples first; use method='func'")
-        edges = [edge for uses in self.uses.values() for _, _, edge, _ in uses]
-        silent = [p for module in self.owners if module not in self.uses for p in own_parameters(module).values()]
-        gradients = torch.autograd.grad(losses.sum(), [*edges, *silent], allow_unused=True)
-        if any(g is not None for g in gradients[len(edges):]):
-            raise Unfit("a parameter is used outside the forward method of its layer; use method='func'")
-        gradients, pairs, reached = iter(gradients), {}, None
+        pairs = {module: {} for module in self.uses}
+
+        def arrived(module, use, g):
+            a, version, *_ = self.uses[module][use]
+            if a._version != version:
+                raise Unfit(f"the input of layer {self.owners[module]!r} is changed in place; use method='func'")
+            pairs[module][use] = a, g
+            if len(pairs[module]) == len(self.uses[module]):
+                finish(module)
+
+        def finish(module):
+            self.uses.pop(module)
+            found = pairs.pop(module)
+            if found:
+                take(module, [found[use] for use in sorted(found)])
+
+        def on_the_way(module, use, output):
+            def hook(gradients):
+                if gradients[output] is not None:
+                    arrived(module, use, gradients[output])
+            return hook
+
+        # Autograd goes where it is asked to: to the first layers, whose inputs need no gradient, and by all others.
+        first, handles = [], []
         for module, uses in self.uses.items():
-            for a, version, _, _ in uses:
-                if a._version != version:
-                    raise Unfit(f"the input of layer {self.owners[module]!r} is changed in place; use method='func'")
-                g = next(gradients)
-                if g is not None:
-                    pairs.setdefault(module, []).append((a, g))
-                    continue
-                reached = _reached(losses) if reached is None else reached
-                if any(p in reached for p in own_parameters(module).values()):
-                    raise Unfit(f"layer {self.owners[module]!r} is used, but no gradient comes by its output; use "
-                                "method='func'")
-        return pairs
+            for use, (_, _, edge, _, inner) in enumerate(uses):
+                if inner:
+                    handles.append(edge.node.register_prehook(on_the_way(module, use, edge.output_nr)))
+                else:
+                    first.append((module, use, edge))
+        silent = [p for module in self.owners if module not in self.uses for p in own_parameters(module).values()]
+        try:
+            gradients = torch.autograd.grad(losses, [*(edge for _, _, edge in first), *silent],
+                                            torch.ones_like(losses), allow_unused=True)
+        finally:
+            for handle in handles:
+                handle.remove()
+        if any(g is not None for g in gradients[len(first):]):
+            raise Unfit("a parameter is used outside the forward method of its layer; use method='func'")
+        for (module, use, _), g in zip(first, gradients):
+            if g is not None:
+                arrived(module, use, g)
+        reached = _reached(losses) if self.uses else ()
+        for module in list(self.uses):
+            if len(pairs[module]) < len(self.uses[module]) and any(
+                    p in reached for p in own_parameters(module).values()):
+                raise Unfit(f"layer {self.owners[module]!r} is used, but no gradient comes by its output; use "
+                            "method='func'")
+            finish(module)
 
 
 def _reached(losses):
@@ -170,31 +211,36 @@ def _reached(losses):
     return leaves
 
 
-def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
+def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=None):
     """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
     those of the first run, then those of the second, as many for each, and there is a sum for each run."""
-    recorder = _Recorder(model)
+    recorder, budget = _Recorder(model), _BUDGET
+    squares, layers = dict.fromkeys(recorder.owners, 0), dict.fromkeys(recorder.owners)
+
+    def take(module, uses):
+        nonlocal budget
+        if isinstance(module, StackedLayer):
+            layer = layer_gradient(module.layer, uses, method, budget, own_parameters(module))
+        else:
+            layer = layer_gradient(module, uses, method, budget)
+        squares[module] = layer.squared_norms()
+        if max_grad_norm is not None:
+            layers[module] = layer
+            budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
+
     with recorder.listening(), torch.enable_grad():
-        losses = checks.check_losses(loss(model(x), y), len(x))
-    pairs = recorder.inputs_and_output_gradients(losses)
-    recorder.uses = {}
-    squares, layers, budget = torch.zeros(len(x), dtype=torch.float64, device=x.device), {}, _BUDGET
+        losses = checks.check_losses(proof.losses_in(precision, model, loss, x.detach(), y), len(x))
     with torch.no_grad():
-        for module in list(pairs):
-            if isinstance(module, StackedLayer):
-                layer = layer_gradient(module.layer, pairs.pop(module), method, budget, own_parameters(module))
-            else:
-                layer = layer_gradient(module, pairs.pop(module), method, budget)
-            squares += layer.squared_norms()
-            if max_grad_norm is not None:
-                layers[recorder.owners[module]] = layer
-                budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
+        recorder.backward(losses, take)
+        squares = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
+        layers = {recorder.owners[module]: layer for module, layer in layers.items() if layer is not None}
         total = _clip(layers, squares, losses.detach(), max_grad_norm, runs, method == "held")
     if max_grad_norm is None:
         return total
     found = total.gradients
     return dataclasses.replace(total, gradients={
-        name: found.get(name, torch.zeros_like(p, dtype=torch.float64 if method == "held" else None)) for name, p in model.named_parameters() if p.requires_grad})
+        name: found.get(name, torch.zeros_like(p, dtype=torch.float64 if method == "held" else None))
+        for name, p in model.named_parameters() if p.requires_grad})
 
 
 def _clip(layers, squares, losses, max_grad_norm, runs, precise=False):
@@ -244,15 +290,39 @@ def _functional(model, loss, x, y, max_grad_norm, stacked=None, precise=False):
     return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, runs, precise)
 
 
-def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precise=False):
+def check_precision(precision, model, device, method="auto", precise=False):
+    """Refuse a precision that the model's type, the device or the method does not allow.
+
+    Raises:
+        ValueError: naming which.
+    """
+    _checks.one_of("precision", precision, PRECISIONS)
+    if precision is None:
+        return
+    if precise:
+        raise ValueError("precision must be None where sums are precise, got 'bf16'")
+    types = {p.dtype for p in model.parameters() if p.requires_grad}
+    if types != {torch.float32}:
+        raise ValueError(f"precision 'bf16' takes a model in float32, got {', '.join(sorted(map(str, types)))}")
+    if method == "func":
+        raise ValueError("precision 'bf16' takes method 'mixed' or 'ghost', got 'func'")
+    device = torch.device(device)
+    able = (torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else
+            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
+    if not able:
+        raise ValueError(f"precision 'bf16' takes a processor or GPU that has it, but {str(device)!r} does not")
+
+
+def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, precise=False):
     checks.check_data(x, y)
     checks.check_types(model, x)
+    check_precision(precision, model, x.device, method, precise)
     if chunk is not None:
         _checks.whole_number("chunk", chunk, 1)
     _checks.one_of("method", method, METHODS)
     check_model(model)
     if method == "auto":
-        method = resolve_method(model, loss, x, y, precise=precise)
+        method = resolve_method(model, loss, x, y, precision=precision, precise=precise)
     method = _held(method) if precise else method
     chunk = chunk or 512
     if method in ("func", "held"):  # which hold a gradient of the whole model for each example
@@ -263,7 +333,7 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precise=False):
         if method == "func":
             yield _functional(model, loss, x[part], y[part], limit, precise=precise)
         else:
-            yield _layerwise(model, loss, x[part], y[part], limit, method)
+            yield _layerwise(model, loss, x[part], y[part], limit, method, precision=precision)
 
 
 def _held(method):
@@ -274,7 +344,7 @@ def _held(method):
     return "held" if method == "mixed" else method
 
 
-def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, precise=False):
+def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, precision=None, precise=False):
     """Sum of the clipped gradients of the examples (x, y), with their norms and losses.
 
     Args:
@@ -284,22 +354,23 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, 
         max_grad_norm: a number above 0, or a tensor (n,).
         method: "auto", "mixed", "ghost" or "func".
         chunk: examples in one pass at most; the sum does not depend on it but for rounding.
-        precise: hold the gradients that are measured, and add them up in float64, as `dpcompanion.training.precision`
-            asks; sums and norms are then float64, and `method` is not "ghost".
+        precision: None for the model's own type, or "bf16" (see above).
+        precise: hold the gradients that are measured, and add them up in float64, as a plan that counts what floats do
+            asks (`dpcompanion.training.floats`); sums and norms are then float64, and `method` is not "ghost".
 
     Returns:
         ClippedSum with gradients {name: shape of the parameter}, norms (n,), losses (n,).
 
     Raises:
         ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen to), a loss that is
-            reduced, an unknown method, a norm of 0, or ("mixed" or "ghost") a model that is seen not to consist of
-            layers.
+            reduced, an unknown method, a norm of 0, ("mixed" or "ghost") a model that is seen not to consist of
+            layers, or a precision that the model or the device does not have.
     """
     _checks.in_interval("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
     if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.shape not in ((), (len(x),)):
         raise ValueError(f"max_grad_norm must be a number or have shape ({len(x)},), got {tuple(max_grad_norm.shape)}")
     total = None
-    for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precise):
+    for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, precise):
         total = part if total is None else total + part
     if total is None:
         none = torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
@@ -308,27 +379,30 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, 
     return total
 
 
-def gradient_norms(model, loss, x, y, *, method="auto", chunk=None):
+def gradient_norms(model, loss, x, y, *, method="auto", chunk=None, precision=None):
     """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where not finite.
 
     Arguments and errors as for `clipped_sum`.  Memory: one chunk.
     """
-    norms = [part.norms for part in _in_chunks(model, loss, x, y, None, method, chunk)]
+    norms = [part.norms for part in _in_chunks(model, loss, x, y, None, method, chunk, precision)]
     return torch.cat(norms) if norms else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
 
 
-def resolve_method(model, loss, x, y, method="auto", *, precise=False):
+def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=False):
     """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else "func".
 
     Layers are trusted only if norms and sums agree with plain autograd (`dpcompanion.training.proof`) for the examples
     with the largest gradients of a probe of (x, y), which may be all the data. Another `method` is proved likewise,
-    and returned; "func" takes examples one by one in any case, and is tried on them alone. `precise` as for
+    and returned; "func" takes examples one by one in any case, and is tried on them alone. With a `precision`, norms and
+    sums in it are proved too, on two of the examples, against plain autograd in the same precision. `precise` as for
     `clipped_sum`.
 
     Raises:
         ValueError: if model and loss do not accept the data, if an example's loss depends on the other examples, or if
-            the method does not fit the model or cannot be proved because no example has a finite gradient.
+            the method does not fit the model or cannot be proved because no example has a finite gradient, or the
+            precision does not fit the model, the device or the method.
     """
+    check_precision(precision, model, x.device, method, precise)
     if not len(x):
         return "func" if method == "auto" else method
     checks.try_out(model, loss, x, y)
@@ -338,14 +412,16 @@ def resolve_method(model, loss, x, y, method="auto", *, precise=False):
     layerwise = "mixed" if method == "auto" else method
     way = _held(layerwise) if precise else layerwise
 
-    def claimed(x, y):
-        found = _layerwise(model, loss, x, y, math.inf, way)
+    def claimed(x, y, precision=None):
+        found = _layerwise(model, loss, x, y, math.inf, way, precision=precision)
         return found.norms, found.gradients
 
     try:
         proof.prove(model, loss, x, y, claimed)
+        if precision is not None:
+            proof.prove_in(precision, model, loss, x, y, claimed)
     except Unfit as error:
-        if method == "auto":
+        if method == "auto" and precision is None:
             return resolve_method(model, loss, x, y, "func")
         raise Unfit(f"method {method!r} does not fit this model: {error}; use 'func' or 'auto'") from error
     return layerwise

@@ -12,10 +12,11 @@ Clipping needs its norm, and then a weighted sum over examples.  Two ways:
   With one position it is a product of two norms.
 
 The sum then comes from the kept gradients, or from one ordinary weighted weight
-gradient.  Neither needs a second pass through the network.  Any other layer that maps
+gradient.  Neither needs a second pass through the network.  A weight that is computed from parameters
+(`dpcompanion.training.reparametrised`) adds one linear map, the same for all examples.  Any other layer that maps
 one tensor to one tensor is differentiated example by example with `torch.func`.
 
-Only that last way looks at the layer's weights.  So the examples of several networks (runs) can be worked on
+Only these last two look at the layer's weights.  So the examples of several networks (runs) can be worked on
 together, first all of one run, then all of the next; sums are made for each run: factors (runs, examples of a run)
 give {name: (runs, *shape)}.
 
@@ -35,10 +36,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.grad import conv2d_weight
 
+from dpcompanion.training.reparametrised import Reparametrised
+
 # What it costs to write a number of an explicit gradient and read it twice, in multiply-adds (measured on a CPU).
 _TRAFFIC = 16
 # Numbers that a block of examples may take while a norm is worked out.
 _BLOCK = 2**23
+# The same where they are worked on several times and had better stay in a processor's cache.
+_CACHED = 2**20
 # Numbers whose squares are added up in their own precision.
 _SUMMED = 256
 
@@ -77,9 +82,11 @@ def squared_norms(tensor):
     >>> squared_norms(torch.tensor([[3e-25, 4e-25], [0.0, 0.0]])).sqrt()
     tensor([5.0000e-25, 0.0000e+00], dtype=torch.float64)
     """
-    flat = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
-    if flat.element_size() < 4:  # a norm in bfloat16 may lack 0.4%
-        flat = flat.float()
+    if tensor.element_size() < 4:  # a norm in bfloat16 may lack 0.4%
+        tensor = tensor.float()
+    # In the order in which they lie in memory, so that nothing is copied.
+    order = sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True)
+    flat = tensor.permute(0, *order).flatten(1) if order else tensor[:, None]
     if flat.device.type != "cpu" and flat.dtype != torch.float64:
         return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
     if flat.dtype == torch.float64:
@@ -124,7 +131,7 @@ def _patches(conv, a):
 
     The channels of a patch lie side by side, which is several times faster to copy than the order of the weight.
     """
-    windows = _pad(conv, a).permute(0, 2, 3, 1)
+    windows = _pad(conv, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
     for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation), start=1):
         windows = windows.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
     n, height, width = windows.shape[:3]
@@ -182,6 +189,12 @@ def _bias(module, g):
     return g.reshape(len(g), -1, g.shape[-1]).sum(1)
 
 
+def _full(module, tensor):
+    """In the precision of the module's parameters: what went through a network in a lower one is multiplied and added
+    up in theirs, in the norm and in the sum alike."""
+    return tensor.to(next(iter(own_parameters(module).values())).dtype) if tensor.is_floating_point() else tensor
+
+
 def _scaled(tensor, factors):
     return tensor * factors.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))
 
@@ -223,17 +236,23 @@ class Ghost:
         self.module, self.uses = module, uses
 
     def squared_norms(self):
-        trainable, squares = own_parameters(self.module), 0
-        if "weight" in trainable:
-            weight = self.module.weight
-            numbers = max(weight.numel(), _positions(self.module, self.uses) * weight[0].numel())
-            rows = max(1, _BLOCK // numbers)
-            blocks = [[(a[i:i + rows], g[i:i + rows]) for a, g in self.uses]
-                      for i in range(0, len(self.uses[0][0]), rows)]
-            squares = squares + torch.cat([self._weight_squares(block) for block in blocks])
-        if "bias" in trainable:
-            squares = squares + squared_norms(sum(_bias(self.module, g) for _, g in self.uses))
-        return squares
+        squares = 0
+        if "weight" in own_parameters(self.module):
+            squares = squares + torch.cat([self._weight_squares(block) for block in self.blocks(self.uses)])
+        return squares + self.bias_squares()
+
+    def blocks(self, uses, numbers=_BLOCK):
+        """The uses of a few examples at a time, such that their gradients or patches take that many numbers."""
+        weight = self.module.weight
+        rows = max(1, numbers // max(weight.numel(), _positions(self.module, uses) * weight[0].numel()))
+        return ([(_full(self.module, a[i:i + rows]), _full(self.module, g[i:i + rows])) for a, g in uses]
+                for i in range(0, len(uses[0][0]), rows))
+
+    def bias_squares(self):
+        """What the bias adds to the squared norms; 0 if it has none to train."""
+        if "bias" not in own_parameters(self.module):
+            return 0
+        return squared_norms(sum(_bias(self.module, _full(self.module, g)) for _, g in self.uses))
 
     def _weight_squares(self, uses):
         positions = _positions(self.module, uses)
@@ -254,9 +273,9 @@ class Ghost:
     def weighted_sum(self, factors):
         sums, runs = {}, len(factors)
         for a, g in self.uses:
-            g = _scaled(g, factors.flatten())
+            g = _scaled(_full(self.module, g), factors.flatten())
             for name in own_parameters(self.module):
-                term = (self._weight_sum(a, g, runs) if name == "weight" else
+                term = (self._weight_sum(_full(self.module, a), g, runs) if name == "weight" else
                         _bias(self.module, g).unflatten(0, factors.shape).sum(1))
                 sums[name] = sums[name] + term if name in sums else term
         return sums
@@ -264,10 +283,61 @@ class Ghost:
     def _weight_sum(self, a, g, runs):
         conv = self.module
         if type(conv) is nn.Conv2d:
+            padding = conv.padding
+            if conv.padding_mode != "zeros" or isinstance(padding, str):
+                a, padding = _pad(conv, a), 0
             return torch.stack([
-                conv2d_weight(a, conv.weight.shape, g.contiguous(), stride=conv.stride, dilation=conv.dilation,
-                              groups=conv.groups) for a, g in zip(_pad(conv, a).chunk(runs), g.chunk(runs))])
+                conv2d_weight(a, conv.weight.shape, g, stride=conv.stride, padding=padding, dilation=conv.dilation,
+                              groups=conv.groups) for a, g in zip(a.chunk(runs), g.chunk(runs))])
         return g.reshape(runs, -1, g.shape[-1]).mT @ a.reshape(runs, -1, a.shape[-1])
+
+
+class GhostReparametrised:
+    """A layer whose weight is computed from parameters: gradients of the weight it uses, a few examples at a time, are
+    pulled back to the parameters for the norms; for the sum, one weighted gradient of each run is."""
+
+    def __init__(self, module, uses, stacked):
+        self.module, self.stacked = module, stacked
+        self.ghost = Ghost(module.ordinary(), uses)
+
+    def _pull_back(self, run):
+        pull_back = self.module.pull_back(**self.module.weight_parameters(self.stacked, run))
+        trainable = own_parameters(self.module)
+        return lambda gradients: {name: g for name, g in pull_back(gradients).items() if name in trainable}
+
+    def pulled(self):
+        """Gradients of the parameters, {name: (n, *shape)}, a few examples at a time."""
+        ghost, runs = self.ghost, len(next(iter(self.stacked.values()))) if self.stacked else 1
+        examples = len(ghost.uses[0][0]) // runs
+        for run in range(runs):
+            mine, pull_back = slice(run * examples, (run + 1) * examples), self._pull_back(run)
+            for block in ghost.blocks([(a[mine], g[mine]) for a, g in ghost.uses], _CACHED):
+                gradients, axes = _weight_gradients(ghost.module, block, slide=False)
+                yield pull_back(gradients.permute(axes) if axes else gradients)
+
+    def squared_norms(self):
+        squares = torch.cat([sum(squared_norms(g) for g in pulled.values()) for pulled in self.pulled()])
+        return squares + self.ghost.bias_squares()
+
+    def explicit(self):
+        """The same, with the gradients held."""
+        gradients, axes = {}, (0, 1, 4, 2, 3) if isinstance(self.module, nn.Conv2d) else None
+        for pulled in self.pulled():
+            for name, g in pulled.items():
+                gradients.setdefault(name, []).append(
+                    g.permute(0, 1, 3, 4, 2) if axes and name == "weight" else g)
+        gradients = {name: torch.cat(parts) for name, parts in gradients.items()}
+        if "bias" in own_parameters(self.module):
+            gradients["bias"] = sum(_bias(self.ghost.module, _full(self.module, g)) for _, g in self.ghost.uses)
+        return Explicit(gradients, axes)
+
+    def keep_only(self, rows):
+        self.ghost.keep_only(rows)
+
+    def weighted_sum(self, factors):
+        sums = self.ghost.weighted_sum(factors)
+        runs = [self._pull_back(run)(g[None]) for run, g in enumerate(sums.pop("weight"))]
+        return sums | {name: torch.cat([pulled[name] for pulled in runs]) for name in runs[0]}
 
 
 class GhostEmbedding:
@@ -276,7 +346,7 @@ class GhostEmbedding:
     def __init__(self, module, uses):
         self.module = module
         self.tokens = torch.cat([a.reshape(len(a), -1) for a, _ in uses], 1)
-        self.g = torch.cat([g.reshape(len(g), -1, g.shape[-1]) for _, g in uses], 1)
+        self.g = _full(module, torch.cat([g.reshape(len(g), -1, g.shape[-1]) for _, g in uses], 1))
         if module.padding_idx is not None:
             self.g = self.g * (self.tokens != module.padding_idx).unsqueeze(-1)
 
@@ -334,10 +404,10 @@ def _rows(tensor, rows):
     return torch.where(rows.reshape(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
 
 
-def _weight_gradients(module, uses):
+def _weight_gradients(module, uses, slide=True):
     """Gradients of the weight over all uses of the layer, (n, ...), and where its axes are (see `Explicit`)."""
     conv, total = type(module) is nn.Conv2d, None
-    slides = conv and all(_slides(module, g[0, 0].numel()) for _, g in uses)
+    slides = conv and slide and all(_slides(module, g[0, 0].numel()) for _, g in uses)
     for a, g in uses:
         if slides:
             term = _slid(module, a, g)
@@ -415,7 +485,13 @@ def layer_gradient(module, uses, method, budget, stacked=None):
         too_large = module.weight.numel() * len(uses[0][0]) > budget
         if method == "ghost" or too_large or _gram_is_cheaper(module, _positions(module, uses)):
             return Ghost(module, uses)
-        return _explicit_matrices(module, uses)
+        return _explicit_matrices(module, [(_full(module, a), _full(module, g)) for a, g in uses])
+    if isinstance(module, Reparametrised) and set(own_parameters(module)) - {"bias"}:
+        layer = GhostReparametrised(module, uses, stacked)
+        explicit = sum(p.numel() for p in own_parameters(module).values()) * len(uses[0][0])
+        fits = explicit <= min(budget, sum(a.numel() + g.numel() for a, g in uses))
+        return layer.explicit() if method == "held" or method == "mixed" and fits else layer
+    uses = [(_full(module, a), _full(module, g)) for a, g in uses]
     if type(module) in (nn.GroupNorm, nn.LayerNorm):
         return _explicit_norm_layer(module, uses)
     return _explicit_any(module, uses, stacked)

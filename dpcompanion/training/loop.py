@@ -58,6 +58,7 @@ class History:
         epochs: one dict an epoch: epoch, step, loss, epsilon if asked for, and what `on_epoch` returned.
         seed: what the run was seeded with, for research; None where nobody can repeat its noise.
         guarantee: what an epsilon of the run is about, `DPSGDPlan.statement`.
+        precision: what the network went forward and back in, "float32" for instance, or "bf16".
     """
 
     losses: torch.Tensor
@@ -66,6 +67,7 @@ class History:
     epochs: list = dataclasses.field(default_factory=list)
     seed: int | None = None
     guarantee: str = ""
+    precision: str = ""
 
 
 @dataclasses.dataclass
@@ -82,8 +84,8 @@ class Run:
     norms: torch.Tensor | None = None
 
 
-def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method="auto", physical_batch_size=512,
-          accountant=None, trackers=(), on_step=None, on_epoch=None, checkpoint=None, checkpoint_every=None,
+def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method="auto", precision=None,
+          physical_batch_size=512, accountant=None, trackers=(), on_step=None, on_epoch=None, checkpoint=None, checkpoint_every=None,
           stateful=None, generator_device="cpu", progress=None):
     """Train `model` in place by DP-SGD as `plan` says.
 
@@ -99,6 +101,7 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
             comes from it, and whoever has it can subtract the noise.
         device: where to train; the model's own by default. Model and data are moved there.
         method: how to clip, see `dpcompanion.training.clipping`.
+        precision: None for the model's own, or "bf16" for the way forward and back, see there.
         physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another.
         accountant: "pld" or "rdp": note epsilon after every epoch.
         trackers: objects that follow the norms of all examples, such as a `dpcompanion.training.tracking.NormTracker`,
@@ -128,7 +131,7 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
     if accountant is not None:
         _checks.one_of("accountant", accountant, ("pld", "rdp"))
     loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers, stateful,
-                 generator_device)
+                 generator_device, precision)
     if checkpoint is not None and os.path.exists(checkpoint):
         loop.load(checkpoint)
     run = loop.run
@@ -154,7 +157,7 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
 
 class _Loop:
     def __init__(self, model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers,
-                 stateful, generator_device):
+                 stateful, generator_device, precision=None):
         x, y = data
         checks.check_data(x, y, plan.n)
         _checks.one_of("method", method, clipping.METHODS)
@@ -178,18 +181,19 @@ class _Loop:
         self.numbers = sum(p.numel() for p in self.parameters.values())
         self.dtype = next(iter(self.parameters.values())).dtype
         self.modes = {module: module.training for module in model.modules()}
-        self.precise = plan.precision == "exact"
+        self.precise, self.precision = plan.precision == "exact", precision
         if self.precise and (self.seed is not None or self.numbers != plan.parameters):
             raise ValueError(f"plan with precision='exact' must have as many parameters as the model, {self.numbers}, "
                              f"and takes no seed, got {plan.parameters} and seed {self.seed}")
-        self.method = clipping.resolve_method(model, loss, self.x, self.y, method, precise=self.precise)
+        self.method = clipping.resolve_method(model, loss, self.x, self.y, method, precision, precise=self.precise)
         # A scheduler keeps the rate that it began with as initial_lr.
         self.begun_with = [type(optimizer).__name__, *(
             float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups)]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         losses = torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device)
         history = History(losses, torch.zeros(plan.steps, dtype=torch.int64), seed=self.seed,
-                          guarantee=plan.statement())
+                          guarantee=plan.statement(),
+                          precision=precision or str(self.dtype).removeprefix("torch."))
         self.run = Run(plan, model, optimizer, history)
 
     def step(self):
@@ -207,7 +211,8 @@ class _Loop:
         versions = [(name, b, b._version) for name, b in run.model.named_buffers()]
         with self._own_randomness("forward"):
             total = clipping.clipped_sum(run.model, self.loss, self.x[run.indices], self.y[run.indices], limits,
-                                         method=self.method, chunk=self.physical_batch_size, precise=self.precise)
+                                         method=self.method, chunk=self.physical_batch_size,
+                                         precision=self.precision, precise=self.precise)
         for name, buffer, version in versions:
             if buffer._version != version:
                 raise ValueError(f"model must keep no statistics of its examples, but training changes buffer {name!r}")
@@ -263,7 +268,7 @@ class _Loop:
     def _identity(self):
         return {"format": _FORMAT, "plan": self.run.plan.config(), "seed": self.seed, "optimizer": self.begun_with,
                 "parameters": {name: list(p.shape) for name, p in self.parameters.items()},
-                "data": self.data_digest}
+                "data": self.data_digest} | ({"precision": self.precision} if self.precision else {})
 
     @functools.cached_property
     def data_digest(self):
@@ -287,8 +292,8 @@ class _Loop:
         content = read_checkpoint(path, _KEYS)
         theirs, ours = content["identity"], self._identity()
         if theirs != ours:
-            differ = [f"{key} {theirs.get(key)} there, {value} here" for key, value in ours.items()
-                      if theirs.get(key) != value]
+            differ = [f"{key} {theirs.get(key)} there, {ours.get(key)} here" for key in {**ours, **theirs}
+                      if theirs.get(key) != ours.get(key)]
             raise ValueError("checkpoint must come from a run of the same plan, seed, data, architecture and optimizer,"
                              f" but {os.fspath(path)!r} differs: {'; '.join(differ)}")
         if set(content["stateful"]) != set(self.stateful):

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpcompanion.training.noise import derive_seed
+from dpcompanion.training.reparametrised import Reparametrised
 
 
 def parameter_count(model):
@@ -159,17 +160,41 @@ def resnet20(classes=10, *, groups=4, affine=False, channels=3):
     return model
 
 
-class StandardisedConv2d(nn.Conv2d):
-    """A convolution whose weight is standardised over each output channel, with a learned gain (Qiao et al. 2019)."""
+class StandardisedConv2d(Reparametrised, nn.Conv2d):
+    r"""A convolution whose weight is standardised over each output channel, with a learned gain (Qiao et al. 2019).
+
+    For each output channel $w' = k (w - \bar w)$ with $k = $ gain $ / \lVert w - \bar w\rVert$. The gradient of $w$ is
+    then $k (g - \bar g - \hat w \langle g, \hat w\rangle)$ and that of the gain $\langle g, \hat w\rangle$, with
+    the gradient $g$ of $w'$ and $\hat w$ the unit vector of $w - \bar w$. Where the norm is below a hundredth $k$ is
+    100 gain and does not depend on $w$.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.gain = nn.Parameter(torch.ones(self.out_channels, 1, 1, 1))
 
-    def forward(self, x):
-        variance, mean = torch.var_mean(self.weight, dim=(1, 2, 3), keepdim=True, correction=0)
-        scale = self.gain * torch.rsqrt((variance * self.weight[0].numel()).clamp(min=1e-4))
-        return self._conv_forward(x, (self.weight - mean) * scale, self.bias)
+    def effective_weight(self, weight, gain):
+        """The standardised weight."""
+        variance, mean = torch.var_mean(weight, dim=(1, 2, 3), keepdim=True, correction=0)
+        scale = gain * torch.rsqrt((variance * weight[0].numel()).clamp(min=1e-4))
+        return (weight - mean) * scale
+
+    def pull_back(self, weight, gain):
+        """As of any `Reparametrised` layer, in closed form."""
+        # The inputs' channels last, as the gradients of a convolution are held.
+        centred = (weight - weight.mean((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1).contiguous()
+        size = torch.linalg.vector_norm(centred, dim=(1, 2, 3), keepdim=True)
+        scale = 1 / size.clamp(min=1e-2)
+        unit, gain = centred * scale, gain.permute(0, 2, 3, 1)
+        depends, of_gain = unit * (size >= 1e-2), gain * scale
+
+        def pulled(gradients):
+            g = gradients.permute(0, 1, 3, 4, 2)
+            mean, along = g.mean((2, 3, 4), keepdim=True), (g * unit).sum((2, 3, 4), keepdim=True)
+            g = g.addcmul_(along, depends, value=-1).sub_(mean).mul_(of_gain)
+            return {"weight": g.permute(0, 1, 4, 2, 3), "gain": along.permute(0, 1, 4, 2, 3)}
+
+        return pulled
 
 
 class _WideBlock(nn.Module):

@@ -60,6 +60,30 @@ def prove(model, loss, x, y, claimed):
             _compare(model, loss, x, y, claimed)
 
 
+def losses_in(precision, model, loss, x, y):
+    """The losses, with the network in `precision` ("bf16", or None for its own) and the loss in its own."""
+    if precision is None:
+        return loss(model(x), y)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        outputs = model(x)
+    return loss(outputs.float(), y)
+
+
+def prove_in(precision, model, loss, x, y, claimed):
+    """As `prove`, with the network in a lower precision on both sides, for the two examples with the largest gradients.
+
+    That it treats examples one by one and consists of its layers is proved without rounding, by `prove`.
+    """
+    with evaluating(model):
+        rows = hardest(model, loss, x, y)[:2]
+
+        def lowered(x, y):
+            return claimed(x, y, precision)
+        _compare(model, loss, x[rows], y[rows], lowered, precision)
+        with weights_nearby(model):
+            _compare(model, loss, x[rows], y[rows], lowered, precision)
+
+
 def prove_alone(model, loss, x, y, claimed):
     """As `prove`, for a way that puts each example through the model alone, whatever the model does with a batch.
 
@@ -100,7 +124,7 @@ def rows_to_look_through(n):
     return torch.cat([spread[start::4] for start in range(4)])
 
 
-def gradients_alone(model, loss, x, y, row):
+def gradients_alone(model, loss, x, y, row, precision=None):
     """The loss of one example, and its gradients for the trainable parameters, by plain autograd.
 
     Raises:
@@ -108,7 +132,7 @@ def gradients_alone(model, loss, x, y, row):
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad():
-        value = loss(model(x[row:row + 1]), y[row:row + 1]).sum()
+        value = losses_in(precision, model, loss, x[row:row + 1], y[row:row + 1]).sum()
         try:
             gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
         except RuntimeError as error:
@@ -116,18 +140,18 @@ def gradients_alone(model, loss, x, y, row):
     return value.detach(), gradients
 
 
-def _compare(model, loss, x, y, claimed):
+def _compare(model, loss, x, y, claimed, precision=None):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     sums, lengths = [0] * len(names), []
     for row in range(len(x)):
-        gradients = gradients_alone(model, loss, x, y, row)[1]
+        gradients = gradients_alone(model, loss, x, y, row, precision)[1]
         sums = [total + g for total, g in zip(sums, gradients)]
         lengths.append(torch.stack([g.double().norm() for g in gradients]))
     lengths = torch.stack(lengths)                      # (k, parameters)
     norms = lengths.norm(dim=1)
     if not norms.isfinite().all():                      # of weights nearby only; for the model's own they are finite
         return
-    relative, floor = tolerances(sums[0])
+    relative, floor = tolerances(sums[0] if precision is None else sums[0].bfloat16())
     theirs, totals = claimed(x, y)
     errors = (theirs.double() - norms).abs()
     if not (errors <= relative * norms + floor * norms.max()).all():

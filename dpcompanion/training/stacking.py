@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dpcompanion.training.layers import Unfit, call_with, own_parameters
+from dpcompanion.training.reparametrised import Reparametrised
 
 
 class StackedLayer(nn.Module):
@@ -45,6 +46,11 @@ class StackedLayer(nn.Module):
         if type(layer) is nn.Conv2d:
             weight, bias = (own.get(name, [getattr(layer, name)] * runs) for name in ("weight", "bias"))
             parts = [layer._conv_forward(part, w, b) for part, w, b in zip(x.chunk(runs), weight, bias)]
+            return parts[0] if runs == 1 else torch.cat(parts)
+        if isinstance(layer, Reparametrised):
+            bias = own.get("bias", [layer.bias] * runs)
+            parts = [layer.use(part, layer.effective_weight(**layer.weight_parameters(own, run)), bias[run])
+                     for run, part in enumerate(x.chunk(runs))]
             return parts[0] if runs == 1 else torch.cat(parts)
         if type(layer) is nn.Linear:
             weight, bias = own.get("weight", layer.weight), own.get("bias", layer.bias)

@@ -1,242 +1,172 @@
-"""The account of what floats do: each of its bounds against exact arithmetic, and what it costs."""
+"""bf16: a network that goes forward and back in bfloat16, and shares that keep to the clip norm all the same."""
 
-import fractions
 import math
 
-import mpmath
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
-from dpcompanion.accounting import compute_epsilon
-from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, layers, models, precision, train, train_ensemble
-from dpcompanion.training.secure import grid_of, snapped
+from dpcompanion.training import DPSGDPlan, clipped_sum, clipping, cross_entropy, gradient_norms, models, train
+from dpcompanion.training.models import StandardisedConv2d
 
-GOOD = dict(n=100, sample_rate=0.2, steps=10, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5, precision="exact",
-            parameters=18)
-
-
-def fractions_of(tensor):
-    return [fractions.Fraction(value) for value in tensor.flatten().tolist()]
+able = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a processor with bfloat16")
 
 
-def norm(values):
-    with mpmath.workdps(60):
-        return mpmath.sqrt(mpmath.mpf(sum(v * v for v in values).numerator) /
-                           mpmath.mpf(sum(v * v for v in values).denominator)) if any(values) else mpmath.mpf(0)
-
-
-class Words(nn.Module):
-    """Every kind of layer whose gradients are held in a way of their own."""
+class Scale(nn.Module):
+    """A layer that no rule knows."""
 
     def __init__(self):
         super().__init__()
-        self.words, self.along, self.conv = nn.Embedding(7, 6), nn.Linear(6, 4), nn.Conv2d(1, 3, 2)
-        self.even, self.last = nn.GroupNorm(1, 3), nn.Linear(27, 3)
+        self.scale = nn.Parameter(torch.rand(8))
 
     def forward(self, x):
-        return self.last(self.even(self.conv(torch.tanh(self.along(self.words(x))).unsqueeze(1))).flatten(1))
+        return x * torch.sin(self.scale)
 
 
-def words(n=13):
-    torch.manual_seed(0)
-    return Words(), torch.randint(7, (n, 4)), torch.arange(n) % 3
+class Block(nn.Module):
+    """A small transformer."""
 
-
-def vectors(model, x, y, limits, **arguments):
-    """The contribution of each example, by asking for each by itself with the others clipped to nothing."""
-    found = []
-    for i in range(len(x)):
-        alone = torch.full((len(x),), 1e-290, dtype=torch.float64)
-        alone[i] = limits[i]
-        total = clipping.clipped_sum(model, cross_entropy, x, y, alone, precise=True, **arguments)
-        found.append(torch.cat([g.flatten() for g in total.gradients.values()]))
-    return torch.stack(found)
-
-
-@pytest.mark.parametrize("method", ["mixed", "func"])
-def test_what_is_added_is_what_was_measured_and_is_the_gradient(method):
-    model, x, y = words()
-    total = clipping.clipped_sum(model, cross_entropy, x, y, 1e300, method=method, precise=True)
-    each = vectors(model, x, y, torch.full((len(x),), 1e300, dtype=torch.float64), method=method)
-    torch.testing.assert_close(each.norm(dim=1), total.norms, rtol=precision.NORM_ERROR, atol=0)
-    assert all(g.dtype == torch.float64 for g in total.gradients.values())
-    for i in range(len(x)):
-        model.zero_grad()
-        cross_entropy(model(x[i:i + 1]), y[i:i + 1]).sum().backward()
-        torch.testing.assert_close(each[i].float(), torch.cat([p.grad.flatten() for p in model.parameters()]),
-                                   rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("method, chunk", [("mixed", None), ("mixed", 5), ("func", 4)])
-def test_the_sum_is_off_by_no_more_than_its_bound(method, chunk):
-    model, x, y = words(16)
-    limits = torch.linspace(0.1, 3, 16, dtype=torch.float64)
-    total = clipping.clipped_sum(model, cross_entropy, x, y, limits, method=method, precise=True)
-    found = torch.cat([g.flatten() for g in total.gradients.values()])
-    each = vectors(model, x, y, limits, method=method)
-    bound = 18 * 2.0**-53 / (1 - 18 * 2.0**-53)
-    for k in range(0, len(found), 7):
-        terms = fractions_of(each[:, k])
-        # The terms themselves are rounded, to half a bit.
-        slack = (fractions.Fraction(bound) + fractions.Fraction(2) ** -52) * sum(map(abs, terms))
-        assert abs(fractions.Fraction(found[k].item()) - sum(terms)) <= slack + fractions.Fraction(1e-280)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(1, 700), st.integers(0, 2**31),
-       st.floats(-6, 3), st.booleans())
-def test_a_clipped_vector_is_no_longer_than_the_account_says(dtype, size, seed, power, constant):
-    generator = torch.Generator().manual_seed(seed)
-    g = (torch.ones(1, size) if constant else torch.randn(1, size, generator=generator)) * 10.0**power
-    g = (g * (1 + torch.rand(1, 1, generator=generator))).to(dtype)
-    layer = layers.Explicit({"weight": g})
-    limit = 0.7 * 10.0**power
-    total = clipping._clip({"": layer}, layer.squared_norms(), torch.zeros(1), limit, None, precise=True)
-    assert norm(fractions_of(total.gradients["weight"])) <= limit * (1 + precision.NORM_ERROR)
-
-
-def test_norms_of_short_floats_are_measured_in_long_ones():
-    # 256 equal numbers, whose norm lies between two bfloat16 numbers: 0.4% were lost.
-    g = torch.full((1, 256), 1.0039 / 16).bfloat16()
-    exact = 16 * float(g[0, 0])
-    for size in (256, 200, 97):
-        part = g[:, :size]
-        assert float(layers.squared_norms(part).sqrt()) == pytest.approx(exact * math.sqrt(size / 256), rel=1e-5)
-    many = torch.rand(50, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
-    torch.testing.assert_close(layers.squared_norms(many).sqrt(), many.double().norm(dim=1), rtol=1e-5, atol=0)
-
-
-class Rows(nn.Module):
-    """Example i's gradient is its input, whatever the batch."""
-
-    def __init__(self, size):
+    def __init__(self):
         super().__init__()
-        self.weight = nn.Linear(size, 1, bias=False)
+        self.embedding, self.norm = nn.Embedding(11, 8), nn.LayerNorm(8)
+        self.query, self.key, self.value, self.scale = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), Scale()
+        self.head = nn.Linear(8, 3)
 
-    def forward(self, x):
-        return self.weight(x).squeeze(1)
-
-
-def test_neighbours_move_the_snapped_sum_by_no_more_than_the_sensitivity():
-    torch.manual_seed(3)
-    n, size, std = 60, 30, 2.0
-    x, y, model = 100 * torch.randn(n, size), torch.zeros(n), Rows(size)
-    bound = precision.sensitivity(1.0, n=n, noise_std=std, parameters=size)
-
-    def released(keep):
-        total = clipping.clipped_sum(model, lambda outputs, _: outputs, x[keep], y[keep], 1.0, method="mixed",
-                                     precise=True)
-        return fractions_of(snapped(total.gradients["weight.weight"], grid_of(std)))
-    everybody, worst = released(torch.arange(n)), 0
-    for one in range(20):
-        others = torch.arange(n)[torch.arange(n) != one]
-        worst = max(worst, norm([a - b for a, b in zip(everybody, released(others))]))
-    assert 1 - 1e-6 < worst <= bound
+    def forward(self, tokens):
+        x = self.norm(self.embedding(tokens))
+        x = x + F.scaled_dot_product_attention(self.query(x), self.key(x), self.value(x))
+        return self.head(self.scale(x).mean(1))
 
 
-@pytest.mark.parametrize("n, batch, steps, parameters, sigma", [
-    (60_000, 512, 9375, 26_010, 3.42529),      # MNIST, the small CNN, epsilon 1
-    (50_000, 1000, 2500, 268_346, 1.5),        # CIFAR-10, ResNet-20
-    (1497, 128, 300, 2410, 1.3)])              # digits, the page on your own model
-def test_the_account_of_floats_costs_less_than_a_thousandth_at_the_books_sizes(n, batch, steps, parameters, sigma):
-    plan = dict(n=n, sample_rate=batch / n, steps=steps, max_grad_norm=1.0, noise_multiplier=sigma, delta=1e-5)
-    real = DPSGDPlan(**plan).epsilon()
-    exact = DPSGDPlan(**plan, precision="exact", parameters=parameters).epsilon()
-    assert real < exact < 1.001 * real
+MODELS = {
+    "convolutions": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(),
+                                           nn.Conv2d(8, 8, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)),
+                     lambda n: torch.randn(n, 3, 9, 9)),
+    "standardised": (lambda: nn.Sequential(StandardisedConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(),
+                                           StandardisedConv2d(8, 8, 3), nn.Flatten(), nn.LazyLinear(3)),
+                     lambda n: torch.randn(n, 3, 9, 9)),
+    "transformer": (Block, lambda n: torch.randint(11, (n, 6))),
+    "linear": (lambda: nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)), lambda n: torch.randn(n, 40)),
+}
 
 
-def test_the_account_is_that_of_the_larger_sensitivity():
-    plan = DPSGDPlan(**GOOD)
-    delta = 1 + 2.0**-15 + math.sqrt(18) * 2.0**-24
-    assert plan.sensitivity == pytest.approx(delta, rel=1e-9) and plan.sensitivity > delta
-    assert plan.effective_noise_multiplier == 1 / plan.sensitivity
-    expected = compute_epsilon(sample_rate=0.2, noise_multiplier=1 / plan.sensitivity, steps=10, delta=1e-5,
-                               accountant="rdp")
-    assert plan.epsilon(accountant="rdp") == pytest.approx(float(expected), rel=1e-6)
-    assert plan.epsilon(accountant="rdp") > (1 - 1e-9) * expected
-    norms = torch.linspace(0.1, 2, 100)
-    several = DPSGDPlan(**{**GOOD, "max_grad_norm": norms})
-    assert (several.sensitivity > norms).all() and several.epsilon(accountant="rdp").shape == (100,)
-    assert DPSGDPlan(**{**GOOD, "precision": "real", "parameters": None}).sensitivity == 1.0
+def build(name, n=16):
+    torch.manual_seed(0)
+    make, inputs = MODELS[name]
+    model, x = make(), inputs(n)
+    model(x)
+    return model, x, torch.randint(3, (n,))
 
 
-@pytest.mark.parametrize("target", [0.3, 8.0])
-def test_a_calibrated_plan_meets_its_target(target):
-    plan = DPSGDPlan.for_epsilon(target, n=1000, sample_rate=0.05, steps=200, max_grad_norm=0.3, delta=1e-5,
-                                 precision="exact", parameters=10**6, accountant="rdp")
-    assert 0.998 * target < plan.epsilon(accountant="rdp") <= target
+@able
+@pytest.mark.parametrize("method", ["mixed", "ghost"])
+@pytest.mark.parametrize("name", MODELS)
+def test_no_share_is_longer_than_the_clip_norm(name, method):
+    """The share of an example as it is added up is the sum of a batch of one."""
+    model, x, y = build(name)
+    for scale in (1.0, 30.0):
+        given = x * scale if x.is_floating_point() else x
+        for i in range(len(x)):
+            found = clipped_sum(model, cross_entropy, given[i:i + 1], y[i:i + 1], 0.01, method=method, precision="bf16")
+            length = math.sqrt(sum(g.double().square().sum().item() for g in found.gradients.values()))
+            assert length <= 0.01
+            assert found.norms.item() < 0.01 or length > 0.01 * (1 - 1e-5)
 
 
-def test_the_distance_of_the_sampler_is_paid_for():
-    calls = []
+@able
+@pytest.mark.parametrize("name", MODELS)
+def test_the_sum_is_made_of_the_shares_and_is_that_of_float32_but_for_a_few_hundredths(name):
+    model, x, y = build(name)
+    whole = clipped_sum(model, cross_entropy, x, y, 0.1, precision="bf16")
+    full = clipped_sum(model, cross_entropy, x, y, 0.1)
+    assert all(g.dtype == torch.float32 for g in whole.gradients.values()) and whole.norms.dtype == torch.float32
+    shares = [clipped_sum(model, cross_entropy, x[i:i + 1], y[i:i + 1], 0.1, precision="bf16") for i in range(len(x))]
 
-    def epsilon_at(delta):
-        calls.append(delta)
-        return 2.0
-    numbers, delta = int(2.0**100 * 1e-9), 1e-5
-    assert precision.paid_for(epsilon_at, delta, numbers) == 2.0
-    # What is left for the exact mechanism, and what its law costs, are no more than delta.
-    assert calls[-1] + (1 + math.exp(2.0)) * 1e-9 <= delta
-    assert precision.paid_for(epsilon_at, delta, int(2.0**100 * 1e-4)) == math.inf
-    assert precision.paid_for(lambda delta: 50.0, delta, numbers) == math.inf
-    assert "what floats add" in DPSGDPlan(**GOOD).statement()
-
-
-@pytest.mark.parametrize("bad, match", [
-    ({"precision": "float"}, "precision"), ({"parameters": None}, "parameters"), ({"parameters": 0}, "parameters"),
-    ({"precision": "real"}, "parameters"), ({"noise_multiplier": 0.0}, "noise_multiplier")])
-def test_a_bad_plan_is_refused(bad, match):
-    with pytest.raises(ValueError, match=match):
-        DPSGDPlan(**{**GOOD, **bad})
+    def joined(total):
+        return torch.cat([g.flatten() for g in total.gradients.values()])
+    added = sum(joined(share) for share in shares)
+    assert (joined(whole) - added).norm() < 5e-3 * 0.1 * len(x)
+    assert (joined(whole) - joined(full)).norm() < 0.03 * joined(full).norm()
+    torch.testing.assert_close(whole.norms, full.norms, rtol=0.05, atol=0)
+    torch.testing.assert_close(gradient_norms(model, cross_entropy, x, y, precision="bf16"), whole.norms)
+    assert not torch.equal(whole.norms, full.norms)
 
 
-def data(dtype=torch.float32):
-    return torch.randn(100, 5, generator=torch.Generator().manual_seed(1)).to(dtype), torch.arange(100) % 3
+@able
+def test_norms_are_proved_in_the_lower_precision_too(monkeypatch):
+    model, x, y = build("convolutions")
+    assert clipping.resolve_method(model, cross_entropy, x, y, precision="bf16") == "mixed"
+
+    def wrong(module, tensor):
+        return 0.9 * tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    monkeypatch.setattr("dpcompanion.training.layers._full", wrong)
+    assert clipping.resolve_method(model, cross_entropy, x, y) == "mixed"
+    with pytest.raises(ValueError, match="wrong by up to"):
+        clipping.resolve_method(model, cross_entropy, x, y, precision="bf16")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("method", ["auto", "func"])
-def test_training_adds_in_float64_and_steps_in_the_models_type(dtype, method, monkeypatch):
-    model, seen, noisy = models.linear(5, 3, seed=0).to(dtype), [], DPSGDPlan.noisy
-    monkeypatch.setattr(DPSGDPlan, "noisy", lambda self, total, generator: seen.append(
-        (total.dtype, noisy(self, total, generator))) or seen[-1][1])
-    before = [p.clone() for p in model.parameters()]
-    train(model, cross_entropy, data(dtype), DPSGDPlan(**GOOD), method=method,
-          optimizer=torch.optim.SGD(model.parameters(), lr=0.1), progress=False)
-    assert len(seen) == 10 and all(p.dtype == dtype for p in model.parameters())
-    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
-    for given_type, out in seen:
-        assert given_type == torch.float64 and torch.equal(out / grid_of(1.0), (out / grid_of(1.0)).round())
+def test_what_cannot_be_had_is_refused(monkeypatch):
+    model, x, y = build("linear")
+    with pytest.raises(ValueError, match="precision must be .*'half'"):
+        clipped_sum(model, cross_entropy, x, y, 1.0, precision="half")
+    with pytest.raises(ValueError, match="model in float32, got torch.float64"):
+        clipped_sum(model.double(), cross_entropy, x.double(), y, 1.0, precision="bf16")
+    with pytest.raises(ValueError, match="'mixed' or 'ghost', got 'func'"):
+        clipped_sum(model.float(), cross_entropy, x, y, 1.0, method="func", precision="bf16")
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    with pytest.raises(ValueError, match="'cpu' does not"):
+        gradient_norms(model, cross_entropy, x, y, precision="bf16")
 
 
-@pytest.mark.parametrize("arguments, match", [
-    (dict(seed=1), "seed 1"), (dict(method="ghost"), "ghost"), (dict(parameters=17), "parameters")])
-def test_a_run_that_the_account_does_not_cover_is_refused(arguments, match):
-    model = models.linear(5, 3, seed=0)
-    plan = DPSGDPlan(**{**GOOD, "parameters": arguments.pop("parameters", 18)})
-    with pytest.raises(ValueError, match=match):
-        train(model, cross_entropy, data(), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
-    with pytest.raises(ValueError, match="precision"):
-        train_ensemble(model, cross_entropy, data(), plan, seeds=[0], learning_rate=0.1)
+@able
+def test_a_model_that_only_torch_func_understands_has_no_lower_precision():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 8), nn.Linear(8, 8), nn.Linear(8, 3))
+    model[1].weight = nn.Parameter(torch.randn(8, 8))
+    model.append(nn.Linear(3, 3)).append(model[3])
+    model[4].weight = model[3].weight
+    model.append(nn.Linear(3, 3))
+    model[5].weight = model[3].weight
+    with pytest.raises(ValueError, match="share a parameter"):
+        clipped_sum(model, cross_entropy, torch.randn(4, 40), torch.arange(4) % 3, 1.0, precision="bf16")
 
 
-def test_gradients_change_with_their_company_in_the_last_bits_only():
-    model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 3))
-    error = precision.company_error(model, cross_entropy, *data(), examples=4, batches=6,
-                                    generator=torch.Generator().manual_seed(0))
-    assert 0 <= error < 1e-5
-    double = precision.company_error(model.double(), cross_entropy, *data(torch.float64), examples=2, batches=4,
-                                     generator=torch.Generator().manual_seed(0))
-    assert double < 1e-13
+@able
+def test_a_run_says_what_it_was_computed_in_and_goes_on_in_that(tmp_path):
+    plan = DPSGDPlan(n=16, sample_rate=0.5, steps=4, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+
+    def run(steps, precision, checkpoint=None, stop=None):
+        model, x, y = build("convolutions")
+
+        def on_step(state):
+            if state.step == stop:
+                raise InterruptedError
+        return model, train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                            seed=0, precision=precision, checkpoint=checkpoint, checkpoint_every=1, on_step=on_step)
+
+    model, history = run(4, "bf16")
+    assert history.precision == "bf16" and run(4, None)[1].precision == "float32"
+    assert not torch.equal(history.losses, run(4, None)[1].losses)
+    with pytest.raises(InterruptedError):
+        run(4, "bf16", tmp_path / "run", stop=3)
+    with pytest.raises(ValueError, match="precision bf16 there, None here"):
+        run(4, None, tmp_path / "run")
+    again, resumed = run(4, "bf16", tmp_path / "run")
+    assert resumed.precision == "bf16" and torch.equal(resumed.losses, history.losses)
+    assert all(map(torch.equal, again.parameters(), model.parameters()))
 
 
-def test_company_that_matters_is_seen():
-    class Mixing(nn.Sequential):
-        def forward(self, x):
-            return super().forward(x - 0.01 * x.mean(0))
-    error = precision.company_error(Mixing(nn.Linear(5, 3)), cross_entropy, *data(), examples=2, batches=4,
-                                    method="mixed", generator=torch.Generator().manual_seed(0))
-    assert error > 1e-4
+def test_a_model_that_is_of_a_lower_type_itself_keeps_it():
+    model, x, y = build("linear")
+    found = clipped_sum(model.bfloat16(), cross_entropy, x.bfloat16(), y, 0.5, method="mixed")
+    assert all(g.dtype == torch.bfloat16 for g in found.gradients.values())
+
+
+@able
+def test_networks_of_the_papers_train_in_it():
+    model = models.cifar_cnn(seed=0)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(8, 3, 32, 32, generator=generator), torch.arange(8) % 10
+    full = gradient_norms(model, cross_entropy, x, y)
+    torch.testing.assert_close(gradient_norms(model, cross_entropy, x, y, precision="bf16"), full, rtol=0.05, atol=0)

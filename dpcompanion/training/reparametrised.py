@@ -1,0 +1,66 @@
+r"""Linear layers and convolutions that use a weight computed from their parameters, $w' = f(w)$.
+
+Weight standardisation, weight norm and low-rank factors are of this kind.  The Jacobian $J$ of $f$ is the same for
+all examples, so an example's gradient is $J^T g_i$ with the ordinary gradient $g_i$ of $w'$: its norm needs no second
+pass through the network, and the clipped sum is $J^T$ of one weighted gradient of $w'$.
+
+A layer of one's own says what $f$ is, and `torch.func` finds $J^T$; where that has a closed form, as in
+`dpcompanion.training.models.StandardisedConv2d`, `pull_back` may be written down.
+
+>>> class WeightNorm(Reparametrised, torch.nn.Linear):
+...     def __init__(self, *sizes):
+...         super().__init__(*sizes)
+...         self.gain = torch.nn.Parameter(torch.ones(self.out_features, 1))
+...
+...     def effective_weight(self, weight, gain):
+...         return gain * weight / weight.norm(dim=1, keepdim=True)
+>>> layer = WeightNorm(3, 2)
+>>> pulled = layer.pull_back(**layer.weight_parameters())(torch.ones(5, 2, 3))
+>>> {name: tuple(g.shape) for name, g in pulled.items()}
+{'weight': (5, 2, 3), 'gain': (5, 2, 1)}
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Reparametrised:
+    """Before `torch.nn.Linear` or `torch.nn.Conv2d` among the bases of a layer: it uses `effective_weight` of its
+    parameters, all but the bias, in the place of its weight."""
+
+    def effective_weight(self, **parameters):
+        """The weight that inputs meet, of the shape of an ordinary layer's, from the parameters by their names."""
+        raise NotImplementedError
+
+    def weight_parameters(self, stacked=None, run=0):
+        """{name: parameter} that `effective_weight` takes; those in `stacked`, {name: (runs, *shape)}, of one run."""
+        own = {name: p for name, p in self._parameters.items() if name != "bias"}
+        return own | {name: p[run] for name, p in (stacked or {}).items() if name in own}
+
+    def forward(self, x):
+        return self.use(x, self.effective_weight(**self.weight_parameters()), self.bias)
+
+    def use(self, x, weight, bias):
+        """The ordinary layer of this weight."""
+        return self._conv_forward(x, weight, bias) if isinstance(self, nn.Conv2d) else F.linear(x, weight, bias)
+
+    def pull_back(self, **parameters):
+        r"""The function that takes gradients $g_i$ of the effective weight, (n, \*shape of it), to $J^T g_i$,
+        {name: (n, \*shape)}; it may overwrite what it is given."""
+        _, back = torch.func.vjp(lambda parameters: self.effective_weight(**parameters), parameters)
+        return torch.func.vmap(lambda g: back(g)[0])
+
+    def ordinary(self):
+        """A layer with the same sizes, options and trainable bias, whose weight is an ordinary one; without memory."""
+        bias = self.bias is not None
+        kind = {"bias": bias, "device": "meta", "dtype": next(self.parameters()).dtype}
+        if isinstance(self, nn.Conv2d):
+            layer = nn.Conv2d(self.in_channels, self.out_channels, self.kernel_size, stride=self.stride,
+                              padding=self.padding, dilation=self.dilation, groups=self.groups,
+                              padding_mode=self.padding_mode, **kind)
+        else:
+            layer = nn.Linear(self.in_features, self.out_features, **kind)
+        if bias:
+            layer.bias.requires_grad_(self.bias.requires_grad)
+        return layer
