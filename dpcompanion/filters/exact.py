@@ -59,7 +59,7 @@ class ExactFilter:
         steps: of the run.
         block: steps for which a level holds.
         device: where the account is kept.
-        progress: show a bar while budgets are sought; by default on a terminal only.
+        progress: show a bar while budgets or promises are sought; by default on a terminal only.
 
     Raises:
         ValueError: an argument outside its range, or a target that cannot be met.
@@ -77,7 +77,7 @@ class ExactFilter:
         if (budget is None) == (target_epsilon is None) or (target_epsilon is None) != (target_delta is None):
             raise ValueError("either budget, or target_epsilon and target_delta must be given, "
                              f"got budget={budget!r}, target_epsilon={target_epsilon!r}, target_delta={target_delta!r}")
-        self._targets = {}
+        self._targets, self._progress = {}, progress
         if budget is None:
             run = dict(sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier, levels=self.levels,
                        steps=self.steps, block=self.block, target_delta=target_delta)
@@ -176,7 +176,7 @@ class ExactFilter:
         if delta == target_delta:
             return epsilon
         return epsilon_of_budget(delta, self.sample_rate, self.noise_multiplier, self.levels, self.costs, budget,
-                                 self.block)
+                                 self.block, self._progress)
 
     def _payable(self, norms):
         norms = torch.as_tensor(norms, dtype=torch.float64, device=self.device)
