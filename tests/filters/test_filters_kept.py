@@ -15,6 +15,7 @@ QUESTION = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, noise_m
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    monkeypatch.delenv("DPCOMPANION_FILTERS", raising=False)
     return tmp_path / "filters"
 
 
@@ -74,8 +75,19 @@ def test_other_code_and_other_libraries_answer_anew(folder, monkeypatch):
     assert {"game.py", "pairs.py", "calibration.py"} <= {file.name for file in source.glob("*.py")}
 
 
+def test_notebooks_compute_anew(folder, monkeypatch):
+    square, calls = counted()
+    square(3.0)
+    monkeypatch.setenv("DPCOMPANION_FILTERS", "anew")
+    square.forget()
+    entry, = folder.iterdir()
+    entry.write_text(entry.read_text().replace("9.0", "1.0"))
+    assert square(3.0) == (9.0, 0) and len(calls) == 2 and "1.0" in entry.read_text()
+
+
 def test_what_took_no_time_is_not_written_and_without_a_folder_all_is_computed(tmp_path, monkeypatch):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "here"))
+    monkeypatch.delenv("DPCOMPANION_FILTERS", raising=False)
     quick, _ = counted(shortest=10.0)
     assert quick(3.0) == (9.0, 0) and not (tmp_path / "here").exists()
     (tmp_path / "file").write_text("no folder")
