@@ -3,7 +3,6 @@
 import dataclasses
 
 import numpy as np
-import numpy as np
 import torch
 
 from dpcompanion.accounting import find_noise_multiplier, find_steps, rdp_to_epsilon
@@ -265,8 +264,9 @@ def table_4_exact(config, run):
     return values
 
 
-@finding("idp-sgd/table-4-exact", "the exact filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired "
-                                  "over the seeds", kind="own")
+@finding("idp-sgd/table-4-exact",
+         "the exact filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired over the seeds",
+         kind="own")
 def exact_filter_gains(record):
     kinds = record.config["kinds"]
     gains = [gain(record, more, less) for less, more in zip(kinds, kinds[1:])]
