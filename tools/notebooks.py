@@ -196,7 +196,7 @@ def take_over_prose(source):
 
 def kernel_environment(preset, variables):
     return {
-        **variables, "DPCOMPANION_PRESET": preset, "PYTHONHASHSEED": "0",
+        **variables, "DPCOMPANION_PRESET": preset, "DPCOMPANION_FILTERS": "anew", "PYTHONHASHSEED": "0",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline", "JUPYTER_PREFER_ENV_PATH": "1",
     }
 

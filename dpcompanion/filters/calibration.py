@@ -4,20 +4,21 @@ Which prices waste least?  At the saddle point :math:`\lambda` of a run, Chernof
 :math:`e^{-\lambda\varepsilon}` times the product of :math:`E[e^{\lambda L_z}]` over its stages.  It is the same for all
 strategies that spend the same if, and only if, :math:`c(z) \propto \ln E[e^{\lambda L_z}]`: the Renyi divergence of
 order :math:`\lambda + 1`.  No level is then a bargain for an attacker.  `level_costs` takes these, as whole numbers,
-rounded up.
+rounded up.  They favour the full level.  What all levels lose at most is least with one over the number of steps that a
+level lasts by loss distributions; with strong noise the two are nearly the same ("Exact filters" in the book has both).
 
 >>> level_costs([0.25, 0.5, 0.75, 1.0], sample_rate=512 / 60_000, noise_multiplier=3.425, block=39, steps=9375,
 ...             target_epsilon=0.9, target_delta=1e-5)
 (1, 4, 9, 16)
 """
 
-import functools
 import math
 from dataclasses import dataclass
 
 from .. import _checks
 from ..accounting import compute_epsilon, find_noise_multiplier, find_steps
 from .game import adaptive_delta, check_costs, check_levels, worst_case
+from .kept import remembered
 from .pairs import DIRECTIONS, SampledGaussian
 
 #: A search for noise or epsilon stops when the answer is known to this relative precision.
@@ -90,8 +91,8 @@ def calibrate_filter(*, target_epsilon, target_delta, sample_rate, levels, steps
                      budget=None, block=1, progress=None):
     """The largest budget at a noise, or the least noise for a budget, that keeps (epsilon, delta) for every strategy.
 
-    Neighbouring relation: add or remove one example. Sampler: Poisson. Results are kept: the same question is
-    answered at once.
+    Neighbouring relation: add or remove one example. Sampler: Poisson. What took long is kept in the data
+    folder (`dpcompanion.filters.kept`): the same question is answered at once.
 
     Args:
         target_epsilon: above 0.
@@ -130,9 +131,13 @@ def calibrate_filter(*, target_epsilon, target_delta, sample_rate, levels, steps
     costs, budget = check_costs(costs, max(costs) if budget is None else budget, len(levels))
     if noise_multiplier is None:
         budget = min(budget, math.ceil(steps / block) * max(costs))
-        return _least_noise(target_epsilon, target_delta, sample_rate, levels, tuple(costs), budget, block, progress)
-    return _largest_budget(target_epsilon, target_delta, sample_rate, noise_multiplier, levels, tuple(costs), steps,
-                           block, progress)
+        noise_multiplier, reached = _least_noise(target_epsilon, target_delta, sample_rate, levels, tuple(costs),
+                                                 budget, block, progress)
+    else:
+        budget, reached = _largest_budget(target_epsilon, target_delta, sample_rate, noise_multiplier, levels,
+                                          tuple(costs), steps, block, progress)
+    return CalibratedFilter(sample_rate, noise_multiplier, levels, tuple(costs), block, budget, target_epsilon,
+                            target_delta, reached)
 
 
 def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, delta):
@@ -148,7 +153,7 @@ def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, de
                      f"{block} steps at level {levels[0]:g} does")
 
 
-@functools.lru_cache(maxsize=256)
+@remembered()
 def _largest_budget(epsilon, delta, sample_rate, noise_multiplier, levels, costs, steps, block, progress):
     level, count = _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, delta)
     # With more the constant strategy at that level would break the promise, or nobody could spend it.
@@ -170,10 +175,10 @@ def _largest_budget(epsilon, delta, sample_rate, noise_multiplier, levels, costs
     if budget < min(costs):
         raise ValueError(f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: it leaves a budget of "
                          f"{budget}, below the least cost, {min(costs)}")
-    return CalibratedFilter(sample_rate, noise_multiplier, levels, costs, block, budget, epsilon, delta, reached)
+    return budget, reached
 
 
-@functools.lru_cache(maxsize=256)
+@remembered()
 def _least_noise(epsilon, delta, sample_rate, levels, costs, budget, block, progress):
     game = dict(sample_rate=sample_rate, levels=levels, costs=costs, budget=budget, epsilon=epsilon, block=block)
     # Where to begin: what the level that needs most noise needs for itself.
@@ -184,23 +189,27 @@ def _least_noise(epsilon, delta, sample_rate, levels, costs, budget, block, prog
                             start, delta)
     if found is None:
         raise ValueError(f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g} with budget={budget}")
-    return CalibratedFilter(sample_rate, found, levels, costs, block, budget, epsilon, delta, reached)
+    return found, reached
 
 
-@functools.lru_cache(maxsize=256)
-def epsilon_of_budget(delta, sample_rate, noise_multiplier, levels, costs, budget, block):
+def epsilon_of_budget(delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress=None):
     """The least epsilon, within a relative 1e-3 and never below, that a budget keeps at `delta`; inf beyond 1e4."""
     if budget < min(costs):
         return 0.0
+    return _least_epsilon(delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress)[0]
+
+
+@remembered()
+def _least_epsilon(delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress):
     game = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, levels=levels, costs=costs, budget=budget,
-                block=block)
+                block=block, progress=progress)
     start = max(compute_epsilon(sample_rate=sample_rate, noise_multiplier=noise_multiplier / level,
                                 steps=budget // cost * block, delta=delta)
                 for level, cost in zip(levels, costs) if cost <= budget)
     if start < 1e-3 and adaptive_delta(epsilon=0.0, **game) <= delta:
-        return 0.0
+        return (0.0,)
     found, _ = _least(lambda epsilon: adaptive_delta(epsilon=epsilon, **game), max(start, 1e-6), delta)
-    return math.inf if found is None else found
+    return (math.inf if found is None else found,)
 
 
 def _least(delta_at, start, delta):

@@ -59,7 +59,7 @@ class ExactFilter:
         steps: of the run.
         block: steps for which a level holds.
         device: where the account is kept.
-        progress: show a bar while budgets are sought; by default on a terminal only.
+        progress: show a bar while budgets or promises are sought; by default on a terminal only.
 
     Raises:
         ValueError: an argument outside its range, or a target that cannot be met.
@@ -77,7 +77,7 @@ class ExactFilter:
         if (budget is None) == (target_epsilon is None) or (target_epsilon is None) != (target_delta is None):
             raise ValueError("either budget, or target_epsilon and target_delta must be given, "
                              f"got budget={budget!r}, target_epsilon={target_epsilon!r}, target_delta={target_delta!r}")
-        self._targets = {}
+        self._targets, self._progress = {}, progress
         if budget is None:
             run = dict(sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier, levels=self.levels,
                        steps=self.steps, block=self.block, target_delta=target_delta)
@@ -109,7 +109,7 @@ class ExactFilter:
         self._costs = torch.tensor((0, *costs), device=self.device)
         self._shares = torch.tensor(self.levels, dtype=torch.float64, device=self.device)
         self._norms = torch.cat([self._shares.new_zeros(1), self._shares * self.max_grad_norm])
-        self._current, self._steps_left = torch.zeros_like(self.budget), 0
+        self._current, self._limits, self._steps_left = torch.zeros_like(self.budget), None, 0
 
     @property
     def active(self):
@@ -151,9 +151,11 @@ class ExactFilter:
         if not self._steps_left:
             index = self._payable(norms)
             self._pay(index, 1)
-            self._current, self._steps_left = index, self.block
+            self._current, self._limits, self._steps_left = index, None, self.block
         self._steps_left -= 1
-        return self._norms[self._current]
+        if self._limits is None:
+            self._limits = self._norms[self._current]
+        return self._limits.clone()             # what a caller does to it must not move the next step's
 
     def epsilon(self, delta, *, spent=None):
         """What is promised to each example at `delta`, before the run: (n,) float64, within a relative 1e-3.
@@ -176,7 +178,7 @@ class ExactFilter:
         if delta == target_delta:
             return epsilon
         return epsilon_of_budget(delta, self.sample_rate, self.noise_multiplier, self.levels, self.costs, budget,
-                                 self.block)
+                                 self.block, self._progress)
 
     def _payable(self, norms):
         norms = torch.as_tensor(norms, dtype=torch.float64, device=self.device)
@@ -221,7 +223,7 @@ class ExactFilter:
             raise ValueError("state must hold spent budgets between 0 and the whole, got others")
         _checks.in_interval("current", tensors["current"], 0, len(self.levels))
         self.spent, self._current = (tensors[name].to(self.device).clone() for name in ("spent", "current"))
-        self._steps_left = steps_left
+        self._limits, self._steps_left = None, steps_left
 
     def _parameters(self):
         return {"n": self.n, "sample_rate": self.sample_rate, "noise_multiplier": self.noise_multiplier,

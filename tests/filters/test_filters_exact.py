@@ -103,6 +103,17 @@ def test_promises_differ_between_people_and_thresholds_below_the_budget_have_sma
     assert constant * 0.999 <= float(plain.epsilon(1e-5)[0]) <= 1.15 * constant
 
 
+def test_limits_that_a_caller_changes_are_not_those_of_the_next_step():
+    filter = ExactFilter(2, **FILTER, budget=20, block=3)
+    first = filter.clip_norms([0.4, 0.1])
+    first += 9
+    assert filter.clip_norms([0.0, 0.0]).tolist() == [0.5, 0.125] and filter.spent.tolist() == [16, 1]
+    other = ExactFilter(2, **FILTER, budget=20, block=3)
+    other.clip_norms([0.1, 0.1])
+    other.load_state_dict(filter.state_dict())
+    assert other.clip_norms([0.0, 0.0]).tolist() == [0.5, 0.125]
+
+
 def test_states_go_on_and_foreign_ones_are_refused():
     filter, other = (ExactFilter(2, **FILTER, budget=[20, 40], block=3) for _ in range(2))
     filter.clip_norms([0.4, 0.1])

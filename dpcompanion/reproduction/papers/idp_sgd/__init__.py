@@ -6,7 +6,8 @@ covers T = epochs ceil(N / B) steps.  Epsilon is by RDP, at delta 1e-5.
 """
 
 from . import (
-    settings, accounts, training, accuracy_tables, many_groups, classes, membership, with_filters, pate_students, beyond_the_paper,
+    settings, accounts, training, accuracy_tables, many_groups, classes, membership, with_filters, exact_filters, pate_students,
+    beyond_the_paper,
 )
 from .settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
 from .accounts import table_7
@@ -19,5 +20,6 @@ from .many_groups import Baselines, exclude, in_sequence, table_14, table_9
 from .classes import level_budgets, search_cost
 from .membership import RATES, attack_values, attacked, curves
 from .with_filters import Descent, filtered
+from .exact_filters import Promised, Table4, Watched
 from .pate_students import softmax_regressions, table_13
 from .beyond_the_paper import BEYOND, audit, beyond
