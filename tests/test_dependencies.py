@@ -20,8 +20,8 @@ LIBRARY = (
     {"cli"},
 )
 REPRODUCTION = (
-    {"intervals", "plotting", "published"},
-    {"records"},
+    {"intervals", "plotting", "provenance", "published", "sources", "storage"},
+    {"pieces", "records"},
     {"comparison"},
     {"experiments"},
     {"papers", "scoreboard"},

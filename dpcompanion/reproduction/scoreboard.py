@@ -25,7 +25,7 @@ import os
 import pathlib
 import re
 
-from dpcompanion.reproduction import experiments, published, records
+from dpcompanion.reproduction import experiments, provenance, published, records
 from dpcompanion.reproduction.comparison import Table, compare
 
 STATES = {
@@ -301,7 +301,7 @@ def _state(exhibit, numbers, held, record, missing, place):
 
 def _places(paper, book=None):
     """Exhibit -> its place, from the headings of the paper's own pages, then from the code of all pages."""
-    book = (records._repository() or pathlib.Path.cwd()) / "book" if book is None else pathlib.Path(book)
+    book = (provenance.repository() or pathlib.Path.cwd()) / "book" if book is None else pathlib.Path(book)
     own = sorted(book.glob(f"papers/{paper}*.md"))
     others = sorted(path for path in book.glob("*.md") if path.stem not in ("scoreboard", "errata", "intro"))
     exhibits, places = published.exhibits(paper), {}
