@@ -131,6 +131,11 @@ class Run:
         return {name: _TRAINED[hashed, name] for name in names}
 
 
+def forget():
+    """Forget the pieces that `Run.keep` has in memory, so that they are trained again."""
+    _TRAINED.clear()
+
+
 def experiment(name, **presets):
     """Register a function as the experiment of an exhibit.
 
