@@ -25,6 +25,7 @@ REPRODUCTION = (
     {"comparison"},
     {"experiments"},
     {"papers", "scoreboard"},
+    {"chapters"},
 )
 CORE = {"torch", "numpy", "scipy", "dpcompanion"}
 BEYOND_THE_CORE = {"_engine_proof": {"opacus"}, "engine": {"opacus"}}

@@ -150,6 +150,15 @@ def standings(paper=None, *, folder=None, book=None):
     return [_standing(exhibit, folder, places[exhibit.paper].get(exhibit.id)) for exhibit in exhibits]
 
 
+def standing(name, *, folder=None):
+    """How one exhibit stands, without its place in the book.
+
+    >>> standing("intrinsic-privacy/claims-1-2").basis
+    'paper record, one seed'
+    """
+    return _standing(published.exhibit(name), folder, None)
+
+
 def counts(standings):
     """State -> how many exhibits, for all states."""
     return {state: sum(one.state == state for one in standings) for state in STATES}
