@@ -32,7 +32,8 @@ def test_findings_of_both_runs_are_one_table_that_says_which_is_which(chapter):
     both = chapter.findings(chapter.both("claims-1-2"))
     assert [row.outcome for row in both.rows] == ["holds", "holds"] and both.counts() == {"holds": 2}
     assert "random orders (recorded)" in repr(both) and "random orders (live)" in repr(both)
-    assert "[random orders (live)]" not in both._repr_markdown_() and "{.live}" in both._repr_markdown_()
+    assert "{.recorded}" in both._repr_markdown_() and "{.live}" in both._repr_markdown_()
+    assert repr(both).count("simulated mean") == 1, "a criterion is said once"
     alone = chapter.findings(chapter.live("claims-1-2"))
     assert repr(alone) == repr(experiments.findings(chapter.live("claims-1-2")))
     assert chapter.findings(None) is None and chapter.findings(chapter.recorded("figure-1"), "table-1") is None

@@ -1,4 +1,4 @@
-"""What a chapter of the book calls: an exhibit computed now, as it was recorded, and how the two stand beside the print.
+"""What a chapter of the book calls: an exhibit computed now, as it was recorded, and how both stand beside the print.
 
     chapter = Chapter("idp-sgd")
     table_2 = chapter.live("table-2")
@@ -9,6 +9,7 @@
 ['draws', 'examples', 'passes', 'seed']
 """
 
+import dataclasses
 import inspect
 
 from dpcompanion import _checks
@@ -154,16 +155,17 @@ class Source:
 
 
 class _Both(comparison.Findings):
-    """Findings of a recorded and a live run in one table, whose rows say which they are of."""
+    """Findings of a recorded and a live run in one table: by criterion, and each row says which run it is of."""
 
     def __init__(self, rows):
-        super().__init__([row for _, row in rows], kind="live")
+        order = {said: place for place, said in enumerate(dict.fromkeys(comparison.said(row) for _, row in rows))}
+        rows = sorted(rows, key=lambda each: order[comparison.said(each[1])])
+        super().__init__([dataclasses.replace(row, where=f"{row.where} ({kind})") for kind, row in rows], kind="live")
         self._kinds = [kind for kind, _ in rows]
 
     def _table(self, verdict):
-        rows = [[f"{row.where} ({kind})", comparison.said(row), row.ours, verdict(row.outcome)]
-                for kind, row in zip(self._kinds, self.rows)]
-        return table(["where", "criterion", "ours", "verdict"], zip(self._kinds, rows), kinds=[None, "row", None])
+        plain = super()._table(verdict)
+        return table(plain.heads, zip(self._kinds, plain.rows), kinds=[None, "row", None])
 
 
 def table(heads, rows, kinds=None):

@@ -3,8 +3,8 @@
 An experiment is its function and whatever that uses by name, directly or through others, within the modules of the
 papers: functions, classes, and module constants such as a table of loaders.  The presets are none of it, since a
 record's configuration is compared apart: what a decorator `@experiment(...)` holds is left out, and of the classes of
-a configuration the methods alone count, unless code names the class.  A preset that the code itself looks something up
-in is code.  So is the library's code not: a record tells its version and commit.
+a configuration the methods alone count, unless code names the class.  (A preset that the code itself looks something
+up in is code.)  Nor is the library's code part of it: a record tells its version and commit.
 
 The hash is blind to comments, docstrings, annotations, layout, the order of definitions and the module that they stand
 in.  Every module is read and parsed once a process.
