@@ -20,11 +20,12 @@ LIBRARY = (
     {"cli"},
 )
 REPRODUCTION = (
-    {"intervals", "plotting", "published"},
-    {"records"},
+    {"intervals", "plotting", "provenance", "published", "sources", "storage"},
+    {"pieces", "records"},
     {"comparison"},
     {"experiments"},
     {"papers", "scoreboard"},
+    {"chapters"},
 )
 CORE = {"torch", "numpy", "scipy", "dpcompanion"}
 BEYOND_THE_CORE = {"engine": {"opacus"}}

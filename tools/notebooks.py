@@ -46,7 +46,7 @@ import outputs
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 # What a page that trains imports.
-TRAINS = re.compile(r"(from|import) dpcompanion\b.*\b(engine|ensembles|experiments|train\w*)\b")
+TRAINS = re.compile(r"(from|import) dpcompanion\b.*\b(engine|ensembles|experiments|chapters|train\w*)\b")
 # The arithmetics of `verify`: for pages that train, and for the others.
 TRAINING, PLAIN = ("jitter", "compatible"), ("as it is",)
 SHOWN = 12  # lines that are shown of one cell

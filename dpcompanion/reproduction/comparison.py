@@ -143,6 +143,11 @@ class Finding:
         _checks.one_of("kind", self.kind, published.FINDINGS)
 
 
+def said(finding):
+    """A finding's criterion, and whose it is where it is not the paper's."""
+    return {"claim": "", "own": "ours: ", "refutes": "against the paper: "}[finding.kind] + finding.criterion
+
+
 class Findings:
     """Findings and their rendering, see `dpcompanion.reproduction.experiments.findings`.
 
@@ -165,9 +170,8 @@ class Findings:
     def _table(self, verdict):
         rows, above = [], None
         for row in self.rows:
-            said = {"claim": "", "own": "ours: ", "refutes": "against the paper: "}[row.kind] + row.criterion
-            rows.append([row.where, "" if said == above else said, row.ours, verdict(row.outcome)])
-            above = said  # a criterion is said once, at the first of its rows
+            rows.append([row.where, "" if said(row) == above else said(row), row.ours, verdict(row.outcome)])
+            above = said(row)  # a criterion is said once, at the first of its rows
         return Table(["where", "criterion", "ours", "verdict"], rows, kinds=[None, self.kind, None])
 
     def __repr__(self):

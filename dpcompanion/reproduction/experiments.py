@@ -30,23 +30,23 @@ import time
 import torch
 
 from dpcompanion import _checks, data
-from dpcompanion.reproduction import comparison, published, records
+from dpcompanion.reproduction import comparison, pieces, provenance, published, records, sources
 
 PRESETS = ("quick", "paper")
+#: Seconds from which on `Run.keep` keeps pieces on the disk.
+KEPT = 15
 _REGISTRY = {}
+_TRAINED = {}
 _CRITERIA = []
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experiment:
-    """A registered experiment: its exhibit's name, its function, a configuration for each preset, and the helpers
-    whose code counts as its own.  `one_seed`: whether it runs with the first of its configuration's seeds alone."""
+    """A registered experiment: its exhibit's name, its function, and a configuration for each preset."""
 
     name: str
     function: object
     presets: dict
-    uses: tuple = ()
-    one_seed: bool = False
 
     @property
     def title(self):
@@ -55,7 +55,8 @@ class Experiment:
 
     @property
     def code_hash(self):
-        return records.code_hash(self.function, *self.uses)
+        """Of the code that its records depend on, see `sources.code_hash`."""
+        return sources.code_hash(self.function, *self.presets.values())
 
     def record(self, preset="paper", folder=None):
         """The record in the results folder, or None."""
@@ -89,8 +90,12 @@ class Run:
             self.loaded.append(dataset.provenance())
         return dataset
 
+    def note(self, loaded):
+        """Note data that were loaded before (`Dataset.provenance()` of each) in the record."""
+        self.loaded += [each for each in loaded if each not in self.loaded]
+
     def pieces(self, work, names, **arguments):
-        """`records.resumable` for this run: {name: work(name)}, kept until the record is written.
+        """`pieces.resumable` for this run: {name: work(name)}, kept until the record is written.
 
         Where every name tells its piece's seed ("seed-3"), a run with other seeds shares what is done already.
         """
@@ -98,30 +103,59 @@ class Run:
         if all("seed" in str(name) for name in names):
             config.pop("seeds", None)
         key = {"config": config, "code": self.code_hash, "device": self.device.type}
-        return records.resumable(work, names, folder=self.folder, config=key, **arguments)
+        return pieces.resumable(work, names, folder=self.folder, config=key, **arguments)
+
+    def keep(self, work, names, *, by, config, seconds, under, label=""):
+        """{name: work(name)} for pieces that several exhibits share: each is trained once and kept.
+
+        What takes long is kept in the data folder, each piece as it ends, and an interrupted run goes on there; what
+        does not, once a process.
+
+        Args:
+            work: piece name -> values that a record can hold, or a pair (values, {name: array}).
+            names: of the pieces, such as "seed-3".
+            by: the function that does the work: pieces count as long as it and the code behind it stay the same.
+            config: what the results depend on besides, with the dataclasses whose methods `by` calls.
+            seconds: about how long all pieces take on two cores.
+            under: a name for people, of a folder in the data folder, such as "runs/mnist-mlp".
+            label: of the progress bar.
+        """
+        key = {"config": config, "code": sources.code_hash(by, config), "device": self.device.type}
+        hashed, names = records.hash_of([under, key]), list(names)
+        if seconds >= KEPT:
+            return pieces.resumable(work, names, folder=data.data_folder() / f"{under}-{hashed[:12]}", config=key,
+                                    label=label)
+        for name in names:
+            if (hashed, name) not in _TRAINED:
+                _TRAINED[hashed, name] = work(name)
+        return {name: _TRAINED[hashed, name] for name in names}
 
 
-def experiment(name, *, uses=(), one_seed=False, **presets):
+def forget():
+    """Forget the pieces that `Run.keep` has in memory, so that they are trained again."""
+    _TRAINED.clear()
+
+
+def experiment(name, **presets):
     """Register a function as the experiment of an exhibit.
 
     Args:
         name: the exhibit, such as "idp-sgd/table-5".
-        uses: functions whose code counts as the experiment's own: a change makes its records stale.
-        one_seed: whether the function uses no more than `config.seeds[0]`; `run` then refuses several seeds.
-        presets: preset -> frozen dataclass, one at least; a field `seeds` is what `run(seeds=...)` replaces.
+        presets: preset -> frozen dataclass, one at least; a field `seeds`, or `seed` where there is no more than one,
+            is what `run(seeds=...)` replaces.
     """
     published.exhibit(name)
     for preset, config in presets.items():
         _checks.one_of("presets", preset, PRESETS)
         if not (dataclasses.is_dataclass(config) and config.__dataclass_params__.frozen):
             raise ValueError(f"presets must be frozen dataclasses, got {config!r} for {preset!r}")
-        if one_seed and len(getattr(config, "seeds", ())) != 1:
-            raise ValueError(f"presets must have one seed where one_seed is set, got {config!r} for {preset!r}")
+        if hasattr(config, "seed") and hasattr(config, "seeds"):
+            raise ValueError(f"presets must have a field seed or seeds and not both, got {config!r} for {preset!r}")
     if not presets or name in _REGISTRY:
         raise ValueError(f"name must be new and have a preset, got {name!r} with {presets!r}")
 
     def register(function):
-        _REGISTRY[name] = Experiment(name, function, dict(presets), tuple(uses), bool(one_seed))
+        _REGISTRY[name] = Experiment(name, function, dict(presets))
         return function
     return register
 
@@ -216,7 +250,7 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
         device: where to compute.
         out: the folder to write the record into (`records.results_folder()` is the usual one); None writes nothing.
             With a folder, an interrupted run goes on where it stopped when it is started again.
-        seeds: replaces the configuration's seeds.
+        seeds: replaces the configuration's seeds, or its one seed.
 
     Raises ValueError, before any work, for unknown names and presets, for a device or a folder that cannot be used, and
     for seeds, or more of them, than the experiment uses.
@@ -225,14 +259,15 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
     preset = _checks.one_of("preset", preset or default_preset(), found.presets)
     config = found.presets[preset]
     if seeds is not None:
-        if not hasattr(config, "seeds"):
+        one = hasattr(config, "seed")
+        if not (one or hasattr(config, "seeds")):
             raise ValueError(f"seeds must be left out, since {name} draws nothing at random, got {seeds!r}")
         seeds = tuple(_checks.whole_number("seeds", seed) for seed in seeds)
         if not seeds or len(set(seeds)) < len(seeds):
             raise ValueError(f"seeds must be different whole numbers, one at least, got {seeds!r}")
-        if found.one_seed and len(seeds) > 1:
+        if one and len(seeds) > 1:
             raise ValueError(f"seeds must be a single one, since {name} runs with one seed at a time, got {seeds!r}")
-        config = dataclasses.replace(config, seeds=seeds)
+        config = dataclasses.replace(config, **{"seed": seeds[0]} if one else {"seeds": seeds})
     device = _device(device)
     if out is not None:
         _writable(records.path_of(name, preset, out).parent, out)
@@ -240,9 +275,9 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
         path = records.path_of(name, preset, scratch if out is None else out)
         parts = path.with_name(f".{path.stem}.parts")
         # Asked before the work begins: an edit during a long run is none of the code that made the record.
-        this, made_with = Run(config, device, parts, found.code_hash), records.software()
+        this, made_with = Run(config, device, parts, found.code_hash), provenance.software()
         started = time.perf_counter()
-        with records.taken_over() as kept:
+        with pieces.taken_over() as kept:
             values = found.function(config, this)
         values, arrays = values if isinstance(values, tuple) else (values, {})
         command = f"dpcompanion run {name} --preset {preset} --device {device}"
@@ -253,7 +288,7 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
             device=device, wall_time=time.perf_counter() - started, command=command, made_with=made_with, kept=kept)
         if out is not None:
             records.write(record, out)
-            records.discard(parts)
+            pieces.discard(parts)
     return record
 
 

@@ -25,7 +25,7 @@ import os
 import pathlib
 import re
 
-from dpcompanion.reproduction import experiments, published, records
+from dpcompanion.reproduction import experiments, provenance, published, records
 from dpcompanion.reproduction.comparison import Table, compare
 
 STATES = {
@@ -148,6 +148,15 @@ def standings(paper=None, *, folder=None, book=None):
     exhibits = published.exhibits(paper)
     places = {slug: _places(slug, book) for slug in dict.fromkeys(exhibit.paper for exhibit in exhibits)}
     return [_standing(exhibit, folder, places[exhibit.paper].get(exhibit.id)) for exhibit in exhibits]
+
+
+def standing(name, *, folder=None):
+    """How one exhibit stands, without its place in the book.
+
+    >>> standing("intrinsic-privacy/claims-1-2").basis
+    'paper record, one seed'
+    """
+    return _standing(published.exhibit(name), folder, None)
 
 
 def counts(standings):
@@ -301,7 +310,7 @@ def _state(exhibit, numbers, held, record, missing, place):
 
 def _places(paper, book=None):
     """Exhibit -> its place, from the headings of the paper's own pages, then from the code of all pages."""
-    book = (records._repository() or pathlib.Path.cwd()) / "book" if book is None else pathlib.Path(book)
+    book = (provenance.repository() or pathlib.Path.cwd()) / "book" if book is None else pathlib.Path(book)
     own = sorted(book.glob(f"papers/{paper}*.md"))
     others = sorted(path for path in book.glob("*.md") if path.stem not in ("scoreboard", "errata", "intro"))
     exhibits, places = published.exhibits(paper), {}

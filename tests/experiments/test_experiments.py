@@ -1,5 +1,4 @@
 import dataclasses
-import inspect
 import json
 import math
 import re
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion.reproduction import experiments, published, records
+from dpcompanion.reproduction import experiments, pieces, provenance, published, records, sources
 
 NAME = "individual-accounting/table-1"  # an exhibit to hang a test's own experiment on
 
@@ -17,6 +16,16 @@ NAME = "individual-accounting/table-1"  # an exhibit to hang a test's own experi
 class Config:
     examples: int = 3
     seeds: tuple = (0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneSeed:
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class BothSeeds(Config, OneSeed):
+    pass
 
 
 def work(config, run):
@@ -63,12 +72,12 @@ def test_a_record_names_the_code_that_ran_though_its_file_is_edited_meanwhile(re
         commits[:] = ["after+changes"]
     space = {"edit": edit}
     exec(compile(file.read_text(), file, "exec"), space)
-    monkeypatch.setattr(records, "commit", lambda: commits[0])
-    before = records.code_hash(space["work"])
+    monkeypatch.setattr(provenance, "commit", lambda: commits[0])
+    before = sources.code_hash(space["work"])
     monkeypatch.setitem(experiments._REGISTRY, NAME, experiments.Experiment(NAME, space["work"], {"quick": Config()}))
     record = experiments.run(NAME, preset="quick")
     assert record.values == {"one": 1} and (record.code_hash, record.commit) == (before, "before")
-    assert records.code_hash(space["work"]) != before and commits == ["after+changes"]
+    assert sources.code_hash(space["work"]) != before and commits == ["after+changes"]
 
 
 def test_without_a_folder_nothing_is_written(registered, tmp_path, monkeypatch):
@@ -170,24 +179,71 @@ def test_seeds_are_refused_where_nothing_is_random():
 
 def test_several_seeds_are_refused_before_any_work_where_one_is_used(registered, monkeypatch):
     def one(config, run):
-        return {"seed": config.seeds[0]}
+        return {"the seed": config.seed}
     experiments._REGISTRY.pop(NAME)
-    experiments.experiment(NAME, one_seed=True, quick=Config(seeds=(0,)))(one)
-    assert experiments.run(NAME, preset="quick", seeds=[4]).values == {"seed": 4}
+    experiments.experiment(NAME, quick=OneSeed())(one)
+    assert experiments.run(NAME, preset="quick").seeds == [0]
+    record = experiments.run(NAME, preset="quick", seeds=[4])
+    assert record.values == {"the seed": 4} and record.seeds == [4] and record.command.endswith("--seeds 4")
+    assert not experiments.get(NAME).is_stale(record)
     forbid_work(monkeypatch, NAME)
     with pytest.raises(ValueError, match=r"seeds must be a single one, since .* got \(0, 1, 2\)"):
         experiments.run(NAME, preset="quick", seeds=[0, 1, 2])
     experiments._REGISTRY.pop(NAME)
-    with pytest.raises(ValueError, match="presets must have one seed"):
-        experiments.experiment(NAME, one_seed=True, quick=Config())
+    with pytest.raises(ValueError, match="presets must have a field seed or seeds and not both"):
+        experiments.experiment(NAME, quick=BothSeeds())
 
 
-def test_exactly_the_experiments_that_use_only_their_first_seed_say_so():
+def keeping(run, names, calls, **options):
+    return run.keep(lambda name: calls.append(name) or {"of": name}, names, by=keeping, under="runs/some",
+                    **{"config": {"task": OneSeed()}, "seconds": 1, **options})
+
+
+def test_what_is_short_is_kept_for_the_process_and_shared_by_exhibits(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    experiments.forget()
+    first, other = (experiments.Run(config, torch.device("cpu"), None, "code") for config in (Config(), OneSeed()))
+    calls = []
+    assert keeping(first, ["seed-0", "seed-1"], calls) == {name: {"of": name} for name in ("seed-0", "seed-1")}
+    keeping(other, ["seed-1", "seed-2"], calls)
+    assert calls == ["seed-0", "seed-1", "seed-2"] and not list(tmp_path.iterdir())
+    keeping(first, ["seed-0"], calls, config={"task": OneSeed(seed=1)})
+    keeping(experiments.Run(Config(), torch.device("meta"), None, "code"), ["seed-0"], calls)
+    monkeypatch.setattr(experiments.sources, "code_hash", lambda *parts: "other code")
+    keeping(first, ["seed-0"], calls)
+    assert calls[3:] == ["seed-0"] * 3
+    experiments.forget()
+
+
+def test_what_takes_long_is_kept_on_the_disk_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    run, calls = experiments.Run(Config(), torch.device("cpu"), None, "code"), []
+
+    def broken(name):
+        if name == "b" and "stop" not in calls:
+            calls.append("stop")
+            raise KeyboardInterrupt
+        calls.append(name)
+        return {"of": name}, {"array": np.arange(3)}
+
+    long = {"by": keeping, "config": {}, "seconds": experiments.KEPT, "under": "runs/some"}
+    with pytest.raises(KeyboardInterrupt):
+        run.keep(broken, ["a", "b"], **long)
+    with pieces.taken_over() as kept:
+        done = run.keep(broken, ["a", "b"], **long)
+    assert calls == ["a", "stop", "b"] and done["a"][1]["array"].tolist() == [0, 1, 2]
+    assert [each["pieces"] for each in kept] == [1]
+    folder, = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("some-")
+
+
+def test_every_seed_that_an_experiment_has_is_one_that_it_uses():
     for name in experiments.names():
         found = experiments.get(name)
-        source = "".join(inspect.getsource(part) for part in (found.function, *found.uses))
-        has_seeds = any(hasattr(config, "seeds") for config in found.presets.values())
-        assert found.one_seed == (has_seeds and not re.search(r"config\.seeds(?!\[0\])", source)), name
+        code = " ".join(each.text for each in sources.closure(found.function, *found.presets.values()).values())
+        for field in ("seed", "seeds"):
+            if any(hasattr(config, field) for config in found.presets.values()):
+                assert f"attr='{field}'" in code, f"{name} has {field}"
 
 
 def test_the_preset_comes_from_one_place(monkeypatch):

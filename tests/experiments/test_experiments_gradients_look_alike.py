@@ -23,7 +23,7 @@ NAMES = [name for name in experiments.names() if name.startswith("gradients-look
 
 @pytest.fixture(autouse=True)
 def nothing_watched(monkeypatch, tmp_path):
-    monkeypatch.setattr(g.runs, "_WATCHED", {})
+    experiments.forget()
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
 
 
@@ -62,7 +62,7 @@ def test_every_exhibit_gives_the_same_numbers_twice_and_meets_all_its_criteria(n
     found = experiments.get(name)
     monkeypatch.setitem(found.presets, "quick", tiny(found.presets["quick"]))
     first = experiments.run(name, preset="quick")
-    g.runs._WATCHED.clear()
+    experiments.forget()
     again = experiments.run(name, preset="quick")
     for key, value in flat(first.values).items():
         np.testing.assert_array_equal(value, flat(again.values)[key], err_msg=key)
@@ -93,10 +93,10 @@ def test_points_are_looked_at_before_training_at_each_moment_and_at_the_end(run)
 
 
 def test_a_run_that_takes_long_is_kept_and_read_again(run, monkeypatch):
-    monkeypatch.setattr(g.runs, "KEPT", 0)
+    monkeypatch.setattr(experiments, "KEPT", 0)
     first = g.watched(TINY, run)
-    g.runs._WATCHED.clear()
-    monkeypatch.setattr(g.runs, "watch", None)
+    experiments.forget()
+    monkeypatch.setattr(g.runs, "train", None)
     torch.testing.assert_close(g.watched(TINY, run).norms, first.norms, rtol=0, atol=0)
 
 

@@ -16,13 +16,11 @@ from dpcompanion.reproduction.papers import yu
 from dpcompanion.training import DPSGDPlan
 
 SHORT = dataclasses.replace(ia.MNIST_5K, epochs=2, batch_size=400, reference=40)
-RUNS = {}     # that the tests share
 NAMES = [name for name in experiments.names() if name.startswith(ia.NAME)]
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept(monkeypatch, tmp_path):
-    monkeypatch.setattr(yu, "_DONE", RUNS)
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
 
 
@@ -90,11 +88,9 @@ def test_individual_clipping_changes_the_run_and_accounting_alone_does_not(run, 
 
 def test_a_long_run_is_kept_and_read_back(run, monkeypatch):
     first = ia.trained(SHORT, 0, run)
-    monkeypatch.setattr(yu, "KEPT", 0)
-    monkeypatch.setattr(yu, "_DONE", {})
+    monkeypatch.setattr(experiments, "KEPT", 0)
     kept = ia.trained(SHORT, 0, run)
-    monkeypatch.setattr(yu, "_DONE", {})
-    monkeypatch.setattr(ia.runs, "run_task", lambda *arguments: pytest.fail("trained again"))
+    monkeypatch.setattr(ia.runs, "train", lambda *arguments, **options: pytest.fail("trained again"))
     read = ia.trained(SHORT, 0, run)
     for one in (kept, read):
         np.testing.assert_array_equal(one.norms, first.norms)
@@ -132,11 +128,12 @@ def fake_images(monkeypatch, shape):
     (dataclasses.replace(ia.CIFAR10_RESNET, loss="hinge"), (3, 32, 32))])
 def test_the_papers_networks_train_on_a_few_images(task, shape, run, monkeypatch):
     fake_images(monkeypatch, shape)
-    monkeypatch.setattr(yu, "_DONE", {})
+    experiments.forget()
     few = dataclasses.replace(task, batch_size=3, epochs=1, reference=2)
     found = ia.trained(few, 0, run)
     assert found.plan.steps == 2 and found.norms.shape == (2, 6) and found.reference_norms.shape == (2, 2)
     assert np.isfinite(found.losses).all() and (found.epsilon() > 0).all()
+    experiments.forget()
 
 
 def test_faces_are_balanced_within_each_race():

@@ -18,7 +18,7 @@ NAMES = [name for name in experiments.names() if name.startswith("intrinsic-priv
 
 @pytest.fixture(autouse=True)
 def nothing_trained(monkeypatch, tmp_path):
-    monkeypatch.setattr(ip.grids, "_TRAINED", {})
+    experiments.forget()
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
 
 
@@ -40,7 +40,7 @@ def test_every_exhibit_gives_the_same_finite_numbers_twice(name, monkeypatch):
         changes["epsilons"] = (0.5, 2.0)
     monkeypatch.setitem(found.presets, "quick", dataclasses.replace(config, **changes))
     first = experiments.run(name, preset="quick")
-    ip.grids._TRAINED.clear()
+    experiments.forget()
     again = experiments.run(name, preset="quick")
     for key, value in first.values.items():
         if key.endswith(".seconds"):
@@ -78,8 +78,8 @@ def test_grids_agree_with_algorithm_1_by_hand(run):
 def test_an_interrupted_grid_goes_on_where_it_stopped(run, monkeypatch):
     task = dataclasses.replace(SMALL, seeds=34)
     whole = ip.trained("digits", task, run)
-    ip.grids._TRAINED.clear()
-    monkeypatch.setattr(ip.grids, "KEPT", 0)
+    experiments.forget()
+    monkeypatch.setattr(experiments, "KEPT", 0)
     train, calls = ip.ensembles.train_grid, []
 
     def interrupted(*arguments, seeds, **options):
@@ -89,7 +89,6 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(run, monkeypatch):
         return train(*arguments, seeds=seeds, **options)
 
     monkeypatch.setattr(ip.grids.ensembles, "train_grid", interrupted)
-    monkeypatch.setattr(ip.grids.records, "code_hash", lambda *functions: "the same")
     with pytest.raises(KeyboardInterrupt):
         ip.trained("digits", task, run)
     found = ip.trained("digits", task, run)

@@ -22,8 +22,10 @@ def few_digits(monkeypatch, tmp_path):
     whole = second.examples("mnist-5k", "float64")
     few = dataclasses.replace(whole, x=whole.x[::10], y=whole.y[::10], groups=whole.groups[::10])
     monkeypatch.setattr(second, "examples", lambda name, dtype="float32": few)
-    monkeypatch.setattr(second, "_DONE", {})
+    experiments.forget()
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    yield
+    experiments.forget()   # these are runs on other digits
 
 
 @pytest.mark.parametrize("name", NAMES)

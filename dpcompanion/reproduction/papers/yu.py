@@ -2,20 +2,16 @@
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from scipy import stats
 from torch import nn
 
 from dpcompanion import data, release
-from dpcompanion.reproduction import intervals, records
+from dpcompanion.reproduction import intervals
+from dpcompanion.reproduction.papers.common import rank
 from dpcompanion.training import cross_entropy, models
-
-KEPT = 5e6       # examples times steps, half a minute: what is smaller is trained again when it is needed
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -51,22 +47,17 @@ MNIST_5K = Task("mnist-5k", "mlp", 256, 20, 2.4, 0.3, reference=500, dtype="floa
 
 
 @dataclasses.dataclass(frozen=True)
-class Study:
-    """The tasks that an exhibit looks at, and the seeds of their runs."""
+class Tasks:
+    """The tasks that an exhibit looks at."""
 
     tasks: dict
-    seeds: tuple = (0,)
 
 
-def runnable(config, run):
-    """The tasks that this device can do."""
-    return {name: task for name, task in config.tasks.items() if not task.needs or run.device.type != "cpu"}
+@dataclasses.dataclass(frozen=True)
+class Study(Tasks):
+    """The tasks that an exhibit looks at, and the seed of their runs."""
 
-
-def left_out(config, run):
-    """What a record says of the tasks that were not run: {"not_run": names}, or nothing."""
-    names = [name for name in config.tasks if name not in runnable(config, run)]
-    return {"not_run": names} if names else {}
+    seed: int = 0
 
 
 # Data and models ---------------------------------------------------------------------------------------------------
@@ -139,6 +130,11 @@ def build(model, found, seed):
     }[model]().to(found.x.dtype)
 
 
+def seconds(examples, steps):
+    """About how long a run takes on two cores, with everybody's norms every few steps."""
+    return examples * steps / 1.7e5
+
+
 def hinge(outputs, targets):
     """Multi-class hinge loss of each example, (n,)."""
     return F.multi_margin_loss(outputs, targets, reduction="none")
@@ -154,42 +150,9 @@ def outcome(model, loss, x, y):
         parts = [model(part) for part in x.split(2048)]
     outputs = torch.cat(parts)
     return loss(outputs, y), outputs.argmax(1) == y
-_DONE = {}
 
 
-def once(name, key, seed, run, code, work, *, size):
-    """work() for a key and seed: once a process, and once and for all if `size` exceeds `KEPT`."""
-    key = {**key, "device": run.device.type, "code": records.code_hash(*code), "size": size}
-    hashed = records.hash_of({**key, "seed": seed, "name": name})
-    if hashed not in _DONE:
-        if size < KEPT:
-            _DONE[hashed] = work()
-        else:
-            folder = data.data_folder() / "runs" / f"{name}-{records.hash_of(key)[:12]}"
-            pieces = records.resumable(lambda _: work(), [f"seed-{seed}"], folder=folder, config=key, label=name)
-            _DONE[hashed], = pieces.values()
-    return _DONE[hashed]
 WORST = 0.99     # an epsilon from this share of the worst case on has reached it
-
-
-def named(prefix, **values):
-    """Values under the names that a record gives them, such as "mnist.max"."""
-    return {f"{prefix}.{key}": value for key, value in values.items()}
-
-
-def pearson(a, b):
-    """Pearson's r; nan where one of the two does not vary."""
-    return float(np.corrcoef(a, b)[0, 1]) if np.std(a) > 0 and np.std(b) > 0 else math.nan
-
-
-def rank(a, b):
-    """Spearman's rank correlation; nan where one of the two does not vary."""
-    return pearson(stats.rankdata(a), stats.rankdata(b))
-
-
-def histogram(values, top):
-    """Counts in 120 bins from 0 to the worst case."""
-    return np.histogram(np.clip(values, 0, top), np.linspace(0, top, 121))[0].astype(np.int32)
 
 
 def correlation_with_extremes(accuracy, epsilon):
@@ -266,6 +229,16 @@ def overfitted(task, config, seed, device):
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
     return ({"accuracy": float(right.double().mean()), "test_accuracy": float(test_right.double().mean())},
             {"losses": losses.cpu().numpy(), "test_losses": test_losses.cpu().numpy()})
+
+
+def trained_without_privacy(task, config, seed, run):
+    """`overfitted`, kept."""
+    settings = {key: getattr(config, key) for key in ("epochs", "batch_size", "learning_rate")}
+    done = run.keep(lambda _: overfitted(task, config, seed, run.device), [f"seed-{seed}"], by=overfitted,
+                    config={"task": dataclasses.replace(task, needs=""), **settings},
+                    seconds=seconds(len(examples(task.data, task.dtype).y), 10 * config.epochs),
+                    under=f"runs/{task.data}-{task.model}-overfitted", label=f"{task.data}, {task.model}")
+    return done[f"seed-{seed}"]
 
 
 def near_one_half(values, prefix):

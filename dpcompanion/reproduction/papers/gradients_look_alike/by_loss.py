@@ -7,17 +7,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dpcompanion import data
 from dpcompanion.accounting import rdp_to_epsilon
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.per_instance import (
     law_counts, law_log_density, log_mass, loss_divergence, loss_epsilon, step_loss, tilted_noise,
 )
 from dpcompanion.reproduction.experiments import experiment
+from dpcompanion.reproduction.papers.common import left_out, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.compositions import theorem_3_3
-from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    _MODELS, DIRECTIONS, divergence, left_out, moments, plan_of, runnable, soft_maximum,
-)
+from dpcompanion.reproduction.papers.gradients_look_alike.runs import _MODELS, DIRECTIONS, plan_of
 from dpcompanion.training import cross_entropy, models, train_ensemble
 from dpcompanion.training.noise import derive_seed, gaussian_noise
 
@@ -58,7 +56,7 @@ class OwnEpsilons:
 
     tasks: dict
     larger: dict = dataclasses.field(default_factory=dict)
-    seeds: tuple = (0,)
+    seed: int = 0
 
 
 def own_inputs(task, run):
@@ -154,9 +152,7 @@ def scheduled(norms, plan):
     return epsilon[0], (others > levels[:, None] / 20 * plan.max_grad_norm).double().mean()
 
 
-@experiment("gradients-look-alike/own-epsilon", one_seed=True,
-            uses=(own_inputs, tilted_losses, exactly_by_losses, scheduled, plan_of, runnable, left_out, theorem_3_3,
-                  soft_maximum, divergence),
+@experiment("gradients-look-alike/own-epsilon",
             quick=OwnEpsilons({"softmax regression, 7 x 7": Own("mnist-5k", "softmax", 7, points=4, runs=16, runs_add=4,
                                                                 learning_rate=4.0, epochs=4)}),
             paper=OwnEpsilons({"softmax regression, 14 x 14": Own("mnist-5k", "softmax", 14, points=8, runs=24,
@@ -183,7 +179,7 @@ def own_epsilon(config, run):
         def work(piece):
             direction, group = names[piece]
             found = tilted_losses(task, model, digits, (point_x[group], point_y[group]), direction,
-                                  derive_seed(config.seeds[0], int(group[0])), run.device)
+                                  derive_seed(config.seed, int(group[0])), run.device)
             return {}, {key: one.numpy() for key, one in zip(("losses", "densities", "norms"), found)}
 
         done, everybody = run.pieces(work, names, label="tilted runs"), plan.epsilon(accountant="pld")

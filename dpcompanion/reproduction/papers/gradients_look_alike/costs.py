@@ -6,15 +6,15 @@ import math
 import numpy as np
 import torch
 
-from dpcompanion import data
 from dpcompanion.accounting import rdp_to_epsilon
 from dpcompanion.per_instance import tilted_counts
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.common import left_out, reported, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    _inputs, _mean_of, _MODELS, _points, _WATCH, CIFAR10, composed, composed_exactly, contributions, DIGITS,
-    DIRECTIONS, divergence, epsilons, left_out, MNIST, PLAIN_DIGITS, PLAIN_MNIST, plan_of, reported, runnable,
-    share_of, soft_maximum, Watch, watched, WatchMore, weighted_costs, worst_case,
+    _inputs, _mean_of, _MODELS, _points, CIFAR10, composed, composed_exactly, contributions, DIGITS, DIRECTIONS,
+    divergence, epsilons, MNIST, PLAIN_DIGITS, PLAIN_MNIST, plan_of, seconds, soft_maximum, Watch, watched, WatchMore,
+    weighted_costs, worst_case,
 )
 from dpcompanion.training import cross_entropy, train_ensemble
 from dpcompanion.training.noise import derive_seed
@@ -23,9 +23,6 @@ from dpcompanion.training.noise import derive_seed
 
 def _vary(task, **changes):
     return dataclasses.replace(task, **changes)
-
-
-_COMPOSE = (*_WATCH, watched, divergence, share_of, weighted_costs, soft_maximum, composed, epsilons, worst_case)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +70,11 @@ def tilted_norms(task, order, point, seed, run):
 
 def kept_norms(task, order, points, runs, run):
     """`tilted_norms` of every point, (steps, runs, points), kept in the data folder, each run as it ends."""
-    key = {"task": {**dataclasses.asdict(task), "runs": None}, "order": order, "device": run.device.type,
-           "code": records.code_hash(tilted_norms, _inputs, plan_of)}
-    folder = data.data_folder() / "watched" / f"{task.data}-{task.model}-tilted-{records.hash_of(key)[:12]}"
     pieces = {f"point-{point}.seed-{seed}": (point, seed) for seed in range(runs) for point in points}
-    done = records.resumable(lambda piece: ({}, {"norms": tilted_norms(task, order, *pieces[piece], run).numpy()}),
-                             pieces, folder=folder, config=key, label="tilted runs")
+    each = seconds(dataclasses.replace(task, runs=1), plan_of(task, len(run.load(task.data, split="train"))))
+    done = run.keep(lambda piece: ({}, {"norms": tilted_norms(task, order, *pieces[piece], run).numpy()}), pieces,
+                    by=tilted_norms, config={"task": dataclasses.replace(task, runs=1), "order": order},
+                    seconds=each * len(pieces), under=f"watched/{task.data}-{task.model}-tilted", label="tilted runs")
     found = torch.stack([torch.as_tensor(arrays["norms"]) for _, arrays in done.values()], 1)
     return found.view(len(found), runs, len(points))
 
@@ -106,7 +102,6 @@ def exactly(task, tilted, run):
 
 
 @experiment("gradients-look-alike/figure-1",
-            uses=(*_COMPOSE, tilted_norms, kept_norms, composed_exactly, exactly),
             quick=FIGURE_1_QUICK, paper=FIGURE_1)
 def figure_1(config, run):
     """Contributions of the steps over the data-independent cost at one order, and epsilon of the whole run at the best.
@@ -219,7 +214,7 @@ class Intervals(Watch):
     resamples: int = 400
 
 
-@experiment("gradients-look-alike/figure-5", uses=_COMPOSE, quick=Intervals({"eps 10": DIGITS}),
+@experiment("gradients-look-alike/figure-5", quick=Intervals({"eps 10": DIGITS}),
             paper=Intervals({"eps 10": MNIST}))
 def figure_5(config, run):
     """Contributions of the steps for single training points, with 95% bootstrap intervals over the runs."""
@@ -256,7 +251,7 @@ FIGURE_6_QUICK = WatchMore({"eps 10": DIGITS, "eps 1": _vary(DIGITS, epsilon=1.0
                             "batch 512": _vary(PLAIN_DIGITS, batch_size=512), "softmax regression": PLAIN_DIGITS})
 
 
-@experiment("gradients-look-alike/figure-6", uses=(*_COMPOSE, runnable, left_out), quick=FIGURE_6_QUICK, paper=FIGURE_6)
+@experiment("gradients-look-alike/figure-6", quick=FIGURE_6_QUICK, paper=FIGURE_6)
 def figure_6(config, run):
     """The mean cost of a step over the data-independent one, at tenths of the run, and epsilon of the whole run."""
     values = left_out(config, run)

@@ -11,7 +11,7 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.gradients_look_alike.costs import _vary
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    _inputs, _MODELS, _WATCH, CIFAR10, DIGITS, DIRECTIONS, divergence, MNIST, plan_of, STAGES, Watch, watched,
+    _inputs, _MODELS, CIFAR10, DIGITS, DIRECTIONS, divergence, MNIST, plan_of, STAGES, Watch, watched,
 )
 from dpcompanion.training import clipped_sum, cross_entropy
 from dpcompanion.training.clipping import per_example_gradients
@@ -26,7 +26,7 @@ class Means(Watch):
     pool: int = 40
     tuples: int = 20
     shown: int = 100
-    seeds: tuple = (0,)
+    seed: int = 0
 
 
 def batch_sums(model, x, y, masks, limit):
@@ -95,12 +95,10 @@ def mean_update_bound(norms, plan, order):
                               order=order)
 
 
-_MEANS = (*_WATCH, watched, divergence, batch_sums, clipped_gradients, coordinates, mean_update_bounds,
-          mean_update_bound)
 QUICK_MEANS = Means({"LeNet-5": DIGITS}, batch_sizes=(16, 64, 256), pool=20, shown=20)
 
 
-@experiment("gradients-look-alike/figure-8", one_seed=True, uses=_MEANS, quick=QUICK_MEANS,
+@experiment("gradients-look-alike/figure-8", quick=QUICK_MEANS,
             paper=Means({"LeNet-5": _vary(MNIST, runs=1)}, shown=50))
 def figure_8(config, run):
     """The mean update by theorem 3.6 and by the coupled bound, for batches of several sizes.
@@ -117,7 +115,7 @@ def figure_8(config, run):
         members = torch.as_tensor(np.random.RandomState(0).permutation(len(y))[:config.shown])
         rest = torch.ones(len(y), dtype=torch.bool)
         rest[members] = False
-        model, generator = _MODELS[task.model](seed=0), torch.Generator().manual_seed(config.seeds[0])
+        model, generator = _MODELS[task.model](seed=0), torch.Generator().manual_seed(config.seed)
         for stage, weights in zip(STAGES, found.weights[0]):
             torch.nn.utils.vector_to_parameters(weights, model.parameters())
             model.eval().to(run.device)
@@ -146,7 +144,7 @@ def figure_8(config, run):
     return values, arrays
 
 
-@experiment("gradients-look-alike/figure-4", one_seed=True, uses=_MEANS,
+@experiment("gradients-look-alike/figure-4",
             quick=dataclasses.replace(QUICK_MEANS, batch_sizes=(128,)),
             paper=Means({"ResNet-20": _vary(CIFAR10, runs=1)}, batch_sizes=(32, 64, 128, 256, 512), shown=500))
 def figure_4(config, run):

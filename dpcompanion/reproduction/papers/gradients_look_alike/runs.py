@@ -9,18 +9,15 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from dpcompanion import data
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.per_instance import exact_composition, holder_order, log_mass, step_divergence
-from dpcompanion.reproduction import intervals, records
+from dpcompanion.reproduction import intervals
 from dpcompanion.training import cross_entropy, DPSGDPlan, gradient_norms, models, train
 
 STAGES = ("initial", "middle", "final")
 # Runs with the point, for training points; without it, for test points.
 DIRECTIONS = {"remove": "X' || X", "add": "X || X'"}
 ORDERS = (1.25, 1.5, 1.75, 2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
-KEPT = 2000                                # steps of runs beyond which they are kept on disk
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -63,23 +60,6 @@ class WatchMore(Watch):
     """With tasks that need a GPU; without one a record lists them as `not_run`."""
 
     larger: dict = dataclasses.field(default_factory=dict)
-
-
-def runnable(config, run):
-    """The tasks that this device can do."""
-    return config.tasks if run.device.type == "cpu" else {**config.tasks, **config.larger}
-
-
-def reported(record):
-    """The tasks that a record has values of."""
-    left = record.values.get("not_run", ())
-    return [name for kind in ("tasks", "larger") for name in record.config.get(kind, ()) if name not in left]
-
-
-def left_out(config, run):
-    """What a record says of the tasks that were not run: {"not_run": names}, or nothing."""
-    names = [name for name in config.larger if name not in runnable(config, run)]
-    return {"not_run": names} if names else {}
 
 
 # Training ------------------------------------------------------------------------------------------------------------
@@ -153,10 +133,6 @@ def watch(task, seed, run):
     return values, {key: torch.stack(value).numpy() for key, value in arrays.items()}
 
 
-_WATCH = (watch, _inputs, plan_of, moments)
-_WATCHED = {}
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Watched:
     """The runs of a task: norms and correct (runs, moments, 2 points), weights (runs, stages, parameters)."""
@@ -179,29 +155,23 @@ class Watched:
         return [self.moments.index(step) for step in (0, self.plan.steps // 2, self.plan.steps)]
 
 
+def seconds(task, plan):
+    """About how long the runs of a task take on two cores."""
+    return task.runs * plan.steps / 100
+
+
 def watched(task, run):
     """The runs of a task, `Watched`, seeds 0, 1, ...; long ones are kept in the data folder, each as it ends."""
-    examples = len(run.load(task.data, split="train"))
-    plan = plan_of(task, examples)
-    key = {"task": {**dataclasses.asdict(task), "runs": None}, "code": records.code_hash(*_WATCH),
-           "device": run.device.type}
-    hashed, pieces = records.hash_of({**key, "runs": task.runs}), [f"seed-{seed}" for seed in range(task.runs)]
-    if hashed not in _WATCHED:
-        def work(piece):
-            return watch(task, int(piece.removeprefix("seed-")), run)
-
-        if plan.steps < KEPT:
-            parts = [work(piece) for piece in pieces]
-        else:
-            folder = data.data_folder() / "watched" / f"{task.data}-{task.model}-{records.hash_of(key)[:12]}"
-            parts = records.resumable(work, pieces, folder=folder, config=key).values()
-        arrays = {name: torch.as_tensor(np.stack([found[name] for _, found in parts]))
-                  for name in ("norms", "correct", "weights")}
-        arrays["norms"] = arrays["norms"].double().clamp(max=task.max_grad_norm)
-        _WATCHED[hashed] = Watched(plan, moments(task, plan.steps), **arrays,
-                                   accuracy=[v["accuracy"] for v, _ in parts])
+    plan = plan_of(task, len(run.load(task.data, split="train")))
+    pieces = {f"seed-{seed}": seed for seed in range(task.runs)}
+    parts = run.keep(lambda piece: watch(task, pieces[piece], run), pieces, by=watch,
+                     config={"task": dataclasses.replace(task, runs=1)}, seconds=seconds(task, plan),
+                     under=f"watched/{task.data}-{task.model}", label=f"{task.data}, {task.model}").values()
     run.load(task.data, split="test")
-    return _WATCHED[hashed]
+    arrays = {name: torch.as_tensor(np.stack([found[name] for _, found in parts]))
+              for name in ("norms", "correct", "weights")}
+    arrays["norms"] = arrays["norms"].double().clamp(max=task.max_grad_norm)
+    return Watched(plan, moments(task, plan.steps), **arrays, accuracy=[values["accuracy"] for values, _ in parts])
 
 
 # Theorems 3.2 and 3.3 ------------------------------------------------------------------------------------------------

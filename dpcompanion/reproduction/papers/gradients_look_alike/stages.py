@@ -8,10 +8,11 @@ import torch
 from dpcompanion.per_instance import coupled_epsilon, holder_epsilon
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.common import left_out, reported, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.costs import _vary
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    _mean_of, _points, _WATCH, CIFAR10, DIGITS, divergence, left_out, MNIST, PLAIN_DIGITS, PLAIN_MNIST, reported,
-    runnable, share_of, STAGES, stages_of, Watch, watched, WatchMore,
+    _mean_of, _points, CIFAR10, DIGITS, MNIST, PLAIN_DIGITS, PLAIN_MNIST, STAGES, stages_of, Watch, watched,
+    WatchMore,
 )
 
 
@@ -24,14 +25,13 @@ def step_epsilon(norms, plan):
     return coupled_epsilon(norms[None], sample_rate=plan.sample_rate, noise_std=plan.noise_std, delta=plan.delta)
 
 
-_STAGES = (*_WATCH, watched, divergence, share_of, stages_of, step_epsilon)
 _BATCHES = {f"batch {size}": _vary(CIFAR10, batch_size=size, runs=1) for size in (32, 64, 256, 512)}
 FIGURE_2 = Watch({"batch 128": _vary(CIFAR10, runs=1), **_BATCHES})
 FIGURE_2_QUICK = Watch({"batch 128": DIGITS, "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
                         "batch 512": _vary(PLAIN_DIGITS, batch_size=512)})
 
 
-@experiment("gradients-look-alike/figure-2", uses=_STAGES, quick=FIGURE_2_QUICK, paper=FIGURE_2)
+@experiment("gradients-look-alike/figure-2", quick=FIGURE_2_QUICK, paper=FIGURE_2)
 def figure_2(config, run):
     """Costs of one step over the data-independent one, quantiles over points at three stages, and its epsilon."""
     values, arrays = {}, {}
@@ -84,11 +84,10 @@ def _correct_more_private(record):
             yield f"{name}, {stage}", f"{right:.2f} against {wrong:.2f}", (wrong - right).above(0)
 
 
-_CORRECT = (*_STAGES, correct_and_not, runnable, left_out)
 ON_A_GPU = {"ResNet-20, CIFAR-10": _vary(CIFAR10, runs=1)}
 
 
-@experiment("gradients-look-alike/figure-3", uses=_CORRECT, quick=WatchMore({"LeNet-5": DIGITS}),
+@experiment("gradients-look-alike/figure-3", quick=WatchMore({"LeNet-5": DIGITS}),
             paper=WatchMore({}, larger=ON_A_GPU))
 def figure_3(config, run):
     """Costs of one step over the data-independent one, of points that are classified correctly and of the others."""
@@ -102,7 +101,7 @@ FIGURE_7 = WatchMore({"LeNet-5": _vary(MNIST, runs=1), "softmax regression": _va
 FIGURE_7_QUICK = WatchMore({"LeNet-5": DIGITS, "softmax regression": PLAIN_DIGITS})
 
 
-@experiment("gradients-look-alike/figure-7", uses=(*_CORRECT, figure_3), quick=FIGURE_7_QUICK, paper=FIGURE_7)
+@experiment("gradients-look-alike/figure-7", quick=FIGURE_7_QUICK, paper=FIGURE_7)
 def figure_7(config, run):
     """As figure 3, on digits, for several networks."""
     return figure_3(config, run)
@@ -123,7 +122,7 @@ class Corollary(WatchMore):
     others: tuple = (3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 1e5, 1e6)
 
 
-@experiment("gradients-look-alike/figure-9", uses=(*_STAGES, runnable, left_out),
+@experiment("gradients-look-alike/figure-9",
             quick=Corollary(FIGURE_7_QUICK.tasks), paper=Corollary(FIGURE_7.tasks, larger=ON_A_GPU))
 def figure_9(config, run):
     """Epsilon of one step at delta 1e-5 by corollary 3.1, corrected, for the sum.

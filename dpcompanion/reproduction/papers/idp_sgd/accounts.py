@@ -12,7 +12,7 @@ from dpcompanion.reproduction import published
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    _problem, assign, MNIST_5K, network, parameters, plan_of, problem, Task, tuned,
+    assign, MNIST_5K, network, parameters, plan_of, problem, Task,
 )
 from dpcompanion.training import cross_entropy, train
 
@@ -40,7 +40,7 @@ def bisected_noise_multiplier(*, target_epsilon, target_delta, sample_rate, step
     return high
 
 
-@experiment("idp-sgd/table-5", uses=(bisected_noise_multiplier, Training), quick=Accounts(), paper=Accounts())
+@experiment("idp-sgd/table-5", quick=Accounts(), paper=Accounts())
 def table_5(config, run):
     """The noise multiplier of eps 1: `sigma` calibrated tightly, `sigma_bisected` by the paper's own search,
     `sigma_B_over_N` at the sample rate and steps that the table seems to print."""
@@ -58,7 +58,7 @@ def table_5(config, run):
     return values
 
 
-@experiment("idp-sgd/table-7", uses=(idp.sample_parameters, idp.scale_parameters, Training), quick=Accounts(),
+@experiment("idp-sgd/table-7", quick=Accounts(),
             paper=Accounts())
 def table_7(config, run):
     """Parameters of Scale and Sample for each data set and each distribution of groups.
@@ -92,7 +92,7 @@ def table_7(config, run):
     return values
 
 
-@experiment("idp-sgd/table-6", uses=(idp.sample_parameters, idp.scale_parameters, Training), quick=Accounts(),
+@experiment("idp-sgd/table-6", quick=Accounts(),
             paper=Accounts())
 def table_6(config, run):
     """The noise multiplier of every row, as what it is: that of Sample, or the pooled one of Scale, not that of eps 1.
@@ -116,7 +116,7 @@ def table_6(config, run):
     return values
 
 
-@experiment("idp-sgd/figure-4", uses=(parameters, Training), quick=Accounts(), paper=Accounts())
+@experiment("idp-sgd/figure-4", quick=Accounts(), paper=Accounts())
 def figure_4(config, run):
     """What each group has spent after every fourth epoch on MNIST (B): `sample` and `scale`, (groups, epochs)."""
     training, shares = config.training["mnist"], config.groups["B"]
@@ -150,7 +150,7 @@ class Searches:
     delta: float = 1e-5
 
 
-@experiment("idp-sgd/table-15", uses=(Training,), quick=Searches(), paper=Searches())
+@experiment("idp-sgd/table-15", quick=Searches(), paper=Searches())
 def table_15(config, run):
     """Seconds to find the parameters, to the finer of the paper's two precisions."""
     values = {}
@@ -177,7 +177,7 @@ class Steps:
     delta: float = 1e-5
 
 
-@experiment("idp-sgd/table-16", uses=(Task, Training, _problem, network, assign, parameters, plan_of),
+@experiment("idp-sgd/table-16",
             quick=Steps(MNIST_5K, 6, rounds=2))
 def table_16(config, run):
     """Milliseconds of a step of DP-SGD, Sample and Scale with the paper's network: the shortest of a few turns."""

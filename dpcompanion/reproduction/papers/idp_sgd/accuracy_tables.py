@@ -10,7 +10,7 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    _ACCURACIES, _TRIAL, Accuracies, accuracy, assign, CIFAR10, DIGITS, MNIST, network, parameters, plan_of,
+    Accuracies, accuracy, assign, CIFAR10, DIGITS, MNIST, network, plan_of,
     predictions, Problem, SVHN, Task, trials, Trials, tuned, with_larger,
 )
 from dpcompanion.reproduction.records import mean_and_sd
@@ -19,7 +19,7 @@ from dpcompanion.training import cross_entropy, train
 _PAPER_TRIALS = Accuracies(MNIST, seeds=(0, 1, 2), larger={"svhn": SVHN, "cifar10": CIFAR10})
 
 
-@experiment("idp-sgd/table-2", uses=_ACCURACIES, paper=_PAPER_TRIALS,
+@experiment("idp-sgd/table-2", paper=_PAPER_TRIALS,
             quick=Accuracies(DIGITS, seeds=tuple(range(4)), look=1, group_look=2))
 def table_2(config, run):
     """Accuracy of DP-SGD, Sample and Scale, with the curves of figure 1.
@@ -29,7 +29,7 @@ def table_2(config, run):
     return with_larger(config, run, tuned)
 
 
-@experiment("idp-sgd/table-8", uses=_ACCURACIES, paper=_PAPER_TRIALS)
+@experiment("idp-sgd/table-8", paper=_PAPER_TRIALS)
 def table_8(config, run):
     """Table 2 with the hyperparameters of table 5 for every method: on MNIST these are the same runs."""
     return with_larger(config, run, lambda task, kind: task)
@@ -86,7 +86,7 @@ def strictest_gain(record):
 _D7 = {"sample": "B.sample", "scale": "B.scale", "dpsgd_54": "B.alone", "dpsgd_100": "dpsgd"}
 
 
-@experiment("idp-sgd/table-d7", uses=(*_TRIAL, trials), paper=Trials(MNIST, seeds=(0, 1, 2)))
+@experiment("idp-sgd/table-d7", paper=Trials(MNIST, seeds=(0, 1, 2)))
 def table_d7(config, run):
     """Loss and accuracy of the strictest group's own training examples (B), over the epochs."""
     values = {}
@@ -143,8 +143,7 @@ def text_trial(task, found, kind, seed, config, run):
     return {"accuracy": [epoch["accuracy"] for epoch in history.epochs], "dropped": history.dropped}
 
 
-@experiment("idp-sgd/table-3", uses=(Task, TextTask, Training, Problem, texts, network, assign, parameters, plan_of,
-                                     predictions, accuracy, text_trial),
+@experiment("idp-sgd/table-3",
             paper=Texts({
                 "charrnn_surnames": TextTask("surnames", "char_rnn", Training(16_038, 256, 4, 1.0), 2.0, 0.0, 14),
                 "embedding_imdb": TextTask("imdb", "word_mean", Training(25_000, 512, 10, 1.0), 0.02, 0.0, 256, "Adam",

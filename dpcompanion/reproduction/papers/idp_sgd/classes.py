@@ -8,9 +8,8 @@ import torch
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.idp_sgd.many_groups import baseline
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    _COMPARED, ALL, CIFAR10, class_accuracy, compared, Compared, DIGITS, MNIST, named, parameters, plan_of, problem,
+    ALL, CIFAR10, class_accuracy, compared, Compared, DIGITS, MNIST, as_printed, parameters, plan_of, problem,
     train_all,
 )
 from dpcompanion.reproduction.records import mean_and_sd
@@ -46,7 +45,7 @@ def by_class(config, run):
             torch.tensor([one["classes"] for one in each]) for kind, each in outcomes.items()}
 
 
-@experiment("idp-sgd/figures-5-6", uses=(*_COMPARED, by_class),
+@experiment("idp-sgd/figures-5-6",
             quick=Classes(DIGITS, seeds=tuple(range(2)), together=ALL),
             paper=Classes(MNIST, seeds=(0,)))
 def figures_5_6(config, run):
@@ -72,7 +71,7 @@ def own_budget_matters(record):
                intervals.every(gain.above(0), gaining.above(0.5)))
 
 
-@experiment("idp-sgd/table-10", uses=(*_COMPARED, by_class), paper=Classes(CIFAR10, seeds=tuple(range(10)),
+@experiment("idp-sgd/table-10", paper=Classes(CIFAR10, seeds=tuple(range(10)),
                                                                            together=10))
 def table_10(config, run):
     """Accuracy of the class with another budget and of the other nine, as the paper prints it."""
@@ -130,7 +129,7 @@ def search_cost(config, examples, budgets):
     return rdp_to_epsilon(total, orders, config.delta)[0]
 
 
-@experiment("idp-sgd/table-11", uses=(*_COMPARED, level_budgets, search_cost),
+@experiment("idp-sgd/table-11",
             quick=Levelled(DIGITS, ("baseline", "sample", "scale", "paper.sample"), seeds=(0, 1, 2), together=ALL),
             paper=Levelled(MNIST, ("baseline", "sample", "scale", "paper.sample", "paper.scale"), seeds=(0, 1, 2)))
 def table_11(config, run):
@@ -154,7 +153,7 @@ def table_11(config, run):
         values[f"gap.{kind}"] = mean_and_sd(classes.amax(1) - classes.amin(1))
         values[f"gap_of_means.{kind}"] = classes.mean(0).max() - classes.mean(0).min()
         values[f"{kind}.accuracy"] = mean_and_sd(one["final"] for one in each)
-    return named(values, config.task, "mnist"), arrays
+    return as_printed(values, config.task, "mnist"), arrays
 
 
 @finding("idp-sgd/table-11",

@@ -9,8 +9,8 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import _gain
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    _EITHER, _TRIAL, accuracy, ALL, assign, compared, Compared, DIGITS, final_accuracies, final_values, MNIST,
-    network, plan_of, predictions, problem, trials,
+    accuracy, ALL, assign, compared, Compared, DIGITS, final_accuracies, final_values, MNIST,
+    network, plan_of, predictions, problem,
 )
 from dpcompanion.training import cross_entropy, derive_seed, DPSGDPlan, train
 
@@ -23,7 +23,7 @@ class Groups100(Compared):
     between: tuple = (1.0, 6.0)
 
 
-@experiment("idp-sgd/table-9", uses=_EITHER, quick=Groups100(DIGITS, ("dpsgd", "sample", "scale"), together=ALL),
+@experiment("idp-sgd/table-9", quick=Groups100(DIGITS, ("dpsgd", "sample", "scale"), together=ALL),
             paper=Groups100(MNIST, ("dpsgd", "sample", "scale"), seeds=(0, 1, 2)))
 def table_9(config, run):
     """A hundred groups of the same size, each with a budget drawn uniformly; DP-SGD gives all the lower end.
@@ -61,7 +61,7 @@ def many_groups_gain(record):
         yield kind.capitalize(), f"{gain:+.1f}", gain.above(0)
 
 
-@experiment("idp-sgd/table-14", uses=_EITHER,
+@experiment("idp-sgd/table-14",
             quick=Compared(DIGITS, ("scale", "combined-25", "combined-50", "combined-75", "sample"), together=ALL),
             paper=Compared(MNIST, ("scale", "combined-25", "combined-50", "combined-75", "sample"), seeds=(0, 1, 2)))
 def table_14(config, run):
@@ -139,7 +139,7 @@ def baseline(config, kind, seed, run):
 _BASELINES = ("A.exclude_low", "A.sequential", "A.reversed", "B.exclude_low", "B.sequential", "B.reversed")
 
 
-@experiment("idp-sgd/table-17", uses=(*_TRIAL, trials, final_accuracies, exclude, in_sequence, baseline, final_values),
+@experiment("idp-sgd/table-17",
             quick=Baselines(DIGITS, _BASELINES, seeds=(0, 1, 2)), paper=Baselines(MNIST, _BASELINES, seeds=(0, 1, 2)))
 def table_17(config, run):
     """Two ways to use different budgets with DP-SGD alone; `reversed` takes the groups in the other order."""

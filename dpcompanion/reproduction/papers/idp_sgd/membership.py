@@ -11,7 +11,7 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    _problem, accuracies, ALL, assign, CIFAR10, HALVES, named, network, parameters, plan_of, Problem, problem, Task,
+    ALL, assign, CIFAR10, HALVES, as_printed, plan_of, problem, Task,
     train_all,
 )
 from dpcompanion.reproduction.records import mean_and_sd
@@ -35,7 +35,7 @@ class Shadows:
     variance: str = "each"
     delta: float = 1e-5
     size: int = ALL
-    seeds: tuple = (0,)
+    seed: int = 0
 
 
 def attacked(config, kind, run):
@@ -44,7 +44,7 @@ def attacked(config, kind, run):
     The models are trained on random halves of the examples, which are drawn like everything else from the seed.
     """
     task, found = config.task, problem(config.task, run)
-    seed, n = config.seeds[0], config.examples
+    seed, n = config.seed, config.examples
     features, labels = found.features[:n].to(run.device), found.labels[:n].to(run.device)
     groups = assign(n, (1, 1), seed)
     generator = torch.Generator().manual_seed(derive_seed(seed, "shadow"))
@@ -115,11 +115,7 @@ def curves(config, groups, masks, scores, rates):
 
 
 RATES = np.concatenate((np.logspace(-3, -1, 41), np.linspace(0.11, 1, 90)))
-_LIRA = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, train_all, attacked, attack_values,
-         curves)
-
-
-@experiment("idp-sgd/figure-2", one_seed=True, uses=_LIRA, quick=Shadows(HALVES, examples=2000, shadows=24),
+@experiment("idp-sgd/figure-2", quick=Shadows(HALVES, examples=2000, shadows=24),
             paper=Shadows(dataclasses.replace(CIFAR10, training=Training(25_000, 1024, 30, 0.4)), size=16))
 def figure_2(config, run):
     """LiRA against Sample (figure 2, table 12), Scale (figure 8) and DP-SGD at either budget for all (figure 10)."""
@@ -129,7 +125,7 @@ def figure_2(config, run):
         prefix = "" if kind == "sample" else f"{kind}."
         values |= {prefix + key: value for key, value in attack_values(config, *found).items()}
         arrays |= {f"{kind}.{name}": tpr for name, tpr in curves(config, *found[:3], RATES).items()}
-    return named(values, config.task, "cifar10"), arrays
+    return as_printed(values, config.task, "cifar10"), arrays
 
 
 def _area(record, key):

@@ -10,7 +10,7 @@ from dpcompanion import pate
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import _gain
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS
-from dpcompanion.reproduction.papers.idp_sgd.training import _problem, accuracy, assign, DIGITS, Problem, problem, Task
+from dpcompanion.reproduction.papers.idp_sgd.training import accuracy, assign, DIGITS, problem, Task
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import derive_seed
 
@@ -79,7 +79,6 @@ def students(config, setup, seed, run):
 
 
 @experiment("idp-sgd/table-13",
-            uses=(Task, Problem, _problem, assign, softmax_regressions, _weighted, students, Teachers),
             quick=Teachers(DIGITS, teachers=100, queries=50))
 def table_13(config, run):
     """Accuracy of the student of PATE at the smallest budget, and of PATE with weighted votes (A and B)."""

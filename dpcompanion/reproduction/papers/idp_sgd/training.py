@@ -64,7 +64,7 @@ def problem(task, run=None):
     """The examples of a task, noted in the run's record."""
     found, loaded = _problem(task.data, task.model)
     if run is not None:
-        run.loaded += [provenance for provenance in loaded if provenance not in run.loaded]
+        run.note(loaded)
     return found
 
 
@@ -197,23 +197,17 @@ def trial(config, kind, seed, run):
             "dropped": history.dropped}
 
 
-_TRIAL = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, predictions, accuracy,
-          class_accuracy, trial)
-
-
 def trials(config, run):
     """{kind: [what `trial` returns for each seed]}.  Trials that take minutes are kept in the data folder, so that more
     seeds or kinds, and other exhibits, go on from them."""
     key = {"task": config.task, "budgets": config.budgets, "groups": config.groups, "delta": config.delta,
-           "look": config.look, "group_look": config.group_look, "device": run.device.type,
-           "code": records.code_hash(*_TRIAL)}
-    folder = run.folder
-    if config.task.model != "softmax":
-        folder = data.data_folder() / "trials" / f"{config.task.data}-{records.hash_of(key)[:12]}"
+           "look": config.look, "group_look": config.group_look}
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
-    done = records.resumable(lambda piece: trial(config, *pieces[piece], run), pieces, folder=folder, config=key,
-                             label="trials")
+    steps = config.task.training.steps * len(pieces)
+    done = run.keep(lambda piece: trial(config, *pieces[piece], run), pieces, by=trial, config=key,
+                    seconds=steps / (1000 if config.task.model == "softmax" else 10),
+                    under=f"trials/{config.task.data}", label="trials")
     return {kind: [done[f"{kind}.seed-{seed}"] for seed in config.seeds] for kind in config.kinds}
 
 
@@ -283,9 +277,6 @@ def with_larger(config, run, hyperparameters):
     if config.larger and run.device.type == "cpu":
         return {**values, "not_run": list(config.larger)}
     return values | larger_tasks(config, run, hyperparameters)
-
-
-_ACCURACIES = (*_TRIAL, trials, accuracies, tuned, larger_tasks, with_larger)
 
 
 # Many runs side by side --------------------------------------------------------------------------------------------
@@ -359,14 +350,9 @@ def compared(config, run, plan):
 def final_values(config, final):
     """`<kind>.final` for each seed, and under the published names the mean and standard deviation."""
     values = {f"{kind}.final": each for kind, each in final.items()}
-    return values | named({kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist")
+    return values | as_printed({kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist")
 
 
-def named(values, task, data):
+def as_printed(values, task, data):
     """The values under the published names if the task's data are the paper's, else under the name of the data."""
     return values if task.data == data else {f"{task.data}.{key}": value for key, value in values.items()}
-
-
-_COMPARED = (Task, Training, Problem, _problem, network, assign, parameters, plan_of, accuracy, class_accuracy,
-             train_all, compared)
-_EITHER = (*_TRIAL, trials, final_accuracies, train_all, compared, final_values)

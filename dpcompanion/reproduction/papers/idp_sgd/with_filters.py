@@ -11,9 +11,8 @@ from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import _gain
-from dpcompanion.reproduction.papers.idp_sgd.settings import Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    _problem, accuracy, assign, DIGITS, MNIST, named, network, predictions, Problem, problem, Task,
+    accuracy, assign, DIGITS, MNIST, as_printed, network, predictions, problem, Task,
 )
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import cross_entropy, DPSGDPlan, NormTracker, train
@@ -81,8 +80,7 @@ def filtered(config, descent, kind, seed, run):
             "largest": float(budget.epsilon(config.delta).max()) if budget else plan.epsilon(accountant="rdp")}
 
 
-@experiment("idp-sgd/table-4", uses=(Task, Training, Problem, _problem, network, assign, predictions, accuracy, Descent,
-                                     filtered),
+@experiment("idp-sgd/table-4",
             quick=Filtered(DIGITS, {"full": Descent(1.0, 1.0, 20, 1.0), "full_long": Descent(1.0, 6.0, 30, 0.5),
                                     "poisson_long": Descent(0.05, 6.0, 60, 0.5)}),
             paper=Filtered(MNIST, {"full": Descent(1.0, 1.0, 30, 4.0)}, seeds=(0, 1, 2)))
@@ -106,7 +104,7 @@ def table_4(config, run):
         for kind in config.kinds:
             each = [done[f"{descent}.{kind}.seed-{seed}"] for seed in config.seeds]
             name = f"{descent}.{kind}" if number else kind
-            values |= named({name: mean_and_sd(one["final"] for one in each)}, config.task, "mnist")
+            values |= as_printed({name: mean_and_sd(one["final"] for one in each)}, config.task, "mnist")
             values |= {f"{descent}.{kind}.final": [one["final"] for one in each],
                        f"{descent}.{kind}.course": [mean_and_sd(at) for at in zip(*(one["course"] for one in each))],
                        f"{descent}.{kind}.active": each[0]["active"],

@@ -6,21 +6,20 @@ import numpy as np
 
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.common import histogram, left_out, named, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    _SHARED, at_length, CIFAR10_RESNET, LABELS, LONG, NAME, PAPER, QUICK, reported, subset, trained, with_log_loss,
+    at_length, CIFAR10_RESNET, LABELS, LONG, NAME, PAPER, QUICK, subset, trained, with_log_loss,
 )
-from dpcompanion.reproduction.papers.yu import (
-    correlation_with_extremes, examples, histogram, left_out, named, rank, runnable, Study, WORST,
-)
+from dpcompanion.reproduction.papers.yu import correlation_with_extremes, examples, Study, WORST
 
 # Exhibits ----------------------------------------------------------------------------------------------------------
 
-@experiment(f"{NAME}/figure-1", one_seed=True, uses=_SHARED, quick=Study(QUICK), paper=Study(at_length(PAPER)))
+@experiment(f"{NAME}/figure-1", quick=Study(QUICK), paper=Study(at_length(PAPER)))
 def figure_1(config, run):
     """Everybody's epsilon by RDP, the share that reaches the worst case, and what PLD makes of the same histories."""
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
-        found = trained(task, config.seeds[0], run)
+        found = trained(task, config.seed, run)
         epsilon, tighter, top = found.epsilon(), found.epsilon(accountant="pld"), found.worst_case
         values |= named(
             name, max=epsilon.max(), min=epsilon.min(), mean=epsilon.mean(), worst_case=top, accuracy=found.accuracy,
@@ -51,7 +50,7 @@ def by_groups(config, run, **changes):
     """Test accuracy and mean epsilon of each group."""
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
-        found = trained(dataclasses.replace(task, **changes), config.seeds[0], run)
+        found = trained(dataclasses.replace(task, **changes), config.seed, run)
         epsilon, accuracy = found.by_group(found.epsilon()), found.by_group(found.test_right, test=True)
         worst, best = int(accuracy.argmin()), int(accuracy.argmax())
         values |= named(name, accuracy=accuracy, mean_epsilon=epsilon, rank_correlation=rank(accuracy, epsilon),
@@ -60,7 +59,7 @@ def by_groups(config, run, **changes):
     return values
 
 
-@experiment(f"{NAME}/figure-2", one_seed=True, uses=(*_SHARED, by_groups), quick=Study(QUICK),
+@experiment(f"{NAME}/figure-2", quick=Study(QUICK),
             paper=Study({name: PAPER[name] for name in ("cifar10", "utkface_gender")}))
 def figure_2(config, run):
     """Test accuracy and mean epsilon by class or race."""
@@ -74,7 +73,7 @@ def figure_2(config, run):
     return values
 
 
-@experiment(f"{NAME}/figure-6", one_seed=True, uses=(*_SHARED, by_groups), quick=Study(QUICK),
+@experiment(f"{NAME}/figure-6", quick=Study(QUICK),
             paper=Study(at_length(subset("mnist", "utkface_age"))))
 def figure_6(config, run):
     """Test accuracy and mean epsilon by class or race."""
@@ -92,13 +91,13 @@ def underserved(record):
                intervals.every(r.at_most(-0.5), more.above(0)))
 
 
-@experiment(f"{NAME}/figure-3", one_seed=True, uses=_SHARED, quick=Study(QUICK),
+@experiment(f"{NAME}/figure-3", quick=Study(QUICK),
             paper=Study({**LONG, "cifar10": CIFAR10_RESNET}))
 def figure_3(config, run):
     """Median gradient norm of each class in the reference sample, in units of C: at first, and after each epoch."""
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
-        found = trained(task, config.seeds[0], run)
+        found = trained(task, config.seed, run)
         medians = found.medians / found.plan.max_grad_norm
         spread = medians.max(1) / medians.min(1)
         values |= named(name, least_spread=spread[1:].min(), spread_at_end=spread[-1],
@@ -127,7 +126,7 @@ def against_loss(config, run, points=1500, **changes):
     """Pearson's r of epsilon with log loss, and some of the points."""
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
-        found = trained(dataclasses.replace(task, **changes), config.seeds[0], run)
+        found = trained(dataclasses.replace(task, **changes), config.seed, run)
         epsilon = found.epsilon()
         some = np.random.RandomState(0).permutation(len(epsilon))[:points]
         values |= named(name, pearson=with_log_loss(epsilon, found.losses), spearman=rank(epsilon, found.losses),
@@ -136,7 +135,7 @@ def against_loss(config, run, points=1500, **changes):
     return values, arrays
 
 
-@experiment(f"{NAME}/figure-5", one_seed=True, uses=(*_SHARED, against_loss), quick=Study(QUICK),
+@experiment(f"{NAME}/figure-5", quick=Study(QUICK),
             paper=Study(at_length(PAPER)))
 def figure_5(config, run):
     """Epsilon against the final training loss."""

@@ -6,19 +6,18 @@ import numpy as np
 
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.common import histogram, left_out, named, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.accounts import against_loss, by_groups, of_examples
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    _SHARED, CIFAR10, CIFAR10_RESNET, LABELS, MNIST_CNN, NAME, PAPER, QUICK, reported, subset, trained, with_log_loss,
+    CIFAR10, CIFAR10_RESNET, LABELS, MNIST_CNN, NAME, PAPER, QUICK, subset, trained, with_log_loss,
 )
-from dpcompanion.reproduction.papers.yu import (
-    clip_key, falls, histogram, left_out, named, rank, runnable, Study, WORST,
-)
+from dpcompanion.reproduction.papers.yu import clip_key, falls, Study, Tasks, WORST
 
 ONCE = {"refreshes": 1.0, "reference": 0}
 
 
 @dataclasses.dataclass(frozen=True)
-class Clippings(Study):
+class Clippings(Tasks):
     """Table 3: the seeds; thresholds are renewed once an epoch."""
 
     seeds: tuple = (0, 1, 2)
@@ -31,7 +30,7 @@ def clipped(task, clipping, seed, run):
     return trained(dataclasses.replace(task, **changes), seed, run)
 
 
-@experiment(f"{NAME}/table-3", uses=(*_SHARED, clipped), quick=Clippings(QUICK),
+@experiment(f"{NAME}/table-3", quick=Clippings(QUICK),
             paper=Clippings(subset("mnist", "cifar10")))
 def table_3(config, run):
     """Test accuracy in percent, clipped to everybody's own threshold and to the maximum."""
@@ -50,7 +49,7 @@ def clipping_is_free(record):
         yield LABELS[name], f"{cost:+z.1f} points", cost.at_most(0.5)
 
 
-@experiment(f"{NAME}/figures-7-8", one_seed=True, uses=(*_SHARED, by_groups, against_loss),
+@experiment(f"{NAME}/figures-7-8",
             quick=Study(QUICK), paper=Study(PAPER))
 def figures_7_8(config, run):
     """Epsilon against loss, and by group, with individual clipping; the same groups without it."""
@@ -58,7 +57,7 @@ def figures_7_8(config, run):
     values, arrays = against_loss(config, run, **changes)
     values |= by_groups(config, run, **changes)
     for name, task in runnable(config, run).items():
-        plain = trained(task, config.seeds[0], run)
+        plain = trained(task, config.seed, run)
         maximum, individual = plain.by_group(plain.epsilon()), values[f"{name}.mean_epsilon"]
         values |= named(name, same_order=bool((np.argsort(maximum) == np.argsort(individual)).all()),
                         orders_agree=rank(maximum, individual), largest_shift=np.abs(individual / maximum - 1).max())
@@ -85,14 +84,14 @@ class Sweep(Study):
     multiples: tuple = (0.1, 0.3, 0.5, 1.5)
 
 
-@experiment(f"{NAME}/figures-9-10", one_seed=True, uses=(*_SHARED, clip_key), quick=Sweep(QUICK),
+@experiment(f"{NAME}/figures-9-10", quick=Sweep(QUICK),
             paper=Sweep({**HALF_TIME, "cifar10": CIFAR10_RESNET}))
 def figures_9_10(config, run):
     """Distribution of epsilon, test accuracy and mean epsilon by class for clip norms around the median."""
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
         for multiple in config.multiples:
-            found = trained(dataclasses.replace(task, **ONCE, median_multiple=multiple), config.seeds[0], run)
+            found = trained(dataclasses.replace(task, **ONCE, median_multiple=multiple), config.seed, run)
             epsilon, key = found.epsilon(), clip_key(multiple)
             groups, accuracy = found.by_group(epsilon), found.by_group(found.test_right, test=True)
             at_worst = (epsilon >= WORST * found.worst_case).mean()
@@ -137,7 +136,7 @@ class Large(Study):
     multiples: dict = dataclasses.field(default_factory=lambda: {"c5": 1.5, "c10": 3.0})
 
 
-@experiment(f"{NAME}/figure-12", one_seed=True, uses=_SHARED, quick=Large(QUICK),
+@experiment(f"{NAME}/figure-12", quick=Large(QUICK),
             paper=Large({**HALF_TIME, "cifar10": dataclasses.replace(CIFAR10, normalised=True)}))
 def figure_12(config, run):
     """Pearson's r of epsilon with log loss for large clip norms; on CIFAR-10 these are the paper's."""
@@ -145,7 +144,7 @@ def figure_12(config, run):
     for name, task in runnable(config, run).items():
         for key, multiple in config.multiples.items():
             size = {"max_grad_norm": float(key[1:])} if name == "cifar10" else {"median_multiple": multiple}
-            found = trained(dataclasses.replace(task, **ONCE, **size), config.seeds[0], run)
+            found = trained(dataclasses.replace(task, **ONCE, **size), config.seed, run)
             r = with_log_loss(found.epsilon(), found.losses)
             values |= {f"{name}.{key}": r, f"{name}.{key}.accuracy": found.accuracy}
             if name == "cifar10":

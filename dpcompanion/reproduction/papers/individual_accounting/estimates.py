@@ -11,10 +11,11 @@ from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.common import left_out, named, pearson, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    _SHARED, account, at_length, CIFAR10, CPU, LABELS, MNIST_CNN, NAME, PAPER, QUICK, reported, trained,
+    account, at_length, CIFAR10, CPU, LABELS, MNIST_CNN, NAME, PAPER, QUICK, trained,
 )
-from dpcompanion.reproduction.papers.yu import examples, left_out, named, pearson, rank, runnable, Study, timed
+from dpcompanion.reproduction.papers.yu import Study, timed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ def estimate_errors(found, refreshes):
             "understated_by_10_percent": (error < -0.1 * exact).mean()}, exact, estimate
 
 
-@experiment(f"{NAME}/figure-4", one_seed=True, uses=(*_SHARED, estimate_errors), quick=Estimates(QUICK),
+@experiment(f"{NAME}/figure-4", quick=Estimates(QUICK),
             paper=Estimates(at_length(PAPER)))
 def figure_4(config, run):
     """Estimates with norms refreshed now and then, beside norms at every step, for examples drawn beforehand.
@@ -44,7 +45,7 @@ def figure_4(config, run):
     """
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
-        found = trained(task, config.seeds[0], run)
+        found = trained(task, config.seed, run)
         estimates = []
         for refreshes in config.refreshes:
             errors, exact, estimate = estimate_errors(found, refreshes)
@@ -90,7 +91,7 @@ def nearest(norms, max_grad_norm, rounding):
     return levels[np.clip(places, 1, len(levels)) - 1]
 
 
-@experiment(f"{NAME}/table-1", one_seed=True, uses=(*_SHARED, nearest),
+@experiment(f"{NAME}/table-1",
             quick=Cost(QUICK, examples=10000), paper=Cost(CPU))
 def table_1(config, run):
     """Processor seconds for the accounts of many examples with and without rounding; what rounding does to epsilon."""
@@ -111,7 +112,7 @@ def table_1(config, run):
     one = (time.process_time() - started) / config.evaluations
     values["one_by_one.seconds_estimate"] = one * norms.numel()
     for name, task in runnable(config, run).items():
-        found = trained(task, config.seeds[0], run)
+        found = trained(task, config.seed, run)
         exact, plan = found.epsilon(rounding=None), found.plan
         for precision in config.precisions:
             shares = nearest(found.norms, plan.max_grad_norm, precision)
@@ -141,7 +142,7 @@ class Variants(Study):
         default_factory=lambda: {"hinge": {"loss": "hinge"}, "small": {"model": "linear"}})
 
 
-@experiment(f"{NAME}/figures-13-14", one_seed=True, uses=(*_SHARED, estimate_errors), quick=Variants(QUICK),
+@experiment(f"{NAME}/figures-13-14", quick=Variants(QUICK),
             paper=Variants({"mnist_cnn": MNIST_CNN, "cifar10": CIFAR10}))
 def figures_13_14(config, run):
     """Another loss and a smaller model: estimates against exact values, accuracy and mean epsilon by class.
@@ -150,12 +151,12 @@ def figures_13_14(config, run):
     """
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
-        plain = trained(task, config.seeds[0], run)
+        plain = trained(task, config.seed, run)
         values[f"{name}.plain.mean_epsilon"] = plain.by_group(plain.epsilon())
         for kind, changes in config.variants.items():
             if name == "cifar10" and kind == "small":
                 changes = {"model": "two-layer-cnn", "learning_rate": 1.0}
-            found = trained(dataclasses.replace(task, **changes), config.seeds[0], run)
+            found = trained(dataclasses.replace(task, **changes), config.seed, run)
             errors, exact, estimate = estimate_errors(found, task.refreshes)
             epsilon, accuracy = found.epsilon(), found.by_group(found.test_right, test=True)
             groups = found.by_group(epsilon)

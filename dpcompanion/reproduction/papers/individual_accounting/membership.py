@@ -1,41 +1,33 @@
 """Membership inference by group: figure 11."""
 
-import dataclasses
-
 import numpy as np
 import torch
 
 from dpcompanion import attacks
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    _SHARED, _TRAINING, LABELS, NAME, QUICK, reported, subset, trained,
-)
-from dpcompanion.reproduction.papers.yu import (
-    left_out, Membership, named, near_one_half, once, outcome, overfitted, rank, runnable, STABLE,
-)
+from dpcompanion.reproduction.papers.common import left_out, named, rank, reported, runnable
+from dpcompanion.reproduction.papers.individual_accounting.runs import LABELS, NAME, QUICK, subset, trained
+from dpcompanion.reproduction.papers.yu import Membership, near_one_half, STABLE, trained_without_privacy
 
 
 def attacked(found, members, others, config):
     """Success of the loss-threshold attack on each group and the ends of its 95% interval, means over the draws."""
-    generator, rates = torch.Generator().manual_seed(config.seeds[0]), []
+    generator, rates = torch.Generator().manual_seed(config.seed), []
     for group in range(len(found.names)):
         sides = torch.as_tensor(members)[found.groups == group], torch.as_tensor(others)[found.test_groups == group]
         rates.append([attacks.loss_threshold_attack(*sides, generator=generator).success for _ in range(config.draws)])
     return dict(zip(("success", "low", "high"), np.mean(rates, axis=1).T))
 
 
-@experiment(f"{NAME}/figure-11", one_seed=True, uses=(*_SHARED, overfitted, attacked),
+@experiment(f"{NAME}/figure-11",
             quick=Membership(QUICK, **STABLE), paper=Membership(subset("cifar10", "utkface_gender"), epochs=10))
 def figure_11(config, run):
     """Success of the loss-threshold attack on each group with and without DP, beside its mean epsilon."""
-    values, seed = left_out(config, run), config.seeds[0]
+    values, seed = left_out(config, run), config.seed
     for name, task in runnable(config, run).items():
         found = trained(task, seed, run)
-        key = {**dataclasses.asdict(config), "tasks": {name: dataclasses.asdict(task)}}
-        accuracies, losses = once(f"{task.data}-{task.model}-overfitted", key, seed, run, (*_TRAINING, overfitted),
-                                  lambda task=task: overfitted(task, config, seed, run.device),
-                                  size=len(found.found.y) * config.epochs * 10)
+        accuracies, losses = trained_without_privacy(task, config, seed, run)
         values |= named(name, mean_epsilon=found.by_group(found.epsilon()), nonprivate_accuracy=accuracies["accuracy"],
                         nonprivate_test_accuracy=accuracies["test_accuracy"])
         for kind, (members, others) in {"private": (found.losses, found.test_losses),

@@ -8,10 +8,9 @@ import torch
 from dpcompanion import release
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    _SHARED, at_length, LABELS, NAME, QUICK, reported, subset, trained,
-)
-from dpcompanion.reproduction.papers.yu import left_out, named, released, runnable, STATISTICS, Study
+from dpcompanion.reproduction.papers.common import left_out, named, reported, runnable
+from dpcompanion.reproduction.papers.individual_accounting.runs import at_length, LABELS, NAME, QUICK, subset, trained
+from dpcompanion.reproduction.papers.yu import released, STATISTICS, Study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +22,13 @@ class Release(Study):
     draws: int = 20
 
 
-@experiment(f"{NAME}/table-2", one_seed=True, uses=(*_SHARED, released), quick=Release(QUICK),
+@experiment(f"{NAME}/table-2", quick=Release(QUICK),
             paper=Release(at_length(subset("mnist", "cifar10"))))
 def table_2(config, run):
     """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over draws."""
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
-        found = trained(task, config.seeds[0], run)
+        found = trained(task, config.seed, run)
         epsilon = torch.as_tensor(found.epsilon())
         true = [float(epsilon.mean()), *np.quantile(epsilon, config.quantiles)]
         values |= named(f"{name}.non_private", **dict(zip(STATISTICS, true)))

@@ -8,10 +8,8 @@ import numpy as np
 import torch
 
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.reproduction.papers.yu import (
-    _balanced, build, examples, Examples, hinge, histogram, left_out, LOSSES, mlp, MNIST_5K, once, outcome, pearson,
-    rank, runnable, Task, two_layer_cnn,
-)
+from dpcompanion.reproduction.papers.common import pearson
+from dpcompanion.reproduction.papers.yu import build, Examples, examples, LOSSES, MNIST_5K, outcome, seconds, Task
 from dpcompanion.training import DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
@@ -157,18 +155,15 @@ def make_plan(task, n, max_grad_norm):
         max_grad_norm=max_grad_norm, delta=task.delta, accountant="rdp")
 
 
-_TRAINING = (Task, Examples, examples, _balanced, mlp, two_layer_cnn, build, hinge, outcome, run_task, make_plan)
-_RUNS = (*_TRAINING, Trained, schedule, account)
-
-
 def trained(task, seed, run):
     """The run of a task with a seed, as `Trained`: computed once, and kept in the data folder if it takes long."""
     found = examples(task.data, task.dtype)
-    run.loaded += [provenance for provenance in found.provenance if provenance not in run.loaded]
+    run.note(found.provenance)
     plan = make_plan(task, len(found.y), 1.0)
-    fields = {key: value for key, value in dataclasses.asdict(task).items() if key != "needs"}
-    values, arrays = once(f"{task.data}-{task.model}", {"task": fields}, seed, run, _TRAINING,
-                          lambda: run_task(task, seed, run.device), size=len(found.y) * plan.steps)
+    done = run.keep(lambda _: run_task(task, seed, run.device), [f"seed-{seed}"], by=run_task,
+                    config={"task": dataclasses.replace(task, needs="")}, seconds=seconds(len(found.y), plan.steps),
+                    under=f"runs/{task.data}-{task.model}", label=f"{task.data}, {task.model}")
+    values, arrays = done[f"seed-{seed}"]
     plan = dataclasses.replace(plan, max_grad_norm=values["max_grad_norm"])
     return Trained(task, plan, found, **arrays, seconds=values["seconds"])
 
@@ -177,11 +172,6 @@ def trained(task, seed, run):
 
 LABELS = {"mnist-5k": "digits", "mnist_cnn": "MNIST, two-layer CNN", "mnist": "MNIST", "cifar10": "CIFAR-10",
           "utkface_gender": "UTKFace, gender", "utkface_age": "UTKFace, age"}
-
-
-def reported(record):
-    """The tasks that a record has values of."""
-    return [name for name in record.config.get("tasks", ()) if any(key.startswith(name + ".") for key in record.values)]
 
 
 def with_log_loss(epsilon, losses):
@@ -198,6 +188,3 @@ def subset(*names):
 def at_length(tasks):
     """The tasks with our own run of 20 epochs in place of that of 4."""
     return {**tasks, **LONG}
-
-
-_SHARED = (*_RUNS, runnable, left_out, pearson, with_log_loss, rank, histogram)

@@ -9,18 +9,19 @@ import torch
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.common import named, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.clipping import clipped
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    _SHARED, account, CPU, LABELS, make_plan, NAME, PAPER, QUICK, reported, schedule,
+    account, CPU, LABELS, make_plan, NAME, PAPER, QUICK, schedule,
 )
-from dpcompanion.reproduction.papers.yu import build, examples, LOSSES, MNIST_5K, named, rank, runnable, Study, Task
+from dpcompanion.reproduction.papers.yu import build, examples, LOSSES, MNIST_5K, Study, Tasks
 from dpcompanion.training import gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
 # What an account along a trajectory means --------------------------------------------------------------------------
 
 @dataclasses.dataclass(frozen=True)
-class Trajectories(Study):
+class Trajectories(Tasks):
     """Theorem 3.1: two adaptive steps in one dimension, and the seeds of whole runs.
 
     In step 1 the example's gradient is `first`, in step 2 `low` where the first output lies below `turn`, else 1.
@@ -69,7 +70,7 @@ def variance_shares(values):
     return between / (between + within), math.sqrt(within)
 
 
-@experiment(f"{NAME}/theorem-3.1", uses=(*_SHARED, clipped, two_steps, excess, variance_shares),
+@experiment(f"{NAME}/theorem-3.1",
             quick=Trajectories(QUICK), paper=Trajectories(CPU))
 def theorem_3_1(config, run):
     """What the account promises, by quadrature, on sets of trajectories that were fixed beforehand and on all of them;
@@ -113,15 +114,15 @@ class Owners(Study):
     owners: int = 20
 
 
-@experiment(f"{NAME}/theorem-3.2", one_seed=True, uses=_SHARED,
+@experiment(f"{NAME}/theorem-3.2",
             quick=Owners({"mnist-5k": dataclasses.replace(MNIST_5K, epochs=2)}))
 def theorem_3_2(config, run):
     """Owners compute their epsilons from the models that training went through and their own example, nothing else."""
     values = {}
     for name, task in config.tasks.items():
         found, loss = examples(task.data, task.dtype), LOSSES[task.loss]
-        run.loaded += [provenance for provenance in found.provenance if provenance not in run.loaded]
-        model = build(task.model, found, config.seeds[0])
+        run.note(found.provenance)
+        model = build(task.model, found, config.seed)
         plan = make_plan(task, len(found.y), float(gradient_norms(model, loss, found.x, found.y).median()))
         tracker = NormTracker(IndividualAccountant.for_plan(plan), model, loss, (found.x, found.y),
                               clipping="individual", steps_per_epoch=plan.steps_per_epoch,
@@ -134,10 +135,10 @@ def theorem_3_2(config, run):
                 seen.append({key: value.clone() for key, value in model.state_dict().items()})
 
         keep(0)
-        train(model, loss, (found.x, found.y), plan, optimizer=optimizer, seed=config.seeds[0], trackers=[tracker],
+        train(model, loss, (found.x, found.y), plan, optimizer=optimizer, seed=config.seed, trackers=[tracker],
               on_step=lambda state, keep=keep: keep(state.step))
         told = tracker.epsilon(plan.delta)[:config.owners].numpy()
-        private = build(task.model, found, config.seeds[0])
+        private = build(task.model, found, config.seed)
         alone = np.zeros(config.owners)
         for owner in range(config.owners):
             norms, mine = [], (found.x[[owner]], found.y[[owner]])
@@ -160,7 +161,7 @@ def owners_need_nobody(record):
 _PRINTED = Study({name: task for name, task in PAPER.items() if name not in CPU})
 
 
-@experiment(f"{NAME}/algorithms-1-2-3", one_seed=True, uses=(Task, make_plan), quick=_PRINTED, paper=_PRINTED)
+@experiment(f"{NAME}/algorithms-1-2-3", quick=_PRINTED, paper=_PRINTED)
 def algorithms_1_2_3(config, run):
     """The noise that the paper's largest epsilons take, which is not printed, and what PLD says of it."""
     sizes, values = {"mnist": 60000, "cifar10": 50000, "utkface_gender": 15000, "utkface_age": 15000}, {}

@@ -13,7 +13,7 @@ from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    _ENSEMBLE, _grid, Grids, INITIALISATIONS, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
+    Grids, INITIALISATIONS, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
 )
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import _bounded, NAMES
 
@@ -152,8 +152,6 @@ def _clouds(name, task, run, config, initialisation, kind):
     return weights, grid, chosen
 
 
-_AUDIT = (*_ENSEMBLE, _grid, sensitivities, worst_neighbours, gaussian_view, gaussian_ratio, linear_classifier, counted,
-          canary, _clouds)
 _QUICK_AUDIT = Audit({"digits": dataclasses.replace(QUICK["digits"], seeds=2000)}, 3, 2)
 _PAPER_AUDIT = Audit({
     "mnist-binary": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
@@ -172,7 +170,7 @@ def _cases(config, run):
                 yield f"{name}.{initialisation}.{kind}", 1 / examples, sensitivities(task, examples)[0], *clouds
 
 
-@experiment("intrinsic-privacy/algorithm-1", uses=(*_AUDIT, _cases), quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
+@experiment("intrinsic-privacy/algorithm-1", quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
 def algorithm_1(config, run):
     """Algorithm 1 put to the test: the whole covariance instead of one sigma, tails, and an audit.
 
@@ -219,7 +217,7 @@ def algorithm_1(config, run):
     return values, arrays
 
 
-@experiment("intrinsic-privacy/algorithm-2", uses=(*_AUDIT, _cases), quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
+@experiment("intrinsic-privacy/algorithm-2", quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
 def algorithm_2(config, run):
     """Algorithm 2 put to the test: with the noise that it adds, and with the noise that would be enough.
 

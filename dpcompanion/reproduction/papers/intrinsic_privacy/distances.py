@@ -11,7 +11,7 @@ from dpcompanion import output_perturbation as op
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    _ENSEMBLE, _grid, between_seeds, Grids, INITIALISATIONS, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
+    between_seeds, Grids, INITIALISATIONS, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
 )
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
 
@@ -54,7 +54,6 @@ def _distances(name, weights, bound):
 
 
 @experiment("intrinsic-privacy/figure-2",
-            uses=(*_ENSEMBLE, _grid, sensitivities, between_seeds, _distances, _log_histogram),
             quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
 def figure_2(config, run):
     """Distances between runs that differ in data, in seed, or in both; histograms over `LOG_EDGES` of log10."""
@@ -74,7 +73,7 @@ class Normality(Grids):
     data_sets: int = 25
 
 
-@experiment("intrinsic-privacy/figure-3", uses=(*_ENSEMBLE, _grid), quick=Normality(QUICK, 5),
+@experiment("intrinsic-privacy/figure-3", quick=Normality(QUICK, 5),
             paper=Normality({"mnist-binary": PAPER["mnist-binary"], **UNSCALED}))
 def figure_3(config, run):
     """Shapiro-Wilk for each weight over seeds: shares of p-values below 0.05, and below 0.05 / d.
@@ -97,7 +96,7 @@ def figure_3(config, run):
     return values, arrays
 
 
-@experiment("intrinsic-privacy/table-3", uses=(*_ENSEMBLE, _grid, sensitivities), quick=Grids(QUICK),
+@experiment("intrinsic-privacy/table-3", quick=Grids(QUICK),
             paper=Grids(PAPER | UNSCALED))
 def table_3(config, run):
     """Algorithm 1 as the paper computes it (fractional passes, the classical formula), and as the theorems allow:
@@ -153,7 +152,7 @@ def _figure_of_pairs(config, run, initialisation):
     return values, arrays
 
 
-@experiment("intrinsic-privacy/figure-4", uses=(*_ENSEMBLE, _grid, _pairwise_epsilon, _figure_of_pairs, _log_histogram),
+@experiment("intrinsic-privacy/figure-4",
             quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
 def figure_4(config, run):
     """Pairwise epsilon, the initialisation varying; histograms over `LOG_EDGES` of log10."""
@@ -172,7 +171,6 @@ _NETWORKS["mnist-binary-unscaled"] = _NETWORKS["mnist-binary"]
 
 
 @experiment("intrinsic-privacy/figures-6-7",
-            uses=(*_ENSEMBLE, _grid, between_seeds, _distances, _pairwise_epsilon, _log_histogram),
             quick=Networks({"digits": dataclasses.replace(QUICK["digits"], seeds=24, data_sets=12)}, {"digits": (10,)}),
             paper=Networks(_NETWORKS, {"mnist-binary": (10, 16), "mnist-binary-unscaled": (10, 16), "adult": (8,)}))
 def figures_6_7(config, run):

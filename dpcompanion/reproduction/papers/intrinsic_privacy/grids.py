@@ -11,10 +11,8 @@ import torch
 from dpcompanion import data
 from dpcompanion import output_perturbation as op
 from dpcompanion.output_perturbation import grids as ensembles
-from dpcompanion.reproduction import records
 
 INITIALISATIONS = ("varying", "fixed")
-KEPT = 3e6  # steps of SGD, about ten seconds: smaller grids are trained again when they are needed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +137,11 @@ def problem(name, run=None):
     """The examples of a task, noted in the run's record."""
     found, loaded = _SOURCES[name]()
     if run is not None:
-        run.loaded += [provenance for provenance in loaded if provenance not in run.loaded]
+        run.note(loaded)
     return found
 
 
 # Grids -------------------------------------------------------------------------------------------------------------
-
-_ENSEMBLE = (ensembles.train_grid, ensembles._Runs, ensembles._Logistic, ensembles._Network, ensembles._glorot, Task,
-             Problem, _digits, _forest, _adult, _breast_cancer, _problem)
-_TRAINED = {}
-
 
 def trained(name, task, run, initialisation="varying", **options):
     """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first. See `_grid`."""
@@ -164,8 +157,7 @@ def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_se
     found = problem(name, run)
     data_sets = tuple(range(task.data_sets + 1)) if data_sets is None else tuple(data_sets)
     key = {"task": name, "batch_size": task.batch_size, "learning_rate": task.learning_rate, "steps": task.steps,
-           "initialisation": initialisation, "hidden": hidden, "data_sets": data_sets,
-           "code": records.code_hash(*_ENSEMBLE)}
+           "initialisation": initialisation, "hidden": hidden, "data_sets": data_sets}
     if held_out is not None:
         key["held_out"] = [held_out[0].tolist(), held_out[1]]
         found = dataclasses.replace(found, features=torch.cat((held_out[0][None], found.features[1:])),
@@ -184,17 +176,10 @@ def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_se
     size = max(16, task.seeds // 16)
     cuts = [*range(first_seed, first_seed + task.seeds - 1, size), first_seed + task.seeds]
     pieces = [f"{a}-{b}" for a, b in zip(cuts, cuts[1:])]
-    hashed = records.hash_of({**key, "pieces": pieces})
-    if hashed not in _TRAINED:
-        if task.steps * task.seeds * len(data_sets) < KEPT:
-            parts = [train(piece) for piece in pieces]
-        else:
-            folder = data.data_folder() / "grids" / f"{name}-{initialisation}-{records.hash_of(key)[:12]}"
-            parts = records.resumable(train, pieces, folder=folder, config=key,
-                                      label=f"{name}, {initialisation}").values()
-        _TRAINED[hashed] = (torch.cat([torch.as_tensor(arrays["weights"]) for _, arrays in parts], 1),
-                            sum(values["seconds"] for values, _ in parts))
-    return _TRAINED[hashed]
+    parts = run.keep(train, pieces, by=_grid, config=key, seconds=task.steps * task.seeds * len(data_sets) / 3e5,
+                     under=f"grids/{name}-{initialisation}", label=f"{name}, {initialisation}").values()
+    return (torch.cat([torch.as_tensor(arrays["weights"]) for _, arrays in parts], 1),
+            sum(values["seconds"] for values, _ in parts))
 
 
 def sensitivities(task, examples):

@@ -11,7 +11,7 @@ from dpcompanion.output_perturbation import grids as ensembles
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    _ENSEMBLE, _grid, Grids, INITIALISATIONS, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
+    _grid, Grids, INITIALISATIONS, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
 )
 
 # Exhibits ----------------------------------------------------------------------------------------------------------
@@ -25,7 +25,7 @@ class Paths(Grids):
     points: int = 60
 
 
-@experiment("intrinsic-privacy/figure-1", uses=_ENSEMBLE,
+@experiment("intrinsic-privacy/figure-1",
             quick=Paths({"breast-cancer": QUICK["breast-cancer"]}, coordinates=(6, 16)),
             paper=Paths({"forest": PAPER["forest"]}))
 def figure_1(config, run):
@@ -44,7 +44,7 @@ def figure_1(config, run):
     return values, {"steps": np.array(stops), "path": path.numpy().astype(np.float32)}
 
 
-@experiment("intrinsic-privacy/table-1", uses=(*_ENSEMBLE, _grid), quick=Grids(QUICK), paper=Grids(PAPER))
+@experiment("intrinsic-privacy/table-1", quick=Grids(QUICK), paper=Grids(PAPER))
 def table_1(config, run):
     """Sizes of the data sets, the number of runs 2 R S, and the seconds that they took."""
     values = {}
@@ -57,7 +57,7 @@ def table_1(config, run):
     return values
 
 
-@experiment("intrinsic-privacy/theorem-2", uses=(*_ENSEMBLE, _grid, sensitivities), quick=Grids(QUICK),
+@experiment("intrinsic-privacy/theorem-2", quick=Grids(QUICK),
             paper=Grids(PAPER | UNSCALED))
 def theorem_2(config, run):
     """The bound beside what was seen: against data set 0 (one place differs), and between two sets (two places)."""
@@ -78,15 +78,15 @@ class Shuffles:
     examples: int
     passes: int
     draws: int
-    seeds: tuple = (0,)
+    seed: int = 0
 
 
-@experiment("intrinsic-privacy/claims-1-2", one_seed=True,
+@experiment("intrinsic-privacy/claims-1-2",
             quick=Shuffles(200, 6, 20000), paper=Shuffles(10396, 6, 20000))
 def claims_1_2(config, run):
     """Fixed points of random orders, and the bound of equation 9 in units of 2 L eta."""
     n, k = config.examples, config.passes
-    random = np.random.RandomState(config.seeds[0])
+    random = np.random.RandomState(config.seed)
     places = np.arange(n)
     fixed = np.array([[(random.permutation(n) == places).sum() for _ in range(k)] for _ in range(config.draws)])
     variability = (n - fixed).sum(1)

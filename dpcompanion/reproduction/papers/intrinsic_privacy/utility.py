@@ -11,10 +11,10 @@ from dpcompanion import output_perturbation as op
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding, get
 from dpcompanion.reproduction.papers.intrinsic_privacy.distances import (
-    _figure_of_pairs, _log_histogram, _median, _pairwise_epsilon,
+    _figure_of_pairs, _median,
 )
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    _ENSEMBLE, _grid, Grids, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
+    Grids, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
 )
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
 
@@ -25,7 +25,7 @@ class Utility(Grids):
 
     models: int
     epsilons: tuple = (0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
-    seeds: tuple = (0,)
+    seed: int = 0
 
 
 def accuracies(found, weights, sigma, generator):
@@ -45,7 +45,7 @@ def _utility(name, task, run, config, initialisation, mechanism):
     found = problem(name, run)
     grid = trained(name, task, run, initialisation)[1:]
     chosen = torch.randperm(grid[..., 0].numel(),
-                            generator=torch.Generator().manual_seed(config.seeds[0]))[:config.models]
+                            generator=torch.Generator().manual_seed(config.seed))[:config.models]
     weights = grid.flatten(0, 1)[chosen]
     bound, fractional, _ = sensitivities(task, found.examples)
     theory = fractional if mechanism == "classical" else bound
@@ -57,11 +57,11 @@ def _utility(name, task, run, config, initialisation, mechanism):
                 added = op.augmented_sigma(sensitivity, own, target_epsilon=epsilon, target_delta=1 / found.examples,
                                            mechanism=mechanism)
                 results[kind, epsilon, setting] = accuracies(
-                    found, weights, added, torch.Generator().manual_seed(1 + config.seeds[0]))
+                    found, weights, added, torch.Generator().manual_seed(1 + config.seed))
     return results
 
 
-@experiment("intrinsic-privacy/table-4", one_seed=True, uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility),
+@experiment("intrinsic-privacy/table-4",
             quick=Utility(QUICK, 200, (1.0,)), paper=Utility(PAPER | UNSCALED, 2000, (1.0,)))
 def table_4(config, run):
     """Accuracy at eps 1 as the paper computes it; with the bound and the analytic mechanism under `.analytic`."""
@@ -97,17 +97,14 @@ def _figure_of_utility(config, run, initialisation):
     return values, arrays
 
 
-@experiment("intrinsic-privacy/figure-5", one_seed=True,
-            uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility, _figure_of_utility),
+@experiment("intrinsic-privacy/figure-5",
             quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 500))
 def figure_5(config, run):
     """Mean accuracy over epsilon, the initialisation varying."""
     return _figure_of_utility(config, run, "varying")
 
 
-@experiment("intrinsic-privacy/figures-8-9", one_seed=True,
-            uses=(*_ENSEMBLE, _grid, sensitivities, accuracies, _utility, _figure_of_utility, _pairwise_epsilon,
-                  _figure_of_pairs, _log_histogram),
+@experiment("intrinsic-privacy/figures-8-9",
             quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 500))
 def figures_8_9(config, run):
     """Figures 4 and 5 with a fixed initialisation."""

@@ -11,17 +11,18 @@ from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.reproduction.papers.common import histogram, named, pearson, rank
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
-    _RUNS, by_class, DELTA, groups, label, MNIST, NAME, of_examples, PAPER, QUICK, SETTINGS, Study, trained,
+    DELTA, groups, label, MNIST, NAME, of_examples, PAPER, QUICK, SETTINGS, Study, trained,
     worst_case,
 )
 
 # Exhibits ----------------------------------------------------------------------------------------------------------
 
-@experiment(f"{NAME}/figure-1", one_seed=True, uses=_RUNS, quick=QUICK, paper=PAPER)
+@experiment(f"{NAME}/figure-1", quick=QUICK, paper=PAPER)
 def figure_1(config, run):
     """Everybody's epsilon with K = 2, who reaches the worst case, and the worst cases of the paper's settings."""
-    found = trained(config.setting, config.seeds[0], run)
+    found = trained(config.setting, config.seed, run)
     epsilon, top = found.epsilon, found.worst_case
     values = {"worst_case": top, "mean": epsilon.mean(), "quantiles": np.quantile(epsilon, (0.1, 0.5, 0.9)),
               "max": epsilon.max(), "min": epsilon.min(), "share_at_worst_case": (epsilon >= second.WORST * top).mean(),
@@ -29,7 +30,7 @@ def figure_1(config, run):
               "noise_multiplier": found.plan.noise_multiplier, "steps": found.plan.steps}
     for name in SETTINGS:
         values |= {f"{name}.worst_case": worst_case(name), f"{name}.worst_case_pld": worst_case(name, "pld")}
-    return values, {"histogram": second.histogram(epsilon, top)}
+    return values, {"histogram": histogram(epsilon, top)}
 
 
 @finding(f"{NAME}/figure-1", "more than half of the examples lie at least 10% below the worst case")
@@ -38,10 +39,10 @@ def most_pay_less(record):
     yield label(record), f"{share:.1%}", share.above(0.5)
 
 
-@experiment(f"{NAME}/figure-2", one_seed=True, uses=_RUNS, quick=QUICK, paper=PAPER)
+@experiment(f"{NAME}/figure-2", quick=QUICK, paper=PAPER)
 def figure_2(config, run):
     """Mean gradient norm, in units of C, of five groups of examples over training; groups by the mean over training."""
-    found = trained(config.setting, config.seeds[0], run)
+    found = trained(config.setting, config.seed, run)
     groups = found.quintiles
     values = {"ordered": (np.diff(groups, axis=0) > 0).all(0).mean(),
               "top_over_bottom": (groups[-1] / groups[0]).min()}
@@ -81,20 +82,20 @@ class Estimates(Study):
     refreshes: tuple = (0.0, 1.0, 2.0)
 
 
-@experiment(f"{NAME}/figure-3", one_seed=True, uses=_RUNS, quick=Estimates(), paper=Estimates(MNIST))
+@experiment(f"{NAME}/figure-3", quick=Estimates(), paper=Estimates(MNIST))
 def figure_3(config, run):
     """Accounts by running estimates with K passes an epoch, beside norms at every step, for some examples."""
     values, arrays = {}, {}
     for refreshes in config.refreshes:
-        found = trained(dataclasses.replace(config.setting, refreshes=refreshes), config.seeds[0], run)
+        found = trained(dataclasses.replace(config.setting, refreshes=refreshes), config.seed, run)
         estimate, actual, key = found.epsilon[found.reference], found.actual, f"k{refreshes:g}"
         error = estimate - actual
-        values |= second.named(
-            key, pearson=second.pearson(estimate, actual), mean_error=np.abs(error).mean(),
+        values |= named(
+            key, pearson=pearson(estimate, actual), mean_error=np.abs(error).mean(),
             worst_error=np.abs(error).max(), understated=(error < -1e-3 * actual).mean(),
             understated_by_5_percent=(error < -0.05 * actual).mean(),
             worst_understatement=(-error / actual.clip(1e-9)).max(), accuracy=found.accuracy)
-        arrays |= second.named(key, estimate=np.float32(estimate), actual=np.float32(actual))
+        arrays |= named(key, estimate=np.float32(estimate), actual=np.float32(actual))
     return {**values, "worst_case": found.worst_case}, arrays
 
 
@@ -114,7 +115,7 @@ class Cost:
     evaluations: int = 100
 
 
-@experiment(f"{NAME}/text-cost", uses=(), quick=Cost(), paper=Cost(examples=50_000))
+@experiment(f"{NAME}/text-cost", quick=Cost(), paper=Cost(examples=50_000))
 def text_cost(config, run):
     """Processor seconds for 100 divergences, what every norm one by one would take, and our accounts of every norm."""
     rate, noise, _ = SETTINGS["cifar10"]
@@ -156,17 +157,17 @@ def few_pay_all(record):
     yield label(record), f"{share:.1%}", share.below(0.1)
 
 
-@experiment(f"{NAME}/figure-5", one_seed=True, uses=_RUNS, quick=QUICK, paper=PAPER)
+@experiment(f"{NAME}/figure-5", quick=QUICK, paper=PAPER)
 def figure_5(config, run):
     """Mean loss and mean epsilon of loss deciles, by the mean over training and by the last epoch's loss."""
-    found, values = trained(config.setting, config.seeds[0], run), {}
+    found, values = trained(config.setting, config.seed, run), {}
     for kind in ("mean_loss", "last_loss"):
         loss = getattr(found, kind)
         deciles = np.array_split(loss.argsort(), 10)
         means = np.array([found.epsilon[part].mean() for part in deciles])
-        values |= second.named(kind, loss=[loss[part].mean() for part in deciles], epsilon=means,
-                               rank_correlation=second.rank(np.arange(10), means),
-                               of_examples=second.rank(loss, found.epsilon))
+        values |= named(kind, loss=[loss[part].mean() for part in deciles], epsilon=means,
+                               rank_correlation=rank(np.arange(10), means),
+                               of_examples=rank(loss, found.epsilon))
     return values
 
 
@@ -178,7 +179,7 @@ def deciles_rise(record):
         yield f"{label(record)}, {kind.replace('_', ' ')}", f"{r:.2f}", r.at_least(0.95)
 
 
-@experiment(f"{NAME}/figure-6", one_seed=True, uses=(*_RUNS, groups, by_class), quick=QUICK)
+@experiment(f"{NAME}/figure-6", quick=QUICK)
 def figure_6(config, run):
     """Loss and mean epsilon by class; the paper's data need a GPU."""
     return groups(config, run)

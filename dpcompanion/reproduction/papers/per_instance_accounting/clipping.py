@@ -9,20 +9,21 @@ from dpcompanion import release
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.reproduction.papers.common import histogram, named
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
-    _RUNS, DELTA, DIGITS, label, MNIST, NAME, of_examples, Setting, Study, trained,
+    DELTA, DIGITS, label, MNIST, NAME, of_examples, Setting, Study, trained,
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Clippings(Study):
+class Clippings:
     """Table 1: four seeds, K = 2, no reference."""
 
     setting: Setting = dataclasses.replace(DIGITS, reference=0, looks=1)
     seeds: tuple = (0, 1, 2, 3)
 
 
-@experiment(f"{NAME}/table-1", uses=_RUNS, quick=Clippings())
+@experiment(f"{NAME}/table-1", quick=Clippings())
 def table_1(config, run):
     """Test accuracy in percent, clipped to everybody's own estimate and to one threshold."""
     values = {}
@@ -46,16 +47,16 @@ class Sweep(Study):
     multiples: tuple = (0.1, 0.3, 0.5, 1.5)
 
 
-@experiment(f"{NAME}/figure-8", one_seed=True, uses=(*_RUNS, second.clip_key), quick=Sweep())
+@experiment(f"{NAME}/figure-8", quick=Sweep())
 def figure_8(config, run):
     """Distribution of epsilon for clip norms below and above the median."""
     values, arrays = {}, {}
     for multiple in config.multiples:
-        found = trained(dataclasses.replace(config.setting, median_multiple=multiple), config.seeds[0], run)
+        found = trained(dataclasses.replace(config.setting, median_multiple=multiple), config.seed, run)
         epsilon, top, key = found.epsilon, found.worst_case, second.clip_key(multiple)
-        values |= second.named(key, share_at_worst_case=(epsilon >= second.WORST * top).mean(), sd=epsilon.std(),
+        values |= named(key, share_at_worst_case=(epsilon >= second.WORST * top).mean(), sd=epsilon.std(),
                                max=epsilon.max(), accuracy=found.accuracy)
-        arrays[key] = second.histogram(epsilon, top)
+        arrays[key] = histogram(epsilon, top)
     return {**values, "worst_case": top}, arrays
 
 
@@ -75,21 +76,20 @@ class Release(Study):
     draws: int = 20
 
 
-@experiment(f"{NAME}/table-2", one_seed=True,
-            uses=(*_RUNS, second.released, release.private_mean, release.private_quantiles),
+@experiment(f"{NAME}/table-2",
             quick=Release(), paper=Release(MNIST))
 def table_2(config, run):
     """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over draws."""
-    found, values = trained(config.setting, config.seeds[0], run), {}
+    found, values = trained(config.setting, config.seed, run), {}
     epsilon = torch.as_tensor(found.epsilon)
     true = [float(epsilon.mean()), *np.quantile(epsilon, config.quantiles)]
-    values |= second.named("non_private", **dict(zip(second.STATISTICS, true)))
+    values |= named("non_private", **dict(zip(second.STATISTICS, true)))
     for method in release.METHODS:
         drawn = np.array([second.released(epsilon, found.worst_case, DELTA, config, method, draw)
                           for draw in range(config.draws)])
         error = records.mean_and_sd(100 * np.abs(drawn / true - 1).mean(1))
         if method == "cdf":
-            values |= second.named("released", **dict(zip(second.STATISTICS, map(records.mean_and_sd, drawn.T))))
+            values |= named("released", **dict(zip(second.STATISTICS, map(records.mean_and_sd, drawn.T))))
             values["mean_error_percent"] = error
         values[f"{method}.mean_error_percent"] = error
     return values

@@ -8,7 +8,7 @@ import numpy as np
 
 from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.reproduction.papers.common import named
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import NAME
 
 # What a running estimate hides -------------------------------------------------------------------------------------
@@ -49,7 +49,7 @@ def true_divergence(probabilities, added, noise):
     return math.log(probabilities @ (gram * pairs) @ probabilities) / 2
 
 
-@experiment(f"{NAME}/algorithm-1", uses=(histories, true_divergence), quick=Hidden(), paper=Hidden())
+@experiment(f"{NAME}/algorithm-1", quick=Hidden(), paper=Hidden())
 def algorithm_1(config, run):
     """What all outputs give away of the example, and what it is told, by whether it was sampled at the first step."""
     values = {}
@@ -60,7 +60,7 @@ def algorithm_1(config, run):
             cost[charged == level] = float(rdp_sampled_gaussian(
                 sample_rate=config.sample_rate, noise_multiplier=config.noise / level, orders=[3]))
         told, truth = cost.sum(1), true_divergence(probabilities, added, config.noise)
-        values |= second.named(kind, truth=truth, least_told=told.min(), most_told=told.max(),
+        values |= named(kind, truth=truth, least_told=told.min(), most_told=told.max(),
                                told_too_little=probabilities[told < truth * (1 - 1e-9)].sum())
     return values
 

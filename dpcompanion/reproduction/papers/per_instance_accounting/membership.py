@@ -8,8 +8,9 @@ from dpcompanion import attacks
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.reproduction.papers.common import named, rank
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
-    _RUNS, by_class, groups, label, MNIST, NAME, Study, trained,
+    by_class, groups, label, MNIST, NAME, Study, trained,
 )
 
 
@@ -22,12 +23,9 @@ class Membership(Study):
 
 def attacks_by_class(config, run):
     """Success of the loss-threshold attack on each class, with and without DP."""
-    found = trained(config.setting, config.seeds[0], run)
+    found = trained(config.setting, config.seed, run)
     task = second.Task(config.setting.data, "mlp", 0, 0, 0.0, 0.0, dtype=config.setting.dtype)
-    accuracies, losses = second.once(
-        f"{NAME}-{task.data}-overfitted", dataclasses.asdict(config), config.seeds[0], run, (*_RUNS, second.overfitted),
-        lambda: second.overfitted(task, config.overfit, config.seeds[0], run.device),
-        size=len(found.found.y) * config.overfit.epochs * 10)
+    accuracies, losses = second.trained_without_privacy(task, config.overfit, config.seed, run)
     values = {f"nonprivate_{key}": value for key, value in accuracies.items()}
     values["epsilon"] = by_class(found.found, found.epsilon)
     for kind, members, others in (("private", found.last_loss, found.test_losses),
@@ -38,26 +36,25 @@ def attacks_by_class(config, run):
                      torch.as_tensor(others)[found.found.test_groups == group])
             result = attacks.loss_threshold_attack(*sides, generator=torch.Generator().manual_seed(group))
             rows.append((*result.success, result.fitted))
-        values |= second.named(kind, **dict(zip(("success", "low", "high", "fitted"), map(list, zip(*rows)))))
-    values["rank_correlation"] = second.rank(values["epsilon"], values["nonprivate.success"])
+        values |= named(kind, **dict(zip(("success", "low", "high", "fitted"), map(list, zip(*rows)))))
+    values["rank_correlation"] = rank(values["epsilon"], values["nonprivate.success"])
     return values
 
 
 QUICK_MEMBERSHIP = Membership(overfit=second.Membership(tasks={}, **second.STABLE))
-_ATTACKS = (*_RUNS, attacks_by_class, by_class, second.overfitted, attacks.loss_threshold_attack)
 
 
-@experiment(f"{NAME}/figure-7", one_seed=True, uses=_ATTACKS, quick=QUICK_MEMBERSHIP)
+@experiment(f"{NAME}/figure-7", quick=QUICK_MEMBERSHIP)
 def figure_7(config, run):
     """Success of the loss-threshold attack by class with and without DP; the paper's data need a GPU."""
     return attacks_by_class(config, run)
 
 
-@experiment(f"{NAME}/figures-9-10", one_seed=True, uses=(*_ATTACKS, groups), quick=QUICK_MEMBERSHIP,
+@experiment(f"{NAME}/figures-9-10", quick=QUICK_MEMBERSHIP,
             paper=Membership(MNIST, overfit=second.Membership(tasks={}, epochs=10)))
 def figures_9_10(config, run):
     """Loss, mean epsilon and attacks by class on MNIST; UTKFace-age needs a GPU."""
-    return {**groups(config, run), **second.named("attack", **attacks_by_class(config, run))}
+    return {**groups(config, run), **named("attack", **attacks_by_class(config, run))}
 
 
 @finding(f"{NAME}/figure-7", "without privacy, classes with a higher mean epsilon are attacked with more success (rank "

@@ -12,6 +12,7 @@ from dpcompanion.accounting import compute_epsilon
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.reproduction.papers.common import rank
 from dpcompanion.training import cross_entropy, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
@@ -49,10 +50,10 @@ MNIST = Setting("mnist", 4000, 100, 6.0, learning_rate=2.0, reference=1000, look
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """One setting and the seeds of its runs."""
+    """One setting and the seed of its run."""
 
     setting: Setting = DIGITS
-    seeds: tuple = (0,)
+    seed: int = 0
 
 
 QUICK, PAPER = Study(), Study(MNIST)
@@ -114,18 +115,16 @@ def run_setting(setting, seed, device):
     return {"accuracy": float(right.double().mean()), "max_grad_norm": limit, "passes": everybody.passes}, arrays
 
 
-_RUNS = (Setting, make_plan, run_setting, worst_case, second.Examples, second.examples, second.build, second.mlp,
-         second.outcome, second.pearson, second.rank, second.histogram)
-
-
 def trained(setting, seed, run):
     """The run of a setting with a seed: computed once, and kept in the data folder if it takes long."""
     found = second.examples(setting.data, setting.dtype)
-    run.loaded += [provenance for provenance in found.provenance if provenance not in run.loaded]
-    values, arrays = second.once(
-        f"{NAME}-{setting.data}", {"setting": dataclasses.asdict(setting)}, seed, run, _RUNS,
-        lambda: run_setting(setting, seed, run.device), size=len(found.y) * make_plan(setting, len(found.y), 1.0).steps)
-    plan = dataclasses.replace(make_plan(setting, len(found.y), 1.0), max_grad_norm=values["max_grad_norm"])
+    run.note(found.provenance)
+    plan = make_plan(setting, len(found.y), 1.0)
+    done = run.keep(lambda _: run_setting(setting, seed, run.device), [f"seed-{seed}"], by=run_setting,
+                    config={"setting": setting}, seconds=second.seconds(len(found.y), plan.steps),
+                    under=f"runs/{NAME}-{setting.data}", label=setting.data)
+    values, arrays = done[f"seed-{seed}"]
+    plan = dataclasses.replace(plan, max_grad_norm=values["max_grad_norm"])
     return types.SimpleNamespace(plan=plan, found=found, worst_case=plan.epsilon(accountant="rdp"), **values, **arrays)
 
 
@@ -147,9 +146,9 @@ def of_examples(record, share):
 
 def groups(config, run):
     """Loss and epsilon by class."""
-    found = trained(config.setting, config.seeds[0], run)
+    found = trained(config.setting, config.seed, run)
     loss, mean_loss, epsilon = (by_class(found.found, values)
                                 for values in (found.last_loss, found.mean_loss, found.epsilon))
     return {"last_loss": loss, "mean_loss": mean_loss, "epsilon": epsilon,
-            "rank_correlation": second.rank(loss, epsilon), "highest": epsilon[loss.argmax()],
+            "rank_correlation": rank(loss, epsilon), "highest": epsilon[loss.argmax()],
             "lowest": epsilon[loss.argmin()]}

@@ -1,0 +1,53 @@
+"""What the exhibits of several papers share: which tasks a device can do, names of values, and a few statistics."""
+
+import math
+
+import numpy as np
+from scipy import stats
+
+
+def runnable(config, run):
+    """The tasks that this device can do: those that need more than two cores, and those called `larger`, on a GPU."""
+    if run.device.type != "cpu":
+        return _all(config)
+    return {name: task for name, task in config.tasks.items() if not getattr(task, "needs", "")}
+
+
+def left_out(config, run):
+    """What a record says of the tasks that were not run: {"not_run": names}, or nothing."""
+    names = [name for name in _all(config) if name not in runnable(config, run)]
+    return {"not_run": names} if names else {}
+
+
+def _all(config):
+    return {**config.tasks, **getattr(config, "larger", {})}
+
+
+def reported(record):
+    """The tasks that a record has values of."""
+    left = record.values.get("not_run", ())
+    return [name for kind in ("tasks", "larger") for name in record.config.get(kind, ()) if name not in left]
+
+
+def named(prefix, **values):
+    """Values under the names that a record gives them.
+
+    >>> named("mnist", max=1.5)
+    {'mnist.max': 1.5}
+    """
+    return {f"{prefix}.{key}": value for key, value in values.items()}
+
+
+def pearson(a, b):
+    """Pearson's r; nan where one of the two does not vary."""
+    return float(np.corrcoef(a, b)[0, 1]) if np.std(a) > 0 and np.std(b) > 0 else math.nan
+
+
+def rank(a, b):
+    """Spearman's rank correlation; nan where one of the two does not vary."""
+    return pearson(stats.rankdata(a), stats.rankdata(b))
+
+
+def histogram(values, top):
+    """Counts in 120 bins from 0 to the worst case."""
+    return np.histogram(np.clip(values, 0, top), np.linspace(0, top, 121))[0].astype(np.int32)

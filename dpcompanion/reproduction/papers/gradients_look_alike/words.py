@@ -1,0 +1,22 @@
+"""What the book calls the values of this paper."""
+
+from dpcompanion.reproduction.papers.gradients_look_alike.runs import plan_of, Task
+
+BOTH = {"remove": "with x against without", "add": "without x against with"}
+
+
+def everybody(record, name):
+    """Everybody's epsilon of a task by the privacy loss distribution of its run."""
+    task = Task(**{**record.config["tasks"], **record.config.get("larger", {})}[name])
+    examples, = {source["examples"] for source in record.data
+                 if source["split"] == "train" and source["name"] == task.data}
+    return plan_of(task, examples).epsilon(accountant="pld")
+
+
+def power(x):
+    """A share that may be tiny, in one digit.
+
+    >>> power(0.25), power(2.5e-7)
+    ('0.25', '2e-07')
+    """
+    return f"{x:.2f}" if x >= 0.1 else f"{x:.0e}"

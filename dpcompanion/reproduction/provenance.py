@@ -1,0 +1,59 @@
+"""What a run is made with: versions of libraries, the commit of the code, the device."""
+
+import importlib.metadata
+import pathlib
+import platform
+import subprocess
+
+import torch
+
+LIBRARIES = ("dpcompanion", "torch", "numpy", "scipy", "torchvision", "opacus", "dp-accounting", "scikit-learn",
+             "mlxtend")
+
+
+def software():
+    """What a run is made with: {"versions": `versions()`, "commit": `commit()`}."""
+    return {"versions": versions(), "commit": commit()}
+
+
+def versions():
+    """The versions of Python and of the libraries that are installed."""
+    found = {"python": platform.python_version()}
+    for library in LIBRARIES:
+        try:
+            found[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    # An uninstalled checkout has no metadata of its own.
+    import dpcompanion
+    return {**found, "dpcompanion": dpcompanion.__version__}
+
+
+def repository():
+    """The checkout that this package lies in, or None when it is installed without one."""
+    root = pathlib.Path(__file__).resolve().parents[2]
+    return root if (root / "pyproject.toml").is_file() else None
+
+
+def commit():
+    """The git commit of the code, with "+changes" where tracked files differ from it; None outside a checkout."""
+    root = repository()
+    if root is None or not (root / ".git").exists():
+        return None
+
+    def git(*arguments):
+        return subprocess.run(("git", "-C", str(root), *arguments), capture_output=True, text=True, timeout=20,
+                              check=True).stdout.strip()
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "dpcompanion")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def device_name(device):
+    """What a device is: "cpu (x86_64)", or the name of the GPU."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"{device.type} ({platform.machine()})"

@@ -1,0 +1,71 @@
+import json
+import math
+
+import numpy as np
+import pytest
+
+from dpcompanion.reproduction import pieces, provenance, records
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
+    calls = []
+
+    def work(name, stop=None):
+        if name == stop:
+            raise KeyboardInterrupt
+        calls.append(name)
+        return {"accuracy": float(name[-1])}, {"norms": np.full(3, float(name[-1]))}
+    names = [f"seed-{seed}" for seed in range(4)]
+    with pytest.raises(KeyboardInterrupt):
+        pieces.resumable(lambda name: work(name, "seed-2"), names, folder=tmp_path, config={"lr": 1})
+    assert calls == ["seed-0", "seed-1"]
+    done = pieces.resumable(work, names, folder=tmp_path, config={"lr": 1})
+    assert calls == names and list(done) == names
+    assert done["seed-1"][0] == {"accuracy": 1.0} and done["seed-1"][1]["norms"].tolist() == [1, 1, 1]
+    pieces.resumable(work, names, folder=tmp_path, config={"lr": 2})
+    assert len(calls) == 8  # another configuration: everything anew
+    pieces.discard(tmp_path)
+    assert not tmp_path.exists()
+
+
+def test_a_piece_that_is_damaged_is_computed_again(tmp_path):
+    first = pieces.resumable(lambda name: 1.0, ["a"], folder=tmp_path, config={})
+    (tmp_path / "a.piece.json").write_text("{")
+    assert pieces.resumable(lambda name: 2.0, ["a"], folder=tmp_path, config={}) == {"a": 2.0} != first
+
+
+def test_a_record_lists_what_it_took_over_and_from_which_code(tmp_path, monkeypatch):
+    def gathered(names):
+        with pieces.taken_over() as kept:
+            for _ in range(2):  # a piece that is asked for twice counts once, one's own never
+                pieces.resumable(lambda name: name, names, folder=tmp_path, config={})
+        return kept
+    monkeypatch.setattr(provenance, "commit", lambda: "first")
+    assert gathered(["a", "b"]) == []
+    monkeypatch.setattr(provenance, "commit", lambda: "second")
+    first, = gathered(["a", "b", "c"])
+    assert (first["pieces"], first["commit"], first["versions"]) == (2, "first", provenance.versions())
+    monkeypatch.setattr(provenance, "commit", lambda: "third")
+    kept = gathered(["a", "b", "c"])
+    assert [(each["commit"], each["pieces"]) for each in kept] == [("first", 2), ("second", 1)]
+    assert all(each["seconds"] >= 0 for each in kept)
+    assert records.read(records.write(records.make("idp-sgd/table-5", "paper", {}, config={}, kept=kept), tmp_path)).kept == kept
+
+
+def test_a_piece_that_does_not_say_what_made_it_is_counted_as_unknown(tmp_path):
+    pieces.resumable(len, ["a"], folder=tmp_path, config={})
+    path = tmp_path / "a.piece.json"
+    piece = json.loads(path.read_text())
+    del piece["sha256"]     # as earlier versions wrote it
+    assert piece.pop("made")["seconds"] >= 0
+    path.write_text(json.dumps(piece))
+    with pieces.taken_over() as kept:
+        pieces.resumable(len, ["a"], folder=tmp_path, config={})
+    assert [(each["pieces"], each["commit"], each["versions"]) for each in kept] == [(1, None, {})]
+    assert math.isnan(records.read(records.write(records.make("idp-sgd/table-5", "paper", {}, config={}, kept=kept), tmp_path)).kept[0]["seconds"])
+
+
+@pytest.mark.parametrize("names", [["a/b"], ["../a"], [""], [3], ["a", "a"]])
+def test_pieces_have_safe_and_different_names(tmp_path, names):
+    with pytest.raises(ValueError, match="pieces must"):
+        pieces.resumable(lambda name: 1, names, folder=tmp_path, config={})
