@@ -167,5 +167,5 @@ def algorithms_1_2_3(config, run):
     for name, task in config.tasks.items():
         plan = make_plan(task, sizes[name], 1.0)
         values |= named(name, noise_multiplier=plan.noise_multiplier, steps=plan.steps,
-                        epsilon_rdp=plan.epsilon(accountant="rdp"), epsilon_pld=plan.epsilon())
+                        epsilon_rdp=plan.epsilon(accountant="rdp"), epsilon_pld=plan.epsilon(accountant="pld"))
     return values

@@ -74,7 +74,7 @@ def make_plan(setting, n, max_grad_norm):
              "delta": DELTA}
     if setting.noise_multiplier is None:
         return DPSGDPlan.for_epsilon(worst_case(), **shape, accountant="rdp")
-    return DPSGDPlan(noise_multiplier=setting.noise_multiplier, **shape)
+    return DPSGDPlan(noise_multiplier=setting.noise_multiplier, accountant="rdp", **shape)
 
 
 def run_setting(setting, seed, device):
