@@ -30,13 +30,13 @@ class Filtering:
         generator = torch.Generator().manual_seed(0)
         self.norms = torch.rand(N, generator=generator, dtype=torch.float64)
 
-    def check_plan(self, plan):
+    def check_run(self, plan, model, loss, x, y):
         pass
 
     def before_step(self):
         return self.filter.clip_norms(self.norms)
 
-    def after_step(self, indices, norms):
+    def after_step(self, indices, norms, *, clipped):
         pass
 
     def state_dict(self):

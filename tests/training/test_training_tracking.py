@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.training import DPSGDPlan, clipped_sum, cross_entropy, generators, gradient_norms, train
+from dpcompanion.training import (Callbacks, Checkpoint, DPSGDPlan, clipped_sum, cross_entropy, generators,
+                                  gradient_norms, train)
 from dpcompanion.training.tracking import NormTracker
 
 
@@ -33,9 +34,10 @@ def tracked(data, plan, model, *, rounding=None, accountant="rdp", **options):
     return NormTracker(account, model, cross_entropy, data, **{"steps_per_epoch": plan.steps_per_epoch, **options})
 
 
-def run(data, plan, model, *trackers, **arguments):
+def run(data, plan, model, *trackers, on_step=None, on_epoch=None, **arguments):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, trackers=trackers, **arguments)
+    return train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, trackers=trackers,
+                 callbacks=Callbacks(on_step, on_epoch), **arguments)
 
 
 def true_norms(data, plan, **arguments):
@@ -267,9 +269,9 @@ def test_an_interrupted_run_ends_bit_for_bit_where_it_would_have_ended(tmp_path,
     run(data, plan, whole, reference)
     data, plan, model, tracker = fresh()
     with pytest.raises(Enough):
-        run(data, plan, model, tracker, on_step=stop, checkpoint=tmp_path / "run.pt", checkpoint_every=7)
+        run(data, plan, model, tracker, on_step=stop, checkpoint=Checkpoint(tmp_path / "run.pt", every=7))
     data, plan, model, tracker = fresh()
-    run(data, plan, model, tracker, checkpoint=tmp_path / "run.pt", checkpoint_every=7)
+    run(data, plan, model, tracker, checkpoint=Checkpoint(tmp_path / "run.pt", every=7))
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters()))
     assert len(tracker.trajectory) == 3
     if mode["rounding"]:

@@ -16,7 +16,7 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
     _problem, accuracy, assign, DIGITS, MNIST, named, network, predictions, Problem, problem, Task,
 )
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import cross_entropy, DPSGDPlan, NormTracker, train
+from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, NormTracker, train
 
 # Accounting and assignment together --------------------------------------------------------------------------------
 
@@ -76,7 +76,7 @@ def filtered(config, descent, kind, seed, run):
 
     optimizer = torch.optim.SGD(model.parameters(), lr=descent.learning_rate, momentum=task.momentum)
     train(model, cross_entropy, examples, plan, optimizer=optimizer, seed=seed, trackers=[tracker] if tracker else [],
-          on_step=note, progress=False)
+          callbacks=Callbacks(on_step=note), progress=False)
     return {"final": course[-1], "course": course, "active": active,
             "largest": float(budget.epsilon(config.delta).max()) if budget else plan.epsilon(accountant="rdp")}
 

@@ -12,7 +12,7 @@ from dpcompanion.reproduction.papers.yu import (
     _balanced, build, examples, Examples, hinge, histogram, left_out, LOSSES, mlp, MNIST_5K, once, outcome, pearson,
     rank, runnable, Task, two_layer_cnn,
 )
-from dpcompanion.training import DPSGDPlan, gradient_norms, train
+from dpcompanion.training import Callbacks, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
 NAME = "individual-accounting"
@@ -136,8 +136,8 @@ def run_task(task, seed, device):
             medians.append([float(norms[groups == group].median()) for group in range(len(found.names))])
 
     watch(None)
-    train(model, loss, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers, on_epoch=watch,
-          on_step=(lambda _: scheduler.step()) if scheduler else None)
+    train(model, loss, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers,
+          callbacks=Callbacks(on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None))
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
     passes, norms = everybody.norms_of_passes

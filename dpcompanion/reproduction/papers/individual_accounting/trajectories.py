@@ -14,7 +14,7 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     _SHARED, account, CPU, LABELS, make_plan, NAME, PAPER, QUICK, reported, schedule,
 )
 from dpcompanion.reproduction.papers.yu import build, examples, LOSSES, MNIST_5K, named, rank, runnable, Study, Task
-from dpcompanion.training import gradient_norms, train
+from dpcompanion.training import Callbacks, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
 # What an account along a trajectory means --------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def theorem_3_2(config, run):
 
         keep(0)
         train(model, loss, (found.x, found.y), plan, optimizer=optimizer, seed=config.seeds[0], trackers=[tracker],
-              on_step=lambda state, keep=keep: keep(state.step))
+              callbacks=Callbacks(on_step=lambda state, keep=keep: keep(state.step)))
         told = tracker.epsilon(plan.delta)[:config.owners].numpy()
         private = build(task.model, found, config.seeds[0])
         alone = np.zeros(config.owners)

@@ -12,7 +12,7 @@ from dpcompanion.accounting import compute_epsilon
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.papers import yu as second
-from dpcompanion.training import cross_entropy, DPSGDPlan, gradient_norms, train
+from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
 NAME = "per-instance-accounting"
@@ -103,7 +103,8 @@ def run_setting(setting, seed, device):
             losses.append(second.outcome(model, cross_entropy, x, y)[0].cpu())
 
     optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate / limit)
-    train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers, on_epoch=look)
+    train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers,
+          callbacks=Callbacks(on_epoch=look))
     test_losses, right = second.outcome(model, cross_entropy, found.test_x.to(device), found.test_y.to(device))
     losses, norms = np.stack(losses), np.stack(norms)
     quintiles = np.array_split(norms.mean(0).argsort(), 5)
