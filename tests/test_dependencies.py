@@ -13,8 +13,8 @@ WING = "dpcompanion.reproduction"
 LIBRARY = (
     {"_checks", "_files", "_progress"},
     {"accounting", "attacks", "data"},
-    {"_engine_proof", "filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release",
-     "training"},
+    {"_engine_proof", "filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release"},
+    {"training"},
     {"engine"},
     {"reproduction"},
     {"cli"},
