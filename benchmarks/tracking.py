@@ -46,8 +46,7 @@ def passes(build, shape, n):
             model.zero_grad()
             cross_entropy(model(x[start:start + 512]), y[start:start + 512]).mean().backward()
 
-    accountant = IndividualAccountant.for_plan(plan_of(n, 0.1, 1))
-    tracker = NormTracker(accountant, model, cross_entropy, (x, y), steps_per_epoch=1)
+    tracker = NormTracker.for_plan(plan_of(n, 0.1, 1), model, cross_entropy, (x, y))
     tracker.before_step()
     return least(plain), least(tracker._measure)
 

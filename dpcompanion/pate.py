@@ -30,7 +30,7 @@ import math
 import torch
 
 from dpcompanion import _checks
-from dpcompanion.accounting import DEFAULT_ORDERS, gaussian_delta, gaussian_epsilon, rdp_to_epsilon
+from dpcompanion.accounting import DEFAULT_ORDERS, gaussian_epsilon, gaussian_mu, rdp_to_epsilon
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -177,11 +177,4 @@ def _reach(target_epsilons, counts, target_delta):
             raise ValueError(f"{name} must be a list with one entry for each group, got shape {tuple(values.shape)}")
     _checks.same_length(target_epsilons=epsilons, counts=counts)
     target_delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
-
-    # At a sensitivity of 40 standard deviations no delta below 1 holds at epsilon 0; epsilon buys sqrt(2 eps) more.
-    low, high = torch.zeros_like(epsilons), torch.sqrt(2 * epsilons) + 40
-    for _ in range(80):
-        middle = (low + high) / 2
-        met = gaussian_delta(middle, epsilons) <= target_delta
-        low, high = torch.where(met, middle, low), torch.where(met, high, middle)
-    return low * (1 - 1e-12), counts / counts.sum()
+    return gaussian_mu(epsilons, target_delta), counts / counts.sum()

@@ -45,7 +45,7 @@ import torch
 from scipy.optimize import isotonic_regression
 
 from . import _checks
-from .accounting import gaussian_delta, gaussian_epsilon
+from .accounting import gaussian_epsilon, gaussian_mu
 
 METHODS = ("cdf", "andrew2021")
 RELATIONS = ("add or remove", "replace")
@@ -179,13 +179,7 @@ def noise_ratio(epsilon, delta):
 
 @functools.lru_cache(maxsize=64)
 def _ratio(epsilon, delta):
-    low, high = 0.0, 1.0
-    while float(gaussian_delta(high, epsilon)) <= delta:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if float(gaussian_delta(middle, epsilon)) <= delta else (low, middle)
-    return low
+    return float(gaussian_mu(epsilon, delta))
 
 
 def _bounded(values, upper):

@@ -14,7 +14,8 @@ WING = "dpcompanion.reproduction"
 LIBRARY = (
     {"_checks", "_files", "_progress"},
     {"accounting", "attacks", "data"},
-    {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release", "training"},
+    {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release"},
+    {"training"},
     {"audit", "engine"},
     {"reproduction"},
     {"cli"},

@@ -11,7 +11,7 @@ from dpcompanion.accounting import find_steps, rdp_sampled_gaussian
 from dpcompanion.accounting.chords import between, chords
 from dpcompanion.filters import RenyiFilter
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, train
+from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entropy, train
 
 RUN = dict(sample_rate=0.1, noise_multiplier=2.0, max_grad_norm=0.5)
 
@@ -177,7 +177,7 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
         present.append(int(filter.active.sum()))
 
     train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), seed=1,
-          trackers=[tracker], on_step=check)
+          trackers=[tracker], callbacks=Callbacks(on_step=check))
     assert present[0] == 80 > present[-1] > 0 and present == sorted(present, reverse=True)
     assert (tracker.epsilon(1e-3) <= 1.5).all() and plan.epsilon(accountant="rdp") > 1.7
     _, fresh = filtered()

@@ -6,7 +6,7 @@ under-states.  Neighbours differ by adding or removing one example; batches are 
 * `compute_epsilon`, `compute_delta`: a whole run, by privacy loss distributions or by RDP;
 * `find_noise_multiplier`, `find_sample_rate`, `find_steps`: the parameters that meet a target;
 * `rdp_sampled_gaussian`, `rdp_to_epsilon`, `rdp_to_delta`: the Renyi accountant in its two halves;
-* `gaussian_epsilon`, `gaussian_delta`: the Gaussian mechanism, exactly;
+* `gaussian_epsilon`, `gaussian_delta`, `gaussian_mu`: the Gaussian mechanism, exactly;
 * `pld`: the privacy loss distribution itself, its grid and its error.
 
 >>> from dpcompanion.accounting import compute_epsilon
@@ -17,11 +17,12 @@ under-states.  Neighbours differ by adding or removing one example; batches are 
 from . import pld
 from .calibration import find_noise_multiplier, find_sample_rate, find_steps
 from .conversions import rdp_to_delta, rdp_to_epsilon
-from .gaussian import gaussian_delta, gaussian_epsilon
+from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 from .runs import ACCOUNTANTS, compute_delta, compute_epsilon
 
 __all__ = [
     "ACCOUNTANTS", "DEFAULT_ORDERS", "compute_delta", "compute_epsilon", "find_noise_multiplier", "find_sample_rate",
-    "find_steps", "gaussian_delta", "gaussian_epsilon", "pld", "rdp_sampled_gaussian", "rdp_to_delta", "rdp_to_epsilon",
+    "find_steps", "gaussian_delta", "gaussian_epsilon", "gaussian_mu", "pld", "rdp_sampled_gaussian", "rdp_to_delta",
+    "rdp_to_epsilon",
 ]

@@ -16,9 +16,8 @@ import math
 
 from .. import _checks
 from .runs import ACCOUNTANTS, compute_epsilon
+from .search import PRECISION, crossing
 
-#: A search stops when the answer is known to this relative precision.
-PRECISION = 5e-5
 _SMALLEST_RATE, _LARGEST_NOISE, _MOST_STEPS = 1e-12, 1e9, 10**9
 
 
@@ -53,7 +52,7 @@ def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, a
         return _log_ratio(compute_epsilon(sample_rate=sample_rate, noise_multiplier=math.exp(log_noise), steps=steps,
                                           delta=target_delta, accountant=accountant), target_epsilon)
 
-    found = _crossing(excess, accountant, start=0.0, low=math.log(1e-3), high=math.log(_LARGEST_NOISE), meets="above")
+    found = _near_then_exact(excess, accountant, start=0.0, low=math.log(1e-3), high=math.log(_LARGEST_NOISE), meets="above")
     if found is None:
         raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met: not even a noise multiplier of "
                          f"{_LARGEST_NOISE:g} does")
@@ -76,7 +75,7 @@ def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, a
         return _log_ratio(compute_epsilon(sample_rate=min(math.exp(log_rate), 1.0), noise_multiplier=noise_multiplier,
                                           steps=steps, delta=target_delta, accountant=accountant), target_epsilon)
 
-    found = _crossing(excess, accountant, start=math.log(0.01), low=math.log(_SMALLEST_RATE), high=0.0, meets="below")
+    found = _near_then_exact(excess, accountant, start=math.log(0.01), low=math.log(_SMALLEST_RATE), high=0.0, meets="below")
     if found is None:
         raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met with "
                          f"noise_multiplier={noise_multiplier:g} and "
@@ -111,7 +110,7 @@ def find_steps(*, target_epsilon, target_delta, sample_rate, noise_multiplier, a
     def excess(log_steps, accountant=accountant):
         return _log_ratio(epsilon(round(math.exp(log_steps)), accountant), target_epsilon)
 
-    found = _crossing(excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below",
+    found = _near_then_exact(excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below",
                       snap=whole)
     steps = round(math.exp(found))
     if steps >= _MOST_STEPS:
@@ -131,52 +130,12 @@ def _log_ratio(epsilon, target):
     return min(max(math.log(max(epsilon, 1e-300) / target), -50.0), 50.0)
 
 
-def _crossing(excess, accountant, *, start, low, high, meets, snap=float):
-    """Where the monotone `excess` crosses zero, within PRECISION, on the side where it is at most 0.
+def _near_then_exact(excess, accountant, *, start, **options):
+    """`search.crossing` of `excess`; by PLD from where RDP crosses.
 
-    `meets` says on which side that is: "above" or "below" the crossing. `snap` moves a point to the nearest one
-    at which `excess` is defined. None if the whole range exceeds the target; the range's end if the
-    whole range meets it.
+    RDP is never below PLD and much faster: its answer meets the target, and the tight one lies a little beyond.
     """
     if accountant == "pld":
-        # RDP is never below PLD and much faster: its answer meets the target, and the tight one lies a little beyond.
-        near = _crossing(lambda x: excess(x, "rdp"), "rdp", start=start, low=low, high=high, meets=meets, snap=snap)
+        near = crossing(lambda x: excess(x, "rdp"), start=start, **options)
         start = start if near is None else near
-    outward = -1 if meets == "above" else 1          # where the excess grows
-    good = bad = None
-    x, stride = snap(start), None
-    while True:
-        value = excess(x)
-        if value <= 0:
-            good, end, toward = (x, value), high if outward > 0 else low, outward
-        else:
-            bad, end, toward = (x, value), low if outward > 0 else high, -outward
-        if good and bad:
-            return _narrow(excess, good, bad, snap)
-        if x == end:
-            return x if good else None
-        # Epsilon is about a power, of exponent 1/2 to 2, of what is searched: its logarithm says how far to walk.
-        stride = min(max(0.02, abs(value)), 1.0) if stride is None else 2 * stride
-        x = min(max(snap(x + toward * stride), low), high) if abs(end - x) > stride else end
-
-
-def _narrow(excess, good, bad, snap):
-    """The good end once the bracket is at most PRECISION wide, or nothing lies between; pairs (x, excess at x)."""
-    idle = 0
-    while abs(bad[0] - good[0]) > PRECISION:
-        gap = bad[0] - good[0]
-        smooth = idle < 2 and max(-good[1], bad[1]) < 50
-        share = 0.5
-        if smooth:
-            # Aim a little past the secant's estimate, away from the nearer end: the bracket closes from both sides.
-            share = -good[1] / (bad[1] - good[1])
-            share += math.copysign(min(max(0.01, PRECISION / 2 / abs(gap)), 0.25), 0.5 - share)
-        x = snap(good[0] + share * gap)
-        if x in (good[0], bad[0]):
-            x = snap(good[0] + 0.5 * gap)
-            if x in (good[0], bad[0]):
-                break
-        value = excess(x)
-        good, bad = ((x, value), bad) if value <= 0 else (good, (x, value))
-        idle = 0 if abs(bad[0] - good[0]) < abs(gap) / 2 else idle + 1
-    return good[0]
+    return crossing(excess, start=start, **options)

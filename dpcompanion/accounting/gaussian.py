@@ -23,6 +23,7 @@ import torch
 
 from .. import _checks
 from .rdp import _as_tensors
+from .search import bisect
 
 _NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(24))
 
@@ -95,8 +96,35 @@ def gaussian_epsilon(sensitivity_over_sigma, delta):
     # The bracket's upper end holds since delta(eps) <= 1 - Phi(eps/mu - mu/2) <= exp(-(eps/mu - mu/2)^2 / 2) / 2.
     low, high = torch.zeros_like(mu), finite**2 / 2 + finite * torch.sqrt(-2 * torch.log(delta))
     high = torch.where(_delta(finite, low) <= delta, 0.0, high)
-    for _ in range(80):
-        middle = (low + high) / 2
-        enough = _delta(finite, middle) <= delta
-        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    return torch.where(mu.isfinite(), high, math.inf)
+    found = bisect(lambda epsilon: _delta(finite, epsilon) <= delta, good=high, bad=low)
+    return torch.where(mu.isfinite(), found, math.inf)
+
+
+def gaussian_mu(epsilon, delta):
+    r"""The largest :math:`\mu = \Delta / \sigma` at which the Gaussian mechanism is (epsilon, delta)-private, rounded down.
+
+    So the least noise for a sensitivity :math:`\Delta` is :math:`\Delta / \mu`.
+
+    Args:
+        epsilon: at least 0, finite; number or tensor.
+        delta: in (0, 1); number or tensor. The two broadcast.
+
+    Returns:
+        float64 tensor of the common shape; `gaussian_delta` at it never exceeds `delta`.
+
+    Raises:
+        ValueError: an argument outside its range.
+
+    >>> mu = gaussian_mu([0.3407, 4.3772], 1e-5)
+    >>> mu, gaussian_delta(mu, [0.3407, 4.3772]) <= 1e-5
+    (tensor([0.1000, 1.0000], dtype=torch.float64), tensor([True, True]))
+    """
+    _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
+    _checks.in_interval("delta", delta, 0, 1, closed="neither")
+    epsilon, delta = _as_tensors(epsilon, delta)
+    # At any epsilon delta is at most that at 0, erf(mu / sqrt(8)), which is below mu / 2.
+    low, high = 2 * delta, torch.full_like(epsilon, 4.0)
+    while bool((within := _delta(high, epsilon) <= delta).any()):
+        low, high = torch.where(within, high, low), torch.where(within, 2 * high, high)
+    found = bisect(lambda log_mu: _delta(torch.exp(log_mu), epsilon) <= delta, good=torch.log(low), bad=torch.log(high))
+    return torch.exp(found) * (1 - 1e-12)            # for the rounding errors of the logarithm, and of delta

@@ -238,10 +238,10 @@ def _read_off(deltas, grid, delta):
     index = met.double().argmax(dim=1)
     never = ~met.any(dim=1)
     before = (index - 1).clamp(min=0)
-    x, row = torch.exp(grid - grid[-1]), torch.arange(len(deltas))
+    row = torch.arange(len(deltas))
     high, low = deltas[row, before], deltas[row, index]
     share = ((high - delta) / (high - low).clamp(min=1e-300)).clamp(0, 1)
-    x_found = x[before] + share * (x[index] - x[before])
-    epsilon = (torch.log(x_found) + grid[-1]) * (1 + 1e-12)
-    epsilon = torch.where(index == 0, 0.0, torch.minimum(epsilon.clamp(min=0), grid[index]))
-    return torch.where(never, math.inf, epsilon)
+    # In units of exp(epsilon) at the chord's upper end: in those of the grid's end a low epsilon would underflow to 0.
+    epsilon = grid[index] + torch.log(share + (1 - share) * torch.exp(grid[before] - grid[index]))
+    epsilon = torch.minimum(torch.maximum(epsilon * (1 + 1e-12), grid[before]), grid[index])
+    return torch.where(never, math.inf, torch.where(index == 0, 0.0, epsilon))

@@ -20,6 +20,7 @@ import torch
 from scipy import stats
 
 from .gaussian import gaussian_delta, gaussian_epsilon
+from .search import bisect
 
 #: Noise multipliers below which runs are accounted for by this bound; privacy loss distributions would cost 1 / sigma.
 LITTLE_NOISE = 0.01
@@ -37,12 +38,9 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     draws, weights, beyond = _draws(sample_rate, steps, 1e-5 * delta)
     if _bound(draws, weights, beyond, noise_multiplier, 0.0) <= delta:
         return 0.0
-    low, high = 0.0, float(gaussian_epsilon(math.sqrt(float(draws[-1])) / noise_multiplier, delta / 2))
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _bound(draws, weights, beyond, noise_multiplier, middle) <= delta else (
-            middle, high)
-    return high
+    most = torch.as_tensor(gaussian_epsilon(math.sqrt(float(draws[-1])) / noise_multiplier, delta / 2))
+    return float(bisect(lambda epsilon: torch.tensor(
+        _bound(draws, weights, beyond, noise_multiplier, float(epsilon)) <= delta), good=most, bad=torch.zeros_like(most)))
 
 
 def _draws(sample_rate, steps, spare):

@@ -5,8 +5,7 @@ import math
 import torch
 
 from dpcompanion import _checks
-from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
-
+from dpcompanion.accounting import gaussian_epsilon, gaussian_mu
 
 _MECHANISMS = ("analytic", "classical")
 
@@ -140,7 +139,7 @@ def augmented_sigma(sensitivity, sigma_intrinsic, *, target_epsilon, target_delt
     sensitivity, own = _at_least_0("sensitivity", sensitivity), _at_least_0("sigma_intrinsic", sigma_intrinsic)
     epsilon, delta = _positive("target_epsilon", target_epsilon), _delta(target_delta)
     if mechanism == "analytic":
-        target = sensitivity / _largest_mu(epsilon, delta)
+        target = sensitivity / gaussian_mu(epsilon, delta)
     else:
         target = sensitivity * torch.sqrt(2 * torch.log(1.25 / delta)) / epsilon
     return (target**2 - own**2).clamp(min=0).sqrt()
@@ -195,19 +194,6 @@ def mahalanobis(differences, covariance):
         raise ValueError("covariance must be positive definite; shrink it, or use more seeds than parameters")
     flat = differences.reshape(-1, differences.shape[-1])
     return torch.linalg.solve_triangular(factor, flat.T, upper=False).norm(dim=0).reshape(differences.shape[:-1])
-
-
-def _largest_mu(epsilon, delta):
-    """The largest mu whose Gaussian mechanism stays within (epsilon, delta), rounded down."""
-    epsilon, delta = torch.broadcast_tensors(epsilon, delta)
-    low, high = torch.zeros_like(epsilon), torch.ones_like(epsilon)
-    while bool((within := gaussian_delta(high, epsilon) <= delta).any()):
-        low, high = torch.where(within, high, low), torch.where(within, 2 * high, high)
-    for _ in range(80):
-        middle = (low + high) / 2
-        within = gaussian_delta(middle, epsilon) <= delta
-        low, high = torch.where(within, middle, low), torch.where(within, high, middle)
-    return low * (1 - 1e-12)
 
 
 def _weights(weights, *, data_sets=1, seeds=1):

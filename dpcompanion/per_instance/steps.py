@@ -20,6 +20,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, rdp_sampled_gaussian
 from dpcompanion.accounting.rdp import log_density_ratio
+from dpcompanion.accounting.search import bisect
 from dpcompanion.per_instance.confidence import log_mean_bound
 
 DIRECTIONS = ("remove", "add")
@@ -169,11 +170,7 @@ def coupled_epsilon(sensitivities, *, sample_rate, noise_std, delta, **options):
     low, high = torch.zeros_like(done, dtype=torch.float64), torch.ones_like(done, dtype=torch.float64)
     while not bool((enough := reached(high)).all()):
         low, high = torch.where(enough, low, high), torch.where(enough, high, 2 * high)
-    for _ in range(50):
-        middle = (low + high) / 2
-        enough = reached(middle)
-        low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
-    return torch.where(done, 0.0, high)
+    return torch.where(done, 0.0, bisect(reached, good=high, bad=low, halvings=50))
 
 
 def holder_epsilon(sensitivities, *, sample_rate, noise_std, delta, p, share=0.5, max_sensitivity=None, confidence=None,

@@ -1,5 +1,7 @@
 """Checkpoints of runs: one file, written whole or not at all, and read only as it was written.
 
+A `Checkpoint` says to `train` and `train_ensemble` where it lies, how often it is written and what it holds besides.
+
 A file is a line that says what it is, the sha256 of what follows, and what `torch.save` made of the content. It is read
 back with `weights_only`, so that it cannot run code.
 
@@ -10,6 +12,8 @@ back with `weights_only`, so that it cannot run code.
 3
 """
 
+import collections.abc
+import dataclasses
 import hashlib
 import io
 import json
@@ -23,6 +27,54 @@ import torch
 from dpcompanion import _checks, _files
 
 _MAGIC = b"dpcompanion checkpoint\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """Where a run is kept, so that it can go on where it stopped.
+
+    If the file exists the run goes on from there, which takes the same plan, data, architecture and optimizer. It is
+    written every so many steps, at the end, and on Ctrl-C, which waits for the step to end (a second one does not).
+
+    Without a seed the keys of the noise lie beside it, in a file of the same name and ".key" that only its owner can
+    read; it goes when the run ends. Whoever reads it while the run lasts can subtract the noise. Where it is lost, the
+    run goes on with new keys and a warning: as private, but not the same.
+
+    Args:
+        path: the file.
+        every: steps from one writing to the next; an epoch's by default.
+        stateful: {name: object} of more to save and restore, by state_dict and load_state_dict, such as a scheduler.
+
+    Raises:
+        ValueError: a path that is none, an `every` below 1, or an object without the two methods.
+
+    >>> Checkpoint("run.pt", every=100).path
+    'run.pt'
+    """
+
+    path: str | os.PathLike
+    every: int | None = None
+    stateful: collections.abc.Mapping = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        if not isinstance(self.path, (str, os.PathLike)):
+            raise ValueError(f"path must be that of a file, got {self.path!r}")
+        if self.every is not None:
+            object.__setattr__(self, "every", _checks.whole_number("every", self.every, 1))
+        object.__setattr__(self, "stateful", dict(self.stateful or {}))
+        for name, item in self.stateful.items():
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
+                raise ValueError(f"stateful must hold objects with state_dict and load_state_dict, but {name!r} is a "
+                                 f"{type(item).__name__}")
+
+    def due(self, step, steps, steps_per_epoch):
+        """Whether it is written after this step of a run."""
+        return step == steps or step % (self.every or steps_per_epoch) == 0
+
+    @property
+    def exists(self):
+        """Whether there is a file to go on from."""
+        return os.path.exists(self.path)
 
 
 def digest_of(*tensors):

@@ -70,3 +70,13 @@ def check_losses(losses, n):
         got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ValueError(f"loss must return one number an example, shape ({n},), got {got}; use reduction='none'")
     return losses
+
+
+def same_bits(one, other):
+    """Two tensors of one type and shape hold the same bits, wherever they lie; nan is itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.device == other.device and one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    one, other = (t.contiguous().flatten().view(torch.uint8) for t in (one, other.to(one.device)))
+    return torch.equal(one, other)

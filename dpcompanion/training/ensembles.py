@@ -43,7 +43,7 @@ from dpcompanion._progress import bar
 from dpcompanion.training import checks, clipping, noise, proof
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.layers import Unfit, call_with
-from dpcompanion.training.loop import deferred_interrupt
+from dpcompanion.training.loop import check_extras, deferred_interrupt
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.stacking import StackedNetwork
 
@@ -351,9 +351,8 @@ class Ensemble:
 
 
 def train_ensemble(model, loss, data, plans, *, seeds, learning_rate, momentum=0.0, weight_decay=0.0, members=None,
-                   add=None, on_step=None, on_epoch=None, device=None, method="auto", physical_batch_size=1024,
-                   workers=None, checkpoint=None, checkpoint_every=None, stateful=None, generator_device="cpu",
-                   progress=None):
+                   add=None, device=None, method="auto", physical_batch_size=1024, workers=None, callbacks=None,
+                   checkpoint=None, generator_device="cpu", progress=None):
     """Train R runs side by side by DP-SGD, each as its plan says.
 
     Args:
@@ -369,13 +368,15 @@ def train_ensemble(model, loss, data, plans, *, seeds, learning_rate, momentum=0
             taken. The sum is still divided by the plan's public constant, the sum of all n rates.
         add: a function of the `Ensemble`, called at each step between clipping and noise: what to add to the clipped
             sums, (R, parameters). Its `gradients_of` helps. What is added is outside the plan's guarantee.
-        on_step, on_epoch: functions of the `Ensemble`; a dict that on_epoch returns goes into `epochs`. An epoch is
-            that of the first plan.
         device: where to train; the model's own by default.
         method: how to clip, see `dpcompanion.training.clipping`.
         physical_batch_size: examples, of all runs together, in one pass.
         workers: threads that share the runs; on a CPU as many as PyTorch's own by default, else 1.
-        checkpoint, checkpoint_every, stateful, generator_device, progress: as in `train`.
+        callbacks: `Callbacks`, functions of the `Ensemble`; a dict that on_epoch returns goes into `epochs`. An epoch
+            is that of the first plan.
+        checkpoint: a `Checkpoint`, from which the runs go on if its file exists, and which they write.
+        generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
+        progress: show a bar; by default on a terminal only.
 
     Returns:
         Ensemble.
@@ -384,33 +385,32 @@ def train_ensemble(model, loss, data, plans, *, seeds, learning_rate, momentum=0
         ValueError: for plans, models, members or data that do not fit together, a model that mixes examples or draws at
             random, or a checkpoint of another ensemble.
     """
+    callbacks, checkpoint = check_extras(callbacks, checkpoint)
     ensemble = Ensemble(model, loss, data, plans, seeds=seeds, learning_rate=learning_rate, momentum=momentum,
                         weight_decay=weight_decay, members=members, device=device, method=method,
                         physical_batch_size=physical_batch_size, generator_device=generator_device)
-    every = ensemble.steps_per_epoch if checkpoint_every is None else _checks.whole_number(
-        "checkpoint_every", checkpoint_every, 1)
     if workers is None:
         workers = torch.get_num_threads() if ensemble.device.type == "cpu" else 1
     workers = min(_checks.whole_number("workers", workers, 1), len(ensemble))
-    stateful = dict(stateful or {})
-    if checkpoint is not None and os.path.exists(checkpoint):
-        ensemble._load(checkpoint, stateful)
+    if checkpoint is not None and checkpoint.exists:
+        ensemble._load(checkpoint.path, checkpoint.stateful)
     with (_shared_among(workers, ensemble) as sum_clipped,
           bar(ensemble.steps, label="DP-SGD", done=ensemble.step, show=progress) as advance,
           deferred_interrupt() as interrupted):
         while ensemble.step < ensemble.steps:
             sum_clipped()
             ensemble._update(add)
-            if on_step is not None:
-                on_step(ensemble)
+            if callbacks.on_step is not None:
+                callbacks.on_step(ensemble)
             end = ensemble.step == ensemble.steps
-            if on_epoch is not None and (ensemble.step % ensemble.steps_per_epoch == 0 or end):
+            if callbacks.on_epoch is not None and (ensemble.step % ensemble.steps_per_epoch == 0 or end):
                 epoch = math.ceil(ensemble.step / ensemble.steps_per_epoch)
-                ensemble.epochs.append({"epoch": epoch, "step": ensemble.step} | (on_epoch(ensemble) or {}))
+                ensemble.epochs.append({"epoch": epoch, "step": ensemble.step} | (callbacks.on_epoch(ensemble) or {}))
             advance()
             stop = interrupted()
-            if checkpoint is not None and (ensemble.step % every == 0 or end or stop):
-                ensemble._save(checkpoint, stateful)
+            if checkpoint is not None and (
+                    stop or checkpoint.due(ensemble.step, ensemble.steps, ensemble.steps_per_epoch)):
+                ensemble._save(checkpoint.path, checkpoint.stateful)
             if stop:
                 raise KeyboardInterrupt
     if ensemble.dropped.any():

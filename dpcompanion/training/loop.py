@@ -8,8 +8,8 @@ r"""DP-SGD by a plan: draw, clip, add noise, divide by a public constant, step.
 
 (Abadi et al. 2016, algorithm 1, with the expected batch size for the realised one.)
 Everything random comes from streams of the run's own (`dpcompanion.training.noise`), so callbacks may
-evaluate, draw and print as they like: they change nothing.  Without a seed the streams are cryptographic, for a model
-that is released; a seed makes a run repeatable, for research.  With a checkpoint a run
+evaluate, draw and print as they like (`Callbacks`): they change nothing.  Without a seed the streams are cryptographic, for a model
+that is released; a seed makes a run repeatable, for research.  With a `Checkpoint` a run
 that was cut off goes on where it stopped and ends bit for bit where it would have ended.
 
 The history holds training losses and batch sizes.  They are not private: the
@@ -24,6 +24,7 @@ guarantee covers the model's weights, not what is logged beside them.
 (20, 2)
 """
 
+import collections.abc
 import contextlib
 import dataclasses
 import functools
@@ -40,7 +41,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._progress import bar
 from dpcompanion.training import checks, clipping, noise
-from dpcompanion.training.checkpoints import (digest_of, key_file, plain, read_checkpoint, read_keys,
+from dpcompanion.training.checkpoints import (Checkpoint, digest_of, key_file, plain, read_checkpoint, read_keys,
                                               write_checkpoint, write_keys)
 
 _FORMAT = 3
@@ -55,7 +56,7 @@ class History:
         losses: mean loss of each step's examples, (steps,) float64; nan for an empty batch or a step still to come.
         batch_sizes: number of examples in each step, (steps,) int64.
         dropped: how many per-example gradients were not finite and so contributed nothing.
-        epochs: one dict an epoch: epoch, step, loss, epsilon if asked for, and what `on_epoch` returned.
+        epochs: one dict an epoch: epoch, step, loss, and what `on_epoch` returned.
         seed: what the run was seeded with, for research; None where nobody can repeat its noise.
         guarantee: what an epsilon of the run is about, `DPSGDPlan.statement`.
         precision: what the network went forward and back in, "float32" for instance, or "bf16".
@@ -83,10 +84,39 @@ class Run:
     indices: torch.Tensor | None = None
     norms: torch.Tensor | None = None
 
+    @property
+    def epsilon(self):
+        """What everybody has after this step, by the plan's accountant: `plan.epsilon(steps=step)`."""
+        return self.plan.epsilon(steps=self.step)
+
+
+@dataclasses.dataclass(frozen=True)
+class Callbacks:
+    """What is called along a run, with its state: a `Run` in `train`, the `Ensemble` in `train_ensemble`.
+
+    They may switch the model to evaluation, draw random numbers and print; the run is what it would have been.
+
+    Args:
+        on_step: after each step.
+        on_epoch: after each epoch, and after the last step; what it returns, a dict or None, goes into the history.
+
+    Raises:
+        ValueError: for what cannot be called.
+
+    >>> note = Callbacks(on_epoch=lambda run: {"epsilon": run.epsilon})
+    """
+
+    on_step: collections.abc.Callable | None = None
+    on_epoch: collections.abc.Callable | None = None
+
+    def __post_init__(self):
+        for name in ("on_step", "on_epoch"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise ValueError(f"{name} must be a function or None, got {getattr(self, name)!r}")
+
 
 def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method="auto", precision=None,
-          physical_batch_size=512, accountant=None, trackers=(), on_step=None, on_epoch=None, checkpoint=None, checkpoint_every=None,
-          stateful=None, generator_device="cpu", progress=None):
+          physical_batch_size=512, trackers=(), callbacks=None, checkpoint=None, generator_device="cpu", progress=None):
     """Train `model` in place by DP-SGD as `plan` says.
 
     Args:
@@ -103,18 +133,11 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
         method: how to clip, see `dpcompanion.training.clipping`.
         precision: None for the model's own, or "bf16" for the way forward and back, see there.
         physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another.
-        accountant: "pld" or "rdp": note epsilon after every epoch.
         trackers: objects that follow the norms of all examples, such as a `dpcompanion.training.tracking.NormTracker`,
             and may clip to less than the plan does. They must have been made with this model, loss and data, and are
             saved with the run.
-        on_step, on_epoch: functions of a `Run`; what on_epoch returns, a dict or None, goes into the history.
-        checkpoint: a file. If it exists the run goes on from there, which takes the same plan, data, architecture and
-            optimizer; it is written every `checkpoint_every` steps (an epoch by default), at the end, and on Ctrl-C,
-            which waits for the step to end (a second one does not). Without a seed the keys lie beside it, in a file
-            of the same name and ".key" that only its owner can read; it goes when the run ends. Whoever reads it
-            while the run lasts can subtract the noise. Where it is lost, the run goes on with new keys and a warning:
-            as private, but not the same.
-        stateful: {name: object} of more to save and restore, by state_dict and load_state_dict, such as a scheduler.
+        callbacks: `Callbacks`, functions of a `Run` that are called along it.
+        checkpoint: a `Checkpoint`, from which the run goes on if its file exists, and which it writes.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
         progress: show a bar; by default on a terminal only.
 
@@ -126,33 +149,39 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
             that is wrong for it (`dpcompanion.training.proof`), an optimizer of other parameters, a tracker of another
             run, or a checkpoint of another run or damaged.
     """
-    every = plan.steps_per_epoch if checkpoint_every is None else _checks.whole_number(
-        "checkpoint_every", checkpoint_every, 1)
-    if accountant is not None:
-        _checks.one_of("accountant", accountant, ("pld", "rdp"))
-    loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers, stateful,
-                 generator_device, precision)
-    if checkpoint is not None and os.path.exists(checkpoint):
-        loop.load(checkpoint)
+    callbacks, checkpoint = check_extras(callbacks, checkpoint)
+    loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers,
+                 {} if checkpoint is None else checkpoint.stateful, generator_device, precision)
+    if checkpoint is not None and checkpoint.exists:
+        loop.load(checkpoint.path)
     run = loop.run
     with bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance, deferred_interrupt() as interrupted:
         while run.step < plan.steps:
             loop.step()
             with loop.modes_kept():
-                if on_step is not None:
-                    on_step(run)
+                if callbacks.on_step is not None:
+                    callbacks.on_step(run)
                 if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps:
-                    loop.end_epoch(accountant, on_epoch)
+                    loop.end_epoch(callbacks.on_epoch)
             advance()
             stop = interrupted()
-            if checkpoint is not None and (run.step % every == 0 or run.step == plan.steps or stop):
-                loop.save(checkpoint)
+            if checkpoint is not None and (stop or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)):
+                loop.save(checkpoint.path)
             if stop:
                 raise KeyboardInterrupt
     loop.count_dropped()
     if checkpoint is not None and seed is None:
-        pathlib.Path(key_file(checkpoint)).unlink(missing_ok=True)
+        pathlib.Path(key_file(checkpoint.path)).unlink(missing_ok=True)
     return run.history
+
+
+def check_extras(callbacks, checkpoint):
+    """Callbacks, at least empty ones, and checkpoint, if they are what they should be."""
+    if not isinstance(callbacks, (Callbacks, type(None))):
+        raise ValueError(f"callbacks must be Callbacks(on_step=..., on_epoch=...), got {callbacks!r}")
+    if not isinstance(checkpoint, (Checkpoint, type(None))):
+        raise ValueError(f"checkpoint must be a Checkpoint, such as Checkpoint({checkpoint!r}), got {checkpoint!r}")
+    return callbacks or Callbacks(), checkpoint
 
 
 class _Loop:
@@ -174,7 +203,7 @@ class _Loop:
         self.trackers = tuple(trackers)
         for tracker in self.trackers:
             tracker.check_run(plan, model, loss, x, y)
-        self.stateful = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)} | dict(stateful or {})
+        self.stateful = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)} | stateful
         self.generators = noise.generators(seed, generator_device)
         self.sampler = plan.sampler(self.generators["sampling"])
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -246,14 +275,12 @@ class _Loop:
         for module, mode in self.modes.items():
             module.training = mode
 
-    def end_epoch(self, accountant, on_epoch):
+    def end_epoch(self, on_epoch):
         run, plan = self.run, self.run.plan
         self.count_dropped()
         epoch = math.ceil(run.step / plan.steps_per_epoch)
         losses = run.history.losses[(epoch - 1) * plan.steps_per_epoch:run.step]
         entry = {"epoch": epoch, "step": run.step, "loss": losses.nanmean().item()}
-        if accountant is not None:
-            entry["epsilon"] = plan.epsilon(steps=run.step, accountant=accountant)
         if on_epoch is not None:
             entry |= on_epoch(run) or {}
         run.history.epochs.append(entry)

@@ -30,6 +30,8 @@ and Ponomareva et al. 2023).
 512.0
 >>> round(plan.epsilon(accountant="rdp"), 4)
 1.0036
+>>> plan.accountant, round(plan.epsilon(), 4)
+('pld', 0.9172)
 >>> plan.relation
 'zero-out'
 
@@ -52,6 +54,7 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion.accounting import ACCOUNTANTS, compute_epsilon, find_noise_multiplier
 from dpcompanion.training import precision as floats
 from dpcompanion.training.noise import gaussian_noise
 from dpcompanion.training.sampling import PoissonSampler
@@ -78,6 +81,8 @@ class DPSGDPlan:
         precision: "real", an account of real numbers, or "exact", for a release: it counts the grid, the rounding of
             sums and the sampler (`dpcompanion.training.precision`), and `train` then adds in float64 and takes no seed.
         parameters: for "exact", how many trainable numbers the model has.
+        accountant: "pld" or "rdp": by which the run is accounted for, here and in all that is made from the plan, so
+            that everybody's epsilon and an example's stand side by side by the same accountant.
 
     Raises:
         ValueError: naming the argument, if one is out of its range or an array is not of length n, and for "add-remove"
@@ -94,11 +99,13 @@ class DPSGDPlan:
     relation: str | None = None
     precision: str = "real"
     parameters: int | None = None
+    accountant: str = "pld"
 
     def __post_init__(self):
         def fix(name, value):
             object.__setattr__(self, name, value)
 
+        _checks.one_of("accountant", self.accountant, ACCOUNTANTS)
         fix("n", _checks.whole_number("n", self.n, 1))
         fix("steps", _checks.whole_number("steps", self.steps, 0))
         for name, high in (("sample_rate", 1.0), ("max_grad_norm", math.inf)):
@@ -137,29 +144,32 @@ class DPSGDPlan:
     @classmethod
     def for_epsilon(cls, target_epsilon, *, n, sample_rate, steps, max_grad_norm, delta, expected_batch_size=None,
                     relation=None, accountant="pld", precision="real", parameters=None):
-        """The plan with the least noise whose epsilon does not exceed `target_epsilon`, for one rate for all.
+        """The plan with the least noise whose epsilon, by `accountant`, does not exceed `target_epsilon`, for one rate
+        for all. It keeps the accountant. Other arguments as for the class.
+
+        Raises:
+            ValueError: naming the argument, if one is out of its range, is not one number for all examples, or if no
+                noise meets the target.
 
         >>> plan = DPSGDPlan.for_epsilon(2.0, n=1000, sample_rate=0.05, steps=200, max_grad_norm=1.0, delta=1e-5)
         >>> 1.99 < plan.epsilon() <= 2.0
         True
         """
-        from dpcompanion import accounting
-
         if not (_checks.is_number(sample_rate) and _checks.is_number(max_grad_norm)):
             raise ValueError("sample_rate and max_grad_norm must be numbers, one for all examples, got "
                              f"{sample_rate!r} and {max_grad_norm!r}")
-        noise_multiplier = accounting.find_noise_multiplier(
+        noise_multiplier = find_noise_multiplier(
             target_epsilon=target_epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps,
             accountant=accountant)
         if precision == "exact":
             # A hair less of delta, and what `sensitivity` adds.
             parameters = _checks.whole_number("parameters", parameters, 1, 2**62)
-            noise_multiplier = floats.least_noise(accounting.find_noise_multiplier(
+            noise_multiplier = floats.least_noise(find_noise_multiplier(
                 target_epsilon=target_epsilon, target_delta=delta * (1 - 1e-8), sample_rate=sample_rate, steps=steps,
                 accountant=accountant), max_grad_norm, n=n, parameters=parameters)
         return cls(n=n, sample_rate=sample_rate, steps=steps, max_grad_norm=max_grad_norm,
                    noise_multiplier=noise_multiplier, delta=delta, expected_batch_size=expected_batch_size,
-                   relation=relation, precision=precision, parameters=parameters)
+                   relation=relation, precision=precision, parameters=parameters, accountant=accountant)
 
     @property
     def steps_per_epoch(self):
@@ -218,13 +228,15 @@ class DPSGDPlan:
         return total + self.noise(total.shape, generator, dtype=total.dtype, device=total.device)
 
     def statement(self):
-        """What an epsilon of this plan is about, in one sentence: relation, public constants, sampler, noise, delta.
+        """What an epsilon of this plan is about, in one sentence: relation, public constants, sampler, noise, delta,
+        accountant.
 
         >>> plan = DPSGDPlan(n=60_000, sample_rate=0.01, steps=500, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5,
         ...                  expected_batch_size=600)
         >>> print(plan.statement())                                     # doctest: +NORMALIZE_WHITESPACE
         Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor 600 are constants that do
-        not depend on the data); Poisson sampling at rate 0.01, 500 steps, noise 1 times the clip norm 1, delta 1e-05.
+        not depend on the data); Poisson sampling at rate 0.01, 500 steps, noise 1 times the clip norm 1, delta 1e-05,
+        accountant pld.
         """
         def said(value):
             return f"{value:g}" if isinstance(value, float) else f"{value.min():g} to {value.max():g}"
@@ -239,10 +251,11 @@ class DPSGDPlan:
             f", and what floats add for {self.parameters} parameters is counted")
         return (f"{whom[self.relation]}; Poisson sampling at rate {said(self.sample_rate)}, {self.steps} steps, noise "
                 f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta "
-                f"{self.delta:g}{counted}.")
+                f"{self.delta:g}, accountant {self.accountant}{counted}.")
 
-    def epsilon(self, delta=None, *, steps=None, accountant="pld"):
-        """Epsilon after `steps` steps (all of the plan's by default), of which `statement` says what it is about.
+    def epsilon(self, delta=None, *, steps=None, accountant=None):
+        """Epsilon after `steps` steps (all of the plan's by default), of which `statement` says what it is about, by
+        the plan's accountant unless another is named.
 
         A float, or an (n,) float64 tensor where examples differ (individualised DP, Boenisch et al. 2023),
         computed once for each distinct pair of rate and norm. Inf without noise, 0 without a step.
@@ -250,11 +263,9 @@ class DPSGDPlan:
         Raises:
             ValueError: if `steps` exceeds the plan's, `delta` is outside (0, 1) or `accountant` is unknown.
         """
-        from dpcompanion.accounting import compute_epsilon
-
         steps = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
         delta = _checks.in_interval("delta", self.delta if delta is None else delta, 0, 1, closed="neither")
-        _checks.one_of("accountant", accountant, ("pld", "rdp"))
+        accountant = _checks.one_of("accountant", self.accountant if accountant is None else accountant, ACCOUNTANTS)
         rates = torch.as_tensor(self.sample_rate, dtype=torch.float64)
         multipliers = torch.as_tensor(self.effective_noise_multiplier, dtype=torch.float64)
         pairs = torch.stack(torch.broadcast_tensors(rates, multipliers), dim=-1).reshape(-1, 2)

@@ -25,39 +25,29 @@ Memory: 16 bytes an example, beside the account.
 
 In `train`::
 
-    accountant = IndividualAccountant.for_plan(plan)
-    tracker = NormTracker(accountant, model, loss, data, steps_per_epoch=plan.steps_per_epoch, clipping="individual")
+    tracker = NormTracker.for_plan(plan, model, loss, data, clipping="individual")
     train(model, loss, data, plan, optimizer=optimizer, seed=0, trackers=[tracker])
     tracker.epsilon(1e-5)                                       # (n,)
 
-In a loop of one's own, with Opacus for instance, where a step clips to C::
+In a loop of one's own, with Opacus for instance, each logical step is a `step`, which cannot be left half done::
 
-    tracker.before_step()                                       # before each logical step
-    ...                                                         # backward
-    norms = torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()], dim=1).norm(dim=1)
-    ...                                                         # optimizer.step()
-    tracker.after_step(indices, norms)                          # the two are needed for running estimates only
-    ...
-    tracker.estimated_epsilon(1e-5)
-
-and where it clips to what `before_step` returned, each step shows that it did::
-
-    limits = tracker.before_step()                              # (n,)
-    ...                                                         # clip example i of the batch to limits[i]
-    tracker.after_step(indices, clipped=norms_after_clipping)   # ValueError if one is longer
+    with tracker.step() as limits:                              # (n,)
+        ...                                                     # clip example i of the batch to limits[i], and step
+        tracker.observe(indices, clipped=norms_after_clipping)  # ValueError if one is longer
     ...
     tracker.epsilon(1e-5)
 
->>> from dpcompanion.individual import IndividualAccountant
+An exact account wants to see what was clipped. One by running estimates wants ``tracker.observe(indices, norms)``, the
+norms before clipping; any other nothing, and `estimated_epsilon` tells what it is.
+
 >>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
 >>> model = torch.nn.Linear(2, 2)
 >>> data = torch.randn(100, 2), torch.arange(100) % 2
 >>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
->>> tracker = NormTracker(IndividualAccountant.for_plan(plan), model, cross_entropy, data,
-...                       steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=2, clipping="individual")
+>>> tracker = NormTracker.for_plan(plan, model, cross_entropy, data, updates_per_epoch=2, clipping="individual")
 >>> history = train(model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0,
 ...                 trackers=[tracker])
->>> tracker.exact, tracker.passes, bool((tracker.epsilon(1e-3) <= plan.epsilon(accountant="rdp") + 1e-9).all())
+>>> tracker.exact, tracker.passes, bool((tracker.epsilon(1e-3) <= plan.epsilon()).all())
 (True, 4, True)
 """
 
@@ -67,8 +57,9 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion.individual import IndividualAccountant
+from dpcompanion.training import checks, passes
 from dpcompanion.training import clipping as clipping_
-from dpcompanion.training import checks, proof
 from dpcompanion.training.layers import rounded_up
 
 CLIPPINGS = ("maximum", "individual")
@@ -81,7 +72,7 @@ class NormTracker:
 
     Args:
         accountant: an `IndividualAccountant` of these examples; the tracker records into it, up to the last step when
-            `accountant` is read.
+            `accountant` is read. `for_plan` makes it.
         model, loss, data: as for `train`; data, (x, y), holds the accountant's n examples, on any device.
         steps_per_epoch: steps in an epoch.
         updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `steps_per_epoch` on (or
@@ -139,18 +130,50 @@ class NormTracker:
             "trajectory_delta", trajectory_delta, 0, 1, closed="neither")
         self.keep_norms = bool(keep_norms)
         self.method, self._proved = _checks.one_of("method", method, clipping_.METHODS), False
-        self.chunk = _chunk_for(self.x) if chunk is None else _checks.whole_number("chunk", chunk, 1)
+        self.chunk = passes.chunk_for(self.x) if chunk is None else _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64,
                                 device=accountant.device)
         #: Steps begun, and full-batch passes made.
-        self.step, self.passes = 0, 0
+        self.steps, self.passes = 0, 0
         # Of each example: the steps that are in the account. Since then it is charged for `_charged`.
         self._recorded = torch.zeros(accountant.n, dtype=torch.int64, device=accountant.device)
         self._charged, self._limits = self.norms, None
         self._trajectory, self._kept = [], []
         # The limits of a step that has begun and not ended (None: C for all), else False.
         self._begun = False
+        # What was observed within `step`: (indices, norms, clipped) of each piece.
+        self._observed = None
+
+    @classmethod
+    def for_plan(cls, plan, model, loss, data, *, updates_per_epoch=1, running=False, clipping="maximum", examples=None,
+                 budget=None, trajectory_delta=None, keep_norms=False, method="auto", chunk=None, rounding=0.01,
+                 accountant=None, device=None):
+        """A tracker with an account of its own, both made from the plan of a run.
+
+        Args:
+            plan: a `DPSGDPlan` with one rate and one clip norm for all, and with noise.
+            model, loss, data: as for `train`; with `examples`, data are theirs.
+            updates_per_epoch, running, clipping, examples, budget, trajectory_delta, keep_norms, method, chunk: as for
+                the class.
+            rounding, device: of the account, see `IndividualAccountant`.
+            accountant: "pld" or "rdp"; the plan's by default.
+
+        Raises:
+            ValueError: an argument outside its range, or options that contradict each other.
+
+        >>> from dpcompanion.training import DPSGDPlan, cross_entropy
+        >>> plan = DPSGDPlan(n=4, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+        >>> data = torch.eye(4), torch.arange(4) % 2
+        >>> tracker = NormTracker.for_plan(plan, torch.nn.Linear(4, 2), cross_entropy, data)
+        >>> tracker.accountant.accountant, tracker.steps_per_epoch
+        ('pld', 10)
+        """
+        account = IndividualAccountant.for_plan(plan, n=None if examples is None else len(examples), rounding=rounding,
+                                                accountant=accountant, device=device)
+        return cls(account, model, loss, data, steps_per_epoch=plan.steps_per_epoch,
+                   updates_per_epoch=updates_per_epoch, running=running, clipping=clipping, examples=examples,
+                   budget=budget, trajectory_delta=trajectory_delta, keep_norms=keep_norms, method=method, chunk=chunk)
 
     @property
     def exact(self):
@@ -160,10 +183,10 @@ class NormTracker:
     @property
     def accountant(self):
         """The accountant, with all steps recorded."""
-        steps = self.step - self._recorded
+        steps = self.steps - self._recorded
         if steps.any():
             self._accountant.record(self._charged, steps=steps)
-            self._recorded.fill_(self.step)
+            self._recorded.fill_(self.steps)
         return self._accountant
 
     def epsilon(self, delta):
@@ -188,11 +211,11 @@ class NormTracker:
         return self.accountant.epsilon(delta)
 
     def _check_stepped(self):
-        if not self.step:
-            raise ValueError("tracker must have followed a run to give epsilon, but nobody called before_step; hand it "
-                             "to train(..., trackers=[tracker])")
+        if not self.steps:
+            raise ValueError("tracker must have followed a run to give epsilon, but no step was begun; hand it to "
+                             "train(..., trackers=[tracker]), or see NormTracker.step")
         if self.exact and self._begun is not False:
-            raise ValueError(f"step {self.step} must end with after_step before the account is exact")
+            raise ValueError(f"step {self.steps} must end before the account is exact, but it was left half done")
 
     @property
     def trajectory(self):
@@ -206,8 +229,70 @@ class NormTracker:
         norms = [norms for _, norms in self._kept]
         return steps, torch.stack(norms) if norms else torch.zeros(0, self._accountant.n)
 
+    @contextlib.contextmanager
+    def step(self):
+        """One logical step of a loop of one's own, from its beginning to its end.
+
+        Within, clip to what it gives, and tell it by `observe` what was done. A step that an exception cut short
+        stays charged, and an account that was exact gives no epsilon any more: nobody has seen that it was clipped.
+
+        Yields:
+            The norms to which this step must clip, (n,) float64: C where that is the plan's own, 0 for who takes no
+            part.
+
+        Raises:
+            ValueError: at its end, if something was not observed that the account needs, or a gradient was longer than
+                allowed; at its beginning, if the step before has not ended.
+
+        >>> from dpcompanion.training import DPSGDPlan, cross_entropy
+        >>> plan = DPSGDPlan(n=4, sample_rate=0.5, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+        >>> data = torch.eye(4), torch.arange(4) % 2
+        >>> tracker = NormTracker.for_plan(plan, torch.nn.Linear(4, 2), cross_entropy, data, clipping="individual")
+        >>> with tracker.step() as limits:
+        ...     drawn = torch.tensor([0, 3])
+        ...     # ... clip their gradients to limits[drawn], add noise, step
+        ...     tracker.observe(drawn, clipped=limits[drawn])
+        >>> bool((tracker.epsilon(1e-3) <= plan.epsilon(steps=1)).all())
+        True
+        """
+        if self._observed is not None:
+            raise ValueError("step must end before another begins, but this one lies within one")
+        limits = self.before_step()
+        self._observed = []
+        try:
+            yield self.norms.new_full(self.norms.shape, self._accountant.max_grad_norm) if limits is None else limits
+            pieces = [[piece[k] for piece in self._observed if piece[k] is not None] for k in range(3)]
+            if any(len(column) not in (0, len(self._observed)) for column in pieces):
+                raise ValueError("observe must be told the same of each piece of a step")
+            indices, norms, clipped = (torch.cat(column) if column else None for column in pieces)
+            self.after_step(indices, norms, clipped=clipped)
+        finally:
+            self._observed = None
+
+    def observe(self, indices, norms=None, *, clipped=None):
+        """Say within `step` what was done, once or for each piece of a draw that is cut for memory.
+
+        Args:
+            indices: the examples, (k,), k >= 0.
+            norms: of their gradients before clipping, (k,); needed for running estimates.
+            clipped: the same after clipping, (k,); needed for an exact account, also of an empty draw.
+
+        Raises:
+            ValueError: outside of `step`, or for lengths that differ.
+        """
+        if self._observed is None:
+            raise ValueError("observe must be called within step: with tracker.step() as limits: ...")
+        piece = [torch.as_tensor(indices, device="cpu").to(torch.int64)]
+        for name, values in (("norms", norms), ("clipped", clipped)):
+            if values is not None:
+                values = torch.as_tensor(values).detach()
+                _checks.same_length(indices=piece[0], **{name: values})
+            piece.append(values)
+        self._observed.append(piece)
+
     def before_step(self):
-        """Begin a step: renew the norms if a pass is due, and charge everybody.
+        """Begin a step: renew the norms if a pass is due, and charge everybody. `train` calls it; see `step` for a loop
+        of one's own.
 
         Returns:
             The norms to which this step must clip, (n,) float64, 0 for who takes no part; None if that is C for all.
@@ -216,7 +301,7 @@ class NormTracker:
             ValueError: if the step before, of an exact account, has not ended.
         """
         if self.exact and self._begun is not False:
-            raise ValueError(f"after_step must end step {self.step} before before_step begins another")
+            raise ValueError(f"step {self.steps} must end before another begins, but it was left half done")
         if self._due():
             self._measure()
         charged, limits = self.norms, None
@@ -230,12 +315,12 @@ class NormTracker:
         if charged is not self._charged and not torch.equal(charged, self._charged):
             self.accountant                  # records what was charged before
         self._charged = charged
-        self.step += 1
+        self.steps += 1
         self._begun = limits
         return limits
 
     def after_step(self, indices=None, norms=None, *, clipped=None):
-        """End a step.
+        """End a step. `train` calls it; see `step` for a loop of one's own.
 
         Args:
             indices: the examples of the step, (k,), k >= 0.
@@ -245,7 +330,7 @@ class NormTracker:
 
         Raises:
             ValueError: if no step has begun, if something is missing, or if a gradient was longer than `before_step`
-                said.
+                said or an example came twice.
         """
         if self._begun is False:
             raise ValueError("before_step must begin a step before after_step ends it")
@@ -253,7 +338,7 @@ class NormTracker:
             self._check_clipped(indices, clipped)
         if self.running:
             if indices is None or norms is None:
-                raise ValueError("indices and norms must be given where running=True, got None")
+                raise ValueError("indices and norms must be given (NormTracker.observe) where running=True, got None")
             indices, norms = torch.as_tensor(indices, device="cpu"), torch.as_tensor(norms)
             _checks.same_length(indices=indices, norms=norms)
             if self.examples is not None:
@@ -262,27 +347,29 @@ class NormTracker:
                 norms = norms[mine.to(norms.device)]
             self._renew(indices.to(self.norms.device), self._bounded(norms))
         self._begun = False
-        if self.trajectory_delta is not None and self.step % self.steps_per_epoch == 0:
+        if self.trajectory_delta is not None and self.steps % self.steps_per_epoch == 0:
             epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()
             self._trajectory.append(rounded_up(epsilon, torch.float32))
 
     def _check_clipped(self, indices, clipped):
         if indices is None or clipped is None:
-            raise ValueError("indices and clipped must be given where clipping='individual', so that what is charged "
-                             "is known to be enforced, got None")
+            raise ValueError("indices and clipped must be given (NormTracker.observe) where clipping='individual', so "
+                             "that what is charged is known to be enforced, got None")
         indices = torch.as_tensor(indices, dtype=torch.int64, device=self._begun.device)
         clipped = torch.as_tensor(clipped).detach().to(device=indices.device, dtype=torch.float64)
         _checks.same_length(indices=indices, clipped=clipped)
         limits = self._begun[indices]
         over = ~(clipped <= limits * (1 + _ROUNDING))
         if over.any():
-            raise ValueError("clipped must be at most what before_step returned, but example "
+            raise ValueError("clipped must be at most the limits of the step, but example "
                              f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed")
+        if len(indices.unique()) < len(indices):
+            raise ValueError("indices must be distinct: who is summed twice is longer than was allowed")
 
     def _renew(self, examples, norms):
         """Charge examples for what held up to this step, and let their new norms hold from the next one on."""
-        self._accountant.record(self.norms[examples], steps=self.step - self._recorded[examples], examples=examples)
-        self._recorded[examples] = self.step
+        self._accountant.record(self.norms[examples], steps=self.steps - self._recorded[examples], examples=examples)
+        self._recorded[examples] = self.steps
         self.norms[examples] = norms
         if self._limits is not None:
             self._limits[examples] = self._accountant.charged(norms)
@@ -303,13 +390,13 @@ class NormTracker:
                              f"{loss!r}")
         for name, ours, theirs in (("inputs", self.x, x), ("targets", self.y, y)):
             theirs = theirs if self.examples is None else theirs[self.examples.to(theirs.device)]
-            if not _same_bits(ours, theirs):
+            if not checks.same_bits(ours, theirs):
                 raise ValueError(f"trackers must follow the data that are trained on, but one has other {name}")
 
     def state_dict(self):
         """All that is needed to go on, the account included."""
         return {"accountant": self.accountant.state_dict(), "options": self._options(),
-                "norms": self.norms.cpu().clone(), "step": self.step, "passes": self.passes,
+                "norms": self.norms.cpu().clone(), "step": self.steps, "passes": self.passes,
                 "trajectory": list(self._trajectory), "kept": list(self._kept),
                 "budget": None if self.budget is None else self.budget.state_dict()}
 
@@ -321,9 +408,9 @@ class NormTracker:
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
         self.norms.copy_(state["norms"])
-        self.step, self.passes, self._charged, self._limits = int(state["step"]), int(state["passes"]), self.norms, None
+        self.steps, self.passes, self._charged, self._limits = int(state["step"]), int(state["passes"]), self.norms, None
         self._begun = False
-        self._recorded.fill_(self.step)
+        self._recorded.fill_(self.steps)
         self._trajectory, self._kept = list(state["trajectory"]), [tuple(kept) for kept in state["kept"]]
 
     def _options(self):
@@ -335,62 +422,21 @@ class NormTracker:
     def _due(self):
         """Whether a pass comes before this step: they lie at the whole multiples of steps_per_epoch / K, rounded up."""
         rate = self.updates_per_epoch / self.steps_per_epoch
-        count = math.floor(self.step * rate + 1e-9)
-        return rate > 0 and (self.step == 0 or count > math.floor((self.step - 1) * rate + 1e-9))
+        count = math.floor(self.steps * rate + 1e-9)
+        return rate > 0 and (self.steps == 0 or count > math.floor((self.steps - 1) * rate + 1e-9))
 
     def _measure(self):
-        parameter = next(self.model.parameters())
-        parts = []
-        with _undisturbed(self.model) as model:
-            if not self._proved:
-                rows = proof.rows_to_look_through(len(self.x))
-                self.method = clipping_.resolve_method(model, self.loss, self.x[rows].to(parameter.device),
-                                                       self.y[rows].to(parameter.device), self.method)
-                self._proved = True
-            for start in range(0, len(self.x), self.chunk):
-                part = slice(start, start + self.chunk)
-                parts.append(clipping_.gradient_norms(model, self.loss, self.x[part].to(parameter.device),
-                                                      self.y[part].to(parameter.device), method=self.method,
-                                                      chunk=self.chunk))
-        self.norms, self._limits = self._bounded(torch.cat(parts)), None
+        if not self._proved:
+            self.method = passes.resolve_method(self.model, self.loss, self.x, self.y, self.method)
+            self._proved = True
+        norms = passes.norms_of_all(self.model, self.loss, self.x, self.y, method=self.method, chunk=self.chunk)
+        self.norms, self._limits = self._bounded(norms), None
         self.passes += 1
         if self.keep_norms:
-            self._kept.append((self.step, rounded_up(self.norms.cpu(), torch.float32)))
+            self._kept.append((self.steps, rounded_up(self.norms.cpu(), torch.float32)))
 
     def _bounded(self, norms):
         """Norms as float64, a few units up for what their summation may have lost, at most C, also where not finite."""
         up = 1 + 8 * torch.finfo(norms.dtype).eps
         norms = norms.detach().to(device=self.norms.device, dtype=torch.float64) * up
         return torch.nan_to_num(norms, nan=math.inf).clamp(max=self._accountant.max_grad_norm)
-
-
-def _chunk_for(x):
-    """512 examples of up to 1,024 numbers, fewer of larger ones: activations that leave the caches cost a third."""
-    numbers = x[0].numel()
-    return 512 if numbers <= 1024 else max(16, 2**18 // numbers)
-
-
-def _same_bits(one, other):
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if one.device == other.device and one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
-        return True
-    one, other = (t.contiguous().flatten().view(torch.uint8) for t in (one, other.to(one.device)))    # nan is itself
-    return torch.equal(one, other)
-
-
-@contextlib.contextmanager
-def _undisturbed(model):
-    """The model in evaluation mode, without the hooks of Opacus' GradSampleModule, and as it was afterwards."""
-    modes = {module: module.training for module in model.modules()}
-    hooked = getattr(model, "hooks_enabled", False)
-    model.eval()
-    if hooked:
-        model.disable_hooks()
-    try:
-        yield getattr(model, "_module", model)
-    finally:
-        if hooked:
-            model.enable_hooks()
-        for module, mode in modes.items():
-            module.training = mode

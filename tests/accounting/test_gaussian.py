@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
+from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, gaussian_mu
 
 
 def exact_delta(mu, epsilon):
@@ -35,6 +35,23 @@ def test_epsilon_meets_delta_and_nothing_smaller_does(log_mu, log_delta):
         assert float(gaussian_delta(mu, epsilon * (1 - 1e-9))) > delta * (1 - 1e-9)
     else:
         assert float(exact_delta(mu, 0)) <= delta * (1 + 1e-12)
+
+
+@given(epsilon=st.floats(0, 500), log_delta=st.floats(-100, -0.01))
+@settings(max_examples=100, deadline=None)
+def test_the_largest_ratio_meets_delta_and_nothing_larger_does(epsilon, log_delta):
+    delta = 10**log_delta
+    mu = float(gaussian_mu(epsilon, delta))
+    assert mu > 0 and float(exact_delta(mu, epsilon)) <= delta
+    assert float(exact_delta(mu * (1 + 1e-8), epsilon)) > delta
+
+
+def test_the_two_inverses_agree_and_broadcast():
+    mu = gaussian_mu(torch.tensor([0.1, 1.0, 10.0])[:, None], [1e-3, 1e-6])
+    assert mu.shape == (3, 2) and mu.dtype == torch.float64
+    again = gaussian_epsilon(mu, [1e-3, 1e-6])
+    torch.testing.assert_close(again, torch.tensor([0.1, 1.0, 10.0]).double()[:, None].expand(3, 2), rtol=1e-7, atol=0)
+    assert float(gaussian_mu(0, 0.5)) == pytest.approx(math.sqrt(8) * 0.4769362762044699, rel=1e-9)
 
 
 @given(mu=st.floats(0.01, 20), epsilon=st.floats(0, 50), factor=st.floats(1.001, 5))
@@ -71,7 +88,8 @@ def test_shapes_broadcast_and_stay_where_they_are():
     (lambda: gaussian_delta(math.nan, 1.0), "sensitivity_over_sigma"),
     (lambda: gaussian_delta(1.0, -0.1), "epsilon"), (lambda: gaussian_delta(1.0, [1.0, math.nan]), "epsilon"),
     (lambda: gaussian_epsilon("x", 0.1), "sensitivity_over_sigma"), (lambda: gaussian_epsilon(1.0, 0.0), "delta"),
-    (lambda: gaussian_epsilon(1.0, 1.0), "delta"), (lambda: gaussian_epsilon(1.0, math.nan), "delta"),
+    (lambda: gaussian_mu(-1.0, 0.1), "epsilon"), (lambda: gaussian_mu(math.inf, 0.1), "epsilon"),
+    (lambda: gaussian_mu(1.0, 0.0), "delta"), (lambda: gaussian_epsilon(1.0, 1.0), "delta"), (lambda: gaussian_epsilon(1.0, math.nan), "delta"),
 ])
 def test_bad_arguments_are_named(call, name):
     with pytest.raises(ValueError, match=name):

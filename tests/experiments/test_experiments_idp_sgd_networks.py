@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from dpcompanion import idp
 from dpcompanion.engine import IndividualizedPrivacyEngine
 from dpcompanion.reproduction.papers.idp_sgd import networks
-from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, train
+from dpcompanion.training import Callbacks, DPSGDPlan, clipping, cross_entropy, train
 
 BUDGETS = (5.0, 6.0, 6.0, 7.0)
 RUN = {"target_delta": 1e-5, "sample_rate": 0.5, "steps": 1}
@@ -115,7 +115,8 @@ def test_fine_tuning_by_the_trainer_meets_budgets_and_leaves_the_backbone_alone(
     budgets, plan = plan_for(method, len(x), steps=3)
     frozen, trained = weights(model, frozen=True), weights(model, frozen=False)
     seen = []
-    train(model, cross_entropy, (x, y), plan, method="func", seed=0, on_step=lambda run: seen.append(len(run.indices)),
+    train(model, cross_entropy, (x, y), plan, method="func", seed=0,
+          callbacks=Callbacks(on_step=lambda run: seen.append(len(run.indices))),
           optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
     assert len(seen) == 3 and len(frozen) > 10
     assert all(torch.equal(frozen[name], p) for name, p in weights(model, frozen=True).items())

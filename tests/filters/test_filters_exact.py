@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dpcompanion.accounting import compute_epsilon, find_steps
 from dpcompanion.filters import ExactFilter, adaptive_delta, calibrate_filter, level_costs
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, train
+from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entropy, train
 
 RUN = dict(sample_rate=0.1, noise_multiplier=2.0)
 LEVELS = [0.25, 0.5, 1.0]
@@ -187,7 +187,7 @@ def test_training_clips_everybody_to_what_they_can_pay():
         active.append(int(filter.active.sum()))
 
     train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), seed=1,
-          trackers=[tracker], on_step=check)
+          trackers=[tracker], callbacks=Callbacks(on_step=check))
     assert active[0] == 80 > active[-1] and active == sorted(active, reverse=True) and sum(shortened) > 0
     # Everybody's account along the run, and their promise, which holds for every run.
     assert (filter.epsilon(1e-3) == 1.5).all() and plan.epsilon() > 1.5

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
-from dpcompanion.training import (DPSGDPlan, clipped_sum, cross_entropy, derive_seed, generators, gradient_norms,
-                                  models, stacking, train, train_ensemble)
+from dpcompanion.training import (Callbacks, Checkpoint, DPSGDPlan, clipped_sum, cross_entropy, derive_seed,
+                                  generators, gradient_norms, models, stacking, train, train_ensemble)
 from dpcompanion.training.layers import Unfit
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
@@ -239,8 +239,8 @@ def test_a_callback_may_change_each_runs_learning_rate_and_report_epochs():
     def slower(ensemble):
         ensemble.learning_rate *= torch.tensor([0.5, 1.0])
 
-    ensemble = small(plans=plan(steps=25, sample_rate=0.1), on_step=slower,
-                     on_epoch=lambda e: {"seen": e.step * len(e)})
+    ensemble = small(plans=plan(steps=25, sample_rate=0.1),
+                     callbacks=Callbacks(slower, on_epoch=lambda e: {"seen": e.step * len(e)}))
     assert ensemble.epochs == [{"epoch": 1, "step": 10, "seen": 20}, {"epoch": 2, "step": 20, "seen": 40},
                                {"epoch": 3, "step": 25, "seen": 50}]
     assert ensemble.learning_rate.tolist() == pytest.approx([0.5 ** 26, 0.5])
@@ -261,39 +261,41 @@ class Total:
 def test_an_ensemble_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended(tmp_path, cuts):
     model, left = networks(lambda: nn.Linear(4, 3), 1)[0], list(cuts)
 
-    def attempt(**arguments):
+    def attempt(path=None):
         total = Total()
 
         def note(ensemble):
             total.total += torch.tensor([int(indices.sum()) for indices in ensemble.indices])
             ensemble.learning_rate *= 0.9
-            if arguments and left and ensemble.step == left[0]:
+            if path and left and ensemble.step == left[0]:
                 left.pop(0)
                 os.kill(os.getpid(), signal.SIGINT)
 
         return total, train_ensemble(model, cross_entropy, examples((4,)), PLANS[:2], seeds=[1, 2], learning_rate=0.5,
-                                     on_step=note, on_epoch=lambda e: {"loss": float(e.losses[:, e.step - 1].nansum())},
-                                     stateful={"total": total}, **SGD, **arguments)
+                                     checkpoint=path and Checkpoint(path, every=100, stateful={"total": total}), **SGD,
+                                     callbacks=Callbacks(note, lambda e: {
+                                         "loss": float(e.losses[:, e.step - 1].nansum())}))
 
     total, whole = attempt()
     before = signal.getsignal(signal.SIGINT)
     for _ in cuts:
         with pytest.raises(KeyboardInterrupt):
-            attempt(checkpoint=tmp_path / "runs.pt", checkpoint_every=100)
-    again, resumed = attempt(checkpoint=tmp_path / "runs.pt")
+            attempt(tmp_path / "runs.pt")
+    again, resumed = attempt(tmp_path / "runs.pt")
     assert signal.getsignal(signal.SIGINT) is before and os.listdir(tmp_path) == ["runs.pt"] and not left
     assert torch.equal(whole.vectors, resumed.vectors) and torch.equal(whole.batch_sizes, resumed.batch_sizes)
     assert torch.equal(whole.losses.nan_to_num(-1), resumed.losses.nan_to_num(-1)) and whole.epochs == resumed.epochs
     assert torch.equal(total.total, again.total)
+    kept = Checkpoint(tmp_path / "runs.pt", stateful={"total": again})
     read = train_ensemble(model, cross_entropy, examples((4,)), PLANS[:2], seeds=[1, 2], learning_rate=0.5, **SGD,
-                          stateful={"total": again}, on_step=lambda e: 1 / 0, checkpoint=tmp_path / "runs.pt")
+                          callbacks=Callbacks(on_step=lambda e: 1 / 0), checkpoint=kept)
     assert torch.equal(read.vectors, whole.vectors)
     for other in ({"seeds": [1, 3]}, {"plans": PLANS[0]}, {"members": torch.ones(2, N, dtype=torch.bool)},
                   {"learning_rate": 0.4}):
         with pytest.raises(ValueError, match="checkpoint must come from"):
-            small(**{"plans": PLANS[:2], **SGD, **other}, stateful={"total": again}, checkpoint=tmp_path / "runs.pt")
+            small(**{"plans": PLANS[:2], **SGD, **other}, checkpoint=kept)
     with pytest.raises(ValueError, match="stateful"):
-        small(plans=PLANS[:2], **SGD, checkpoint=tmp_path / "runs.pt")
+        small(plans=PLANS[:2], **SGD, checkpoint=Checkpoint(tmp_path / "runs.pt"))
 
 
 @pytest.mark.parametrize("method, spoilt", [("mixed", 0), ("ghost", 3), ("func", 3), ("func", 0)])
@@ -308,7 +310,7 @@ def test_gradients_that_are_not_finite_contribute_nothing_to_any_run_and_are_cou
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ensemble = train_ensemble(nn.Linear(4, 3).double(), cross_entropy, (x, y), PLANS[:2], seeds=[5, 8],
-                                  learning_rate=0.5, method=method, on_step=note)
+                                  learning_rate=0.5, method=method, callbacks=Callbacks(on_step=note))
     assert ensemble.vectors.isfinite().all()
     assert torch.equal(ensemble.dropped, hits) and hits.sum() > 0
     assert len([w for w in caught if "not finite" in str(w.message)]) == 1
@@ -353,8 +355,8 @@ def test_sampling_clipping_and_noise_of_each_run_are_as_its_plan_says():
         note.before = ensemble.vectors.clone()
     note.before = torch.zeros(3, n + free, dtype=torch.float64)
 
-    train_ensemble(model, lambda row, _: 10 * row.squeeze(1), (x, y), plans, seeds=[1, 2, 3], on_step=note,
-                   learning_rate=[plan.expected_batch_size for plan in plans])
+    train_ensemble(model, lambda row, _: 10 * row.squeeze(1), (x, y), plans, seeds=[1, 2, 3],
+                   callbacks=Callbacks(on_step=note), learning_rate=[plan.expected_batch_size for plan in plans])
     moves = -torch.stack(moves, 1)                                       # (runs, steps, parameters): the noisy sums
     level = FALSE_ALARM / 5
     for run, plan in enumerate(plans[:2]):
@@ -405,7 +407,7 @@ class Counting(nn.Linear):
     ("seeds must name one run", {"seeds": []}), ("learning_rate must lie", {"learning_rate": -0.1}),
     ("learning_rate must be a number or", {"learning_rate": [0.1, 0.2, 0.3]}), ("momentum", {"momentum": -1.0}),
     ("weight_decay", {"weight_decay": math.inf}), ("method", {"method": "magic"}), ("workers", {"workers": 0}),
-    ("physical_batch_size", {"physical_batch_size": 0}), ("checkpoint_every", {"checkpoint_every": 0}),
+    ("physical_batch_size", {"physical_batch_size": 0}), ("checkpoint", {"checkpoint": "runs.pt"}),
     ("add must return", {"add": lambda ensemble: torch.zeros(2, 3)}),
     ("add must return", {"add": lambda ensemble: None})])
 def test_what_does_not_fit_together_is_refused(message, changes):

@@ -13,7 +13,7 @@ from scipy import stats
 from torch import nn
 
 from dpcompanion.training import (
-    DPSGDPlan, checkpoints, clipping, cross_entropy, generators, gradient_norms, loop, train)
+    Callbacks, Checkpoint, DPSGDPlan, checkpoints, clipping, cross_entropy, generators, gradient_norms, loop, train)
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
 
@@ -32,10 +32,16 @@ def network(dtype=torch.float64):
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3)).to(dtype)
 
 
+def extras(on_step=None, on_epoch=None, path=None, every=None, stateful=None, **others):
+    """Arguments of `train`, of which callbacks and checkpoint are put together here."""
+    checkpoint = None if path is None else Checkpoint(path, every, stateful)
+    return {"callbacks": Callbacks(on_step, on_epoch), "checkpoint": checkpoint, **others}
+
+
 def run(data, plan, *, model=None, seed=5, **arguments):
     model = network(data[0].dtype) if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
-    history = train(model, cross_entropy, data, plan, optimizer=optimizer, seed=seed, **arguments)
+    history = train(model, cross_entropy, data, plan, optimizer=optimizer, seed=seed, **extras(**arguments))
     return model, history
 
 
@@ -218,8 +224,8 @@ def test_a_run_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended(tmp_p
                 cuts.remove(run.step)
                 raise KeyboardInterrupt
 
-        history = train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, on_step=on_step, checkpoint=path,
-                        checkpoint_every=every, stateful={"counter": counter, "scheduler": scheduler})
+        history = train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5,
+                        **extras(on_step, None, path, every, {"counter": counter, "scheduler": scheduler}))
         return model, optimizer, counter.total, history
 
     model, optimizer, total, history = attempt(None, [], None)
@@ -250,10 +256,10 @@ def test_ctrl_c_waits_for_the_step_and_writes_a_checkpoint(tmp_path):
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        run(data, plan, on_step=interrupt, checkpoint=path, checkpoint_every=1000)
+        run(data, plan, on_step=interrupt, path=path, every=1000)
     assert signal.getsignal(signal.SIGINT) is before
     assert checkpoints.read_checkpoint(path, loop._KEYS)["step"] == 7
-    assert same(run(data, plan)[0], run(data, plan, checkpoint=path)[0])
+    assert same(run(data, plan)[0], run(data, plan, path=path)[0])
 
 
 def test_a_second_ctrl_c_does_not_wait():
@@ -276,8 +282,8 @@ def test_a_second_ctrl_c_does_not_wait():
 
 def test_a_finished_run_is_read_back_without_training(tmp_path):
     data, plan = problem()
-    model, history = run(data, plan, checkpoint=tmp_path / "run.pt")
-    again, read = run(data, plan, checkpoint=tmp_path / "run.pt", on_step=lambda run: 1 / 0)
+    model, history = run(data, plan, path=tmp_path / "run.pt")
+    again, read = run(data, plan, path=tmp_path / "run.pt", on_step=lambda run: 1 / 0)
     assert same(model, again) and torch.equal(history.batch_sizes, read.batch_sizes)
 
 
@@ -285,23 +291,24 @@ def test_a_finished_run_is_read_back_without_training(tmp_path):
                                     {"stateful": {"counter": Counter()}}])
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, change):
     data, plan = problem()
-    run(data, plan, checkpoint=tmp_path / "run.pt")
+    run(data, plan, path=tmp_path / "run.pt")
     arguments = {name: change.pop(name) for name in ("seed", "stateful") if name in change}
     data, plan = problem(**change)
     with pytest.raises(ValueError, match="checkpoint|stateful"):
-        run(data, plan, checkpoint=tmp_path / "run.pt", **arguments)
+        run(data, plan, path=tmp_path / "run.pt", **arguments)
 
 
 @pytest.mark.parametrize("change", ["data", "labels", "learning rate", "optimizer", "architecture"])
 def test_a_checkpoint_of_other_numbers_is_refused(tmp_path, change):
     (x, y), plan = problem()
-    run((x, y), plan, checkpoint=tmp_path / "run.pt")
+    run((x, y), plan, path=tmp_path / "run.pt")
     data = {"data": (2 * x, y), "labels": (x, y.flip(0))}.get(change, (x, y))
     model = nn.Linear(4, 3).double() if change == "architecture" else network()
     optimizer = (torch.optim.Adam(model.parameters(), lr=0.3) if change == "optimizer" else
                  torch.optim.SGD(model.parameters(), lr=0.2 if change == "learning rate" else 0.3, momentum=0.9))
     with pytest.raises(ValueError, match="checkpoint must come from a run of the same"):
-        train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, checkpoint=tmp_path / "run.pt")
+        train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5,
+              checkpoint=Checkpoint(tmp_path / "run.pt"))
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", {"weights": torch.ones(2)}])
@@ -309,18 +316,18 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, content):
     path = tmp_path / "run.pt"
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     with pytest.raises(ValueError, match="checkpoint must be one of a training run"):
-        run(*problem(), checkpoint=path)
+        run(*problem(), path=path)
 
 
 def test_numpy_numbers_of_a_callback_are_read_back_and_what_cannot_be_is_refused(tmp_path):
     data, plan = problem()
     noted = {"accuracy": np.float64(0.5), "classes": np.array([1, 2]), "words": ("a", None)}
-    run(data, plan, checkpoint=tmp_path / "run.pt", on_epoch=lambda _: noted)
-    _, read = run(data, plan, checkpoint=tmp_path / "run.pt")
+    run(data, plan, path=tmp_path / "run.pt", on_epoch=lambda _: noted)
+    _, read = run(data, plan, path=tmp_path / "run.pt")
     assert read.epochs[0]["accuracy"] == 0.5 and read.epochs[-1]["classes"].tolist() == [1, 2]
     assert read.epochs[0]["words"] == ["a", None]
     with pytest.raises(ValueError, match="on_epoch must return"):
-        run(data, plan, checkpoint=tmp_path / "other.pt", on_epoch=lambda _: {"figure": object()})
+        run(data, plan, path=tmp_path / "other.pt", on_epoch=lambda _: {"figure": object()})
 
 
 class MixesInTraining(nn.Module):
@@ -360,7 +367,7 @@ def test_a_checkpoint_with_a_flipped_bit_a_missing_end_or_a_missing_part_is_refu
     """Ten of 120 single flipped bits loaded silently, and a missing part ended in a KeyError."""
     data, plan = problem()
     path = tmp_path / "run.pt"
-    run(data, plan, checkpoint=path)
+    run(data, plan, path=path)
     written, generator = path.read_bytes(), random.Random(0)
     for _ in range(60):
         bit = generator.randrange(8 * len(written))
@@ -368,7 +375,7 @@ def test_a_checkpoint_with_a_flipped_bit_a_missing_end_or_a_missing_part_is_refu
         damaged[bit // 8] ^= 1 << bit % 8
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match="checkpoint must be"):
-            run(data, plan, checkpoint=path, on_step=lambda run: 1 / 0)
+            run(data, plan, path=path, on_step=lambda run: 1 / 0)
     for length in (0, 10, 60, 95, len(written) // 2, len(written) - 1):
         path.write_bytes(written[:length])
         with pytest.raises(ValueError, match="checkpoint must be"):
@@ -378,7 +385,7 @@ def test_a_checkpoint_with_a_flipped_bit_a_missing_end_or_a_missing_part_is_refu
     for key in loop._KEYS:
         checkpoints.write_checkpoint(path, {name: part for name, part in content.items() if name != key})
         with pytest.raises(ValueError, match="checkpoint must be one of such a run"):
-            run(data, plan, checkpoint=path)
+            run(data, plan, path=path)
 
 
 def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path, monkeypatch):
@@ -394,10 +401,10 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path, monkeypatch)
 
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OSError):
-        run(data, plan, checkpoint=path, checkpoint_every=4)
+        run(data, plan, path=path, every=4)
     assert os.listdir(tmp_path) == ["run.pt"]
     assert checkpoints.read_checkpoint(path, loop._KEYS)["step"] == 8
-    assert same(run(data, plan)[0], run(data, plan, checkpoint=path)[0])
+    assert same(run(data, plan)[0], run(data, plan, path=path)[0])
 
 
 def test_gradients_that_are_not_finite_are_dropped_counted_and_warned_of_once(tmp_path):
@@ -407,7 +414,7 @@ def test_gradients_that_are_not_finite_are_dropped_counted_and_warned_of_once(tm
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model, history = run(data, plan, on_step=lambda run: hits.append((run.indices == 3).sum().item()),
-                             checkpoint=tmp_path / "run.pt")
+                             path=tmp_path / "run.pt")
     assert weights(model).isfinite().all()
     assert history.dropped == sum(hits) > 1
     assert [str(w.message) for w in caught if "not finite" in str(w.message)] != []
@@ -415,8 +422,8 @@ def test_gradients_that_are_not_finite_are_dropped_counted_and_warned_of_once(tm
 
 
 def test_epsilon_after_every_epoch_is_the_plans():
-    data, plan = problem(steps=25, sample_rate=0.1)
-    _, history = run(data, plan, accountant="rdp")
+    data, plan = problem(steps=25, sample_rate=0.1, accountant="rdp")
+    _, history = run(data, plan, on_epoch=lambda run: {"epsilon": run.epsilon})
     assert [entry["step"] for entry in history.epochs] == [10, 20, 25]
     assert [entry["epoch"] for entry in history.epochs] == [1, 2, 3]
     expected = [plan.epsilon(steps=t, accountant="rdp") for t in (10, 20, 25)]
@@ -449,10 +456,19 @@ def test_what_does_not_fit_together_is_refused_before_any_work():
         run((data[0][1:], data[1][1:]), plan)
     with pytest.raises(ValueError, match="BatchNorm1d"):
         run(data, plan, model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
-    for bad in ({"method": "magic"}, {"physical_batch_size": 0}, {"seed": -1}, {"checkpoint_every": 0},
-                {"accountant": "gdp"}):
+    for bad in ({"method": "magic"}, {"physical_batch_size": 0}, {"seed": -1}, {"checkpoint": "run.pt"},
+                {"callbacks": print}):
         with pytest.raises(ValueError, match=next(iter(bad))):
             run(data, plan, **bad)
+
+
+@pytest.mark.parametrize("name, make", [
+    ("every", lambda: Checkpoint("run.pt", every=0)), ("path", lambda: Checkpoint(3)),
+    ("stateful", lambda: Checkpoint("run.pt", stateful={"rate": 0.1})), ("on_step", lambda: Callbacks(on_step=3)),
+    ("on_epoch", lambda: Callbacks(on_epoch={"epsilon": 1.0}))])
+def test_callbacks_and_checkpoints_that_cannot_be_are_refused_by_name(name, make):
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        make()
 
 
 def test_bars_are_silent_off_a_terminal_and_can_be_forced_or_switched_off(capsys):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dpcompanion import accounting
+from dpcompanion.training import plan as plan_module
 from dpcompanion.training import DPSGDPlan, PoissonSampler, cross_entropy, train
 
 GOOD = dict(n=10, sample_rate=0.5, steps=20, max_grad_norm=2.0, noise_multiplier=1.5, delta=1e-5)
@@ -50,7 +51,7 @@ def test_epsilon_is_that_of_the_accounting_for_each_pair_of_rate_and_norm():
 
 def test_each_distinct_pair_is_accounted_once(monkeypatch):
     calls = []
-    monkeypatch.setattr(accounting, "compute_epsilon", lambda **arguments: calls.append(arguments) or 1.0)
+    monkeypatch.setattr(plan_module, "compute_epsilon", lambda **arguments: calls.append(arguments) or 1.0)
     plan = DPSGDPlan(**{**GOOD, "n": 1000, "sample_rate": torch.tensor([0.1, 0.2]).repeat(500)})
     assert plan.epsilon().shape == (1000,)
     assert len(calls) == 2
@@ -69,7 +70,8 @@ def test_epsilon_refuses_what_the_plan_does_not_do(arguments):
 
 def test_a_calibrated_plan_meets_its_target():
     plan = DPSGDPlan.for_epsilon(1.0, n=500, sample_rate=0.1, steps=50, max_grad_norm=1.0, delta=1e-4, accountant="rdp")
-    assert 0.999 < plan.epsilon(accountant="rdp") <= 1.0
+    assert 0.999 < plan.epsilon() <= 1.0 and plan.accountant == "rdp" and plan.epsilon(accountant="pld") < 0.97
+    assert plan.statement().endswith("delta 0.0001, accountant rdp.") and plan.config()["accountant"] == "rdp"
     with pytest.raises(ValueError, match="sample_rate"):
         DPSGDPlan.for_epsilon(1.0, n=2, sample_rate=[0.1, 0.2], steps=5, max_grad_norm=1.0, delta=1e-4)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpcompanion.training import DPSGDPlan, cross_entropy, models, secure, train
+from dpcompanion.training import Callbacks, Checkpoint, DPSGDPlan, cross_entropy, models, secure, train
 from dpcompanion.training.sampling import PoissonSampler
 from dpcompanion.training.secure import SecureStream, grid_of
 
@@ -25,20 +25,23 @@ def plan(**changes):
                                delta=1e-3), **changes})
 
 
-def run(stop_at=None, **arguments):
+def run(stop_at=None, path=None, every=None, **arguments):
     model = models.linear(5, 3, seed=0).double()
 
     def stop(state):
         if state.step == stop_at:
             raise InterruptedError
     history = train(model, cross_entropy, data(), plan(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                    on_step=stop, progress=False, **arguments)
+                    callbacks=Callbacks(on_step=stop), progress=False,
+                    checkpoint=None if path is None else Checkpoint(path, every), **arguments)
     return torch.cat([p.detach().flatten() for p in model.parameters()]), history
 
 
 @pytest.fixture
 def known_entropy(monkeypatch):
     """The operating system's entropy, replaced by what a test knows: the same again after `begin`."""
+    run()                        # what a first run imports draws random numbers too
+
     def begin():
         numbers = itertools.count(1)
         monkeypatch.setattr(secure.os, "urandom", lambda size: next(numbers).to_bytes(size, "little"))
@@ -57,8 +60,8 @@ def test_a_run_that_was_cut_off_ends_where_an_unbroken_one_ends(known_entropy, t
     known_entropy()
     path = tmp_path / "run.pt"
     with pytest.raises(InterruptedError):
-        run(stop_at=7, checkpoint=path, checkpoint_every=3)
-    resumed, again = run(checkpoint=path)
+        run(stop_at=7, path=path, every=3)
+    resumed, again = run(path=path)
     assert torch.equal(unbroken, resumed) and torch.equal(history.batch_sizes, again.batch_sizes)
 
 
@@ -66,24 +69,24 @@ def test_the_keys_lie_beside_the_checkpoint_for_their_owner_alone_and_go_with_th
     known_entropy()
     path = tmp_path / "run.pt"
     with pytest.raises(InterruptedError):
-        run(stop_at=7, checkpoint=path, checkpoint_every=3)
+        run(stop_at=7, path=path, every=3)
     keys = tmp_path / "run.pt.key"
     assert stat.S_IMODE(os.stat(keys).st_mode) == 0o600
     assert (1).to_bytes(32, "little").hex() in keys.read_text()
     for number in (1, 2):
         key = number.to_bytes(32, "little")
         assert key not in path.read_bytes() and key.hex().encode() not in path.read_bytes()
-    run(checkpoint=path)
+    run(path=path)
     assert path.exists() and not keys.exists()
 
 
 def test_a_run_whose_keys_are_lost_goes_on_and_says_so(tmp_path):
     path = tmp_path / "run.pt"
     with pytest.raises(InterruptedError):
-        run(stop_at=7, checkpoint=path, checkpoint_every=3)
+        run(stop_at=7, path=path, every=3)
     os.remove(f"{path}.key")
     with pytest.warns(RuntimeWarning, match="new random numbers"):
-        _, history = run(checkpoint=path)
+        _, history = run(path=path)
     assert len(history.batch_sizes) == STEPS
 
 
@@ -91,18 +94,18 @@ def test_a_run_whose_keys_are_lost_goes_on_and_says_so(tmp_path):
 def test_damaged_keys_are_refused(content, tmp_path):
     path = tmp_path / "run.pt"
     with pytest.raises(InterruptedError):
-        run(stop_at=7, checkpoint=path, checkpoint_every=3)
+        run(stop_at=7, path=path, every=3)
     (tmp_path / "run.pt.key").write_text(content)
     with pytest.raises(ValueError, match="keys"):
-        run(checkpoint=path)
+        run(path=path)
 
 
 def test_a_checkpoint_with_a_seed_does_not_serve_a_run_without_one(tmp_path):
     path = tmp_path / "run.pt"
     with pytest.raises(InterruptedError):
-        run(stop_at=7, seed=1, checkpoint=path, checkpoint_every=3)
+        run(stop_at=7, seed=1, path=path, every=3)
     with pytest.raises(ValueError, match="seed 1 there, None here"):
-        run(checkpoint=path)
+        run(path=path)
 
 
 def test_sum_and_noise_lie_on_the_grid_and_have_the_right_size():
@@ -123,7 +126,7 @@ def test_a_step_moves_by_exactly_its_noise_where_nobody_is_clipped_to_anything()
     train(model, lambda out, y: 0.0 * out.sum(1), (torch.randn(50, 100).double(), torch.zeros(50)),
           plan(n=50, steps=3, max_grad_norm=0.5, noise_multiplier=2.0),
           optimizer=torch.optim.SGD(model.parameters(), lr=1.0), progress=False,
-          on_step=lambda state: moves.append(model.weight.detach().clone()))
+          callbacks=Callbacks(on_step=lambda state: moves.append(model.weight.detach().clone())))
     for last, now in itertools.pairwise([before, *moves]):
         assert stats.kstest(((now - last) * 0.2 * 50).numpy().ravel(), "norm").pvalue > 1e-5
 

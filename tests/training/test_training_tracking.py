@@ -1,5 +1,6 @@
 """Norms of all examples along a run: when they are renewed, what is charged, and that it is enforced."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.training import DPSGDPlan, cross_entropy, generators, gradient_norms, train
+from dpcompanion.training import (Callbacks, Checkpoint, DPSGDPlan, clipped_sum, cross_entropy, generators,
+                                  gradient_norms, train)
 from dpcompanion.training.tracking import NormTracker
 
 
@@ -32,9 +34,10 @@ def tracked(data, plan, model, *, rounding=None, accountant="rdp", **options):
     return NormTracker(account, model, cross_entropy, data, **{"steps_per_epoch": plan.steps_per_epoch, **options})
 
 
-def run(data, plan, model, *trackers, **arguments):
+def run(data, plan, model, *trackers, on_step=None, on_epoch=None, **arguments):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, trackers=trackers, **arguments)
+    return train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, trackers=trackers,
+                 callbacks=Callbacks(on_step, on_epoch), **arguments)
 
 
 def true_norms(data, plan, **arguments):
@@ -51,7 +54,7 @@ def true_norms(data, plan, **arguments):
 
 def direct(norms, plan):
     """The account of a (steps, n) history of charged norms."""
-    account = IndividualAccountant.for_plan(plan, rounding=None)
+    account = IndividualAccountant.for_plan(plan, rounding=None, accountant="rdp")
     for row in norms:
         account.record(row)
     return account.epsilon(1e-3)
@@ -109,7 +112,7 @@ class Drawn(NormTracker):
     found = None
 
     def _measure(self):
-        self.norms, self._limits = self._bounded(self.found[self.step]), None
+        self.norms, self._limits = self._bounded(self.found[self.steps]), None
         self.passes += 1
 
 
@@ -138,7 +141,7 @@ def test_running_estimates_charge_as_if_everybody_were_charged_at_every_step(mod
         tracker.__class__, tracker.found = Drawn, found
         return tracker
 
-    tracker, plainly = fresh(), IndividualAccountant.for_plan(plan, **mode)
+    tracker, plainly = fresh(), IndividualAccountant.for_plan(plan, **{"accountant": "rdp", **mode})
     latest, passes = torch.ones(6, dtype=torch.float64), tracker.passes
     for step, (indices, norms) in enumerate(batches):
         if step == stop:
@@ -266,9 +269,9 @@ def test_an_interrupted_run_ends_bit_for_bit_where_it_would_have_ended(tmp_path,
     run(data, plan, whole, reference)
     data, plan, model, tracker = fresh()
     with pytest.raises(Enough):
-        run(data, plan, model, tracker, on_step=stop, checkpoint=tmp_path / "run.pt", checkpoint_every=7)
+        run(data, plan, model, tracker, on_step=stop, checkpoint=Checkpoint(tmp_path / "run.pt", every=7))
     data, plan, model, tracker = fresh()
-    run(data, plan, model, tracker, checkpoint=tmp_path / "run.pt", checkpoint_every=7)
+    run(data, plan, model, tracker, checkpoint=Checkpoint(tmp_path / "run.pt", every=7))
     assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), model.parameters()))
     assert len(tracker.trajectory) == 3
     if mode["rounding"]:
@@ -296,7 +299,8 @@ def test_a_tracker_of_some_examples_keeps_their_accounts():
     for options in (dict(updates_per_epoch=1), dict(updates_per_epoch=0, running=True)):
         model = network()
         everybody = tracked((x, y), plan, model, **options)
-        account = IndividualAccountant(4, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, rounding=None)
+        account = IndividualAccountant(4, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, rounding=None,
+                                       accountant="rdp")
         few = NormTracker(account, model, cross_entropy, (x[some], y[some]), steps_per_epoch=10, examples=some,
                           **options)
         run((x, y), plan, model, everybody, few)
@@ -393,7 +397,7 @@ def test_a_tracker_that_nobody_stepped_gives_no_epsilon(clipping):
     tracker = tracked(data, plan, network(), clipping=clipping)
     run(data, plan, network())
     for epsilon in (tracker.estimated_epsilon, tracker.epsilon)[:1 + (clipping == "individual")]:
-        with pytest.raises(ValueError, match="nobody called before_step"):
+        with pytest.raises(ValueError, match="no step was begun"):
             epsilon(1e-3)
 
 
@@ -430,9 +434,9 @@ def test_an_exact_account_wants_to_see_that_its_limits_were_kept():
     with pytest.raises(ValueError, match="before_step must begin"):
         tracker.after_step([0], clipped=[0.0])
     limits = tracker.before_step()
-    with pytest.raises(ValueError, match="must end with after_step"):
+    with pytest.raises(ValueError, match="step 1 must end before the account is exact"):
         tracker.epsilon(1e-3)
-    with pytest.raises(ValueError, match="must end step 1"):
+    with pytest.raises(ValueError, match="step 1 must end before another"):
         tracker.before_step()
     for arguments in ({}, {"indices": [0]}, {"clipped": [0.0]}, {"indices": [0, 1], "norms": [0.1, 0.1]}):
         with pytest.raises(ValueError, match="indices and clipped"):
@@ -442,7 +446,89 @@ def test_an_exact_account_wants_to_see_that_its_limits_were_kept():
             tracker.after_step([3, 4], clipped=bad)
     with pytest.raises(ValueError, match="same length"):
         tracker.after_step([3, 4], clipped=[0.0])
+    with pytest.raises(ValueError, match="distinct"):            # twice as long as was allowed, in the sum
+        tracker.after_step([3, 3], clipped=limits[[3, 3]])
     tracker.after_step([3, 4], clipped=limits[[3, 4]].float())
     tracker.before_step()
     tracker.after_step([], clipped=[])
     assert tracker.epsilon(1e-3).isfinite().all()
+
+
+def test_a_loop_of_ones_own_in_whole_steps_gives_the_account_of_train():
+    data, plan = problem()
+    ours, theirs = network(), network()
+    theirs.load_state_dict(ours.state_dict())
+    options = dict(updates_per_epoch=2, clipping="individual", trajectory_delta=1e-3)
+    expected = NormTracker.for_plan(plan, theirs, cross_entropy, data, **options)
+    run(data, plan, theirs, expected)
+    tracker = NormTracker.for_plan(plan, ours, cross_entropy, data, **options)
+    streams, optimizer = generators(5), torch.optim.SGD(ours.parameters(), lr=0.5)
+    sampler, pieces = plan.sampler(streams["sampling"]), [p.numel() for p in ours.parameters()]
+    for _ in range(plan.steps):
+        with tracker.step() as limits:
+            drawn, total = sampler.draw(), torch.zeros(sum(pieces), dtype=torch.float64)
+            for part in drawn.split(4) or [drawn]:                # a draw that is cut for memory
+                found = clipped_sum(ours, cross_entropy, data[0][part], data[1][part], limits[part])
+                total += torch.cat([g.flatten() for g in found.gradients.values()])
+                tracker.observe(part, clipped=torch.minimum(found.norms, limits[part]))
+            released = plan.noisy(total, streams["noise"]) / plan.expected_batch_size
+            for p, piece in zip(ours.parameters(), released.split(pieces)):
+                p.grad = piece.view_as(p)
+            optimizer.step()
+    assert all(torch.allclose(a, b, rtol=1e-9) for a, b in zip(ours.parameters(), theirs.parameters()))
+    assert torch.allclose(tracker.epsilon(1e-3), expected.epsilon(1e-3), rtol=1e-6)
+    assert tracker.accountant.accountant == "pld" and tracker.epsilon(1e-3).max() <= plan.epsilon()
+    assert torch.allclose(tracker.trajectory, expected.trajectory, rtol=1e-5) and len(tracker.trajectory) == 3
+
+
+def test_a_step_says_what_is_missing_and_ends_whole_or_not_at_all():
+    data, plan = problem()
+    tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
+    with pytest.raises(ValueError, match="within step"):
+        tracker.observe([0], clipped=[0.0])
+    with tracker.step() as limits:
+        tracker.observe([], clipped=[])
+        with pytest.raises(ValueError, match="lies within one"), tracker.step():
+            pass
+        with pytest.raises(ValueError, match="same length"):
+            tracker.observe([0, 1], clipped=[0.0])
+    assert limits.shape == (60,) and tracker.steps == 1 and tracker.epsilon(1e-3).isfinite().all()
+    for wrong in (dict(), dict(indices=[1], clipped=[2 * float(limits[1])]), dict(indices=[0, 0], clipped=[0.0, 0.0])):
+        tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
+        with pytest.raises(ValueError, match="clipped|distinct"), tracker.step():
+            if wrong:
+                tracker.observe(**wrong)
+        with pytest.raises(ValueError, match="left half done"):
+            tracker.epsilon(1e-3)
+    tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
+    with pytest.raises(RuntimeError, match="memory"), tracker.step():
+        tracker.observe([0], clipped=[0.0])
+        raise RuntimeError("out of memory")
+    with pytest.raises(ValueError, match="left half done"), tracker.step():
+        pass
+
+
+def test_a_step_that_clips_as_the_plan_does_says_so_and_one_cut_short_stays_charged():
+    data, plan = problem()
+    tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, running=True, updates_per_epoch=0)
+    with tracker.step() as limits:
+        assert (limits == plan.max_grad_norm).all() and limits.shape == (60,)
+        tracker.observe([3], [0.1])
+        tracker.observe([4], [0.2])
+    assert (tracker.norms < 1).sum() == 2
+    with pytest.raises(ValueError, match="the same of each piece"), tracker.step():
+        tracker.observe([3], [0.1])
+        tracker.observe([4])
+    with pytest.raises(ValueError, match="running=True"), tracker.step():
+        pass
+    assert tracker.steps == tracker.accountant.steps == 3
+
+
+def test_a_tracker_of_a_plan_is_the_one_that_is_put_together_by_hand():
+    (x, y), plan = problem()
+    plan, some = dataclasses.replace(plan, accountant="rdp"), torch.tensor([5, 2, 9])
+    tracker = NormTracker.for_plan(plan, network(), cross_entropy, (x[some], y[some]), examples=some, rounding=0.1)
+    assert tracker.accountant.n == 3 and tracker.accountant.accountant == "rdp" and tracker.accountant.rounding == 0.1
+    assert tracker.steps_per_epoch == plan.steps_per_epoch
+    model = network()
+    run((x, y), plan, model, NormTracker.for_plan(plan, model, cross_entropy, (x[some], y[some]), examples=some))

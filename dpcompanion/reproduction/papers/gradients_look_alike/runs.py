@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.per_instance import exact_composition, holder_order, log_mass, step_divergence
 from dpcompanion.reproduction import intervals
-from dpcompanion.training import cross_entropy, DPSGDPlan, gradient_norms, models, train
+from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, gradient_norms, models, train
 
 STAGES = ("initial", "middle", "final")
 # Runs with the point, for training points; without it, for test points.
@@ -124,7 +124,7 @@ def watch(task, seed, run):
 
     look(0)
     train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=seed, device=run.device, method="mixed",
-          on_step=on_step, progress=False)
+          callbacks=Callbacks(on_step=on_step), progress=False)
     with torch.no_grad():
         right = sum((model(part.to(run.device)).argmax(1).cpu() == labels).sum()
                     for part, labels in zip(test_x.split(1000), test_y.split(1000)))

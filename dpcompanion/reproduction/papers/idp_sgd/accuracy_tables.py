@@ -14,7 +14,7 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
     predictions, Problem, SVHN, Task, trials, Trials, tuned, with_larger,
 )
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import cross_entropy, train
+from dpcompanion.training import Callbacks, cross_entropy, train
 
 _PAPER_TRIALS = Accuracies(MNIST, seeds=(0, 1, 2), larger={"svhn": SVHN, "cifar10": CIFAR10})
 
@@ -138,7 +138,8 @@ def text_trial(task, found, kind, seed, config, run):
     optimizer = getattr(torch.optim, task.optimizer)(model.parameters(), lr=task.learning_rate, **options)
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
     history = train(model, cross_entropy, (found.features, found.labels), plan, optimizer=optimizer, seed=seed,
-                    on_epoch=lambda _: {"accuracy": float(accuracy(predictions(model, test_features), test_labels))},
+                    callbacks=Callbacks(on_epoch=lambda _: {
+                        "accuracy": float(accuracy(predictions(model, test_features), test_labels))}),
                     progress=False)
     return {"accuracy": [epoch["accuracy"] for epoch in history.epochs], "dropped": history.dropped}
 

@@ -12,7 +12,7 @@ from dpcompanion.accounting import find_noise_multiplier
 from dpcompanion.reproduction import published, records
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, TABLE_5, Training
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import cross_entropy, derive_seed, DPSGDPlan, models, train, train_ensemble
+from dpcompanion.training import Callbacks, cross_entropy, derive_seed, DPSGDPlan, models, train, train_ensemble
 
 # Training ----------------------------------------------------------------------------------------------------------
 
@@ -190,8 +190,8 @@ def trial(config, kind, seed, run):
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
     own_features, own_labels = (part[strictest].to(run.device) for part in (found.features, found.labels))
     optimizer = torch.optim.SGD(model.to(run.device).parameters(), lr=task.learning_rate, momentum=task.momentum)
-    history = train(model, cross_entropy, (features, labels), plan, optimizer=optimizer, seed=seed, on_epoch=look,
-                    progress=False)
+    history = train(model, cross_entropy, (features, labels), plan, optimizer=optimizer, seed=seed,
+                    callbacks=Callbacks(on_epoch=look), progress=False)
     logits = predictions(model, test_features)
     return {**seen, "final": accuracy(logits, test_labels), "classes": class_accuracy(logits, test_labels),
             "dropped": history.dropped}
@@ -312,7 +312,8 @@ def train_all(task, plans, seeds, features, labels, *, device="cpu", members=Non
         [network(task, seed) for seed in seeds], cross_entropy, (features, labels), plans, seeds=seeds,
         learning_rate=rate,
         momentum=task.momentum, members=members, device=device, progress=False,
-        on_epoch=watch and (lambda ensemble: watch(math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble)))
+        callbacks=Callbacks(on_epoch=watch and (
+            lambda ensemble: watch(math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble))))
 
 
 def compared(config, run, plan):

@@ -15,7 +15,7 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
     accuracy, assign, DIGITS, MNIST, as_printed, network, predictions, problem, Task,
 )
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import cross_entropy, DPSGDPlan, NormTracker, train
+from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, NormTracker, train
 
 # Accounting and assignment together --------------------------------------------------------------------------------
 
@@ -75,7 +75,7 @@ def filtered(config, descent, kind, seed, run):
 
     optimizer = torch.optim.SGD(model.parameters(), lr=descent.learning_rate, momentum=task.momentum)
     train(model, cross_entropy, examples, plan, optimizer=optimizer, seed=seed, trackers=[tracker] if tracker else [],
-          on_step=note, progress=False)
+          callbacks=Callbacks(on_step=note), progress=False)
     return {"final": course[-1], "course": course, "active": active,
             "largest": float(budget.epsilon(config.delta).max()) if budget else plan.epsilon(accountant="rdp")}
 

@@ -26,7 +26,8 @@ def figure_1(config, run):
             share_at_worst_case=(epsilon >= WORST * top).mean(), below_90_percent=(epsilon < 0.9 * top).mean(),
             quantiles=np.quantile(epsilon, (0.3, 0.5, 0.7)), noise_multiplier=found.plan.noise_multiplier,
             max_grad_norm=found.plan.max_grad_norm, steps=found.plan.steps, seconds=found.seconds)
-        values |= named(f"{name}.pld", worst_case=found.plan.epsilon(), mean=tighter.mean(), median=np.median(tighter),
+        values |= named(f"{name}.pld", worst_case=found.plan.epsilon(accountant="pld"), mean=tighter.mean(),
+                        median=np.median(tighter),
                         over_rdp=np.quantile(tighter / epsilon, (0.1, 0.5, 0.9)))
         arrays |= named(name, rdp=histogram(epsilon, top), pld=histogram(tighter, top))
     return values, arrays

@@ -101,7 +101,8 @@ def table_1(config, run):
     values = {"with_rounding.evaluations": 100, "without_rounding.evaluations": norms.numel()}
     for kind, rounding in (("with_rounding", 0.01), ("without_rounding", None)):
         started = time.process_time()
-        accounts = IndividualAccountant(config.examples, max_grad_norm=1.0, rounding=rounding, **parameters)
+        accounts = IndividualAccountant(config.examples, max_grad_norm=1.0, rounding=rounding, accountant="rdp",
+                                        **parameters)
         for row in norms:
             accounts.record(row, steps=12)
         accounts.epsilon(1e-5)

@@ -10,7 +10,7 @@ import torch
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction.papers.common import pearson
 from dpcompanion.reproduction.papers.yu import build, Examples, examples, LOSSES, MNIST_5K, outcome, seconds, Task
-from dpcompanion.training import DPSGDPlan, gradient_norms, train
+from dpcompanion.training import Callbacks, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
 NAME = "individual-accounting"
@@ -134,8 +134,8 @@ def run_task(task, seed, device):
             medians.append([float(norms[groups == group].median()) for group in range(len(found.names))])
 
     watch(None)
-    train(model, loss, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers, on_epoch=watch,
-          on_step=(lambda _: scheduler.step()) if scheduler else None)
+    train(model, loss, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers,
+          callbacks=Callbacks(on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None))
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
     passes, norms = everybody.norms_of_passes

@@ -15,7 +15,7 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     account, CPU, LABELS, make_plan, NAME, PAPER, QUICK, schedule,
 )
 from dpcompanion.reproduction.papers.yu import build, examples, LOSSES, MNIST_5K, Study, Tasks
-from dpcompanion.training import gradient_norms, train
+from dpcompanion.training import Callbacks, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
 # What an account along a trajectory means --------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def theorem_3_2(config, run):
 
         keep(0)
         train(model, loss, (found.x, found.y), plan, optimizer=optimizer, seed=config.seed, trackers=[tracker],
-              on_step=lambda state, keep=keep: keep(state.step))
+              callbacks=Callbacks(on_step=lambda state, keep=keep: keep(state.step)))
         told = tracker.epsilon(plan.delta)[:config.owners].numpy()
         private = build(task.model, found, config.seed)
         alone = np.zeros(config.owners)
@@ -168,5 +168,5 @@ def algorithms_1_2_3(config, run):
     for name, task in config.tasks.items():
         plan = make_plan(task, sizes[name], 1.0)
         values |= named(name, noise_multiplier=plan.noise_multiplier, steps=plan.steps,
-                        epsilon_rdp=plan.epsilon(accountant="rdp"), epsilon_pld=plan.epsilon())
+                        epsilon_rdp=plan.epsilon(accountant="rdp"), epsilon_pld=plan.epsilon(accountant="pld"))
     return values

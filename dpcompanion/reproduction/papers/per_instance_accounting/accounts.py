@@ -128,7 +128,7 @@ def text_cost(config, run):
     hundred = (time.process_time() - started) * 100 / config.evaluations
     started = time.process_time()
     account = IndividualAccountant(config.examples, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0,
-                                   rounding=None)
+                                   rounding=None, accountant="rdp")
     for row in norms:
         account.record(row)
     account.epsilon(DELTA)

@@ -13,7 +13,7 @@ from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import rank
-from dpcompanion.training import cross_entropy, DPSGDPlan, gradient_norms, train
+from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
 NAME = "per-instance-accounting"
@@ -75,7 +75,7 @@ def make_plan(setting, n, max_grad_norm):
              "delta": DELTA}
     if setting.noise_multiplier is None:
         return DPSGDPlan.for_epsilon(worst_case(), **shape, accountant="rdp")
-    return DPSGDPlan(noise_multiplier=setting.noise_multiplier, **shape)
+    return DPSGDPlan(noise_multiplier=setting.noise_multiplier, accountant="rdp", **shape)
 
 
 def run_setting(setting, seed, device):
@@ -104,7 +104,8 @@ def run_setting(setting, seed, device):
             losses.append(second.outcome(model, cross_entropy, x, y)[0].cpu())
 
     optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate / limit)
-    train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers, on_epoch=look)
+    train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers,
+          callbacks=Callbacks(on_epoch=look))
     test_losses, right = second.outcome(model, cross_entropy, found.test_x.to(device), found.test_y.to(device))
     losses, norms = np.stack(losses), np.stack(norms)
     quintiles = np.array_split(norms.mean(0).argsort(), 5)

@@ -1,0 +1,91 @@
+"""Where a monotone condition begins to hold, from the side where it holds: the two searches of the library.
+
+`crossing` takes few values of a function that is dear, `bisect` halves many brackets at once. Both return a point that
+was looked at and found to hold, so that a bound stays one.
+
+>>> bisect(lambda x: x**2 <= torch.tensor([2.0, 9.0]), good=torch.zeros(2), bad=torch.full((2,), 9.0))
+tensor([1.4142, 3.0000])
+"""
+
+import math
+
+import torch
+
+#: `crossing` stops when the answer is known to this precision.
+PRECISION = 5e-5
+
+
+def bisect(holds, *, good, bad, halvings=80):
+    """The points, one for each bracket, up to which a condition holds.
+
+    Args:
+        holds: a function of a tensor of points, to booleans: true at `good`, false at `bad`, with one change between.
+        good, bad: the brackets' ends, tensors of one shape; either may be the larger.
+        halvings: how often each is halved.
+
+    Returns:
+        A tensor of that shape, at which the condition holds.
+    """
+    for _ in range(halvings):
+        middle = (good + bad) / 2
+        inside = holds(middle)
+        good, bad = torch.where(inside, middle, good), torch.where(inside, bad, middle)
+    return good
+
+
+def crossing(excess, *, start, low, high, meets, snap=float):
+    """Where the monotone `excess` crosses zero, within `PRECISION`, on the side where it is at most 0.
+
+    For a function that is dear: a bracket about `start`, then secants that are kept within it.
+
+    Args:
+        excess: a function of a float, monotone, about linear where it is small.
+        start: where to look first, within `low` and `high`.
+        low, high: ends of the range.
+        meets: on which side of the crossing `excess` is at most 0, "above" or "below".
+        snap: moves a point to the nearest one at which `excess` is defined.
+
+    Returns:
+        A float. None if the whole range exceeds zero; the range's end if none of it does.
+
+    >>> round(crossing(lambda x: x**3 - 8, start=1.0, low=0.0, high=9.0, meets="below"), 3)
+    2.0
+    """
+    outward = -1 if meets == "above" else 1          # where the excess grows
+    good = bad = None
+    x, stride = snap(start), None
+    while True:
+        value = excess(x)
+        if value <= 0:
+            good, end, toward = (x, value), high if outward > 0 else low, outward
+        else:
+            bad, end, toward = (x, value), low if outward > 0 else high, -outward
+        if good and bad:
+            return _narrow(excess, good, bad, snap)
+        if x == end:
+            return x if good else None
+        # Epsilon is about a power, of exponent 1/2 to 2, of what is searched: its logarithm says how far to walk.
+        stride = min(max(0.02, abs(value)), 1.0) if stride is None else 2 * stride
+        x = min(max(snap(x + toward * stride), low), high) if abs(end - x) > stride else end
+
+
+def _narrow(excess, good, bad, snap):
+    """The good end once the bracket is at most PRECISION wide, or nothing lies between; pairs (x, excess at x)."""
+    idle = 0
+    while abs(bad[0] - good[0]) > PRECISION:
+        gap = bad[0] - good[0]
+        smooth = idle < 2 and max(-good[1], bad[1]) < 50
+        share = 0.5
+        if smooth:
+            # Aim a little past the secant's estimate, away from the nearer end: the bracket closes from both sides.
+            share = -good[1] / (bad[1] - good[1])
+            share += math.copysign(min(max(0.01, PRECISION / 2 / abs(gap)), 0.25), 0.5 - share)
+        x = snap(good[0] + share * gap)
+        if x in (good[0], bad[0]):
+            x = snap(good[0] + 0.5 * gap)
+            if x in (good[0], bad[0]):
+                break
+        value = excess(x)
+        good, bad = ((x, value), bad) if value <= 0 else (good, (x, value))
+        idle = 0 if abs(bad[0] - good[0]) < abs(gap) / 2 else idle + 1
+    return good[0]

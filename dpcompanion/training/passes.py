@@ -1,0 +1,56 @@
+"""Gradient norms of all examples at once, by passes over the data that leave no trace in the model.
+
+>>> from dpcompanion.training import cross_entropy
+>>> model = torch.nn.Linear(2, 2).train()
+>>> norms_of_all(model, cross_entropy, torch.zeros(3, 2), torch.tensor([0, 1, 1]), method="mixed", chunk=2).shape
+torch.Size([3])
+"""
+
+import contextlib
+
+import torch
+
+from dpcompanion.training import clipping, proof
+
+
+def norms_of_all(model, loss, x, y, *, method, chunk):
+    """The gradient norm of each of the n examples (x, y), (n,), on the model's device.
+
+    The model computes in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example
+    gradients stay as they are.
+    """
+    device = next(model.parameters()).device
+    with undisturbed(model) as inner:
+        return torch.cat([clipping.gradient_norms(inner, loss, some_x.to(device), some_y.to(device), method=method,
+                                                  chunk=chunk)
+                          for some_x, some_y in zip(x.split(chunk), y.split(chunk))])
+
+
+def resolve_method(model, loss, x, y, method):
+    """The method that is proved right for this model (`clipping.resolve_method`), in evaluation mode."""
+    device, rows = next(model.parameters()).device, proof.rows_to_look_through(len(x))
+    with undisturbed(model) as inner:
+        return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method)
+
+
+def chunk_for(x):
+    """512 examples of up to 1,024 numbers, fewer of larger ones: activations that leave the caches cost a third."""
+    numbers = x[0].numel()
+    return 512 if numbers <= 1024 else max(16, 2**18 // numbers)
+
+
+@contextlib.contextmanager
+def undisturbed(model):
+    """The model in evaluation mode, without the hooks of Opacus' GradSampleModule, and as it was afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    hooked = getattr(model, "hooks_enabled", False)
+    model.eval()
+    if hooked:
+        model.disable_hooks()
+    try:
+        yield getattr(model, "_module", model)
+    finally:
+        if hooked:
+            model.enable_hooks()
+        for module, mode in modes.items():
+            module.training = mode
