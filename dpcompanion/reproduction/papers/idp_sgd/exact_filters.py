@@ -7,7 +7,6 @@ import torch
 
 from dpcompanion.accounting import find_noise_multiplier, find_steps, rdp_to_epsilon
 from dpcompanion.filters import ExactFilter, RenyiFilter
-from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import Training
@@ -16,7 +15,7 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
 )
 from dpcompanion.reproduction.papers.idp_sgd.with_filters import Descent
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import cross_entropy, DPSGDPlan, NormTracker, train
+from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, NormTracker, train
 
 EIGHTHS = tuple(i / 8 for i in range(1, 9))
 SIXTEENTHS = tuple(i / 16 for i in range(1, 17))
@@ -65,36 +64,32 @@ def make_filter(kind, plan, targets, levels, block):
                        **own)
 
 
-def trained(task, plan, filter, learning_rate, seed, run, *, pass_every):
-    """One run of a plan, with a filter or with None: accuracy after every `pass_every` steps and at the end, what the
+def trained(task, plan, filter, learning_rate, seed, run):
+    """One run of a plan, with a filter or with None: accuracy after every epoch and at the end, what the
     filter did (see `Watched`), what everybody is promised, by the filter or else by PLD, and what people at full norm
     would have without a filter."""
     found = problem(task, run)
     model = network(task, seed).to(run.device)
     examples = found.features.to(run.device), found.labels.to(run.device)
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
-    budget, trackers, course = filter and Watched(filter, pass_every), [], []
+    budget, trackers, course = filter and Watched(filter, plan.steps_per_epoch), [], []
     if filter:
-        trackers = [NormTracker(IndividualAccountant.for_plan(plan), model, cross_entropy, examples,
-                                clipping="individual", steps_per_epoch=pass_every, updates_per_epoch=1, budget=budget)]
+        trackers = [NormTracker.for_plan(plan, model, cross_entropy, examples, clipping="individual", budget=budget,
+                                         accountant="rdp")]
 
     def look(now):
-        if now.step % pass_every == 0:
+        if now.step % plan.steps_per_epoch == 0:
             course.append(accuracy(predictions(model, test_features), test_labels))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=task.momentum)
-    train(model, cross_entropy, examples, plan, optimizer=optimizer, seed=seed, trackers=trackers, on_step=look,
-          progress=False)
+    train(model, cross_entropy, examples, plan, optimizer=optimizer, seed=seed, trackers=trackers,
+          callbacks=Callbacks(on_step=look), progress=False)
     everybody = plan.epsilon()
     promise = filter.epsilon(plan.delta).tolist() if filter else [everybody]
     return {"final": accuracy(predictions(model, test_features), test_labels), "course": course,
             "noise_multiplier": plan.noise_multiplier, "steps": plan.steps, "least_promise": min(promise),
             "promise": max(promise), "full_norm": everybody, "full_norm_rdp": plan.epsilon(accountant="rdp"),
             **(budget.seen if filter else {})}
-
-
-_TRAINED = (Task, Training, Problem, _problem, problem, network, predictions, accuracy, share_of, Watched, make_filter,
-            trained)
 
 
 def gathered(each, name):
@@ -153,11 +148,11 @@ def promised(config, kind, seed, run):
     filter = None
     if kind != "dpsgd":
         filter = make_filter(kind.partition(".")[0], plan, config.epsilon, config.levels, plan.steps_per_epoch)
-    outcome = trained(task, plan, filter, task.learning_rate, seed, run, pass_every=plan.steps_per_epoch)
+    outcome = trained(task, plan, filter, task.learning_rate, seed, run)
     return outcome | ({"spared": [spared(filter, share, config.delta) for share in config.shares]} if filter else {})
 
 
-@experiment("idp-sgd/exact-filter", uses=(*_TRAINED, gathered, spared, promised),
+@experiment("idp-sgd/exact-filter",
             quick=Promised(DIGITS, seeds=(0, 1)),
             paper=Promised(dataclasses.replace(MNIST, training=dataclasses.replace(MNIST.training, epochs=12))))
 def exact_filter(config, run):
@@ -248,10 +243,10 @@ def again(config, kind, seed, run):
     if kind != "dpsgd":
         budgets = torch.tensor(config.assigned[kind], dtype=torch.float64)[assign(n, (1, 1), seed)]
         filter = make_filter("exact", plan, budgets, config.levels, plan.steps_per_epoch)
-    return trained(task, plan, filter, descent.learning_rate, seed, run, pass_every=plan.steps_per_epoch)
+    return trained(task, plan, filter, descent.learning_rate, seed, run)
 
 
-@experiment("idp-sgd/table-4-exact", uses=(*_TRAINED, gathered, assign, Descent, again),
+@experiment("idp-sgd/table-4-exact",
             quick=Table4(DIGITS, Descent(1.0, 1.0, 20, 1.0), levels=EIGHTHS, seeds=(0, 1)),
             paper=Table4(MNIST, Descent(1.0, 1.0, 30, 4.0), seeds=(0,)))
 def table_4_exact(config, run):
