@@ -357,8 +357,11 @@ def _compose_step(step, steps, epsilon, slope, interval):
     first, masses, log_mass, cut = step.discretise(interval, tilt)
     slack = steps * cut
     if steps > 1:
-        first, masses = _convolve(first, masses, steps, start=math.floor(low / interval),
-                                  size=(high - low) / interval + 2)
+        size = (high - low) / interval + 2
+        if not size <= 8 * _LARGEST_GRID:      # so many steps that what the grid adds outweighs what it resolves
+            raise ValueError(f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: "
+                             f"{size:.1g} grid points are too many for such a run's loss; accountant='rdp' bounds it")
+        first, masses = _convolve(first, masses, steps, start=math.floor(low / interval), size=size)
         # Errors of the transform grow with the power: relative to the bulk, 1e-15 a step covers them amply.
         masses, slack = masses * (1 + 1e-15 * steps), slack + outside + 1e-15
     rise = log_mass - float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))

@@ -237,3 +237,9 @@ def test_bad_epsilons_are_named(epsilon):
 def test_delta_and_epsilon_together_are_refused():
     with pytest.raises(ValueError, match="exactly one of delta and epsilon"):
         pld.compose(**RUNS[0], epsilon=1.0)
+
+
+def test_a_run_that_no_grid_of_reasonable_size_resolves_is_refused_before_the_memory_is_taken():
+    """So many steps that the grid's own spread outgrows the loss's: 54 GB were asked for."""
+    with pytest.raises(ValueError, match="steps=386155490532.*grid points are too many.*accountant='rdp'"):
+        compute_epsilon(sample_rate=4.84e-6, noise_multiplier=0.154, steps=386155490532, delta=4.1e-233)
