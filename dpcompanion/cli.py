@@ -109,7 +109,7 @@ def _run(arguments):
         print(path.read_text())
     else:
         try:
-            table = experiments.compare(record, folder=folder)
+            table = experiments.compare(record, folder=arguments.out)
         except ValueError as error:  # of the paper's record, which is no part of what was asked for
             print(f"dpcompanion run: warning: not compared with the recorded numbers: {error}", file=sys.stderr)
             table = comparison.compare(record.name, live=record)
@@ -167,7 +167,7 @@ def main(argv=None):
     arguments = _parser().parse_args(argv)
     try:
         arguments.do(arguments)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, ImportError) as error:
         print(f"dpcompanion {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

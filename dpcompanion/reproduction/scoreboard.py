@@ -143,7 +143,7 @@ def standings(paper=None, *, folder=None, book=None):
     Args:
         paper: the paper's slug; all papers by default.
         folder: of the records, see `records.results_folder`.
-        book: the folder of the book's sources; that of the checkout by default.
+        book: the folder of the book's sources; that of the checkout, or of the wheel, by default.
     """
     exhibits = published.exhibits(paper)
     places = {slug: _places(slug, book) for slug in dict.fromkeys(exhibit.paper for exhibit in exhibits)}
@@ -301,7 +301,7 @@ def _state(exhibit, numbers, held, record, missing, place):
 
 def _places(paper, book=None):
     """Exhibit -> its place, from the headings of the paper's own pages, then from the code of all pages."""
-    book = (records._repository() or pathlib.Path.cwd()) / "book" if book is None else pathlib.Path(book)
+    book = (records._repository() or records.SHIPPED) / "book" if book is None else pathlib.Path(book)
     own = sorted(book.glob(f"papers/{paper}*.md"))
     others = sorted(path for path in book.glob("*.md") if path.stem not in ("scoreboard", "errata", "intro"))
     exhibits, places = published.exhibits(paper), {}
