@@ -18,6 +18,7 @@ LIBRARY = (
     {"engine"},
     {"reproduction"},
     {"cli"},
+    {"__main__"},
 )
 REPRODUCTION = (
     {"intervals", "plotting", "published"},

@@ -92,6 +92,20 @@ def test_the_citation_is_of_this_version():
     assert citation["version"] == dpcompanion.__version__ and citation["license"] == "Apache-2.0"
 
 
+def test_package_and_repository_name_the_same_authors_and_address():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert [author["name"] for author in project["authors"]] == [author["name"] for author in citation["authors"]]
+    # Until the book's settings give an address there is none to name, and README's picture lies beside it.
+    address = yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]["public_repository"]
+    urls = {*project.get("urls", {}).values(), *filter(None, [citation.get("repository-code")])}
+    if not address:
+        assert not urls
+    else:
+        assert urls and all(url.startswith(address) for url in urls)
+        assert not re.findall(r"\]\((?!https:)[^)]*\)", (ROOT / "README.md").read_text()), "relative, so lost on PyPI"
+
+
 def make(folder, *arguments, **environment):
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)

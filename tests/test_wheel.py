@@ -73,7 +73,7 @@ def said(tmp_path_factory):
                           text=True, cwd=here)
     assert done.returncode == 0, done.stdout + done.stderr
     answers = json.loads(done.stdout)
-    assert Path(answers["place"]).is_relative_to(target)
+    assert Path(answers["place"]).is_relative_to(target) and Path(answers["place"]).with_name("py.typed").is_file()
     return {**answers, "folder": here}
 
 
