@@ -11,7 +11,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
-.PHONY: help book site test portable bench soundness clean
+.PHONY: help book site test portable bench soundness lint types clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +21,8 @@ help:
 	@echo "make portable  execute every chapter under the arithmetics of other processors: does a number move?"
 	@echo "make bench     time the library beside its peers"
 	@echo "make soundness try the library against oracles on thousands of random cases, for hours"
+	@echo "make lint      the part of make test that takes a second"
+	@echo "make types     what pyright says of the library's types (no part of make test yet)"
 	@echo "make clean     remove what was rendered (and, with ENV=1, .venv)"
 
 $(INSTALLED): constraints.txt pyproject.toml
@@ -60,5 +62,11 @@ bench: $(INSTALLED)
 soundness: $(INSTALLED)
 	@$(PY) -m tests.soundness
 
+lint: $(INSTALLED)
+	@$(PY) -m ruff check --quiet
+
+types: $(INSTALLED)
+	@$(PY) -m pyright
+
 clean:
-	rm -rf _build .pytest_cache $(if $(ENV),.venv)
+	rm -rf _build build dist .pytest_cache .ruff_cache $(if $(ENV),.venv)

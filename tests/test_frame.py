@@ -156,7 +156,8 @@ def prove(monkeypatch):
     return importlib.import_module("prove")
 
 
-@pytest.mark.parametrize("broken", [None, "unit tests and doctests", "notebooks executed again, outputs compared"])
+@pytest.mark.parametrize("broken", [None, "lint", "unit tests and doctests",
+                                    "notebooks executed again, outputs compared"])
 def test_the_end_of_the_tests_says_what_was_proved_and_is_red_if_anything_is(prove, monkeypatch, capsys, broken):
     tried = []
 
@@ -165,9 +166,9 @@ def test_the_end_of_the_tests_says_what_was_proved_and_is_red_if_anything_is(pro
         return title != broken, ["pages NOT checked in a browser: none" if "browser" in title else f"{title}: all"]
 
     monkeypatch.setattr(prove, "step", step)
-    assert prove.main() == (broken is not None) and len(tried) == 5
+    assert prove.main() == (broken is not None) and len(tried) == 6
     said = capsys.readouterr().out
-    assert said.count("proved: ") == (4 if broken is None else 3) and said.count("FAILED: ") == (broken is not None)
+    assert said.count("proved: ") == (5 if broken is None else 4) and said.count("FAILED: ") == (broken is not None)
     assert "not tried: pages NOT checked in a browser: none" in said
 
 

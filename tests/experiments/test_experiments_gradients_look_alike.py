@@ -185,7 +185,8 @@ def test_tilted_runs_weigh_every_count_of_the_first_step_as_they_should(monkeypa
     tilted = g.composed_exactly(norms, plan, 3, "remove").estimate
     size, expected = norms[0, 0] / plan.noise_std, torch.zeros(2, dtype=torch.float64)
     for k in range(4):
-        monkeypatch.setattr(g.compositions, "tilted_counts", lambda length, **options: torch.full_like(length, k, dtype=torch.int64))
+        monkeypatch.setattr(g.compositions, "tilted_counts",
+                            lambda length, **options: torch.full_like(length, k, dtype=torch.int64))
         second = g.side_by_side(x, y, point_x, point_y, plan, kind="remove", seed=2 + k, **common)[1]
         weight = math.comb(3, k) * 0.7 ** (3 - k) * 0.3**k * torch.exp((k * k - k) * size**2 / 2)
         expected += weight * torch.exp(2 * g.divergence(second, plan, 3)).mean(0)
