@@ -140,12 +140,56 @@ def test_the_ci_script_runs():
     assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
 
 
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.stem)
+def test_a_workflow_calls_what_the_repository_has(workflow):
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    ran = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert ran
+    for command in ran:
+        program, target, *_ = [*command.split(), ""]
+        assert program in (".ci/run", "gh") or program == "make" and target in targets, command
+
+
+def test_the_pythons_that_are_claimed_are_those_that_are_tried():
+    classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
+    claimed = [words.split()[-1] for words in classifiers if re.search(r":: 3\.\d+$", words)]
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
+    assert claimed == jobs["test"]["strategy"]["matrix"]["python"] and jobs["lowest"]
+
+
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.stem)
+def test_a_form_for_issues_is_one(form):
+    fields = yaml.safe_load(form.read_text())
+    assert fields["name"] and fields["description"] and fields["body"]
+    kinds = {"input", "textarea", "checkboxes"}
+    assert all(field["type"] in kinds and field["attributes"]["label"] and field["id"] for field in fields["body"])
+    assert len({field["id"] for field in fields["body"]}) == len(fields["body"])
+
+
+@pytest.mark.parametrize("tag, passes", [(f"v{dpcompanion.__version__}", True), ("v9.9.9", False)])
+def test_a_wheel_is_made_for_its_own_tag_only(tmp_path, tag, passes):
+    (tmp_path / "dpcompanion").mkdir()
+    shutil.copy(ROOT / "dpcompanion" / "__init__.py", tmp_path / "dpcompanion")
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nmkdir dist && touch dist/made.whl\n")
+    python.chmod(0o755)
+    done = make(tmp_path, "wheel", f"TAG={tag}", f"PYTHON={python}")
+    assert (done.returncode == 0) is passes and (tmp_path / "dist" / "made.whl").exists() is passes
+
+
 def test_docstrings_may_write_formulas_between_dollar_signs():
     assert subprocess.run([sys.executable, "-m", "doctest",
                            str(ROOT / "book" / "_ext" / "docstrings.py")]).returncode == 0
 
 
-@pytest.mark.parametrize("file", ["book/_ext/digests.py", "tools/outputs.py"])
+@pytest.mark.parametrize("file", ["book/_ext/digests.py", "tools/lowest.py", "tools/outputs.py"])
 def test_the_examples_of_the_tools_hold(file):
     assert subprocess.run([sys.executable, "-m", "doctest", str(ROOT / file)]).returncode == 0
 
