@@ -6,7 +6,7 @@ import pytest
 
 from dpcompanion.reproduction import experiments, published, records, scoreboard
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 EVERYTHING = scoreboard.standings()
 BY_NAME = {one.exhibit.name: one for one in EVERYTHING}
 
