@@ -80,7 +80,7 @@ def run():
                          "result": f"delta {max(g.delta for g in games):.2e}, "
                                    f"grid adds at most {max(g.error for g in games):.0e} to epsilon"})
     found = steps()
-    for way, (_, cpu) in found.items():
+    for way, (wall, cpu) in found.items():
         rows.append({"what": f"a training step, {way}", "cpu s": cpu,
                      "result": f"{cpu / found['alone'][1]:.3f} times one alone"})
     return rows

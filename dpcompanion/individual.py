@@ -16,7 +16,7 @@ exact along it where gradients are clipped to the recorded norms, an estimate wh
 becomes a guarantee of individual DP where the norms are bounded beforehand, or a filter keeps their sum within a budget
 (`filters`).  It concerns its owner; publishing it takes noise (`release`).
 
-Memory, with rounding: 2 bytes for each example and level up to 32,767 steps (2 GB for 10 million examples at r = 0.01),
+Memory, with rounding: 2 bytes for each example and level up to 32,767 steps (2 GB for ten million examples at r = 0.01),
 4 bytes beyond.  Without: at most 200 MB of norms that wait to be added, and 8 bytes for each example and order
 (about 2 GB for a million) once they were added.  Epsilons are computed in blocks of examples, so that what
 comes on top does not grow with n.  Accounts of different examples have nothing to do with each other: where those

@@ -64,8 +64,6 @@ except ImportError:     # Windows
 SCHEMA = 1
 LIBRARIES = ("dpcompanion", "torch", "numpy", "scipy", "torchvision", "opacus", "dp-accounting", "scikit-learn",
              "mlxtend")
-# What a checkout has beside the package and a wheel inside it: `results` and the sources in `book`.
-SHIPPED = pathlib.Path(__file__).resolve().parent / "shipped"
 
 
 class MeanSD(typing.NamedTuple):
@@ -270,6 +268,10 @@ def read(path):
         if not isinstance(fields[key], kind):
             raise ValueError(f"{path} is no record: {key} is a {type(fields[key]).__name__}")
     return Record(**{**fields, "arrays": arrays})
+
+
+# What a checkout has beside the package and a wheel inside it: `results` and the sources in `book`.
+SHIPPED = pathlib.Path(__file__).resolve().parent / "shipped"
 
 
 def find(name, preset="paper", folder=None):

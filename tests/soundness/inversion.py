@@ -1,8 +1,7 @@
 r"""Delta of composed sampled Gaussian mechanisms by inverting a Laplace transform, with numpy and scipy alone.
 
-With M(z) = E[exp(z S)] of the summed loss S, delta(eps) = 1/(2 pi i) times the integral of M(z) e^(-z eps) /
-(z (z + 1)) along any vertical line with positive real part that M admits. The trapezoidal rule on it converges
-exponentially.
+With M(z) = E[exp(z S)] of the summed loss S, delta(eps) = 1/(2 pi i) times the integral of M(z) e^(-z eps) / (z (z + 1))
+along any vertical line with positive real part that M admits. The trapezoidal rule on it converges exponentially.
 One step needs no transform: the event is a half line.
 """
 
@@ -12,7 +11,8 @@ from scipy.optimize import minimize_scalar
 
 
 def delta(runs, epsilon, remove):
-    """Delta at epsilon of all `runs`, (sample rate, noise multiplier, steps) each; NaN where the rule cannot tell."""
+    """Delta at epsilon of all `runs`, (sample rate, noise multiplier, steps) each; NaN where the rule does not resolve it.
+    """
     runs = [run for run in runs if run[2]]
     if sum(steps for _, _, steps in runs) == 1:
         return _one_step(*runs[0][:2], epsilon, remove)
