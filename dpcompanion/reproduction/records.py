@@ -15,7 +15,7 @@ What a run takes over from earlier ones (pieces that `resumable` kept) is listed
 versions and seconds of theirs.
 
 A run that leaves out tasks of its configuration, for want of a GPU or of data, lists their names in `values` as
-`not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit, see `scoreboard`.
+`not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see `dpcompanion.reproduction.scoreboard`).
 
 A record is stale when its experiment now has another configuration or another
 code than the record was made with; the book then says so.
@@ -175,7 +175,7 @@ def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, de
         name=name, preset=preset, values=_plain(values), config=_plain(config), code_hash=code_hash,
         data=_plain(list(data)), **(made_with or software()), device=device_name(device),
         wall_time=round(float(wall_time), 3), command=command,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         arrays={key: np.asarray(array) for key, array in (arrays or {}).items()}, kept=_plain(list(kept)),
     )
 
