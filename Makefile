@@ -5,13 +5,15 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 PY := .venv/bin/python
 INSTALLED := .venv/.installed
+LOWEST := .venv-lowest/bin/python
+CORE_TESTS := tests/accounting tests/filters tests/per_instance tests/training tests/test_individual.py
 JUPYTER_BOOK := .venv/bin/jupyter-book build . -q
 
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
-.PHONY: help book site test portable bench soundness clean
+.PHONY: help book site test portable bench soundness lint types lowest wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -21,6 +23,10 @@ help:
 	@echo "make portable  execute every chapter under the arithmetics of other processors: does a number move?"
 	@echo "make bench     time the library beside its peers"
 	@echo "make soundness try the library against oracles on thousands of random cases, for hours"
+	@echo "make lint      the part of make test that takes a second"
+	@echo "make types     what pyright says of the library's types (no part of make test yet)"
+	@echo "make lowest    the library's tests on the lowest versions that pyproject.toml claims"
+	@echo "make wheel     a wheel in dist (TAG=v0.1.0 holds it to a version)"
 	@echo "make clean     remove what was rendered (and, with ENV=1, .venv)"
 
 $(INSTALLED): constraints.txt pyproject.toml
@@ -60,5 +66,24 @@ bench: $(INSTALLED)
 soundness: $(INSTALLED)
 	@$(PY) -m tests.soundness
 
+lint: $(INSTALLED)
+	@$(PY) -m ruff check --quiet
+
+types: $(INSTALLED)
+	@$(PY) -m pyright
+
+lowest:
+	@test -x $(LOWEST) || $(PYTHON) -m venv .venv-lowest
+	@$(LOWEST) -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$($(LOWEST) tools/lowest.py | grep ^torch)
+	@$(LOWEST) -m pip install -q $$($(LOWEST) tools/lowest.py opacus) pytest pytest-xdist hypothesis mpmath dp-accounting tqdm
+	@$(LOWEST) -m pytest -n 2 -p no:cacheprovider $(CORE_TESTS)
+
+wheel:
+	@version=$$(sed -n 's/^__version__ = "\(.*\)"/\1/p' dpcompanion/__init__.py); \
+	  case "$(TAG)" in ""|"v$$version") ;; *) echo "the tag $(TAG) is not v$$version, the version of the package"; exit 1;; esac
+	@rm -rf build dist
+	@$(PYTHON) -m pip wheel -q . --no-deps -w dist
+	@ls dist/*.whl
+
 clean:
-	rm -rf _build .pytest_cache $(if $(ENV),.venv)
+	rm -rf _build build dist .pytest_cache .ruff_cache $(if $(ENV),.venv .venv-lowest)

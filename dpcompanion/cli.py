@@ -20,7 +20,10 @@ import argparse
 import decimal
 import json
 import math
+import os
 import sys
+
+from . import __version__
 
 RELATION, SAMPLER = "add or remove one example", "Poisson"
 
@@ -109,7 +112,7 @@ def _run(arguments):
         print(path.read_text())
     else:
         try:
-            table = experiments.compare(record, folder=folder)
+            table = experiments.compare(record, folder=arguments.out)
         except ValueError as error:  # of the paper's record, which is no part of what was asked for
             print(f"dpcompanion run: warning: not compared with the recorded numbers: {error}", file=sys.stderr)
             table = comparison.compare(record.name, live=record)
@@ -135,6 +138,7 @@ def _list(arguments):
 def _parser():
     parser = argparse.ArgumentParser(prog="dpcompanion",
                                      description="Privacy accounting for DP-SGD, and the records of the book.")
+    parser.add_argument("--version", action="version", version=f"dpcompanion {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, (_, parameters, _, what) in _QUESTIONS.items():
         words = f"{what}: add/remove one example, Poisson sampling"
@@ -167,7 +171,12 @@ def main(argv=None):
     arguments = _parser().parse_args(argv)
     try:
         arguments.do(arguments)
-    except (ValueError, FileNotFoundError) as error:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read, `head` for one, has seen enough. What is left goes nowhere, else Python complains as it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13  # as a process that SIGPIPE ends
+    except (ValueError, FileNotFoundError, ImportError) as error:
         print(f"dpcompanion {arguments.command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import dpcompanion
 from dpcompanion import accounting, cli
 
 RUN = ["--sample-rate", "512/60000", "--noise-multiplier", "3.42529", "--steps", "9375", "--delta", "1e-5"]
@@ -125,3 +126,16 @@ def test_the_command_is_there_without_importing_anything_heavy_for_its_help():
     code = "import sys, dpcompanion.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
     code += "sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+
+
+def test_the_module_is_the_command_and_says_its_version():
+    done = subprocess.run([sys.executable, "-m", "dpcompanion", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"dpcompanion {dpcompanion.__version__}\n")
+
+
+def test_a_reader_who_has_seen_enough_ends_the_command_quietly():
+    command = [sys.executable, "-m", "dpcompanion", "epsilon", *RUN, "--accountant", "rdp"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 141

@@ -1,4 +1,4 @@
-"""The library knows nothing of the reproduction; modules import those of the layers below; little comes from outside."""
+"""The library knows nothing of the reproduction; modules import from the layers below; little comes from outside."""
 
 import ast
 import pathlib
@@ -19,6 +19,7 @@ LIBRARY = (
     {"audit", "engine"},
     {"reproduction"},
     {"cli"},
+    {"__main__"},
 )
 REPRODUCTION = (
     {"intervals", "plotting", "provenance", "published", "sources", "storage"},

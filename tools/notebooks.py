@@ -139,7 +139,7 @@ def execute(root, source, preset, timeout):
         # The committed twins are quick runs; any other preset is for reading beside them.
         twin = root / "_build" / preset / f"{name}.ipynb"
     fresh, wrong = run(root, source, preset, timeout, arithmetic.environment("as it is"))
-    if wrong:
+    if fresh is None:
         return f"{name}: FAILED after {time.monotonic() - started:.0f} s", wrong, False
     verdict, below = "new", []
     if twin.exists():
@@ -162,7 +162,7 @@ def verify(root, source, under, timeout):
     if not source.with_suffix(".ipynb").exists():
         return f"{name}: has no executed notebook beside it", "", False
     fresh, wrong = run(root, source, "quick", timeout, arithmetic.environment(under))
-    if wrong:
+    if fresh is None:
         return f"{name}: FAILED after {time.monotonic() - started:.0f} s", wrong, False
     moved, added = outputs.differences(fresh, nbformat.read(source.with_suffix(".ipynb"), as_version=4))
     below = [f"cell {number}: {old.strip()} -> {new.strip()}" for number, lines in moved for old, new in lines[:SHOWN]]

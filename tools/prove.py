@@ -23,7 +23,7 @@ def step(title, *command):
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                           text=True) as process:
-        for line in process.stdout:
+        for line in process.stdout or ():
             print(line, end="", flush=True)
             lines.append(line.strip())
     return process.returncode == 0, lines
@@ -43,6 +43,7 @@ def counts(path):
 
 def main():
     python = sys.executable
+    lint, _ = step("lint", python, "-m", "ruff", "check", "--quiet")
     with tempfile.TemporaryDirectory() as folder:
         report = f"{folder}/tests.xml"
         units, _ = step("unit tests and doctests", python, "-m", "pytest", "-n", "2", "--dist", "loadgroup",
@@ -54,7 +55,8 @@ def main():
     seen, browser = step("pages in a browser", python, "tools/browser_check.py")
 
     print("\n== what was proved")
-    for good, what in ((units, f"the library: {passed} tests and doctests passed"),
+    for good, what in ((lint, "the code: the linter finds nothing"),
+                       (units, f"the library: {passed} tests and doctests passed"),
                        (pairs, f"the notebooks are their sources, executed: {last(checked)}"),
                        (again, f"their numbers come out again: {last(verified)}"),
                        (site, "the book builds, and a warning would be an error")):
@@ -64,7 +66,7 @@ def main():
         print(f"{'proved' if seen else 'FAILED'}: {last(browser)}")
     not_tried = [f"{number} tests: {reason}" for reason, number in skipped.items()] + unseen
     print("\n".join(f"not tried: {line}" for line in not_tried) or "nothing was skipped")
-    return 0 if all((units, pairs, again, site, seen)) else 1
+    return 0 if all((lint, units, pairs, again, site, seen)) else 1
 
 
 def last(lines):

@@ -224,7 +224,7 @@ def _download(name, folder):
         else:
             return ""
     except ImportError:
-        return " (no download: torchvision is not installed)"
+        return " (no download: torchvision is not installed: pip install 'dpcompanion[data]')"
     except Exception as error:  # whatever went wrong on the network, the reader needs the same line
         reason = str(error).strip().splitlines()
         return f" (the download failed: {reason[0] if reason else type(error).__name__})"

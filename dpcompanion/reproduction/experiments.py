@@ -182,7 +182,7 @@ def finding(name, criterion, *, of=None, kind="claim"):
             "refutes" the paper. Only claims count as reproduced.
 
     The function that follows takes a `Record` and yields (where, our numbers in words, outcome). An outcome that rests
-    on chance comes from the statistic's interval over seeds, examples or groups, see `dpcompanion.reproduction.intervals`, and is
+    on chance comes from the statistic's interval over seeds, examples or groups, see `intervals`, and is
     "undecided" where that lies on both sides of the criterion, or where the record holds too little for one. What is
     not random, such as a theorem that is checked exactly, may yield a truth value::
 
@@ -295,8 +295,8 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
 def compare(live, *, folder=None, **options):
     """The table of a live `Record` beside the published numbers and, where there is one, the paper-scale record.
 
-    `options` go to `dpcompanion.reproduction.comparison.compare`.  A stale record is said to be stale, a stand-in for the paper's
-    network to be one.
+    `options` go to `dpcompanion.reproduction.comparison.compare`.  A stale record is said to be stale, a stand-in for
+    the paper's network to be one.
     """
     found = get(live.name)
     recorded = found.record("paper", folder) if "paper" in found.presets else None

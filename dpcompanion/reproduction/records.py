@@ -146,9 +146,18 @@ def read(path):
     return Record(**{**fields, "arrays": arrays})
 
 
+# What a checkout has beside the package and a wheel inside it: `results` and the sources in `book`.
+SHIPPED = pathlib.Path(__file__).resolve().parent / "shipped"
+
+
 def find(name, preset="paper", folder=None):
-    """The record of an exhibit, or None where there is none; another one under its name raises ValueError."""
+    """The record of an exhibit, or None where there is none; another one under its name raises ValueError.
+
+    Without a `folder`, an installed package that has no checkout finds the records that it came with as well.
+    """
     path = path_of(name, preset, folder)
+    if folder is None and not path.is_file() and provenance.repository() is None:
+        path = path_of(name, preset, SHIPPED / "results")
     if not path.is_file():
         return None
     record = read(path)

@@ -126,8 +126,9 @@ class Standing:
             return None
         gpu = self.exhibit.scale == "gpu"
         if self.experiment is None or "paper" not in self.experiment.presets:
-            data = f" (a GPU, {', '.join(self.exhibit.data)})" if gpu and self.exhibit.data else " (a GPU)" if gpu else ""
-            return f"the paper's scale{data}", f"needs {'an experiment' if self.experiment is None else 'a paper preset'}"
+            needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if gpu else ""
+            return (f"the paper's scale{needs}",
+                    f"needs {'an experiment' if self.experiment is None else 'a paper preset'}")
         command = f"dpcompanion run {self.experiment.name} --preset paper{' --device cuda' if gpu else ''}"
         if not recorded:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
@@ -143,7 +144,7 @@ def standings(paper=None, *, folder=None, book=None):
     Args:
         paper: the paper's slug; all papers by default.
         folder: of the records, see `records.results_folder`.
-        book: the folder of the book's sources; that of the checkout by default.
+        book: the folder of the book's sources; that of the checkout, or of the wheel, by default.
     """
     exhibits = published.exhibits(paper)
     places = {slug: _places(slug, book) for slug in dict.fromkeys(exhibit.paper for exhibit in exhibits)}
@@ -285,7 +286,7 @@ def _missing(exhibit, found):
 
 
 def _not_run(exhibit, record):
-    """The tasks that an exhibit's own record leaves out; another exhibit's may leave out what this one does not show."""
+    """The tasks that an exhibit's own record leaves out; another exhibit's may leave out what this does not show."""
     return tuple(record.values.get("not_run", ())) if record.name == exhibit.name else ()
 
 
@@ -310,18 +311,18 @@ def _state(exhibit, numbers, held, record, missing, place):
 
 def _places(paper, book=None):
     """Exhibit -> its place, from the headings of the paper's own pages, then from the code of all pages."""
-    book = (provenance.repository() or pathlib.Path.cwd()) / "book" if book is None else pathlib.Path(book)
+    book = (provenance.repository() or records.SHIPPED) / "book" if book is None else pathlib.Path(book)
     own = sorted(book.glob(f"papers/{paper}*.md"))
     others = sorted(path for path in book.glob("*.md") if path.stem not in ("scoreboard", "errata", "intro"))
     exhibits, places = published.exhibits(paper), {}
     for path in own:
-        for heading, anchor, code in _sections(path.read_text(encoding="utf-8")):
+        for heading, anchor, _ in _sections(path.read_text(encoding="utf-8")):
             named = _named(heading)
             for exhibit in exhibits:
                 if named & _named(exhibit.id):
                     places.setdefault(exhibit.id, _place(book, path, anchor))
     for path in (*own, *others):
-        for heading, anchor, code in _sections(path.read_text(encoding="utf-8")):
+        for _, anchor, code in _sections(path.read_text(encoding="utf-8")):
             for exhibit in exhibits:
                 ways = (exhibit.name,) if path not in own else (exhibit.name, exhibit.id)
                 if anchor and any(f'{mark}{way}"' in code for way in ways for mark in '"/'):

@@ -27,7 +27,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion.training.secure import SecureStream
 
-#: Number of examples from which on draws are made by gaps; the stream of coins below it is part of every seed's meaning.
+#: Number of examples from which on draws are made by gaps; the coins below it are part of every seed's meaning.
 GAPS_FROM = 1_000_000
 
 _GROUPS = 64                 # different rates up to which each group of equal rates has its own gaps

@@ -15,10 +15,10 @@ Two laws are drawn from it without error, up to the cipher itself:
   cut off.
 
 A float Gaussian on a float sum is not as private as the account says: the low bits of what comes out tell which sums
-are possible at all (Mironov 2012).  With the sum $S$ on the grid too, $S + \mathrm{round}_g(Z) = \mathrm{round}_g(S + Z)$:
-what comes out is the exact Gaussian mechanism on $S$, rounded afterwards, and rounding costs nothing.  `snapped`
-puts a sum there; each of its $d$ numbers moves by $g/2$ at most, and so two sums that were $C$ apart are at most
-$C + \sqrt d\,g$ apart.
+are possible at all (Mironov 2012).  With the sum $S$ on the grid too,
+$S + \mathrm{round}_g(Z) = \mathrm{round}_g(S + Z)$: what comes out is the exact Gaussian mechanism on $S$, rounded
+afterwards, and rounding costs nothing.  `snapped` puts a sum there; each of its $d$ numbers moves by $g/2$ at most,
+and so two sums that were $C$ apart are at most $C + \sqrt d\,g$ apart.
 
 Sharp edges.  A process that is forked gets a key of its own.  A virtual machine that is copied while it runs does not.
 A stream with a given key repeats itself, which is what a test wants and a release does not.
@@ -183,7 +183,7 @@ class SecureStream:
         return np.where(words & np.uint64(1), -multiples, multiples)
 
     def _exact_multiple(self, tail, scale):
-        """The multiple for T in [tail, tail + 1) / 2^64: with as many more bits as that takes, and no rounding error."""
+        """The multiple for T in [tail, tail + 1) / 2^64: with as many more bits as it takes, and no rounding error."""
         bits = 64
         while True:
             low, high = (_rounded_quantile(tail + end, bits, scale) for end in (1, 0))

@@ -313,7 +313,7 @@ class NormTracker:
                 paid = self.budget.clip_norms(limits)
                 charged, limits = torch.where(paid == limits, charged, paid), paid
         if charged is not self._charged and not torch.equal(charged, self._charged):
-            self.accountant                  # records what was charged before
+            self.accountant  # noqa: B018 (records what was charged before)
         self._charged = charged
         self.steps += 1
         self._begun = limits

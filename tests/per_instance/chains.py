@@ -44,7 +44,7 @@ class Chain:
         kernel = torch.exp(self._sides(direction)[0].clamp(min=-500)) * self.cell
         levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
         found = []
-        for step in range(steps):
+        for _ in range(steps):
             below = (density.cumsum(0) * self.cell).contiguous()
             place = torch.searchsorted(below, levels).clamp(max=len(self.line) - 1)
             found.append(self.line[place])

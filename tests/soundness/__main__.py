@@ -18,7 +18,8 @@ def main():
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; all by default")
     parser.add_argument("--count-scale", type=float, default=1.0, help="share of the cases of the whole trial")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop a piece after so long; the table says so")
+    parser.add_argument("--seconds", type=float, default=float("inf"),
+                        help="stop a piece after so long; the table says so")
     options = parser.parse_args()
     if unknown := set(options.pieces) - set(PIECES):
         parser.error(f"there is no piece {', '.join(sorted(unknown))}")

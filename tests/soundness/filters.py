@@ -1,4 +1,4 @@
-"""`RenyiFilter`: the divergences of the steps that it admits, by the closed form, never add up to more than the budget."""
+"""`RenyiFilter`: divergences of the steps that it admits, by the closed form, never add up to more than the budget."""
 
 import math
 import random
@@ -11,8 +11,10 @@ from dpcompanion.filters import RenyiFilter
 def cases(seed, count):
     generator = random.Random(seed)
     for _ in range(count):
-        yield {"sample_rate": generator.choice([1.0, 10 ** generator.uniform(-3, 0)]), "order": generator.randint(2, 40),
-               "noise_multiplier": 10 ** generator.uniform(-0.3, 1.3), "budget_in_steps": 10 ** generator.uniform(0, 1.7),
+        yield {"sample_rate": generator.choice([1.0, 10 ** generator.uniform(-3, 0)]),
+               "order": generator.randint(2, 40),
+               "noise_multiplier": 10 ** generator.uniform(-0.3, 1.3),
+               "budget_in_steps": 10 ** generator.uniform(0, 1.7),
                "norms": [[generator.random() ** generator.choice([0.2, 1, 4]) for _ in range(4)] for _ in range(80)]}
 
 

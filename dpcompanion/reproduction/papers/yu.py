@@ -210,7 +210,7 @@ class Membership(Study):
 
 
 # At the default rate training without noise is chaotic: the last bit of a weight decides who is attacked with success.
-# At a fifth of it the network comes as close to its data, and no bit counts (tests/experiments).
+# At a fifth of it the network comes as close to its data, and no bit counts (tests/reproduction).
 STABLE = {"epochs": 30, "learning_rate": 0.02}
 
 

@@ -36,7 +36,8 @@ def figure_1(config, run):
 def of_examples(record, name, share):
     """The interval of a share of a task's training examples."""
     source = record.config["tasks"][name]["data"].partition("-")[0] if "tasks" in record.config else ""
-    sizes = [entry["examples"] for entry in record.data if entry["split"] == "train" and entry["name"].startswith(source)]
+    sizes = [entry["examples"] for entry in record.data
+             if entry["split"] == "train" and entry["name"].startswith(source)]
     return intervals.share(round(share * sizes[0]), sizes[0]) if sizes else intervals.unknown(share)
 
 

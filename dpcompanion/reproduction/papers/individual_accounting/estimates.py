@@ -67,8 +67,9 @@ def rare_refreshes_suffice(record):
 def more_refreshes_help(record):
     for name in reported(record):
         exact, estimates = (record.arrays[f"{name}.{key}"] for key in ("exact", "estimates"))
-        rises = [intervals.bootstrap(lambda x, few, many: intervals.correlation(x, many) - intervals.correlation(x, few),
-                                     exact, *pair) for pair in zip(estimates, estimates[1:])]
+        rises = [
+            intervals.bootstrap(lambda x, few, many: intervals.correlation(x, many) - intervals.correlation(x, few),
+                                exact, *pair) for pair in zip(estimates, estimates[1:])]
         found = [record.values[f"{name}.gamma_{g:g}.pearson"] for g in record.config["refreshes"]]
         yield (LABELS[name], ", ".join(f"{r:.4f}" for r in found),
                intervals.every(*(rise.at_least(0) for rise in rises)))

@@ -284,8 +284,8 @@ def _attacked(record, tasks, mu, epsilon):
                    intervals.Interval(seen, seen, math.inf).at_most(record.values[f"{row}.{mu}"]))
 
 
-@finding("intrinsic-privacy/algorithm-2", "at target 1, epsilon is at most 1 with theorem 2's sensitivity: an attack can"
-         " refute that, and never prove it")
+@finding("intrinsic-privacy/algorithm-2", "at target 1, epsilon is at most 1 with theorem 2's sensitivity: an attack"
+         " can refute that, and never prove it")
 def _augmented_stands(record):
     yield from _augmented(record, _bounded(record), "theory")
 

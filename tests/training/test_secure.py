@@ -204,7 +204,7 @@ def test_no_noise_is_no_noise():
     assert stream().normal((0,), 1.0).shape == (0,) and stream().coins(0, 0.5).shape == (0,)
 
 
-# The attack of Mironov (2012), on low bits ------------------------------------------------------------------------------
+# The attack of Mironov (2012), on low bits ----------------------------------------------------------------------------
 
 def guessed(releases, canary):
     """Whether each row of releases, (runs, coordinates), holds the canary: by the low bits of the numbers near 0 alone.

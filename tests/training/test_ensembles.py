@@ -83,7 +83,7 @@ def networks(build, count=RUNS):
         torch.manual_seed(seed)
         made.append(build().double())
         if made[0] is not made[-1]:
-            for (name, p), q in zip(made[-1].named_parameters(), made[0].parameters()):
+            for p, q in zip(made[-1].parameters(), made[0].parameters()):
                 if not p.requires_grad:
                     p.data.copy_(q)
     return made

@@ -1,4 +1,4 @@
-"""Runs without a seed: nobody can repeat their noise, a checkpoint does not hold it, and they go on where they stopped."""
+"""Runs without a seed: nobody can repeat their noise, no checkpoint holds it, and they go on where they stopped."""
 
 import itertools
 import os

@@ -7,7 +7,6 @@ import torch
 from opacus import PrivacyEngine
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler,
@@ -236,7 +235,7 @@ def test_looking_through_the_managed_loader_and_leaving_it_early_joins_no_draws(
         for _ in range(4):
             model.eval()
             with torch.no_grad():
-                for x, y in small:                   # an evaluation: nothing is learned
+                for x, _ in small:                   # an evaluation: nothing is learned
                     model(x)
             model.train()
             for count, (x, y) in enumerate(small):   # a training that is left in the middle of a draw

@@ -6,7 +6,7 @@ import pytest
 
 from dpcompanion.reproduction import experiments, published, records, scoreboard
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 EVERYTHING = scoreboard.standings()
 BY_NAME = {one.exhibit.name: one for one in EVERYTHING}
 
@@ -120,7 +120,8 @@ def test_a_record_without_a_data_set_or_network_of_the_paper_is_a_part(tmp_path,
 
 def test_a_record_of_a_part_that_disagrees_contradicts_nothing(tmp_path):
     values = {key: 10.0 for key in published.exhibit(NAME).flat()}
-    record = records.make(NAME, "paper", values, config={"tasks": {"a": {"model": "resnet20"}}}, data=[{"name": "mnist"}])
+    record = records.make(NAME, "paper", values, config={"tasks": {"a": {"model": "resnet20"}}},
+                          data=[{"name": "mnist"}])
     records.write(record, tmp_path)
     one = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
     assert (one.state, one.verdicts) == ("undecided", "4 differ")

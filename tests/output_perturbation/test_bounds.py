@@ -174,7 +174,8 @@ def test_mahalanobis_is_the_distance_after_whitening():
 @pytest.mark.parametrize("call,said", [
     (lambda: sgd_sensitivity(passes=0, lipschitz=1, learning_rate=1, batch_size=1), "passes must lie in"),
     (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=0.5), "batch_size must lie in"),
-    (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=1, smoothness=0), "smoothness must lie"),
+    (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=1, smoothness=0),
+     "smoothness must lie"),
     (lambda: sgd_sensitivity(passes=1, lipschitz=math.inf, learning_rate=1, batch_size=1), "lipschitz must lie in"),
     (lambda: empirical_sensitivity(torch.zeros(1, 5, 2)), "weights must hold 2 data sets or more"),
     (lambda: intrinsic_sigma(torch.zeros(3, 1, 2)), "weights must hold 2 seeds or more"),
