@@ -56,7 +56,7 @@ class Filtering:
     def before_step(self):
         return self.filter.clip_norms(self.norms)
 
-    def after_step(self, indices, norms):
+    def after_step(self, indices, norms, clipped=None):
         pass
 
     def state_dict(self):
