@@ -1,6 +1,6 @@
 """Filters: what the worst strategy costs to compute, and a training step with a filter.
 
-*Worst case* (`adaptive_delta`) and *calibration* (`calibrate_filter`, with nothing kept): Boenisch et al. on MNIST, 9,375
+*Worst case* (`adaptive_delta`) and *calibration* (`calibrate_filter`, nothing kept): Boenisch et al. on MNIST, 9,375
 steps in blocks of a third of an epoch, and Yu et al. on CIFAR-10, 3,600 steps of 4,096 in blocks of 36, with four and
 with ten levels and costs that are the squares of the norms, in both directions.  The step is that of a small CNN on
 60,000 examples of which one in a hundred is drawn: alone, with the exact filter, and with the Renyi filter; norms are

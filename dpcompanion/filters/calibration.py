@@ -75,7 +75,7 @@ def level_costs(levels, *, sample_rate, noise_multiplier, steps, target_epsilon,
     blocks = math.ceil(steps / block)
     dearest = max(1, min(_MOST_UNITS // blocks, math.floor(64 * prices[-1] / prices[0])))
     least = None
-    # Costs are ceil(unit price). The full level is priced exactly: rounding takes from nobody who needs all of it.
+    # Costs are ceil(unit price). The full level is priced exactly: rounding takes nothing from who needs all of it.
     for top in range(1, dearest + 1):
         unit = top / prices[-1]
         costs = tuple(math.ceil(unit * price * (1 - 1e-9)) for price in prices)

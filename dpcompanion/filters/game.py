@@ -106,13 +106,15 @@ def worst_case(pairs, *, costs, budget, epsilon, direction="remove", interval=No
     _checks.one_of("direction", direction, DIRECTIONS)
     if interval is not None:
         interval = _checks.number("interval", interval, 0, math.inf, closed="neither")
+    # Who cannot pay for a level cannot play it; its law would only widen the window and the bounds on what is lost.
+    affordable = [k for k, cost in enumerate(costs) if cost <= budget]
+    pairs, costs = [pairs[k] for k in affordable], [costs[k] for k in affordable]
     times = [budget // cost for cost in costs]
-    references = [pair.reference(direction, count, epsilon) if count else (1.0, -math.inf)
-                  for pair, count in zip(pairs, times)]
+    references = [pair.reference(direction, count, epsilon) for pair, count in zip(pairs, times)]
     tilt, log_delta = max(references, key=lambda reference: reference[1])
     if budget * max(pair.largest_loss(direction) / cost for pair, cost in zip(pairs, costs)) <= epsilon:
         return Game(direction, epsilon, np.zeros(budget + 1), 0.0, 0.0)
-    log_capped = [_LOG_CAPPED + max(log_delta, _LEAST) - math.log(max(count, 1)) for count in times]
+    log_capped = [_LOG_CAPPED + max(log_delta, _LEAST) - math.log(count) for count in times]
     # A tilt that goes for deltas far below what floats hold, or that the moments do not allow, is too large.
     while tilt > 1e-3 and not budget * max(pair.log_mass(direction, tilt, log) / cost for pair, cost, log
                                            in zip(pairs, costs, log_capped)) <= _LARGEST_MASS:
@@ -137,6 +139,8 @@ def worst_case(pairs, *, costs, budget, epsilon, direction="remove", interval=No
     rise = max(count * max(math.log(law.masses.sum()) - law.log_mass, 0.0) for law, count in zip(laws, times))
     # Where delta falls faster than the tilt says the errors of the grid weigh more; and within a cell it is a chord.
     error = 2 * rise / tilt if epsilon >= 50 * interval else max(2 * rise / tilt, interval)
+    if kept is not None:
+        kept = np.array([*affordable, -1], dtype=np.int8)[kept]      # -1, for a unit unspent, is the last entry
     return Game(direction, epsilon, table, interval, error, low, kept)
 
 
@@ -173,14 +177,13 @@ def _interval(times, tilt, epsilon):
 
 def _ends(laws, times, interval, epsilon):
     """The window, in grid points: where tilted paths from 0 to epsilon go, and no farther than any path can."""
-    used = [(law, count) for law, count in zip(laws, times) if count]
-    least = min(count * min(law.first, 0) for law, count in used)
-    most = max(count * max(law.first + len(law.masses) - 1, 0) for law, count in used)
+    least = min(count * min(law.first, 0) for law, count in zip(laws, times))
+    most = max(count * max(law.first + len(law.masses) - 1, 0) for law, count in zip(laws, times))
     goal = math.ceil(epsilon / interval)
     if most - least <= _SMALL:
         return least, max(most, goal)
     spread = drift = 0.0
-    for law, count in used:
+    for law, count in zip(laws, times):
         places = law.first + np.arange(len(law.masses))
         weights = law.masses / law.masses.sum()
         mean = float(weights @ places)
@@ -188,8 +191,8 @@ def _ends(laws, times, interval, epsilon):
         drift = max(drift, count * mean)
     # A bridge of `drift` with this spread is widest where drift (1 - t) - width spread sqrt(t (1 - t)) is least.
     edge = math.ceil((math.hypot(drift, _WIDTH * spread) - drift) / 2) + 16
-    low = min(-edge, min(law.first for law, _ in used))
-    high = max(goal, math.ceil(drift)) + max(edge, max(law.first + len(law.masses) for law, _ in used))
+    low = min(-edge, min(law.first for law in laws))
+    high = max(goal, math.ceil(drift)) + max(edge, max(law.first + len(law.masses) for law in laws))
     return max(low, least), max(min(high, most), goal)
 
 

@@ -3,9 +3,10 @@
 An entry is one JSON file under `filters` in the data folder.  Its name is a sha256 of the question, of the code that
 answers it and of the libraries that it computes with: whatever changes in any of these is computed anew.  An entry is
 sealed by a sha256 of its own, holds its question, and is written whole or not at all; one that is damaged, or answers
-another question, is computed again and replaced.  Answers that take less than a second of processor time are not written.  Where nothing
-can be written, nothing is kept.  With DPCOMPANION_FILTERS=anew in the environment nothing is read or written: so the
-book's notebooks are executed, which show what is computed.  The seal guards against damage, not against people who may write into the folder.
+another question, is computed again and replaced.  Answers that take less than a second of processor time are not
+written.  Where nothing can be written, nothing is kept.  The seal guards against damage, not against people who may
+write into the folder.  With DPCOMPANION_FILTERS=anew in the environment nothing is read or written: so the book's
+notebooks are executed, which show what is computed.
 
 >>> import tempfile
 >>> os.environ["DPCOMPANION_DATA"], before = tempfile.mkdtemp(), os.environ.get("DPCOMPANION_DATA")

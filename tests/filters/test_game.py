@@ -160,6 +160,17 @@ def test_monotone_in_levels_budget_noise_and_costs():
     assert (np.diff(table) >= 0).all() and len(table) == 51
 
 
+def test_a_level_that_nobody_can_pay_for_changes_nothing():
+    run = dict(sample_rate=1 / 118, noise_multiplier=1.2256, budget=190, epsilon=0.35, block=118)
+    levels, costs = [i / 8 for i in range(1, 9)], [2, 8, 19, 34, 57, 88, 133, 199]
+    without = adaptive_delta(levels=levels[:-1], costs=costs[:-1], **run)
+    assert adaptive_delta(levels=levels, costs=costs, **run) == without < 1e-5
+    coins = [Discrete([0.1, 0.9], [0.9, 0.1]), Discrete([0.4, 0.6], [0.6, 0.4])]
+    game = worst_case(coins, costs=[4, 1], budget=3, epsilon=0.2, choices=True)
+    assert set(np.unique(game.choices)) == {-1, 1}                 # levels keep their numbers
+    assert game.delta == worst_case(coins[1:], costs=[1], budget=3, epsilon=0.2).delta
+
+
 def test_coarse_grids_only_raise_the_value():
     fine = adaptive_delta(**ADAPTIVE, epsilon=1.0, interval=5e-4)
     for interval in (2e-3, 0.01, 0.05, 0.3):
