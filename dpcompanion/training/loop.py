@@ -85,8 +85,8 @@ class Run:
 
 
 def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method="auto", precision=None,
-          physical_batch_size=512, accountant=None, trackers=(), on_step=None, on_epoch=None, checkpoint=None, checkpoint_every=None,
-          stateful=None, generator_device="cpu", progress=None):
+          physical_batch_size=512, accountant=None, trackers=(), on_step=None, on_epoch=None, checkpoint=None,
+          checkpoint_every=None, stateful=None, generator_device="cpu", progress=None):
     """Train `model` in place by DP-SGD as `plan` says.
 
     Args:
