@@ -140,8 +140,10 @@ def _patches(conv, a):
 
 
 def _slides(conv, positions):
-    """Whether `_slid` is faster than patches: steps of one pixel, and many of them beside the channels (measured)."""
-    return conv.stride == (1, 1) and positions > 2 * conv.weight.shape[1]
+    """Whether `_slid` is faster than patches (measured): steps of one pixel, and many of them beside the channels, but
+    not the colours of an image, whose products would have three columns."""
+    channels = conv.weight.shape[1]
+    return conv.stride == (1, 1) and positions > 2 * channels and channels != 3
 
 
 def _slid(conv, a, g):

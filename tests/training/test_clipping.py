@@ -293,6 +293,41 @@ def test_clipping_leaves_no_hook_no_gradient_and_no_mode_behind():
     assert [module.training for module in model] == [True] + [False] * 9
 
 
+class Seen(nn.Module):
+    """Notes in which format its inputs come."""
+
+    def forward(self, x):
+        self.last = x.stride(1) == 1
+        return x
+
+
+@pytest.mark.parametrize("method", ["mixed", "ghost"])
+@pytest.mark.parametrize("make", [
+    lambda: nn.Sequential(Seen(), nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(),
+                          nn.MaxPool2d(2), Seen(), nn.Conv2d(8, 6, 3, stride=2, groups=2), nn.Flatten()),
+    lambda: nn.Sequential(Seen(), nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.ReLU(), Seen(),
+                          models.StandardisedConv2d(4, 6, 3, padding=1), nn.Flatten())])
+def test_colour_images_go_through_with_channels_last_and_nothing_else_changes(make, method, monkeypatch):
+    torch.manual_seed(0)
+    model, x, y = make(), torch.randn(6, 3, 12, 12), torch.randint(3, (6,))
+    found = clipped_sum(model, cross_entropy, x, y, 0.5, method=method)
+    assert all(module.last for module in model if isinstance(module, Seen))
+    assert x.is_contiguous() and all(p.is_contiguous() for p in model.parameters())
+    monkeypatch.setattr(clipping, "in_best_format", lambda model, x: x)
+    other = clipped_sum(model, cross_entropy, x, y, 0.5, method=method)
+    assert not any(module.last for module in model if isinstance(module, Seen))
+    torch.testing.assert_close(found.norms, other.norms)
+    for name, g in found.gradients.items():
+        torch.testing.assert_close(g, other.gradients[name], rtol=1e-4, atol=1e-6)
+
+
+def test_other_inputs_stay_as_they_are():
+    conv, linear = nn.Conv2d(3, 2, 3), nn.Linear(8, 2)
+    for model, x in ((conv, torch.randn(2, 3, 8, 8).double()), (nn.Conv2d(1, 2, 3), torch.randn(2, 1, 8, 8)),
+                     (linear, torch.randn(2, 3, 8, 8)), (linear, torch.randn(2, 8))):
+        assert clipping.in_best_format(model, x) is x
+
+
 def test_dropout_draws_anew_for_each_example():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(50, 2)).double()
