@@ -167,6 +167,20 @@ def test_the_measuring_pass_leaves_no_trace():
     assert len(found) == 12 and torch.equal(one, other)
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_model_that_is_not_wrapped_is_measured_alike(mode):
+    def trained(wrap_model):
+        model, filter = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), exact()
+        torch.manual_seed(7)
+        model.apply(lambda part: part.reset_parameters() if isinstance(part, nn.Linear) else None)
+        _, made, *parts = private(filter, model=model, mode=mode, wrap_model=wrap_model)
+        train(made if wrap_model else model, *parts)
+        return weights(model), filter.spent
+
+    for one, other in zip(trained(True), trained(False)):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("make", [exact, renyi])
 def test_a_run_with_a_filter_goes_on_from_a_checkpoint(make, tmp_path):
     def made():
