@@ -8,6 +8,7 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp import IndividualizedPrivacyEngine
 from dpcompanion.training import cross_entropy
@@ -34,15 +35,16 @@ def renyi():
                        budgets=BUDGET[:, None] * 0.1)
 
 
-def private(filter, *, mode="hooks", seed=0, model=None, engine=None, dataset=None, lr=1.0, **options):
+def private(filter, *, mode="hooks", seed=0, model=None, engine=None, dataset=None, batch_size=N // BATCHES,
+            **options):
     """An engine and what it returns, the criterion before the loader."""
     torch.manual_seed(7)
     model, engine = model or nn.Linear(4, 3).double(), engine or IndividualizedPrivacyEngine()
     options = {"epochs": 4, "updates_per_epoch": BATCHES, "loss": None if "norms" in options else cross_entropy,
                "noise_generator": torch.Generator().manual_seed(seed), **options}
     module, optimizer, *rest = engine.make_private_with_filter(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr), filter=filter, grad_sample_mode=mode,
-        data_loader=DataLoader(data() if dataset is None else dataset, batch_size=N // BATCHES), **options)
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), filter=filter, grad_sample_mode=mode,
+        data_loader=DataLoader(data() if dataset is None else dataset, batch_size=batch_size), **options)
     return engine, module, optimizer, *(rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest))
 
 
@@ -167,6 +169,20 @@ def test_the_measuring_pass_leaves_no_trace():
     assert len(found) == 12 and torch.equal(one, other)
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_model_that_is_not_wrapped_is_measured_alike(mode):
+    def trained(wrap_model):
+        model, filter = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double(), exact()
+        torch.manual_seed(7)
+        model.apply(lambda part: part.reset_parameters() if isinstance(part, nn.Linear) else None)
+        _, made, *parts = private(filter, model=model, mode=mode, wrap_model=wrap_model)
+        train(made if wrap_model else model, *parts)
+        return weights(model), filter.spent
+
+    for one, other in zip(trained(True), trained(False)):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize("make", [exact, renyi])
 def test_a_run_with_a_filter_goes_on_from_a_checkpoint(make, tmp_path):
     def made():
@@ -248,3 +264,51 @@ def test_the_filters_of_two_runs_are_not_mixed_up():
     _, *parts = private(other, engine=engine)                              # before any step: the second replaces it
     train(*parts)
     assert not bool(filter.spent.any()) and bool(other.spent.any())
+
+
+# The audit.  Half of the coordinates of a linear model belong to a canary each, whose gradient points along its
+# coordinate and is longer than the clip norm; nobody writes to the others.  Canaries ask for more once they are seen.
+CANARIES, STEPS = 300, 64
+
+
+def moved(budget, spoil=None):
+    """How far coordinates with and without canaries moved, in standard deviations of the noise; and the filter."""
+    dataset, inside, outside = TensorDataset(10 * torch.eye(CANARIES, 2 * CANARIES), torch.zeros(CANARIES)), [], []
+    for seed in range(4):
+        filter = ExactFilter(CANARIES, sample_rate=0.5, noise_multiplier=2.0, max_grad_norm=1.0, levels=[0.25, 1.0],
+                             costs=[1, 16], budget=budget, steps=STEPS)
+        model = nn.Linear(2 * CANARIES, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        engine, made, optimizer, _, loader = private(
+            filter, model=model, dataset=dataset, batch_size=CANARIES // 2, epochs=STEPS // 2, seed=seed,
+            norms=lambda: torch.where(model.weight[0, :CANARIES] > 0, 1.0, 0.25))
+        if spoil:
+            spoil(engine)
+        for _ in range(STEPS // 2):
+            for x, _ in loader:
+                optimizer.zero_grad()
+                (-made(x)).mean().backward()
+                optimizer.step()
+        total = model.weight.detach()[0] * optimizer.expected_batch_size / (2 * math.sqrt(STEPS))
+        inside.append(total[:CANARIES])
+        outside.append(total[CANARIES:])
+    return torch.cat(inside), torch.cat(outside), filter
+
+
+def audited(inside, outside):
+    return max(float(epsilon_lower_bound(
+        true_positives=(inside > threshold).sum(), positives=len(inside), false_positives=(outside > threshold).sum(),
+        negatives=len(outside), delta=DELTA, confidence=0.999)) for threshold in (0.5, 1.0, 2.0))
+
+
+def test_an_audit_with_canaries_that_adapt_stays_below_the_promise_and_catches_a_filter_that_is_not_heeded():
+    inside, outside, filter = moved(20)
+    promise = float(filter.epsilon(DELTA)[0])
+    assert audited(inside, outside) <= promise < 1.2
+    assert bool((filter.spent <= 20).all()) and bool((filter.spent > 16).any())
+
+    def spoil(engine):
+        engine.accountant.budgets.clip_norms = lambda: torch.ones(CANARIES)
+
+    inside, outside, _ = moved(20, spoil)
+    assert audited(inside, outside) > promise

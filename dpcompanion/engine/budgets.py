@@ -83,6 +83,7 @@ class FilteredBudgets:
         self._measured, self._served, self._paid, self.n = None, 0, None, filter.n
 
     def clip_norms(self):
+        """(n,) norms that the present step clips to; asked for the first time, everybody pays for them."""
         if self._paid is None:
             if self._measured is None or self._served >= self._every:
                 self._measured, self._served = self._bounded(self.measure()), 0

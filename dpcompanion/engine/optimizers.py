@@ -62,11 +62,6 @@ class Following:
                           "inputs, or the gradients of its outputs, did not allow it. The budgets hold if it does",
                           RuntimeWarning, stacklevel=4)
 
-    @property
-    def clip_norms(self):
-        """(n,) norms to which the present step clips."""
-        return self._accountant.budgets.clip_norms()
-
     def clip_factors(self, norms, share=1.0):
         """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
         self._accountant.check_budget()
@@ -74,7 +69,7 @@ class Following:
         if batch is None or len(norms) != len(batch):
             raise ValueError(f"a batch must be what the loader handed out last, {len(batch or [])} examples, got "
                              f"{len(norms)}")
-        own = share * self.clip_norms[batch].to(device=norms.device, dtype=norms.dtype)
+        own = share * self._accountant.budgets.clip_norms()[batch].to(device=norms.device, dtype=norms.dtype)
         # A hair less, so that rounding lifts no gradient above its norm.
         factors = (own / (norms * (1 + 8 * torch.finfo(self.params[0].dtype).eps) + 1e-6)).clamp(max=1.0)
         return torch.where(norms.isfinite(), factors, 0.0)

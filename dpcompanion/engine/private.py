@@ -33,7 +33,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         secure_mode: True refuses generators of one's own, so that draws and noise come from a cipher for certain (in
             place of Opacus's secure mode, whose package no longer installs). Without generators they do in any case.
 
-    Once `make_private_with_budgets` was called, `sample_rates`, `max_grad_norms` and `noise_multipliers`, (n,) float64,
+    Once the module was made private, `sample_rates`, `max_grad_norms` and `noise_multipliers`, (n,) float64,
     say what each example gets; the last is the noise over its own clip norm.
 
     >>> import warnings; warnings.simplefilter("ignore")
@@ -130,8 +130,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight)
         fixed = FixedBudgets(rates=self.sample_rates, norms=self.max_grad_norms, noises=self.noise_multipliers,
                              budgets=budgets, target_delta=float(target_delta), planned=run["steps"], by=self._by)
-        return self._assemble(fixed, module, optimizer, data_loader, multiplier, max_grad_norm, shares, streams,
-                              criterion, batch_first, loss_reduction, grad_sample_mode, wrap_model, prove)
+        return self._assemble(fixed, module, optimizer, data_loader, streams, noise_multiplier=multiplier,
+                              max_grad_norm=max_grad_norm, shares=shares, criterion=criterion, batch_first=batch_first,
+                              loss_reduction=loss_reduction, grad_sample_mode=grad_sample_mode, wrap_model=wrap_model,
+                              prove=prove)
 
     def make_private_with_filter(self, *, module, optimizer, data_loader, filter, epochs, loss=None, norms=None,
                                  updates_per_epoch=1, criterion=None, batch_first=True, loss_reduction="mean",
@@ -197,9 +199,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = (
             value * full for value in (filter.sample_rate, filter.max_grad_norm, filter.noise_multiplier))
         budgets = FilteredBudgets(filter, norms, every=max(1, math.floor(length / updates)), planned=epochs * length)
-        made = self._assemble(budgets, module, optimizer, data_loader, filter.noise_multiplier, filter.max_grad_norm,
-                              None, streams, criterion, batch_first, loss_reduction, grad_sample_mode, wrap_model,
-                              prove)
+        made = self._assemble(budgets, module, optimizer, data_loader, streams,
+                              noise_multiplier=filter.noise_multiplier, max_grad_norm=filter.max_grad_norm, shares=None,
+                              criterion=criterion, batch_first=batch_first, loss_reduction=loss_reduction,
+                              grad_sample_mode=grad_sample_mode, wrap_model=wrap_model, prove=prove)
         if norms is None:
             budgets.measure = GradientNorms(self.accountant.follower.hooks, loss, data_loader.dataset,
                                             data_loader.collate_fn, size=data_loader.batch_size)
@@ -214,7 +217,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         check_loader(data_loader)
         check_module(self, module, optimizer)
 
-    def _assemble(self, budgets, module, optimizer, data_loader, noise_multiplier, max_grad_norm, shares, streams,
+    def _assemble(self, budgets, module, optimizer, data_loader, streams, *, noise_multiplier, max_grad_norm, shares,
                   criterion, batch_first, loss_reduction, grad_sample_mode, wrap_model, prove):
         """What the caller gets; from here on the accountant follows the new optimizer."""
         sampling, noise = streams

@@ -309,7 +309,7 @@ def test_what_the_engine_shows_may_be_written_to():
     for shown in (budgets, engine.max_grad_norms, engine.noise_multipliers):
         shown.mul_(1e-3 if shown is budgets else 1e3)
     engine.sample_rates.fill_(1e-6)
-    assert torch.equal(engine.get_epsilons(DELTA), spent) and torch.equal(optimizer.clip_norms, norms)
+    assert torch.equal(engine.get_epsilons(DELTA), spent) and torch.equal(engine.accountant.budgets.clip_norms(), norms)
     assert float(loader.batch_sampler.sample_rate[0]) == 0.25
 
 
