@@ -23,7 +23,6 @@ class Hidden:
     norms: tuple = (0.05, 1.0, 1.0, 1.0, 1.0, 1.0)
     sample_rate: float = 0.1
     noise: float = 1.0
-    
 
 def histories(config, *, running=True):
     """Every history of who was sampled: (probabilities, what the example adds, what it is charged at each step)."""
