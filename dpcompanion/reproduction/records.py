@@ -5,8 +5,8 @@ the full configuration with its seeds, the data with their sha256, library
 versions, git commit, device, wall time and the command.  Arrays lie in an NPZ
 file beside it; see `dpcompanion.reproduction.storage` for how both are written and checked.
 
-What a run takes over from earlier ones (`dpcompanion.reproduction.pieces`) is listed under `kept`, with the commit,
-versions and seconds of theirs.
+What a run takes over from earlier ones (`dpcompanion.reproduction.pieces`) is listed under `kept`, with their commit,
+versions and seconds.
 
 A run that leaves out tasks of its configuration, for want of a GPU or of data, lists their names in `values` as
 `not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see `dpcompanion.reproduction.scoreboard`).
