@@ -34,6 +34,11 @@ def test_a_piece_that_is_damaged_is_computed_again(tmp_path):
     assert pieces.resumable(lambda name: 2.0, ["a"], folder=tmp_path, config={}) == {"a": 2.0} != first
 
 
+def written(kept, folder):
+    """What was taken over, as a record has it."""
+    return records.read(records.write(records.make("idp-sgd/table-5", "paper", {}, config={}, kept=kept), folder)).kept
+
+
 def test_a_record_lists_what_it_took_over_and_from_which_code(tmp_path, monkeypatch):
     def gathered(names):
         with pieces.taken_over() as kept:
@@ -49,7 +54,7 @@ def test_a_record_lists_what_it_took_over_and_from_which_code(tmp_path, monkeypa
     kept = gathered(["a", "b", "c"])
     assert [(each["commit"], each["pieces"]) for each in kept] == [("first", 2), ("second", 1)]
     assert all(each["seconds"] >= 0 for each in kept)
-    assert records.read(records.write(records.make("idp-sgd/table-5", "paper", {}, config={}, kept=kept), tmp_path)).kept == kept
+    assert written(kept, tmp_path) == kept
 
 
 def test_a_piece_that_does_not_say_what_made_it_is_counted_as_unknown(tmp_path):
@@ -62,7 +67,7 @@ def test_a_piece_that_does_not_say_what_made_it_is_counted_as_unknown(tmp_path):
     with pieces.taken_over() as kept:
         pieces.resumable(len, ["a"], folder=tmp_path, config={})
     assert [(each["pieces"], each["commit"], each["versions"]) for each in kept] == [(1, None, {})]
-    assert math.isnan(records.read(records.write(records.make("idp-sgd/table-5", "paper", {}, config={}, kept=kept), tmp_path)).kept[0]["seconds"])
+    assert math.isnan(written(kept, tmp_path)[0]["seconds"])
 
 
 @pytest.mark.parametrize("names", [["a/b"], ["../a"], [""], [3], ["a", "a"]])

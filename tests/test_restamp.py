@@ -56,12 +56,14 @@ def test_records_that_were_fresh_are_restamped_and_others_named(checkout):
     done = restamp(checkout)
     assert done.returncode == 1 and done.stdout.splitlines() == ["1 restamped", f"left stale: {OTHER} (paper)"]
     after = json.loads(path.read_text())
-    assert {key for key in before if before[key] != after[key]} == {"code_hash", "sha256"} and list(before) == list(after)
+    assert {key for key in before if before[key] != after[key]} == {"code_hash", "sha256"}
+    assert list(before) == list(after)
     assert other.read_bytes() == untouched
     # A record of another run than the one that was fresh is left.
     edit(papers / "intrinsic_privacy" / "sensitivity.py", "    positions = places", "    position = places")
     code = ("import pathlib, sys; from dpcompanion.reproduction import storage; path = pathlib.Path(sys.argv[1]); "
-            "fields = storage.read_json(path); fields['values']['mean'] += 1; storage.write_json(path, fields, indent=1)")
+            "fields = storage.read_json(path); fields['values']['mean'] += 1; "
+            "storage.write_json(path, fields, indent=1)")
     subprocess.run([sys.executable, "-c", code, path], check=True, cwd=checkout)
     changed = path.read_bytes()
     assert restamp(checkout).stdout.splitlines() == ["0 restamped", f"left stale: {NAME} (paper), {OTHER} (paper)"]

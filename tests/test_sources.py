@@ -129,8 +129,8 @@ def standin(tmp_path, monkeypatch):
 
 def test_the_closure_is_what_is_used_by_name_through_modules_and_methods(standin):
     _, found = standin()
-    assert found == {"standin.paper.exhibit", "standin.paper.helper", "standin.paper.tidy", "standin.shared.Trained", "standin.shared.STEPS",
-                     "standin.shared.LOADERS", "standin.shared.load", "standin.shared.Task()"}
+    assert found == {"standin.paper.exhibit", "standin.paper.helper", "standin.paper.tidy", "standin.shared.Trained",
+                     "standin.shared.STEPS", "standin.shared.LOADERS", "standin.shared.load", "standin.shared.Task()"}
     assert standin(of="another")[1] == found | {"standin.paper.another"}
 
 
@@ -190,8 +190,8 @@ def test_what_was_missed_when_it_was_typed_is_found():
         return {name.removeprefix(sources.OWN + ".") for name in sources.closure(found.function)}
 
     assert "gradients_look_alike.mean_updates.figure_8" in names("gradients-look-alike/figure-4")
-    assert {f"gradients_look_alike.runs.{one}" for one in ("contributions", "ORDERS", "_inputs")} <= names(
-        "gradients-look-alike/figure-6")
+    figure_6 = names("gradients-look-alike/figure-6")
+    assert {f"gradients_look_alike.runs.{one}" for one in ("contributions", "ORDERS", "_inputs")} <= figure_6
     assert "idp_sgd.training.parameters" in names("idp-sgd/table-6")
     assert "intrinsic_privacy.grids._adult" in names("intrinsic-privacy/table-3")   # through a table of loaders
     for name in experiments.names():

@@ -5,8 +5,8 @@ the full configuration with its seeds, the data with their sha256, library
 versions, git commit, device, wall time and the command.  Arrays lie in an NPZ
 file beside it; see `dpcompanion.reproduction.storage` for how both are written and checked.
 
-What a run takes over from earlier ones (`dpcompanion.reproduction.pieces`) is listed under `kept`, with the commit,
-versions and seconds of theirs.
+What a run takes over from earlier ones (`dpcompanion.reproduction.pieces`) is listed under `kept`, with their commit,
+versions and seconds.
 
 A run that leaves out tasks of its configuration, for want of a GPU or of data, lists their names in `values` as
 `not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see `dpcompanion.reproduction.scoreboard`).
@@ -32,7 +32,8 @@ import numpy as np
 
 from dpcompanion import _checks
 from dpcompanion.reproduction import provenance, published
-from dpcompanion.reproduction.storage import hash_of, MeanSD, mean_and_sd, plain, read_whole, write_whole  # noqa: F401
+from dpcompanion.reproduction.storage import hash_of, plain, read_whole, write_whole
+from dpcompanion.reproduction.storage import MeanSD, mean_and_sd  # noqa: F401, as part of a record's values
 
 SCHEMA = 1
 
@@ -87,8 +88,8 @@ def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, de
          made_with=None, kept=()):
     """A record of `values`, completed with versions, commit and time.
 
-    `made_with` is what `provenance.software()` said when the run began, since files may be edited during a long one; None asks
-    now.  `kept` is what `pieces.taken_over` gathered.
+    `made_with` is what `provenance.software()` said when the run began, since files may be edited during a long one;
+    None asks now.  `kept` is what `pieces.taken_over` gathered.
     Raises ValueError for an unknown exhibit, or for a value that no record can hold.
     """
     published.exhibit(name)

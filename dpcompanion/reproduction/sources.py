@@ -51,7 +51,8 @@ def closure(function, *configs):
     found = {} if at_top else {root: _local(function)}
     wanted = [root] if at_top else list(found[root].uses)
     for kind in {type(each) for config in configs for each in _dataclasses_in(config)}:
-        wanted += [(each.__module__, f"{each.__qualname__}()") for each in kind.__mro__ if _is_own(each.__module__, home)]
+        wanted += [(base.__module__, f"{base.__qualname__}()") for base in kind.__mro__
+                   if _is_own(base.__module__, home)]
     while wanted:
         place = wanted.pop()
         if place not in found and _is_own(place[0], home):

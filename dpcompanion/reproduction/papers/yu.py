@@ -13,6 +13,7 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.papers.common import rank
 from dpcompanion.training import cross_entropy, models
 
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """DP-SGD on one data set.

@@ -19,6 +19,7 @@ STAGES = ("initial", "middle", "final")
 DIRECTIONS = {"remove": "X' || X", "add": "X || X'"}
 ORDERS = (1.25, 1.5, 1.75, 2, 2.2, 2.4, 2.6, 2.8, 3, 3.5, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """Runs of DP-SGD on one data set, from one initialisation, and how often to look at how many points."""

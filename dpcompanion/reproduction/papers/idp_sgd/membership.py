@@ -115,6 +115,8 @@ def curves(config, groups, masks, scores, rates):
 
 
 RATES = np.concatenate((np.logspace(-3, -1, 41), np.linspace(0.11, 1, 90)))
+
+
 @experiment("idp-sgd/figure-2", quick=Shadows(HALVES, examples=2000, shadows=24),
             paper=Shadows(dataclasses.replace(CIFAR10, training=Training(25_000, 1024, 30, 0.4)), size=16))
 def figure_2(config, run):

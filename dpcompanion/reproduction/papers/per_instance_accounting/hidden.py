@@ -25,6 +25,7 @@ class Hidden:
     noise: float = 1.0
 
 
+
 def histories(config, *, running=True):
     """Every history of who was sampled: (probabilities, what the example adds, what it is charged at each step)."""
     sampled = np.array(list(itertools.product((0, 1), repeat=len(config.norms))))
