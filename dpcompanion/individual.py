@@ -17,8 +17,8 @@ becomes a guarantee of individual DP where the norms are bounded beforehand, or 
 (`filters`).  It concerns its owner; publishing it takes noise (`release`).
 
 Whom the neighbours of a run differ in is the plan's to say (`DPSGDPlan.relation`, "zero-out" or "add-remove"); the
-numbers are the same for both.  Accountant and clip norm are the plan's too, and no account exceeds what everybody has by
-the same accountant for as many steps: the account of one who is charged C at each of them is that number.
+numbers are the same for both.  Accountant and clip norm are the plan's too, and no account exceeds what everybody has
+by the same accountant for as many steps: the account of one who is charged C at each of them is that number.
 
 By privacy loss distributions, the default, the epsilons of 60,000 examples take about ten seconds on a CPU, by RDP one.
 

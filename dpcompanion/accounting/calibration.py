@@ -52,7 +52,7 @@ def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, a
         return _log_ratio(compute_epsilon(sample_rate=sample_rate, noise_multiplier=math.exp(log_noise), steps=steps,
                                           delta=target_delta, accountant=accountant), target_epsilon)
 
-    found = _near_then_exact(excess, accountant, start=0.0, low=math.log(1e-3), high=math.log(_LARGEST_NOISE), meets="above")
+    found = _searched(excess, accountant, start=0.0, low=math.log(1e-3), high=math.log(_LARGEST_NOISE), meets="above")
     if found is None:
         raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met: not even a noise multiplier of "
                          f"{_LARGEST_NOISE:g} does")
@@ -75,7 +75,7 @@ def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, a
         return _log_ratio(compute_epsilon(sample_rate=min(math.exp(log_rate), 1.0), noise_multiplier=noise_multiplier,
                                           steps=steps, delta=target_delta, accountant=accountant), target_epsilon)
 
-    found = _near_then_exact(excess, accountant, start=math.log(0.01), low=math.log(_SMALLEST_RATE), high=0.0, meets="below")
+    found = _searched(excess, accountant, start=math.log(0.01), low=math.log(_SMALLEST_RATE), high=0.0, meets="below")
     if found is None:
         raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met with "
                          f"noise_multiplier={noise_multiplier:g} and "
@@ -110,7 +110,7 @@ def find_steps(*, target_epsilon, target_delta, sample_rate, noise_multiplier, a
     def excess(log_steps, accountant=accountant):
         return _log_ratio(epsilon(round(math.exp(log_steps)), accountant), target_epsilon)
 
-    found = _near_then_exact(excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below",
+    found = _searched(excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below",
                       snap=whole)
     steps = round(math.exp(found))
     if steps >= _MOST_STEPS:
@@ -130,7 +130,7 @@ def _log_ratio(epsilon, target):
     return min(max(math.log(max(epsilon, 1e-300) / target), -50.0), 50.0)
 
 
-def _near_then_exact(excess, accountant, *, start, **options):
+def _searched(excess, accountant, *, start, **options):
     """`search.crossing` of `excess`; by PLD from where RDP crosses.
 
     RDP is never below PLD and much faster: its answer meets the target, and the tight one lies a little beyond.
