@@ -62,7 +62,20 @@ def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, a
 def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, accountant="pld"):
     """The largest sample rate, within a relative 1e-4, at which a run costs at most (target_epsilon, target_delta).
 
-    Arguments, return and errors as in `find_noise_multiplier`; 1.0 where even full batches meet the target.
+    Neighbouring relation: add or remove one example. Sampler: Poisson.
+
+    Args:
+        target_epsilon: above 0.
+        target_delta: in (0, 1).
+        noise_multiplier: above 0.
+        steps: a whole number, at least 1.
+        accountant: "pld" or "rdp".
+
+    Returns:
+        A float, 1.0 where even full batches meet the target; `compute_epsilon` at it never exceeds the target.
+
+    Raises:
+        ValueError: an argument outside its range, or a target that no sample rate down to 1e-12 meets.
 
     >>> round(find_sample_rate(target_epsilon=1.0, target_delta=1e-5, noise_multiplier=1.415, steps=1000), 4)
     0.01
@@ -86,8 +99,21 @@ def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, a
 def find_steps(*, target_epsilon, target_delta, sample_rate, noise_multiplier, accountant="pld"):
     """The largest number of steps at which a run costs at most (target_epsilon, target_delta).
 
-    Arguments and errors as in `find_noise_multiplier`; where a run is longer than 10,000 steps, within a relative
-    1e-4. Refused also where a billion steps do not spend the target.
+    Neighbouring relation: add or remove one example. Sampler: Poisson.
+
+    Args:
+        target_epsilon: above 0.
+        target_delta: in (0, 1).
+        sample_rate: in (0, 1].
+        noise_multiplier: above 0.
+        accountant: "pld" or "rdp".
+
+    Returns:
+        An int; where a run is longer than 10,000 steps, within a relative 1e-4 of the largest.
+
+    Raises:
+        ValueError: an argument outside its range, a target that one step exceeds, or one that a billion steps do not
+            spend.
 
     >>> find_steps(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0)
     254

@@ -1,6 +1,7 @@
 """The privacy loss of one step: its exact moments, and its discretised and tilted distribution.
 
-`pld` composes it for a run, `histories` for many, `filters` play with it.  The text of `pld` says what each idea is for.
+`pld` composes it for a run, `histories` for many, `filters` play with it.  The text of `pld` says what each idea is
+for.
 """
 
 import math
