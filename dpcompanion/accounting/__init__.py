@@ -16,13 +16,13 @@ under-states.  Neighbours differ by adding or removing one example; batches are 
 
 from . import pld
 from .calibration import find_noise_multiplier, find_sample_rate, find_steps
-from .conversions import rdp_to_delta, rdp_to_epsilon
+from .conversions import DeltaAt, EpsilonAt, rdp_to_delta, rdp_to_epsilon
 from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 from .runs import ACCOUNTANTS, compute_delta, compute_epsilon
 
 __all__ = [
-    "ACCOUNTANTS", "DEFAULT_ORDERS", "compute_delta", "compute_epsilon", "find_noise_multiplier", "find_sample_rate",
-    "find_steps", "gaussian_delta", "gaussian_epsilon", "gaussian_mu", "pld", "rdp_sampled_gaussian", "rdp_to_delta",
+    "ACCOUNTANTS", "DEFAULT_ORDERS", "DeltaAt", "EpsilonAt", "compute_delta", "compute_epsilon",
+    "find_noise_multiplier", "find_sample_rate", "find_steps", "gaussian_delta", "gaussian_epsilon", "gaussian_mu", "pld", "rdp_sampled_gaussian", "rdp_to_delta",
     "rdp_to_epsilon",
 ]

@@ -52,7 +52,7 @@ def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, a
         return _log_ratio(compute_epsilon(sample_rate=sample_rate, noise_multiplier=math.exp(log_noise), steps=steps,
                                           delta=target_delta, accountant=accountant), target_epsilon)
 
-    found = _near_then_exact(excess, accountant, start=0.0, low=math.log(1e-3), high=math.log(_LARGEST_NOISE), meets="above")
+    found = _searched(excess, accountant, start=0.0, low=math.log(1e-3), high=math.log(_LARGEST_NOISE), meets="above")
     if found is None:
         raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met: not even a noise multiplier of "
                          f"{_LARGEST_NOISE:g} does")
@@ -62,7 +62,20 @@ def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, a
 def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, accountant="pld"):
     """The largest sample rate, within a relative 1e-4, at which a run costs at most (target_epsilon, target_delta).
 
-    Arguments, return and errors as in `find_noise_multiplier`; 1.0 where even full batches meet the target.
+    Neighbouring relation: add or remove one example. Sampler: Poisson.
+
+    Args:
+        target_epsilon: above 0.
+        target_delta: in (0, 1).
+        noise_multiplier: above 0.
+        steps: a whole number, at least 1.
+        accountant: "pld" or "rdp".
+
+    Returns:
+        A float, 1.0 where even full batches meet the target; `compute_epsilon` at it never exceeds the target.
+
+    Raises:
+        ValueError: an argument outside its range, or a target that no sample rate down to 1e-12 meets.
 
     >>> round(find_sample_rate(target_epsilon=1.0, target_delta=1e-5, noise_multiplier=1.415, steps=1000), 4)
     0.01
@@ -75,7 +88,7 @@ def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, a
         return _log_ratio(compute_epsilon(sample_rate=min(math.exp(log_rate), 1.0), noise_multiplier=noise_multiplier,
                                           steps=steps, delta=target_delta, accountant=accountant), target_epsilon)
 
-    found = _near_then_exact(excess, accountant, start=math.log(0.01), low=math.log(_SMALLEST_RATE), high=0.0, meets="below")
+    found = _searched(excess, accountant, start=math.log(0.01), low=math.log(_SMALLEST_RATE), high=0.0, meets="below")
     if found is None:
         raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met with "
                          f"noise_multiplier={noise_multiplier:g} and "
@@ -86,8 +99,21 @@ def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, a
 def find_steps(*, target_epsilon, target_delta, sample_rate, noise_multiplier, accountant="pld"):
     """The largest number of steps at which a run costs at most (target_epsilon, target_delta).
 
-    Arguments and errors as in `find_noise_multiplier`; where a run is longer than 10,000 steps, within a relative
-    1e-4. Refused also where a billion steps do not spend the target.
+    Neighbouring relation: add or remove one example. Sampler: Poisson.
+
+    Args:
+        target_epsilon: above 0.
+        target_delta: in (0, 1).
+        sample_rate: in (0, 1].
+        noise_multiplier: above 0.
+        accountant: "pld" or "rdp".
+
+    Returns:
+        An int; where a run is longer than 10,000 steps, within a relative 1e-4 of the largest.
+
+    Raises:
+        ValueError: an argument outside its range, a target that one step exceeds, or one that a billion steps do not
+            spend.
 
     >>> find_steps(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0)
     254
@@ -110,7 +136,7 @@ def find_steps(*, target_epsilon, target_delta, sample_rate, noise_multiplier, a
     def excess(log_steps, accountant=accountant):
         return _log_ratio(epsilon(round(math.exp(log_steps)), accountant), target_epsilon)
 
-    found = _near_then_exact(excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below",
+    found = _searched(excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below",
                       snap=whole)
     steps = round(math.exp(found))
     if steps >= _MOST_STEPS:
@@ -130,7 +156,7 @@ def _log_ratio(epsilon, target):
     return min(max(math.log(max(epsilon, 1e-300) / target), -50.0), 50.0)
 
 
-def _near_then_exact(excess, accountant, *, start, **options):
+def _searched(excess, accountant, *, start, **options):
     """`search.crossing` of `excess`; by PLD from where RDP crosses.
 
     RDP is never below PLD and much faster: its answer meets the target, and the tight one lies a little beyond.

@@ -24,12 +24,27 @@ by :math:`\sqrt{1 - e^{-\rho}}` and Pinsker by :math:`\sqrt{\rho/2}`.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from .. import _checks
 
 CONVERSIONS = ("balle2020", "mironov2017")
+
+
+class EpsilonAt(NamedTuple):
+    """An epsilon and the Renyi order that gives it, tensors of one shape."""
+
+    epsilon: torch.Tensor
+    order: torch.Tensor
+
+
+class DeltaAt(NamedTuple):
+    """A delta and the Renyi order that gives it, tensors of one shape."""
+
+    delta: torch.Tensor
+    order: torch.Tensor
 
 
 def rdp_to_epsilon(rdp, orders, delta, *, conversion="balle2020"):
@@ -42,14 +57,14 @@ def rdp_to_epsilon(rdp, orders, delta, *, conversion="balle2020"):
         conversion: "balle2020" (the default, tighter) or "mironov2017".
 
     Returns:
-        The pair (epsilon, order), each a float64 tensor of shape ``(...)``: the bound, never negative,
+        `EpsilonAt`, the pair (epsilon, order), each a float64 tensor of shape ``(...)``: the bound, never negative,
         and the order that gives it (nan where epsilon is inf).
 
     Raises:
         ValueError: a negative or NaN divergence, an order not above 1, lengths that differ, a delta outside (0, 1).
 
     >>> rdp_to_epsilon([0.1, 0.4], [2, 8], 1e-5, conversion="mironov2017")
-    (tensor(2.0447, dtype=torch.float64), tensor(8., dtype=torch.float64))
+    EpsilonAt(epsilon=tensor(2.0447, dtype=torch.float64), order=tensor(8., dtype=torch.float64))
     """
     rdp, orders, delta = _checked(rdp, orders, conversion=conversion, delta=delta)
     log_inverse_delta = -torch.log(delta)[..., None]
@@ -60,11 +75,23 @@ def rdp_to_epsilon(rdp, orders, delta, *, conversion="balle2020"):
     epsilon, best = epsilons.clamp(min=0).min(dim=-1)
     if conversion == "balle2020":
         epsilon = torch.where(_total_variation(rdp) <= delta, 0.0, epsilon)
-    return epsilon, torch.where(epsilon.isfinite(), orders[best], math.nan)
+    return EpsilonAt(epsilon, torch.where(epsilon.isfinite(), orders[best], math.nan))
 
 
 def rdp_to_delta(rdp, orders, epsilon, *, conversion="balle2020"):
-    """The smallest delta at a given epsilon; shapes and errors as in `rdp_to_epsilon`.
+    """The smallest delta at a given epsilon that Renyi divergences at several orders imply.
+
+    Args:
+        rdp: total divergence at each order, in nats: a tensor of shape ``(..., K)`` (or a sequence of K numbers).
+        orders: the K orders, above 1.
+        epsilon: a number, at least 0, or a tensor that broadcasts against ``rdp.shape[:-1]``.
+        conversion: "balle2020" (the default, tighter) or "mironov2017".
+
+    Returns:
+        `DeltaAt`, the pair (delta, order), each a float64 tensor of shape ``(...)``.
+
+    Raises:
+        ValueError: a negative or NaN divergence, an order not above 1, lengths that differ, an epsilon below 0.
 
     >>> delta, order = rdp_to_delta([0.1, 0.4], [2, 8], 2.0447, conversion="mironov2017")
     >>> f"{float(delta):.2e}", float(order)
@@ -78,7 +105,7 @@ def rdp_to_delta(rdp, orders, epsilon, *, conversion="balle2020"):
     delta = torch.exp(log_delta).clamp(max=1.0)
     if conversion == "balle2020":
         delta = torch.minimum(delta, _total_variation(rdp))
-    return delta, orders[best]
+    return DeltaAt(delta, orders[best])
 
 
 def _total_variation(rdp):

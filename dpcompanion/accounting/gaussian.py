@@ -101,7 +101,7 @@ def gaussian_epsilon(sensitivity_over_sigma, delta):
 
 
 def gaussian_mu(epsilon, delta):
-    r"""The largest :math:`\mu = \Delta / \sigma` at which the Gaussian mechanism is (epsilon, delta)-private, rounded down.
+    r"""The largest :math:`\mu = \Delta / \sigma` at which the Gaussian mechanism is (epsilon, delta)-DP, rounded down.
 
     So the least noise for a sensitivity :math:`\Delta` is :math:`\Delta / \mu`.
 

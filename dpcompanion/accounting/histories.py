@@ -33,7 +33,8 @@ import numpy as np
 import torch
 
 from .. import _checks
-from .pld import _LOG_CAPPED, _WINDOW_LOG_TAIL, DIRECTIONS, _Step
+from .loss import DIRECTIONS, _Step
+from .pld import _LOG_CAPPED, _WINDOW_LOG_TAIL
 
 #: What discretisation may add to epsilon, relatively.
 TOLERANCE = 1e-3

@@ -39,8 +39,11 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     if _bound(draws, weights, beyond, noise_multiplier, 0.0) <= delta:
         return 0.0
     most = torch.as_tensor(gaussian_epsilon(math.sqrt(float(draws[-1])) / noise_multiplier, delta / 2))
-    return float(bisect(lambda epsilon: torch.tensor(
-        _bound(draws, weights, beyond, noise_multiplier, float(epsilon)) <= delta), good=most, bad=torch.zeros_like(most)))
+
+    def met(epsilon):
+        return torch.tensor(_bound(draws, weights, beyond, noise_multiplier, float(epsilon)) <= delta)
+
+    return float(bisect(met, good=most, bad=torch.zeros_like(most)))
 
 
 def _draws(sample_rate, steps, spare):

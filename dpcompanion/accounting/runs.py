@@ -13,6 +13,9 @@ Both are upper bounds on the same number, so the PLD epsilon is the one to repor
 
 import math
 
+import numpy as np
+import torch
+
 from .. import _checks
 from . import pld, revealed
 from .conversions import rdp_to_delta, rdp_to_epsilon
@@ -31,11 +34,13 @@ def compute_epsilon(*, sample_rate, noise_multiplier, steps, delta, accountant="
         noise_multiplier: standard deviation of the noise over the clip norm, at least 0. Below
             `revealed.LITTLE_NOISE` both accountants use the bound of that module.
         steps: number of steps, a whole number from 0 to 1e12.
-        delta: in (0, 1).
+        delta: in (0, 1). The four are numbers, or tensors or sequences that broadcast; each distinct run is computed
+            once.
         accountant: "pld" (tight) or "rdp" (fast).
 
     Returns:
-        A float, at least 0; inf where there is no noise.
+        A float, at least 0, inf where there is no noise; a float64 tensor of the common shape where an argument is no
+        number.
 
     Raises:
         ValueError: an argument outside its range.
@@ -43,8 +48,16 @@ def compute_epsilon(*, sample_rate, noise_multiplier, steps, delta, accountant="
     >>> reference = dict(sample_rate=512 / 60000, noise_multiplier=3.42529, steps=9375, delta=1e-5)
     >>> round(compute_epsilon(**reference), 4), round(compute_epsilon(**reference, accountant="rdp"), 4)
     (0.9172, 1.0036)
+    >>> compute_epsilon(sample_rate=0.01, noise_multiplier=[1.0, 2.0], steps=1000, delta=1e-5).round(decimals=3)
+    tensor([1.8280, 0.6220], dtype=torch.float64)
     """
-    q, sigma, steps = _check_run(sample_rate, noise_multiplier, steps, accountant)
+    _checks.one_of("accountant", accountant, ACCOUNTANTS)
+    return _each(_epsilon, accountant, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps,
+                 delta=delta)
+
+
+def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
+    q, sigma, steps = _check_run(sample_rate, noise_multiplier, steps)
     delta = _checks.number("delta", delta, 0, 1, closed="neither")
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else math.inf
@@ -58,15 +71,34 @@ def compute_epsilon(*, sample_rate, noise_multiplier, steps, delta, accountant="
 
 
 def compute_delta(*, sample_rate, noise_multiplier, steps, epsilon, accountant="pld"):
-    """Delta of `steps` steps of the sampled Gaussian mechanism at `epsilon` (at least 0), an upper bound.
+    """Delta of `steps` steps of the sampled Gaussian mechanism at `epsilon`, an upper bound.
 
-    All else as in `compute_epsilon`.
+    Neighbouring relation: add or remove one example. Sampler: Poisson.
+
+    Args:
+        sample_rate: probability in (0, 1] with which an example enters a step.
+        noise_multiplier: standard deviation of the noise over the clip norm, at least 0.
+        steps: number of steps, a whole number from 0 to 1e12.
+        epsilon: at least 0, finite. The four are numbers, or tensors or sequences that broadcast.
+        accountant: "pld" (tight) or "rdp" (fast).
+
+    Returns:
+        A float in [0, 1]; a float64 tensor of the common shape where an argument is no number.
+
+    Raises:
+        ValueError: an argument outside its range.
 
     >>> run = dict(sample_rate=0.01, noise_multiplier=1.0, steps=1000)
     >>> f"{compute_delta(**run, epsilon=2.0):.2e} {compute_delta(**run, epsilon=2.0, accountant='rdp'):.2e}"
     '2.67e-06 1.98e-05'
     """
-    q, sigma, steps = _check_run(sample_rate, noise_multiplier, steps, accountant)
+    _checks.one_of("accountant", accountant, ACCOUNTANTS)
+    return _each(_delta, accountant, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps,
+                 epsilon=epsilon)
+
+
+def _delta(accountant, *, sample_rate, noise_multiplier, steps, epsilon):
+    q, sigma, steps = _check_run(sample_rate, noise_multiplier, steps)
     epsilon = _checks.number("epsilon", epsilon, 0, math.inf, closed="left")
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else 1.0
@@ -79,8 +111,22 @@ def compute_delta(*, sample_rate, noise_multiplier, steps, epsilon, accountant="
     return float(rdp_to_delta(rdp, orders, epsilon)[0])
 
 
-def _check_run(sample_rate, noise_multiplier, steps, accountant):
-    _checks.one_of("accountant", accountant, ACCOUNTANTS)
+def _each(function, accountant, **values):
+    """A float where all values are numbers; else a tensor of the common shape, once for each distinct row of them."""
+    if all(np.ndim(value) == 0 for value in values.values()):
+        return function(accountant, **values)
+    device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
+    for name, value in values.items():
+        if 0 in np.shape(_checks.in_interval(name, value)):
+            raise ValueError(f"{name} must hold one number at least, got {value!r}")
+    columns = torch.broadcast_tensors(*(torch.as_tensor(value, dtype=torch.float64, device=device)
+                                        for value in values.values()))
+    rows, which = torch.unique(torch.stack(columns, dim=-1).reshape(-1, len(values)), dim=0, return_inverse=True)
+    found = [function(accountant, **dict(zip(values, row))) for row in rows.tolist()]
+    return torch.tensor(found, dtype=torch.float64, device=device)[which].reshape(columns[0].shape)
+
+
+def _check_run(sample_rate, noise_multiplier, steps):
     return (_checks.number("sample_rate", sample_rate, 0, 1, closed="right"),
             _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"),
             _checks.whole_number("steps", steps, 0, 10**12))

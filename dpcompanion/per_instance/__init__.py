@@ -1,14 +1,16 @@
-r"""How private is one point of one data set, against whoever sees only the model? (Thudi et al. 2024)
+r"""How private is one point of one data set, against whoever sees the models that training went through?
+(Thudi et al. 2024)
 
 Per-instance DP fixes the pair of data sets, X and X' = X with the point x, and asks how well the two trainings can be
 told apart. Everything that a worst case must allow for may then be replaced by what happens on this data. Five parts:
 
-* `steps`: one step. `step_divergence` (theorem 3.2), `update_divergence` (theorem 3.6), `holder_epsilon` (corollary
-  3.1), and what the paper says it has no way to do: `coupled_divergence`, by the distribution of the sensitivity;
+* `steps`: one step. `step_divergence` (theorem 3.2), `update_divergence` (theorem 3.6, in `updates`), `holder_epsilon`
+  (corollary 3.1), and what the paper says it has no way to do: `coupled_divergence`, by the distribution of the
+  sensitivity;
 * `composition`: many steps, by theorem 3.3 (`compose`);
 * `tilted`: many steps, exactly, from a handful of runs in which x enters more often (`tilted_counts`,
   `exact_composition`);
-* `loss`: the same, at the delta that was asked for, by runs of several laws (`law_counts`, `loss_epsilon`);
+* `loss`: the same, at the delta that was asked for, by runs of several laws (`law_counts` in `laws`, `loss_epsilon`);
 * `unlearning`: retrain, or keep the model? (`naive_unlearning`).
 
 Neighbouring relation: add or remove the point x; "remove" is the divergence of training with x from training without,
@@ -28,14 +30,12 @@ tensor([2.1..., 0.7..., 0.2...], dtype=torch.float64)
 
 from .composition import compose, compose_sensitivities, holder_order, log_runs_needed, smallest_exponent
 from .confidence import log_mean_bound
-from .loss import (
-    DeltaEstimate, EpsilonEstimate, law_counts, law_log_density, loss_delta, loss_divergence, loss_epsilon, step_loss,
-)
-from .steps import (
-    coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon, log_mass, step_divergence, update_divergence,
-)
+from .laws import law_counts, law_log_density, step_loss
+from .loss import DeltaEstimate, EpsilonEstimate, loss_delta, loss_divergence, loss_epsilon
+from .steps import coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon, log_mass, step_divergence
 from .tilted import CompositionEstimate, exact_composition, tilted_counts, tilted_noise
 from .unlearning import Decision, naive_unlearning
+from .updates import update_divergence
 
 __all__ = [
     "CompositionEstimate", "Decision", "DeltaEstimate", "EpsilonEstimate", "compose", "compose_sensitivities",

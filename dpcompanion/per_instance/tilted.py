@@ -44,8 +44,9 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion.per_instance.added import add_mode
 from dpcompanion.per_instance.confidence import log_mean_bound
-from dpcompanion.per_instance.steps import _add_mode, _as_tensors, _log_mean, log_mass
+from dpcompanion.per_instance.steps import _as_tensors, _log_mean, log_mass
 
 __all__ = ["CompositionEstimate", "exact_composition", "log_mass", "tilted_counts", "tilted_noise"]
 
@@ -131,7 +132,7 @@ def _tilted_component(ratio, sample_rate, power, generator):
     waiting = ((ratio > 0) & (q < 1)).nonzero()[:, 0]
     sigma = 1 / ratio
     mode = torch.zeros_like(ratio)
-    mode[waiting] = _add_mode(q[waiting], sigma[waiting], power)
+    mode[waiting] = add_mode(q[waiting], sigma[waiting], power)
 
     def log_r(t, rows):
         u = t / sigma[rows] - 0.5 / sigma[rows] ** 2

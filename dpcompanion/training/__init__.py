@@ -5,17 +5,18 @@
 * `clipping`: sums of clipped per-example gradients, and norms; `layers`: how, layer by layer;
 * `proof`: whether a method is right for a model;  `checks`: whether data, model and optimizer can work together;
 * `loop`: `train` and its `Callbacks`;  `checkpoints`: what it goes on from, a `Checkpoint`;
-* `ensembles`: `train_ensemble`, many runs side by side; `stacking`: their networks as one;
+* `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are; `stacking`: their networks as one;
 * `tracking`: everybody's gradient norms along a run, for accounts of each example; `passes`: how they are computed;
 * `models`: the papers' networks.
 """
 
 from dpcompanion.training.checkpoints import Checkpoint
 from dpcompanion.training.clipping import clipped_sum, cross_entropy, gradient_norms
-from dpcompanion.training.ensembles import Ensemble, train_ensemble
+from dpcompanion.training.ensembles import train_ensemble
 from dpcompanion.training.loop import Callbacks, History, Run, train
 from dpcompanion.training.noise import derive_seed, gaussian_noise, generators
 from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.training.runs import Ensemble
 from dpcompanion.training.sampling import PoissonSampler
 from dpcompanion.training.tracking import NormTracker
 

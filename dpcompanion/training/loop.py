@@ -8,8 +8,8 @@ r"""DP-SGD by a plan: draw, clip, add noise, divide by a public constant, step.
 
 (Abadi et al. 2016, algorithm 1, with the expected batch size for the realised one.)
 Everything random comes from streams of the run's own (`dpcompanion.training.noise`), so callbacks may
-evaluate, draw and print as they like (`Callbacks`): they change nothing.  Without a seed the streams are cryptographic, for a model
-that is released; a seed makes a run repeatable, for research.  With a `Checkpoint` a run
+evaluate, draw and print as they like (`Callbacks`): they change nothing.  Without a seed the streams are
+cryptographic, for a model that is released; a seed makes a run repeatable, for research.  With a `Checkpoint` a run
 that was cut off goes on where it stopped and ends bit for bit where it would have ended.
 
 The history holds training losses and batch sizes.  They are not private: the

@@ -408,8 +408,8 @@ class NormTracker:
         if self.budget is not None:
             self.budget.load_state_dict(state["budget"])
         self.norms.copy_(state["norms"])
-        self.steps, self.passes, self._charged, self._limits = int(state["step"]), int(state["passes"]), self.norms, None
-        self._begun = False
+        self.steps, self.passes = int(state["step"]), int(state["passes"])
+        self._charged, self._limits, self._begun = self.norms, None, False
         self._recorded.fill_(self.steps)
         self._trajectory, self._kept = list(state["trajectory"]), [tuple(kept) for kept in state["kept"]]
 

@@ -117,3 +117,11 @@ def test_bad_arguments_of_epsilon_are_named(name, value):
 def test_bad_epsilons_are_named(epsilon):
     with pytest.raises(ValueError, match="epsilon"):
         rdp_to_delta([0.1, 0.2], [2.0, 3.0], epsilon)
+
+
+def test_the_pairs_have_names_and_unpack():
+    found = rdp_to_epsilon([0.1, 0.4], [2, 8], 1e-5)
+    epsilon, order = found
+    assert found.epsilon is epsilon and found.order is order and found[0] is epsilon
+    found = rdp_to_delta([0.1, 0.4], [2, 8], 1.0)
+    assert found.delta is found[0] and found.order is found[1]

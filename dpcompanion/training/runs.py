@@ -1,0 +1,343 @@
+"""R runs of one architecture: their weights, their draws, one step of all of them, and what remains.
+
+`dpcompanion.training.ensembles` trains them.
+"""
+
+import copy
+import functools
+import math
+import os
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion.training import checks, clipping, noise, proof
+from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
+from dpcompanion.training.layers import Unfit, call_with
+from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.training.stacking import StackedNetwork
+
+_FORMAT = 3
+
+
+class Ensemble:
+    """R runs of one architecture: what callbacks see and may read, and what remains after training.
+
+    Attributes:
+        plans, seeds: of each run.
+        step: steps done.
+        vectors: the trainable parameters of each run, one after the other, (R, parameters).
+        learning_rate: (R,), which a callback may change in place.
+        losses: mean loss of each step's examples, (R, steps) float64; nan for an empty batch or a step still to come.
+        batch_sizes: (R, steps) int64.
+        dropped: how many per-example gradients were not finite and so contributed nothing, (R,) int64.
+        epochs: what `on_epoch` returned, a dict each, with `epoch` and `step`.
+        indices, norms: of the step just done and of each run, the examples and their gradient norms before clipping.
+    """
+
+    def __init__(self, model, loss, data, plans, *, seeds, learning_rate, momentum=0.0, weight_decay=0.0, members=None,
+                 device=None, method="auto", physical_batch_size=1024, generator_device="cpu"):
+        self.seeds = [_checks.whole_number("seeds", seed, 0) for seed in seeds]
+        runs = len(self.seeds)
+        if not runs:
+            raise ValueError("seeds must name one run at least, got none")
+        self.plans = [plans] * runs if isinstance(plans, DPSGDPlan) else list(plans)
+        models = [model] if isinstance(model, torch.nn.Module) else list(model)
+        for name, items in (("plans", self.plans), ("model", models)):
+            if len(items) not in (1, runs):
+                raise ValueError(f"{name} must be one, or one for each of the {runs} seeds, got {len(items)}")
+        self.plans *= runs // len(self.plans)
+        if len({(plan.n, plan.steps) for plan in self.plans}) > 1:
+            raise ValueError("plans must agree in n and steps, got "
+                             f"{sorted({(plan.n, plan.steps) for plan in self.plans})}")
+        if any(plan.precision == "exact" for plan in self.plans):
+            raise ValueError("plans must have precision='real': runs side by side have seeds and are for research")
+        n, self.steps = self.plans[0].n, self.plans[0].steps
+        x, y = data
+        checks.check_data(x, y, n)
+        if members is not None:
+            members = torch.as_tensor(members).cpu()
+            if members.dtype != torch.bool or members.shape != (runs, n):
+                raise ValueError(f"members must be booleans of shape ({runs}, {n}), got {members.dtype} of shape "
+                                 f"{tuple(members.shape)}")
+        self.members = members
+        _checks.one_of("method", method, clipping.METHODS)
+        self._size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
+        for name, value in (("learning_rate", learning_rate), ("momentum", momentum), ("weight_decay", weight_decay)):
+            _checks.in_interval(name, value, 0, math.inf, closed="left")
+        self.momentum, self.weight_decay = float(momentum), float(weight_decay)
+
+        self.device = torch.device(device) if device is not None else next(models[0].parameters()).device
+        self._template = copy.deepcopy(models[0]).to(self.device)
+        self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
+        clipping.check_model(self._template)
+        checks.check_types(self._template, x)
+        _check_that_passes_leave_no_trace(self._template, self.x[:2])
+        own = {name: p for name, p in self._template.named_parameters() if p.requires_grad}
+        self._shapes, self._places, end = {}, {}, 0
+        for name, p in own.items():
+            self._shapes[name], self._places[name], end = p.shape, slice(end, end + p.numel()), end + p.numel()
+        like = {"dtype": next(iter(own.values())).dtype, "device": self.device}
+        self.vectors = torch.stack([self._vector(one) for one in models]).to(**like).expand(runs, -1).clone()
+        rates = torch.as_tensor(learning_rate, dtype=torch.float64)
+        if rates.shape not in ((), (runs,)):
+            raise ValueError(f"learning_rate must be a number or have shape ({runs},), got {tuple(rates.shape)}")
+        self.learning_rate = rates.expand(runs).to(**like).clone()
+        self._begun_with = self.learning_rate.tolist()
+        self._expected = torch.tensor([plan.expected_batch_size for plan in self.plans], **like)[:, None]
+        self._velocity = torch.zeros_like(self.vectors) if self.momentum else None
+        self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors)
+
+        self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
+        self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
+        self.method = clipping.resolve_method(self._template, loss, self.x, self.y, method)
+        if self.method != "func" and not self._stacks():
+            if method != "auto":
+                raise ValueError(f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' "
+                                 "or 'auto'")
+            self.method = "func"
+        self._network = self._workplace()
+        self.step, self.epochs = 0, []
+        self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)
+        self.batch_sizes = torch.zeros(runs, self.steps, dtype=torch.int64)
+        self.dropped = torch.zeros(runs, dtype=torch.int64, device=self.device)
+        self.indices, self.norms = [None] * runs, [None] * runs
+
+    def __len__(self):
+        """R, the number of runs."""
+        return len(self.seeds)
+
+    @property
+    def parameters(self):
+        """{name: (R, *shape)}, views of `vectors`."""
+        return self.split(self.vectors)
+
+    @property
+    def steps_per_epoch(self):
+        """That of the first plan."""
+        return self.plans[0].steps_per_epoch
+
+    def split(self, vectors):
+        """Rows (k, parameters) as {name: (k, *shape)}, without a copy."""
+        return {name: vectors[:, place].view(-1, *self._shapes[name]) if self._shapes[name] else vectors[:, place.start]
+                for name, place in self._places.items()}
+
+    def model(self, run):
+        """A module with the weights of one run."""
+        model = copy.deepcopy(self._template)
+        with torch.no_grad():
+            for name, p in self.parameters.items():
+                model.get_parameter(name).copy_(p[run])
+        return model
+
+    def predict(self, x, *, chunk=1024):
+        """The outputs of every run for x, (R, len(x), ...), in evaluation mode."""
+        model = copy.deepcopy(self._template).eval()
+        parameters = self.parameters
+        with torch.no_grad():
+            return torch.stack([torch.cat([
+                call_with(model, {name: p[run] for name, p in parameters.items()}, part)
+                for part in x.to(self.device).split(chunk)]) for run in range(len(self))])
+
+    def gradients_of(self, x, y, *, chunk=None):
+        """The gradient of each run's loss at each of the m points (x, y), not clipped, (R, m, parameters).
+
+        `chunk` runs are worked on at once, by default as many as keep 256 MiB.
+        """
+        x, y = x.to(self.device), y.to(self.device)
+        found = self.vectors.new_empty(len(self), len(x), self.vectors.shape[1])
+        chunk = chunk or max(1, clipping._BUDGET // max(1, found[0].numel()))
+        for start in range(0, len(self), chunk):
+            rows = slice(start, start + chunk)
+            found[rows] = self._explicit(rows, x, y)
+        return found
+
+    def norms_of(self, x, y):
+        """The norm of each run's gradient at each of the n points (x, y), inf where not finite, (R, n)."""
+        x, y = x.to(self.device), y.to(self.device)
+        found = self.vectors.new_empty(len(self), len(x))
+        for rows, part in _passes(len(self), len(x), self._pass_size()):
+            runs = len(self.seeds[rows])
+            wide = [t[part].unsqueeze(0).expand(runs, *t[part].shape) for t in (x, y)]
+            found[rows, part] = self._pass(self._network, rows, *wide, None).norms.reshape(runs, -1)
+        return found
+
+    def _vector(self, model):
+        own = {name: p for name, p in self._template.named_parameters() if p.requires_grad}
+        theirs = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if {name: p.shape for name, p in own.items()} != {name: p.shape for name, p in theirs.items()}:
+            raise ValueError("model must be of one architecture for all runs, but their parameters differ")
+        shared, given = (
+            {name: t for name, t in [*one.named_parameters(), *one.named_buffers()] if name not in own}
+            for one in (self._template, model))
+        if set(shared) != set(given) or not all(torch.equal(t, given[name].to(t)) for name, t in shared.items()):
+            raise ValueError("model must have the same frozen parameters and buffers in all runs")
+        return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
+
+    def _stacks(self):
+        """Whether two different runs through the stacked network give what each gives alone."""
+        rows = proof.hardest(self._template, self.loss, self.x, self.y)
+        x, y = self.x[rows], self.y[rows]
+        model, pair = copy.deepcopy(self._template), torch.stack([self.vectors[0], self.vectors[0] / 2])
+        try:
+            network = StackedNetwork(self._template)
+            network.load(self.split(pair))
+            with proof.evaluating(network.module):
+                together = clipping._layerwise(network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]),
+                                               math.inf, self.method, 2)
+        except (Unfit, RuntimeError, AttributeError, TypeError):
+            return False
+        for run, vector in enumerate(pair):
+            with torch.no_grad():
+                for name, p in self.split(vector[None]).items():
+                    model.get_parameter(name).copy_(p[0])
+            with proof.evaluating(model):
+                alone = clipping._layerwise(model, self.loss, x, y, math.inf, self.method)
+            error = sum((g - together.gradients[name][run]).norm() for name, g in alone.gradients.items())
+            error += (alone.norms - together.norms.chunk(2)[run]).norm()
+            if not error <= proof.tolerances(pair)[0] * alone.norms.sum():
+                return False
+        return True
+
+    def _workplace(self):
+        """What a pass needs for itself, so that threads do not share it: `torch.func` swaps a module's parameters."""
+        return copy.deepcopy(self._template) if self.method == "func" else StackedNetwork(self._template)
+
+    def _pass_size(self):
+        if self.method != "func":
+            return self._size
+        return max(1, min(self._size, clipping._BUDGET // self.vectors.shape[1]))
+
+    def _pass(self, network, rows, x, y, limits):
+        """Clipped sums of x, y (runs, examples, ...) for the runs in `rows`;
+        limits (runs, examples), None for norms."""
+        limits = None if limits is None else limits.flatten()
+        x, y, parameters = x.flatten(0, 1), y.flatten(0, 1), self.split(self.vectors[rows])
+        if self.method == "func":
+            return clipping._functional(network, self.loss, x, y, limits, parameters)
+        network.load(parameters)
+        runs = len(self.seeds[rows])
+        return clipping._layerwise(network.module, self.loss, x, y, limits, self.method, runs)
+
+    def _explicit(self, rows, x, y):
+        gradients, _ = torch.func.vmap(clipping._gradient_and_loss(self._template, self.loss), in_dims=(0, None, None))(
+            self.split(self.vectors[rows]), x, y)
+        return torch.cat([g.flatten(2) for g in gradients.values()], 2)
+
+    def _draw(self, run):
+        """The examples of this step and their clip norms, on the CPU."""
+        indices = self._samplers[run].draw().cpu()
+        if self.members is not None:
+            indices = indices[self.members[run, indices]]
+        return indices, self.plans[run].clip_norms(indices)
+
+    def _sum_clipped(self, rows, network):
+        """Draw the batches of the runs in `rows`, sum their clipped gradients and draw their noise."""
+        draws = [self._draw(run) for run in rows]
+        sizes = torch.tensor([len(indices) for indices, _ in draws])
+        self.batch_sizes[rows.start:rows.stop, self.step] = sizes
+        self._sums[rows.start:rows.stop] = 0
+        indices = torch.zeros(len(rows), max(1, int(sizes.max())), dtype=torch.int64)
+        limits = torch.zeros(indices.shape, dtype=torch.float64)  # 0 beyond a run's own examples: they count nothing
+        for k, (own, norms) in enumerate(draws):
+            indices[k, :len(own)], limits[k, :len(own)] = own, norms
+        indices, limits = indices.to(self.device), limits.to(self.device)
+        present = limits > 0
+        norms, losses = torch.zeros_like(limits), torch.zeros_like(limits)
+        for some, part in _passes(len(rows), int(sizes.max()), self._pass_size()):
+            chosen = slice(rows.start + some.start, min(rows.start + some.stop, rows.stop))
+            longest = min(part.stop, int(sizes[some].max()))
+            if longest <= part.start:
+                continue
+            part = slice(part.start, longest)
+            which = indices[some, part]
+            total = self._pass(network, chosen, self.x[which], self.y[which], limits[some, part])
+            into = self.split(self._sums[chosen])
+            for name, g in total.gradients.items():
+                into[name] += g
+            norms[some, part] = total.norms.reshape(which.shape).double()
+            losses[some, part] = total.losses.reshape(which.shape).double()
+        losses = torch.where(present, losses, 0).sum(1) / present.sum(1)          # nan for an empty batch
+        self.losses[rows.start:rows.stop, self.step] = losses
+        self.dropped[rows.start:rows.stop] += (norms.isinf() & present).sum(1)
+        for k, run in enumerate(rows):
+            size = len(draws[k][0])
+            self.indices[run], self.norms[run] = indices[k, :size], norms[k, :size]
+            self._noise[run] = self.plans[run].noise((self.vectors.shape[1],), self._generators[run]["noise"],
+                                                     dtype=self.vectors.dtype, device=self.device)
+
+    def _update(self, add):
+        """Move every run by its noisy mean gradient."""
+        if add is not None:
+            more = add(self)
+            if not isinstance(more, torch.Tensor) or more.shape != self.vectors.shape:
+                raise ValueError(f"add must return a tensor of shape {tuple(self.vectors.shape)}, got "
+                                 f"{tuple(more.shape) if isinstance(more, torch.Tensor) else type(more).__name__}")
+            self._sums += more
+        move = self._sums.add_(self._noise).div_(self._expected)
+        if self.weight_decay:
+            move.add_(self.vectors, alpha=self.weight_decay)
+        if self._velocity is not None:
+            move = self._velocity.mul_(self.momentum).add_(move)
+        self.vectors -= self.learning_rate[:, None] * move
+        self.step += 1
+
+    def _identity(self):
+        return {"format": _FORMAT, "plans": [plan.config() for plan in self.plans], "seeds": self.seeds,
+                "parameters": {name: list(shape) for name, shape in self._shapes.items()},
+                "learning_rate": self._begun_with, "momentum": self.momentum, "weight_decay": self.weight_decay,
+                "data": self._data_digest}
+
+    @functools.cached_property
+    def _data_digest(self):
+        return digest_of(self.x, self.y, *([] if self.members is None else [self.members]))
+
+    _KEPT = ("vectors", "learning_rate", "losses", "batch_sizes", "dropped", "_velocity")
+
+    def _save(self, path, stateful):
+        write_checkpoint(path, {
+            "identity": self._identity(), "step": self.step, "epochs": plain(self.epochs),
+            "tensors": {name: getattr(self, name) for name in self._KEPT},
+            "generators": [{name: g.get_state() for name, g in streams.items()} for streams in self._generators],
+            "stateful": {name: item.state_dict() for name, item in stateful.items()}})
+
+    def _load(self, path, stateful):
+        content = read_checkpoint(path, ("identity", "step", "epochs", "tensors", "generators", "stateful"))
+        if content["identity"] != self._identity():
+            raise ValueError("checkpoint must come from runs of the same plans, seeds, data, architecture and learning "
+                             f"rates, but {os.fspath(path)!r} holds another ensemble")
+        if set(content["stateful"]) != set(stateful):
+            raise ValueError(f"stateful must name {sorted(content['stateful'])} as the checkpoint does, "
+                             f"got {sorted(stateful)}")
+        for name, kept in content["tensors"].items():
+            if kept is not None:
+                getattr(self, name).copy_(kept)
+        for streams, states in zip(self._generators, content["generators"]):
+            for name, state in states.items():
+                streams[name].set_state(state)
+        for name, state in content["stateful"].items():
+            stateful[name].load_state_dict(state)
+        self.step, self.epochs = content["step"], content["epochs"]
+
+
+def _passes(runs, examples, size):
+    """Slices of runs and of examples that cover (runs, examples) with at most `size` numbers each, one run at least."""
+    some = max(1, size // max(1, examples))
+    for start in range(0, runs, some):
+        for first in range(0, examples, size):
+            yield slice(start, start + some), slice(first, first + size)
+
+
+def _check_that_passes_leave_no_trace(model, x):
+    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would share the draws."""
+    model = copy.deepcopy(model)
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (x.device.type == "cuda")
+    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
+        before = [state() for state in generators]
+        model(x)
+        if not all(torch.equal(old, state()) for old, state in zip(before, generators)):
+            raise ValueError("model must not draw at random, as dropout does; train such runs one by one")
+    for name, b in model.named_buffers():
+        if not torch.equal(b, buffers[name]):
+            raise ValueError(f"model must keep no statistics of its examples, but training changes buffer {name!r}")
