@@ -351,6 +351,15 @@ class GhostEmbedding:
             self.g = self.g * (self.tokens != module.padding_idx).unsqueeze(-1)
 
     def squared_norms(self):
+        return self._by_pairs_of_positions() if self.tokens.device.type != "cpu" else self._by_tokens()
+
+    def _by_pairs_of_positions(self):
+        """Without the number of different tokens, for which a GPU would make its host wait."""
+        same = self.tokens.unsqueeze(2) == self.tokens.unsqueeze(1)
+        g = self.g.double()
+        return ((g @ g.mT) * same).sum((1, 2)).clamp(min=0)
+
+    def _by_tokens(self):
         n, rows = len(self.tokens), len(self.module.weight)
         keys = self.tokens + rows * torch.arange(n, device=self.tokens.device)[:, None]
         pairs, where = keys.unique(return_inverse=True)
