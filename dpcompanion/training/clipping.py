@@ -81,7 +81,10 @@ def clip_factors(norms, max_grad_norm):
     >>> clip_factors(torch.tensor([0.5, 4.0, float("inf")]), 1.0)
     tensor([1.0000, 0.2500, 0.0000])
     """
-    limits = torch.as_tensor(max_grad_norm, dtype=norms.dtype, device=norms.device)
+    if isinstance(max_grad_norm, torch.Tensor):
+        limits = max_grad_norm.to(norms, non_blocking=True)
+    else:                                            # filled in where it is needed, without a copy
+        limits = torch.full((), max_grad_norm, dtype=norms.dtype, device=norms.device)
     slack = 1 + 8 * torch.finfo(norms.dtype).eps
     return torch.where(norms.isfinite() & (limits > 0), (limits / (norms * slack)).clamp(max=1), 0)
 

@@ -361,6 +361,15 @@ class GhostEmbedding:
         return pairs, sums.index_add_(0, where.flatten(), self.g.flatten(0, 1).double())
 
     def squared_norms(self):
+        return self._by_pairs_of_positions() if self.tokens.device.type != "cpu" else self._by_tokens()
+
+    def _by_pairs_of_positions(self):
+        """Without the number of different tokens, for which a GPU would make its host wait."""
+        same = self.tokens.unsqueeze(2) == self.tokens.unsqueeze(1)
+        g = self.g.double()
+        return ((g @ g.mT) * same).sum((1, 2)).clamp(min=0)
+
+    def _by_tokens(self):
         pairs, sums = self.sums()
         return sums.new_zeros(len(self.tokens)).index_add_(0, pairs // len(self.module.weight), squared_norms(sums))
 

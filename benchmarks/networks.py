@@ -1,0 +1,148 @@
+r"""Clipped sums and gradient norms of the papers' networks and of a transformer, float32, one thread, random data.
+
+*Step*: the gradient of a batch, ours and Opacus's clipped (noise and update cost all the same); *norms*: everybody's
+gradient norm in one batch. Ways take turns, call by call, and medians of processor time are shown. `ratio` is the time
+over that of a plain gradient in its own best format, contiguous or `channels_last`, in the same turns. Batches are of
+8. `peak MiB` is what the memory of a process of its own grows by at most in a step.
+"""
+
+import functools
+import math
+import sys
+import warnings
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from benchmarks._turns import peak_memory, print_peak_of, timings
+from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, models
+
+
+class Transformer(nn.Module):
+    """Two blocks of width 128 with four heads, on 64 of 1,000 tokens; 526,090 parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(1000, 128)
+        self.blocks = nn.ModuleList(nn.ModuleDict({
+            "norm": nn.LayerNorm(128), "query": nn.Linear(128, 128), "key": nn.Linear(128, 128),
+            "value": nn.Linear(128, 128), "out": nn.Linear(128, 128), "after": nn.LayerNorm(128),
+            "wide": nn.Linear(128, 512), "narrow": nn.Linear(512, 128)}) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(128), nn.Linear(128, 10)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for b in self.blocks:
+            a = b["norm"](x)
+            q, k, v = (b[name](a).unflatten(2, (4, 32)).transpose(1, 2) for name in ("query", "key", "value"))
+            weights = ((q @ k.mT) / math.sqrt(32)).softmax(-1)
+            x = x + b["out"]((weights @ v).transpose(1, 2).flatten(2))
+            x = x + b["narrow"](F.gelu(b["wide"](b["after"](x))))
+        return self.head(self.norm(x).mean(1))
+
+
+NETWORKS = {"resnet20": (models.resnet20, 8), "wrn16_4": (models.wrn16_4, 8), "cifar_cnn": (models.cifar_cnn, 8),
+            "transformer": (Transformer, 8)}
+
+
+def built(name):
+    make, n = NETWORKS[name]
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randint(1000, (n, 64), generator=generator) if make is Transformer else
+         torch.randn(n, 3, 32, 32, generator=generator))
+    return make(), x, torch.randint(10, (n,), generator=generator)
+
+
+def plain(name, channels_last=False):
+    model, x, y = built(name)
+    if channels_last:
+        model, x = (t.to(memory_format=torch.channels_last) for t in (model, x))
+
+    def step():
+        model.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+    return step
+
+
+def ours(name, task, precision=None):
+    model, x, y = built(name)
+    if task == "norms":
+        return lambda: gradient_norms(model, cross_entropy, x, y, method="mixed", precision=precision)
+    return lambda: clipped_sum(model, cross_entropy, x, y, 1.0, method="mixed", precision=precision)
+
+
+def opacus(name, task, mode):
+    from opacus import grad_sample
+    from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+    from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
+
+    model, x, y = built(name)
+    parameters = torch.optim.SGD(model.parameters(), lr=0.01)
+    options = {"noise_multiplier": 0.0, "max_grad_norm": 1.0, "expected_batch_size": len(x)}
+    if mode == "ghost":
+        model = grad_sample.GradSampleModuleFastGradientClipping(model, max_grad_norm=1.0, use_ghost_clipping=True)
+        optimizer = DPOptimizerFastGradientClipping(parameters, **options)
+        loss = DPLossFastGradientClipping(model, optimizer, nn.CrossEntropyLoss())
+    else:
+        model = (grad_sample.GradSampleModuleExpandedWeights(model) if mode == "ew" else
+                 grad_sample.GradSampleModule(model, force_functorch=mode == "functorch"))
+        optimizer, loss = DPOptimizer(parameters, **options), nn.CrossEntropyLoss()
+
+    def step():
+        optimizer.zero_grad()
+        loss(model(x), y).backward()
+        optimizer.clip_and_accumulate() if mode != "ghost" else optimizer.accumulate()
+
+    def norms():
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        if mode == "ghost":
+            return model.get_norm_sample()
+        return torch.stack([p.grad_sample.flatten(1).norm(dim=1) for p in model.parameters()]).norm(dim=0)
+
+    return step if task == "step" else norms
+
+
+def maker(name, task, way):
+    """The function that makes what is timed."""
+    if way.startswith("Opacus"):
+        return functools.partial(opacus, name, task, way.split()[1])
+    if way.startswith("plain"):
+        return functools.partial(plain, name, "channels_last" in way)
+    return functools.partial(ours, name, task, "bf16" if "bf16" in way else None)
+
+
+def ways(name, task):
+    """{way: a function that makes what is timed}, of those that take the network on this machine."""
+    found = {}
+    for way in ("plain", "plain, channels_last", "dpcompanion", "dpcompanion, bf16", "Opacus hooks",
+                "Opacus functorch", "Opacus ew", "Opacus ghost"):
+        if name == "transformer" and "channels_last" in way:
+            continue
+        try:
+            maker(name, task, way)()()
+            found[way] = maker(name, task, way)
+        except Exception as error:                       # each refuses in a way of its own
+            print(f"{way} does not take {name}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
+    return found
+
+
+def run():
+    """The rows of the table."""
+    warnings.simplefilter("ignore")
+    rows = []
+    for name in NETWORKS:
+        for task in ("step", "norms"):
+            makers, (_, n) = ways(name, task), NETWORKS[name]
+            times = {way: cpu / n for way, (_, cpu) in timings(makers, 1, 2).items()}
+            best = min(seconds for way, seconds in times.items() if way.startswith("plain"))
+            peaks = {way: peak_memory("benchmarks.networks", name, way) for way in makers} if task == "step" else {}
+            rows += [{"network": name, "task": task, "way": way, "ms an example": 1e3 * seconds,
+                      "ratio": seconds / best, "peak MiB": peaks.get(way)}
+                     for way, seconds in times.items() if task == "step" or not way.startswith("plain")]
+    return rows
+
+
+if __name__ == "__main__":
+    print_peak_of(maker(sys.argv[1], "step", sys.argv[2])())
