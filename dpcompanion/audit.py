@@ -376,6 +376,7 @@ class _Observer:
         self.rates = torch.as_tensor(plan.sample_rate, dtype=torch.float64).expand(plan.n)
         self.others = torch.ones(plan.n, dtype=torch.bool)
         self.others[self.canaries] = False
+        self.method = clipping.resolve_method(model, loss, x, y) if self.others.any() else "func"
 
     def before_step(self):
         with torch.random.fork_rng(devices=[]):
@@ -391,7 +392,7 @@ class _Observer:
         for rate in self.rates[self.others].unique():
             some = (self.others & (self.rates == rate)).nonzero().squeeze(1)
             total = clipping.clipped_sum(self.model, self.loss, self.x[some], self.y[some],
-                                         self.plan.clip_norms(some).to(self.x.device), method="func")
+                                         self.plan.clip_norms(some).to(self.x.device), method=self.method)
             mean += rate * torch.cat([g.flatten() for g in total.gradients.values()]).double().cpu()
         self.mean = mean
         return self.limits

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import special, stats
 
+from dpcompanion.attacks import low_bits_tell
 from dpcompanion.training import secure
 from dpcompanion.training.secure import SecureStream, grid_of
 
@@ -206,22 +207,10 @@ def test_no_noise_is_no_noise():
 
 # The attack of Mironov (2012), on low bits ------------------------------------------------------------------------------
 
-def guessed(releases, canary):
-    """Whether each row of releases, (runs, coordinates), holds the canary: by the low bits of the numbers near 0 alone.
-
-    A float near 0 has bits far below those of a float near the canary.  So canary + noise near 0 is a multiple of what
-    floats near the canary are multiples of, and noise that is near 0 by itself is hardly ever one.
-    """
-    unit = canary * torch.finfo(releases.dtype).eps / 2
-    near = releases.abs() < canary / 16
-    coarse = (releases / unit == (releases / unit).round()) | ~near
-    return coarse.all(1) & near.any(1)
-
-
 def success(release, canary=1.0, runs=400, coordinates=64):
     """The share of right guesses about runs of which half hold the canary in every coordinate."""
     holds = torch.arange(runs) % 2 == 0
-    found = guessed(torch.stack([release(canary * torch.ones(coordinates) * bool(held)) for held in holds]), canary)
+    found = low_bits_tell(torch.stack([release(canary * torch.ones(coordinates) * bool(held)) for held in holds]), canary)
     return (found == holds).double().mean().item()
 
 
