@@ -194,7 +194,8 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None):
         return total
     found = total.gradients
     return dataclasses.replace(total, gradients={
-        name: found.get(name, torch.zeros_like(p, dtype=torch.float64 if method == "held" else None)) for name, p in model.named_parameters() if p.requires_grad})
+        name: found.get(name, torch.zeros_like(p, dtype=torch.float64 if method == "held" else None))
+        for name, p in model.named_parameters() if p.requires_grad})
 
 
 def _clip(layers, squares, losses, max_grad_norm, runs, precise=False):
@@ -267,7 +268,7 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precise=False):
 
 
 def _held(method):
-    """What `method` becomes where the account of floats is to hold: every gradient that is added up has been measured."""
+    """What `method` becomes where sums are precise: whatever is added up has been measured."""
     if method == "ghost":
         raise ValueError("method must be 'auto', 'mixed' or 'func' where sums are precise, got 'ghost', which measures "
                          "gradients that it does not hold")

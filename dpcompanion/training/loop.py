@@ -40,8 +40,8 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._progress import bar
 from dpcompanion.training import checks, clipping, noise
-from dpcompanion.training.checkpoints import (digest_of, key_file, plain, read_checkpoint, read_keys,
-                                              write_checkpoint, write_keys)
+from dpcompanion.training.checkpoints import (digest_of, key_file, note_seed, plain, read_checkpoint,
+                                              read_keys, write_checkpoint, write_keys)
 
 _FORMAT = 3
 _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
@@ -110,7 +110,8 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
             which waits for the step to end (a second one does not). Without a seed the keys lie beside it, in a file
             of the same name and ".key" that only its owner can read; it goes when the run ends. Whoever reads it
             while the run lasts can subtract the noise. Where it is lost, the run goes on with new keys and a warning:
-            as private, but not the same.
+            as private, but not the same. With a seed, seeds-used.json in the folder holds a digest of the data, and a
+            RuntimeWarning says where the seed has been used on others.
         stateful: {name: object} of more to save and restore, by state_dict and load_state_dict, such as a scheduler.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
         progress: show a bar; by default on a terminal only.
@@ -131,6 +132,8 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
                  generator_device)
     if checkpoint is not None and os.path.exists(checkpoint):
         loop.load(checkpoint)
+    if checkpoint is not None and seed is not None:
+        note_seed(checkpoint, loop.seed, loop.data_digest)
     run = loop.run
     with bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance, deferred_interrupt() as interrupted:
         while run.step < plan.steps:
