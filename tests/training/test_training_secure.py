@@ -5,6 +5,8 @@ import fractions
 import math
 import os
 import pickle
+import random
+import time
 
 import mpmath
 import numpy as np
@@ -95,6 +97,16 @@ def test_a_forked_process_draws_other_numbers():
     theirs = np.frombuffer(os.read(reader, 32), dtype="<u8")
     os.close(reader), os.close(writer)
     assert not np.intersect1d(theirs, found.words(4)).size
+
+
+def test_a_clock_that_stands_still_and_seeds_of_other_generators_repeat_no_noise(monkeypatch):
+    for name in ("time", "time_ns", "monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: 0)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0), np.random.seed(0), random.seed(0)
+        drawn.append(SecureStream().words(4))
+    assert not np.intersect1d(*drawn).size
 
 
 @pytest.mark.parametrize("key", [b"", b"short", "0" * 32, 7, bytes(33)])
