@@ -57,6 +57,7 @@ batch sizes or losses that are told    no: not looked at
 """
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -246,11 +247,12 @@ class Finding:
 def judge(scores, included, *, delta, groups=None, claims=None, confidence=0.95):
     """Lower bounds on epsilon from scores of canaries, for everybody and for each group.
 
-    An auditor guesses about the half of the canaries with the most extreme scores, and about a fifth; the better counts.
+    An auditor guesses about the half with the most extreme scores, and about a fifth. The better counts.
     All bounds of the result hold together with the confidence.
 
     Args:
-        scores: (m,) numbers, larger for canaries that seem to have taken part; made without the coins.
+        scores: (m,) numbers, larger for canaries that seem to have taken part; made without the coins. Or (k, m): those
+            of k attacks, of which the best counts.
         included: (m,) booleans, the coins.
         delta: of every epsilon.
         groups: (m,) labels, such as budgets or deciles. Canaries of other groups count as given.
@@ -262,21 +264,24 @@ def judge(scores, included, *, delta, groups=None, claims=None, confidence=0.95)
     """
     scores = torch.as_tensor(scores, dtype=torch.float64)
     included = torch.as_tensor(included)
-    if scores.ndim != 1 or included.shape != scores.shape or included.dtype != torch.bool or bool(scores.isnan().any()):
+    if (scores.ndim not in (1, 2) or not len(scores) or included.shape != scores.shape[-1:]
+            or included.dtype != torch.bool or bool(scores.isnan().any())):
         raise ValueError("scores and included must be (m,) numbers and booleans without NaN, got "
                          f"{tuple(scores.shape)} and {included.dtype} of shape {tuple(included.shape)}")
-    members = {"everybody": torch.arange(len(scores))}
+    scores = scores.reshape(-1, len(included))
+    members = {"everybody": torch.arange(len(included))}
     if groups is not None:
         labels = groups.tolist() if isinstance(groups, torch.Tensor) else list(groups)
-        _checks.same_length(scores=scores, groups=labels)
+        _checks.same_length(included=included, groups=labels)
         members |= {label: torch.tensor([i for i, own in enumerate(labels) if own == label])
                     for label in sorted(set(labels))}
-    each = 1 - (1 - _checks.number("confidence", confidence, 0, 1, closed="neither")) / (len(members) * len(_SHARES))
+    tried = len(members) * len(_SHARES) * len(scores)
+    each = 1 - (1 - _checks.number("confidence", confidence, 0, 1, closed="neither")) / tried
     found = {}
     for label, own in members.items():
-        order = own[scores[own].argsort()]
         tries = []
-        for share in _SHARES:
+        for share, attack in itertools.product(_SHARES, scores):
+            order = own[attack[own].argsort()]
             half = max(1, math.floor(share * len(own) / 2))
             correct = int((~included[order[:half]]).sum() + included[order[-half:]].sum())
             tries.append((correct, 2 * half) if len(own) > 1 else (int(included[own].sum()), 1))
@@ -317,25 +322,28 @@ def audit(fit, canaries, *, delta, groups=None, claims=None, confidence=0.95, ge
     return judge(fit(included), included, delta=delta, groups=groups, claims=claims, confidence=confidence)
 
 
-def audit_training(model, loss, data, plan, *, optimizer, canaries=None, groups=None, confidence=0.95, generator=None,
-                   **arguments):
+def audit_training(model, loss, data, plan, *, optimizer, canaries=None, groups=None, together=True, confidence=0.95,
+                   generator=None, **arguments):
     """Audit `dpcompanion.training.train` on a model, data and plan, by the sums that it gives out, in one run.
 
     A canary that is out has a clip norm of zero in every step, which is what the relation zero-out means.  The auditor
     knows all but coins, draws and noise.  At every step it works out the mean of the sum that comes, and adds to each
-    canary's score the product of the canary's clipped gradient with what came beyond that mean.
+    canary's score the product of the canary's clipped gradient with what came beyond that mean.  In a second attack
+    it solves for all coins together, by ridge regression on the same, which takes the canaries out of each other's way.
 
     Args:
         model, loss, data, plan, optimizer: as for `train`; the model is trained, with about half of the canaries.
         canaries: indices of the examples that are; by default 1,000 at random, or all. Examples in the data themselves,
             or rows that were put there for the audit (`crafted`).
         groups: (n,) labels of the examples, such as budgets or deciles of individual epsilon.
+        together: make the second attack.
         confidence: that all bounds hold.
         generator: a torch.Generator for coins and canaries.
         arguments: for `train`, such as seed or method.
 
     Returns:
-        {label: `Finding`}, with whether the plan's claim is refuted; memory: a gradient for each canary.
+        {label: `Finding`}, with whether the plan's claim is refuted; memory: a gradient for each canary, and for
+        the second attack the products of all pairs, for which a step takes canaries^2 x parameters multiplications.
     """
     n = plan.n
     if canaries is None:
@@ -353,10 +361,10 @@ def audit_training(model, loss, data, plan, *, optimizer, canaries=None, groups=
         claims[label] = PlanCurve(plan, own) if plan.individual else claims["everybody"]
 
     def fit(included):
-        observer = _Observer(canaries, included)
+        observer = _Observer(canaries, included, together)
         train(model, loss, data, plan, optimizer=optimizer, trackers=[observer],
               **{"progress": False, **arguments})
-        return observer.scores
+        return observer.attacks()
 
     return audit(fit, len(canaries), delta=plan.delta, groups=groups, claims=claims, confidence=confidence,
                  generator=generator)
@@ -365,9 +373,10 @@ def audit_training(model, loss, data, plan, *, optimizer, canaries=None, groups=
 class _Observer:
     """A tracker that keeps canaries out of a run and scores all of them."""
 
-    def __init__(self, canaries, included):
+    def __init__(self, canaries, included, together=True):
         self.canaries, self.included = canaries, included
         self.scores = torch.zeros(len(canaries), dtype=torch.float64)
+        self.products = torch.zeros(len(canaries), len(canaries), dtype=torch.float64) if together else None
 
     def check_run(self, plan, model, loss, x, y):
         self.plan, self.model, self.loss, self.x, self.y = plan, model, loss, x, y
@@ -376,6 +385,7 @@ class _Observer:
         self.rates = torch.as_tensor(plan.sample_rate, dtype=torch.float64).expand(plan.n)
         self.others = torch.ones(plan.n, dtype=torch.bool)
         self.others[self.canaries] = False
+        self.method = clipping.resolve_method(model, loss, x, y) if self.others.any() else "func"
 
     def before_step(self):
         with torch.random.fork_rng(devices=[]):
@@ -391,20 +401,35 @@ class _Observer:
         for rate in self.rates[self.others].unique():
             some = (self.others & (self.rates == rate)).nonzero().squeeze(1)
             total = clipping.clipped_sum(self.model, self.loss, self.x[some], self.y[some],
-                                         self.plan.clip_norms(some).to(self.x.device), method="func")
+                                         self.plan.clip_norms(some).to(self.x.device), method=self.method)
             mean += rate * torch.cat([g.flatten() for g in total.gradients.values()]).double().cpu()
         self.mean = mean
         return self.limits
 
     def after_step(self, indices, norms, clipped=None):
         sent = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.requires_grad]).double().cpu()
-        self.scores += self.rates[self.canaries] * (self.rows @ (sent * self.plan.expected_batch_size - self.mean))
+        expected = self.rates[self.canaries][:, None] * self.rows
+        self.scores += expected @ (sent * self.plan.expected_batch_size - self.mean)
+        if self.products is not None:
+            self.products += expected @ expected.T
+
+    def attacks(self):
+        """Scores (1 or 2, m): each canary by itself, and all together.
+
+        A coin minus 1/2 has variance 1/4, so the best ridge is 4 times the variance of the noise; a tenth of that takes
+        interference out more thoroughly, which tells more where there is less noise than there should be.
+        """
+        if self.products is None:
+            return self.scores[None]
+        ridge = 0.4 * self.plan.noise_std**2 + 1e-12 * float(self.products.trace())
+        together = self.products + ridge * torch.eye(len(self.products), dtype=torch.float64)
+        return torch.stack([self.scores, torch.linalg.solve(together, self.scores)])
 
     def state_dict(self):
-        return {"scores": self.scores, "included": self.included}
+        return {"scores": self.scores, "products": self.products, "included": self.included}
 
     def load_state_dict(self, state):
-        self.scores, self.included = state["scores"], state["included"]
+        self.scores, self.products, self.included = state["scores"], state["products"], state["included"]
 
 
 def crafted(x, y, count, *, size=10.0, generator=None):

@@ -77,6 +77,29 @@ def test_scores_that_know_nothing_find_nothing_and_those_that_know_all_find_much
     assert nothing.epsilon < 0.2 and all_.epsilon > 4 and nothing.refuted is None
 
 
+def test_the_better_of_two_attacks_counts():
+    included = audit.coins(1000, torch.Generator().manual_seed(0))
+    noise = torch.rand(2, 1000, generator=torch.Generator().manual_seed(1))
+    found = audit.judge(noise + torch.stack([0.0 * included, 1.0 * included]), included, delta=1e-5)["everybody"]
+    assert found.epsilon > 3.5 and found.correct == found.guesses
+
+
+def test_canaries_that_overlap_are_told_apart_together(monkeypatch):
+    # 120 gradients in 130 dimensions, and next to no noise: by itself each drowns in the others.
+    x = torch.randn(120, 130, generator=torch.Generator().manual_seed(0)).double()
+    observers = []
+    make = audit._Observer
+    monkeypatch.setattr(audit, "_Observer", lambda *args: observers.append(make(*args)) or observers[0])
+    model = torch.nn.Linear(130, 1, bias=False).double()
+    audit.audit_training(model, lambda outputs, _: -outputs.squeeze(1), (x, torch.zeros(120)),
+                         plan(120, sample_rate=1.0, noise_multiplier=0.1, steps=3), method="func", seed=0,
+                         canaries=torch.arange(120), optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+                         generator=torch.Generator().manual_seed(1))
+    included = observers[0].included
+    right = [int(((attack > attack.median()) == included).sum()) for attack in observers[0].attacks()]
+    assert right[0] < right[1] and right[1] >= 110
+
+
 def test_groups_have_bounds_of_their_own():
     included, groups = audit.coins(2000, torch.Generator().manual_seed(0)), np.arange(2000) % 2
     noise = torch.randn(2000, generator=torch.Generator().manual_seed(1))
@@ -112,7 +135,7 @@ def orthogonal(n, claimed=None):
     data = torch.eye(n).double(), torch.zeros(n)
     return audit.audit_training(
         model, lambda outputs, _: -5 * outputs.squeeze(1), data, claimed or plan(n), method="func", seed=3,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01), canaries=torch.arange(n),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01), canaries=torch.arange(n), together=False,
         generator=torch.Generator().manual_seed(0))["everybody"]
 
 

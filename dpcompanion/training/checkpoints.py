@@ -18,6 +18,7 @@ import hashlib
 import io
 import json
 import os
+import pathlib
 import pickle
 import warnings
 
@@ -138,6 +139,27 @@ def read_checkpoint(path, keys):
 def key_file(checkpoint):
     """Where the keys of a run without a seed lie: beside its checkpoint, never in it."""
     return f"{os.fspath(checkpoint)}.key"
+
+
+def note_seed(checkpoint, seed, digest):
+    """Note in the checkpoint's folder which data a seed was used on; a RuntimeWarning where these are others.
+
+    Two runs of one seed share their noise, so that the difference of two models tells how their data differ. The file,
+    seeds-used.json, holds for each seed the digests of its data; one that is damaged is begun anew.
+    """
+    path = pathlib.Path(checkpoint).parent / "seeds-used.json"
+    try:
+        used = json.loads(path.read_text(encoding="utf-8"))
+        known = list(used.setdefault(str(seed), []))
+    except (OSError, ValueError, TypeError, AttributeError):
+        used, known = {}, []
+    if digest in known:
+        return
+    if known:
+        warnings.warn(f"seed {seed} has been used on other data with a checkpoint in {os.fspath(path.parent)!r}: both "
+                      "runs have the same noise, which cancels in the difference of the models; publish neither, or "
+                      "leave the seed out", RuntimeWarning, stacklevel=3)
+    _files.replace(path, json.dumps(used | {str(seed): [*known, digest]}, indent=1).encode())
 
 
 def write_keys(path, streams, forward_seed):

@@ -350,7 +350,7 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, preci
 
 
 def _held(method):
-    """What `method` becomes where the account of floats is to hold: every gradient that is added up has been measured."""
+    """What `method` becomes where sums are precise: whatever is added up has been measured."""
     if method == "ghost":
         raise ValueError("method must be 'auto', 'mixed' or 'func' where sums are precise, got 'ghost', which measures "
                          "gradients that it does not hold")

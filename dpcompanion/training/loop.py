@@ -41,8 +41,9 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._progress import bar
 from dpcompanion.training import checks, clipping, noise
-from dpcompanion.training.checkpoints import (Checkpoint, digest_of, key_file, plain, read_checkpoint, read_keys,
-                                              write_checkpoint, write_keys)
+from dpcompanion.training.checkpoints import (
+    Checkpoint, digest_of, key_file, note_seed, plain, read_checkpoint, read_keys, write_checkpoint, write_keys,
+)
 
 _FORMAT = 3
 _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
@@ -154,6 +155,8 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
                  {} if checkpoint is None else checkpoint.stateful, generator_device, precision)
     if checkpoint is not None and checkpoint.exists:
         loop.load(checkpoint.path)
+    if checkpoint is not None and seed is not None:
+        note_seed(checkpoint.path, loop.seed, loop.data_digest)
     run = loop.run
     with bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance, deferred_interrupt() as interrupted:
         while run.step < plan.steps:

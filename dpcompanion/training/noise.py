@@ -10,7 +10,8 @@ With a seed a run can be repeated: for research.  PyTorch's generator uses 32 bi
 all, and whoever knows the seed can subtract the noise; and the sum of a gradient and a float Gaussian is not exactly
 Gaussian, so that its last bits can tell neighbouring data sets apart (Mironov 2012).  Two runs of one seed share
 their batches and their noise, so that the difference of two models from neighbouring data is the example's gradients,
-without noise: what experiments want, and what no two released models may have.  Draws are made on the CPU, so that a
+without noise: what experiments want, and what no two released models may have.  Runs with checkpoints in one folder
+warn of it.  Draws are made on the CPU, so that a
 run on a GPU takes the same batches and the same noise.
 
 >>> streams = generators(seed=7)

@@ -244,7 +244,7 @@ def test_a_run_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended(tmp_p
     assert torch.equal(history.batch_sizes, resumed[3].batch_sizes)
     assert torch.equal(history.losses.nan_to_num(-1), resumed[3].losses.nan_to_num(-1))
     assert str(history.epochs) == str(resumed[3].epochs)
-    assert os.listdir(tmp_path) == ["run.pt"]
+    assert sorted(os.listdir(tmp_path)) == ["run.pt", "seeds-used.json"]
 
 
 def test_ctrl_c_waits_for_the_step_and_writes_a_checkpoint(tmp_path):
@@ -402,7 +402,7 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path, monkeypatch)
     monkeypatch.setattr(os, "replace", failing)
     with pytest.raises(OSError):
         run(data, plan, path=path, every=4)
-    assert os.listdir(tmp_path) == ["run.pt"]
+    assert sorted(os.listdir(tmp_path)) == ["run.pt", "seeds-used.json"]
     assert checkpoints.read_checkpoint(path, loop._KEYS)["step"] == 8
     assert same(run(data, plan)[0], run(data, plan, path=path)[0])
 

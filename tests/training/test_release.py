@@ -3,6 +3,7 @@
 import itertools
 import os
 import stat
+import warnings
 
 import pytest
 import torch
@@ -98,6 +99,25 @@ def test_damaged_keys_are_refused(content, tmp_path):
     (tmp_path / "run.pt.key").write_text(content)
     with pytest.raises(ValueError, match="keys"):
         run(path=path)
+
+
+def test_a_seed_that_is_used_on_other_data_in_the_same_folder_is_warned_of_once(tmp_path):
+    def begin(number, seed=1, changed=False):
+        x, y = data()
+        x = x + 1.0 * changed
+        model = models.linear(5, 3, seed=0).double()
+        train(model, cross_entropy, (x, y), plan(steps=1), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+              seed=seed, checkpoint=tmp_path / f"run {number}.pt", progress=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin(1), begin(1), begin(2), begin(3, seed=2, changed=True), begin(4, seed=None), begin(5, seed=None)
+    with pytest.warns(RuntimeWarning, match="same noise"):
+        begin(6, changed=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin(6, changed=True)
+    (tmp_path / "seeds-used.json").write_text("[1, 2")
+    begin(7)
 
 
 def test_a_checkpoint_with_a_seed_does_not_serve_a_run_without_one(tmp_path):
