@@ -80,7 +80,7 @@ def test_an_interrupted_grid_goes_on_where_it_stopped(run, monkeypatch):
     whole = ip.trained("digits", task, run)
     experiments.forget()
     monkeypatch.setattr(experiments, "KEPT", 0)
-    train, calls = ip.ensembles.train_grid, []
+    train, calls = ip.grids.ensembles.train_grid, []
 
     def interrupted(*arguments, seeds, **options):
         calls.append(tuple(seeds))
