@@ -18,7 +18,7 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
 # Theorem 3.3 beside the exact composition, and unlearning: many runs of softmax regression side by side --------------
 
 @dataclasses.dataclass(frozen=True)
-class Composition:
+class Regression:
     """Softmax regression on digits shrunk to `side` x `side`: `runs` of each kind for each of `points` test points."""
 
     data: str
@@ -33,6 +33,12 @@ class Composition:
     learning_rate: float = 4.0
     max_grad_norm: float = 1.0
     delta: float = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Composition(Regression):
+    """The same, and the seed of the runs."""
+
     seed: int = 0
 
 
@@ -193,7 +199,7 @@ def _exact_below_worst_case(record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Unlearning(Composition):
+class Unlearning(Regression):
     """Requests to be forgotten, one after another; the order and the budget of the guarantee."""
 
     requests: int = 5

@@ -158,7 +158,7 @@ def owners_need_nobody(record):
         yield LABELS[name], said, difference <= 0.02 * record.values[f"{name}.largest"]
 
 
-_PRINTED = Study({name: task for name, task in PAPER.items() if name not in CPU})
+_PRINTED = Tasks({name: task for name, task in PAPER.items() if name not in CPU})
 
 
 @experiment(f"{NAME}/algorithms-1-2-3", quick=_PRINTED, paper=_PRINTED)
