@@ -122,7 +122,7 @@ def run():
                      "peak MiB": peak_memory("benchmarks.filters", "calibration", name, "4"),
                      "result": f"budget {budget} of {game(name, 4)['budget']} at epsilon {game(name, 4)['epsilon']}"})
     found, added = steps(), admission()
-    for way, (wall, cpu) in found.items():
+    for way, (_, cpu) in found.items():
         rows.append({"what": f"a training step, {way}", "cpu s": cpu, "peak MiB": None,
                      "result": f"{cpu / found['alone'][1]:.3f} times one alone"})
     for way, cpu in added.items():

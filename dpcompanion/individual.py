@@ -22,9 +22,9 @@ by the same accountant for as many steps: the account of one who is charged C at
 
 By privacy loss distributions, the default, the epsilons of 60,000 examples take about ten seconds on a CPU, by RDP one.
 
-Memory, with rounding: 2 bytes for each example and level up to 32,767 steps (2 GB for ten million examples at r
-= 0.01), 4 bytes beyond.  Without (by RDP): at most 200 MB of norms that wait to be added, and 8 bytes for each example and order
-(about 2 GB for a million) once they were added.  Epsilons are computed in blocks of examples, so that what
+Memory, with rounding: 2 bytes for each example and level up to 32,767 steps (2 GB for ten million examples at r =
+0.01), 4 bytes beyond.  Without (by RDP): at most 200 MB of norms that wait to be added, and 8 bytes for each example
+and order (about 2 GB for a million) once they were added.  Epsilons are computed in blocks of examples, so that what
 comes on top does not grow with n.  Accounts of different examples have nothing to do with each other: where those
 without rounding take too much, one accountant after another, each for a part of the examples, gives the same.
 

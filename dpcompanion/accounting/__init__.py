@@ -23,6 +23,6 @@ from .runs import ACCOUNTANTS, compute_delta, compute_epsilon
 
 __all__ = [
     "ACCOUNTANTS", "DEFAULT_ORDERS", "DeltaAt", "EpsilonAt", "compute_delta", "compute_epsilon",
-    "find_noise_multiplier", "find_sample_rate", "find_steps", "gaussian_delta", "gaussian_epsilon", "gaussian_mu", "pld", "rdp_sampled_gaussian", "rdp_to_delta",
-    "rdp_to_epsilon",
+    "find_noise_multiplier", "find_sample_rate", "find_steps", "gaussian_delta", "gaussian_epsilon", "gaussian_mu",
+    "pld", "rdp_sampled_gaussian", "rdp_to_delta", "rdp_to_epsilon",
 ]

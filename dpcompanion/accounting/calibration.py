@@ -16,7 +16,7 @@ import math
 
 from .. import _checks
 from .runs import ACCOUNTANTS, compute_epsilon
-from .search import PRECISION, crossing
+from .search import crossing
 
 _SMALLEST_RATE, _LARGEST_NOISE, _MOST_STEPS = 1e-12, 1e9, 10**9
 

@@ -9,7 +9,8 @@ What a run takes over from earlier ones (`dpcompanion.reproduction.pieces`) is l
 versions and seconds.
 
 A run that leaves out tasks of its configuration, for want of a GPU or of data, lists their names in `values` as
-`not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see `dpcompanion.reproduction.scoreboard`).
+`not_run`: ["cifar10", ...]. Such a record never counts as the whole exhibit (see
+`dpcompanion.reproduction.scoreboard`).
 
 A record is stale when its experiment now has another configuration or another
 code than the record was made with; the book then says so.
@@ -100,7 +101,7 @@ def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, de
         name=name, preset=preset, values=plain(values), config=plain(config), code_hash=code_hash,
         data=plain(list(data)), **(made_with or provenance.software()), device=provenance.device_name(device),
         wall_time=round(float(wall_time), 3), command=command,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         arrays={key: np.asarray(array) for key, array in (arrays or {}).items()}, kept=plain(list(kept)),
     )
 

@@ -213,9 +213,9 @@ class _Loop:
         self.numbers = sum(p.numel() for p in self.parameters.values())
         self.dtype = next(iter(self.parameters.values())).dtype
         self.modes = {module: module.training for module in model.modules()}
-        self.precise, self.precision = plan.precision == "exact", precision
+        self.precise, self.precision = plan.arithmetic == "float", precision
         if self.precise and (self.seed is not None or self.numbers != plan.parameters):
-            raise ValueError(f"plan with precision='exact' must have as many parameters as the model, {self.numbers}, "
+            raise ValueError(f"plan with arithmetic='float' must have as many parameters as the model, {self.numbers}, "
                              f"and takes no seed, got {plan.parameters} and seed {self.seed}")
         self.method = clipping.resolve_method(model, loss, self.x, self.y, method, precision, precise=self.precise)
         # A scheduler keeps the rate that it began with as initial_lr.

@@ -55,7 +55,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion.accounting import ACCOUNTANTS, compute_epsilon, find_noise_multiplier
-from dpcompanion.training import precision as floats
+from dpcompanion.training import floats
 from dpcompanion.training.noise import gaussian_noise
 from dpcompanion.training.sampling import PoissonSampler
 from dpcompanion.training.secure import SecureStream, grid_of, snapped
@@ -78,9 +78,9 @@ class DPSGDPlan:
         expected_batch_size: the divisor of the noisy sum, a public constant above 0. By default the sum of the rates.
         relation: "zero-out" or "add-remove", see the module's text. By default "zero-out", and "add-remove" where
             `expected_batch_size` is given.
-        precision: "real", an account of real numbers, or "exact", for a release: it counts the grid, the rounding of
-            sums and the sampler (`dpcompanion.training.precision`), and `train` then adds in float64 and takes no seed.
-        parameters: for "exact", how many trainable numbers the model has.
+        arithmetic: "real", an account of real numbers, or "float", for a release: it counts the grid, the rounding of
+            sums and the sampler (`dpcompanion.training.floats`), and `train` then adds in float64 and takes no seed.
+        parameters: for "float", how many trainable numbers the model has.
         accountant: "pld" or "rdp": by which the run is accounted for, here and in all that is made from the plan, so
             that everybody's epsilon and an example's stand side by side by the same accountant.
 
@@ -97,7 +97,7 @@ class DPSGDPlan:
     delta: float
     expected_batch_size: float | None = None
     relation: str | None = None
-    precision: str = "real"
+    arithmetic: str = "real"
     parameters: int | None = None
     accountant: str = "pld"
 
@@ -131,19 +131,19 @@ class DPSGDPlan:
             if isinstance(self.max_grad_norm, torch.Tensor):
                 raise ValueError("max_grad_norm must be one number for relation='add-remove', got one for each "
                                  "example: the noise is measured in their mean, which depends on who takes part")
-        if _checks.one_of("precision", self.precision, floats.PRECISIONS) == "exact":
+        if _checks.one_of("arithmetic", self.arithmetic, floats.ARITHMETICS) == "float":
             fix("parameters", _checks.whole_number("parameters", self.parameters, 1, 2**62))
             if not self.noise_multiplier:
-                raise ValueError("noise_multiplier must be above 0 for precision='exact', got 0")
+                raise ValueError("noise_multiplier must be above 0 for arithmetic='float', got 0")
         elif self.parameters is not None:
-            raise ValueError(f"parameters goes with precision='exact' alone, got {self.parameters!r}")
+            raise ValueError(f"parameters goes with arithmetic='float' alone, got {self.parameters!r}")
         rate = self.sample_rate
         fix("expected_batch_size", given or _SumOfRates(
             self.n * rate if isinstance(rate, float) else rate.sum().item()))
 
     @classmethod
     def for_epsilon(cls, target_epsilon, *, n, sample_rate, steps, max_grad_norm, delta, expected_batch_size=None,
-                    relation=None, accountant="pld", precision="real", parameters=None):
+                    relation=None, accountant="pld", arithmetic="real", parameters=None):
         """The plan with the least noise whose epsilon, by `accountant`, does not exceed `target_epsilon`, for one rate
         for all. It keeps the accountant. Other arguments as for the class.
 
@@ -161,7 +161,7 @@ class DPSGDPlan:
         noise_multiplier = find_noise_multiplier(
             target_epsilon=target_epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps,
             accountant=accountant)
-        if precision == "exact":
+        if arithmetic == "float":
             # A hair less of delta, and what `sensitivity` adds.
             parameters = _checks.whole_number("parameters", parameters, 1, 2**62)
             noise_multiplier = floats.least_noise(find_noise_multiplier(
@@ -169,7 +169,7 @@ class DPSGDPlan:
                 accountant=accountant), max_grad_norm, n=n, parameters=parameters)
         return cls(n=n, sample_rate=sample_rate, steps=steps, max_grad_norm=max_grad_norm,
                    noise_multiplier=noise_multiplier, delta=delta, expected_batch_size=expected_batch_size,
-                   relation=relation, precision=precision, parameters=parameters, accountant=accountant)
+                   relation=relation, arithmetic=arithmetic, parameters=parameters, accountant=accountant)
 
     @property
     def steps_per_epoch(self):
@@ -185,15 +185,15 @@ class DPSGDPlan:
 
     @property
     def sensitivity(self):
-        """How far an example moves a sum at most: the clip norm, with what floats add where `precision` is "exact"."""
-        if self.precision == "real":
+        """How far an example moves a sum at most: the clip norm, with what floats add where `arithmetic` is "float"."""
+        if self.arithmetic == "real":
             return self.max_grad_norm
         return floats.sensitivity(self.max_grad_norm, n=self.n, noise_std=self.noise_std, parameters=self.parameters)
 
     @property
     def effective_noise_multiplier(self):
         """Noise over sensitivity, what the account of an example depends on: a float, or (n,) for a norm for each."""
-        if self.precision == "real" and isinstance(self.max_grad_norm, float):
+        if self.arithmetic == "real" and isinstance(self.max_grad_norm, float):
             return self.noise_multiplier
         return self.noise_std / self.sensitivity
 
@@ -247,7 +247,7 @@ class DPSGDPlan:
                 "add-remove": "Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor "
                               f"{self.expected_batch_size:g} are constants that do not depend on the data)"}
         mean = "" if isinstance(self.max_grad_norm, float) else "mean "
-        counted = "" if self.precision == "real" else (
+        counted = "" if self.arithmetic == "real" else (
             f", and what floats add for {self.parameters} parameters is counted")
         return (f"{whom[self.relation]}; Poisson sampling at rate {said(self.sample_rate)}, {self.steps} steps, noise "
                 f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta "
@@ -270,7 +270,7 @@ class DPSGDPlan:
         multipliers = torch.as_tensor(self.effective_noise_multiplier, dtype=torch.float64)
         pairs = torch.stack(torch.broadcast_tensors(rates, multipliers), dim=-1).reshape(-1, 2)
         distinct, which = torch.unique(pairs, dim=0, return_inverse=True)
-        drawn = 0 if self.precision == "real" else steps * self.parameters
+        drawn = 0 if self.arithmetic == "real" else steps * self.parameters
 
         def epsilon_at(rate, noise):
             if steps == 0 or noise == 0:

@@ -50,8 +50,8 @@ class Ensemble:
         if len({(plan.n, plan.steps) for plan in self.plans}) > 1:
             raise ValueError("plans must agree in n and steps, got "
                              f"{sorted({(plan.n, plan.steps) for plan in self.plans})}")
-        if any(plan.precision == "exact" for plan in self.plans):
-            raise ValueError("plans must have precision='real': runs side by side have seeds and are for research")
+        if any(plan.arithmetic == "float" for plan in self.plans):
+            raise ValueError("plans must have arithmetic='real': runs side by side have seeds and are for research")
         n, self.steps = self.plans[0].n, self.plans[0].steps
         x, y = data
         checks.check_data(x, y, n)

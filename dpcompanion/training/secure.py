@@ -23,7 +23,7 @@ and so two sums that were $C$ apart are at most $C + \sqrt d\,g$ apart.
 Sharp edges.  A process that is forked gets a key of its own.  A virtual machine that is copied while it runs does not.
 A stream with a given key repeats itself, which is what a test wants and a release does not.
 What the grid and the rounding of the sum add to the sensitivity is counted where a plan asks for it
-(`dpcompanion.training.precision`).
+(`dpcompanion.training.floats`).
 
 >>> stream = SecureStream(key=bytes(32))     # a known key, for the example alone
 >>> stream.normal((3,), std=1.0, grid=2.0**-3)

@@ -89,7 +89,8 @@ def test_shapes_broadcast_and_stay_where_they_are():
     (lambda: gaussian_delta(1.0, -0.1), "epsilon"), (lambda: gaussian_delta(1.0, [1.0, math.nan]), "epsilon"),
     (lambda: gaussian_epsilon("x", 0.1), "sensitivity_over_sigma"), (lambda: gaussian_epsilon(1.0, 0.0), "delta"),
     (lambda: gaussian_mu(-1.0, 0.1), "epsilon"), (lambda: gaussian_mu(math.inf, 0.1), "epsilon"),
-    (lambda: gaussian_mu(1.0, 0.0), "delta"), (lambda: gaussian_epsilon(1.0, 1.0), "delta"), (lambda: gaussian_epsilon(1.0, math.nan), "delta"),
+    (lambda: gaussian_mu(1.0, 0.0), "delta"), (lambda: gaussian_epsilon(1.0, 1.0), "delta"),
+    (lambda: gaussian_epsilon(1.0, math.nan), "delta"),
 ])
 def test_bad_arguments_are_named(call, name):
     with pytest.raises(ValueError, match=name):

@@ -190,7 +190,8 @@ def test_more_steps_than_can_be_counted_are_refused():
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 def test_numbers_give_a_float_and_arrays_broadcast(accountant):
-    run = dict(sample_rate=torch.tensor([[0.01], [0.05]], dtype=torch.float64), noise_multiplier=[1.0, 2.0, 1.0], steps=30)
+    rates = torch.tensor([[0.01], [0.05]], dtype=torch.float64)
+    run = dict(sample_rate=rates, noise_multiplier=[1.0, 2.0, 1.0], steps=30)
     for function, target in ((compute_epsilon, {"delta": 1e-5}), (compute_delta, {"epsilon": 0.4})):
         found = function(**run, **target, accountant=accountant)
         assert found.shape == (2, 3) and found.dtype == torch.float64

@@ -24,7 +24,8 @@ def delta_from_below(runs, epsilon, remove, scale):
     """
     runs = [run for run in runs if run[2]]
     total, sign = sum(steps for _, _, steps in runs), 1 if remove else -1
-    if not remove and epsilon >= -sum(steps * (math.log1p(-rate) if rate < 1 else -math.inf) for rate, _, steps in runs):
+    most = -sum(steps * (math.log1p(-rate) if rate < 1 else -math.inf) for rate, _, steps in runs)
+    if not remove and epsilon >= most:
         return 0.0           # adding never costs a step more than -ln(1 - q)
     tops = [_top(rate, noise, 1e-6 * scale / total) for rate, noise, _ in runs]
 
@@ -84,7 +85,7 @@ def delta_from_below(runs, epsilon, remove, scale):
 
 
 def delta_at_zero_from_above(runs):
-    """An upper end of delta at epsilon 0, the total variation: by the union bound, and by the chi-squared divergence."""
+    """An upper end of delta at epsilon 0, the total variation: by the union bound, and the chi-squared divergence."""
     union = sum(steps * rate * (2 * special.ndtr(0.5 / noise) - 1) for rate, noise, steps in runs)
     chi = sum(steps * math.log1p(rate**2 * math.expm1(min(1 / noise**2, 700.0))) for rate, noise, steps in runs)
     return min(union, math.sqrt(math.expm1(min(chi, 10.0))) / 2)

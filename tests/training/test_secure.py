@@ -222,7 +222,8 @@ def test_no_noise_is_no_noise():
 def success(release, canary=1.0, runs=400, coordinates=64):
     """The share of right guesses about runs of which half hold the canary in every coordinate."""
     holds = torch.arange(runs) % 2 == 0
-    found = low_bits_tell(torch.stack([release(canary * torch.ones(coordinates) * bool(held)) for held in holds]), canary)
+    sums = torch.stack([release(canary * torch.ones(coordinates) * bool(held)) for held in holds])
+    found = low_bits_tell(sums, canary)
     return (found == holds).double().mean().item()
 
 

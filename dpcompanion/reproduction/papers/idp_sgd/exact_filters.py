@@ -9,9 +9,8 @@ from dpcompanion.accounting import find_noise_multiplier, find_steps, rdp_to_eps
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.idp_sgd.settings import Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    _problem, accuracy, assign, DIGITS, MNIST, network, predictions, Problem, problem, Task,
+    accuracy, assign, DIGITS, MNIST, network, predictions, problem, Task,
 )
 from dpcompanion.reproduction.papers.idp_sgd.with_filters import Descent
 from dpcompanion.reproduction.records import mean_and_sd

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 NAME, OTHER = "intrinsic-privacy/claims-1-2", "idp-sgd/table-5"
 
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpcompanion.accounting import compute_epsilon
-from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, layers, models, precision, train, train_ensemble
+from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, layers, models, floats, train, train_ensemble
 from dpcompanion.training.secure import grid_of, snapped
 
-GOOD = dict(n=100, sample_rate=0.2, steps=10, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5, precision="exact",
+GOOD = dict(n=100, sample_rate=0.2, steps=10, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5, arithmetic="float",
             parameters=18)
 
 
@@ -61,7 +61,7 @@ def test_what_is_added_is_what_was_measured_and_is_the_gradient(method):
     model, x, y = words()
     total = clipping.clipped_sum(model, cross_entropy, x, y, 1e300, method=method, precise=True)
     each = vectors(model, x, y, torch.full((len(x),), 1e300, dtype=torch.float64), method=method)
-    torch.testing.assert_close(each.norm(dim=1), total.norms, rtol=precision.NORM_ERROR, atol=0)
+    torch.testing.assert_close(each.norm(dim=1), total.norms, rtol=floats.NORM_ERROR, atol=0)
     assert all(g.dtype == torch.float64 for g in total.gradients.values())
     for i in range(len(x)):
         model.zero_grad()
@@ -95,7 +95,7 @@ def test_a_clipped_vector_is_no_longer_than_the_account_says(dtype, size, seed, 
     layer = layers.Explicit({"weight": g})
     limit = 0.7 * 10.0**power
     total = clipping._clip({"": layer}, layer.squared_norms(), torch.zeros(1), limit, None, precise=True)
-    assert norm(fractions_of(total.gradients["weight"])) <= limit * (1 + precision.NORM_ERROR)
+    assert norm(fractions_of(total.gradients["weight"])) <= limit * (1 + floats.NORM_ERROR)
 
 
 def test_norms_of_short_floats_are_measured_in_long_ones():
@@ -124,7 +124,7 @@ def test_neighbours_move_the_snapped_sum_by_no_more_than_the_sensitivity():
     torch.manual_seed(3)
     n, size, std = 60, 30, 2.0
     x, y, model = 100 * torch.randn(n, size), torch.zeros(n), Rows(size)
-    bound = precision.sensitivity(1.0, n=n, noise_std=std, parameters=size)
+    bound = floats.sensitivity(1.0, n=n, noise_std=std, parameters=size)
 
     def released(keep):
         total = clipping.clipped_sum(model, lambda outputs, _: outputs, x[keep], y[keep], 1.0, method="mixed",
@@ -144,7 +144,7 @@ def test_neighbours_move_the_snapped_sum_by_no_more_than_the_sensitivity():
 def test_the_account_of_floats_costs_less_than_a_thousandth_at_the_books_sizes(n, batch, steps, parameters, sigma):
     plan = dict(n=n, sample_rate=batch / n, steps=steps, max_grad_norm=1.0, noise_multiplier=sigma, delta=1e-5)
     real = DPSGDPlan(**plan).epsilon()
-    exact = DPSGDPlan(**plan, precision="exact", parameters=parameters).epsilon()
+    exact = DPSGDPlan(**plan, arithmetic="float", parameters=parameters).epsilon()
     assert real < exact < 1.001 * real
 
 
@@ -160,13 +160,13 @@ def test_the_account_is_that_of_the_larger_sensitivity():
     norms = torch.linspace(0.1, 2, 100)
     several = DPSGDPlan(**{**GOOD, "max_grad_norm": norms})
     assert (several.sensitivity > norms).all() and several.epsilon(accountant="rdp").shape == (100,)
-    assert DPSGDPlan(**{**GOOD, "precision": "real", "parameters": None}).sensitivity == 1.0
+    assert DPSGDPlan(**{**GOOD, "arithmetic": "real", "parameters": None}).sensitivity == 1.0
 
 
 @pytest.mark.parametrize("target", [0.3, 8.0])
 def test_a_calibrated_plan_meets_its_target(target):
     plan = DPSGDPlan.for_epsilon(target, n=1000, sample_rate=0.05, steps=200, max_grad_norm=0.3, delta=1e-5,
-                                 precision="exact", parameters=10**6, accountant="rdp")
+                                 arithmetic="float", parameters=10**6, accountant="rdp")
     assert 0.998 * target < plan.epsilon(accountant="rdp") <= target
 
 
@@ -177,17 +177,17 @@ def test_the_distance_of_the_sampler_is_paid_for():
         calls.append(delta)
         return 2.0
     numbers, delta = int(2.0**100 * 1e-9), 1e-5
-    assert precision.paid_for(epsilon_at, delta, numbers) == 2.0
+    assert floats.paid_for(epsilon_at, delta, numbers) == 2.0
     # What is left for the exact mechanism, and what its law costs, are no more than delta.
     assert calls[-1] + (1 + math.exp(2.0)) * 1e-9 <= delta
-    assert precision.paid_for(epsilon_at, delta, int(2.0**100 * 1e-4)) == math.inf
-    assert precision.paid_for(lambda delta: 50.0, delta, numbers) == math.inf
+    assert floats.paid_for(epsilon_at, delta, int(2.0**100 * 1e-4)) == math.inf
+    assert floats.paid_for(lambda delta: 50.0, delta, numbers) == math.inf
     assert "what floats add" in DPSGDPlan(**GOOD).statement()
 
 
 @pytest.mark.parametrize("bad, match", [
-    ({"precision": "float"}, "precision"), ({"parameters": None}, "parameters"), ({"parameters": 0}, "parameters"),
-    ({"precision": "real"}, "parameters"), ({"noise_multiplier": 0.0}, "noise_multiplier")])
+    ({"arithmetic": "binary"}, "arithmetic"), ({"parameters": None}, "parameters"), ({"parameters": 0}, "parameters"),
+    ({"arithmetic": "real"}, "parameters"), ({"noise_multiplier": 0.0}, "noise_multiplier")])
 def test_a_bad_plan_is_refused(bad, match):
     with pytest.raises(ValueError, match=match):
         DPSGDPlan(**{**GOOD, **bad})
@@ -219,16 +219,16 @@ def test_a_run_that_the_account_does_not_cover_is_refused(arguments, match):
     plan = DPSGDPlan(**{**GOOD, "parameters": arguments.pop("parameters", 18)})
     with pytest.raises(ValueError, match=match):
         train(model, cross_entropy, data(), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
-    with pytest.raises(ValueError, match="precision"):
+    with pytest.raises(ValueError, match="arithmetic"):
         train_ensemble(model, cross_entropy, data(), plan, seeds=[0], learning_rate=0.1)
 
 
 def test_gradients_change_with_their_company_in_the_last_bits_only():
     model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 3))
-    error = precision.company_error(model, cross_entropy, *data(), examples=4, batches=6,
+    error = floats.company_error(model, cross_entropy, *data(), examples=4, batches=6,
                                     generator=torch.Generator().manual_seed(0))
     assert 0 <= error < 1e-5
-    double = precision.company_error(model.double(), cross_entropy, *data(torch.float64), examples=2, batches=4,
+    double = floats.company_error(model.double(), cross_entropy, *data(torch.float64), examples=2, batches=4,
                                      generator=torch.Generator().manual_seed(0))
     assert double < 1e-13
 
@@ -237,6 +237,6 @@ def test_company_that_matters_is_seen():
     class Mixing(nn.Sequential):
         def forward(self, x):
             return super().forward(x - 0.01 * x.mean(0))
-    error = precision.company_error(Mixing(nn.Linear(5, 3)), cross_entropy, *data(), examples=2, batches=4,
+    error = floats.company_error(Mixing(nn.Linear(5, 3)), cross_entropy, *data(), examples=2, batches=4,
                                     method="mixed", generator=torch.Generator().manual_seed(0))
     assert error > 1e-4

@@ -1,6 +1,6 @@
 r"""What floats do to the account of a release, and how much of it is proved.
 
-The accounts of DP-SGD are about real numbers.  A plan with ``precision="exact"`` counts what a computer does
+The accounts of DP-SGD are about real numbers.  A plan with ``arithmetic="float"`` counts what a computer does
 instead.  With per-example gradients $h_i$ as they are held, factors $f_i$ that clip them to $C_i$, a batch $B$, and
 a grid $g$ that is a power of two, a step gives out
 
@@ -56,7 +56,7 @@ from dpcompanion import _checks
 from dpcompanion.training import clipping
 from dpcompanion.training.secure import grid_of
 
-PRECISIONS = ("real", "exact")
+ARITHMETICS = ("real", "float")
 #: Bound on the relative error of a measured norm, the eta above.
 NORM_ERROR = 2.0**-15
 #: Bound on the total variation between the law of one number of noise and the rounded Gaussian.
@@ -126,7 +126,7 @@ def paid_for(epsilon_at, delta, numbers):
 def company_error(model, loss, x, y, *, examples=8, batches=8, size=64, generator=None, method="auto"):
     """How much an example's gradient changes with who else is in its batch: the largest relative change that is seen.
 
-    The gradient of each of some examples, as a run with ``precision="exact"`` adds it up, alone and in batches of
+    The gradient of each of some examples, as a run with ``arithmetic="float"`` adds it up, alone and in batches of
     random size and company; the norm of the difference to the gradient alone, over its norm. It is a measurement on
     this machine and these data, not a bound.
 
