@@ -10,7 +10,7 @@ from . import (
     pate_students, beyond_the_paper,
 )
 from .settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
-from .accounts import table_7
+from .accounts import bisected_noise_multiplier, table_7
 from .training import (
     Accuracies, CIFAR10, DIGITS, MNIST, MNIST_5K, SVHN, Trials, assign, larger_tasks, network, parameters, plan_of,
     problem, train_all, trial, trials, tuned,
