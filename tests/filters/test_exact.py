@@ -173,7 +173,7 @@ def test_training_clips_everybody_to_what_they_can_pay():
     def filtered():
         filter = ExactFilter(80, sample_rate=0.2, noise_multiplier=2.0, max_grad_norm=1.0, levels=[0.25, 0.5, 1.0],
                              target_epsilon=1.5, target_delta=1e-3, steps=30, block=2)
-        account = IndividualAccountant.for_plan(plan, rounding=None)
+        account = IndividualAccountant.for_plan(plan, rounding=None, accountant="rdp")
         return filter, NormTracker(account, model, cross_entropy, (x, y), steps_per_epoch=4, updates_per_epoch=2,
                                    clipping="individual", budget=filter)
 

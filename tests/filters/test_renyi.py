@@ -165,7 +165,7 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
     def filtered():
         filter = RenyiFilter.for_epsilon(80, target_epsilons=1.5, target_delta=1e-3, sample_rate=0.2,
                                          noise_multiplier=2.0, max_grad_norm=1.0)
-        account = IndividualAccountant.for_plan(plan, rounding=None)
+        account = IndividualAccountant.for_plan(plan, rounding=None, accountant="rdp")
         return filter, NormTracker(account, model, cross_entropy, (x, y), steps_per_epoch=5, updates_per_epoch=5,
                                    clipping="individual", budget=filter)
 
