@@ -297,7 +297,7 @@ def low_bits_tell(releases, canary):
 
     Returns (runs,) booleans; False where no number is near enough to 0 to tell.
 
-    >>> noise = torch.randn(1000, 64, generator=torch.Generator().manual_seed(0))
+    >>> noise = torch.randn(1000, 256, generator=torch.Generator().manual_seed(0))
     >>> [round(float(low_bits_tell(noise + held, 1.0).double().mean()), 1) for held in (0, 1)]
     [0.0, 1.0]
     """

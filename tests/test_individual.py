@@ -106,8 +106,8 @@ def test_rounding_is_upwards_and_by_at_most_one_level(norms, rounding, steps):
 def test_accounts_are_ordered_unrounded_below_rounded_and_pld_below_rdp():
     norms = history(60, 20, seed=1)
     exact = recorded(norms, rounding=None, accountant="rdp").epsilon(1e-5)
-    rounded = recorded(norms, rounding=0.01).epsilon(1e-5)
-    coarse = recorded(norms, rounding=0.1).epsilon(1e-5)
+    rounded = recorded(norms, rounding=0.01, accountant="rdp").epsilon(1e-5)
+    coarse = recorded(norms, rounding=0.1, accountant="rdp").epsilon(1e-5)
     pld = recorded(norms, rounding=0.01, accountant="pld").epsilon(1e-5)
     assert (exact <= rounded * (1 + 1e-3)).all() and (rounded <= coarse * (1 + 1e-9)).all()
     assert (pld <= rounded * (1 + 1e-6)).all()

@@ -382,7 +382,8 @@ def test_a_sum_of_squares_of_many_equal_numbers_is_right_to_single_precision():
 def test_func_holds_no_more_gradients_than_fit_however_many_are_asked_for(monkeypatch):
     seen, work = [], clipping._functional
     monkeypatch.setattr(clipping, "_BUDGET", 60)
-    monkeypatch.setattr(clipping, "_functional", lambda *args: seen.append(len(args[2])) or work(*args))
+    monkeypatch.setattr(clipping, "_functional",
+                        lambda *args, **options: seen.append(len(args[2])) or work(*args, **options))
     model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.arange(10) % 3
     norms = gradient_norms(model, cross_entropy, x, y, method="func", chunk=10)
     assert seen == [4, 4, 2] and len(norms) == 10

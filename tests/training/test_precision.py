@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dpcompanion.training import DPSGDPlan, clipped_sum, clipping, cross_entropy, gradient_norms, models, train
+from dpcompanion.training import (
+    Callbacks, Checkpoint, DPSGDPlan, clipped_sum, clipping, cross_entropy, gradient_norms, models, train,
+)
 from dpcompanion.training.models import StandardisedConv2d
 
 able = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a processor with bfloat16")
@@ -143,7 +145,8 @@ def test_a_run_says_what_it_was_computed_in_and_goes_on_in_that(tmp_path):
             if state.step == stop:
                 raise InterruptedError
         return model, train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                            seed=0, precision=precision, checkpoint=checkpoint, checkpoint_every=1, on_step=on_step)
+                            seed=0, precision=precision, callbacks=Callbacks(on_step=on_step),
+                            checkpoint=checkpoint and Checkpoint(checkpoint, every=1))
 
     model, history = run(4, "bf16")
     assert history.precision == "bf16" and run(4, None)[1].precision == "float32"

@@ -107,7 +107,7 @@ def test_a_seed_that_is_used_on_other_data_in_the_same_folder_is_warned_of_once(
         x = x + 1.0 * changed
         model = models.linear(5, 3, seed=0).double()
         train(model, cross_entropy, (x, y), plan(steps=1), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-              seed=seed, checkpoint=tmp_path / f"run {number}.pt", progress=False)
+              seed=seed, checkpoint=Checkpoint(tmp_path / f"run {number}.pt"), progress=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         begin(1), begin(1), begin(2), begin(3, seed=2, changed=True), begin(4, seed=None), begin(5, seed=None)
