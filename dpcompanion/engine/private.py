@@ -147,8 +147,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         holds from the start. `filter.spent` is what was paid.
 
         Args:
-            module, optimizer, data_loader, criterion, batch_first, loss_reduction, noise_generator, grad_sample_mode,
-                wrap_model, prove: as for `make_private_with_budgets`.
+            module, optimizer, data_loader, criterion, batch_first, loss_reduction: as for `make_private_with_budgets`.
+            noise_generator, grad_sample_mode, wrap_model, prove: as there.
             filter: a `dpcompanion.filters.ExactFilter` or `RenyiFilter` of the data set's examples, in its order, with
                 the loader's rate, 1 / len(data_loader). With different targets, different people have different
                 budgets.
