@@ -124,7 +124,7 @@ class Chapter:
             exhibit: its name.
             live: a record to show beside the recorded one, or dotted name -> number or text for the column of live
                 numbers; True computes what the exhibit is judged by.
-            task: what the live numbers are of, see `comparison.compare`.
+            task: what the live numbers are of, see `comparison.compare`; a record keeps them as "mnist-5k.sample", say.
             keys, labels, options: see `compare`.
         """
         name = self.name(exhibit)
@@ -140,7 +140,10 @@ class Chapter:
         if published.exhibit(name).flat():
             own = {kind: record for kind, each in found.items() for record in each if record.name == name}
             stand_in = bool(own) and experiments.is_stand_in(next(iter(own.values())), name)
-            own |= {"live": live} if isinstance(live, dict) else {}
+            if isinstance(live, dict):
+                own["live"] = live
+            elif task and "live" in own:
+                own["live"] = _under_printed_names(own["live"])
             parts += _folded(self.compare(exhibit, keys=keys, labels=labels, task=task,
                                           **{"stand_in": stand_in, **own, **options}))
         parts += [_verdicts(one), self.findings(found, exhibit)]
@@ -173,6 +176,13 @@ class Exhibits(Chapter):
 def _runs_live(name):
     """Whether an experiment has the preset that notebooks run with."""
     return name in experiments.names() and experiments.default_preset() in experiments.get(name).presets
+
+
+def _under_printed_names(record):
+    """A record's values without the name of its data in front."""
+    names = tuple(f"{entry['name']}." for entry in record.data)
+    return {next((key.removeprefix(name) for name in names if key.startswith(name)), key): value
+            for key, value in record.values.items()}
 
 
 def _computed(name):
