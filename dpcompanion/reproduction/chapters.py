@@ -204,7 +204,8 @@ def _verdicts(one):
     if one.record is not None and one.record.preset == "paper":
         return f"{said} Made by `{one.record.command}`."
     if one.exhibit.tests and one.basis == "tests":
-        return f"{said} `{'`, `'.join(test.partition('::')[0] for test in dict.fromkeys(one.exhibit.tests))}`"
+        files = dict.fromkeys(test.partition("::")[0] for test in one.exhibit.tests)
+        return f"{said} {', '.join(f'`{file}`' for file in files)}"
     return said
 
 
