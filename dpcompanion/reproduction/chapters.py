@@ -23,8 +23,8 @@ and one cell; a figure comes before it, in a cell of its own::
 
 The anchor is the paper's slug, a hyphen and the exhibit's id, and `exhibits = Exhibits("idp-sgd")` stands in the first
 cell. The one call shows the printed numbers beside recorded and live ones, the verdicts in a line of marks, each
-criterion in a line that unfolds, what remains, and the command. Where the live run has another task than the paper, a column
-shows its numbers unjudged: `show("table-9", live={"sample": "91.2 \u00b1 0.3"}, task="4,000 digits")`.
+criterion in a line that unfolds, what remains, and the command. Where the live run has another task than the paper, a
+column shows its numbers unjudged: `show("table-9", live={"sample": "91.2 \u00b1 0.3"}, task="4,000 digits")`.
 
 Both pages stand side by side in `_toc.yml`, the exhibits as a section of the chapter. `tools/notebooks.py` executes
 them in turn, and what the first computes live the second reads: in the folder that DPCOMPANION_LIVE names,
