@@ -27,7 +27,7 @@ REPRODUCTION = (
     {"comparison"},
     {"experiments"},
     {"papers", "scoreboard"},
-    {"chapters"},
+    {"chapters", "mosaic"},
 )
 CORE = {"torch", "numpy", "scipy", "dpcompanion"}
 BEYOND_THE_CORE = {"engine": {"opacus"}}
