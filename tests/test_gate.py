@@ -59,6 +59,8 @@ PAGES = {
     "pipes": "# Pipes\n\n| a | b |\n|:--|--:|--:|\n| 1 | 2 |\n",
     "faint": '# Faint\n\n<p style="color: #999; background: #fff">words</p>\n',
     "heavy": '# A heavy page\n\n<img src="../_static/noise.png" alt="Noise." style="width: 100px">\n',
+    "long": '# Too long\n\n<div style="height: 15000px">words</div>\n',
+    "long-exhibits": '# As long as it takes\n\n<div style="height: 15000px">words</div>\n',
     "dead": '# A dead link\n\n<a href="accounting.html#nowhere">somewhere</a>\n',
 }
 
@@ -192,6 +194,25 @@ def test_what_depends_on_the_arithmetic_is_found(book):
     assert notebooks(book, "execute", MKL_CBWR="AVX2").returncode == 0
     compared = verify(book, "avx2", "sse")
     assert compared.returncode == 1 and compared.stdout.count("cell 1: None -> AVX2") == 1, compared.stdout
+
+
+def test_the_pages_of_a_paper_are_executed_in_turn_and_share_a_folder_that_is_fresh(book):
+    front = NOTEBOOK.partition("# Acc")[0]
+    where = "import os, pathlib\nfolder = pathlib.Path(os.environ['DPCOMPANION_LIVE'])\n"
+    says = "print([path.name for path in folder.iterdir()], os.environ.get('MKL_CBWR'))\n"
+    for stem, made in (("idp", "chapter"), ("idp-exhibits", "exhibits"), ("idps", "other")):
+        cell = f"{where}{says}(folder / '{made}').touch()"
+        (book / "book" / f"{stem}.md").write_text(f"{front}# A page\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
+    (book / "book" / "accounting.md").unlink(), twin_of(book).unlink()
+    assert notebooks(book, "execute", "--jobs", "1").returncode == 0
+    said = {path.stem: "".join(code(json.loads(path.read_text()), 1)["outputs"][0]["text"]).strip()
+            for path in (book / "book").glob("*.ipynb")}
+    assert said == {"idp": "['exhibits'] None", "idp-exhibits": "[] None", "idps": "[] None"}
+    compared = verify(book, "avx2", "compatible")
+    assert compared.returncode == 1 and "3 notebooks again, 6 runs" in compared.stdout
+    for found in ("['exhibits']", "[]"):
+        for setting in ("AVX2", "COMPATIBLE"):
+            assert f"{found} None -> {found} {setting}" in compared.stdout, "each arithmetic has a folder of its own"
 
 
 def test_a_kernel_that_does_not_start_is_started_once_more_and_the_whole_notebook_runs(book, tmp_path):
@@ -380,12 +401,13 @@ def verdicts(rendered, chromium):
     ("faint", '<p> with a contrast of 2.8: "words" (light)'),
     ("heavy", "MB without MathJax, more than 2"),
     ("dead", "links to the anchor #nowhere"),
+    ("long", "px long at 1280 wide, more than 14,000"),
 ])
 def test_a_browser_finds_the_fault(verdicts, page, complaint):
     assert any(complaint in line for line in verdicts[f"book/{page}.html"]), verdicts[f"book/{page}.html"]
 
 
-@pytest.mark.parametrize("page", ["accounting", "formula"])
+@pytest.mark.parametrize("page", ["accounting", "formula", "long-exhibits"])
 def test_a_browser_finds_no_fault_with_a_sound_page(verdicts, page):
     assert verdicts[f"book/{page}.html"] == []
 

@@ -8,7 +8,8 @@ phone, a tablet, a laptop and a desktop, and once more over http.  A page must
 ask no other machine for anything, raise no console error, show no broken
 formula, never scroll sideways, describe every picture, keep its headings in
 order, set its text off against what is behind it (WCAG's AA), link only to
-pages and anchors that exist, and load no more than 2 MB, MathJax not counted.
+pages and anchors that exist, load no more than 2 MB, MathJax not counted, and
+be no longer than a reader scrolls.
 
 Without a Chromium the check says so and ends well, except where CI is set.
 """
@@ -17,6 +18,7 @@ import argparse
 import functools
 import http.server
 import os
+import re
 import shutil
 import sys
 import threading
@@ -27,6 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 WIDTHS = (390, 768, 1100, 1280)
 SCHEMES = ("light", "dark")
 HEAVIEST = 2_000_000  # bytes, of all that a page loads but MathJax
+# Pixels of a page as it opens, at the last of the widths; of pages to look things up in, any number.
+TALLEST, LOOKED_UP = 14_000, re.compile(r"book/(.*-exhibits|scoreboard|errata|api/.*)\.html")
+# Pages that are longer than that and have still to be split: a list that may only become shorter.
+LONG = ("book/accounting.html", "book/exact-filters.html", "book/your-own-model.html",
+        "book/papers/gradients-look-alike.html", "book/papers/gradients-look-alike-proofs.html",
+        "book/papers/individual-accounting.html", "book/papers/intrinsic-privacy.html",
+        "book/papers/per-instance-accounting.html")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LAUNCH = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -37,9 +46,11 @@ HARMLESS = ("THEBE_JS_URL",)
 
 SETTLE = """async () => {
     if (window.MathJax && MathJax.startup) await MathJax.startup.promise;
+    const height = document.documentElement.scrollHeight;
     document.querySelectorAll("details").forEach(element => element.open = true);
     document.querySelectorAll(".toggle-hidden").forEach(element => element.classList.remove("toggle-hidden"));
     await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
+    return height;
 }"""
 
 CONTENT = """() => {
@@ -148,7 +159,7 @@ class Visit:
     def __init__(self, context, address, problems):
         self.address, self.local = address, urlparse(address)
         self.problems = problems
-        self.weight = 0
+        self.weight = self.height = 0
         self.page = context.new_page()
         self.page.route("**/*", self.admit)
         self.page.on("response", self.weigh)
@@ -159,7 +170,7 @@ class Visit:
 
     def __enter__(self):
         self.page.goto(self.address, wait_until="load")
-        self.page.evaluate(SETTLE)
+        self.height = self.page.evaluate(SETTLE)
         return self.page
 
     def __exit__(self, *error):
@@ -216,6 +227,9 @@ def check(site, pages=None, chromium=None):
                 pass
             if visit.weight > HEAVIEST:
                 wrong.append(f"weighs {visit.weight / 1e6:.1f} MB without MathJax, more than {HEAVIEST / 1e6:g}")
+            may_be_long = name in LONG or LOOKED_UP.fullmatch(name) or not name.startswith("book/")
+            if visit.height > TALLEST and not may_be_long:
+                wrong.append(f"is {visit.height:,} px long at {WIDTHS[-1]} wide, more than {TALLEST:,}")
             problems += [(name, problem) for problem in dict.fromkeys(wrong)]
         browser.close()
     return problems + dead_links(site, links, anchors)

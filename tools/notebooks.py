@@ -23,6 +23,10 @@ those that were executed, with their outputs, and refuses any other.
 to what. Pages that train do it under two arithmetics that are not this machine's
 own (see arithmetic.py), or under those that are named; outputs.py compares.
 
+The pages of one paper, whose names begin alike (`idp-sgd`, `idp-sgd-exhibits`), are executed in turn, and share a
+fresh folder in which records of live runs are kept (DPCOMPANION_LIVE, see `reproduction/chapters.py`): the first page
+computes, the next reads. Every paper, and every arithmetic, has a folder of its own.
+
 `check` takes a fraction of a second and runs no code: cells, tags and stamp
 agree with the source, execution counts run 1..n, no error and no stderr is
 stored, every figure has a caption, an alternative text and a digest.
@@ -131,14 +135,14 @@ def run(root, source, preset, timeout, variables):
         return fresh, None
 
 
-def execute(root, source, preset, timeout):
+def execute(root, source, preset, timeout, folder):
     """Execute one source and bring its twin up to date: (the progress line, what there is to say below it, success)."""
     started = time.monotonic()
     name, twin = name_of(root, source), source.with_suffix(".ipynb")
     if preset != "quick":
         # The committed twins are quick runs; any other preset is for reading beside them.
         twin = root / "_build" / preset / f"{name}.ipynb"
-    fresh, wrong = run(root, source, preset, timeout, arithmetic.environment("as it is"))
+    fresh, wrong = run(root, source, preset, timeout, environment("as it is", folder))
     if fresh is None:
         return f"{name}: FAILED after {time.monotonic() - started:.0f} s", wrong, False
     verdict, below = "new", []
@@ -155,13 +159,13 @@ def execute(root, source, preset, timeout):
     return f"{name}: {time.monotonic() - started:.0f} s, {cells} code cells, {verdict}", "\n".join(below), True
 
 
-def verify(root, source, under, timeout):
+def verify(root, source, under, timeout, folder):
     """Execute one source under an arithmetic and compare with its twin, which stays as it is: as `execute`."""
     started = time.monotonic()
     name = f"{name_of(root, source)}, {under}"
     if not source.with_suffix(".ipynb").exists():
         return f"{name}: has no executed notebook beside it", "", False
-    fresh, wrong = run(root, source, "quick", timeout, arithmetic.environment(under))
+    fresh, wrong = run(root, source, "quick", timeout, environment(under, folder))
     if fresh is None:
         return f"{name}: FAILED after {time.monotonic() - started:.0f} s", wrong, False
     moved, added = outputs.differences(fresh, nbformat.read(source.with_suffix(".ipynb"), as_version=4))
@@ -192,6 +196,21 @@ def take_over_prose(source):
             cell.outputs, cell.execution_count = old.outputs, old.execution_count
     write_if_different(twin, nbformat.writes(fresh) + "\n")
     return None
+
+
+def environment(under, folder):
+    """The variables of an arithmetic, and the folder in which the pages of a paper share what they compute live."""
+    return {**arithmetic.environment(under), "DPCOMPANION_LIVE": folder}
+
+
+def papers(pages):
+    """The pages, those of one paper together: all exhibits first, so that what they share is computed in one kernel."""
+    found = {}
+    for page in pages:
+        first = min((other for other in pages if other.parent == page.parent and
+                     (other == page or page.stem.startswith(f"{other.stem}-"))), key=lambda other: len(other.stem))
+        found.setdefault(first, []).append(page)
+    return [sorted(each, key=lambda page: not page.stem.endswith("-exhibits")) for each in found.values()]
 
 
 def kernel_environment(preset, variables):
@@ -307,34 +326,41 @@ def main(arguments=None):
     if options.command == "execute":
         preset = os.environ.get("DPCOMPANION_PRESET", "quick")
         print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
-        done = each(options.jobs, execute, [(root, page, preset, options.timeout) for page in pages])
-        return 0 if all(done) else 1
+        jobs = [[(root, page, preset, options.timeout) for page in paper] for paper in papers(pages)]
+        return 0 if all(each(options.jobs, execute, jobs)) else 1
 
     # What takes longest comes first: pages that train, and of these the long ones.
     pages = sorted(pages, key=lambda page: (not trains(page), -page.stat().st_size))
     under = {page: options.under or (TRAINING if trains(page) else PLAIN) for page in pages}
-    jobs = [(root, page, name, options.timeout) for page in pages for name in under[page]]
+    jobs = [[(root, page, name, options.timeout) for page in paper if name in under[page]]
+            for paper in papers(pages) for name in arithmetic.ARITHMETICS if any(name in under[page] for page in paper)]
     used = [name for name in arithmetic.ARITHMETICS if any(name in names for names in under.values())]
-    print(f"executing {len(pages)} notebooks again, {len(jobs)} runs, on {arithmetic.processor()}")
+    print(f"executing {len(pages)} notebooks again, {sum(map(len, jobs))} runs, on {arithmetic.processor()}")
     for line in arithmetic.effects([name for name in used if arithmetic.ARITHMETICS[name]]):
         print(f"  {line}", flush=True)
     good = each(options.jobs, verify, jobs)
-    print(f"{len(pages)} notebooks executed again, {len(jobs)} runs ({', '.join(used)}): {good.count(False)} differ "
+    print(f"{len(pages)} notebooks executed again, {len(good)} runs ({', '.join(used)}): {good.count(False)} differ "
           "from what is committed")
     return 0 if all(good) else 1
 
 
 def each(workers, work, jobs):
-    """Do all the jobs, `workers` at a time, and print how each went; returns their success."""
+    """Do all the jobs, `workers` at a time, and print how each of their calls went; returns their success."""
     good = []
     with ProcessPoolExecutor(max_workers=workers) as pool:
-        for job in [pool.submit(work, *arguments) for arguments in jobs]:
-            line, below, fine = job.result()
-            good.append(fine)
-            print(f"  {line}", flush=True)
-            if below:
-                print("    " + below.replace("\n", "\n    "), flush=True)
+        for job in [pool.submit(in_turn, work, calls) for calls in jobs]:
+            for line, below, fine in job.result():
+                good.append(fine)
+                print(f"  {line}", flush=True)
+                if below:
+                    print("    " + below.replace("\n", "\n    "), flush=True)
     return good
+
+
+def in_turn(work, calls):
+    """Do the calls of one job after the other, with a folder that they share."""
+    with tempfile.TemporaryDirectory() as folder:
+        return [work(*arguments, folder) for arguments in calls]
 
 
 if __name__ == "__main__":

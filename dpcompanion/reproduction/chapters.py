@@ -1,20 +1,51 @@
-"""What a chapter of the book calls: an exhibit computed now, as it was recorded, and how both stand beside the print.
+"""What the two pages of a paper call: an exhibit computed now, as it was recorded, and how both stand beside the print.
+
+The *chapter*, `book/papers/idp-sgd.md`, tells the paper's argument, with the few exhibits that carry it:
 
     chapter = Chapter("idp-sgd")
     table_2 = chapter.live("table-2")
     chapter.show("table-2")
+
+The *exhibits page*, `book/papers/idp-sgd-exhibits.md`, has every exhibit that `published` knows, in the paper's order
+(a test holds it to that), each with an anchor that the scoreboard links to, a heading, two to four sentences of our own
+and one cell; a figure comes before it, in a cell of its own:
+
+    exhibits = Exhibits("idp-sgd")                     in the first cell of the page
+
+    (idp-sgd-table-2)=                                 the paper's slug, a hyphen, the exhibit's id
+    ## Table 2: accuracy
+
+    What the paper shows, and what came out, in two to four sentences.
+
+    ```{code-cell} ipython3
+    :tags: [remove-input]
+
+    exhibits.show("table-2", labels=labelled)
+    ```
+
+That one call shows the printed numbers beside recorded and live ones, the verdicts in a line of marks, each criterion
+in a line that unfolds, what remains, and the command. Where the live run has another task than the paper, a column
+shows its numbers unjudged: `show("table-9", live={"sample": "91.2 \u00b1 0.3"}, task="4,000 digits")`.
+
+Both pages stand side by side in `_toc.yml`, the exhibits as a section of the chapter. `tools/notebooks.py` executes
+them in turn, and what the first computes live the second reads: in the folder that DPCOMPANION_LIVE names,
+records of live runs are kept. Without it every page computes all that it shows.
 
 >>> chapter = Chapter("intrinsic-privacy")
 >>> sorted(chapter.recorded("claims-1-2").config)
 ['draws', 'examples', 'passes', 'seed']
 """
 
-import dataclasses
 import inspect
+import os
+import tempfile
 
 from dpcompanion import _checks
-from dpcompanion.reproduction import comparison, experiments, plotting, published, scoreboard
+from dpcompanion.reproduction import comparison, experiments, plotting, published, records, scoreboard
 from dpcompanion.reproduction.records import Record
+
+#: Tables with more rows than this unfold.
+ROWS = 12
 
 
 class Chapter:
@@ -33,10 +64,10 @@ class Chapter:
 
     def live(self, exhibit):
         """The `Record` of the exhibit, computed now (once, however often it is asked for), with the preset of
-        `experiments.default_preset`."""
+        `experiments.default_preset`; see the module's text for what another page of the paper has computed."""
         name = self.name(exhibit)
         if name not in self._live:
-            self._live[name] = experiments.run(name)
+            self._live[name] = _computed(name)
         return self._live[name]
 
     def recorded(self, exhibit):
@@ -57,18 +88,18 @@ class Chapter:
         """Qualitative findings held against their criteria, or None where there are none.
 
         Args:
-            found: a record, or a dict of them as `both` gives; None where nothing is recorded.
+            found: a record, or a dict as `both` gives, of records or lists of them; None where nothing is recorded.
             exhibit: whose findings; by default those of the exhibit that the record is named after.
         """
-        if isinstance(found, dict) and len(found) > 1:
-            rows = [(kind, row) for kind, record in found.items() for row in self._findings(record, exhibit).rows]
-            return _Both(rows) if rows else None
-        record = next(iter(found.values())) if isinstance(found, dict) else found
-        judged = None if record is None else self._findings(record, exhibit)
-        return judged if judged is not None and judged.rows else None
-
-    def _findings(self, record, exhibit):
-        return experiments.findings(record, exhibit and self.name(exhibit))
+        found = found if isinstance(found, dict) else {"": found}
+        kinds = {kind: each if isinstance(each, list) else [each] for kind, each in found.items() if each}
+        judged = [(kind, experiments.findings(record, exhibit and self.name(exhibit)))
+                  for kind, each in kinds.items() for record in each]
+        rows = [(kind or one.kinds[0], row) for kind, one in judged for row in one.rows]
+        if not rows:
+            return None
+        said = [kind for kind, _ in rows]
+        return comparison.Findings([row for _, row in rows], kind=said if len(kinds) > 1 else said[0])
 
     def compare(self, exhibit, *, live=None, recorded=None, keys=None, labels=None, **options):
         """The printed numbers beside ours, a `comparison.Comparison`; a stale record is said to be stale.
@@ -86,29 +117,37 @@ class Chapter:
         return comparison.compare(name, live=live, recorded=recorded, keys=keys, stale=stale,
                                   labels=labels(keys) if callable(labels) else labels, **options)
 
-    def show(self, exhibit, *, live=None, keys=None, labels=None, **options):
+    def show(self, exhibit, *, live=None, task=None, keys=None, labels=None, **options):
         """The exhibit in one output: the printed numbers beside ours, the verdicts in a line, findings, what remains.
 
         Args:
             exhibit: its name.
-            live: a record to show beside the recorded one; True computes it.
+            live: a record to show beside the recorded one, or dotted name -> number or text for the column of live
+                numbers; True computes what the exhibit is judged by.
+            task: what the live numbers are of, see `comparison.compare`.
             keys, labels, options: see `compare`.
         """
         name = self.name(exhibit)
-        one = scoreboard.standing(name)
-        recorded = one.record if one.record is not None and one.record.preset == "paper" else None
-        live = self.live(exhibit) if live is True else live
-        found = {kind: record for kind, record in (("recorded", recorded), ("live", live)) if record is not None}
+        one, judged_by = scoreboard.standing(name), [name, *(each.of for each in experiments.criteria(name))]
+        judged_by, found = list(dict.fromkeys(judged_by)), {}
+        if recorded := [record for record in map(self._recorded, judged_by) if record is not None]:
+            found["recorded"] = recorded
+        if isinstance(live, Record):
+            found["live"] = [live]
+        elif live is not None and (computed := [self.live(each) for each in judged_by if _runs_live(each)]):
+            found["live"] = computed
         parts = []
         if published.exhibit(name).flat():
-            own = {kind: record for kind, record in found.items() if record.name == name}
+            own = {kind: record for kind, each in found.items() for record in each if record.name == name}
             stand_in = bool(own) and experiments.is_stand_in(next(iter(own.values())), name)
-            parts.append(self.compare(exhibit, keys=keys, labels=labels, **{"stand_in": stand_in, **own, **options}))
-        if one.verdicts and recorded is not None:
-            parts.append(f"{one.state.capitalize()} ({one.basis}): {one.verdicts}.")
-        if judged := self.findings(found, exhibit) if found else None:
-            parts.append(judged)
-        return Shown([*parts, *self.remains(exhibit).parts])
+            own |= {"live": live} if isinstance(live, dict) else {}
+            parts += _folded(self.compare(exhibit, keys=keys, labels=labels, task=task,
+                                          **{"stand_in": stand_in, **own, **options}))
+        parts += [_verdicts(one), self.findings(found, exhibit)]
+        return Shown([*filter(None, parts), *self.remains(exhibit).parts])
+
+    def _recorded(self, name):
+        return self.recorded(name) if name in experiments.names() else None
 
     def remains(self, exhibit):
         """What is left to run of an exhibit, and the command that runs it; empty where nothing is."""
@@ -121,6 +160,66 @@ class Chapter:
     def source(self, *what):
         """The code of experiments (by the names of their exhibits), functions and classes, as it is run."""
         return Source([experiments.get(self.name(each)).function if isinstance(each, str) else each for each in what])
+
+
+class Exhibits(Chapter):
+    """The same for a paper's page of exhibits, where `show` computes what can be computed live."""
+
+    def show(self, exhibit, *, live=True, **options):
+        """See `Chapter.show`."""
+        return super().show(exhibit, live=live, **options)
+
+
+def _runs_live(name):
+    """Whether an experiment has the preset that notebooks run with."""
+    return name in experiments.names() and experiments.default_preset() in experiments.get(name).presets
+
+
+def _computed(name):
+    """The record of a live run, as it is read back from the disk: from the folder that the pages of a paper share."""
+    with tempfile.TemporaryDirectory() as own:
+        folder, preset = os.environ.get("DPCOMPANION_LIVE") or own, experiments.default_preset()
+        kept = records.find(name, preset, folder)
+        if kept is None or experiments.get(name).is_stale(kept):
+            experiments.run(name, out=folder)
+            kept = records.find(name, preset, folder)
+        return kept
+
+
+def _verdicts(one):
+    """How an exhibit stands, in one line of marks, on what it rests and how that was made; empty if nothing was run."""
+    if one.state == "not run":
+        return ""
+    said = f"**{one.state.capitalize()}** ({one.basis}){f': {one.marked}' if one.marked else ''}."
+    if one.record is not None and one.record.preset == "paper":
+        return f"{said} Made by `{one.record.command}`."
+    if one.exhibit.tests and one.basis == "tests":
+        return f"{said} `{'`, `'.join(test.partition('::')[0] for test in dict.fromkeys(one.exhibit.tests))}`"
+    return said
+
+
+def _folded(made):
+    """A comparison as parts: long ones unfold, and what was not run stands apart."""
+    if len(made.rows) <= ROWS:
+        return [made]
+    ours = made.only(lambda row: row.recorded is not None or row.live is not None)
+    rest = made.only(lambda row: row.recorded is None and row.live is None)
+    parts = [ours if len(ours.rows) <= ROWS else Unfolding(f"{len(ours.rows)} numbers, printed and ours", ours),
+             Unfolding(f"{len(rest.rows)} printed numbers of what was not run", rest)]
+    return [part for part, made in zip(parts, (ours, rest)) if made.rows]
+
+
+class Unfolding:
+    """A table that unfolds below a line."""
+
+    def __init__(self, line, table):
+        self.line, self.table = line, table
+
+    def __repr__(self):
+        return f"{self.line}:\n{self.table!r}"
+
+    def _repr_markdown_(self):
+        return comparison.unfolding(self.line, self.table._repr_markdown_())
 
 
 class Shown:
@@ -152,20 +251,6 @@ class Source:
 
     def _repr_markdown_(self):
         return "\n".join(f"```python\n{inspect.getsource(function)}```" for function in self.functions)
-
-
-class _Both(comparison.Findings):
-    """Findings of a recorded and a live run in one table: by criterion, and each row says which run it is of."""
-
-    def __init__(self, rows):
-        order = {said: place for place, said in enumerate(dict.fromkeys(comparison.said(row) for _, row in rows))}
-        rows = sorted(rows, key=lambda each: order[comparison.said(each[1])])
-        super().__init__([dataclasses.replace(row, where=f"{row.where} ({kind})") for kind, row in rows], kind="live")
-        self._kinds = [kind for kind, _ in rows]
-
-    def _table(self, verdict):
-        plain = super()._table(verdict)
-        return table(plain.heads, zip(self._kinds, plain.rows), kinds=[None, "row", None])
 
 
 def table(heads, rows, kinds=None):

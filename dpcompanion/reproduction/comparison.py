@@ -12,6 +12,7 @@ print, and nothing that changes between two runs of the same numbers.
 """
 
 import dataclasses
+import html
 import math
 import re
 
@@ -20,6 +21,9 @@ from dpcompanion.reproduction import intervals, published
 from dpcompanion.reproduction.records import MeanSD, Record
 
 KINDS = ("published", "recorded", "live")
+#: The mark of each verdict; its word stands beside it.
+MARKS = {"matches": "\u2713", "close": "\u2248", "differs": "\u2260", "holds": "\u2713", "fails": "\u2717",
+         "undecided": "?", "stand-in": "~", "not run": "\u2013", "wrong in the paper": "!"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,11 +41,16 @@ class Row:
 class Comparison:
     """Rows and their rendering, see `compare`."""
 
-    def __init__(self, rows, stale=False):
+    def __init__(self, rows, stale=False, task=None):
         self.rows = tuple(rows)
         self._kinds = [kind for kind in KINDS if any(getattr(row, kind) is not None for row in self.rows)]
-        self._heads = ["", *(f"{kind} (stale)" if stale and kind == "recorded" else kind for kind in self._kinds),
-                       "verdict"]
+        heads = {"recorded": "recorded (stale)" if stale else "recorded", "live": f"live: {task}" if task else "live"}
+        self._heads = ["", *(heads.get(kind, kind) for kind in self._kinds), "verdict"]
+        self._options = {"stale": stale, "task": task}
+
+    def only(self, keep):
+        """The same table of the rows for which `keep(row)` is true."""
+        return Comparison(filter(keep, self.rows), **self._options)
 
     def counts(self):
         """How many rows have which verdict.
@@ -149,36 +158,108 @@ def said(finding):
 
 
 class Findings:
-    """Findings and their rendering, see `dpcompanion.reproduction.experiments.findings`.
+    """Findings and their rendering, see `dpcompanion.reproduction.experiments.findings`: a line for each criterion,
+    with marks, that unfolds where there is more than one row.
+
+    Args:
+        rows: the findings.
+        kind: "recorded" or "live", or one of them for each row, which the line and the rows then say.
 
     >>> found = Findings([Finding("Forest", "seeds move weights further than data", "98%", True)], kind="recorded")
     >>> found
-    where     criterion                               ours    verdict
-    Forest    seeds move weights further than data     98%    holds
+    seeds move weights further than data: \u2713 holds (Forest, 98%)
     >>> found.counts(), found.counts("own")
     ({'holds': 1}, {})
     """
 
     def __init__(self, rows, *, kind):
-        self.rows, self.kind = tuple(rows), _checks.one_of("kind", kind, KINDS)
+        self.rows = tuple(rows)
+        self._both = not isinstance(kind, str)
+        self.kinds = tuple(kind) if self._both else (kind,) * len(self.rows)
+        for each in self.kinds if self._both else (kind,):
+            _checks.one_of("kind", each, KINDS)
+        _checks.same_length(rows=self.rows, kind=self.kinds)
 
     def counts(self, kind="claim"):
         """How many findings of a kind hold, fail and are undecided."""
         words = [row.outcome for row in self.rows if row.kind == _checks.one_of("kind", kind, published.FINDINGS)]
         return {word: words.count(word) for word in intervals.OUTCOMES if word in words}
 
-    def _table(self, verdict):
-        rows, above = [], None
-        for row in self.rows:
-            rows.append([row.where, "" if said(row) == above else said(row), row.ours, verdict(row.outcome)])
-            above = said(row)  # a criterion is said once, at the first of its rows
-        return Table(["where", "criterion", "ours", "verdict"], rows, kinds=[None, self.kind, None])
+    def _criteria(self):
+        """Of each criterion: (what it says, {kind: rows})."""
+        found = {}
+        for row, kind in zip(self.rows, self.kinds):
+            found.setdefault(said(row), {}).setdefault(kind, []).append(row)
+        return found.items()
+
+    def _outcomes(self, by_kind):
+        """What came out in marks: "recorded \u2713 4 hold; live ? 1 undecided", as parts (kind, counts, words)."""
+        alone = all(len(rows) == 1 for rows in by_kind.values())
+        for kind, rows in by_kind.items():
+            words = [row.outcome for row in rows]
+            counts = {word: words.count(word) for word in intervals.OUTCOMES if word in words}
+            detail = ", ".join(filter(None, (rows[0].where, rows[0].ours))) if alone else ""
+            yield kind if self._both else "", counts, detail, kind
+
+    def _table(self, by_kind, verdict):
+        rows = [(kind, [f"{row.where} ({kind})" if self._both else row.where, row.ours, verdict(row.outcome)])
+                for kind, each in by_kind.items() for row in each]
+        return Table(["where", "ours", "verdict"], [cells for _, cells in rows], kinds=["row", None],
+                     row_kinds=[kind for kind, _ in rows])
 
     def __repr__(self):
-        return repr(self._table(str))
+        lines = []
+        for criterion, by_kind in self._criteria():
+            parts = [" ".join(filter(None, (head, tally(counts, alone=bool(detail)), detail and f"({detail})")))
+                     for head, counts, detail, _ in self._outcomes(by_kind)]
+            lines.append(f"{criterion}: {'; '.join(parts)}")
+            if any(len(rows) > 1 for rows in by_kind.values()):
+                lines += ["    " + line for line in repr(self._table(by_kind, str)).splitlines()[1:]]
+        return "\n".join(lines)
 
     def _repr_markdown_(self):
-        return self._table(lambda word: f"[{word}]{{.{word}}}")._repr_markdown_()
+        blocks = []
+        for criterion, by_kind in self._criteria():
+            parts = []
+            for head, counts, detail, kind in self._outcomes(by_kind):
+                marks = tally(counts, lambda word, text: _span(word, text), alone=bool(detail))
+                parts.append(" ".join(filter(None, (head and _span(kind, head), marks,
+                                                    detail and f"({_span(kind, detail)})"))))
+            line = f"{_html(criterion)}: {'; '.join(parts)}"
+            if all(len(rows) == 1 for rows in by_kind.values()):
+                blocks.append(f'<p class="finding">{line}</p>')
+            else:
+                table = self._table(by_kind, lambda word: f"[{MARKS[word]} {word}]{{.{word}}}")
+                blocks.append(unfolding(line, table._repr_markdown_()))
+        return "\n\n".join(blocks)
+
+
+def tally(counts, mark=lambda word, text: text, alone=False):
+    """Counts of verdicts with their marks; `alone` leaves out the number where there is one only.
+
+    >>> tally({"matches": 6, "holds": 1, "not run": 0})
+    '\u2713 6 match, \u2713 1 holds'
+    >>> tally({"undecided": 1}, alone=True)
+    '? undecided'
+    """
+    plural = {"matches": "match", "differs": "differ", "holds": "hold", "fails": "fail"}
+    return ", ".join(mark(word, f"{MARKS[word]} {f'{count} ' if not (alone and count == 1) else ''}"
+                                f"{word if count == 1 else plural.get(word, word)}")
+                     for word, count in counts.items() if count)
+
+
+def unfolding(line, inside):
+    """Markdown that unfolds below a line of HTML, in a notebook as in the book."""
+    return f'<details class="unfolds"><summary>{line}</summary>\n\n{inside}\n\n</details>'
+
+
+def _span(kind, text):
+    return f'<span class="{kind.replace(" ", "-")}">{_html(text)}</span>'
+
+
+def _html(text):
+    """Text within a line of HTML that Markdown leaves alone."""
+    return html.escape(" ".join(text.split())).replace("](", "]&#40;").replace("{", "&#123;")
 
 
 def _aligned(lines, sides):
@@ -189,7 +270,7 @@ def _aligned(lines, sides):
 
 
 def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, verdicts=None, points=None, stale=False,
-            stand_in=False):
+            stand_in=False, task=None):
     """The table of an exhibit.
 
     Args:
@@ -204,6 +285,8 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
         stale: whether `recorded` is stale; the heading then says so, and live numbers are judged before recorded.
         stand_in: whether ours belong to another network than the paper's; they then stand beside the print, and the
             verdict says "stand-in".
+        task: what the live numbers are of, such as "4,000 digits", where that is not the paper's task; they then stand
+            beside the print under this head, and are not held against it.
 
     What is held against the paper is the recorded number, which has the paper's scale, and the live one where nothing
     is recorded.  Raises ValueError for an unknown exhibit, name or verdict, and for lists of another length.
@@ -228,8 +311,8 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
         point = points if points is not None else paper.point(key) if paper else 0.0
         for label, *values in _entries(labels.get(key, key), printed.get(key), recorded.get(key), live.get(key)):
             word = verdicts.get(key) or ("stand-in" if stand_in else None)
-            rows.append(_row(label, *values, word, point, paper.tolerance if paper else 0.1, stale))
-    return Comparison(rows, stale)
+            rows.append(_row(label, *values, word, point, paper.tolerance if paper else 0.1, stale, task))
+    return Comparison(rows, stale, task)
 
 
 def _entries(label, *values):
@@ -243,8 +326,8 @@ def _entries(label, *values):
     return [(f"{label}[{i + 1}]", *(value and value[i] for value in values)) for i in range(len(lists[0]))]
 
 
-def _row(label, paper, recorded, live, word, points, tolerance, stale):
-    candidates = (live, recorded) if stale else (recorded, live)
+def _row(label, paper, recorded, live, word, points, tolerance, stale, task):
+    candidates = (recorded,) if task else (live, recorded) if stale else (recorded, live)
     ours = next((value for value in candidates if value is not None), None)
     deviation = ""
     if word == "stand-in" and (paper is None or ours is None):

@@ -16,8 +16,8 @@ What no experiment computes, such as a lemma, can be checked by tests, which `pu
 >>> sum(counts(board).values()) == len(board)
 True
 
-An exhibit's *place* is the section of a chapter whose heading names it ("Figures 6 and 7", "Table III"), or else the
-first whose code asks for it by name.
+An exhibit's *place* is its anchor on the paper's page of exhibits. Where that page has none, it is the section of a
+chapter whose heading names it ("Figures 6 and 7", "Table III"), or else the first whose code asks for it by name.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ import pathlib
 import re
 
 from dpcompanion.reproduction import experiments, provenance, published, records
-from dpcompanion.reproduction.comparison import Table, compare
+from dpcompanion.reproduction.comparison import Table, compare, tally
 
 STATES = {
     "reproduced": "recomputed at the paper's scale; every number matches or is close, every claim of the paper holds",
@@ -43,7 +43,7 @@ _KINDS = "figure|table|theorem|algorithm|claim|fact|corollary|lemma|definition"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A section of the book: the page, such as "book/papers/idp-sgd", and the anchor of its heading on it."""
+    """A section of the book: the page, such as "book/papers/idp-sgd-exhibits", and an anchor on it."""
 
     page: str
     anchor: str
@@ -85,11 +85,19 @@ class Standing:
         >>> [one.verdicts for one in standings("per-instance-accounting") if one.exhibit.id == "algorithm-1"]
         ['against the paper: 1 holds']
         """
+        return self._counted(_said)
+
+    @property
+    def marked(self):
+        """The same with marks, such as "\u2713 12 match, \u2248 3 close"."""
+        return self._counted(tally)
+
+    def _counted(self, said):
         counts = {**self.numbers, **self.findings}
         counts["not run"] = counts.pop("not run", 0)
-        parts = [_said(counts)]
-        parts += [f"{whose}: {_said(found)}" for whose, found in (("ours", self.own),
-                                                                  ("against the paper", self.refutations)) if found]
+        parts = [said(counts)]
+        parts += [f"{whose}: {said(found)}" for whose, found in (("ours", self.own),
+                                                                 ("against the paper", self.refutations)) if found]
         return "; ".join(filter(None, parts))
 
     @property
@@ -182,9 +190,7 @@ def sums(standings):
 
 def _said(counts):
     """Counts in words."""
-    plural = {"matches": "match", "differs": "differ", "holds": "hold", "fails": "fail"}
-    return ", ".join(f"{count} {word if count == 1 else plural.get(word, word)}"
-                     for word, count in counts.items() if count)
+    return re.sub(r"(^|, )\S (?=\d)", r"\1", tally(counts))
 
 
 class Board:
@@ -310,11 +316,17 @@ def _state(exhibit, numbers, held, record, missing, place):
 
 
 def _places(paper, book=None):
-    """Exhibit -> its place, from the headings of the paper's own pages, then from the code of all pages."""
+    """Exhibit -> its place, from the anchors of its page of exhibits, the headings of the paper's own pages, and then
+    from the code of all pages."""
     book = (provenance.repository() or records.SHIPPED) / "book" if book is None else pathlib.Path(book)
     own = sorted(book.glob(f"papers/{paper}*.md"))
     others = sorted(path for path in book.glob("*.md") if path.stem not in ("scoreboard", "errata", "intro"))
     exhibits, places = published.exhibits(paper), {}
+    split = book / f"papers/{paper}-exhibits.md"
+    if split.is_file():
+        anchors = re.findall(r"^\((.+)\)=$", split.read_text(encoding="utf-8"), re.MULTILINE)
+        places = {exhibit.id: _place(book, split, _anchor(f"{paper}-{exhibit.id}")) for exhibit in exhibits
+                  if f"{paper}-{exhibit.id}" in anchors}
     for path in own:
         for heading, anchor, _ in _sections(path.read_text(encoding="utf-8")):
             named = _named(heading)

@@ -1,9 +1,13 @@
-"""What a chapter of the book calls."""
+"""What the pages of a paper call, and that a page of exhibits has them all."""
 
+import pathlib
+import re
+
+import numpy as np
 import pytest
 
-from dpcompanion.reproduction import experiments
-from dpcompanion.reproduction.chapters import Chapter, panels, Shown, table
+from dpcompanion.reproduction import experiments, published, records, scoreboard
+from dpcompanion.reproduction.chapters import Chapter, Exhibits, panels, Shown, table
 from dpcompanion.reproduction.papers import intrinsic_privacy
 
 
@@ -12,11 +16,39 @@ def chapter():
     return Chapter("intrinsic-privacy")
 
 
+def counted(monkeypatch):
+    """The names that are run from here on."""
+    calls, run = [], experiments.run
+    monkeypatch.setattr(experiments, "run", lambda name, **options: calls.append(name) or run(name, **options))
+    return calls
+
+
 def test_an_exhibit_is_computed_once_however_often_it_is_asked_for(monkeypatch):
-    calls = []
-    monkeypatch.setattr(experiments, "run", lambda name: calls.append(name) or object())
-    chapter = Chapter("idp-sgd")
+    monkeypatch.delenv("DPCOMPANION_LIVE", raising=False)
+    calls, chapter = counted(monkeypatch), Chapter("idp-sgd")
     assert chapter.live("table-5") is chapter.live("idp-sgd/table-5") and calls == ["idp-sgd/table-5"]
+    Chapter("idp-sgd").live("table-5")
+    assert len(calls) == 2, "without a folder another page computes it again"
+
+
+def test_the_pages_of_a_paper_share_a_live_run_and_see_the_same_types(monkeypatch, tmp_path):
+    calls = counted(monkeypatch)
+    monkeypatch.setenv("DPCOMPANION_LIVE", str(tmp_path))
+    first, second = (Chapter("intrinsic-privacy").live("figure-1") for _ in range(2))
+    assert calls == ["intrinsic-privacy/figure-1"] and first.values == second.values
+    assert first.arrays.keys() == second.arrays.keys()
+    assert all(np.array_equal(first.arrays[key], second.arrays[key]) for key in first.arrays)
+    monkeypatch.delenv("DPCOMPANION_LIVE")
+    alone = Chapter("intrinsic-privacy").live("figure-1")
+    assert alone.values == first.values and {type(x) for x in alone.arrays.values()} <= {np.ndarray}
+    assert {key: x.dtype for key, x in alone.arrays.items()} == {key: x.dtype for key, x in first.arrays.items()}
+
+
+def test_a_live_run_of_other_code_is_not_taken_over(monkeypatch, tmp_path):
+    monkeypatch.setenv("DPCOMPANION_LIVE", str(tmp_path))
+    old = records.make("idp-sgd/table-5", "quick", {"mnist.sigma": 1.0}, config={}, code_hash="other")
+    records.write(old, tmp_path)
+    assert Chapter("idp-sgd").live("table-5").values["mnist.sigma"] > 3
 
 
 def test_recorded_and_live_stand_under_their_kinds(chapter):
@@ -28,15 +60,18 @@ def test_recorded_and_live_stand_under_their_kinds(chapter):
     assert chapter.printed("table-3").name == "intrinsic-privacy/table-3"
 
 
-def test_findings_of_both_runs_are_one_table_that_says_which_is_which(chapter):
+def test_findings_of_both_runs_are_one_line_that_says_which_is_which(chapter):
     both = chapter.findings(chapter.both("claims-1-2"))
     assert [row.outcome for row in both.rows] == ["holds", "holds"] and both.counts() == {"holds": 2}
-    assert "random orders (recorded)" in repr(both) and "random orders (live)" in repr(both)
-    assert "{.recorded}" in both._repr_markdown_() and "{.live}" in both._repr_markdown_()
+    assert both.kinds == ("recorded", "live")
+    assert "recorded \u2713 holds (random orders, " in repr(both) and "; live \u2713 holds (random" in repr(both)
+    assert 'class="recorded">recorded' in both._repr_markdown_() and 'class="live">live' in both._repr_markdown_()
     assert repr(both).count("simulated mean") == 1, "a criterion is said once"
     alone = chapter.findings(chapter.live("claims-1-2"))
     assert repr(alone) == repr(experiments.findings(chapter.live("claims-1-2")))
     assert chapter.findings(None) is None and chapter.findings(chapter.recorded("figure-1"), "table-1") is None
+    many = chapter.findings({"recorded": [chapter.recorded("claims-1-2"), chapter.recorded("theorem-2")]})
+    assert len(many.rows) == 4 and len(chapter.findings({"recorded": [], "live": []}) or []) == 0
 
 
 def test_a_comparison_has_all_that_is_printed_and_says_when_the_record_is_stale(monkeypatch):
@@ -54,12 +89,39 @@ def test_an_exhibit_is_shown_with_its_verdicts_and_what_remains_in_one_output():
     shown = chapter.show("table-3")
     comparison, verdicts, findings, remains = shown.parts
     assert len(comparison.rows) == len(chapter.printed("table-3").flat())
-    assert "paper record of a stand-in" in verdicts and verdicts.endswith("not run.")
+    assert "paper record of a stand-in" in verdicts and "not run" in verdicts
     assert "individual clipping costs" in repr(findings)
     assert "cifar10" in remains
     assert "`dpcompanion run individual-accounting/table-3 --preset paper --device cuda`" in remains
     text = shown._repr_markdown_()
+    assert "\u2013 4 not run. Made by `dpcompanion run individual-accounting/" in verdicts
     assert text.count("\n\n") == 3 and "| " in text and "`dpcompanion run" in text and remains in repr(shown)
+
+
+def test_a_page_of_exhibits_computes_live_what_an_exhibit_is_judged_by(monkeypatch):
+    calls, page = counted(monkeypatch), Exhibits("idp-sgd")
+    shown = page.show("figure-4")
+    assert calls == ["idp-sgd/figure-4"] and "; live \u2713 2 hold" in repr(shown)
+    assert "recorded" in repr(page.show("table-5")) and "live" in repr(page.show("table-5"))
+    page.show("table-10")
+    assert calls == ["idp-sgd/figure-4", "idp-sgd/table-5"], "what has no quick preset is not run"
+
+
+def test_numbers_of_a_live_task_stand_beside_the_print_and_are_not_held_against_it(monkeypatch):
+    counted(monkeypatch)
+    monkeypatch.setattr(Chapter, "live", lambda self, exhibit: self.recorded("table-9"))
+    made = Chapter("idp-sgd").show("table-9", live={"sample": "91.0 \u00b1 0.2"}, task="4,000 digits").parts[0]
+    row = next(row for row in made.rows if row.label == "sample")
+    assert row.verdict == "matches" and row.live == "91.0 \u00b1 0.2" and "live: 4,000 digits" in repr(made)
+    alone = Chapter("idp-sgd").compare("table-9", live={"sample": 98.17}, task="4,000 digits")
+    assert [row.verdict for row in alone.rows] == ["not run"] * 3
+
+
+def test_long_tables_unfold_and_what_was_not_run_stands_apart():
+    parts = Chapter("idp-sgd").show("table-2").parts
+    assert len(parts[0].rows) == 6 and parts[1].line == "12 printed numbers of what was not run"
+    assert parts[1]._repr_markdown_().startswith("<details") and len(parts[1].table.rows) == 12
+    assert Chapter("idp-sgd").show("table-7").parts[0].line == "75 numbers, printed and ours"
 
 
 def test_what_nobody_has_run_is_shown_by_what_remains():
@@ -84,3 +146,33 @@ def test_rows_of_a_table_say_which_run_they_are_of():
 def test_unknown_papers_and_exhibits_are_refused(call):
     with pytest.raises(ValueError, match="must be one of"):
         call()
+
+
+BOOK = pathlib.Path(__file__).resolve().parents[2] / "book"
+SPLIT = [slug for slug in published.PAPERS if (BOOK / "papers" / f"{slug}-exhibits.md").is_file()]
+
+
+@pytest.mark.parametrize("slug", SPLIT)
+def test_a_page_of_exhibits_has_each_in_the_papers_order_at_the_place_that_the_scoreboard_names(slug):
+    text = (BOOK / "papers" / f"{slug}-exhibits.md").read_text(encoding="utf-8")
+    names = [exhibit.id for exhibit in published.exhibits(slug)]
+    sections = re.split(rf"^\({slug}-(.+)\)=$", text, flags=re.MULTILINE)[1:]
+    assert sections[::2] == names
+    for id, section in zip(names, sections[1::2]):
+        assert section.startswith("\n## "), f"{id}: a heading follows its anchor"
+        shows = re.findall(r'exhibits\.show\("([^"]+)"', section)
+        assert shows == [id], f"{id}: one cell shows it, and no other"
+    for one in scoreboard.standings(slug):
+        assert one.place.page == f"book/papers/{slug}-exhibits"
+        assert one.place.anchor == re.sub(r"[^a-z0-9]+", "-", f"{slug}-{one.exhibit.id}")
+
+
+def test_a_paper_that_is_not_split_has_its_places_in_its_chapter(tmp_path):
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "idp-sgd.md").write_text("# A chapter\n\n## Table 2\n\n## Lemmas 3.1 and 3.2\n")
+    places = {one.exhibit.id: one.place for one in scoreboard.standings("idp-sgd", book=tmp_path)}
+    assert places["table-2"] == scoreboard.Place("book/papers/idp-sgd", "table-2")
+    (tmp_path / "papers" / "idp-sgd-exhibits.md").write_text("# Exhibits\n\n(idp-sgd-lemmas-3.1-3.2)=\n## Lemmas\n")
+    places = {one.exhibit.id: one.place for one in scoreboard.standings("idp-sgd", book=tmp_path)}
+    assert places["table-2"].page == "book/papers/idp-sgd" and places["table-9"] is None
+    assert places["lemmas-3.1-3.2"] == scoreboard.Place("book/papers/idp-sgd-exhibits", "idp-sgd-lemmas-3-1-3-2")

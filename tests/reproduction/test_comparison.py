@@ -114,10 +114,20 @@ def test_findings_say_where_by_what_and_with_which_outcome():
             Finding("Iris", "above one half", "51%", "undecided")]
     found = Findings(rows, kind="live")
     assert found.counts() == {"holds": 1, "fails": 1, "undecided": 1}
-    lines = found._repr_markdown_().splitlines()[2:]
-    assert lines == ["| Forest | above one half | [98%]{.live} | [holds]{.holds} |",
-                     "| Adult |   | [2%]{.live} | [fails]{.fails} |",
-                     "| Iris |   | [51%]{.live} | [undecided]{.undecided} |"], "a criterion is said once"
+    first, *lines = repr(found).splitlines()
+    assert first == "above one half: \u2713 1 holds, \u2717 1 fails, ? 1 undecided", "a criterion is said once"
+    assert [line.split() for line in lines] == [["Forest", "98%", "holds"], ["Adult", "2%", "fails"],
+                                                ["Iris", "51%", "undecided"]]
+    first, *lines, last = filter(None, found._repr_markdown_().splitlines())
+    assert first.startswith("<details") and first.endswith("</summary>") and last == "</details>"
+    assert 'above one half: <span class="holds">\u2713 1 holds</span>, <span class="fails">' in first
+    assert lines[2:] == ["| Forest | [98%]{.live} | [\u2713 holds]{.holds} |",
+                         "| Adult | [2%]{.live} | [\u2717 fails]{.fails} |",
+                         "| Iris | [51%]{.live} | [? undecided]{.undecided} |"]
+    alone = Findings(rows[:1], kind="live")
+    assert repr(alone) == "above one half: \u2713 holds (Forest, 98%)" and "details" not in alone._repr_markdown_()
+    with pytest.raises(ValueError, match="same length"):
+        Findings(rows, kind=["live"])
     with pytest.raises(ValueError, match="kind must be one of .* got 'guessed'"):
         Findings(rows, kind="guessed")
     with pytest.raises(ValueError, match="outcome must be one of 'holds', 'fails', 'undecided', got 'perhaps'"):
@@ -164,8 +174,10 @@ def test_text_from_records_stays_text():
     tag = "<script>alert(1)</script>|![x](http://x)"
     record = records.make("idp-sgd/table-5", "paper", {tag: 1.0, "name": tag}, config={})
     shown = [compare("idp-sgd/table-5", recorded=record), Table([tag, tag], [[tag, tag]], kinds=["live"]),
-             Findings([Finding(tag, tag, tag, True)], kind="recorded")]
-    for table in shown:
+             Findings([Finding(tag, tag, tag, True)] * 2, kind="recorded")]
+    lines = [shown[-1], Findings([Finding(tag, tag, tag, True)], kind=["live"])]
+    assert not any(mark in text._repr_markdown_() for text in lines for mark in ("<script", "</script", "]("))
+    for table in (*shown[:-1], shown[-1]._table({"recorded": shown[-1].rows}, str)):
         rendered = table._repr_markdown_()
         assert "<script" not in rendered and "</script" not in rendered and "](" not in rendered
         assert "&lt;script>alert(1)&lt;/script>\\|![x]\\(http://x)" in rendered

@@ -30,11 +30,11 @@ def test_every_record_is_on_the_board():
         assert one.state != "not run" or not judged, f"{one.exhibit.name} has a record, but stands as not run"
 
 
-def shown_in(page, calls="compare|run|live|recorded|findings"):
+def shown_in(page, calls="compare|run|live|recorded|findings|show"):
     """The exhibits that a page holds against the paper: in its code, `compare("...")`, `run("...")` and their like."""
     text = page.read_text(encoding="utf-8")
     code = "".join(re.findall(r"```\{code-cell\}.*?\n(.*?)```", text, re.DOTALL))
-    paper = (re.search(r'^PAPER = "([\w-]+)"', code, re.MULTILINE) or [None, page.stem])[1]
+    paper = (re.search(r'^PAPER = "([\w-]+)"', code, re.MULTILINE) or [None, page.stem.removesuffix("-exhibits")])[1]
     names = re.findall(rf'\b(?:{calls})\(\s*f?"([^"]+)"', code)
     names = [name.replace("{PAPER}", paper) if "/" in name else f"{paper}/{name}" for name in names]
     return {name for name in names if name in BY_NAME}
@@ -58,6 +58,7 @@ def test_places_are_headings_that_exist():
         if one.place:
             text = (ROOT / one.place.page).with_suffix(".md").read_text(encoding="utf-8")
             anchors = [anchor for _, anchor, _ in scoreboard._sections(text)]
+            anchors += map(scoreboard._anchor, re.findall(r"^\((.+)\)=$", text, re.MULTILINE))
             assert anchors.count(one.place.anchor) == 1, f"{one.exhibit.name}: {one.place}"
 
 
