@@ -22,7 +22,7 @@ LIBRARY = (
     {"__main__"},
 )
 REPRODUCTION = (
-    {"intervals", "plotting", "provenance", "published", "sources", "storage"},
+    {"intervals", "moving", "plotting", "provenance", "published", "sources", "storage"},
     {"pieces", "records"},
     {"comparison"},
     {"experiments"},
