@@ -8,8 +8,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from scipy.stats import norm
 
-from dpcompanion.accounting import compute_epsilon, gaussian_epsilon, rdp_sampled_gaussian, rdp_to_epsilon
+from dpcompanion.accounting import (
+    compute_delta,
+    compute_epsilon,
+    gaussian_epsilon,
+    rdp_sampled_gaussian,
+    rdp_to_epsilon,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
@@ -21,6 +28,15 @@ def run_script(node):
     def run(expression):
         script = f"const accountant = require({str(STATIC / 'accountant.js')!r});"
         script += f"console.log(JSON.stringify({expression}))"
+        return json.loads(subprocess.run([node, "-e", script], capture_output=True, text=True, check=True).stdout)
+    return run
+
+
+@pytest.fixture(scope="module")
+def run_chart(node):
+    """What an expression over `chart` gives."""
+    def run(expression):
+        script = f"const chart = require({str(STATIC / 'chart.js')!r}); console.log(JSON.stringify({expression}))"
         return json.loads(subprocess.run([node, "-e", script], capture_output=True, text=True, check=True).stdout)
     return run
 
@@ -97,6 +113,53 @@ def test_full_batches_are_the_gaussian_mechanism_to_delta_1e_9(run_script):
         assert exact <= found["epsilon"] <= exact * (1 + 3e-4)
 
 
+def test_a_coarser_grid_gives_a_larger_bound(run_script):
+    for run in (RUNS[0], RUNS[1], RUNS[8]):
+        fine, coarse = run_script(f"[undefined, 1 << 13].map(grid => accountant.epsilonByLosses(...{json.dumps(run)}, grid))")
+        assert fine["epsilon"] <= coarse["epsilon"] * (1 + 1e-9) and coarse["epsilon"] <= 1.02 * fine["epsilon"]
+
+
+@pytest.mark.parametrize("run", [RUNS[1], RUNS[8]], ids=str)
+def test_no_delta_of_a_profile_is_below_the_librarys_and_the_attacker_is_near_the_best(run_script, run):
+    rate, noise, steps, _ = run
+    call = f"({rate}, {noise}, {steps})"
+    profile = run_script(f"accountant.profileOf{call}")[::50]
+    rates = [1e-4, 1e-2, 0.3]
+    found = run_script(f"{rates}.map(accountant.attackerOf{call})")
+    deltas = [compute_delta(sample_rate=rate, noise_multiplier=noise, steps=steps, epsilon=epsilon)
+              for epsilon, _ in profile]
+    assert all(exact <= delta for exact, (_, delta) in zip(deltas, profile))
+    for false, true in zip(rates, found):
+        exact = min(min(delta + math.exp(epsilon) * false, 1 - math.exp(-epsilon) * (1 - delta - false))
+                    for delta, (epsilon, _) in zip(deltas, profile))
+        assert false < true <= 1.01 * exact
+
+
+def test_against_full_batches_the_attacker_is_neyman_and_pearsons(run_script):
+    rates = [1e-4, 1e-2, 0.3, 0.99]
+    for mu in (0.1, 1.0, 3.0):
+        found = run_script(f"{rates}.map(accountant.attackerOf(1, {1 / mu}, 1))")
+        for false, true in zip(rates, found):
+            exact = norm.cdf(norm.ppf(false) + mu)
+            assert exact <= true <= 1.02 * exact
+
+
+def test_the_attacker_finds_nothing_beyond_delta_for_nothing_and_everything_for_everything(run_script):
+    for rate, noise, steps, _ in ENDS:
+        none, some, all_ = run_script(f"[0, 0.01, 1].map(accountant.attackerOf({rate}, {noise}, {steps}))")
+        assert 0 <= none <= some <= all_ == 1 and some >= 0.01
+
+
+def test_axes_are_marked_at_round_places(run_chart):
+    assert run_chart("chart.ticks(0, 1.03, false)") == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert run_chart("chart.ticks(0, 9375, false)") == [0, 2000, 4000, 6000, 8000]
+    assert run_chart("chart.ticks(1e-4, 1, true)") == [1e-4, 1e-3, 1e-2, 0.1, 1]
+    assert run_chart("[0, 0.0001, 9000, 20000, 1.5e6, 4e8].map(chart.named)") == ["0", "0.0001", "9000", "20k", "1.5M", "4e8"]
+    for high in (1e-6, 0.9, 3.0, 5.6e6):
+        marks = run_chart(f"chart.ticks(0, {high}, false)")
+        assert 3 <= len(marks) <= 8 and marks[0] == 0 and marks[-1] <= high * (1 + 1e-9)
+
+
 def test_the_tail_of_the_normal_distribution_keeps_its_relative_accuracy(run_script):
     points = [-5.0, -1.0, 0.0, 0.5, 2.9, 3.1, 6.0, 12.0, 30.0]
     for x, found in zip(points, run_script(f"{points}.map(accountant.upperTail)")):
@@ -108,7 +171,7 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
                        re.DOTALL)
     body = re.sub(r"<script src=.*?</script>", "", body)
     page.set_content(f"<!DOCTYPE html><html lang=en><body>{body}</body></html>")
-    for script in ("accountant.js", "calculator.js"):
+    for script in ("accountant.js", "chart.js", "calculator.js"):
         page.add_script_tag(path=STATIC / script)
     controls = page.locator("input").all()
     assert len(controls) == 10 and all(control.evaluate("c => c.labels.length || c.ariaLabel")
@@ -124,6 +187,22 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
     page.wait_for_function("Number(document.getElementById('all-rdp').textContent) > 2")
     exact = compute_epsilon(sample_rate=0.00853, noise_multiplier=1.0, steps=9375, delta=1e-5)
     assert exact <= float(page.text_content("#all-pld")) <= 1.01 * exact
+    page.wait_for_function("document.getElementById('calculator-pictures').ariaBusy === 'false'")
+    assert page.locator("#picture-steps polyline").count() == page.locator("#picture-attacker polyline").count() == 3
+    for picture in ("#picture-steps", "#picture-attacker"):
+        assert page.get_attribute(picture, "role") == "img" and "at most" in page.text_content(f"{picture} title")
+        assert "NaN" not in page.inner_html(picture)
+    assert page.text_content("#all-pld") in page.text_content("#picture-steps title")
+    assert float(page.text_content("#all-tpr-0").rstrip("%")) > 1 and page.text_content("#all-tpr-2").endswith("%")
+    page.focus("#calculator-copy")
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: {writeText: async text => window.copied = text}})")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.getElementById('calculator-copied').textContent === 'Copied.'")
+    assert page.evaluate("window.copied") == page.text_content("#calculator-python")
+    page.evaluate("navigator.clipboard.writeText = async () => { throw new Error('refused') }")
+    page.keyboard.press("Enter")
+    page.wait_for_function("document.getElementById('calculator-copied').textContent.startsWith('Marked')")
+    assert "compute_epsilon" in page.evaluate("getSelection().toString()")
     page.fill("[name=noise]", "0.3")            # epsilons of many thousands, which e^epsilon cannot hold
     page.fill("[name=rate]", "1")
     page.wait_for_function("Number(document.getElementById('all-pld').textContent) > 10000")

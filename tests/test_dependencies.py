@@ -22,12 +22,12 @@ LIBRARY = (
     {"__main__"},
 )
 REPRODUCTION = (
-    {"intervals", "plotting", "provenance", "published", "sources", "storage"},
+    {"intervals", "moving", "plotting", "provenance", "published", "sources", "storage"},
     {"pieces", "records"},
     {"comparison"},
     {"experiments"},
     {"papers", "scoreboard"},
-    {"chapters"},
+    {"chapters", "mosaic"},
 )
 CORE = {"torch", "numpy", "scipy", "dpcompanion"}
 BEYOND_THE_CORE = {"engine": {"opacus"}}

@@ -63,12 +63,13 @@ const accountant = (() => {
   }
 
   // The Gaussian mechanism, exactly (Balle and Wang 2018): what full batches are.
+  function gaussianDelta(mu, epsilon) {
+    const a = epsilon / mu - mu / 2;
+    return upperTail(a) - Math.exp(-a * a / 2) / Math.sqrt(2 * Math.PI) * mills(epsilon / mu + mu / 2);
+  }
+
   function gaussianEpsilon(mu, delta) {
-    const within = (epsilon) => {
-      const a = epsilon / mu - mu / 2;
-      const density = Math.exp(-a * a / 2) / Math.sqrt(2 * Math.PI);
-      return upperTail(a) - density * mills(epsilon / mu + mu / 2) <= delta;
-    };
+    const within = (epsilon) => gaussianDelta(mu, epsilon) <= delta;
     if (within(0)) return 0;
     return bisected(within, 0, mu * mu / 2 + mu * Math.sqrt(-2 * Math.log(delta)));
   }
@@ -239,7 +240,7 @@ const accountant = (() => {
   }
 
   // The loss of a whole run on a grid, accurate near `epsilon`, an upper bound everywhere.
-  function composed(step, steps, epsilon, tilts, moments, steepness) {
+  function composed(step, steps, epsilon, tilts, moments, steepness, largest) {
     let tilt = tilts[0], best = Infinity;
     tilts.forEach((each, i) => {
       const value = moments[i] - each * (epsilon + Math.log1p(1 / each)) - Math.log1p(each);
@@ -250,7 +251,7 @@ const accountant = (() => {
     const allowed = TOLERANCE * Math.max(epsilon, 1e-3 / slope);
     let grid = Math.min(Math.sqrt(12 * allowed / (steps * (1 + slope))), 1e-4 * Math.max(1, epsilon / 10), 1 / slope,
       (epsilon + 0.01 / slope) / 100);
-    grid = Math.max(grid, (high - low) / (LARGEST_GRID - 2));
+    grid = Math.max(grid, (high - low) / (largest - 2));
     [low, high] = window_(step, steps, tilt, grid);
     const one = step.discretised(grid, tilt);
     let { first, masses } = one, slack = steps * one.cut;
@@ -280,6 +281,26 @@ const accountant = (() => {
     return [Math.min(0, value), slope * Math.exp(below - value)];
   }
 
+  // The logarithm of the bound on delta at each of many epsilons, read at the point of the grid below, where it is larger:
+  // sums over all that lies above a point, each from the one before.
+  function logDeltas(loss, epsilons) {
+    const { grid, tilt, first, masses } = loss, count = masses.length;
+    const decay = [Math.exp(-tilt * grid), Math.exp(-(1 + tilt) * grid)], above = new Float64Array(count + 1);
+    let all = 0, less = 0;
+    for (let i = count - 1; i >= 0; i--) {
+      all = decay[0] * (all + masses[i]);
+      less = decay[1] * (less + masses[i]);
+      above[i] = Math.max(0, all - less);           // at the point first + i - 1
+    }
+    return epsilons.map((epsilon) => {
+      const place = Math.floor(epsilon / grid), i = place + 1 - first;
+      const gap = Math.max(0, -i) * grid;
+      const total = i >= 0 ? above[Math.min(i, count)] : Math.max(0, all * Math.exp(-tilt * gap) - less * Math.exp(-(1 + tilt) * gap));
+      const below = loss.logScale - tilt * place * grid + Math.log(total * (1 + 1e-9) + loss.slack / (1 + tilt));
+      return Math.min(0, logSumExp([below, loss.logCapped]));
+    });
+  }
+
   // The least epsilon at which the bound meets delta, from above.
   function epsilonOf(loss, delta, guess) {
     const target = Math.log(delta);
@@ -297,17 +318,25 @@ const accountant = (() => {
     return root;
   }
 
-  function directed(rate, noise, steps, delta, removing) {
+  // A step in one direction, cut so that what is cut counts little beside delta; tilts and the moments of the run there; the
+  // epsilon that the moments give at a delta.
+  function prepared(rate, noise, steps, delta, removing) {
     const step = stepOf(rate, noise, removing, Math.log(1e-5 * delta) - Math.log(steps));
     const [few, many] = [1 / (step.std * Math.sqrt(steps)), noise].sort((x, y) => x - y);
     const wide = spaced(1e-3 * few, 1e2 * many, Math.floor(10 * Math.log10(1e5 * many / few)));
     const tilts = wide.filter((tilt) => Number.isFinite(step.logMoment(1.2 * tilt)));
     const moments = tilts.map((tilt) => steps * step.logMoment(tilt));
-    let epsilon = Math.max(0, Math.min(...tilts.map((tilt, i) =>
+    const epsilonAt = (delta) => Math.max(0, Math.min(...tilts.map((tilt, i) =>
       (moments[i] - Math.log(delta) - Math.log1p(tilt)) / tilt - Math.log1p(1 / tilt))));
+    return { step, tilts, moments, epsilonAt };
+  }
+
+  function directed(rate, noise, steps, delta, removing, largest) {
+    const { step, tilts, moments, epsilonAt } = prepared(rate, noise, steps, delta, removing);
+    let epsilon = epsilonAt(delta);
     let slope = 0, coarser = Infinity, error = 0, best = Infinity;
     for (let round = 0; round < 4; round++) {
-      const loss = composed(step, steps, epsilon, tilts, moments, slope);
+      const loss = composed(step, steps, epsilon, tilts, moments, slope, largest);
       epsilon = epsilonOf(loss, delta, epsilon);
       slope = -logDelta(loss, epsilon)[1];
       error = loss.error * Math.max(1, (1 + slope) / (1 + loss.tilt));
@@ -320,23 +349,54 @@ const accountant = (() => {
   }
 
   // {epsilon, error}: an upper bound, and about how much of it is the grid's doing.  A hair more than what was found, so that
-  // it is not below what a finer grid would give either.
-  function epsilonByLosses(rate, noise, steps, delta) {
+  // it is not below what a finer grid would give either.  A smaller `largest` grid is faster, and adds more.
+  function epsilonByLosses(rate, noise, steps, delta, largest = LARGEST_GRID) {
     const hair = (value) => value * (1 + 2e-4);
     if (rate === 1) {
       const epsilon = gaussianEpsilon(Math.sqrt(steps) / noise, delta);
       return { epsilon: hair(epsilon), error: hair(epsilon) - epsilon };
     }
     if (steps * rate * (1 - 2 * upperTail(0.5 / noise)) <= delta) return { epsilon: 0, error: 0 };
-    const removed = directed(rate, noise, steps, delta, true);
+    const removed = directed(rate, noise, steps, delta, true, largest);
     // Adding an example never costs more than -steps ln(1 - q), and at epsilon 0 both directions are one.
     const adding = removed.epsilon > 0 && removed.epsilon < -steps * Math.log1p(-rate);
-    const added = adding ? directed(rate, noise, steps, delta, false) : { epsilon: 0, error: 0 };
+    const added = adding ? directed(rate, noise, steps, delta, false, largest) : { epsilon: 0, error: 0 };
     const worst = added.epsilon > removed.epsilon ? added : removed;
     return { epsilon: hair(worst.epsilon), error: worst.error + 2e-4 * worst.epsilon };
   }
 
-  return { ORDERS, renyi, epsilonByRenyi, epsilonByLosses, upperTail };
+  // At which deltas the grids of a profile are accurate, their size, how many epsilons it has, and up to which delta.
+  const ANCHORS = [0.1, 1e-3, 1e-6], PROFILE_GRID = 1 << 15, PLACES = 200, SMALLEST = 1e-8;
+
+  // [epsilon, delta] at many epsilons, delta never below that of either direction of the run: the least that a few grids give.
+  function profileOf(rate, noise, steps) {
+    const places = (last) => Array.from({ length: PLACES + 1 }, (_, i) => last * i / PLACES);
+    const profile = (epsilons, deltas) => epsilons.map((epsilon, i) => [epsilon, Math.min(1, deltas[i] * (1 + 1e-3) + 1e-12)]);
+    if (rate === 1) {
+      const mu = Math.sqrt(steps) / noise, epsilons = places(gaussianEpsilon(mu, SMALLEST));
+      return profile(epsilons, epsilons.map((epsilon) => Math.max(0, gaussianDelta(mu, epsilon))));
+    }
+    const directions = [true, false].map((removing) => prepared(rate, noise, steps, SMALLEST, removing));
+    const epsilons = places(Math.max(...directions.map(({ epsilonAt }) => epsilonAt(SMALLEST))));
+    const bounds = directions.map(({ step, tilts, moments, epsilonAt }) => {
+      const found = ANCHORS.map((delta) => logDeltas(composed(step, steps, epsilonAt(delta), tilts, moments, 0, PROFILE_GRID), epsilons));
+      return epsilons.map((_, i) => Math.min(...found.map((values) => values[i])));
+    });
+    // The total variation of a run is at most the sum of its steps'.
+    const most = steps * rate * (1 - 2 * upperTail(0.5 / noise));
+    return profile(epsilons, epsilons.map((_, i) => Math.min(most, Math.exp(Math.max(...bounds.map((values) => values[i]))))));
+  }
+
+  // The attacker's best true-positive rate as a function of the false-positive rate, never below the truth: whoever tells
+  // runs with an example from runs without it is right about those at most e^epsilon times as often as wrong about
+  // these, and delta more; and the same of those that it lets pass; at every epsilon.
+  function attackerOf(rate, noise, steps) {
+    const profile = profileOf(rate, noise, steps);
+    return (falsePositives) => Math.min(1, ...profile.map(([epsilon, delta]) => Math.min(
+      delta + Math.exp(Math.min(1, epsilon + Math.log(falsePositives))), 1 - Math.exp(-epsilon) * (1 - delta - falsePositives))));
+  }
+
+  return { ORDERS, renyi, epsilonByRenyi, epsilonByLosses, profileOf, attackerOf, upperTail };
 })();
 
 if (typeof module !== "undefined") module.exports = accountant;

@@ -1,5 +1,5 @@
-// The calculator page: reads the form, asks `accountant`, writes the answers.  Plain HTML controls, so that keyboards and
-// screen readers know what to do with them.
+// The calculator page: reads the form, asks `accountant`, writes the answers and draws them with `chart`.  Plain HTML
+// controls, so that keyboards and screen readers know what to do with them.
 (() => {
   "use strict";
   const form = document.getElementById("calculator");
@@ -32,24 +32,103 @@
     return (near >= value ? near : near + Math.pow(10, Math.floor(Math.log10(value)))).toPrecision(1);
   };
 
+  // A probability in percent, rounded up.
+  const percent = (value) => (value >= 0.9995 ? "100%" : `${shown(100 * value)}%`);
+
+  const POINTS = 12, GRID = 1 << 14, LOWEST = 1e-4, RATES = [0.001, 0.01, 0.1];
+  const element = (id) => document.getElementById(id);
+
+  // The curves take longer than the numbers: they are computed a piece at a time, and left if the form has changed.
+  let drawing = 0;
+  function drawAll(value, ends) {
+    const mine = ++drawing, noises = { all: value.noise, one: value.noise / value.norm };
+    const tasks = [], places = [], steps = { "all-rdp": [], "all-pld": [], "one-pld": [] }, attackers = {};
+    for (let i = 1; i <= POINTS; i++) places.push(Math.ceil(value.steps * (i / POINTS) ** 2));
+    const distinct = [...new Set(places)];
+    for (const place of distinct) {
+      const last = place === value.steps;
+      tasks.push(() => {
+        steps["all-rdp"].push([place, accountant.epsilonByRenyi(value.rate, value.noise, place, value.delta)]);
+        for (const [who, noise] of Object.entries(noises)) {
+          steps[`${who}-pld`].push([place, last ? ends[who]
+            : accountant.epsilonByLosses(value.rate, noise, place, value.delta, GRID).epsilon]);
+        }
+      });
+    }
+    tasks.push(() => drawSteps(value, steps));
+    for (const who of Object.keys(noises)) {
+      tasks.push(() => { attackers[who] = accountant.attackerOf(value.rate, noises[who], value.steps); });
+    }
+    tasks.push(() => drawAttacker(value, attackers));
+    element("calculator-pictures").setAttribute("aria-busy", "true");
+    const next = () => {
+      if (mine !== drawing) return;
+      const task = tasks.shift();
+      if (!task) {
+        element("calculator-pictures").setAttribute("aria-busy", "false");
+        return;
+      }
+      task();
+      setTimeout(next, 0);
+    };
+    setTimeout(next, 0);
+  }
+
+  const say = (id, text) => { element(id).querySelector("title").textContent = text; };
+
+  // More steps never cost less, so a bound for more of them is one for fewer: a curve that falls is the grid's doing.
+  function drawSteps(value, curves) {
+    for (const points of Object.values(curves)) {
+      for (let i = points.length - 2; i >= 0; i--) points[i][1] = Math.min(points[i][1], points[i + 1][1]);
+    }
+    const highest = Math.max(...Object.values(curves).flat().map(([, epsilon]) => epsilon).filter(Number.isFinite), 1e-6);
+    chart.draw(element("picture-steps"), {
+      x: { from: 0, to: value.steps, label: "steps" }, y: { from: 0, to: 1.05 * highest, label: "epsilon" },
+      curves: Object.entries(curves).map(([look, points]) => ({ look, points: [[0, 0], ...points] })),
+    });
+    const end = (name) => shown(curves[name][curves[name].length - 1][1]);
+    say("picture-steps", `Epsilon over steps. After ${value.steps} steps everybody's is at most ${end("all-rdp")} by RDP and `
+      + `${end("all-pld")} by PLD, and this example's ${end("one-pld")} by PLD.`);
+  }
+
+  function drawAttacker(value, attackers) {
+    const rates = Array.from({ length: 41 }, (_, i) => Math.pow(LOWEST, 1 - i / 40));
+    const axis = { from: LOWEST, to: 1, logarithmic: true, name: (rate) => `${Number((100 * rate).toPrecision(1))}%` };
+    const curves = [{ look: "guessing", points: rates.map((rate) => [rate, rate]) }];
+    for (const [who, attacker] of Object.entries(attackers)) {
+      curves.push({ look: `${who}-pld`, points: rates.map((rate) => [rate, attacker(rate)]) });
+    }
+    chart.draw(element("picture-attacker"), {
+      x: { ...axis, label: "false-positive rate" }, y: { ...axis, label: "true-positive rate, at most" }, curves,
+    });
+    say("picture-attacker", "The attacker's best true-positive rate over the false-positive rate, at most: "
+      + RATES.map((rate) => `at ${percent(rate)}, ${percent(attackers.all(rate))} for everybody and `
+        + `${percent(attackers.one(rate))} for this example`).join("; ") + ".");
+    RATES.forEach((rate, i) => {
+      for (const who of Object.keys(attackers)) element(`${who}-tpr-${i}`).textContent = percent(attackers[who](rate));
+    });
+  }
+
   function answer() {
     const value = Object.fromEntries(NAMES.map((name) => [name, Number(field(name).value)]));
     const wrong = NAMES.find((name) => !(value[name] >= Number(field(name).min) && value[name] <= Number(field(name).max))
       || (name === "steps" && !Number.isInteger(value[name])));
     for (const name of NAMES) field(name).setAttribute("aria-invalid", String(name === wrong));
-    const said = document.getElementById("calculator-said");
+    const said = element("calculator-said");
     if (wrong) {
+      drawing++;
       said.textContent = `${field(wrong).labels[0].textContent} must lie between ${field(wrong).min} and ${field(wrong).max}`
         + (wrong === "steps" ? ", a whole number." : ".");
       return;
     }
-    const write = (id, text) => { document.getElementById(id).textContent = text; };
+    const write = (id, text) => { element(id).textContent = text; };
     const found = { all: value.noise, one: value.noise / value.norm };
-    const epsilon = {};
+    const epsilon = {}, ends = {};
     for (const [who, noise] of Object.entries(found)) {
       const byRenyi = accountant.epsilonByRenyi(value.rate, noise, value.steps, value.delta);
       const byLosses = accountant.epsilonByLosses(value.rate, noise, value.steps, value.delta);
       epsilon[who] = Math.min(...[byRenyi, byLosses.epsilon].filter(Number.isFinite));
+      ends[who] = byLosses.epsilon;
       write(`${who}-rdp`, shown(byRenyi));
       write(`${who}-pld`, shown(byLosses.epsilon));
       write(`${who}-error`, Number.isFinite(byLosses.error) ? atMost(byLosses.error) : "large");
@@ -59,6 +138,19 @@
     write("calculator-python", `from dpcompanion.accounting import compute_epsilon\n`
       + `compute_epsilon(sample_rate=${value.rate}, noise_multiplier=${value.noise}, steps=${value.steps}, delta=${value.delta})\n`
       + `compute_epsilon(sample_rate=${value.rate}, noise_multiplier=${value.noise} / ${value.norm}, steps=${value.steps}, delta=${value.delta})`);
+    drawAll(value, ends);
+  }
+
+  // Copies the lines; where a browser keeps its clipboard from the page, they are marked, for the reader to copy.
+  async function copy() {
+    const lines = element("calculator-python"), said = element("calculator-copied");
+    try {
+      await navigator.clipboard.writeText(lines.textContent);
+      said.textContent = "Copied.";
+    } catch {
+      getSelection().selectAllChildren(lines);
+      said.textContent = "Marked: press Ctrl+C to copy.";
+    }
   }
 
   let waiting = 0;
@@ -79,6 +171,7 @@
     slider(name).setAttribute("aria-valuetext", field(name).value);
   }
   form.addEventListener("submit", (event) => { event.preventDefault(); answer(); });
+  element("calculator-copy").addEventListener("click", copy);
   form.hidden = false;
   answer();
 })();

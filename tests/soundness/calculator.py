@@ -1,4 +1,5 @@
-"""The page's calculator: no epsilon below the library's, over the whole range that its form admits. Needs node."""
+"""The page's calculator: no epsilon and no delta of its curves below the library's, over the whole range that its form
+admits. Needs node."""
 
 import json
 import math
@@ -7,7 +8,7 @@ import random
 import shutil
 import subprocess
 
-from dpcompanion.accounting import compute_epsilon
+from dpcompanion.accounting import compute_delta, compute_epsilon
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "book" / "_static" / "accountant.js"
 
@@ -26,8 +27,14 @@ def violations(case):
     if shutil.which("node") is None:
         return None
     script = (f"const a = require({str(SCRIPT)!r}), run = {json.dumps(case)};"
-              "console.log(JSON.stringify([a.epsilonByRenyi(...run), a.epsilonByLosses(...run).epsilon]))")
-    answers = json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
+              "console.log(JSON.stringify([[a.epsilonByRenyi(...run), a.epsilonByLosses(...run).epsilon,"
+              "a.epsilonByLosses(...run, 1 << 14).epsilon], a.profileOf(...run.slice(0, 3))]))")
+    answers, profile = json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
     rate, noise, steps, delta = case
     exact = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta)
-    return [f"{answer} where the library says {exact}" for answer in answers if answer is None or answer < exact]
+    found = [f"{answer} where the library says {exact}" for answer in answers if answer is None or answer < exact]
+    for epsilon, delta in profile[::50]:
+        exact = compute_delta(sample_rate=rate, noise_multiplier=noise, steps=steps, epsilon=epsilon)
+        if delta is None or delta < exact:
+            found.append(f"delta {delta} at epsilon {epsilon} where the library says {exact}")
+    return found

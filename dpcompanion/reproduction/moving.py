@@ -1,0 +1,108 @@
+r"""A histogram that moves: one bar chart for each moment of a run, and a slider between them.
+
+The picture is inline SVG, drawn at its last moment, so that it is complete where no script runs; `book/_static/moving.js`
+shows the slider, a native one, and redraws the bars. Words that the slider needs are written here, for every moment.
+
+>>> picture = MovingHistogram({"epoch 1": [0.1, 0.2, 0.2], "epoch 2": [0.3, 0.4, 0.9]}, {"epoch 1": 0.5, "epoch 2": 1.0},
+...                           bins=4, alt="Two epochs.", caption="Three digits.")
+>>> picture
+epoch 1: everybody 0.5, median 0.2, 3 values
+epoch 2: everybody 1, median 0.4, 3 values
+"""
+
+import html
+import json
+
+import numpy as np
+
+from dpcompanion import _checks
+
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 270, 14, 14, 30, 48
+
+
+class MovingHistogram:
+    """Histograms of individual epsilons at some moments of a run, everybody's beside them.
+
+    Args:
+        moments: what a moment is called -> epsilons, (n,); all with the same bins and the same axes.
+        everybody: what a moment is called -> everybody's epsilon.
+        bins: how many bars, from 0 to a little beyond everybody's last epsilon.
+        alt: what the picture shows, for those who do not see it.
+        caption: words below it.
+        unit: what an epsilon is of, in the plural.
+
+    Raises:
+        ValueError: no moment, or moments that differ; epsilons that are negative, not finite, or above everybody's.
+    """
+
+    def __init__(self, moments, everybody, *, bins=40, alt, caption, unit="digits"):
+        self.moments = {name: np.asarray(values, dtype=np.float64) for name, values in moments.items()}
+        self.everybody = {name: float(everybody[name]) for name in self.moments if name in everybody}
+        _checks.whole_number("bins", bins, 1)
+        if not self.moments or list(everybody) != list(self.moments):
+            raise ValueError(f"everybody must have the moments {list(self.moments)}, got {list(everybody)}")
+        for name, values in self.moments.items():
+            if not (len(values) and (values >= 0).all() and (values <= self.everybody[name] * (1 + 1e-9)).all()):
+                raise ValueError(f"moments[{name!r}] must hold epsilons from 0 to everybody's {self.everybody[name]:g}")
+        self.end = 1.06 * max(self.everybody.values())
+        self.edges = np.linspace(0, self.end, bins + 1)
+        self.counts = {name: np.histogram(values, self.edges)[0] for name, values in self.moments.items()}
+        self.alt, self.caption, self.unit = alt, caption, unit
+
+    def __repr__(self):
+        return "\n".join(f"{name}: everybody {self.everybody[name]:.3g}, median {np.median(values):.3g}, "
+                         f"{len(values)} values" for name, values in self.moments.items())
+
+    def said(self, name):
+        """The moment in words.
+
+        >>> MovingHistogram({"a": [0.1]}, {"a": 0.5}, bins=2, alt="", caption="").said("a")
+        'a: everybody has 0.50, the median of the digits 0.10'
+        """
+        return (f"{name}: everybody has {self.everybody[name]:.2f}, the median of the {self.unit} "
+                f"{np.median(self.moments[name]):.2f}")
+
+    def _repr_html_(self):
+        last = list(self.moments)[-1]
+        highest = max(int(counts.max()) for counts in self.counts.values())
+        # A height of 1 is that of the tallest bar of all moments, so that bars can be compared between them.
+        frames = [{"said": self.said(name), "everybody": round(self._across(self.everybody[name]), 2),
+                   "bars": [round(int(count) / highest, 4) for count in counts]}
+                  for name, counts in self.counts.items()]
+        data = html.escape(json.dumps({"frames": frames, "height": HEIGHT - TOP - BOTTOM, "base": HEIGHT - BOTTOM}))
+        width = self._across(self.edges[1]) - self._across(0) - 1
+        bars = "".join(f'<rect x="{self._across(edge) + 0.5:.2f}" width="{width:.2f}" {self._tall(share)}></rect>'
+                       for edge, share in zip(self.edges, frames[-1]["bars"]))
+        ticks = "".join(f'<text x="{self._across(tick):.2f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick:g}</text>'
+                        for tick in np.arange(0, self.end, _round(self.end / 6)))
+        return "\n".join([
+            f'<figure class="moving" data-moving="{data}">',
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(self.alt)}">',
+            f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"></line>',
+            f'{ticks}<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">epsilon of one of the {self.unit}</text>',
+            f'<g class="bars">{bars}</g>',
+            f'<g class="everybody" transform="translate({frames[-1]["everybody"]} 0)">'
+            f'<line y1="{TOP - 8}" y2="{HEIGHT - BOTTOM}"></line><text x="6" y="{TOP - 14}" text-anchor="end">everybody</text></g>',
+            "</svg>",
+            f'<p class="control" hidden><label>Drag through the run <input type="range" min="0" max="{len(frames) - 1}" '
+            f'step="1" value="{len(frames) - 1}"></label></p>',
+            f'<p class="said">{html.escape(self.said(last))}</p>',
+            f"<figcaption>{html.escape(self.caption)}</figcaption>",
+            "</figure>"])
+
+    def _across(self, epsilon):
+        return LEFT + (WIDTH - LEFT - RIGHT) * float(epsilon) / self.end
+
+    def _tall(self, share):
+        full = HEIGHT - TOP - BOTTOM
+        return f'y="{HEIGHT - BOTTOM - full * share:.2f}" height="{full * share:.2f}"'
+
+
+def _round(rough):
+    """The least of 1, 2 and 5 times a power of ten that is not below `rough`.
+
+    >>> _round(0.53), _round(0.2), _round(7)
+    (1.0, 0.2, 10.0)
+    """
+    power = 10.0 ** np.floor(np.log10(rough))
+    return float(next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9)))
