@@ -4,6 +4,7 @@ Everything here is a pure function of numbers or tensors, in float64, and return
 under-states.  Neighbours differ by adding or removing one example; batches are Poisson samples.
 
 * `compute_epsilon`, `compute_delta`: a whole run, by privacy loss distributions or by RDP;
+* `trade_off`, `best_true_positive_rate`: what the run is worth to an attacker, at every rate of false positives;
 * `find_noise_multiplier`, `find_sample_rate`, `find_steps`: the parameters that meet a target;
 * `rdp_sampled_gaussian`, `rdp_to_epsilon`, `rdp_to_delta`: the Renyi accountant in its two halves;
 * `gaussian_epsilon`, `gaussian_delta`, `gaussian_mu`: the Gaussian mechanism, exactly;
@@ -20,9 +21,10 @@ from .conversions import DeltaAt, EpsilonAt, rdp_to_delta, rdp_to_epsilon
 from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 from .runs import ACCOUNTANTS, compute_delta, compute_epsilon
+from .tradeoff import best_true_positive_rate, trade_off
 
 __all__ = [
-    "ACCOUNTANTS", "DEFAULT_ORDERS", "DeltaAt", "EpsilonAt", "compute_delta", "compute_epsilon",
-    "find_noise_multiplier", "find_sample_rate", "find_steps", "gaussian_delta", "gaussian_epsilon", "gaussian_mu",
-    "pld", "rdp_sampled_gaussian", "rdp_to_delta", "rdp_to_epsilon",
+    "ACCOUNTANTS", "DEFAULT_ORDERS", "DeltaAt", "EpsilonAt", "best_true_positive_rate", "compute_delta",
+    "compute_epsilon", "find_noise_multiplier", "find_sample_rate", "find_steps", "gaussian_delta", "gaussian_epsilon",
+    "gaussian_mu", "pld", "rdp_sampled_gaussian", "rdp_to_delta", "rdp_to_epsilon", "trade_off",
 ]

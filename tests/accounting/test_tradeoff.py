@@ -1,0 +1,198 @@
+import math
+import time
+
+import numpy as np
+import pytest
+import torch
+from dp_accounting.pld import privacy_loss_distribution as google_pld
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpcompanion.accounting import best_true_positive_rate, compute_delta, compute_epsilon, pld, trade_off
+from dpcompanion.accounting.tradeoff import TOLERANCE
+from dpcompanion.attacks import clopper_pearson
+
+RATES = torch.cat((torch.logspace(-9, -2, 29, dtype=torch.float64),
+                   torch.linspace(0.02, 0.98, 25, dtype=torch.float64)))
+REFERENCE = dict(sample_rate=512 / 60_000, noise_multiplier=3.42529, steps=9375)
+RUNS = [REFERENCE, dict(sample_rate=0.01, noise_multiplier=1.0, steps=1000),
+        dict(sample_rate=1e-4, noise_multiplier=0.5, steps=100), dict(sample_rate=0.2, noise_multiplier=2.0, steps=50)]
+log_uniform = dict(rate=st.floats(-4, -0.05), noise=st.floats(-0.5, 2), log_steps=st.floats(0, 4))
+
+
+def run_of(rate, noise, log_steps):
+    return dict(sample_rate=10**rate, noise_multiplier=10**noise, steps=round(10**log_steps))
+
+
+def gaussian(rates, mu):
+    """G_mu of Dong et al. 2022."""
+    return torch.special.ndtr(-torch.special.ndtri(rates) - mu)
+
+
+def envelope(rates, epsilons, deltas):
+    """The upper envelope of the lines of these epsilons."""
+    x, grows = rates[:, None], torch.exp(epsilons)
+    return torch.maximum(1 - deltas - grows * x, (1 - deltas - x) / grows).amax(1).clamp(min=0)
+
+
+def check_bound(found, exact, tolerance=TOLERANCE):
+    """A lower bound on false negative rates whose true positive rates are hardly above the exact ones."""
+    assert bool((found <= exact + 1e-12).all())
+    assert bool((1 - found <= (1 - exact) * (1 + tolerance) + 1e-12).all())
+
+
+@given(mu=st.floats(0.01, 12))
+@settings(max_examples=10, deadline=None)
+def test_without_sampling_it_is_the_gaussian_curve(mu):
+    found = trade_off(sample_rate=1.0, noise_multiplier=2 / mu, steps=4, false_positive_rate=RATES)
+    check_bound(found, gaussian(RATES, mu), 1e-9)
+    tpr = best_true_positive_rate(sample_rate=1.0, noise_multiplier=2 / mu, steps=4, false_positive_rate=RATES)
+    exact = torch.special.ndtr(torch.special.ndtri(RATES) + mu)
+    assert bool((tpr >= exact * (1 - 1e-15)).all()) and bool((tpr <= exact * (1 + 1e-9)).all())
+
+
+@pytest.mark.parametrize("noise_multiplier, steps", [(0.5, 1), (4.0, 16), (1.0, 30), (100.0, 1000)])
+def test_composed_losses_meet_the_gaussian_curve(noise_multiplier, steps):
+    # A rate this near 1 is composed, and costs no more than a rate of 1.
+    found = trade_off(sample_rate=1 - 1e-9, noise_multiplier=noise_multiplier, steps=steps, false_positive_rate=RATES)
+    check_bound(found, gaussian(RATES, math.sqrt(steps) / noise_multiplier))
+
+
+@given(sample_rate=st.floats(1e-3, 0.99), noise_multiplier=st.floats(0.4, 20))
+@settings(max_examples=10, deadline=None)
+def test_a_single_sampled_step_meets_its_closed_form(sample_rate, noise_multiplier):
+    # Dong et al. 2022, section 4: where q G_mu + (1 - q) Id meets its inverse, a segment joins the two.
+    turn = float(torch.special.ndtr(torch.tensor(-0.5 / noise_multiplier, dtype=torch.float64)))
+    rates = torch.logspace(-9, math.log10(turn), 40, dtype=torch.float64)
+    exact = sample_rate * gaussian(rates, 1 / noise_multiplier) + (1 - sample_rate) * (1 - rates)
+    run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=1)
+    check_bound(trade_off(**run, false_positive_rate=rates), exact)
+    # And it is its own inverse.
+    check_bound(trade_off(**run, false_positive_rate=exact), rates)
+
+
+@pytest.mark.parametrize("run", [REFERENCE, dict(sample_rate=0.2, noise_multiplier=2.0, steps=10)])
+def test_it_lies_below_the_optimistic_curve_of_dp_accounting_and_near_it(run):
+    epsilons = torch.cat((torch.zeros(1), torch.logspace(-5, 1, 1000))).double()
+    loss = google_pld.from_gaussian_mechanism(run["noise_multiplier"], sampling_prob=run["sample_rate"],
+                                              pessimistic_estimate=False, value_discretization_interval=1e-4)
+    # Half a cell a step is what rounding down to its grid may lose, so few steps do.
+    steps = min(run["steps"], 10)
+    deltas = torch.as_tensor(loss.self_compose(steps).get_delta_for_epsilon(epsilons.tolist()), dtype=torch.float64)
+    rates = RATES[RATES > 1e-6]
+    found = trade_off(**{**run, "steps": steps}, false_positive_rate=rates)
+    optimistic = envelope(rates, epsilons, deltas)
+    # The envelope of a thousand lines lies below the whole curve by less than 1e-6.
+    assert bool((found <= optimistic + 1e-6).all())
+    assert bool((1 - found <= (1 - optimistic) * (1 + TOLERANCE) + 2e-3).all())
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_no_line_of_compute_delta_is_missed(run):
+    found = trade_off(**run, false_positive_rate=RATES)
+    epsilons = torch.cat((torch.zeros(1), torch.logspace(-2, 1, 4))).double()
+    check_bound(found, torch.maximum(found, envelope(RATES, epsilons, compute_delta(**run, epsilon=epsilons))))
+
+
+def test_the_best_attack_there_is_comes_near_the_curve_and_not_below():
+    # The likelihood ratio of a run, which by Neyman and Pearson no test beats, in a hundred thousand runs of each kind.
+    q, sigma, steps, trials = 0.1, 0.8, 20, 100_000
+    rng = np.random.default_rng(0)
+    without = rng.normal(scale=sigma, size=(trials, steps))
+    with_it = rng.normal(scale=sigma, size=(trials, steps)) + (rng.random((trials, steps)) < q)
+    ratios = [np.log1p(q * np.expm1((2 * x - 1) / (2 * sigma**2))).sum(1) for x in (without, with_it)]
+    for rate in (0.001, 0.01, 0.1):
+        threshold = np.quantile(ratios[0], 1 - rate, method="higher")
+        hits = int((ratios[1] > threshold).sum())
+        # The threshold's own rate, at most: half of the error is spent on it.
+        high_rate = float(clopper_pearson(int((ratios[0] > threshold).sum()), trials, confidence=0.9999)[1])
+        low, high = (float(x) for x in clopper_pearson(hits, trials, confidence=0.9999))
+        bound = best_true_positive_rate(sample_rate=q, noise_multiplier=sigma, steps=steps,
+                                        false_positive_rate=high_rate)
+        assert low <= bound <= 1.1 * high + 0.02
+
+
+@given(**log_uniform)
+@settings(max_examples=10, deadline=None)
+def test_the_curve_is_convex_falls_and_is_its_own_inverse(rate, noise, log_steps):
+    run = run_of(rate, noise, log_steps)
+    found = trade_off(**run, false_positive_rate=RATES)
+    assert bool((found.diff() <= 0).all()) and bool((found <= 1 - RATES).all())
+    slopes = found.diff() / RATES.diff()
+    assert bool((slopes.diff() >= -1e-12 / RATES.diff()[1:] - 1e-9 * slopes[1:].abs()).all())
+    there = found > 1e-6
+    back = trade_off(**run, false_positive_rate=found)[there]
+    assert bool(((back - RATES[there]).abs() <= 1e-3 * (1 - back) + 1e-9).all())
+    tpr = best_true_positive_rate(**run, false_positive_rate=RATES)
+    assert torch.allclose(1 - found, tpr, rtol=0, atol=1e-12) and bool((tpr >= RATES).all())
+
+
+@given(factor=st.floats(1.01, 5), argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps"]), **log_uniform)
+@settings(max_examples=8, deadline=None)
+def test_what_costs_less_is_worth_less_to_an_attacker(rate, noise, log_steps, factor, argument):
+    run = run_of(rate, noise, log_steps)
+    less = run[argument] * factor if argument == "noise_multiplier" else run[argument] / factor
+    cheaper = {**run, argument: max(1, int(less)) if argument == "steps" else less}
+    before, after = (best_true_positive_rate(**each, false_positive_rate=RATES) for each in (run, cheaper))
+    assert bool((after <= before * (1 + TOLERANCE)).all())
+
+
+def test_epsilon_and_delta_are_a_line_of_it():
+    epsilon = compute_epsilon(**REFERENCE, delta=1e-5)
+    tpr = best_true_positive_rate(**REFERENCE, false_positive_rate=RATES)
+    line = 1e-5 + math.exp(epsilon) * RATES
+    assert bool((tpr <= line * (1 + 1e-4)).all())
+    assert float((line / tpr).min()) == pytest.approx(1, abs=1e-3)      # which touches it
+
+
+def test_with_little_noise_only_those_who_were_never_drawn_are_hidden():
+    run = dict(sample_rate=1e-3, noise_multiplier=0.005, steps=100)
+    never = (1 - 1e-3) ** 100
+    found = trade_off(**run, false_positive_rate=[1e-6, 0.1, 0.5 * never, 1.0])
+    # Guess "yes" for who shows, and toss a coin for the others, or the other way round: the segment between the two.
+    assert found.tolist() == pytest.approx([never - 1e-6, never - 0.1, 0.5 * never, 0.0], abs=1e-9)
+
+
+def test_the_ends():
+    run = dict(sample_rate=0.01, noise_multiplier=1.0, false_positive_rate=[0.0, 0.3, 1.0])
+    assert trade_off(**run, steps=0).tolist() == pytest.approx([1, 0.7, 0], abs=1e-11)
+    assert trade_off(**{**run, "noise_multiplier": 0.0}, steps=5).tolist() == [0, 0, 0]
+    assert best_true_positive_rate(**{**run, "noise_multiplier": 0.0}, steps=5).tolist() == [1, 1, 1]
+    ends = trade_off(**run, steps=100)
+    assert 1 - 1e-6 <= ends[0] <= 1 and ends[2] == 0
+    assert best_true_positive_rate(**run, steps=100)[2] == 1
+
+
+def test_arguments_broadcast_and_numbers_give_a_number():
+    run = dict(sample_rate=0.01, steps=100)
+    found = trade_off(**run, noise_multiplier=[[1.0], [2.0]], false_positive_rate=[0.01, 0.1, 0.5])
+    assert found.shape == (2, 3) and found.dtype == torch.float64
+    one = trade_off(**run, noise_multiplier=2.0, false_positive_rate=0.1)
+    assert isinstance(one, float) and one == pytest.approx(float(found[1, 1]), rel=1e-4)
+    assert isinstance(best_true_positive_rate(**run, noise_multiplier=2.0, false_positive_rate=0.1), float)
+
+
+def test_one_composition_serves_all_rates_and_is_quick(monkeypatch):
+    compose, composed = pld._compose_at, []
+    monkeypatch.setattr(pld, "_compose_at", lambda *args: composed.append(args[3:]) or compose(*args))
+    started = time.perf_counter()
+    trade_off(**REFERENCE, false_positive_rate=torch.linspace(1e-4, 1 - 1e-4, 1000, dtype=torch.float64))
+    assert len(composed) == len(set(composed)) == 4          # two deltas, each in two directions
+    assert time.perf_counter() - started < 10
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"false_positive_rate": 1.5}, r"false_positive_rate must lie in \[0, 1\], got 1.5"),
+    ({"false_positive_rate": [0.1, math.nan]}, "false_positive_rate must lie in"),
+    ({"false_positive_rate": []}, "false_positive_rate must hold one number at least"),
+    ({"false_positive_rate": "low"}, "false_positive_rate must be a number"),
+    ({"sample_rate": 0.0}, r"sample_rate must lie in \(0, 1\], got 0"),
+    ({"noise_multiplier": -1.0}, "noise_multiplier must lie in"),
+    ({"steps": 1.5}, "steps must be a whole number"),
+    ({"steps": [1, 2, 3], "false_positive_rate": [0.1, 0.2]}, "shapes that broadcast"),
+])
+@pytest.mark.parametrize("function", [trade_off, best_true_positive_rate])
+def test_bad_input_is_refused_before_any_work(function, change, words, monkeypatch):
+    monkeypatch.setattr(pld, "_compose_at", None)
+    with pytest.raises(ValueError, match=words):
+        function(**{**REFERENCE, "false_positive_rate": 0.1, **change})
