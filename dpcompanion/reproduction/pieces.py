@@ -55,18 +55,47 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
                 seen.setdefault(path, kept.get("made", _UNKNOWN))
             except (OSError, ValueError, KeyError, TypeError):
                 made, started = software(), time.perf_counter()
-                values = work(name)
+                state = folder / f"{name}.{hashed[:12]}.unfinished"
+                with _working_at(state):
+                    values = work(name)
                 made["seconds"] = round(time.perf_counter() - started, 3)
                 seen[path] = None  # this run's own, however often it is read again
                 values, arrays = values if _has_arrays(values) else (values, {})
                 arrays = {key: np.asarray(array) for key, array in arrays.items()}
                 kept = {"config": hashed, "made": made, "values": plain(values)}
                 write_whole(path, kept, arrays)
+                state.unlink(missing_ok=True)
             results[name] = (kept["values"], arrays) if arrays else kept["values"]
             advance()
     return results
 
 
+def unfinished():
+    """Where the piece that is being worked at may keep its own state, so that it goes on within itself.
+
+    A path, for a `dpcompanion.training.Checkpoint` for instance; the file goes when the piece is written.  None for
+    work that is no piece on the disk.
+
+    >>> import tempfile
+    >>> resumable(lambda name: unfinished().suffix, ["a"], folder=tempfile.mkdtemp(), config={})
+    {'a': '.unfinished'}
+    >>> unfinished() is None
+    True
+    """
+    return _UNFINISHED.get()
+
+
+@contextlib.contextmanager
+def _working_at(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    token = _UNFINISHED.set(path)
+    try:
+        yield
+    finally:
+        _UNFINISHED.reset(token)
+
+
+_UNFINISHED = contextvars.ContextVar("where the piece at hand keeps its state", default=None)
 _UNKNOWN = {"commit": None, "versions": {}, "seconds": math.nan}
 _SEEN = contextvars.ContextVar("what `taken_over` has seen, path -> what made the piece", default=None)
 
@@ -104,7 +133,7 @@ def taken_over():
 def discard(folder):
     """Remove the pieces in a folder, and the folder when nothing else is in it."""
     folder = pathlib.Path(folder)
-    for pattern in ("*.piece.json", "*.piece.npz", "*.piece.*.npz"):
+    for pattern in ("*.unfinished", "*.piece.json", "*.piece.npz", "*.piece.*.npz"):
         for path in folder.glob(pattern):
             path.unlink()
     if folder.is_dir() and not any(folder.iterdir()):
