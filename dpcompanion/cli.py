@@ -6,6 +6,8 @@
     dpcompanion steps --epsilon 1 --delta 1e-5 --noise-multiplier 1 --sample-rate 0.01
     dpcompanion list
     dpcompanion run idp-sgd/table-5 --preset paper
+    dpcompanion run idp-sgd/table-8-cifar10 --preset paper --shard 2/5
+    dpcompanion merge idp-sgd/table-8-cifar10 --preset paper
 
 Every answer names the neighbouring relation, the sampler, the accountant and delta.  It is rounded to the safe side,
 what was given is not rounded, and `--json` gives all digits.  A mistake ends in one line on stderr and exit status 2.
@@ -101,12 +103,26 @@ def _answer(arguments):
               f"(add/remove one example, Poisson sampling, accountant {arguments.accountant})")
 
 
+def _shard(text):
+    """A share such as 2/5 as (2, 5)."""
+    which, _, of = text.partition("/")
+    if not (which.isdecimal() and of.isdecimal() and 1 <= int(which) <= int(of)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share such as 2/5, from 1/5 to 5/5")
+    return int(which), int(of)
+
+
 def _run(arguments):
-    from .reproduction import comparison, experiments, records
+    from .reproduction import comparison, experiments, records, workers
 
     folder = records.results_folder() if arguments.out is None else arguments.out
-    record = experiments.run(arguments.name, preset=arguments.preset, device=arguments.device, out=folder,
-                             seeds=arguments.seeds)
+    try:
+        record = experiments.run(arguments.name, preset=arguments.preset, device=arguments.device, out=folder,
+                                 seeds=arguments.seeds, jobs=arguments.jobs, share=arguments.shard)
+    except workers.Missing as error:
+        if arguments.command == "merge":
+            raise ValueError(f"not merged: {error}") from None
+        print(f"the share {arguments.shard[0]}/{arguments.shard[1]} is done; {error}")
+        return
     path = records.path_of(record.name, record.preset, folder)
     if arguments.json:
         print(path.read_text())
@@ -151,15 +167,22 @@ def _parser():
         sub.set_defaults(do=_answer)
     run = commands.add_parser("run", help="make a record of an experiment",
                               description="Run an experiment and write its record.")
-    run.add_argument("name", help="such as idp-sgd/table-5; `dpcompanion list` names them all")
-    run.add_argument("--preset", help="quick or paper; DPCOMPANION_PRESET or quick by default")
-    run.add_argument("--device", default="cpu", help="cpu or cuda")
-    run.add_argument("--seeds", type=int, nargs="+", help="instead of the seeds of the preset")
+    merge = commands.add_parser("merge", help="make the record of a run that shards have done",
+                                description="Make the record of a run whose pieces are all there; computes none.")
+    for sub in (run, merge):
+        sub.add_argument("name", help="such as idp-sgd/table-5; `dpcompanion list` names them all")
+        sub.add_argument("--preset", help="quick or paper; DPCOMPANION_PRESET or quick by default")
+        sub.add_argument("--device", default="cpu", help="cpu or cuda")
+        sub.add_argument("--seeds", type=int, nargs="+", help="instead of the seeds of the preset")
+    run.add_argument("--jobs", type=int, help="processes that do the pieces of the run; 1 by default")
+    run.add_argument("--shard", type=_shard, metavar="K/N",
+                     help="every N-th piece alone, from the K-th; the last shard to end writes the record")
     run.set_defaults(do=_run)
+    merge.set_defaults(do=_run, jobs=None, shard=(0, 1))
     listing = commands.add_parser("list", help="the experiments and their records",
                                   description="List the experiments and their records.")
     listing.set_defaults(do=_list)
-    for sub in (run, listing):
+    for sub in (run, merge, listing):
         sub.add_argument("--out", metavar="FOLDER", help="where records lie; ./results by default")
     for sub in commands.choices.values():
         sub.add_argument("--json", action="store_true", help="print JSON")

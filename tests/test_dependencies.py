@@ -22,7 +22,7 @@ LIBRARY = (
     {"__main__"},
 )
 REPRODUCTION = (
-    {"intervals", "moving", "plotting", "provenance", "published", "sources", "storage"},
+    {"intervals", "moving", "plotting", "provenance", "published", "sources", "storage", "workers"},
     {"pieces", "records"},
     {"comparison"},
     {"experiments"},

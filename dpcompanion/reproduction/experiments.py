@@ -19,6 +19,7 @@ True
 of their experiments is asked for.
 """
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
@@ -30,7 +31,7 @@ import time
 import torch
 
 from dpcompanion import _checks, data
-from dpcompanion.reproduction import comparison, pieces, provenance, published, records, sources
+from dpcompanion.reproduction import comparison, pieces, provenance, published, records, sources, workers
 
 PRESETS = ("quick", "paper")
 #: Seconds from which on `Run.keep` keeps pieces on the disk.
@@ -241,7 +242,7 @@ def default_preset():
     return _checks.one_of("DPCOMPANION_PRESET", os.environ.get("DPCOMPANION_PRESET") or "quick", PRESETS)
 
 
-def run(name, *, preset=None, device="cpu", out=None, seeds=None):
+def run(name, *, preset=None, device="cpu", out=None, seeds=None, jobs=None, share=None):
     """Run an experiment and return its `Record`.
 
     Args:
@@ -251,9 +252,15 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
         out: the folder to write the record into (`records.results_folder()` is the usual one); None writes nothing.
             With a folder, an interrupted run goes on where it stopped when it is started again.
         seeds: replaces the configuration's seeds, or its one seed.
+        jobs: how many processes do its pieces; None leaves them to the back end of joblib that is active (Dask, Ray),
+            or else to this process.
+        share: (k, n) to do every n-th piece alone, from the k-th, for a run that n processes with the same folders
+            share; (0, 1) to do none, and to make the record of the pieces that others have done.
 
-    Raises ValueError, before any work, for unknown names and presets, for a device or a folder that cannot be used, and
-    for seeds, or more of them, than the experiment uses.
+    Raises:
+        ValueError: before any work, for unknown names and presets, for a device or a folder that cannot be used, for
+            seeds, or more of them, than the experiment uses, and for a share without a folder.
+        dpcompanion.reproduction.workers.Missing: where the pieces of other shares are not there yet.
     """
     found = get(name)
     preset = _checks.one_of("preset", preset or default_preset(), found.presets)
@@ -269,6 +276,8 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
             raise ValueError(f"seeds must be a single one, since {name} runs with one seed at a time, got {seeds!r}")
         config = dataclasses.replace(config, **{"seed": seeds[0]} if one else {"seeds": seeds})
     device = _device(device)
+    if share is not None and out is None:
+        raise ValueError(f"out must be a folder that all shares of a run write to, got None with share {share!r}")
     if out is not None:
         _writable(records.path_of(name, preset, out).parent, out)
     with tempfile.TemporaryDirectory() as scratch:
@@ -277,12 +286,19 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None):
         # Asked before the work begins: an edit during a long run is none of the code that made the record.
         this, made_with = Run(config, device, parts, found.code_hash), provenance.software()
         started = time.perf_counter()
-        with pieces.taken_over() as kept:
+        with contextlib.ExitStack() as spread:
+            if jobs is not None:
+                spread.enter_context(workers.processes(jobs))
+            if share is not None:
+                spread.enter_context(workers.share(*share))
+            kept = spread.enter_context(pieces.taken_over())
             values = found.function(config, this)
         values, arrays = values if isinstance(values, tuple) else (values, {})
         command = f"dpcompanion run {name} --preset {preset} --device {device}"
         if seeds is not None:
             command += f" --seeds {' '.join(map(str, seeds))}"
+        if jobs is not None:
+            command += f" --jobs {jobs}"
         record = records.make(
             name, preset, values, config=config, code_hash=this.code_hash, data=this.loaded, arrays=arrays,
             device=device, wall_time=time.perf_counter() - started, command=command, made_with=made_with, kept=kept)

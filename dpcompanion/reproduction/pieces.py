@@ -2,7 +2,9 @@
 
 import contextlib
 import contextvars
+import functools
 import math
+import os
 import pathlib
 import re
 import time
@@ -11,6 +13,7 @@ import numpy as np
 import torch
 
 from dpcompanion._progress import bar
+from dpcompanion.reproduction import workers
 from dpcompanion.reproduction.provenance import software
 from dpcompanion.reproduction.storage import hash_of, MeanSD, plain, read_whole, write_whole
 
@@ -20,7 +23,8 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
 
     Pieces that `folder` already holds for the same `config` are read, not computed again; those of another
     configuration are ignored.  An interruption (Ctrl-C) loses the piece it hits and nothing else.  Each piece notes
-    what made it and in how many seconds.
+    what made it and in how many seconds.  Who does the pieces, `dpcompanion.reproduction.workers` says: this process,
+    or whatever back end of joblib is active, or a share of them.
 
     Args:
         work: piece name -> values that a record can hold, or a pair (values, {name: array}).
@@ -28,6 +32,9 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
         folder: where the pieces are kept; `discard` removes them when the record is written.
         config: what the results depend on, besides the piece's name.
         label, show: of the progress bar, see `dpcompanion._progress.bar`.
+
+    Raises:
+        workers.Missing: where pieces were left to other runs, and are not there.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()
@@ -42,31 +49,99 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
             raise ValueError(f"pieces must be names of letters, digits, hyphens, dots and underscores, got {name!r}")
     if len(set(pieces)) < len(pieces):
         raise ValueError(f"pieces must differ from each other, got {pieces!r}")
-    hashed, folder, results = hash_of(config), pathlib.Path(folder), {}
+    hashed, folder, results = hash_of(config), pathlib.Path(folder).resolve(), {}
     seen = _SEEN.get()
     seen = {} if seen is None else seen  # nobody gathers: the notes go nowhere
-    with bar(len(pieces), label=label, show=show) as advance:
-        for name in pieces:
-            path = folder / f"{name}.piece.json"
-            try:
-                kept, arrays = read_whole(path)
-                if kept["config"] != hashed:
-                    raise ValueError("another configuration")
-                seen.setdefault(path, kept.get("made", _UNKNOWN))
-            except (OSError, ValueError, KeyError, TypeError):
-                made, started = software(), time.perf_counter()
-                values = work(name)
-                made["seconds"] = round(time.perf_counter() - started, 3)
-                seen[path] = None  # this run's own, however often it is read again
-                values, arrays = values if _has_arrays(values) else (values, {})
-                arrays = {key: np.asarray(array) for key, array in arrays.items()}
-                kept = {"config": hashed, "made": made, "values": plain(values)}
-                write_whole(path, kept, arrays)
-            results[name] = (kept["values"], arrays) if arrays else kept["values"]
+    for name in pieces:
+        with contextlib.suppress(*_NOT_THERE):
+            results[name], made = _kept(folder, name, hashed)
+            seen.setdefault(_path(folder, name), made)
+    left = [name for name in pieces if name not in results]
+    ours = [name for number, name in enumerate(pieces) if name in left and workers.mine(number)]
+    with bar(len(pieces), label=label, done=len(results), show=show) as advance:
+        for name, _ in workers.each(functools.partial(_make, work, folder, hashed), ours,
+                                    lambda name: _is_there(folder, name, hashed)):
+            seen[_path(folder, name)] = None  # this run's own, however often it is read again
+            results[name], _ = _arrived(folder, name, hashed)
             advance()
-    return results
+    # Another run may have done its share meanwhile.
+    for name in left:
+        if name not in results:
+            with contextlib.suppress(*_NOT_THERE):
+                results[name], seen[_path(folder, name)] = _kept(folder, name, hashed)
+    if len(results) < len(pieces):
+        raise workers.Missing([name for name in pieces if name not in results])
+    return {name: results[name] for name in pieces}
 
 
+_NOT_THERE = (OSError, ValueError, KeyError, TypeError)
+
+
+def _path(folder, name):
+    return folder / f"{name}.piece.json"
+
+
+def _kept(folder, name, hashed):
+    """(a piece's values, and arrays if there are any; what made it), or one of `_NOT_THERE`."""
+    kept, arrays = read_whole(_path(folder, name))
+    if kept["config"] != hashed:
+        raise ValueError("another configuration")
+    return (kept["values"], arrays) if arrays else kept["values"], kept.get("made", _UNKNOWN)
+
+
+def _is_there(folder, name, hashed):
+    try:
+        return bool(_kept(folder, name, hashed))
+    except _NOT_THERE:
+        return False
+
+
+def _make(work, folder, hashed, name):
+    """Do a piece and write it, in whatever process this is."""
+    made, started, state = software(), time.perf_counter(), folder / f"{name}.{hashed[:12]}.unfinished"
+    folder.mkdir(parents=True, exist_ok=True)
+    token = _UNFINISHED.set(state)
+    try:
+        values = work(name)
+    finally:
+        _UNFINISHED.reset(token)
+    made["seconds"] = round(time.perf_counter() - started, 3)
+    values, arrays = values if _has_arrays(values) else (values, {})
+    arrays = {key: np.asarray(array) for key, array in arrays.items()}
+    write_whole(_path(folder, name), {"config": hashed, "made": made, "values": plain(values)}, arrays)
+    state.unlink(missing_ok=True)
+
+
+def _arrived(folder, name, hashed, patience=60):
+    """A piece that a worker says it has written: on a network's file system it may take a while until it is seen."""
+    until = time.monotonic() + patience
+    while True:
+        try:
+            return _kept(folder, name, hashed)
+        except _NOT_THERE as error:
+            if time.monotonic() > until:
+                raise RuntimeError(f"a worker has written {name}, but it is not in {folder}: "
+                                   "the folder must be one that all workers share") from error
+            time.sleep(1)
+            os.listdir(folder)      # which makes a client ask the server again
+
+
+def unfinished():
+    """Where the piece that is being worked at may keep its own state, so that it goes on within itself.
+
+    A path, for a `dpcompanion.training.Checkpoint` for instance; the file goes when the piece is written.  None for
+    work that is no piece on the disk.
+
+    >>> import tempfile
+    >>> resumable(lambda name: unfinished().suffix, ["a"], folder=tempfile.mkdtemp(), config={})
+    {'a': '.unfinished'}
+    >>> unfinished() is None
+    True
+    """
+    return _UNFINISHED.get()
+
+
+_UNFINISHED = contextvars.ContextVar("where the piece at hand keeps its state", default=None)
 _UNKNOWN = {"commit": None, "versions": {}, "seconds": math.nan}
 _SEEN = contextvars.ContextVar("what `taken_over` has seen, path -> what made the piece", default=None)
 
@@ -104,7 +179,7 @@ def taken_over():
 def discard(folder):
     """Remove the pieces in a folder, and the folder when nothing else is in it."""
     folder = pathlib.Path(folder)
-    for pattern in ("*.piece.json", "*.piece.npz", "*.piece.*.npz"):
+    for pattern in ("*.unfinished", "*.piece.json", "*.piece.npz", "*.piece.*.npz"):
         for path in folder.glob(pattern):
             path.unlink()
     if folder.is_dir() and not any(folder.iterdir()):

@@ -124,7 +124,8 @@ class Exhibit:
     again; `accuracies` of those that are accuracies, where the exhibit's unit does not say so; `tests` name the tests
     that check an exhibit that no experiment computes, as "tests/test_x.py::test_y".
     `tolerance` is how far a close number may lie from the print, as a share of it. `unprinted` says which settings the
-    paper leaves out: a disagreement then contradicts nothing.
+    paper leaves out: a disagreement then contradicts nothing. `part_of` is the id of the exhibit that a run of its own
+    computes a part of, such as one data set of several.
     """
 
     paper: str
@@ -145,6 +146,7 @@ class Exhibit:
     tests: tuple = ()
     tolerance: float = 0.1
     unprinted: str = ""
+    part_of: str = ""
     numbers: types.MappingProxyType = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
     @property
@@ -247,6 +249,16 @@ def exhibits(paper=None, *, ours=False):
     """
     slugs = PAPERS if paper is None else (_checks.one_of("paper", paper, PAPERS),)
     return [found for slug in slugs for found in _read(slug)[1].values() if ours or found.kind != OURS]
+
+
+def parts(name):
+    """The exhibits whose records hold a part of this one's numbers, see `Exhibit.part_of`.
+
+    >>> [part.name for part in parts("idp-sgd/table-8")]
+    ['idp-sgd/table-8-cifar10']
+    """
+    whole = exhibit(name)
+    return [found for found in exhibits(whole.paper, ours=True) if found.part_of == whole.id]
 
 
 def exhibit(name):

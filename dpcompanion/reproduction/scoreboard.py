@@ -64,6 +64,7 @@ class Standing:
         stale: whether that record was made by other code or another configuration than today's.
         place: where the book shows it, or None.
         experiment: the `experiments.Experiment` that computes it, or None.
+        parts: records of runs that computed a part of it each (`published.parts`).
     """
 
     exhibit: published.Exhibit
@@ -77,6 +78,7 @@ class Standing:
     stale: bool
     place: Place | None
     experiment: experiments.Experiment | None
+    parts: tuple = ()
 
     @property
     def verdicts(self):
@@ -129,7 +131,7 @@ class Standing:
         The second is a command, or says what has to be written first.
         """
         recorded = self.record is not None and self.record.preset == "paper"
-        tasks = _not_run(self.exhibit, self.record) if recorded else ()
+        tasks = _not_run(self.exhibit, self.record, self.parts) if recorded else ()
         if self.exhibit.tests or recorded and not (self.missing or tasks):
             return None
         gpu = self.exhibit.scale == "gpu"
@@ -138,6 +140,9 @@ class Standing:
             return (f"the paper's scale{needs}",
                     f"needs {'an experiment' if self.experiment is None else 'a paper preset'}")
         command = f"dpcompanion run {self.experiment.name} --preset paper{' --device cuda' if gpu else ''}"
+        for part in published.parts(self.exhibit.name):
+            if part.name not in [record.name for record in self.parts]:
+                command = f"dpcompanion run {part.name} --preset paper && {command}"
         if not recorded:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
         if not tasks:
@@ -245,14 +250,14 @@ def label(exhibit):
 
 def compared(standings):
     """(exhibit's label and title, `Comparison` of all printed numbers) for each standing whose record holds some."""
-    return [(f"{label(one.exhibit)}: {one.exhibit.title}", _compared(one.exhibit, one.record))
+    return [(f"{label(one.exhibit)}: {one.exhibit.title}", _compared(one.exhibit, one.record, one.parts))
             for one in standings if one.numbers]
 
 
-def _compared(exhibit, record):
+def _compared(exhibit, record, parts):
     printed = {key: value for key, value in exhibit.flat().items() if not exhibit.is_given(key)
                and all(isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,)))}
-    recorded = {key: record.values[key] for key in printed if key in record.values}
+    recorded = {key: each.values[key] for each in (*parts, record) for key in printed if key in each.values}
     kind = "recorded" if record.preset == "paper" else "live"
     return compare(exhibit.name, keys=list(printed), stand_in=experiments.is_stand_in(record, exhibit.name),
                    **{kind: recorded})
@@ -261,9 +266,10 @@ def _compared(exhibit, record):
 def _standing(exhibit, folder, place):
     judged = dict.fromkeys([exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))])
     found = {name: _record(name, folder) for name in judged}
+    parts = tuple(filter(None, (records.find(part.name, "paper", folder) for part in published.parts(exhibit.name))))
     numbers, held = {}, {kind: {} for kind in published.FINDINGS}
     if found[exhibit.name] is not None:
-        numbers = _compared(exhibit, found[exhibit.name]).counts()
+        numbers = _compared(exhibit, found[exhibit.name], parts).counts()
         if count := numbers.pop("stand-in", 0):
             numbers["not run"] = numbers.get("not run", 0) + count
     for record in filter(None, found.values()):
@@ -274,9 +280,10 @@ def _standing(exhibit, folder, place):
     record = next(filter(None, found.values()), None)
     experiment = next((experiments.get(name) for name in judged if name in experiments.names()), None)
     stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
-    missing = _missing(exhibit, filter(None, found.values()))
-    state = _state(exhibit, numbers, held["claim"], record, missing, place)
-    return Standing(exhibit, state, numbers, *held.values(), record, missing, stale, place, experiment)
+    missing = _missing(exhibit, [*filter(None, found.values()), *parts])
+    left = missing or _not_run(exhibit, record, parts)
+    state = _state(exhibit, numbers, held["claim"], record, left, place)
+    return Standing(exhibit, state, numbers, *held.values(), record, missing, stale, place, experiment, parts)
 
 
 def _record(name, folder):
@@ -292,12 +299,16 @@ def _missing(exhibit, found):
     return tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has) if found else ()
 
 
-def _not_run(exhibit, record):
-    """The tasks that an exhibit's own record leaves out; another exhibit's may leave out what this does not show."""
-    return tuple(record.values.get("not_run", ())) if record.name == exhibit.name else ()
+def _not_run(exhibit, record, parts):
+    """The tasks that an exhibit's own record leaves out, and no part has; another exhibit's may leave out what this
+    does not show."""
+    if record is None or record.name != exhibit.name:
+        return ()
+    has = {entry["name"] for part in parts for entry in part.data}
+    return tuple(task for task in record.values.get("not_run", ()) if task not in has)
 
 
-def _state(exhibit, numbers, held, record, missing, place):
+def _state(exhibit, numbers, held, record, some_tasks, place):
     if exhibit.wrong and (record is not None or "statement" in exhibit.wrong):
         return "wrong in the paper"
     good = sum(numbers.get(word, 0) for word in ("matches", "close")) + held.get("holds", 0)
@@ -309,7 +320,6 @@ def _state(exhibit, numbers, held, record, missing, place):
         live = exhibit.name in experiments.names() and "quick" in experiments.get(exhibit.name).presets
         return "in part" if place and live else "not run"
     # A record of some of the paper's tasks neither reproduces nor contradicts it.
-    some_tasks = missing or _not_run(exhibit, record)
     if good == 0:
         return "contradicted" if bad and not (some_tasks or exhibit.unprinted) else "undecided"
     whole = record.preset == "paper" and not some_tasks and not numbers.get("not run")

@@ -6,7 +6,7 @@ covers T = epochs ceil(N / B) steps.  Epsilon is by RDP, at delta 1e-5.
 """
 
 from . import (
-    settings, accounts, training, accuracy_tables, many_groups, classes, membership, with_filters, exact_filters,
+    settings, accounts, training, accuracy_tables, cifar, many_groups, classes, membership, with_filters, exact_filters,
     pate_students, beyond_the_paper,
 )
 from .settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
