@@ -75,7 +75,7 @@ types: $(INSTALLED)
 lowest:
 	@test -x $(LOWEST) || $(PYTHON) -m venv .venv-lowest
 	@$(LOWEST) -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) $$($(LOWEST) tools/lowest.py | grep ^torch)
-	@$(LOWEST) -m pip install -q $$($(LOWEST) tools/lowest.py opacus release) pytest pytest-xdist hypothesis mpmath dp-accounting tqdm
+	@$(LOWEST) -m pip install -q $$($(LOWEST) tools/lowest.py opacus) pytest pytest-xdist hypothesis mpmath dp-accounting tqdm
 	@$(LOWEST) -m pytest -n 2 -p no:cacheprovider $(CORE_TESTS)
 
 wheel:

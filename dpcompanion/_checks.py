@@ -18,6 +18,7 @@ ValueError: accountant must be one of 'pld', 'rdp', got 'gdp'
 
 import math
 import numbers
+import operator
 
 import numpy as np
 
@@ -66,6 +67,17 @@ def whole_number(name, value, low=0, high=math.inf):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     in_interval(name, entries, low, high)
     return value if isinstance(value, int) else int(entries[0])
+
+
+def seed(name, value):
+    """`value` is a seed: a whole number in [0, 2^1024), of which no bit is lost; returned as int."""
+    try:
+        found = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+    except TypeError:
+        found = -1
+    if isinstance(value, bool) or not 0 <= found < 2**1024:
+        raise ValueError(f"{name} must be a whole number in [0, 2^1024), got {value!r:.40}")
+    return found
 
 
 def one_of(name, value, allowed):

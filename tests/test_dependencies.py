@@ -13,6 +13,7 @@ WING = "dpcompanion.reproduction"
 # From the ground up; a module may import, when it is loaded, from the layers below its own.
 LIBRARY = (
     {"_checks", "_files", "_progress"},
+    {"seeds"},
     {"accounting", "attacks", "data"},
     {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release"},
     {"training"},

@@ -31,7 +31,7 @@ What makes each budget hold:
 * steps are counted where noise is added, and no more are taken than the budgets were made for.  After a step
   with less noise, as Opacus's schedulers of noise and clipping would have it, every epsilon is infinite;
 * draws and noise come from ciphers under keys of the operating system (`dpcompanion.training.secure`), so that nobody
-  can subtract the noise, and no script that seeds itself repeats it; for research, from generators of one's own. Noise
+  can subtract the noise, and no script that seeds itself repeats it; for research, under keys hashed from a seed. Noise
   is drawn and added in float64. A checkpoint holds how far they have come; keys lie beside it.
 
 Neighbours differ by one example; Poisson sampling; each example's guarantee holds whatever the others are

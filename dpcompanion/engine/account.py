@@ -20,6 +20,8 @@ class Accountant(IAccountant):
         #: The optimizer whose steps count.
         self.follower = None
         self.voided = False
+        #: By what noise repeats itself, in words; None where nobody can repeat it.
+        self.origin = None
 
     @property
     def planned(self):
@@ -64,7 +66,7 @@ class Accountant(IAccountant):
                      kind=type(self.budgets).__name__,
                      parameters=None if self.budgets is None else self.budgets.parameters(),
                      budgets=None if self.budgets is None else self.budgets.state_dict(),
-                     generators=states(self.generators()))
+                     generators=states(self.generators()), origin=self.origin)
         return state
 
     def load_state_dict(self, state):
@@ -76,6 +78,9 @@ class Accountant(IAccountant):
         if state["steps"] < self.steps:
             raise ValueError(f"state_dict must not be earlier than this run, which has taken {self.steps} steps that "
                              f"stay spent, got one of {state['steps']}")
+        if state.get("origin") != self.origin:
+            raise ValueError("generators must be given as in the run that was saved, whose noise came from "
+                             f"{state.get('origin') or 'no seed'}, got {self.origin or 'none'}")
         restore(self.generators(), state["generators"])
         self.budgets.load_state_dict(state["budgets"])
         self.steps, self.voided = state["steps"], self.voided or state["voided"]

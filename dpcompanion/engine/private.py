@@ -17,7 +17,7 @@ from .loading import Draws, Noted, private_loader
 from .norms import GradientNorms
 from .optimizers import HooksOptimizer
 from .proof import Proof
-from .randomness import find_keys, keep_keys, sources
+from .randomness import find_keys, keep_keys, note_origin, sources
 
 METHODS = ("sample", "scale", "combined")
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -70,7 +70,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     def make_private_with_budgets(self, *, module, optimizer, data_loader, target_epsilons, target_delta, epochs,
                                   max_grad_norm,
                                   method="sample", sample_weight=None, criterion=None, batch_first=True,
-                                  loss_reduction="mean", noise_generator=None, grad_sample_mode="hooks",
+                                  loss_reduction="mean", seed=None, noise_generator=None, grad_sample_mode="hooks",
                                   clipping="flat", wrap_model=True, prove=True):
         """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
         `epochs`.
@@ -89,10 +89,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
             criterion: the loss of ghost mode; cross entropy by default.
             batch_first, loss_reduction: as in Opacus.
-            noise_generator: None, for a model that is released: noise and draws come from ciphers under keys of 256
-                bits that the operating system draws (`dpcompanion.training.secure`). Or a `torch.Generator`, for
-                research: noise comes from it, draws from one that it seeds, and whoever knows its seed can subtract
-                the noise.
+            seed: None, for a model that is released: noise and draws come from ciphers under keys of 256 bits that the
+                operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research:
+                the keys are hashed from it, as in `dpcompanion.training.train`, and whoever knows it can subtract the
+                noise.
+            noise_generator: in place of a seed, a `torch.Generator`, as in Opacus: noise comes from it, draws from
+                one that it seeds.
             grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, and only "hooks"
                 takes them for every layer: Opacus cannot in "functorch" with convolutions or embeddings, in "ew" at
                 all, nor in "ghost" with embeddings.
@@ -124,20 +126,21 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             raise ValueError(f"target_epsilons must have shape ({n},), one for each example of the data set, got "
                              f"{tuple(budgets.shape)}")
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
-        streams = sources(data_loader.generator, noise_generator, secure_mode=self.secure_mode)
+        streams, origin = sources(data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode)
         run = {"target_delta": target_delta, "sample_rate": 1 / len(data_loader), "steps": epochs * len(data_loader),
                "accountant": self._by}
         multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight)
         fixed = FixedBudgets(rates=self.sample_rates, norms=self.max_grad_norms, noises=self.noise_multipliers,
                              budgets=budgets, target_delta=float(target_delta), planned=run["steps"], by=self._by)
-        return self._assemble(fixed, module, optimizer, data_loader, streams, noise_multiplier=multiplier,
+        return self._assemble(fixed, module, optimizer, data_loader, streams, origin, noise_multiplier=multiplier,
                               max_grad_norm=max_grad_norm, shares=shares, criterion=criterion, batch_first=batch_first,
                               loss_reduction=loss_reduction, grad_sample_mode=grad_sample_mode, wrap_model=wrap_model,
                               prove=prove)
 
     def make_private_with_filter(self, *, module, optimizer, data_loader, filter, epochs, loss=None, norms=None,
                                  updates_per_epoch=1, criterion=None, batch_first=True, loss_reduction="mean",
-                                 noise_generator=None, grad_sample_mode="hooks", wrap_model=True, prove=True):
+                                 seed=None, noise_generator=None, grad_sample_mode="hooks", wrap_model=True,
+                                 prove=True):
         """Model, optimizer and loader (in ghost mode the criterion before the loader) of a run in which everybody pays
         into a filter for each step, and no budget is exceeded whatever their gradients do.
 
@@ -148,7 +151,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
         Args:
             module, optimizer, data_loader, criterion, batch_first, loss_reduction: as for `make_private_with_budgets`.
-            noise_generator, grad_sample_mode, wrap_model, prove: as there.
+            seed, noise_generator, grad_sample_mode, wrap_model, prove: as there.
             filter: a `dpcompanion.filters.ExactFilter` or `RenyiFilter` of the data set's examples, in its order, with
                 the loader's rate, 1 / len(data_loader). With different targets, different people have different
                 budgets.
@@ -194,12 +197,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             raise ValueError(f"filter must be one of the data set's {n} examples, got one of {filter.n}")
         if not math.isclose(filter.sample_rate * length, 1, rel_tol=1e-9):
             raise ValueError(f"filter must have the loader's sample_rate, 1 / {length}, got {filter.sample_rate:g}")
-        streams = sources(data_loader.generator, noise_generator, secure_mode=self.secure_mode)
+        streams, origin = sources(data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode)
         full = torch.ones(n, dtype=torch.float64)
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = (
             value * full for value in (filter.sample_rate, filter.max_grad_norm, filter.noise_multiplier))
         budgets = FilteredBudgets(filter, norms, every=max(1, math.floor(length / updates)), planned=epochs * length)
-        made = self._assemble(budgets, module, optimizer, data_loader, streams,
+        made = self._assemble(budgets, module, optimizer, data_loader, streams, origin,
                               noise_multiplier=filter.noise_multiplier, max_grad_norm=filter.max_grad_norm, shares=None,
                               criterion=criterion, batch_first=batch_first, loss_reduction=loss_reduction,
                               grad_sample_mode=grad_sample_mode, wrap_model=wrap_model, prove=prove)
@@ -217,8 +220,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         check_loader(data_loader)
         check_module(self, module, optimizer)
 
-    def _assemble(self, budgets, module, optimizer, data_loader, streams, *, noise_multiplier, max_grad_norm, shares,
-                  criterion, batch_first, loss_reduction, grad_sample_mode, wrap_model, prove):
+    def _assemble(self, budgets, module, optimizer, data_loader, streams, origin, *, noise_multiplier, max_grad_norm,
+                  shares, criterion, batch_first, loss_reduction, grad_sample_mode, wrap_model, prove):
         """What the caller gets; from here on the accountant follows the new optimizer."""
         sampling, noise = streams
         rates, ghost = self.sample_rates.clone(), grad_sample_mode == "ghost"
@@ -237,7 +240,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         proof = Proof(module, module if wrap_model else original, batch_first=batch_first,
                       loss_reduction=loss_reduction, ghost=ghost,
                       batch_size=lambda: len(noted.handed_out or [])) if prove else None
-        self.accountant.budgets = budgets
+        self.accountant.budgets, self.accountant.origin = budgets, origin
         optimizer.follow(draws, noted, self.accountant, proof, module)
         optimizer.shares = shares
         loader = private_loader(data_loader, noted, draws, batch_first)
@@ -267,14 +270,17 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     def save_checkpoint(self, *, path, **options):
         """As in Opacus. The keys of draws and noise, if they come from ciphers, lie beside the file until the budgets
         are spent, in one of the same name and ".key" that only its owner can read: whoever reads it can subtract the
-        noise. An open file has nothing beside it."""
-        keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
+        noise. Those of a seed do not, and a seed that was used on other data, with a checkpoint in the same folder, is
+        warned of. An open file has nothing beside it."""
+        note_origin(path, self.accountant.origin, self.dataset)
+        if self.accountant.origin is None:
+            keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
         super().save_checkpoint(path=path, **options)
 
     def load_checkpoint(self, *, path, **options):
         """As in Opacus. Without its keys the run goes on with new ones, and a warning: as private, but not the same."""
         found = super().load_checkpoint(path=path, **options)
-        if self.accountant.steps < self.accountant.planned:
+        if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
             find_keys(path, self.accountant.generators(), found["privacy_accountant_state_dict"]["generators"])
         return found
 

@@ -1,10 +1,12 @@
 """Where draws and noise come from, how noise is added, and what a checkpoint keeps of it.
 
-Without generators both come from ciphers under keys of the operating system, as in `dpcompanion.training.noise`: coins
-are exact, and sum and noise meet on a grid.  A `torch.Generator` makes a run repeatable, for research.  Either way
-noise is drawn and added in float64, whatever the model's type, and rounded once.
+Both come from ciphers, as in `dpcompanion.training.noise`: coins are exact, and sum and noise meet on a grid.  The keys
+are the operating system's or, for research, hashed from a seed; a `torch.Generator`, as Opacus takes it, makes a run
+repeatable too, on the 32 bits of a seed that PyTorch looks at.  Either way noise is drawn and added in float64,
+whatever the model's type, and rounded once.
 
-A checkpoint holds how far each stream has come.  The keys lie beside it (see `dpcompanion.training.checkpoints`).
+A checkpoint holds how far each stream has come.  Keys that nobody knows lie beside it (see
+`dpcompanion.training.checkpoints`).
 """
 
 import os
@@ -12,20 +14,49 @@ import pathlib
 
 import torch
 
-from ..training.checkpoints import key_file, read_keys, write_keys
-from ..training.noise import gaussian_noise
+from ..seeds import keyed_generator
+from ..training.checkpoints import digest_of, key_file, note_seeds, read_keys, write_keys
+from ..training.noise import gaussian_noise, generators
 from ..training.secure import SecureStream, grid_of, snapped
 
 
-def sources(sampling, noise, *, secure_mode):
-    """(sampling, noise): the generators that were given, or streams of keys that nobody knows."""
-    if secure_mode and not (sampling is None and noise is None):
-        raise ValueError("noise_generator, and the loader's generator, must be None in secure mode, which draws from "
-                         "a cipher")
+def sources(sampling, noise, *, seed=None, secure_mode=False):
+    """((sampling, noise), origin): the generators that were given, or the streams of a seed, or of keys that nobody
+    knows; and what they repeat themselves by, in words, or None."""
+    if secure_mode and not (sampling is None and noise is None and seed is None):
+        raise ValueError("seed, noise_generator, and the loader's generator, must be None in secure mode, which draws "
+                         "from a cipher under keys that nobody knows")
+    if seed is not None:
+        if not (sampling is None and noise is None):
+            raise ValueError(f"seed must be None where the loader or noise_generator brings a generator, got {seed!r}")
+        streams = generators(seed)
+        return (streams["sampling"], streams["noise"]), str(seed)
+    origin = None if noise is None else f"torch.Generator, {noise.initial_seed()}"
     if sampling is None and noise is not None:
-        seed = torch.randint(2**62, (1,), generator=noise, device=noise.device)
-        sampling = torch.Generator().manual_seed(int(seed))
-    return SecureStream() if sampling is None else sampling, SecureStream() if noise is None else noise
+        words = torch.randint(-2**63, 2**63 - 1, (4,), generator=noise, device=noise.device)
+        sampling = keyed_generator(words.cpu().numpy().tobytes())
+    return (SecureStream() if sampling is None else sampling, SecureStream() if noise is None else noise), origin
+
+
+def note_origin(path, origin, dataset):
+    """Warn where noise that repeats itself was used on other data, with a checkpoint in the same folder.
+
+    Data sets are told apart by the tensors and arrays that they hold (TensorDataset's; `data` and `targets`, as in
+    torchvision), behind subsets by what is in them too, and else by type and length alone.
+    """
+    if origin is not None and isinstance(path, (str, os.PathLike)):
+        note_seeds(path, [(origin, _digest(dataset))])
+
+
+def _digest(dataset):
+    held = [getattr(dataset, name, None) for name in ("tensors", "data", "targets", "indices")]
+    parts = [part for item in held if item is not None for part in (item if isinstance(item, tuple) else (item,))]
+    try:
+        own = digest_of(*map(torch.as_tensor, parts))
+    except (TypeError, ValueError, RuntimeError):
+        own = "unknown"
+    inner = getattr(dataset, "dataset", None)
+    return f"{type(dataset).__name__} {len(dataset)} {own}" + ("" if inner is None else f" of {_digest(inner)}")
 
 
 def noisy(sums, std, generator):

@@ -27,6 +27,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._progress import bar
+from dpcompanion.seeds import derive_key, keyed_generator
 
 # Runs of a chunk are as many as keep the weights in a core's own cache.
 _CHUNK_BYTES = 2**19
@@ -43,9 +44,9 @@ def train_grid(features, labels, *, data_sets, seeds, steps, batch_size, learnin
         labels: (n + 1,) of 0 and 1.
         data_sets: different numbers i in [0, n], two at least: data set i has example i replaced by example 0; data
             set 0 has none replaced.
-        seeds: different whole numbers, two at least. A run depends on its own seed and data set only, not on what is
-            trained beside it, so that a large grid can be trained in parts.
-        steps: batches in all; an epoch has :math:`\lceil n / B \rceil`.
+        seeds: different whole numbers, two at least, of which every bit counts (`dpcompanion.seeds`). A run depends on
+            its own seed and data set only, not on what is trained beside it, so that a large grid can be trained in
+            parts.
         batch_size, learning_rate: B in [1, n] and eta.
         initialisation: "varying" with the seed, or "fixed": the same for all seeds.
         hidden: ReLU units of the hidden layer; 0 for logistic regression.
@@ -109,7 +110,7 @@ def initial_weights(features, seed, *, hidden=0):
     tensor(0., dtype=torch.float64)
     """
     model = _Network(hidden) if hidden else _Logistic()
-    return model.flat([w[None, None] for w in model.start(features + 1, torch.Generator().manual_seed(seed))])[0, 0]
+    return model.flat([w[None, None] for w in model.start(features + 1, _stream(seed))])[0, 0]
 
 
 def epoch_orders(n, seed, epochs, *, features, hidden=0):
@@ -119,9 +120,13 @@ def epoch_orders(n, seed, epochs, *, features, hidden=0):
     tensor([[1, 2, 3, 4],
             [1, 2, 3, 4]])
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = _stream(seed)
     (_Network(hidden) if hidden else _Logistic()).start(features + 1, generator)
     return torch.stack([torch.randperm(n, generator=generator) for _ in range(epochs)]) + 1
+
+
+def _stream(seed):
+    return keyed_generator(derive_key(seed, "sgd"))
 
 
 def _check_grid(features, labels, data_sets, seeds, max_norm):
@@ -139,7 +144,7 @@ def _check_grid(features, labels, data_sets, seeds, max_norm):
         raise ValueError("features must have row norms of at most 1, or the loss is not sqrt(2)-Lipschitz and theorem 2"
                          f" fails, got {worst:g}")
     data_sets = [_checks.whole_number("data_sets", i, 0, len(features) - 1) for i in data_sets]
-    seeds = [_checks.whole_number("seeds", s) for s in seeds]
+    seeds = [_checks.seed("seeds", s) for s in seeds]
     for name, values, why in (("data_sets", data_sets, "the sensitivity compares pairs of them"),
                               ("seeds", seeds, "the intrinsic noise is what differs between them")):
         if len(values) < 2 or len(set(values)) < len(values):
@@ -152,10 +157,10 @@ class _Runs:
 
     def __init__(self, model, features, labels, data_sets, seeds, batch_size, initialisation):
         self.model, self.features, self.labels, self.batch_size = model, features, labels, batch_size
-        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.generators = [_stream(seed) for seed in seeds]
         starts = [model.start(features.shape[1], generator) for generator in self.generators]
         if initialisation == "fixed":
-            starts = [model.start(features.shape[1], torch.Generator().manual_seed(0))] * len(seeds)
+            starts = [model.start(features.shape[1], _stream(0))] * len(seeds)
         self.weights = [torch.stack(layer)[:, None].repeat(1, len(data_sets), *[1] * (layer[0].ndim)).to(features)
                         for layer in zip(*starts)]
         self.replaced = torch.tensor(data_sets)

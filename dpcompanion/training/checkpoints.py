@@ -42,7 +42,8 @@ class Checkpoint:
     run goes on with new keys and a warning: as private, but not the same.
 
     Args:
-        path: the file.
+        path: the file. Its folder notes which seeds were used on which data (seeds-used.json), and a seed that is used
+            on others is warned of.
         every: steps from one writing to the next; an epoch's by default.
         stateful: {name: object} of more to save and restore, by state_dict and load_state_dict, such as a scheduler.
 
@@ -141,25 +142,34 @@ def key_file(checkpoint):
     return f"{os.fspath(checkpoint)}.key"
 
 
-def note_seed(checkpoint, seed, digest):
-    """Note in the checkpoint's folder which data a seed was used on; a RuntimeWarning where these are others.
+def note_seeds(checkpoint, runs):
+    """Note in the checkpoint's folder which data seeds were used on; a RuntimeWarning where these are others.
 
     Two runs of one seed share their noise, so that the difference of two models tells how their data differ. The file,
-    seeds-used.json, holds for each seed the digests of its data; one that is damaged is begun anew.
+    seeds-used.json, holds for each seed the digests of its data; one that is damaged is begun anew. Runs that begin
+    together are compared with earlier ones only.
+
+    Args:
+        checkpoint: its path.
+        runs: pairs of a seed, a number or text, and the digest of the data that it is used on.
     """
     path = pathlib.Path(checkpoint).parent / "seeds-used.json"
     try:
-        used = json.loads(path.read_text(encoding="utf-8"))
-        known = list(used.setdefault(str(seed), []))
+        known = {str(seed): list(digests) for seed, digests in json.loads(path.read_text(encoding="utf-8")).items()}
     except (OSError, ValueError, TypeError, AttributeError):
-        used, known = {}, []
-    if digest in known:
+        known = {}
+    runs = list(dict.fromkeys((str(seed), digest) for seed, digest in runs))
+    new = [(seed, digest) for seed, digest in runs if digest not in known.get(seed, [])]
+    if not new:
         return
-    if known:
-        warnings.warn(f"seed {seed} has been used on other data with a checkpoint in {os.fspath(path.parent)!r}: both "
-                      "runs have the same noise, which cancels in the difference of the models; publish neither, or "
-                      "leave the seed out", RuntimeWarning, stacklevel=3)
-    _files.replace(path, json.dumps(used | {str(seed): [*known, digest]}, indent=1).encode())
+    again = [seed for seed in dict.fromkeys(seed for seed, _ in new) if known.get(seed)]
+    if again:
+        warnings.warn(f"seed {', '.join(again[:5])}{' and more' * (len(again) > 5)} has been used on other data with a "
+                      f"checkpoint in {os.fspath(path.parent)!r}: both runs have the same noise, which cancels in the "
+                      "difference of the models; publish neither, or leave the seed out", RuntimeWarning, stacklevel=3)
+    for seed, digest in new:
+        known.setdefault(seed, []).append(digest)
+    _files.replace(path, json.dumps(known, indent=1).encode())
 
 
 def write_keys(path, streams, forward_seed):

@@ -37,6 +37,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._progress import bar
+from dpcompanion.training.checkpoints import note_seeds
 from dpcompanion.training.loop import check_extras, deferred_interrupt
 from dpcompanion.training.runs import Ensemble
 
@@ -52,7 +53,7 @@ def train_ensemble(model, loss, data, plans, *, seeds, learning_rate, momentum=0
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y), tensors of n examples each, the same for all runs.
         plans: a `DPSGDPlan` for all runs, or R of them with the same n and steps.
-        seeds: R whole numbers, from which a run's batches and noise come.
+        seeds: R whole numbers, for research: a run's batches and noise come from keys hashed from its own.
         learning_rate: a number or (R,).
         momentum, weight_decay: as in `torch.optim.SGD`.
         members: (R, n) booleans, who is in the data set of run r at all. Others toss their coins too, but are never
@@ -82,6 +83,8 @@ def train_ensemble(model, loss, data, plans, *, seeds, learning_rate, momentum=0
                         physical_batch_size=physical_batch_size, generator_device=generator_device)
     if workers is None:
         workers = torch.get_num_threads() if ensemble.device.type == "cpu" else 1
+    if checkpoint is not None:
+        note_seeds(checkpoint.path, ensemble._seeds_and_data())
     workers = min(_checks.whole_number("workers", workers, 1), len(ensemble))
     if checkpoint is not None and checkpoint.exists:
         ensemble._load(checkpoint.path, checkpoint.stateful)

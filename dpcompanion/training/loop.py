@@ -7,9 +7,9 @@ r"""DP-SGD by a plan: draw, clip, add noise, divide by a public constant, step.
         optimizer.step()
 
 (Abadi et al. 2016, algorithm 1, with the expected batch size for the realised one.)
-Everything random comes from streams of the run's own (`dpcompanion.training.noise`), so callbacks may
-evaluate, draw and print as they like (`Callbacks`): they change nothing.  Without a seed the streams are
-cryptographic, for a model that is released; a seed makes a run repeatable, for research.  With a `Checkpoint` a run
+Everything random comes from cryptographic streams of the run's own (`dpcompanion.training.noise`), so callbacks may
+evaluate, draw and print as they like (`Callbacks`): they change nothing.  Without a seed nobody can repeat them, for a
+model that is released; a seed makes a run repeatable, for research.  With a `Checkpoint` a run
 that was cut off goes on where it stopped and ends bit for bit where it would have ended.
 
 The history holds training losses and batch sizes.  They are not private: the
@@ -40,12 +40,13 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._progress import bar
+from dpcompanion.seeds import derive_key, seed_torch
 from dpcompanion.training import checks, clipping, noise
 from dpcompanion.training.checkpoints import (
-    Checkpoint, digest_of, key_file, note_seed, plain, read_checkpoint, read_keys, write_checkpoint, write_keys,
+    Checkpoint, digest_of, key_file, note_seeds, plain, read_checkpoint, read_keys, write_checkpoint, write_keys,
 )
 
-_FORMAT = 3
+_FORMAT = 4
 _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
 
 
@@ -128,8 +129,8 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
         optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure (not LBFGS);
             it sees the noisy mean gradient.
         seed: None, for a model that is released: sampling and noise come from a cipher under keys of 256 bits that the
-            operating system draws (`dpcompanion.training.secure`). Or a whole number, for research: everything random
-            comes from it, and whoever has it can subtract the noise.
+            operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research: the
+            keys, and all else that is random, are hashed from it, and whoever has it can subtract the noise.
         device: where to train; the model's own by default. Model and data are moved there.
         method: how to clip, see `dpcompanion.training.clipping`.
         precision: None for the model's own, or "bf16" for the way forward and back, see there.
@@ -156,7 +157,7 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
     if checkpoint is not None and checkpoint.exists:
         loop.load(checkpoint.path)
     if checkpoint is not None and seed is not None:
-        note_seed(checkpoint.path, loop.seed, loop.data_digest)
+        note_seeds(checkpoint.path, [(loop.seed, loop.data_digest)])
     run = loop.run
     with bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance, deferred_interrupt() as interrupted:
         while run.step < plan.steps:
@@ -197,9 +198,9 @@ class _Loop:
         checks.check_types(model, x)
         checks.check_optimizer(optimizer, model)
         self.physical_batch_size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
-        self.seed = seed if seed is None else _checks.whole_number("seed", seed, 0)
+        self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
-        self.forward_seed = secrets.randbits(63) if seed is None else self.seed
+        self.forward_seed = secrets.randbits(256) if seed is None else self.seed
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         model.to(self.device)
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
@@ -268,7 +269,7 @@ class _Loop:
         """What the model draws (dropout) depends on seed and step alone; the global generators stay as they were."""
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(noise.derive_seed(self.forward_seed, stream, self.run.step))
+            seed_torch(derive_key(self.forward_seed, stream, self.run.step), self.device)
             yield
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpcompanion.training.noise import derive_seed
+from dpcompanion.seeds import derive_key, seed_torch
 from dpcompanion.training.reparametrised import Reparametrised
 
 
@@ -50,7 +50,7 @@ def seeded(build):
     @functools.wraps(build)
     def wrapped(*args, seed=0, **kwargs):
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive_seed(seed, "initialisation"))
+            seed_torch(derive_key(seed, "initialisation"))
             model = build(*args, **kwargs)
         with torch.no_grad():
             for p in model.parameters():

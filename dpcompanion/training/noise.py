@@ -3,49 +3,44 @@
 A run has independent streams: `sampling` (who is in a step), `noise`, and `forward` (what the model itself draws, such
 as dropout, seeded anew for every step).  Initialisation has a stream of its own, see `dpcompanion.training.models`.
 
-Without a seed the first two are ciphers under keys of 256 bits that the operating system draws, coins are exact, and
-sum and noise are added on a grid (`dpcompanion.training.secure`): for a model that is released.
+Sampling and noise are ciphers under keys of 256 bits: coins are exact, and sum and noise are added on a grid
+(`dpcompanion.training.secure`).  Without a seed the operating system draws the keys: for a model that is released.
 
-With a seed a run can be repeated: for research.  PyTorch's generator uses 32 bits of a seed, few enough to try them
-all, and whoever knows the seed can subtract the noise; and the sum of a gradient and a float Gaussian is not exactly
-Gaussian, so that its last bits can tell neighbouring data sets apart (Mironov 2012).  Two runs of one seed share
-their batches and their noise, so that the difference of two models from neighbouring data is the example's gradients,
+With a seed they are hashed from it, so that a run can be repeated: for research.  Every bit of a seed counts, and it
+may have up to 1024; but whoever knows or guesses it can subtract the noise.  Two runs of one seed share their
+batches and their noise, so that the difference of two models from neighbouring data is the example's gradients,
 without noise: what experiments want, and what no two released models may have.  Runs with checkpoints in one folder
-warn of it.  Draws are made on the CPU, so that a
-run on a GPU takes the same batches and the same noise.
+warn of it.  Draws are made on the CPU, so that a run on a GPU takes the same batches and the same noise.  Those of a
+`generator_device` are for speed: CUDA's own generator has a key of 64 bits, hashed from the seed too, and floats for
+coins.
 
 >>> streams = generators(seed=7)
 >>> gaussian_noise((2,), 3.0, streams["noise"]).shape
 torch.Size([2])
 """
 
-import hashlib
-
 import torch
 
 from dpcompanion import _checks
+from dpcompanion.seeds import derive_key, derive_seed, keyed_generator
 from dpcompanion.training.secure import SecureStream
 
+__all__ = ["STREAMS", "derive_seed", "gaussian_noise", "generators"]
 STREAMS = ("sampling", "noise")
 
 
-def derive_seed(seed, *names):
-    """A seed for the stream called `names`, by hashing: streams of one seed are independent.
-
-    The seed of stream s is the first 63 bits of sha256("seed/s").
-
-    >>> derive_seed(0, "noise") == derive_seed(0, "noise") != derive_seed(1, "noise")
-    True
-    """
-    text = "/".join(map(str, (_checks.whole_number("seed", seed, 0), *names)))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
 def generators(seed, device="cpu"):
-    """The generators `sampling` and `noise` of a run: on `device` with a seed, each a `SecureStream` without one."""
+    """The streams `sampling` and `noise` of a run, each a `SecureStream`, under keys hashed from the seed; without one,
+    keys of the operating system.
+
+    With a seed and on a GPU, CUDA's own generators; see the module's text.
+    """
     if seed is None:
         return {name: SecureStream() for name in STREAMS}
-    return {name: torch.Generator(device=device).manual_seed(derive_seed(seed, name)) for name in STREAMS}
+    keys = {name: derive_key(seed, name) for name in STREAMS}
+    if torch.device(device).type == "cpu":
+        return {name: SecureStream(key) for name, key in keys.items()}
+    return {name: keyed_generator(key, device) for name, key in keys.items()}
 
 
 def gaussian_noise(shape, std, generator, *, dtype=torch.float64, device="cpu"):

@@ -17,7 +17,7 @@ from dpcompanion.training.layers import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.stacking import StackedNetwork
 
-_FORMAT = 3
+_FORMAT = 4
 
 
 class Ensemble:
@@ -37,7 +37,7 @@ class Ensemble:
 
     def __init__(self, model, loss, data, plans, *, seeds, learning_rate, momentum=0.0, weight_decay=0.0, members=None,
                  device=None, method="auto", physical_batch_size=1024, generator_device="cpu"):
-        self.seeds = [_checks.whole_number("seeds", seed, 0) for seed in seeds]
+        self.seeds = [_checks.seed("seeds", seed) for seed in seeds]
         runs = len(self.seeds)
         if not runs:
             raise ValueError("seeds must name one run at least, got none")
@@ -291,6 +291,13 @@ class Ensemble:
     @functools.cached_property
     def _data_digest(self):
         return digest_of(self.x, self.y, *([] if self.members is None else [self.members]))
+
+    def _seeds_and_data(self):
+        """(seed, digest of the data) of each run."""
+        shared = digest_of(self.x, self.y)
+        if self.members is None:
+            return [(seed, shared) for seed in self.seeds]
+        return [(seed, f"{shared} {digest_of(own)}") for seed, own in zip(self.seeds, self.members)]
 
     _KEPT = ("vectors", "learning_rate", "losses", "batch_sizes", "dropped", "_velocity")
 

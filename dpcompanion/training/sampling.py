@@ -6,12 +6,12 @@ every other step (Mironov et al. 2019, section 2).  A shuffled pass in fixed
 batches is another mechanism.  So the batch size is random, and a batch may be
 empty: it is then a step of noise alone.
 
-Below `GAPS_FROM` examples each coin is a float64 uniform, so that a rate holds to 2^-53.  From there on a draw costs
-as much as it brings, not n: where all rates are equal, or of few different values, the number of
+From a `SecureStream`, from which runs draw, every coin is exact, at any number of examples.
+
+From a `torch.Generator` a coin is a float64 uniform below `GAPS_FROM` examples, so that a rate holds to 2^-53.  From
+there on a draw costs as much as it brings, not n: where all rates are equal, or of few different values, the number of
 examples passed over before the next one is geometric, P(gap >= k) = (1 - q)^k, and gaps are drawn instead of coins.
 The law is the same; the uniforms behind the gaps have 106 bits, so that small rates hold to a relative n 2^-52.
-
-From a `SecureStream` every coin is exact, at any number of examples.
 
 >>> sampler = PoissonSampler(5, 0.4, torch.Generator().manual_seed(0))
 >>> [sampler.draw().tolist() for _ in range(3)]
@@ -27,7 +27,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion.training.secure import SecureStream
 
-#: Number of examples from which on draws are made by gaps; the coins below it are part of every seed's meaning.
+#: Number of examples from which on draws from a torch.Generator are made by gaps.
 GAPS_FROM = 1_000_000
 
 _GROUPS = 64                 # different rates up to which each group of equal rates has its own gaps

@@ -21,7 +21,8 @@ afterwards, and rounding costs nothing.  `snapped` puts a sum there; each of its
 and so two sums that were $C$ apart are at most $C + \sqrt d\,g$ apart.
 
 Sharp edges.  A process that is forked gets a key of its own.  A virtual machine that is copied while it runs does not.
-A stream with a given key repeats itself, which is what a test wants and a release does not.
+A stream with a given key repeats itself, which is what research wants and a release does not: a run with a seed draws
+from streams whose keys are hashed from the seed (`dpcompanion.training.noise`).
 What the grid and the rounding of the sum add to the sensitivity is counted where a plan asks for it
 (`dpcompanion.training.floats`).
 
@@ -33,6 +34,7 @@ tensor([ 0.6250,  1.3750, -1.6250], dtype=torch.float64)
 """
 
 import fractions
+import functools
 import math
 import os
 
@@ -47,6 +49,8 @@ KEY_BYTES = 32
 CELLS = 2**24
 # Bound on the relative error of `scipy.special.ndtri` for probabilities in [2^-65, 1/2]; a test holds it to a tenth.
 _INVERSE_ERROR = 1e-14
+# Below it lies a probability of noise for which no one bound on errors serves.
+_TAIL = 2.0**-12
 # Numbers that are worked out at a time: more fall out of the processor's cache.
 _BLOCK = 2**14
 
@@ -169,18 +173,22 @@ class SecureStream:
         """The whole numbers nearest to N(0, scale^2), as floats: one from each word, where its bits suffice."""
         tails = words >> np.uint64(1)
         # The middle of what the bits leave open of T, [tails, tails + 1) / 2^64.
-        t = (tails.astype(np.float64) + 0.5) * 2.0**-64
-        x = -ndtri(t)
-        above = scale * x + 0.5
+        t = tails.astype(np.float64)
+        t += 0.5
+        t *= 2.0**-64
+        above = ndtri(t)
+        above *= -scale
+        above += 0.5
         multiples = np.floor(above)
-        # |d x / d T| = 1 / density(x) <= 4.2 + 1 / T; twice that over the half-open rest of T, whose ends may be as
-        # far as a factor of two from its middle, and over the rounding of T; then what ndtri and `above` are off by.
-        slope = 4.2 + 1 / t
-        reach = 2 * scale * slope * (2.0**-65 + t * 2.0**-52) + scale * x * _INVERSE_ERROR + above * 2.0**-50
-        open_ = (np.abs(above - np.rint(above)) <= reach) | (tails < 2**12)
-        for i in np.flatnonzero(open_):
+        off = above - np.rint(above)
+        np.abs(off, out=off)
+        # One bound for all that do not lie in the tails, and then each one's own for the few that are left.
+        near = np.flatnonzero((off <= _reach(_TAIL, scale)) | (t < _TAIL))
+        own = t[near]
+        for i in near[(off[near] <= _reach(own, scale)) | (tails[near] < 2**12)]:
             multiples[i] = self._exact_multiple(int(tails[i]), scale)
-        return np.where(words & np.uint64(1), -multiples, multiples)
+        sign = words << np.uint64(63)
+        return np.bitwise_xor(multiples.view(np.uint64), sign, out=sign).view(np.float64)
 
     def _exact_multiple(self, tail, scale):
         """The multiple for T in [tail, tail + 1) / 2^64: with as many more bits as it takes, and no rounding error."""
@@ -190,6 +198,17 @@ class SecureStream:
             if low == high:
                 return low
             tail, bits = (tail << 64) | int(self.words(1)[0]), bits + 64
+
+
+def _reach(t, scale):
+    """Bound on how far scale x + 1/2, with x = -Phi^-1(t), is off when t is the middle of what 63 bits leave open of T.
+
+    |d x / d T| = 1 / density(x) <= 4.2 + 1 / T; twice that over the rest of T, whose ends may be as far as a factor of
+    two from its middle, and over the rounding of T, t 2^-52, with t (4.2 + 1 / t) <= 3.1; then what the inverse and its
+    multiple are off by, with x^2 <= -2 ln t.  It falls as t grows.
+    """
+    size = scale * np.sqrt(-2 * np.log(t))
+    return (2 * scale * ((4.2 + 1 / t) * 2.0**-65 + 3.1 * 2.0**-52) + size * (_INVERSE_ERROR + 2.0**-50) + 2.0**-50)
 
 
 def snapped(total, grid):
@@ -226,13 +245,13 @@ def _rounded_quantile(numerator, bits, scale):
         return float(mpmath.floor(mpmath.sqrt(2) * mpmath.erfinv(1 - 2 * t) * scale + mpmath.mpf(1) / 2))
 
 
+@functools.cache
 def _cipher():
     """(key, number of a call) -> encryptor."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError as error:
-        raise ImportError("random numbers for a release come from the package cryptography: pip install "
-                          "'dpcompanion[release]'") from error
+        raise ImportError("random numbers come from the package cryptography: pip install cryptography") from error
 
     def encryptor(key, call):
         # The first 4 bytes count blocks of 64 bytes within a call, the other 12 are the nonce.

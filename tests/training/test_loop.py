@@ -13,7 +13,8 @@ from scipy import stats
 from torch import nn
 
 from dpcompanion.training import (
-    Callbacks, Checkpoint, DPSGDPlan, checkpoints, clipping, cross_entropy, generators, gradient_norms, loop, train)
+    Callbacks, Checkpoint, DPSGDPlan, checkpoints, clipping, cross_entropy, gaussian_noise, generators, gradient_norms,
+    loop, train)
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
 
@@ -66,7 +67,7 @@ def test_a_step_is_the_noisy_clipped_sum_over_the_public_constant():
         value = cross_entropy(model(data[0][i:i + 1]), data[1][i:i + 1]).sum()
         g = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()))])
         total += g * min(1, 0.5 / g.norm().item())
-    noise = 0.5 * torch.randn(15, dtype=torch.float64, generator=streams["noise"])
+    noise = gaussian_noise((15,), 0.5, streams["noise"])
     run(data, plan, model=model)
     torch.testing.assert_close(weights(model), start - 0.3 * (total + noise) / 12.0)
 

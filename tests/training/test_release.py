@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpcompanion.training import Callbacks, Checkpoint, DPSGDPlan, cross_entropy, models, secure, train
+from dpcompanion.training import Callbacks, Checkpoint, DPSGDPlan, cross_entropy, models, secure, train, train_ensemble
 from dpcompanion.training.sampling import PoissonSampler
 from dpcompanion.training.secure import SecureStream, grid_of
 
@@ -118,6 +118,28 @@ def test_a_seed_that_is_used_on_other_data_in_the_same_folder_is_warned_of_once(
         begin(6, changed=True)
     (tmp_path / "seeds-used.json").write_text("[1, 2")
     begin(7)
+
+
+def test_an_ensemble_warns_of_seeds_that_were_used_on_other_data(tmp_path):
+    def begin(number, seeds=(1, 2), **options):
+        train_ensemble(models.linear(5, 3, seed=0).double(), cross_entropy, data(), plan(steps=1), seeds=seeds,
+                       learning_rate=0.1, checkpoint=Checkpoint(tmp_path / f"runs {number}.pt"), progress=False,
+                       **options)
+    members = torch.ones(2, len(data()[0]), dtype=torch.bool)
+    members[1, 3] = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        begin(1), begin(1), begin(2), begin(3, seeds=(7, 7), members=members), begin(4, seeds=(7, 7), members=members)
+    with pytest.warns(RuntimeWarning, match="seed 7 has been used on other data.*same noise"):
+        begin(5, seeds=(7, 8))
+    with pytest.warns(RuntimeWarning, match="seed 1, 2 has"):
+        begin(6, members=members)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        x, y = data()
+        model = models.linear(5, 3, seed=0).double()
+        train(model, cross_entropy, (x, y), plan(steps=1), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+              seed=1, checkpoint=Checkpoint(tmp_path / "one.pt"), progress=False)
 
 
 def test_a_checkpoint_with_a_seed_does_not_serve_a_run_without_one(tmp_path):

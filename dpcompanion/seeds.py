@@ -1,0 +1,87 @@
+"""What a seed is made into: keys of 256 bits, one for each stream of random numbers, by hashing.
+
+PyTorch's generator takes 32 bits of a seed on the CPU, so that two seeds that agree in these draw the same numbers, and
+four billion trials find any.  Here every bit of a seed counts, and it may have up to 1024.  Noise and batches
+come from ciphers under such keys (`dpcompanion.training.noise`); first weights, dropout and the orders of passes
+from PyTorch's generator, whose whole state a key fills.  A seed is for research all the same: whoever knows it can
+repeat the run.
+
+>>> derive_key(1, "noise") == derive_key(1 + 2**32, "noise")
+False
+"""
+
+import hashlib
+
+import numpy as np
+import torch
+
+from dpcompanion import _checks
+
+# What PyTorch keeps of a Mersenne Twister: seed, how many words are left (int32), whether it is seeded (int32), the
+# next word, 624 words of 64 bits each, and what is left over of normals.
+_WORDS, _STATE_BYTES = 624, 5056
+
+
+def derive_seed(seed, *names):
+    """A whole number below 2^63 for `names`, by hashing, for what takes seeds of its own: shadow runs, data, dropout.
+
+    It is the first 63 bits of sha256("seed/names"); 32 of them are all that `torch.Generator.manual_seed` takes.
+
+    >>> derive_seed(0, "noise") == derive_seed(0, "noise") != derive_seed(1, "noise")
+    True
+    """
+    text = "/".join(map(str, (_checks.seed("seed", seed), *names)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def derive_key(seed, *names):
+    """The key of 256 bits of the stream called `names`: the streams of one seed, and of two seeds, are independent.
+
+    It is the sha256 of a label, the names and all bits of the seed, each with its length before it.
+
+    Args:
+        seed: a whole number in [0, 2^1024).
+        names: of the stream, text or whole numbers.
+
+    >>> len(derive_key(2**300, "noise")), derive_key(1, "noise") == derive_key(1 + 2**32, "noise")
+    (32, False)
+    """
+    seed = _checks.seed("seed", seed)
+    total = hashlib.sha256(b"dpcompanion stream\0")
+    for part in (*(str(name).encode() for name in names), seed.to_bytes((seed.bit_length() + 7) // 8, "little")):
+        total.update(len(part).to_bytes(8, "little") + part)
+    return total.digest()
+
+
+def keyed_generator(key, device="cpu"):
+    """A `torch.Generator` for what a cipher cannot draw (weights, orders): its whole state comes from `key`, by SHAKE.
+
+    On a GPU it takes the 64 bits of the key that PyTorch's generator has room for there.
+
+    Args:
+        key: 32 bytes, as of `derive_key`.
+
+    >>> torch.rand(2, generator=keyed_generator(derive_key(0, "weights"))).shape
+    torch.Size([2])
+    """
+    if not isinstance(key, bytes) or len(key) != 32:
+        raise ValueError(f"key must be {32} bytes, got {key if isinstance(key, int) else type(key).__name__}")
+    generator = torch.Generator(device=device)
+    if generator.device.type != "cpu":
+        return generator.manual_seed(int.from_bytes(key[:8], "little"))
+    state = generator.get_state().numpy()
+    if state.size != _STATE_BYTES:
+        raise RuntimeError(f"PyTorch {torch.__version__} keeps its generator in {state.size} bytes, not {_STATE_BYTES}:"
+                           " this version of dpcompanion cannot seed it")
+    state[8:24].view("<i4")[:] = 1, 1, 0, 0                 # one word left, seeded, next word 0: as after `manual_seed`
+    state[24:24 + 8 * _WORDS].view("<u8")[:] = np.frombuffer(hashlib.shake_256(key).digest(4 * _WORDS), dtype="<u4")
+    generator.set_state(torch.from_numpy(state))
+    return generator
+
+
+def seed_torch(key, device="cpu"):
+    """Give PyTorch's global generator, and that of a GPU, the state that `keyed_generator` makes of a key."""
+    torch.default_generator.set_state(keyed_generator(key).get_state())
+    if torch.device(device).type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(int.from_bytes(key[:8], "little"))

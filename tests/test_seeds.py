@@ -1,0 +1,77 @@
+"""Keys hashed from seeds, and generators whose whole state they fill."""
+
+import hashlib
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dpcompanion.seeds import derive_key, derive_seed, keyed_generator, seed_torch
+from dpcompanion.training import models
+
+SEEDS = st.integers(0, 2**600)
+
+
+def test_a_key_is_the_hash_that_it_is_said_to_be():
+    parts = [b"noise", b"7", (300).to_bytes(2, "little")]
+    text = b"dpcompanion stream\0" + b"".join(len(part).to_bytes(8, "little") + part for part in parts)
+    assert derive_key(300, "noise", 7) == hashlib.sha256(text).digest()
+
+
+@settings(deadline=None)
+@given(SEEDS, SEEDS, st.sampled_from([("noise",), ("sampling",), ("noise", 1), ("noise", "1", "")]))
+def test_every_bit_of_a_seed_counts(one, other, names):
+    assert (derive_key(one, *names) == derive_key(other, *names)) == (one == other)
+    assert all(derive_key(one, *names) != derive_key(one ^ 1 << bit, *names) for bit in (0, 31, 32, 63, 64, 255, 700))
+
+
+def test_streams_of_one_seed_have_different_keys():
+    names = [(), ("a",), ("a", ""), ("", "a"), ("a", "b"), ("ab",), ("a/b",)]
+    keys = {derive_key(seed, *name) for seed in (0, 1, 256, 2**1024 - 1) for name in names}
+    assert len(keys) == 4 * len(names) and all(len(key) == 32 for key in keys)
+
+
+def test_the_whole_state_is_filled_from_the_key():
+    key = derive_key(1, "state")
+    oracle = np.random.MT19937()
+    words = np.frombuffer(hashlib.shake_256(key).digest(4 * 624), dtype="<u4")
+    oracle.state = {"bit_generator": "MT19937", "state": {"key": words, "pos": 624}}
+    expected = (oracle.random_raw(2000) & (2**24 - 1)) / 2**24
+    np.testing.assert_array_equal(torch.rand(2000, generator=keyed_generator(key)).numpy(), expected)
+
+
+def test_seeds_that_agree_in_32_bits_give_different_numbers_everywhere():
+    for one, other in itertools.combinations((3, 3 + 2**32, 3 + 2**64, 3 + 2**200), 2):
+        assert derive_seed(one, "x") != derive_seed(other, "x")
+        assert not torch.equal(*(torch.randn(5, generator=keyed_generator(derive_key(seed))) for seed in (one, other)))
+        assert not torch.equal(*(models.linear(3, 2, seed=seed).weight for seed in (one, other)))
+
+
+def test_the_global_generator_takes_the_same_state():
+    key = derive_key(2, "dropout")
+    with torch.random.fork_rng(devices=[]):
+        seed_torch(key)
+        found = torch.rand(4)
+    assert torch.equal(found, torch.rand(4, generator=keyed_generator(key)))
+
+
+def test_seeds_of_all_kinds_keep_their_bits():
+    number = 2**62 + 1
+    assert len({derive_key(seed, "x") for seed in (number, np.int64(number), torch.tensor(number))}) == 1
+    assert derive_key(3.0, "x") == derive_key(3, "x")
+
+
+@pytest.mark.parametrize("seed", [-1, 0.5, "7", None, True, 2**1024])
+def test_a_bad_seed_is_refused(seed):
+    for derive in (derive_key, derive_seed):
+        with pytest.raises(ValueError, match="seed must be a whole number"):
+            derive(seed, "noise")
+
+
+@pytest.mark.parametrize("key", [b"", b"short", 5, "0" * 32])
+def test_a_bad_key_is_refused(key):
+    with pytest.raises(ValueError, match="key must be 32 bytes"):
+        keyed_generator(key)
