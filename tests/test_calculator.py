@@ -115,7 +115,8 @@ def test_full_batches_are_the_gaussian_mechanism_to_delta_1e_9(run_script):
 
 def test_a_coarser_grid_gives_a_larger_bound(run_script):
     for run in (RUNS[0], RUNS[1], RUNS[8]):
-        fine, coarse = run_script(f"[undefined, 1 << 13].map(grid => accountant.epsilonByLosses(...{json.dumps(run)}, grid))")
+        call = f"grid => accountant.epsilonByLosses(...{json.dumps(run)}, grid)"
+        fine, coarse = run_script(f"[undefined, 1 << 13].map({call})")
         assert fine["epsilon"] <= coarse["epsilon"] * (1 + 1e-9) and coarse["epsilon"] <= 1.02 * fine["epsilon"]
 
 
@@ -154,7 +155,8 @@ def test_axes_are_marked_at_round_places(run_chart):
     assert run_chart("chart.ticks(0, 1.03, false)") == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert run_chart("chart.ticks(0, 9375, false)") == [0, 2000, 4000, 6000, 8000]
     assert run_chart("chart.ticks(1e-4, 1, true)") == [1e-4, 1e-3, 1e-2, 0.1, 1]
-    assert run_chart("[0, 0.0001, 9000, 20000, 1.5e6, 4e8].map(chart.named)") == ["0", "0.0001", "9000", "20k", "1.5M", "4e8"]
+    named = run_chart("[0, 0.0001, 9000, 20000, 1.5e6, 4e8].map(chart.named)")
+    assert named == ["0", "0.0001", "9000", "20k", "1.5M", "4e8"]
     for high in (1e-6, 0.9, 3.0, 5.6e6):
         marks = run_chart(f"chart.ticks(0, {high}, false)")
         assert 3 <= len(marks) <= 8 and marks[0] == 0 and marks[-1] <= high * (1 + 1e-9)
@@ -195,11 +197,12 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
     assert page.text_content("#all-pld") in page.text_content("#picture-steps title")
     assert float(page.text_content("#all-tpr-0").rstrip("%")) > 1 and page.text_content("#all-tpr-2").endswith("%")
     page.focus("#calculator-copy")
-    page.evaluate("Object.defineProperty(navigator, 'clipboard', {value: {writeText: async text => window.copied = text}})")
+    page.evaluate("""() => Object.defineProperty(
+        navigator, "clipboard", {value: {writeText: async text => { window.copied = text }}})""")
     page.keyboard.press("Enter")
     page.wait_for_function("document.getElementById('calculator-copied').textContent === 'Copied.'")
     assert page.evaluate("window.copied") == page.text_content("#calculator-python")
-    page.evaluate("navigator.clipboard.writeText = async () => { throw new Error('refused') }")
+    page.evaluate("() => { navigator.clipboard.writeText = async () => { throw new Error('refused') } }")
     page.keyboard.press("Enter")
     page.wait_for_function("document.getElementById('calculator-copied').textContent.startsWith('Marked')")
     assert "compute_epsilon" in page.evaluate("getSelection().toString()")

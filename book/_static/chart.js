@@ -1,7 +1,7 @@
 // A small picture of curves, as SVG that a style sheet colours: axes, ticks, lines.  Numbers only; words stand on the page.
 const chart = (() => {
   "use strict";
-  const WIDTH = 440, HEIGHT = 290, LEFT = 58, RIGHT = 12, TOP = 12, BOTTOM = 52;
+  const WIDTH = 440, HEIGHT = 300, LEFT = 84, RIGHT = 26, TOP = 12, BOTTOM = 56;
 
   // Round places between two ends: 1, 2 or 5 times a power of ten apart, or, on a logarithmic axis, powers of ten.
   function ticks(low, high, logarithmic) {
@@ -9,7 +9,7 @@ const chart = (() => {
       const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9);
       return Array.from({ length: last - first + 1 }, (_, i) => Math.pow(10, first + i));
     }
-    const rough = (high - low) / 5, power = Math.pow(10, Math.floor(Math.log10(rough)));
+    const rough = (high - low) / 6, power = Math.pow(10, Math.floor(Math.log10(rough)));
     const apart = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * (1 - 1e-9));
     const first = Math.ceil(low / apart - 1e-9), last = Math.floor(high / apart + 1e-9);
     return Array.from({ length: last - first + 1 }, (_, i) => Number(((first + i) * apart).toPrecision(12)));
@@ -36,7 +36,7 @@ const chart = (() => {
       .map(([key, value]) => `${key}="${typeof value === "number" ? Number(value.toFixed(2)) : value}"`).join(" ")}>${text}</${name}>`);
     for (const tick of ticks(x.from, x.to, x.logarithmic)) {
       add("line", { class: "grid", x1: across(tick), x2: across(tick), y1: TOP, y2: HEIGHT - BOTTOM });
-      add("text", { x: across(tick), y: HEIGHT - BOTTOM + 18, "text-anchor": "middle" }, (x.name || named)(tick));
+      add("text", { x: across(tick), y: HEIGHT - BOTTOM + 20, "text-anchor": "middle" }, (x.name || named)(tick));
     }
     for (const tick of ticks(y.from, y.to, y.logarithmic)) {
       add("line", { class: "grid", x1: LEFT, x2: WIDTH - RIGHT, y1: up(tick), y2: up(tick) });

@@ -50,8 +50,8 @@ class Mosaic:
             lines += [f'<p class="mosaic-paper">{name} <span>{len(board)} exhibits</span></p>',
                       f'<ul aria-label="{name}">', *(f"<li>{self._cell(one)}</li>" for one in board), "</ul>"]
         lines.append('<ul class="mosaic-legend" aria-label="Legend">')
-        lines += [f'<li><span class="cell {_class(state)}" aria-hidden="true">{MARKS[state]}</span> {state}: {count}</li>'
-                  for state, count in self._counts()]
+        lines += [f'<li><span class="cell {_class(state)}" aria-hidden="true">{MARKS[state]}</span> '
+                  f'{state}: {count}</li>' for state, count in self._counts()]
         return "\n".join([*lines, "</ul>", "</div>"])
 
     def _counts(self):

@@ -1,11 +1,11 @@
 r"""A histogram that moves: one bar chart for each moment of a run, and a slider between them.
 
-The picture is inline SVG, drawn at its last moment, so that it is complete where no script runs; `book/_static/moving.js`
-shows the slider, a native one, and redraws the bars. Words that the slider needs are written here, for every moment.
+The picture is inline SVG, drawn at its last moment, so that it is complete where no script runs;
+`book/_static/moving.js` shows the slider, a native one, and redraws the bars. Words that the slider needs are written
+here, for every moment.
 
->>> picture = MovingHistogram({"epoch 1": [0.1, 0.2, 0.2], "epoch 2": [0.3, 0.4, 0.9]}, {"epoch 1": 0.5, "epoch 2": 1.0},
-...                           bins=4, alt="Two epochs.", caption="Three digits.")
->>> picture
+>>> MovingHistogram({"epoch 1": [0.1, 0.2, 0.2], "epoch 2": [0.3, 0.4, 0.9]}, {"epoch 1": 0.5, "epoch 2": 1.0},
+...                 bins=4, alt="Two epochs.", caption="Three digits.")
 epoch 1: everybody 0.5, median 0.2, 3 values
 epoch 2: everybody 1, median 0.4, 3 values
 """
@@ -17,7 +17,7 @@ import numpy as np
 
 from dpcompanion import _checks
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 270, 14, 14, 30, 48
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 270, 14, 14, 30, 54
 
 
 class MovingHistogram:
@@ -63,39 +63,35 @@ class MovingHistogram:
                 f"{np.median(self.moments[name]):.2f}")
 
     def _repr_html_(self):
-        last = list(self.moments)[-1]
-        highest = max(int(counts.max()) for counts in self.counts.values())
-        # A height of 1 is that of the tallest bar of all moments, so that bars can be compared between them.
+        last, floor = list(self.moments)[-1], HEIGHT - BOTTOM
+        # A height of 1 is that of the tallest bar of its moment: early ones are narrow, and would dwarf the others.
         frames = [{"said": self.said(name), "everybody": round(self._across(self.everybody[name]), 2),
-                   "bars": [round(int(count) / highest, 4) for count in counts]}
+                   "bars": [round(int(count) / int(counts.max()), 4) for count in counts]}
                   for name, counts in self.counts.items()]
-        data = html.escape(json.dumps({"frames": frames, "height": HEIGHT - TOP - BOTTOM, "base": HEIGHT - BOTTOM}))
-        width = self._across(self.edges[1]) - self._across(0) - 1
-        bars = "".join(f'<rect x="{self._across(edge) + 0.5:.2f}" width="{width:.2f}" {self._tall(share)}></rect>'
-                       for edge, share in zip(self.edges, frames[-1]["bars"]))
-        ticks = "".join(f'<text x="{self._across(tick):.2f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{tick:g}</text>'
+        data = html.escape(json.dumps({"frames": frames, "height": floor - TOP, "base": floor}))
+        width, full = self._across(self.edges[1]) - self._across(0) - 1, floor - TOP
+        bars = "".join(f'<rect x="{self._across(edge) + 0.5:.2f}" width="{width:.2f}" y="{floor - full * share:.2f}" '
+                       f'height="{full * share:.2f}"></rect>' for edge, share in zip(self.edges, frames[-1]["bars"]))
+        ticks = "".join(f'<text x="{self._across(tick):.2f}" y="{floor + 20}" text-anchor="middle">{tick:g}</text>'
                         for tick in np.arange(0, self.end, _round(self.end / 6)))
         return "\n".join([
             f'<figure class="moving" data-moving="{data}">',
             f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(self.alt)}">',
-            f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM}"></line>',
-            f'{ticks}<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">epsilon of one of the {self.unit}</text>',
+            f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{floor}" y2="{floor}"></line>{ticks}',
+            f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">epsilon of one of the {self.unit}</text>',
             f'<g class="bars">{bars}</g>',
-            f'<g class="everybody" transform="translate({frames[-1]["everybody"]} 0)">'
-            f'<line y1="{TOP - 8}" y2="{HEIGHT - BOTTOM}"></line><text x="6" y="{TOP - 14}" text-anchor="end">everybody</text></g>',
+            f'<g class="everybody" transform="translate({frames[-1]["everybody"]} 0)">',
+            f'<line y1="{TOP - 8}" y2="{floor}"></line>',
+            f'<text x="6" y="{TOP - 14}" text-anchor="end">everybody</text></g>',
             "</svg>",
-            f'<p class="control" hidden><label>Drag through the run <input type="range" min="0" max="{len(frames) - 1}" '
-            f'step="1" value="{len(frames) - 1}"></label></p>',
+            '<p class="control" hidden><label>Drag through the run ',
+            f'<input type="range" min="0" max="{len(frames) - 1}" step="1" value="{len(frames) - 1}"></label></p>',
             f'<p class="said">{html.escape(self.said(last))}</p>',
             f"<figcaption>{html.escape(self.caption)}</figcaption>",
             "</figure>"])
 
     def _across(self, epsilon):
         return LEFT + (WIDTH - LEFT - RIGHT) * float(epsilon) / self.end
-
-    def _tall(self, share):
-        full = HEIGHT - TOP - BOTTOM
-        return f'y="{HEIGHT - BOTTOM - full * share:.2f}" height="{full * share:.2f}"'
 
 
 def _round(rough):

@@ -29,7 +29,8 @@ def violations(case):
     script = (f"const a = require({str(SCRIPT)!r}), run = {json.dumps(case)};"
               "console.log(JSON.stringify([[a.epsilonByRenyi(...run), a.epsilonByLosses(...run).epsilon,"
               "a.epsilonByLosses(...run, 1 << 14).epsilon], a.profileOf(...run.slice(0, 3))]))")
-    answers, profile = json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
+    said = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout
+    answers, profile = json.loads(said)
     rate, noise, steps, delta = case
     exact = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta)
     found = [f"{answer} where the library says {exact}" for answer in answers if answer is None or answer < exact]
