@@ -14,7 +14,8 @@ from dpcompanion.reproduction import experiments, published
 from dpcompanion.accounting import compute_epsilon
 from dpcompanion.reproduction.experiments import Run
 from dpcompanion.reproduction.papers import gradients_look_alike as g
-from dpcompanion.per_instance import compose_sensitivities, coupled_divergence, step_divergence
+from dpcompanion.reproduction.papers.gradients_look_alike import chain
+from dpcompanion.per_instance import compose_sensitivities, coupled_divergence, exact_composition, step_divergence
 from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, train_ensemble
 
 TINY = g.Task("mnist-5k", "softmax", epochs=1, learning_rate=1.0, runs=2, points=15, stops=4)
@@ -315,3 +316,21 @@ def test_the_recorded_epsilons_by_the_loss_lie_within_their_intervals_and_below_
         assert (low <= estimate).all() and (estimate <= high).all() and (high <= everybody).all()
         assert (bound <= everybody).all() and (estimate < exact).all() and (exact < loose).all()
         assert record.values[f"{name}.everybody_rdp"] > everybody > 1.5 * estimate.min()
+
+
+@pytest.mark.parametrize("direction", g.DIRECTIONS)
+def test_the_chains_truth_is_the_sum_of_its_steps_where_gradients_do_not_depend_on_the_state(direction, monkeypatch):
+    monkeypatch.setattr(chain, "gain", lambda theta: torch.full_like(theta, 0.4))
+    steps = chain.STEPS * float(step_divergence(**chain.DIVERGENCE, sensitivity=0.4, orders=chain.ORDER,
+                                                direction=direction))
+    assert chain.truth(direction) == pytest.approx(steps, rel=1e-4)
+    assert float(chain.tilted(direction, 3, seed=0)[0]) / (chain.ORDER - 1) == pytest.approx(steps, rel=1e-9)
+
+
+@pytest.mark.parametrize("direction", g.DIRECTIONS)
+def test_the_chains_truth_lies_below_every_bound_and_tilted_runs_find_it(direction):
+    truth = chain.truth(direction)
+    found = exact_composition(chain.tilted(direction, 4000, seed=0), order=chain.ORDER, confidence=0.999,
+                              worst_case=chain.worst_case(direction))
+    assert found.low <= truth <= found.high
+    assert truth < min(chain.worst_case(direction), *(chain.by_holder(direction, p) for p in (2, 12)))
