@@ -1,7 +1,6 @@
 """The pieces of a run, eight trials of DP-SGD, done one after another and by two workers: this package's own processes
 (`--jobs 2`), and local clusters of Dask and Ray (`pip install 'dpcompanion[cluster]'`; left out where they are not
-there).  Each trial is 2,500 steps of softmax regression on MNIST-5k; on one core it takes the seconds that the first row
-has, divided by eight.
+there).  Each trial is 2,500 steps of softmax regression on MNIST-5k, an eighth of the first row's seconds on one core.
 
 `wall s` counts from the call to the last piece, with the start of the workers, each of which has to import torch. `CPU
 s` is what all workers used, that start included. `efficiency` is the time of one process over twice that of two

@@ -106,8 +106,10 @@ class IndividualAccountant:
             rounding = _FINEST
         self.rounding = None if rounding is None else _checks.number("rounding", rounding, 0, 1, closed="right")
         self.device = torch.device("cpu" if device is None else device)
-        #: Steps recorded so far, of whom most were recorded.
-        self.steps = 0
+        # The most steps that were recorded of anybody; None where the device has to be asked.
+        self._most = 0
+        # Whether something that was recorded cannot be, where the device has to be asked; see `_refuse`.
+        self._wrong = None
         self._steps = torch.zeros(self.n, dtype=torch.int64, device=self.device)      # of each example
         if self.rounding is None:
             orders = orders_for(NODES * self.noise_multiplier)
@@ -148,6 +150,17 @@ class IndividualAccountant:
                    max_grad_norm=plan.max_grad_norm, rounding=rounding,
                    accountant=plan.accountant if accountant is None else accountant, device=device)
 
+    @property
+    def steps(self):
+        """Steps recorded so far, of whom most were recorded."""
+        if self._most is None:
+            self._most = int(self._steps.max())
+        return self._most
+
+    @steps.setter
+    def steps(self, most):
+        self._most = most
+
     def charged(self, norms):
         """What `record` charges for these norms: themselves or the next level of the grid, at most C; float64.
 
@@ -172,6 +185,9 @@ class IndividualAccountant:
             steps: a whole number, at least 0, or one for each norm.
             examples: (m,) indices of those whose norms these are, (m,) then; the others are charged nothing. Who is
                 named twice is charged twice.
+
+        Where account and numbers are on a GPU nothing here waits for it: what is refused is found when the account is
+        read, and has been charged at C meanwhile.
 
         Raises:
             ValueError: norms, steps or examples of another shape, norms that are negative or not finite, examples that
@@ -207,7 +223,10 @@ class IndividualAccountant:
         if count is not None and norms.shape != (count,):
             raise ValueError(f"norms must have shape ({count},), got {tuple(norms.shape)}")
         share = norms.detach().to(device=self.device, dtype=torch.float64) / self.max_grad_norm
-        if share.numel() and not (share.min() >= 0 and share.max() < math.inf):        # nor for NaN
+        here = norms if norms.device.type == "cpu" else share
+        if self._away(here):
+            share = self._refuse(~((share >= 0) & (share < math.inf)), share, 1.0)
+        elif here.numel() and not (here.min() >= 0 and here.max() < math.inf):        # nor for NaN
             _checks.in_interval("norms", norms, 0, math.inf, closed="left")
         if norms.dtype != torch.float64:
             # A norm that was summed in few digits may lie a few of its last places below the true one.
@@ -216,21 +235,42 @@ class IndividualAccountant:
 
     def _indices(self, examples):
         """Indices as (m,) int64 on the device."""
-        examples = torch.as_tensor(examples, device=self.device)
+        examples = examples if isinstance(examples, torch.Tensor) else torch.as_tensor(examples)
         count = examples.numel()
         if examples.ndim != 1 or (count and (examples.is_floating_point() or examples.dtype == torch.bool)):
             raise ValueError(f"examples must be indices of shape (m,), got {tuple(examples.shape)} {examples.dtype}")
-        if count and not (examples.min() >= 0 and examples.max() < self.n):
+        if self._away(examples):
+            examples = self._refuse((examples < 0) | (examples >= self.n), examples, 0)
+        elif count and not (examples.min() >= 0 and examples.max() < self.n):
             _checks.in_interval("examples", examples, 0, self.n, closed="left")
-        return examples.to(torch.int64, copy=True)       # it may wait, and the caller's may change meanwhile
+        return examples.to(self.device, torch.int64, copy=True)    # it may wait, and the caller's may change meanwhile
 
     def _whole(self, steps, count):
         """Numbers of steps as (count,) int64 on the device; one number is not copied."""
         if not isinstance(steps, torch.Tensor) or not steps.ndim:
-            return torch.tensor(_checks.whole_number("steps", steps, 0, _MOST), device=self.device).expand(count)
-        if steps.shape != (count,) or steps.is_floating_point() or (count and steps.min() < 0):
+            number = _checks.whole_number("steps", steps, 0, _MOST)
+            return torch.full((), number, dtype=torch.int64, device=self.device).expand(count)
+        if self._away(steps) and steps.shape == (count,) and not steps.is_floating_point():
+            steps = self._refuse(steps < 0, steps, 0)
+        elif steps.shape != (count,) or steps.is_floating_point() or (count and steps.min() < 0):
             raise ValueError(f"steps must be whole numbers, at least 0, one or ({count},) of them, got {steps}")
         return steps.to(device=self.device, dtype=torch.int64, copy=True)
+
+    def _away(self, tensor):
+        """Whether a look at a tensor's numbers would wait for the device of the account."""
+        return self.device.type != "cpu" and tensor.device.type != "cpu"
+
+    def _refuse(self, wrong, values=None, instead=None):
+        """Note that something is wrong, without a look at it, and put `instead` in its place."""
+        found = wrong.any().to(self.device)
+        self._wrong = found if self._wrong is None else self._wrong | found
+        return values if values is None else torch.where(wrong, instead, values)
+
+    def _check_nothing_refused(self):
+        if self._wrong is not None and self._wrong:
+            raise ValueError("norms must lie in [0, inf), steps be whole numbers that add up to at most "
+                             f"{_MOST} for an example, and examples lie in [0, {self.n}), but some that were recorded "
+                             "on the device did not")
 
     def _add_steps(self, steps, examples):
         """Add to the steps of each example, unless one comes to have more than its counts can hold."""
@@ -239,6 +279,10 @@ class IndividualAccountant:
             self._steps += steps
         else:
             self._steps.index_add_(0, examples, steps)
+        if self.device.type != "cpu":
+            self._refuse(self._steps > _MOST)
+            self._most = None
+            return
         most = int(self._steps[rows].max())
         if most > _MOST:
             self._steps.index_add_(0, torch.arange(self.n, device=self.device)[rows], -steps)
@@ -246,8 +290,8 @@ class IndividualAccountant:
         self.steps = max(self.steps, most)
 
     def _widen(self):
-        """Counts of 32 bits where those of 16 could wrap around."""
-        if self.steps > _NARROW and self._counts.dtype == torch.int16:
+        """Counts of 32 bits where those of 16 could wrap around, or where to know it would wait for the device."""
+        if self._counts.dtype == torch.int16 and (self.device.type != "cpu" or self.steps > _NARROW):
             self._counts = self._counts.to(torch.int32)
 
     def epsilon(self, delta):
@@ -260,6 +304,7 @@ class IndividualAccountant:
             ValueError: a delta outside (0, 1).
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
+        self._check_nothing_refused()
         everybody = compute_epsilon(sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier,
                                     steps=self.steps, delta=delta, accountant=self.accountant)
         return self._epsilon(delta).clamp(max=everybody)
@@ -301,6 +346,8 @@ class IndividualAccountant:
         if not isinstance(other, IndividualAccountant) or other._parameters() != self._parameters():
             raise ValueError(f"other must be an accountant with the parameters {self._parameters()}, got "
                              f"{other._parameters() if isinstance(other, IndividualAccountant) else other!r}")
+        for one in (self, other):
+            one._check_nothing_refused()
         # Counts are 32 bits wide: one that wrapped around would make an account too small.
         steps = self._steps + other._steps.to(self.device)
         if steps.max() > _MOST:
@@ -317,6 +364,7 @@ class IndividualAccountant:
 
     def state_dict(self):
         """All that is needed to go on: parameters, steps of each example and accounts."""
+        self._check_nothing_refused()
         if self.rounding is None:
             self._flush()
         return {"parameters": self._parameters(), "steps": self._steps.clone(),

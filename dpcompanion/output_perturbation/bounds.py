@@ -164,7 +164,7 @@ def noise_covariance(weights, *, shrinkage=None):
     seeds, size = weights.shape[1:]
     residuals = (weights - weights.mean(1, keepdim=True))
     sample = (residuals.mT @ residuals).mean(0) / seeds
-    mean = sample.diag().mean() * torch.eye(size, dtype=sample.dtype)
+    mean = sample.diag().mean() * torch.eye(size, dtype=sample.dtype, device=sample.device)
     if shrinkage is None:
         # The mean of ||r r' - S||^2 over draws is the mean of |r|^4 less |S|^2, averaged over data sets.
         spread = residuals.square().sum(-1).square().mean() - sample.square().sum()

@@ -100,9 +100,15 @@ def _make(work, folder, hashed, name):
     """Do a piece and write it, in whatever process this is."""
     made, started, state = software(), time.perf_counter(), folder / f"{name}.{hashed[:12]}.unfinished"
     folder.mkdir(parents=True, exist_ok=True)
-    token = _UNFINISHED.set(state)
+    token, begun = _UNFINISHED.set(state), state.exists()
     try:
-        values = work(name)
+        try:
+            values = work(name)
+        except ValueError:
+            if not begun:
+                raise
+            state.unlink(missing_ok=True)       # of an earlier version of the library, for instance
+            values = work(name)
     finally:
         _UNFINISHED.reset(token)
     made["seconds"] = round(time.perf_counter() - started, 3)

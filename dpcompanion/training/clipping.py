@@ -364,7 +364,8 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, 
         model: a module; its parameters with requires_grad count.
         loss: (outputs, targets) -> (n,).
         x, y: tensors whose first axis counts the examples; n = 0 gives a sum of zeros.
-        max_grad_norm: a number above 0, or a tensor (n,).
+        max_grad_norm: a number above 0, or a tensor (n,). One on a GPU is taken at its word: 0 there, or what is below
+            or no number, leaves the example out.
         method: "auto", "mixed", "ghost" or "func".
         chunk: examples in one pass at most; the sum does not depend on it but for rounding.
         precision: None for the model's own type, or "bf16" (see above).
@@ -379,7 +380,8 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, 
             reduced, an unknown method, a norm of 0, ("mixed" or "ghost") a model that is seen not to consist of
             layers, or a precision that the model or the device does not have.
     """
-    _checks.in_interval("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+    if not isinstance(max_grad_norm, torch.Tensor) or max_grad_norm.device.type == "cpu":
+        _checks.in_interval("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
     if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.shape not in ((), (len(x),)):
         raise ValueError(f"max_grad_norm must be a number or have shape ({len(x)},), got {tuple(max_grad_norm.shape)}")
     total = None

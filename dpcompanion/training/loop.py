@@ -41,7 +41,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
-from dpcompanion.training import checks, clipping, noise
+from dpcompanion.training import checks, clipping, noise, passes
 from dpcompanion.training.checkpoints import (
     Checkpoint, digest_of, key_file, note_seeds, plain, read_checkpoint, read_keys, write_checkpoint, write_keys,
 )
@@ -56,7 +56,7 @@ class History:
 
     Attributes:
         losses: mean loss of each step's examples, (steps,) float64; nan for an empty batch or a step still to come.
-        batch_sizes: number of examples in each step, (steps,) int64.
+        batch_sizes: number of examples in each step, (steps,) int64; both are where the run is.
         dropped: how many per-example gradients were not finite and so contributed nothing.
         epochs: one dict an epoch: epoch, step, loss, and what `on_epoch` returned.
         seed: what the run was seeded with, for research; None where nobody can repeat its noise.
@@ -224,7 +224,7 @@ class _Loop:
             float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups)]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         losses = torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device)
-        history = History(losses, torch.zeros(plan.steps, dtype=torch.int64), seed=self.seed,
+        history = History(losses, torch.zeros(plan.steps, dtype=torch.int64, device=self.device), seed=self.seed,
                           guarantee=plan.statement(),
                           precision=precision or str(self.dtype).removeprefix("torch."))
         self.run = Run(plan, model, optimizer, history)
@@ -233,14 +233,21 @@ class _Loop:
         run, plan = self.run, self.run.plan
         with self._own_randomness("tracking"):
             lower = [tracker.before_step() for tracker in self.trackers]
-        indices = self.sampler.draw().cpu()
-        limits = plan.clip_norms(indices)
+        drawn = self.sampler.draw().cpu()
+        limits, run.indices = plan.clip_norms(drawn), passes.sent(drawn, self.device)
+        # A device is told of limits and asked for none, since each question waits for all that was begun there.
+        away = any(norms is not None and norms.device.type != "cpu" for norms in lower)
         for norms in lower:
             if norms is not None:
-                limits = torch.minimum(limits, norms.cpu()[indices])
-        # Whoever is clipped to nothing takes no part, and the clipping need not divide by zero.
-        indices, limits = indices[limits > 0], limits[limits > 0]
-        run.indices = indices.to(self.device)
+                there = self.device if away else norms.device
+                own = norms.to(there)[run.indices if away else drawn]
+                limits = torch.minimum(passes.sent(limits, there), own)
+        taking = limits > 0
+        if not away and not taking.all():
+            # Whoever is clipped to nothing takes no part, and the clipping need not divide by zero. Away they stay,
+            # times 0, since how many they are is not known here.
+            drawn, limits = drawn[taking], limits[taking]
+            run.indices = passes.sent(drawn, self.device)
         versions = [(name, b, b._version) for name, b in run.model.named_buffers()]
         with self._own_randomness("forward"):
             total = clipping.clipped_sum(run.model, self.loss, self.x[run.indices], self.y[run.indices], limits,
@@ -255,14 +262,16 @@ class _Loop:
             p.grad = piece.view_as(p).to(p.dtype)
         run.optimizer.step()
         run.norms = total.norms
-        self.dropped += total.norms.isinf().sum()
-        run.history.batch_sizes[run.step] = len(indices)
-        if len(indices):
+        self.dropped += (total.norms.isinf() & taking if away else total.norms.isinf()).sum()
+        run.history.batch_sizes[run.step] = taking.sum() if away else len(drawn)
+        if away:
+            run.history.losses[run.step] = torch.where(taking, total.losses, 0).sum() / taking.sum()
+        elif len(drawn):
             run.history.losses[run.step] = total.losses.mean()
         run.step += 1
         clipped = torch.where(run.norms.isfinite(), run.norms, 0) * clipping.clip_factors(run.norms, limits)
         for tracker in self.trackers:
-            tracker.after_step(run.indices, run.norms, clipped=clipped)
+            tracker.after_step(drawn, run.norms, clipped=clipped)
 
     @contextlib.contextmanager
     def _own_randomness(self, stream):
@@ -342,6 +351,7 @@ class _Loop:
             self.stateful[name].load_state_dict(state)
         run.step, run.history = content["step"], History(**content["history"])
         run.history.losses = run.history.losses.to(self.device)
+        run.history.batch_sizes = run.history.batch_sizes.to(self.device)
         self.dropped.fill_(run.history.dropped)
 
 

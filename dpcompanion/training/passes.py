@@ -26,6 +26,13 @@ def norms_of_all(model, loss, x, y, *, method, chunk):
                           for some_x, some_y in zip(x.split(chunk), y.split(chunk))])
 
 
+def sent(tensor, device):
+    """A tensor of the host on a device; a GPU takes it from pinned memory, so that the host goes on meanwhile."""
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
+
+
 def resolve_method(model, loss, x, y, method):
     """The method that is proved right for this model (`clipping.resolve_method`), in evaluation mode."""
     device, rows = next(model.parameters()).device, proof.rows_to_look_through(len(x))

@@ -11,7 +11,7 @@ import os
 import torch
 
 from dpcompanion import _checks
-from dpcompanion.training import checks, clipping, noise, proof
+from dpcompanion.training import checks, clipping, noise, passes, proof
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.layers import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
@@ -241,7 +241,7 @@ class Ensemble:
         limits = torch.zeros(indices.shape, dtype=torch.float64)  # 0 beyond a run's own examples: they count nothing
         for k, (own, norms) in enumerate(draws):
             indices[k, :len(own)], limits[k, :len(own)] = own, norms
-        indices, limits = indices.to(self.device), limits.to(self.device)
+        indices, limits = passes.sent(indices, self.device), passes.sent(limits, self.device)
         present = limits > 0
         norms, losses = torch.zeros_like(limits), torch.zeros_like(limits)
         for some, part in _passes(len(rows), int(sizes.max()), self._pass_size()):

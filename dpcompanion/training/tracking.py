@@ -144,6 +144,8 @@ class NormTracker:
         self._begun = False
         # What was observed within `step`: (indices, norms, clipped) of each piece.
         self._observed = None
+        # Whether a gradient was longer than its limit, where the device has to be asked for it.
+        self._over = None
 
     @classmethod
     def for_plan(cls, plan, model, loss, data, *, updates_per_epoch=1, running=False, clipping="maximum", examples=None,
@@ -184,7 +186,7 @@ class NormTracker:
     def accountant(self):
         """The accountant, with all steps recorded."""
         steps = self.steps - self._recorded
-        if steps.any():
+        if steps.device.type != "cpu" or steps.any():       # elsewhere the answer takes longer than to record nothing
             self._accountant.record(self._charged, steps=steps)
             self._recorded.fill_(self.steps)
         return self._accountant
@@ -216,6 +218,8 @@ class NormTracker:
                              "train(..., trackers=[tracker]), or see NormTracker.step")
         if self.exact and self._begun is not False:
             raise ValueError(f"step {self.steps} must end before the account is exact, but it was left half done")
+        if self._over is not None and self._over:
+            raise ValueError("clipped must be at most the limits of each step, but in some step an example's was above")
 
     @property
     def trajectory(self):
@@ -312,7 +316,8 @@ class NormTracker:
             if self.budget is not None:
                 paid = self.budget.clip_norms(limits)
                 charged, limits = torch.where(paid == limits, charged, paid), paid
-        if charged is not self._charged and not torch.equal(charged, self._charged):
+        if charged is not self._charged and (
+                charged.device.type != "cpu" or not torch.equal(charged, self._charged)):
             self.accountant  # noqa: B018 (records what was charged before)
         self._charged = charged
         self.steps += 1
@@ -342,7 +347,7 @@ class NormTracker:
             indices, norms = torch.as_tensor(indices, device="cpu"), torch.as_tensor(norms)
             _checks.same_length(indices=indices, norms=norms)
             if self.examples is not None:
-                mine = torch.isin(indices, self._sorted)
+                mine = torch.isin(indices, self._sorted).nonzero()[:, 0]
                 indices = self._order[torch.searchsorted(self._sorted, indices[mine])]
                 norms = norms[mine.to(norms.device)]
             self._renew(indices.to(self.norms.device), self._bounded(norms))
@@ -355,12 +360,15 @@ class NormTracker:
         if indices is None or clipped is None:
             raise ValueError("indices and clipped must be given (NormTracker.observe) where clipping='individual', so "
                              "that what is charged is known to be enforced, got None")
-        indices = torch.as_tensor(indices, dtype=torch.int64, device=self._begun.device)
-        clipped = torch.as_tensor(clipped).detach().to(device=indices.device, dtype=torch.float64)
+        indices = torch.as_tensor(indices, dtype=torch.int64)
+        clipped = torch.as_tensor(clipped).detach().to(device=self._begun.device, dtype=torch.float64)
         _checks.same_length(indices=indices, clipped=clipped)
-        limits = self._begun[indices]
+        limits = self._begun[indices.to(self._begun.device)]
         over = ~(clipped <= limits * (1 + _ROUNDING))
-        if over.any():
+        if over.device.type != "cpu":
+            # To look would wait for the device; the account is asked for later.
+            self._over = over.any() if self._over is None else self._over | over.any()
+        elif over.any():
             raise ValueError("clipped must be at most the limits of the step, but example "
                              f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed")
         if len(indices.unique()) < len(indices):
