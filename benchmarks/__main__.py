@@ -48,12 +48,13 @@ def table(rows):
 
 
 def machine():
-    """The machine and the versions, in one line."""
+    """The machine, how busy it is, and the versions, in one line."""
     import torch
 
     processor = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
                      platform.processor()) if os.path.exists("/proc/cpuinfo") else platform.processor()
-    return f"{processor}, {os.cpu_count()} cores; Python {platform.python_version()}, torch {torch.__version__}"
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"{processor}, {os.cpu_count()} cores{load}; Python {platform.python_version()}, torch {torch.__version__}"
 
 
 def sections(text):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion import idp
-from dpcompanion.accounting import compute_epsilon, find_noise_multiplier, find_sample_rate
+from dpcompanion.accounting import compute_delta, compute_epsilon, find_noise_multiplier, find_sample_rate
 from dpcompanion.idp.groups import Groups
 
 RUN = {"target_delta": 1e-5, "sample_rate": 1 / 49, "steps": 490}
@@ -232,3 +232,68 @@ def test_a_million_budgets_are_rounded_down_to_few(top):
     stand_in = groups.budgets[groups.which]
     assert len(groups.budgets) < 30_000 and float(groups.weights.sum()) == pytest.approx(1)
     assert bool((stand_in <= budgets).all()) and bool((stand_in >= (1 - 5.01e-4) * budgets).all())
+
+
+# What others' budgets may do to mine ----------------------------------------------------------------------------------
+
+OTHERS = [([1.0], [1]), ([1.0, 0.2], [1, 99]), ([1.0, 8.0], [1, 99]), ([1.0, 0.5, 3.0], [5, 60, 35])]
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_in_scale_others_budgets_do_not_move_my_curve(accountant):
+    mine = [idp.scale_parameters(*others, max_grad_norm=1.0, accountant=accountant, **RUN).noise_multipliers[0].item()
+            for others in OTHERS[1:]]
+    assert mine == pytest.approx([mine[0]] * 3, rel=5e-4)
+    moved = [idp.sample_parameters(*others, accountant=accountant, **RUN).noise_multiplier for others in OTHERS[1:]]
+    assert max(moved) > 1.5 * min(moved)
+
+
+@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+def test_with_one_noise_sample_is_a_function_of_my_own_budget(accountant):
+    alone = find_sample_rate(target_epsilon=1.0, noise_multiplier=1.5, steps=490, target_delta=1e-5,
+                             accountant=accountant)
+    for others in OTHERS:
+        found = idp.sample_parameters(*others, accountant=accountant, noise_range=(1.5, 1.5), **RUN)
+        assert found.noise_multiplier == 1.5
+        assert found.sample_rates[0].item() == pytest.approx(alone, rel=2e-3)
+
+
+def test_within_a_range_budgets_hold_and_the_advantage_has_a_cap():
+    def advantage(rate, noise):
+        return compute_delta(sample_rate=rate, noise_multiplier=noise, steps=490, epsilon=0.0)
+
+    low, high = 0.9, 1.6
+    ends = [find_sample_rate(target_epsilon=1.0, noise_multiplier=noise, steps=490, target_delta=1e-5, accountant="rdp")
+            for noise in (low, high)]
+    cap, bound = advantage(ends[1], high), []
+    for others in OTHERS:
+        free = idp.sample_parameters(*others, **RUN)
+        found = idp.sample_parameters(*others, noise_range=(low, high), **RUN)
+        assert low <= found.noise_multiplier <= high
+        assert found.noise_multiplier == min(max(free.noise_multiplier, low), high)
+        for budget, rate in zip(others[0], found.sample_rates.tolist()):
+            assert 0.998 * budget <= epsilon(sample_rate=rate, noise_multiplier=found.noise_multiplier) <= budget
+        assert advantage(float(found.sample_rates[0]), found.noise_multiplier) <= cap * (1 + 1e-3)
+        bound.append(advantage(float(free.sample_rates[0]), free.noise_multiplier) > cap * 1.02)
+        mean = float(torch.tensor(others[1], dtype=torch.float64) @ found.sample_rates) / sum(others[1])
+        if low < free.noise_multiplier < high:
+            assert mean == pytest.approx(RUN["sample_rate"], rel=1e-9)
+        else:
+            assert (mean < RUN["sample_rate"]) == (free.noise_multiplier > high)
+    assert any(bound)                                                   # without a range some exceed it
+
+
+def test_a_rate_of_one_may_leave_a_budget_over():
+    found = idp.sample_parameters([1.0, 50.0], [1, 1], noise_range=(30.0, 30.0), **RUN)
+    assert found.sample_rates[1] == 1.0 and epsilon(sample_rate=1.0, noise_multiplier=30.0) < 50
+
+
+@pytest.mark.parametrize("noise_range", [(2.0, 1.0), (0.0, 1.0), (1.0, math.inf), 1.0, (1.0,), (1.0, math.nan), "ab"])
+def test_a_bad_range_of_noise_is_refused(noise_range):
+    with pytest.raises(ValueError, match="noise_range must"):
+        idp.sample_parameters([1.0, 2.0], [1, 1], noise_range=noise_range, **RUN)
+
+
+def test_a_budget_that_the_noise_of_a_range_cannot_keep_is_refused():
+    with pytest.raises(ValueError, match="target_epsilons must be larger"):
+        idp.sample_parameters([0.01, 2.0], [1, 1], noise_range=(0.02, 0.02), **RUN)

@@ -69,7 +69,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     def make_private_with_budgets(self, *, module, optimizer, data_loader, target_epsilons, target_delta, epochs,
                                   max_grad_norm,
-                                  method="sample", sample_weight=None, criterion=None, batch_first=True,
+                                  method="sample", sample_weight=None, noise_range=None, criterion=None,
+                                  batch_first=True,
                                   loss_reduction="mean", seed=None, noise_generator=None, grad_sample_mode="hooks",
                                   clipping="flat", wrap_model=True, prove=True):
         """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
@@ -87,6 +88,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each parameter, whose
                 Euclidean norm is the mean clip norm.
             method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
+            noise_range: (low, high) for the noise multiplier of "sample", fixed before the budgets are known: it
+                bounds what others' budgets can do to one's risk (`dpcompanion.idp.sample_parameters`).
             criterion: the loss of ghost mode; cross entropy by default.
             batch_first, loss_reduction: as in Opacus.
             seed: None, for a model that is released: noise and draws come from ciphers under keys of 256 bits that the
@@ -119,6 +122,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if (sample_weight is not None) != (method == "combined"):
             raise ValueError(f"sample_weight must be given with the method 'combined' and only then, got "
                              f"{sample_weight!r} with {method!r}")
+        if noise_range is not None and method != "sample":
+            raise ValueError(f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is for "
+                             "'sample'")
         self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
         n, epochs = len(data_loader.dataset), _checks.whole_number("epochs", epochs, 1)
         budgets = torch.as_tensor(target_epsilons, dtype=torch.float64).cpu()
@@ -129,7 +135,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         streams, origin = sources(data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode)
         run = {"target_delta": target_delta, "sample_rate": 1 / len(data_loader), "steps": epochs * len(data_loader),
                "accountant": self._by}
-        multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight)
+        multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight, noise_range)
         fixed = FixedBudgets(rates=self.sample_rates, norms=self.max_grad_norms, noises=self.noise_multipliers,
                              budgets=budgets, target_delta=float(target_delta), planned=run["steps"], by=self._by)
         return self._assemble(fixed, module, optimizer, data_loader, streams, origin, noise_multiplier=multiplier,
@@ -249,11 +255,11 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         criterion = torch.nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
         return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader
 
-    def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight):
+    def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight, noise_range):
         """Set what each example gets; returns the noise multiplier."""
         counts, full = torch.ones_like(budgets), torch.ones_like(budgets)
         if method == "sample":
-            found = sample_parameters(budgets, counts, **run)
+            found = sample_parameters(budgets, counts, noise_range=noise_range, **run)
             rates, norms, noises = found.sample_rates, max_grad_norm * full, found.noise_multiplier * full
         else:
             if method == "scale":

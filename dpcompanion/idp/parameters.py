@@ -35,7 +35,8 @@ class CombinedParameters(ScaleParameters):
     sample_rates: torch.Tensor
 
 
-def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, accountant="rdp"):
+def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, accountant="rdp",
+                      noise_range=None):
     """Sample: the noise multiplier and the groups' rates that use up each budget and have the mean `sample_rate`.
 
     Args:
@@ -43,22 +44,37 @@ def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, ste
         counts: (P,) numbers of examples, or their shares.
         target_delta, sample_rate, steps: as in plain DP-SGD.
         accountant: "rdp" or "pld".
+        noise_range: (low, high), between which the noise multiplier stays, fixed before the budgets are known; None
+            for any.
+
+    In Sample others' budgets move the noise, and with it the rest of my privacy profile, at my (epsilon, delta). Within
+    a range nobody's profile exceeds the largest of their own budget's in it, whatever the others choose; with low ==
+    high it is a function of their own budget alone, as in Scale. Where the range binds each budget is still used up,
+    and the rates' mean is no longer `sample_rate`: below it at `high`, above it at `low`. There a rate may come to 1,
+    and a budget be left over.
 
     The noise multiplier lies within a relative 1e-4 of the best (by PLD 5e-4). The search stops where the rates have a
     mean of at least `sample_rate`, and lowers them all by the same factor to make it equal: a lower rate never costs
     more.
 
     Raises:
-        ValueError: bad input, or a budget that not even a rate of 1 would use up; the largest that can be is named.
+        ValueError: bad input, or a budget that not even a rate of 1 would use up; the largest that can be is named. A
+            budget that not even a rate of 1e-12 would keep, at the noise of a range.
 
     >>> found = sample_parameters([1.0, 2.0], [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000)
     >>> round(found.sample_rates.mean().item(), 9)
     0.01
+    >>> fixed = dict(target_delta=1e-5, sample_rate=0.01, steps=1000, noise_range=(1.0, 1.0))
+    >>> [sample_parameters([1.0, other], [50, 50], **fixed).sample_rates[0].item() for other in (0.5, 8.0)]
+    [0.004..., 0.004...]
     """
     groups = _Groups(target_epsilons, counts)
     run = _Run(target_delta, steps, accountant)
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
-    noise, rates = _sample(groups, run, sample_rate)
+    if noise_range is None:
+        noise, rates = _sample(groups, run, sample_rate)
+    else:
+        noise, rates = _sample_within(_range(noise_range), groups, run, sample_rate)
     return SampleParameters(noise, rates[groups.which])
 
 
@@ -127,6 +143,30 @@ def rdp_epsilons(sample_rates, noise_multipliers, *, steps, delta):
     run = _Run(delta, steps, "rdp")
     found = [run._rdp_epsilon(*pair)[0] for pair in zip(sample_rates.split(4096), noise_multipliers.split(4096))]
     return torch.cat(found) * (1 + HAIR)
+
+
+def _range(noise_range):
+    try:
+        low, high = noise_range
+    except (TypeError, ValueError):
+        raise ValueError(f"noise_range must be a pair (low, high), got {noise_range!r}") from None
+    low, high = (_checks.number("noise_range", end, 0, math.inf, closed="neither") for end in (low, high))
+    if low > high:
+        raise ValueError(f"noise_range must be a pair (low, high) with low <= high, got {noise_range!r}")
+    return low, high
+
+
+def _sample_within(noise_range, groups, run, sample_rate):
+    """As `_sample`, with the noise in a range; its nearer end fixes the rates where it binds."""
+    low, high = noise_range
+    if low == high:
+        noise, rates = low, torch.full_like(groups.budgets, sample_rate)
+    else:
+        found, rates = _sample(groups, run, sample_rate)
+        noise = min(max(found, low), high)
+        if noise == found:
+            return noise, rates
+    return noise, run.rates(groups.budgets, noise, start=rates)
 
 
 def _sample(groups, run, sample_rate):

@@ -2,15 +2,16 @@
 
 import os
 import stat
+import warnings
 
 import pytest
 import torch
 from scipy import stats
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from dpcompanion.idp import IndividualizedPrivacyEngine
-from dpcompanion.training.noise import gaussian_noise
+from dpcompanion.training.noise import gaussian_noise, generators
 from dpcompanion.training.secure import SecureStream, grid_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty",
@@ -199,3 +200,59 @@ def test_a_forked_run_draws_noise_of_its_own():
     theirs = torch.frombuffer(bytearray(os.read(reader, 4 * mine.numel())), dtype=torch.float32)
     os.waitpid(child, 0)
     assert theirs.shape == mine.shape and float((theirs - mine).abs().min()) > 0
+
+
+def test_a_seed_repeats_the_run_and_is_that_of_train(tmp_path):
+    runs = []
+    for _ in range(2):
+        engine, *parts = private(seed=2**80 + 5)
+        runs.append(trained(*parts))
+        streams = generators(2**80 + 5)
+        assert {name: g.key for name, g in engine.accountant.generators().items()} == {
+            name: g.key for name, g in streams.items()}
+    assert runs[0][1] == runs[1][1] and torch.equal(runs[0][0], runs[1][0])
+    other, _ = trained(*private(seed=2**80 + 5 + 2**32)[1:])
+    assert float((other - runs[0][0]).abs().max()) > 1
+    for options in ({"noise_generator": torch.Generator()}, {"loader_generator": torch.Generator()}):
+        with pytest.raises(ValueError, match="seed must be None where"):
+            private(seed=1, **options)
+    with pytest.raises(ValueError, match="seed must be a whole number"):
+        private(seed=-1)
+    with pytest.raises(ValueError, match="must be None in secure mode"):
+        private(engine=IndividualizedPrivacyEngine(secure_mode=True), seed=1)
+
+
+def test_a_seeded_run_goes_on_where_it_stopped_without_keys_and_with_its_own_seed_only(tmp_path):
+    path = tmp_path / "run.pt"
+    engine, model, optimizer, *rest = private(seed=3)
+    trained(model, optimizer, *rest)
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    assert sorted(os.listdir(tmp_path)) == ["run.pt", "seeds-used.json"]
+    noise, draws = trained(model, optimizer, *rest)
+    again, second, its_optimizer, *its_rest = private(seed=3)
+    again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)
+    later_noise, later_draws = trained(second, its_optimizer, *its_rest)
+    assert later_draws == draws and torch.equal(later_noise, noise)
+    for options in ({"seed": 4}, {}, {"noise_generator": torch.Generator().manual_seed(3)}):
+        other, third, its_optimizer, *_ = private(**options)
+        with pytest.raises(ValueError, match="generators must be given as in the run that was saved"):
+            other.load_checkpoint(path=path, module=third, optimizer=its_optimizer)
+
+
+@pytest.mark.parametrize("source", [lambda: {"seed": 7}, lambda: {"noise_generator": torch.Generator().manual_seed(7)}])
+def test_noise_that_was_used_on_other_data_in_the_same_folder_is_warned_of(source, tmp_path):
+    def saved(name, data=None, **options):
+        engine, model, optimizer, *_ = private(**options)
+        engine.dataset = engine.dataset if data is None else data
+        engine.save_checkpoint(path=tmp_path / name, module=model, optimizer=optimizer)
+
+    changed = TensorDataset(torch.zeros(N, 4), torch.arange(N) % 3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*same noise")
+        saved("one.pt", **source()), saved("one.pt", **source()), saved("free.pt"), saved("other.pt", changed)
+    with pytest.warns(RuntimeWarning, match="has been used on other data.*same noise"):
+        saved("two.pt", changed, **source())
+    with pytest.warns(RuntimeWarning, match="same noise"):
+        saved("three.pt", Subset(changed, range(N)), **source())
+    with pytest.warns(RuntimeWarning, match="same noise"):
+        saved("four.pt", Subset(changed, [1, *range(1, N)]), **source())

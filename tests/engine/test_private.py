@@ -692,3 +692,10 @@ def test_an_audit_catches_a_sampler_that_draws_everybody():
 
     inside, outside, budgets = moved("sample", spoil)
     assert audited(inside, outside)[0] > budgets[0]
+
+
+def test_a_range_of_noise_holds_in_the_engine_and_goes_with_sampling_alone():
+    engine, model, optimizer, loader = private(method="sample", noise_range=(3.0, 3.0))
+    assert optimizer.noise_multiplier == 3.0 and loader.batch_sampler.batch_size == float(engine.sample_rates.sum())
+    with pytest.raises(ValueError, match="noise_range must be None with the method 'scale'"):
+        private(method="scale", noise_range=(3.0, 3.0))

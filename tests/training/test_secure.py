@@ -153,20 +153,29 @@ def test_the_tail_is_not_cut_off():
     assert told.normal((1,), 1.0)[0] > 11
 
 
-def test_rounded_noise_has_the_law_of_a_rounded_gaussian():
-    draws, std, grid = 4_000_000, 3.0, 0.25
-    multiples = (stream(11).normal((draws,), std, grid=grid) / grid).numpy()
-    assert np.array_equal(multiples, np.rint(multiples))
-    edges = (np.arange(-60, 61) + 0.5) * grid / std
-    inner = np.diff(stats.norm.cdf(edges))
-    expected = draws * np.concatenate([[stats.norm.cdf(edges[0])], inner, [stats.norm.sf(edges[-1])]])
-    counts = np.bincount(np.clip(multiples + 60, 0, 121).astype(int), minlength=122)
-    assert stats.chisquare(counts, expected * counts.sum() / expected.sum()).pvalue > 1e-4
-    # Tails, from 4 to 5 standard deviations.
-    for limit in (48, 54, 60):
-        beyond = int((np.abs(multiples) >= limit).sum())
-        mean = 2 * draws * stats.norm.sf((limit - 0.5) * grid / std)
-        assert abs(beyond - mean) < 5 * math.sqrt(mean) + 1
+def test_ten_million_draws_have_the_law_of_a_rounded_gaussian_far_tails_included():
+    """Against each cell's exact probability: chi-square where cells are full, Poisson counts where they are not."""
+    draws, grid, far, noise = 10_000_000, 0.0625, 112, stream(11)           # 112 cells are 7 standard deviations
+    counts = np.zeros(2 * far + 1, dtype=np.int64)
+    for _ in range(10):
+        multiples = (noise.normal((draws // 10,), 1.0, grid=grid) / grid).numpy()
+        assert np.array_equal(multiples, np.rint(multiples))
+        counts += np.bincount(np.clip(multiples + far, 0, 2 * far).astype(int), minlength=2 * far + 1)
+    # Upper tails keep their digits: cell k >= 0 is sf(k - 1/2) - sf(k + 1/2), and the other side mirrors it.
+    beyond = stats.norm.sf((np.arange(far + 1) - 0.5) * grid)
+    upper = np.append(-np.diff(beyond), beyond[far])
+    expected = draws * np.concatenate([upper[:0:-1], upper])
+    assert expected.sum() == pytest.approx(draws, rel=1e-12)
+    full = expected >= 25
+    assert stats.chisquare(np.append(counts[full], counts[~full].sum()),
+                           np.append(expected[full], expected[~full].sum())).pvalue > 1e-4
+    sparse = np.flatnonzero(~full)
+    assert min(np.abs(sparse - far)) * grid > 4 and len(sparse) > 50
+    for side in (sparse[sparse < far], sparse[sparse > far]):
+        for limit in (4.25, 4.5, 5.0, 5.3):
+            cells = side[np.abs(side - far) * grid >= limit]
+            seen, mean = counts[cells].sum(), expected[cells].sum()
+            assert min(stats.poisson.cdf(seen, mean), stats.poisson.sf(seen - 1, mean)) > 1e-5
 
 
 def test_noise_on_a_fine_grid_is_gaussian():
