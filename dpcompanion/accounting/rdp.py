@@ -69,7 +69,7 @@ def rdp_sampled_gaussian(*, sample_rate, noise_multiplier, orders=DEFAULT_ORDERS
 
     Returns:
         Tensor of shape ``(*S, K)``, float64: :math:`D_\alpha(P \| Q)` in nats
-        (``S`` alone where `orders` is a number).
+        (``S`` alone where `orders` is a number; a float where all three are numbers).
 
     Raises:
         ValueError: a rate outside (0, 1], a negative or non-finite noise multiplier, an order not above 1.
@@ -98,7 +98,8 @@ def rdp_sampled_gaussian(*, sample_rate, noise_multiplier, orders=DEFAULT_ORDERS
         log_excess[:, ~by_sum] = _log_excess_by_integral(safe_q, safe_sigma, alphas[~by_sum])
     rdp = torch.logaddexp(log_excess, torch.zeros_like(log_excess)) / (alphas - 1)
     full_batch = alphas / (2 * sigma[:, None] ** 2)          # inf where there is no noise
-    return torch.where(plain[:, None], rdp, full_batch).reshape(shape)
+    found = torch.where(plain[:, None], rdp, full_batch).reshape(shape)
+    return _checks.as_given(found, sample_rate, noise_multiplier, orders)
 
 
 def _as_tensors(*values):

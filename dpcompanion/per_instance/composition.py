@@ -49,15 +49,18 @@ def holder_order(order, p, i, *, recursion="proof"):
         recursion: "proof", :math:`g(\alpha) = \frac{p\alpha - 1}{p - 1}`; or "statement", the larger one that the
             theorem prints.
 
-    >>> holder_order(8, 30, 9), holder_order(8, 30, 9, recursion="statement")
-    (tensor(10.4975, dtype=torch.float64), tensor(10.5093, dtype=torch.float64))
+    Returns:
+        A float of numbers, else a float64 tensor like i.
+
+    >>> round(holder_order(8, 30, 9), 4), round(holder_order(8, 30, 9, recursion="statement"), 4)
+    (10.4975, 10.5093)
     """
     _checks.one_of("recursion", recursion, RECURSIONS)
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     p = _checks.number("p", p, 1, math.inf, closed="neither")
-    i = torch.as_tensor(_checks.in_interval("i", i, 0, math.inf, closed="left"), dtype=torch.float64)
+    after = torch.as_tensor(_checks.in_interval("i", i, 0, math.inf, closed="left"), dtype=torch.float64)
     fixed = 1.0 if recursion == "proof" else (p - 1) / p          # the order that the recursion leaves where it is
-    return fixed + torch.exp(-i * math.log1p(-1 / p)) * (order - fixed)
+    return _checks.as_given(fixed + torch.exp(-after * math.log1p(-1 / p)) * (order - fixed), i)
 
 
 def smallest_exponent(steps):
