@@ -193,13 +193,12 @@ class Findings:
         return found.items()
 
     def _outcomes(self, by_kind):
-        """What came out in marks: "recorded \u2713 4 hold; live ? 1 undecided", as parts (kind, counts, words)."""
+        """What came out, by kind: (the kind where there are two, counts, the row if it is alone, the kind)."""
         alone = all(len(rows) == 1 for rows in by_kind.values())
         for kind, rows in by_kind.items():
             words = [row.outcome for row in rows]
             counts = {word: words.count(word) for word in intervals.OUTCOMES if word in words}
-            detail = ", ".join(filter(None, (rows[0].where, rows[0].ours))) if alone else ""
-            yield kind if self._both else "", counts, detail, kind
+            yield kind if self._both else "", counts, rows[0] if alone else None, kind
 
     def _table(self, by_kind, verdict):
         rows = [(kind, [f"{row.where} ({kind})" if self._both else row.where, row.ours, verdict(row.outcome)])
@@ -210,8 +209,8 @@ class Findings:
     def __repr__(self):
         lines = []
         for criterion, by_kind in self._criteria():
-            parts = [" ".join(filter(None, (head, tally(counts, alone=bool(detail)), detail and f"({detail})")))
-                     for head, counts, detail, _ in self._outcomes(by_kind)]
+            parts = [" ".join(filter(None, (head, tally(counts, alone=bool(row)), row and _in_brackets(row))))
+                     for head, counts, row, _ in self._outcomes(by_kind)]
             lines.append(f"{criterion}: {'; '.join(parts)}")
             if any(len(rows) > 1 for rows in by_kind.values()):
                 lines += ["    " + line for line in repr(self._table(by_kind, str)).splitlines()[1:]]
@@ -221,10 +220,10 @@ class Findings:
         blocks = []
         for criterion, by_kind in self._criteria():
             parts = []
-            for head, counts, detail, kind in self._outcomes(by_kind):
-                marks = tally(counts, lambda word, text: _span(word, text), alone=bool(detail))
-                parts.append(" ".join(filter(None, (head and _span(kind, head), marks,
-                                                    detail and f"({_span(kind, detail)})"))))
+            for head, counts, row, kind in self._outcomes(by_kind):
+                marks = tally(counts, _span, alone=bool(row))
+                words = row and _in_brackets(row, _html, lambda ours: _span(kind, ours))
+                parts.append(" ".join(filter(None, (head and _span(kind, head), marks, words))))
             line = f"{_html(criterion)}: {'; '.join(parts)}"
             if all(len(rows) == 1 for rows in by_kind.values()):
                 blocks.append(f'<p class="finding">{line}</p>')
@@ -246,6 +245,11 @@ def tally(counts, mark=lambda word, text: text, alone=False):
     return ", ".join(mark(word, f"{MARKS[word]} {f'{count} ' if not (alone and count == 1) else ''}"
                                 f"{word if count == 1 else plural.get(word, word)}")
                      for word, count in counts.items() if count)
+
+
+def _in_brackets(row, plain=str, number=str):
+    words = [shown(text) for shown, text in ((plain, row.where), (number, row.ours)) if text]
+    return f"({', '.join(words)})" if words else ""
 
 
 def unfolding(line, inside):
