@@ -7,7 +7,7 @@ const chart = (() => {
   function ticks(low, high, logarithmic) {
     if (logarithmic) {
       const first = Math.ceil(Math.log10(low) - 1e-9), last = Math.floor(Math.log10(high) + 1e-9);
-      return Array.from({ length: last - first + 1 }, (_, i) => Math.pow(10, first + i));
+      return Array.from({ length: last - first + 1 }, (_, i) => Number(`1e${first + i}`));
     }
     const rough = (high - low) / 6, power = Math.pow(10, Math.floor(Math.log10(rough)));
     const apart = power * [1, 2, 5, 10].find((factor) => factor * power >= rough * (1 - 1e-9));

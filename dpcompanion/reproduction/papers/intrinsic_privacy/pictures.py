@@ -27,8 +27,14 @@ def _panels(found):
 
 def _rows(found, cells):
     """(kind, cells) for each task and start."""
-    return [(kind, [f"{NAMES[name]}, {start} start ({kind})", *cells(record, name, f"{name}.{start}")])
+    live = {"live": " (live)"}
+    return [(kind, [f"{NAMES[name]}, {start} start{live.get(kind, '')}", *cells(record, name, f"{name}.{start}")])
             for kind, record in found.items() for name in record.config["tasks"] for start in INITIALISATIONS]
+
+
+def _stack(panels, height, **options):
+    """Axes below each other, one for each panel."""
+    return plotting.figure(rows=len(panels), height=height, squeeze=False, **options)[1][:, 0]
 
 
 def _histogram(ax, counts, **style):
@@ -42,7 +48,7 @@ def answer(found):
     """Claimed epsilons and the attack's lower bounds, from records of algorithm 1."""
     import matplotlib.pyplot as plt
 
-    fig, ax = plotting.figure(height=5.0)
+    fig, ax = plotting.figure(height=4.4)
     labels, shown = [], {"claimed": [], "claimed_empirical": [], "attacked": []}
     for kind, record in found.items():
         for name in record.config["tasks"]:
@@ -86,7 +92,7 @@ def distances(found, panels=None):
     import matplotlib.pyplot as plt
 
     panels = panels or _panels(found)
-    fig, axes = plotting.figure(rows=len(panels), height=1.7, sharex=True)
+    axes = _stack(panels, 1.7, sharex=True)
     for ax, (kind, name) in zip(axes, panels):
         for key, (label, color) in _DISTANCES.items():
             _histogram(ax, found[kind].arrays[f"{name}.{key}"], color=plotting.COLORS[color], label=label)
@@ -125,7 +131,7 @@ def pairs(found):
     import matplotlib.pyplot as plt
 
     panels = _panels(found)
-    fig, axes = plotting.figure(rows=len(panels), height=1.5, sharex=True)
+    axes = _stack(panels, 1.5, sharex=True)
     for ax, (kind, name) in zip(axes, panels):
         _histogram(ax, found[kind].arrays[f"{name}.analytic"], color=plotting.COLORS["intrinsic"])
         ax.set(xscale="log", xlim=(1e-3, 20), title=f"{NAMES[name]} ({kind})", yticks=[])
@@ -141,7 +147,7 @@ def utility(found, prefix=""):
     import matplotlib.pyplot as plt
 
     panels, curves = _panels(found), {}
-    fig, axes = plotting.figure(rows=len(panels), height=1.9, sharex=True)
+    axes = _stack(panels, 1.9, sharex=True)
     for ax, (kind, name) in zip(axes, panels):
         record = found[kind]
         for setting, color in (("deterministic", "worst case"), ("augmented", "intrinsic")):
@@ -156,12 +162,13 @@ def utility(found, prefix=""):
     return plotting.digest(digits=3, **curves)
 
 
-def spectra(record):
-    """The standard deviation of the weights along principal directions, and the pooled one; a record of algorithm 1."""
+def spectra(record, names=None):
+    """The standard deviation of the weights along principal directions, and the pooled one, of some tasks, all by
+    default; from a record of algorithm 1."""
     import matplotlib.pyplot as plt
 
-    names = list(record.config["tasks"])
-    fig, axes = plotting.figure(rows=len(names), height=1.9)
+    names = names or list(record.config["tasks"])
+    axes = _stack(names, 1.9)
     for ax, name in zip(axes, names):
         for start, color in (("varying", plotting.COLORS["intrinsic"]), ("fixed", plotting.COLORS["estimate"])):
             row = f"{name}.{start}.natural"
@@ -172,7 +179,7 @@ def spectra(record):
     axes[-1].set_xlabel("direction")
     plt.show()
     return plotting.digest(digits=3, **{_plain(key): array for key, array in record.arrays.items()
-                                        if key.endswith("natural.spectrum")})
+                                        if key.endswith("natural.spectrum") and key.split(".")[0] in names})
 
 
 def needed(record):
@@ -180,7 +187,7 @@ def needed(record):
     import matplotlib.pyplot as plt
 
     names, drawn = list(record.config["tasks"]), {}
-    fig, axes = plotting.figure(rows=len(names), height=2.1, sharex=True)
+    axes = _stack(names, 2.1, sharex=True)
     for ax, name in zip(axes, names):
         value, row = record.values, f"{name}.varying.canary"
         targets = value[f"{row}.targets"]
