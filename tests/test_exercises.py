@@ -16,8 +16,8 @@ from dpcompanion.reproduction.papers.idp_sgd import TABLE_5
 from dpcompanion.per_instance import step_divergence
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
-PAGES = ["which-guarantee", "accounting", "your-own-model", "your-epsilon", "papers/intrinsic-privacy",
-         "papers/per-instance-accounting", "papers/individual-accounting", "papers/idp-sgd",
+PAGES = ["attacker", "accounting-in-pictures", "which-guarantee", "accounting", "your-own-model", "your-epsilon",
+         "papers/intrinsic-privacy", "papers/per-instance-accounting", "papers/individual-accounting", "papers/idp-sgd",
          "papers/gradients-look-alike", "papers/gradients-look-alike-proofs"]
 QUESTION = r":::\{admonition\} Exercise (\d+)(?:: [^\n]+)?\n:class: exercise\n\n(.+?)\n:::\n"
 ANSWER = r"\n(?::::\{dropdown\} Solution\n(.+?)\n:::\n|```\{code-cell\} ipython3\n:tags: \[hide-cell\]\n(.+?)\n```\n)"
