@@ -1,6 +1,6 @@
 """What the two pages of a paper call: an exhibit computed now, as it was recorded, and how both stand beside the print.
 
-The *chapter*, `book/papers/idp-sgd.md`, tells the paper's argument, with the few exhibits that carry it:
+The *chapter*, `book/papers/idp-sgd.md`, tells the paper's argument, with the few exhibits that carry it::
 
     chapter = Chapter("idp-sgd")
     table_2 = chapter.live("table-2")
@@ -8,11 +8,9 @@ The *chapter*, `book/papers/idp-sgd.md`, tells the paper's argument, with the fe
 
 The *exhibits page*, `book/papers/idp-sgd-exhibits.md`, has every exhibit that `published` knows, in the paper's order
 (a test holds it to that), each with an anchor that the scoreboard links to, a heading, two to four sentences of our own
-and one cell; a figure comes before it, in a cell of its own:
+and one cell; a figure comes before it, in a cell of its own::
 
-    exhibits = Exhibits("idp-sgd")                     in the first cell of the page
-
-    (idp-sgd-table-2)=                                 the paper's slug, a hyphen, the exhibit's id
+    (idp-sgd-table-2)=
     ## Table 2: accuracy
 
     What the paper shows, and what came out, in two to four sentences.
@@ -23,9 +21,10 @@ and one cell; a figure comes before it, in a cell of its own:
     exhibits.show("table-2", labels=labelled)
     ```
 
-That one call shows the printed numbers beside recorded and live ones, the verdicts in a line of marks, each criterion
-in a line that unfolds, what remains, and the command. Where the live run has another task than the paper, a column
-shows its numbers unjudged: `show("table-9", live={"sample": "91.2 \u00b1 0.3"}, task="4,000 digits")`.
+The anchor is the paper's slug, a hyphen and the exhibit's id, and `exhibits = Exhibits("idp-sgd")` stands in the first
+cell. The one call shows the printed numbers beside recorded and live ones, the verdicts in a line of marks, each
+criterion in a line that unfolds, what remains, and the command. Where the live run has another task than the paper, a
+column shows its numbers unjudged: `show("table-9", live={"sample": "91.2 \u00b1 0.3"}, task="4,000 digits")`.
 
 Both pages stand side by side in `_toc.yml`, the exhibits as a section of the chapter. `tools/notebooks.py` executes
 them in turn, and what the first computes live the second reads: in the folder that DPCOMPANION_LIVE names,
@@ -147,18 +146,14 @@ class Chapter:
             parts += _folded(self.compare(exhibit, keys=keys, labels=labels, task=task,
                                           **{"stand_in": stand_in, **own, **options}))
         parts += [_verdicts(one), self.findings(found, exhibit)]
-        return Shown([*filter(None, parts), *self.remains(exhibit).parts])
+        return Shown([*filter(None, parts), *_remains(one)])
 
     def _recorded(self, name):
         return self.recorded(name) if name in experiments.names() else None
 
     def remains(self, exhibit):
         """What is left to run of an exhibit, and the command that runs it; empty where nothing is."""
-        to_do = scoreboard.standing(self.name(exhibit)).to_do
-        if to_do is None:
-            return Shown([])
-        what, how = to_do
-        return Shown([f"Not run: {what}: {f'`{how}`' if how.startswith('dpcompanion') else how}."])
+        return Shown(_remains(scoreboard.standing(self.name(exhibit))))
 
     def source(self, *what):
         """The code of experiments (by the names of their exhibits), functions and classes, as it is run."""
@@ -204,8 +199,17 @@ def _verdicts(one):
     if one.record is not None and one.record.preset == "paper":
         return f"{said} Made by `{one.record.command}`."
     if one.exhibit.tests and one.basis == "tests":
-        return f"{said} `{'`, `'.join(test.partition('::')[0] for test in dict.fromkeys(one.exhibit.tests))}`"
+        files = dict.fromkeys(test.partition("::")[0] for test in one.exhibit.tests)
+        return f"{said} {', '.join(f'`{file}`' for file in files)}"
     return said
+
+
+def _remains(one):
+    """What is left to run, and the command, as parts."""
+    if one.to_do is None:
+        return []
+    what, how = one.to_do
+    return [f"Not run: {what}: {f'`{how}`' if how.startswith('dpcompanion') else how}."]
 
 
 def _folded(made):

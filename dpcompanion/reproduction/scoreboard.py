@@ -159,13 +159,14 @@ def standings(paper=None, *, folder=None, book=None):
     return [_standing(exhibit, folder, places[exhibit.paper].get(exhibit.id)) for exhibit in exhibits]
 
 
-def standing(name, *, folder=None):
-    """How one exhibit stands, without its place in the book.
+def standing(name, *, folder=None, book=None):
+    """How one exhibit stands.
 
     >>> standing("intrinsic-privacy/claims-1-2").basis
     'paper record, one seed'
     """
-    return _standing(published.exhibit(name), folder, None)
+    exhibit = published.exhibit(name)
+    return _standing(exhibit, folder, _places(exhibit.paper, book).get(exhibit.id))
 
 
 def counts(standings):
