@@ -13,7 +13,7 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
-.PHONY: help book site test portable bench soundness lint types lowest wheel clean
+.PHONY: help book site test gpu cluster portable bench soundness lint types lowest wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +22,8 @@ help:
 	@echo "make test      prove it: tests, notebooks, pages"
 	@echo "make portable  execute every chapter under the arithmetics of other processors: does a number move?"
 	@echo "make bench     time the library beside its peers"
+	@echo "make gpu       what waits for a GPU: its tests, benchmarks, then the records (MINUTES=9 stops in time, and goes on)"
+	@echo "make cluster   the pieces of a run on local clusters of Dask and Ray, with workers that are killed"
 	@echo "make soundness try the library against oracles on thousands of random cases, for hours"
 	@echo "make lint      the part of make test that takes a second"
 	@echo "make types     what pyright says of the library's types (no part of make test yet)"
@@ -62,6 +64,13 @@ portable: $(INSTALLED)
 
 bench: $(INSTALLED)
 	@$(PY) -m benchmarks
+
+gpu: $(INSTALLED)
+	@$(PY) tools/gpu.py $(if $(MINUTES),--minutes $(MINUTES))
+
+cluster: $(INSTALLED)
+	@$(PY) -m pip install -q -c constraints.txt -e ".[cluster]"
+	@$(PY) -m pytest -p no:cacheprovider tests/reproduction/test_workers.py
 
 soundness: $(INSTALLED)
 	@$(PY) -m tests.soundness

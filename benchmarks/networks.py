@@ -42,8 +42,10 @@ class Transformer(nn.Module):
         return self.head(self.norm(x).mean(1))
 
 
-NETWORKS = {"resnet20": (models.resnet20, 8), "wrn16_4": (models.wrn16_4, 8), "cifar_cnn": (models.cifar_cnn, 8),
-            "transformer": (Transformer, 8)}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+BATCH = 256 if DEVICE == "cuda" else 8
+NETWORKS = {"resnet20": (models.resnet20, BATCH), "wrn16_4": (models.wrn16_4, BATCH),
+            "cifar_cnn": (models.cifar_cnn, BATCH), "transformer": (Transformer, BATCH)}
 
 
 def built(name):
@@ -51,7 +53,28 @@ def built(name):
     generator = torch.Generator().manual_seed(0)
     x = (torch.randint(1000, (n, 64), generator=generator) if make is Transformer else
          torch.randn(n, 3, 32, 32, generator=generator))
-    return make(), x, torch.randint(10, (n,), generator=generator)
+    return make().to(DEVICE), x.to(DEVICE), torch.randint(10, (n,), generator=generator).to(DEVICE)
+
+
+def waited(block):
+    """A block that ends when the GPU has."""
+    def call():
+        found = block()
+        torch.cuda.synchronize()
+        return found
+    return call if DEVICE == "cuda" else block
+
+
+def peak(name, way):
+    """MiB that a step takes at most: of the process, or of the GPU beside what lay there."""
+    if DEVICE == "cpu":
+        return peak_memory("benchmarks.networks", name, way)
+    block = maker(name, "step", way)()
+    block()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    block()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def plain(name, channels_last=False):
@@ -135,9 +158,11 @@ def run():
     for name in NETWORKS:
         for task in ("step", "norms"):
             makers, (_, n) = ways(name, task), NETWORKS[name]
-            times = {way: cpu / n for way, (_, cpu) in timings(makers, 1, 2).items()}
+            blocks = {way: lambda make=make: waited(make()) for way, make in makers.items()}
+            times = {way: (wall if DEVICE == "cuda" else cpu) / n
+                     for way, (wall, cpu) in timings(blocks, 1, 2).items()}
             best = min(seconds for way, seconds in times.items() if way.startswith("plain"))
-            peaks = {way: peak_memory("benchmarks.networks", name, way) for way in makers} if task == "step" else {}
+            peaks = {way: peak(name, way) for way in makers} if task == "step" else {}
             rows += [{"network": name, "task": task, "way": way, "ms an example": 1e3 * seconds,
                       "ratio": seconds / best, "peak MiB": peaks.get(way)}
                      for way, seconds in times.items() if task == "step" or not way.startswith("plain")]

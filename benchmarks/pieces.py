@@ -1,12 +1,12 @@
-"""The pieces of a run, eight trials of DP-SGD, done one after another and by two workers: this package's own processes
+"""The pieces of a run, four trials of DP-SGD, done one after another and by two workers: this package's own processes
 (`--jobs 2`), and local clusters of Dask and Ray (`pip install 'dpcompanion[cluster]'`; left out where they are not
-there).  Each trial is 2,500 steps of softmax regression on MNIST-5k, an eighth of the first row's seconds on one core.
+there).  Each trial is 400 steps of softmax regression on MNIST-5k.
 
-`wall s` counts from the call to the last piece, with the start of the workers, each of which has to import torch. `CPU
-s` is what all workers used, that start included. `efficiency` is the time of one process over twice that of two
-workers, `CPU efficiency` the processor time of one process over that of all workers together: what is left of it is
-lost to starting, pickling and waking, however busy the machine is with other things, which `wall s` and `efficiency`
-suffer from. Ways take turns; medians of three rounds.
+What is lost to a cluster does not depend on how long pieces are: the processor time that a worker takes besides its
+pieces, which is that of importing torch, of being told and of writing. `CPU s a piece` is the median of a piece's own,
+`CPU s besides` what each worker used beyond its pieces, and `efficiency at a minute` what is left of two workers' time
+for eight pieces of a minute each: the pieces' time when they are done one after another, over all time that the
+workers use. Times are processor times, since wall clock is that of the machine's other work as well.
 """
 
 import contextlib
@@ -16,11 +16,12 @@ import statistics
 import tempfile
 import time
 
-PIECES, STEPS, WORKERS, ROUNDS = 8, 2500, 2, 3
+PIECES, STEPS, WORKERS = 4, 400, 2
 
 
 def work(name):
-    """One trial; (process, its processor time so far)."""
+    """One trial; the process, the processor time of the trial, and of the process so far."""
+    started = time.process_time()
     import torch
 
     from dpcompanion import data
@@ -29,11 +30,11 @@ def work(name):
     torch.set_num_threads(1)
     found = data.load("mnist-5k", split="train")
     x, y = found.features.flatten(1), found.labels
-    model = models.linear(x.shape[1], 10, seed=0)
+    model, trial = models.linear(x.shape[1], 10, seed=0), time.process_time()
     plan = DPSGDPlan(n=len(y), sample_rate=0.1, steps=STEPS, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5)
     train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
           seed=int(name[-1]), progress=False)
-    return {"process": os.getpid(), "cpu": time.process_time()}
+    return {"process": os.getpid(), "own": time.process_time() - trial, "all": time.process_time(), "before": started}
 
 
 @contextlib.contextmanager
@@ -60,20 +61,18 @@ def ray():
 
 
 def once(backend):
-    """(wall seconds, processor seconds of all who worked) of all pieces."""
+    """(median processor seconds of a piece, what each worker used besides)."""
     from dpcompanion.reproduction import pieces
 
-    with tempfile.TemporaryDirectory() as folder:
-        wall, cpu = time.perf_counter(), time.process_time()
-        with backend():
-            done = pieces.resumable(work, [f"seed-{k}" for k in range(PIECES)], folder=folder, config={})
-            wall = time.perf_counter() - wall
-    used = {}
-    for each in done.values():
-        used[each["process"]] = max(each["cpu"], used.get(each["process"], 0))
-    if os.getpid() in used:     # what it did before is no part of it
-        used[os.getpid()] -= cpu
-    return wall, sum(used.values())
+    with tempfile.TemporaryDirectory() as folder, backend():
+        done = pieces.resumable(work, [f"seed-{k}" for k in range(PIECES)], folder=folder, config={}).values()
+    besides = []
+    for process in {each["process"] for each in done}:
+        own = [each for each in done if each["process"] == process]
+        # What this process did before is no part of it.
+        before = min(each["before"] for each in own) if process == os.getpid() else 0
+        besides.append(max(each["all"] for each in own) - before - sum(each["own"] for each in own))
+    return statistics.median(each["own"] for each in done), statistics.mean(besides)
 
 
 def run():
@@ -82,14 +81,13 @@ def run():
     ways = {"one after another": contextlib.nullcontext, f"--jobs {WORKERS}": lambda: workers.processes(WORKERS)}
     ways |= {name: backend for name, backend, package in (("Dask", dask, "distributed"), ("Ray", ray, "ray"))
              if importlib.util.find_spec(package)}
-    seen = {way: [] for way in ways}
     work("warm-0")
-    for _ in range(ROUNDS):
-        for way, backend in ways.items():
-            seen[way].append(once(backend))
-    medians = {way: tuple(map(statistics.median, zip(*each))) for way, each in seen.items()}
-    alone = medians["one after another"]
-    return [{"way": way, "workers": 1 if way == "one after another" else WORKERS, "wall s": wall, "CPU s": cpu,
-             "efficiency": None if way == "one after another" else alone[0] / (WORKERS * wall),
-             "CPU efficiency": None if way == "one after another" else alone[1] / cpu}
-            for way, (wall, cpu) in medians.items()]
+    rows, alone = [], None
+    for way, backend in ways.items():
+        piece, besides = once(backend)
+        alone = alone or piece
+        count = 1 if way == "one after another" else WORKERS
+        left = 8 * 60 / (8 * 60 * piece / alone + count * besides)
+        rows.append({"way": way, "workers": count, "CPU s a piece": piece, "CPU s besides": besides,
+                     "efficiency at a minute": left if count > 1 else None})
+    return rows

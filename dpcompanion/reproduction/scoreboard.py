@@ -135,16 +135,22 @@ class Standing:
         if self.exhibit.tests or recorded and not (self.missing or tasks):
             return None
         gpu = self.exhibit.scale == "gpu"
+        left = [part for part in published.parts(self.exhibit.name)
+                if part.name not in [record.name for record in self.parts]]
+        commands = [f"dpcompanion run {part.name} --preset paper{' --device cuda' if part.scale == 'gpu' else ''}"
+                    for part in left]
+        if left and not tasks and (self.missing or not recorded):
+            return ", ".join(self.missing or self.exhibit.data), " && ".join(commands)
         if self.experiment is None or "paper" not in self.experiment.presets:
             needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if gpu else ""
             return (f"the paper's scale{needs}",
                     f"needs {'an experiment' if self.experiment is None else 'a paper preset'}")
         command = f"dpcompanion run {self.experiment.name} --preset paper{' --device cuda' if gpu else ''}"
-        for part in published.parts(self.exhibit.name):
-            if part.name not in [record.name for record in self.parts]:
-                command = f"dpcompanion run {part.name} --preset paper && {command}"
+        command = " && ".join([*commands, command])
         if not recorded:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
+        if not tasks and self.record.name != self.exhibit.name == self.experiment.name:
+            return ", ".join(self.missing), command             # judged so far by the record of another
         if not tasks:
             return ", ".join(self.missing), f"needs {'a GPU and ' if gpu else ''}a configuration"
         needs = {name: task.get("needs") for name, task in self.record.config.get("tasks", {}).items()}

@@ -188,6 +188,11 @@ def check_extras(callbacks, checkpoint):
     return callbacks or Callbacks(), checkpoint
 
 
+def _is_away(tensor):
+    """Whether to look at a tensor's numbers waits for a device that is not the host."""
+    return tensor.device.type != "cpu"
+
+
 class _Loop:
     def __init__(self, model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers,
                  stateful, generator_device, precision=None):
@@ -236,7 +241,7 @@ class _Loop:
         drawn = self.sampler.draw().cpu()
         limits, run.indices = plan.clip_norms(drawn), passes.sent(drawn, self.device)
         # A device is told of limits and asked for none, since each question waits for all that was begun there.
-        away = any(norms is not None and norms.device.type != "cpu" for norms in lower)
+        away = any(norms is not None and _is_away(norms) for norms in lower)
         for norms in lower:
             if norms is not None:
                 there = self.device if away else norms.device

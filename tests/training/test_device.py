@@ -1,13 +1,19 @@
 """No step waits for the host: on the meta device, where no number can be read, nothing is copied to the processor."""
 
 import collections
+import math
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, layers, models
+from dpcompanion import _checks
+from dpcompanion.individual import IndividualAccountant
+from dpcompanion.output_perturbation import noise_covariance
+from dpcompanion.training import (
+    clipped_sum, cross_entropy, DPSGDPlan, gradient_norms, layers, loop, models, NormTracker, runs, train,
+)
 
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "_unique2", "unique_dim", "masked_select"}
 
@@ -82,3 +88,148 @@ def test_norms_of_embeddings_are_the_same_by_pairs_of_positions():
     module, tokens, g = nn.Embedding(5, 3, padding_idx=1), torch.randint(5, (6, 9)), torch.randn(6, 9, 3)
     layer = layers.GhostEmbedding(module, [(tokens, g)])
     torch.testing.assert_close(layer._by_pairs_of_positions(), layer._by_tokens())
+
+
+X, Y = torch.zeros(64, 1, 28, 28), torch.arange(64) % 10
+PLAN = DPSGDPlan(n=64, sample_rate=0.25, steps=8, max_grad_norm=0.4, noise_multiplier=1.0, delta=1e-3)
+
+
+def begun(optimizer=torch.optim.SGD, **options):
+    """The loop of a run that was proved on the processor, and is on the meta device from its first step on."""
+    model = models.mnist_cnn(seed=0)
+    found = loop._Loop(model, cross_entropy, (X, Y), PLAN, optimizer(model.parameters(), lr=0.1, **options), 0, None,
+                       "auto", 512, (), {}, "cpu")
+    model.to("meta")
+    found.run.optimizer = optimizer(model.parameters(), lr=0.1, **options)
+    found.parameters, found.device = dict(model.named_parameters()), torch.device("meta")
+    for owner, names in ((found, ("x", "y", "dropped")), (found.run.history, ("losses", "batch_sizes"))):
+        for name in names:
+            setattr(owner, name, getattr(owner, name).to("meta"))
+    return found
+
+
+@pytest.mark.parametrize("optimizer, options", [(torch.optim.SGD, {"momentum": 0.9}),
+                                                (torch.optim.Adam, {"foreach": True})])
+def test_a_step_of_a_run_reads_nothing_back(optimizer, options):
+    found = begun(optimizer, **options)
+    with CopiesToHost() as copies:
+        for _ in range(PLAN.steps):
+            found.step()
+    assert not copies.seen and found.run.step == PLAN.steps
+
+
+TRACKERS = {
+    "observed": {}, "individual clipping": {"clipping": "individual"},
+    "running": {"running": True, "updates_per_epoch": 0}, "running and clipping": {
+        "running": True, "clipping": "individual"},
+    "some examples": {"running": True, "examples": list(range(0, 64, 3))}, "without rounding": {
+        "rounding": None, "accountant": "rdp", "clipping": "individual"},
+}
+
+
+@pytest.mark.parametrize("name", TRACKERS)
+def test_a_step_with_a_tracker_reads_nothing_back(name):
+    options, found = TRACKERS[name], begun()
+    own = (found.x, found.y)
+    if "examples" in options:
+        own = tuple(part[options["examples"]] for part in own)
+    tracker = NormTracker.for_plan(PLAN, found.run.model, cross_entropy, own, device="meta", method="mixed",
+                                   **{"updates_per_epoch": 2, **options})
+    tracker._proved, found.trackers = True, (tracker,)
+    with CopiesToHost() as copies:
+        for _ in range(PLAN.steps):
+            found.step()
+    assert not copies.seen and tracker.steps == PLAN.steps
+    assert tracker.passes == (4 if tracker.updates_per_epoch else 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"accountant": "rdp"}, {"accountant": "rdp", "rounding": None}])
+def test_a_record_reads_nothing_back(options):
+    account = IndividualAccountant(64, sample_rate=0.25, noise_multiplier=1.0, max_grad_norm=1.0, device="meta",
+                                   **options)
+    norms, some = torch.zeros(64, device="meta"), torch.zeros(5, dtype=torch.int64, device="meta")
+    with CopiesToHost() as copies:
+        account.record(norms)
+        account.record(norms[:5], steps=some, examples=some)
+        account.record(norms[:5], examples=[0, 3, 4, 7, 9])
+        account.record(torch.zeros(64), steps=torch.arange(64))
+    assert not copies.seen
+
+
+def test_a_step_of_runs_side_by_side_reads_nothing_back():
+    found = runs.Ensemble(models.mnist_cnn(seed=0), cross_entropy, (X, Y), PLAN, seeds=[0, 1], learning_rate=0.1,
+                          momentum=0.5, members=torch.arange(64) % 3 > torch.tensor([[0], [1]]))
+    found.device = torch.device("meta")
+    found._template.to("meta")
+    for name, value in vars(found).items():
+        if isinstance(value, torch.Tensor) and name not in ("members", "batch_sizes"):
+            setattr(found, name, value.to("meta"))
+    network = found._workplace()
+    with CopiesToHost() as copies:
+        for _ in range(3):
+            found._sum_clipped(range(2), network)
+            found._update(None)
+    assert not copies.seen
+
+
+def test_a_covariance_lies_where_the_weights_do(monkeypatch):
+    monkeypatch.setattr(_checks, "in_interval", lambda name, value, *limits, **how: value)
+    covariance, _ = noise_covariance(torch.zeros(1, 3, 2, dtype=torch.float64, device="meta"), shrinkage=0.5)
+    assert covariance.device.type == "meta"
+
+
+class Away(IndividualAccountant):
+    """An account that takes numbers as one on a device does, without a look at them."""
+
+    def _away(self, tensor):
+        return True
+
+
+@pytest.mark.parametrize("norms, steps, examples", [
+    ([0.1, -1.0], 1, [0, 1]), ([0.1, math.nan], 1, [0, 1]), ([0.1, math.inf], 1, [0, 1]),
+    ([0.1, 0.1], [1, -1], [0, 1]), ([0.1, 0.1], 1, [0, 3]), ([0.1, 0.1], 1, [0, -1])])
+def test_what_is_not_looked_at_is_refused_when_the_account_is_read_and_charged_in_full(norms, steps, examples):
+    account = Away(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5)
+    norms = torch.tensor(norms, dtype=torch.float64)
+    steps = torch.tensor(steps) if isinstance(steps, list) else steps
+    account.record(norms, steps=steps, examples=torch.tensor(examples))
+    for read in (lambda: account.epsilon(1e-5), account.state_dict, lambda: account.merge(account)):
+        with pytest.raises(ValueError, match="some that were recorded on the device did not"):
+            read()
+    if not all(0 <= norm < math.inf for norm in norms.tolist()):
+        assert account._counts[1, -1] == 1
+
+
+def test_what_is_not_looked_at_is_accounted_for_the_same():
+    one, other = (kind(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5)
+                  for kind in (IndividualAccountant, Away))
+    for account in (one, other):
+        account.record(torch.tensor([0.1, 0.2, 0.7]), steps=torch.tensor([3, 5, 7]))
+        account.record(torch.tensor([0.1]), examples=torch.tensor([2]))
+    assert torch.equal(one.epsilon(1e-5), other.epsilon(1e-5)) and one.steps == other.steps == 8
+
+
+class Leaving(NormTracker):
+    """Every third example takes no part."""
+
+    def before_step(self):
+        limits = super().before_step() * (torch.arange(64) % 3 > 0)
+        self._begun = limits
+        return limits
+
+
+def test_who_takes_no_part_counts_nothing_whether_it_is_left_out_or_multiplied_by_0(monkeypatch):
+    x = torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ends = []
+    for away in (False, True):
+        monkeypatch.setattr(loop, "_is_away", lambda tensor, away=away: away)
+        if away:        # where limits are not looked at
+            monkeypatch.setattr(_checks, "in_interval", lambda name, value, *limits, **how: value)
+        model = models.linear(8, 10, seed=0).double()
+        tracker = Leaving.for_plan(PLAN, model, cross_entropy, (x, Y), clipping="individual")
+        history = train(model, cross_entropy, (x, Y), PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+                        seed=0, trackers=[tracker], progress=False)
+        ends.append((model.weight.detach(), history.losses, history.batch_sizes, tracker.epsilon(1e-3)))
+    for one, other in zip(*ends):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+    assert 0 < ends[0][2].sum() < 100

@@ -6,8 +6,8 @@ covers T = epochs ceil(N / B) steps.  Epsilon is by RDP, at delta 1e-5.
 """
 
 from . import (
-    settings, accounts, training, accuracy_tables, cifar, many_groups, classes, membership, with_filters, exact_filters,
-    pate_students, beyond_the_paper,
+    settings, accounts, training, accuracy_tables, cifar, resnet18, many_groups, classes, membership, with_filters,
+    exact_filters, pate_students, beyond_the_paper,
 )
 from .settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
 from .accounts import bisected_noise_multiplier, table_7

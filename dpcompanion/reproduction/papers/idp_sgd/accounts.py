@@ -12,7 +12,7 @@ from dpcompanion.reproduction import published
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    assign, MNIST_5K, network, parameters, plan_of, problem, Task,
+    assign, CIFAR10, MNIST_5K, network, parameters, plan_of, problem, Task,
 )
 from dpcompanion.training import cross_entropy, train
 
@@ -178,7 +178,7 @@ class Steps:
 
 
 @experiment("idp-sgd/table-16",
-            quick=Steps(MNIST_5K, 6, rounds=2))
+            quick=Steps(MNIST_5K, 6, rounds=2), paper=Steps(CIFAR10, 49))
 def table_16(config, run):
     """Milliseconds of a step of DP-SGD, Sample and Scale with the paper's network: the shortest of a few turns."""
     task, found = config.task, problem(config.task, run)

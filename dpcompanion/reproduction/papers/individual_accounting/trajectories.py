@@ -115,7 +115,7 @@ class Owners(Study):
 
 
 @experiment(f"{NAME}/theorem-3.2",
-            quick=Owners({"mnist-5k": dataclasses.replace(MNIST_5K, epochs=2)}))
+            quick=Owners({"mnist-5k": dataclasses.replace(MNIST_5K, epochs=2)}), paper=Owners(CPU))
 def theorem_3_2(config, run):
     """Owners compute their epsilons from the models that training went through and their own example, nothing else."""
     values = {}

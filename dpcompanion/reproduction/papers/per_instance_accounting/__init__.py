@@ -12,7 +12,7 @@ the same worst-case epsilon.
 What the two versions of the paper share is done in `individual_accounting`, whose data and networks serve here.
 """
 
-from . import runs, accounts, membership, clipping, hidden
+from . import runs, accounts, membership, clipping, hidden, resnets
 from .runs import DIGITS, NAME, SETTINGS, make_plan, run_setting, worst_case
 from .accounts import figure_1
 from .hidden import Hidden, algorithm_1, histories, true_divergence

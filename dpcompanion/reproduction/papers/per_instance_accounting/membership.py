@@ -24,7 +24,8 @@ class Membership(Study):
 def attacks_by_class(config, run):
     """Success of the loss-threshold attack on each class, with and without DP."""
     found = trained(config.setting, config.seed, run)
-    task = second.Task(config.setting.data, "mlp", 0, 0, 0.0, 0.0, dtype=config.setting.dtype)
+    task = second.Task(config.setting.data, getattr(config.setting, "model", "mlp"), 0, 0, 0.0, 0.0,
+                       dtype=config.setting.dtype)
     accuracies, losses = second.trained_without_privacy(task, config.overfit, config.seed, run)
     values = {f"nonprivate_{key}": value for key, value in accuracies.items()}
     values["epsilon"] = by_class(found.found, found.epsilon)

@@ -81,7 +81,7 @@ def make_plan(setting, n, max_grad_norm):
 def run_setting(setting, seed, device):
     """Train one run; values and arrays of what all exhibits read."""
     found = second.examples(setting.data, setting.dtype)
-    model = second.build("mlp", found, seed).to(device)
+    model = second.build(getattr(setting, "model", "mlp"), found, seed).to(device)
     x, y = found.x.to(device), found.y.to(device)
     limit = setting.median_multiple * float(gradient_norms(model, cross_entropy, x, y).median())
     plan = make_plan(setting, len(y), limit)
@@ -135,8 +135,9 @@ def by_class(found, values):
 
 
 def label(record):
-    """Which digits a record is of."""
-    return "MNIST" if record.config["setting"]["data"] == "mnist" else "digits"
+    """Which data a record is of."""
+    return {"mnist": "MNIST", "cifar10": "CIFAR-10", "utkface-age": "UTKFace, age",
+            "utkface-gender": "UTKFace, gender"}.get(record.config["setting"]["data"], "digits")
 
 
 def of_examples(record, share):

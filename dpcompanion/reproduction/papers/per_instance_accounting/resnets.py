@@ -1,0 +1,91 @@
+"""The paper's network on its data: parts of exhibits whose own records are of a smaller network, and what needs both.
+
+ResNet-20 with the sample rates, noise multipliers and steps of appendix B; learning rates are not printed.  A run takes
+about an hour of a GPU, and is shared by all exhibits that show it.
+"""
+
+import dataclasses
+
+from dpcompanion.reproduction import experiments
+from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.reproduction.papers.common import histogram, named
+from dpcompanion.reproduction.papers.per_instance_accounting.accounts import (
+    Estimates, figure_1, figure_2, figure_3, figure_5, figure_6,
+)
+from dpcompanion.reproduction.papers.per_instance_accounting.clipping import (
+    Clippings, figure_8, Release, Sweep, table_1, table_2,
+)
+from dpcompanion.reproduction.papers.per_instance_accounting.membership import figure_7, figures_9_10, Membership
+from dpcompanion.reproduction.papers.per_instance_accounting.runs import NAME, Setting, Study, trained
+
+
+@dataclasses.dataclass(frozen=True)
+class Resnet(Setting):
+    """A run of algorithm 1 with ResNet-20."""
+
+    model: str = "resnet20"
+
+
+CIFAR10 = Resnet("cifar10", 4000, 208, 3.2, learning_rate=2.0, reference=1000, looks=20, dtype="float32")
+MNIST_RESNET = Resnet("mnist", 4000, 100, 6.0, learning_rate=2.0, reference=1000, looks=20, dtype="float32")
+UTKFACE_GENDER = Resnet("utkface-gender", 200, 100, 1.5, learning_rate=1.0, reference=1000, looks=20, dtype="float32")
+UTKFACE_AGE = dataclasses.replace(UTKFACE_GENDER, data="utkface-age")
+
+
+@dataclasses.dataclass(frozen=True)
+class Several:
+    """Settings by name, and the seed, or seeds, of their runs."""
+
+    settings: dict
+    seeds: tuple = (0,)
+
+
+@experiment(f"{NAME}/figure-4", paper=Several({"gender": UTKFACE_GENDER, "age": UTKFACE_AGE}))
+def figure_4(config, run):
+    """Distribution of epsilon on UTKFace."""
+    values, arrays = {}, {}
+    for name, setting in config.settings.items():
+        found = trained(setting, config.seeds[0], run)
+        values |= named(name, worst_case=found.worst_case, max=found.epsilon.max(), min=found.epsilon.min(),
+                        mean=found.epsilon.mean(), accuracy=found.accuracy)
+        arrays[name] = histogram(found.epsilon, found.worst_case)
+    return values, arrays
+
+
+@experiment(f"{NAME}/text-worst-case-share", paper=Several({"cifar10": CIFAR10, "mnist": MNIST_RESNET}))
+def text_worst_case_share(config, run):
+    """The share of examples that pay the worst case."""
+    values = {}
+    for name, setting in config.settings.items():
+        found = trained(setting, config.seeds[0], run)
+        values[name] = (found.epsilon >= second.WORST * found.worst_case).mean()
+    return values
+
+
+def _without_looks(setting):
+    return dataclasses.replace(setting, reference=0, looks=1)
+
+
+@experiment(f"{NAME}/table-1-resnet20", paper=Several(
+    {"cifar10": _without_looks(CIFAR10), "mnist": _without_looks(MNIST_RESNET)}, seeds=(0, 1, 2, 3)))
+def table_1_resnet20(config, run):
+    """Table 1 on both data sets."""
+    return {f"{name}.{key}": value for name, setting in config.settings.items()
+            for key, value in table_1(Clippings(setting, config.seeds), run).items()}
+
+
+experiment(f"{NAME}/table-3", paper=Release(CIFAR10))(table_2)
+
+_OVERFIT = second.Membership(tasks={})
+for _exhibit, _function, _config in (
+        ("figure-1", figure_1, Study(CIFAR10)), ("figure-2", figure_2, Study(CIFAR10)),
+        ("figure-3", figure_3, Estimates(CIFAR10)), ("figure-5", figure_5, Study(CIFAR10)),
+        ("figure-6", figure_6, Study(CIFAR10)), ("figure-7", figure_7, Membership(CIFAR10, overfit=_OVERFIT)),
+        ("figure-8", figure_8, Sweep(_without_looks(CIFAR10))), ("table-2", table_2, Release(MNIST_RESNET)),
+        ("figures-9-10", figures_9_10, Membership(UTKFACE_AGE, overfit=_OVERFIT))):
+    experiment(f"{NAME}/{_exhibit}-resnet20", paper=_config)(_function)
+    # What is found on the stand-in is asked of the paper's network, too.
+    for _criterion in [one for one in experiments._CRITERIA if one.exhibit == one.of == f"{NAME}/{_exhibit}"]:
+        finding(_criterion.exhibit, _criterion.text, of=f"{NAME}/{_exhibit}-resnet20",
+                kind=_criterion.kind)(_criterion.judge)

@@ -1,0 +1,78 @@
+"""On a GPU: steps wait for nothing there, and end where those of the processor do."""
+
+import copy
+
+import pytest
+import torch
+
+from dpcompanion.individual import IndividualAccountant
+from dpcompanion.training import cross_entropy, DPSGDPlan, loop, models, NormTracker, train, train_ensemble
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make gpu")]
+N = 256
+PLAN = DPSGDPlan(n=N, sample_rate=0.25, steps=8, max_grad_norm=0.4, noise_multiplier=1.0, delta=1e-3)
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(N, 1, 28, 28, generator=generator), torch.randint(10, (N,), generator=generator)
+
+
+@pytest.fixture
+def watched():
+    """A function that turns waiting for the GPU into an error."""
+    try:
+        yield lambda: torch.cuda.set_sync_debug_mode("error")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("options", [None, {}, {"clipping": "individual"}, {"running": True, "updates_per_epoch": 0}])
+def test_a_step_waits_for_nothing(data, watched, options):
+    x, y = (part.cuda() for part in data)
+    model = models.mnist_cnn(seed=0).cuda()
+    trackers = [] if options is None else [
+        NormTracker.for_plan(PLAN, model, cross_entropy, (x, y), device="cuda", **options)]
+    found = loop._Loop(model, cross_entropy, (x, y), PLAN, optimizer_of(model), 0, "cuda", "auto", 512, trackers, {},
+                       "cpu")
+    found.step()                                     # which proves the passes
+    watched()
+    for _ in range(PLAN.steps - 1):
+        found.step()
+
+
+def test_a_record_waits_for_nothing(watched):
+    account = IndividualAccountant(N, sample_rate=0.25, noise_multiplier=1.0, max_grad_norm=1.0, device="cuda")
+    norms, some = torch.rand(N, device="cuda"), torch.arange(5, device="cuda")
+    watched()
+    account.record(norms)
+    account.record(norms[:5], steps=some, examples=some)
+
+
+@pytest.mark.parametrize("clipping", ["maximum", "individual"])
+def test_a_run_ends_where_that_of_the_processor_does(data, clipping):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    ends = []
+    for device in ("cpu", "cuda"):
+        model = copy.deepcopy(models.mnist_cnn(seed=0)).double()
+        own = (data[0].double(), data[1])
+        tracker = NormTracker.for_plan(PLAN, model, cross_entropy, own, device=device, clipping=clipping)
+        history = train(model, cross_entropy, own, PLAN, optimizer=optimizer_of(model.to(device)), seed=0,
+                        device=device, trackers=[tracker], progress=False)
+        ends.append([*(p.detach().cpu() for p in model.parameters()), history.losses.cpu(),
+                     tracker.estimated_epsilon(1e-3).cpu()])
+    for one, other in zip(*ends):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+def test_runs_side_by_side_end_where_those_of_the_processor_do(data):
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    one, other = (train_ensemble(models.mnist_cnn(seed=0).double(), cross_entropy, (data[0].double(), data[1]), PLAN,
+                                 seeds=[0, 1], learning_rate=0.1, device=device, progress=False).vectors.cpu()
+                  for device in ("cpu", "cuda"))
+    torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
