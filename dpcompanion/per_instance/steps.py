@@ -42,8 +42,8 @@ def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direc
             2019, theorem 5), so that it serves for both.
 
     Returns:
-        ``(*S, K)`` float64 (``S`` for a single order, a float where all are numbers): nats. The proof's equation 21 loses the factor :math:`q^k`; the
-        theorem has it.
+        ``(*S, K)`` float64 (``S`` for a single order, a float where all are numbers): nats. The proof's equation 21
+        loses the factor :math:`q^k`; the theorem has it.
 
     >>> step_divergence(sample_rate=0.1, noise_multiplier=1.0, sensitivity=[1.0, 0.5, 0.0], orders=[2, 8])
     tensor([[0.0170, 1.3784],

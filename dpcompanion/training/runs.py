@@ -13,7 +13,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion.training import checks, clipping, noise, proof
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
-from dpcompanion.training.layers import Unfit, call_with
+from dpcompanion.training.tensors import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.stacking import StackedNetwork
 

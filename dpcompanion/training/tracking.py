@@ -58,13 +58,13 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.training import checks, passes
 from dpcompanion.training import clipping as clipping_
-from dpcompanion.training.layers import rounded_up
+from dpcompanion.training import passes
+from dpcompanion.training.examples import examples_of
+from dpcompanion.training.following import check_clipped, check_follows
+from dpcompanion.training.tensors import rounded_up
 
 CLIPPINGS = ("maximum", "individual")
-# By how much a clipped norm, worked out in float32, may seem too long.
-_ROUNDING = 1e-6
 
 
 class NormTracker:
@@ -73,7 +73,8 @@ class NormTracker:
     Args:
         accountant: an `IndividualAccountant` of these examples; the tracker records into it, up to the last step when
             `accountant` is read. `for_plan` makes it.
-        model, loss, data: as for `train`; data, (x, y), holds the accountant's n examples, on any device.
+        model, loss, data: as for `train`; data, (x, y) or a data set, holds the accountant's n examples, on any
+            device. Where `train` augments a data set, this one may be the same without.
         steps_per_epoch: steps in an epoch.
         updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `steps_per_epoch` on (or
             math.inf) there is one before every step; 0 needs `running`.
@@ -100,11 +101,9 @@ class NormTracker:
                  clipping="maximum", examples=None, budget=None, trajectory_delta=None, keep_norms=False,
                  method="auto", chunk=None):
         self._accountant, self.model, self.loss = accountant, model, loss
-        self.x, self.y = data
-        checks.check_data(self.x, self.y)
-        if len(self.x) != accountant.n or len(self.y) != accountant.n:
-            raise ValueError(f"data must hold the accountant's {accountant.n} examples, got {len(self.x)} inputs and "
-                             f"{len(self.y)} targets")
+        self.data = examples_of(data)
+        if len(self.data) != accountant.n:
+            raise ValueError(f"data must hold the accountant's {accountant.n} examples, got {len(self.data)}")
         self.steps_per_epoch = _checks.whole_number("steps_per_epoch", steps_per_epoch, 1)
         self.updates_per_epoch = min(_checks.number("updates_per_epoch", updates_per_epoch, 0), self.steps_per_epoch)
         self.running = bool(running)
@@ -130,7 +129,7 @@ class NormTracker:
             "trajectory_delta", trajectory_delta, 0, 1, closed="neither")
         self.keep_norms = bool(keep_norms)
         self.method, self._proved = _checks.one_of("method", method, clipping_.METHODS), False
-        self.chunk = passes.chunk_for(self.x) if chunk is None else _checks.whole_number("chunk", chunk, 1)
+        self.chunk = passes.chunk_for(self.data.probe[0]) if chunk is None else _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64,
                                 device=accountant.device)
@@ -179,6 +178,12 @@ class NormTracker:
     def exact(self):
         """Whether what is charged is enforced: individual clipping, and no running estimates."""
         return self.clipping == "individual" and not self.running
+
+    @property
+    def parameters(self):
+        """What a plan must agree with: n, sample_rate, max_grad_norm and noise_multiplier of the account."""
+        return {name: getattr(self._accountant, name) for name in
+                ("n", "sample_rate", "max_grad_norm", "noise_multiplier")}
 
     @property
     def accountant(self):
@@ -335,7 +340,7 @@ class NormTracker:
         if self._begun is False:
             raise ValueError("before_step must begin a step before after_step ends it")
         if self.exact:
-            self._check_clipped(indices, clipped)
+            check_clipped(indices, clipped, self._begun)
         if self.running:
             if indices is None or norms is None:
                 raise ValueError("indices and norms must be given (NormTracker.observe) where running=True, got None")
@@ -351,21 +356,6 @@ class NormTracker:
             epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()
             self._trajectory.append(rounded_up(epsilon, torch.float32))
 
-    def _check_clipped(self, indices, clipped):
-        if indices is None or clipped is None:
-            raise ValueError("indices and clipped must be given (NormTracker.observe) where clipping='individual', so "
-                             "that what is charged is known to be enforced, got None")
-        indices = torch.as_tensor(indices, dtype=torch.int64, device=self._begun.device)
-        clipped = torch.as_tensor(clipped).detach().to(device=indices.device, dtype=torch.float64)
-        _checks.same_length(indices=indices, clipped=clipped)
-        limits = self._begun[indices]
-        over = ~(clipped <= limits * (1 + _ROUNDING))
-        if over.any():
-            raise ValueError("clipped must be at most the limits of the step, but example "
-                             f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed")
-        if len(indices.unique()) < len(indices):
-            raise ValueError("indices must be distinct: who is summed twice is longer than was allowed")
-
     def _renew(self, examples, norms):
         """Charge examples for what held up to this step, and let their new norms hold from the next one on."""
         self._accountant.record(self.norms[examples], steps=self.steps - self._recorded[examples], examples=examples)
@@ -374,24 +364,12 @@ class NormTracker:
         if self._limits is not None:
             self._limits[examples] = self._accountant.charged(norms)
 
-    def check_run(self, plan, model, loss, x, y):
-        """Raise ValueError unless this follows a run of `plan` that trains `model` by `loss` on (x, y)."""
-        mine = self._accountant
-        n = plan.n if self.examples is None else mine.n
-        if (mine.n, mine.sample_rate, mine.max_grad_norm, mine.noise_multiplier) != (
-                n, plan.sample_rate, plan.max_grad_norm, plan.noise_multiplier):
-            raise ValueError("trackers must keep accounts of the plan (IndividualAccountant.for_plan), but their n, "
-                             "sample_rate, max_grad_norm and noise_multiplier are "
-                             f"{(mine.n, mine.sample_rate, mine.max_grad_norm, mine.noise_multiplier)}")
-        if getattr(self.model, "_module", self.model) is not getattr(model, "_module", model):
-            raise ValueError("trackers must follow the model that is trained, but one was made with another")
-        if self.loss != loss:
-            raise ValueError(f"trackers must follow the loss that is trained, but one was made with {self.loss!r}, not "
-                             f"{loss!r}")
-        for name, ours, theirs in (("inputs", self.x, x), ("targets", self.y, y)):
-            theirs = theirs if self.examples is None else theirs[self.examples.to(theirs.device)]
-            if not checks.same_bits(ours, theirs):
-                raise ValueError(f"trackers must follow the data that are trained on, but one has other {name}")
+    def check_run(self, plan, model, loss, data):
+        """Raise ValueError unless this follows a run of `plan` that trains `model` by `loss` on `data`.
+
+        Of data sets only the length is compared: the run's may be augmented.
+        """
+        check_follows(self, plan, model, loss, data)
 
     def state_dict(self):
         """All that is needed to go on, the account included."""
@@ -427,9 +405,9 @@ class NormTracker:
 
     def _measure(self):
         if not self._proved:
-            self.method = passes.resolve_method(self.model, self.loss, self.x, self.y, self.method)
+            self.method = passes.resolve_method(self.model, self.loss, self.data, self.method)
             self._proved = True
-        norms = passes.norms_of_all(self.model, self.loss, self.x, self.y, method=self.method, chunk=self.chunk)
+        norms = passes.norms_of_all(self.model, self.loss, self.data, method=self.method, chunk=self.chunk)
         self.norms, self._limits = self._bounded(norms), None
         self.passes += 1
         if self.keep_norms:
