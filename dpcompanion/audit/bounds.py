@@ -3,19 +3,23 @@
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from scipy import special, stats
 
 from dpcompanion import _checks
+from dpcompanion._types import Array
+from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
 
 # Shares of the canaries about which an auditor guesses; a confidence is spent on each.
 _SHARES = (0.5, 0.2)
 
 
-def coins(canaries, generator=None):
+def coins(canaries: int, generator: torch.Generator | None = None) -> torch.Tensor:
     """Who takes part: (canaries,) booleans, fair and independent.
 
     >>> coins(4, torch.Generator().manual_seed(0)).dtype
@@ -30,7 +34,7 @@ def _counts(correct, guesses, canaries):
     return _checks.whole_number("correct", correct, 0, guesses), guesses, canaries
 
 
-def one_run_epsilon(correct, guesses, canaries, *, delta, confidence=0.95):
+def one_run_epsilon(correct: int, guesses: int, canaries: int, *, delta: float, confidence: float = 0.95) -> float:
     """The largest epsilon, at least 0, that so many right guesses refute, whatever the mechanism.
 
     Args:
@@ -57,7 +61,7 @@ def one_run_epsilon(correct, guesses, canaries, *, delta, confidence=0.95):
     return _largest_refuted(lambda epsilon: probability(epsilon) < 1 - confidence)
 
 
-def one_run_mu(correct, guesses, canaries, *, confidence=0.95):
+def one_run_mu(correct: int, guesses: int, canaries: int, *, confidence: float = 0.95) -> float:
     """The largest mu, at least 0, such that so many right guesses refute mu-GDP; arguments as for `one_run_epsilon`.
 
     By `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon, of mechanisms that are claimed to be Gaussian.
@@ -92,7 +96,7 @@ class GaussianCurve:
 
     mu: float
 
-    def inverse(self, inside):
+    def inverse(self, inside: float) -> float:
         """The least P(E | out) that goes with this P(E | in)."""
         return float(special.ndtr(special.ndtri(inside) - self.mu))
 
@@ -113,7 +117,7 @@ class PlanCurve:
     True
     """
 
-    def __init__(self, plan, among=None):
+    def __init__(self, plan: "DPSGDPlan", among: Array | None = None):
         from dpcompanion.accounting import pld
 
         among = slice(None) if among is None else among
@@ -135,14 +139,14 @@ class PlanCurve:
     def _deltas(self, composed):
         return [composed.delta(epsilon) for epsilon in self.epsilons.tolist()]
 
-    def inverse(self, inside):
+    def inverse(self, inside: float) -> float:
         """The least P(E | out) that goes with this P(E | in)."""
         grown = np.exp(self.epsilons)
         least = np.maximum((inside - self.deltas) / grown, 1 - self.deltas - grown * (1 - inside))
         return max(0.0, float(least.max()))
 
 
-def refutes(curve, correct, guesses, canaries, *, confidence=0.95):
+def refutes(curve: Any, correct: int, guesses: int, canaries: int, *, confidence: float = 0.95) -> bool:
     """Whether so many right guesses refute a trade-off curve, with this confidence.
 
     Args:
@@ -187,7 +191,8 @@ class Finding:
     refuted: bool | None
 
 
-def judge(scores, included, *, delta, groups=None, claims=None, confidence=0.95):
+def judge(scores: Array, included: Array, *, delta: float, groups: Array | None = None,
+          claims: dict[Any, Any] | None = None, confidence: float = 0.95) -> dict[Any, Finding]:
     """Lower bounds on epsilon from scores of canaries, for everybody and for each group.
 
     An auditor guesses about the half with the most extreme scores, and about a fifth. The better counts.
@@ -242,7 +247,9 @@ def _gaussian_epsilon(mu, delta):
     return 0.0 if not mu else float(gaussian_epsilon(mu, delta)) if delta else math.inf
 
 
-def audit(fit, canaries, *, delta, groups=None, claims=None, confidence=0.95, generator=None):
+def audit(fit: Callable[..., Any], canaries: int, *, delta: float, groups: Array | None = None,
+          claims: dict[Any, Any] | None = None, confidence: float = 0.95,
+          generator: torch.Generator | None = None) -> dict[Any, Finding]:
     """Audit any training function in one run.
 
     Args:

@@ -1,16 +1,22 @@
 """The audit of a training by `dpcompanion.training.train`: who takes part is decided by coins, and told by its sums."""
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dpcompanion import _checks
-from dpcompanion.audit.bounds import PlanCurve, audit
+from dpcompanion._types import Array, Loss
+from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.audit.bounds import Finding, PlanCurve, audit
 from dpcompanion.training import clipping, train
 
 
-def audit_training(model, loss, data, plan, *, optimizer, canaries=None, groups=None, together=True, confidence=0.95,
-                   generator=None, **arguments):
+def audit_training(model: torch.nn.Module, loss: Loss, data: Sequence[torch.Tensor], plan: "DPSGDPlan", *,
+                   optimizer: torch.optim.Optimizer, canaries: Array | None = None, groups: Array | None = None,
+                   together: bool = True, confidence: float = 0.95, generator: torch.Generator | None = None,
+                   **arguments: Any) -> dict[Any, Finding]:
     """Audit `dpcompanion.training.train` on a model, data and plan, by the sums that it gives out, in one run.
 
     A canary that is out has a clip norm of zero in every step, which is what the relation zero-out means.  The auditor
@@ -122,7 +128,8 @@ class _Observer:
         self.scores, self.products, self.included = state["scores"], state["products"], state["included"]
 
 
-def crafted(x, y, count, *, size=10.0, generator=None):
+def crafted(x: torch.Tensor, y: torch.Tensor, count: int, *, size: float = 10.0,
+            generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """`count` canaries for classification data: inputs that point at random, long, with random labels of those in y.
 
     Their gradients are large and nearly at right angles to all others, which is what shows best.

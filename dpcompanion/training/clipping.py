@@ -40,6 +40,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpcompanion import _checks
+from dpcompanion._types import Loss
 from dpcompanion.training import checks, proof
 from dpcompanion.training.layers import Explicit, layer_gradient, wide_sum
 from dpcompanion.training.recording import Recorder
@@ -52,7 +53,7 @@ PRECISIONS = (None, "bf16")
 _BUDGET = 2**26
 
 
-def cross_entropy(outputs, targets):
+def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross entropy of each example, (n,)."""
     return F.cross_entropy(outputs, targets, reduction="none")
 
@@ -245,7 +246,9 @@ def _held(method):
     return "held" if method == "mixed" else method
 
 
-def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, precision=None, precise=False):
+def clipped_sum(model: torch.nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor,
+                max_grad_norm: float | torch.Tensor, *, method: str = "auto", chunk: int | None = None,
+                precision: str | None = None, precise: bool = False) -> ClippedSum:
     """Sum of the clipped gradients of the examples (x, y), with their norms and losses.
 
     Args:
@@ -280,7 +283,8 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, 
     return total
 
 
-def gradient_norms(model, loss, x, y, *, method="auto", chunk=None, precision=None):
+def gradient_norms(model: torch.nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor, *, method: str = "auto",
+                   chunk: int | None = None, precision: str | None = None) -> torch.Tensor:
     """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where not finite.
 
     Arguments and errors as for `clipped_sum`.  Memory: one chunk.

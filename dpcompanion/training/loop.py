@@ -34,10 +34,15 @@ import secrets
 import signal
 import threading
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Device, Loss
+from dpcompanion.training.examples import Data
+from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.training import checks, clipping, noise
 from dpcompanion.training.checkpoints import (
@@ -86,7 +91,7 @@ class Run:
     norms: torch.Tensor | None = None
 
     @property
-    def epsilon(self):
+    def epsilon(self) -> float:
         """What everybody has after this step, by the plan's accountant: `plan.epsilon(steps=step)`."""
         return self.plan.epsilon(steps=self.step)
 
@@ -116,8 +121,11 @@ class Callbacks:
                 raise ValueError(f"{name} must be a function or None, got {getattr(self, name)!r}")
 
 
-def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method="auto", precision=None,
-          physical_batch_size=512, trackers=(), callbacks=None, checkpoint=None, generator_device="cpu", progress=None):
+def train(model: torch.nn.Module, loss: Loss, data: Data, plan: "DPSGDPlan", *, optimizer: torch.optim.Optimizer,
+          seed: int | None = None, device: Device = None, method: str = "auto", precision: str | None = None,
+          physical_batch_size: int = 512, trackers: Iterable[Any] = (), callbacks: Callbacks | None = None,
+          checkpoint: Checkpoint | None = None, generator_device: str | torch.device = "cpu",
+          progress: bool | None = None) -> History:
     """Train `model` in place by DP-SGD as `plan` says.
 
     Args:

@@ -53,10 +53,15 @@ norms before clipping; any other nothing, and `estimated_epsilon` tells what it 
 
 import contextlib
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Device, Loss, State
+from dpcompanion.training.examples import Data
+from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import clipping as clipping_
 from dpcompanion.training import passes
@@ -97,9 +102,10 @@ class NormTracker:
         ValueError: an argument outside its range, or options that contradict each other.
     """
 
-    def __init__(self, accountant, model, loss, data, *, steps_per_epoch, updates_per_epoch=1, running=False,
-                 clipping="maximum", examples=None, budget=None, trajectory_delta=None, keep_norms=False,
-                 method="auto", chunk=None):
+    def __init__(self, accountant: IndividualAccountant, model: torch.nn.Module, loss: Loss, data: Data, *,
+                 steps_per_epoch: int, updates_per_epoch: float = 1, running: bool = False, clipping: str = "maximum",
+                 examples: Array | None = None, budget: Any = None, trajectory_delta: float | None = None,
+                 keep_norms: bool = False, method: str = "auto", chunk: int | None = None):
         self._accountant, self.model, self.loss = accountant, model, loss
         self.data = examples_of(data)
         if len(self.data) != accountant.n:
@@ -145,9 +151,11 @@ class NormTracker:
         self._observed = None
 
     @classmethod
-    def for_plan(cls, plan, model, loss, data, *, updates_per_epoch=1, running=False, clipping="maximum", examples=None,
-                 budget=None, trajectory_delta=None, keep_norms=False, method="auto", chunk=None, rounding=0.01,
-                 accountant=None, device=None):
+    def for_plan(cls, plan: "DPSGDPlan", model: torch.nn.Module, loss: Loss, data: Data, *,
+                 updates_per_epoch: float = 1, running: bool = False, clipping: str = "maximum",
+                 examples: Array | None = None, budget: Any = None, trajectory_delta: float | None = None,
+                 keep_norms: bool = False, method: str = "auto", chunk: int | None = None,
+                 rounding: float | None = 0.01, accountant: str | None = None, device: Device = None) -> "NormTracker":
         """A tracker with an account of its own, both made from the plan of a run.
 
         Args:
@@ -175,18 +183,18 @@ class NormTracker:
                    budget=budget, trajectory_delta=trajectory_delta, keep_norms=keep_norms, method=method, chunk=chunk)
 
     @property
-    def exact(self):
+    def exact(self) -> bool:
         """Whether what is charged is enforced: individual clipping, and no running estimates."""
         return self.clipping == "individual" and not self.running
 
     @property
-    def parameters(self):
+    def parameters(self) -> State:
         """What a plan must agree with: n, sample_rate, max_grad_norm and noise_multiplier of the account."""
         return {name: getattr(self._accountant, name) for name in
                 ("n", "sample_rate", "max_grad_norm", "noise_multiplier")}
 
     @property
-    def accountant(self):
+    def accountant(self) -> IndividualAccountant:
         """The accountant, with all steps recorded."""
         steps = self.steps - self._recorded
         if steps.any():
@@ -194,7 +202,7 @@ class NormTracker:
             self._recorded.fill_(self.steps)
         return self._accountant
 
-    def epsilon(self, delta):
+    def epsilon(self, delta: float) -> torch.Tensor:
         """Epsilon of every example, an upper bound along the realised trajectory, (n,) float64.
 
         Raises:
@@ -206,7 +214,7 @@ class NormTracker:
         self._check_stepped()
         return self.accountant.epsilon(delta)
 
-    def estimated_epsilon(self, delta):
+    def estimated_epsilon(self, delta: float) -> torch.Tensor:
         """Epsilon of every example if each norm had been what was last seen: no bound, (n,) float64.
 
         Raises:
@@ -223,19 +231,19 @@ class NormTracker:
             raise ValueError(f"step {self.steps} must end before the account is exact, but it was left half done")
 
     @property
-    def trajectory(self):
+    def trajectory(self) -> torch.Tensor:
         """Everybody's epsilon (rounded up, an estimate unless `exact`) after each epoch, (epochs, n) float32."""
         return torch.stack(self._trajectory) if self._trajectory else torch.zeros(0, self._accountant.n)
 
     @property
-    def norms_of_passes(self):
+    def norms_of_passes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(steps, norms): before which step (from 0) each pass was made, and what it found, (passes, n) float32."""
         steps = torch.tensor([step for step, _ in self._kept], dtype=torch.int64)
         norms = [norms for _, norms in self._kept]
         return steps, torch.stack(norms) if norms else torch.zeros(0, self._accountant.n)
 
     @contextlib.contextmanager
-    def step(self):
+    def step(self) -> Iterator[torch.Tensor]:
         """One logical step of a loop of one's own, from its beginning to its end.
 
         Within, clip to what it gives, and tell it by `observe` what was done. A step that an exception cut short
@@ -274,7 +282,7 @@ class NormTracker:
         finally:
             self._observed = None
 
-    def observe(self, indices, norms=None, *, clipped=None):
+    def observe(self, indices: Array, norms: Array | None = None, *, clipped: Array | None = None) -> None:
         """Say within `step` what was done, once or for each piece of a draw that is cut for memory.
 
         Args:
@@ -295,7 +303,7 @@ class NormTracker:
             piece.append(values)
         self._observed.append(piece)
 
-    def before_step(self):
+    def before_step(self) -> torch.Tensor | None:
         """Begin a step: renew the norms if a pass is due, and charge everybody. `train` calls it; see `step` for a loop
         of one's own.
 
@@ -324,7 +332,8 @@ class NormTracker:
         self._begun = limits
         return limits
 
-    def after_step(self, indices=None, norms=None, *, clipped=None):
+    def after_step(self, indices: Array | None = None, norms: Array | None = None, *,
+                   clipped: Array | None = None) -> None:
         """End a step. `train` calls it; see `step` for a loop of one's own.
 
         Args:
@@ -364,21 +373,21 @@ class NormTracker:
         if self._limits is not None:
             self._limits[examples] = self._accountant.charged(norms)
 
-    def check_run(self, plan, model, loss, data):
+    def check_run(self, plan: "DPSGDPlan", model: torch.nn.Module, loss: Loss, data: Data) -> None:
         """Raise ValueError unless this follows a run of `plan` that trains `model` by `loss` on `data`.
 
         Of data sets only the length is compared: the run's may be augmented.
         """
         check_follows(self, plan, model, loss, data)
 
-    def state_dict(self):
+    def state_dict(self) -> State:
         """All that is needed to go on, the account included."""
         return {"accountant": self.accountant.state_dict(), "options": self._options(),
                 "norms": self.norms.cpu().clone(), "step": self.steps, "passes": self.passes,
                 "trajectory": list(self._trajectory), "kept": list(self._kept),
                 "budget": None if self.budget is None else self.budget.state_dict()}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of a tracker with the same options; ValueError names what differs."""
         if state["options"] != self._options():
             raise ValueError(f"state must be of a tracker with {self._options()}, got {state['options']}")
