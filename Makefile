@@ -79,7 +79,7 @@ lint: $(INSTALLED)
 	@$(PY) -m ruff check --quiet
 
 types: $(INSTALLED)
-	@$(PY) -m pyright
+	@$(PY) -m basedpyright
 
 lowest:
 	@test -x $(LOWEST) || $(PYTHON) -m venv .venv-lowest

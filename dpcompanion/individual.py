@@ -41,16 +41,21 @@ tensor([1.8282, 0.4717, 0.0000], dtype=torch.float64)
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import _checks
+from ._types import Array, Device, State
 from .accounting import ACCOUNTANTS, compute_epsilon, rdp_to_epsilon
 from .accounting.chords import NODES, between, chords, rdp_of_shares, weights
 from .accounting.conversions import least_epsilon
 from .accounting.histories import epsilon_of_histories
 from .accounting.levels import even_levels, joined, with_shares
 from .accounting.runs import orders_for
+
+if TYPE_CHECKING:
+    from .training.plan import DPSGDPlan
 
 _WAITING = 200_000_000       # bytes of norms that may wait before they are added up
 _MOST = 2**31 - 1            # steps that a count can hold
@@ -79,8 +84,8 @@ class IndividualAccountant:
     Source: Yu et al. 2023, algorithm 2 (which rounds to the nearest multiple, and so under-states half of the norms).
     """
 
-    def __init__(self, n, *, sample_rate, noise_multiplier, max_grad_norm, rounding=0.01, accountant="pld",
-                 device=None):
+    def __init__(self, n: int, *, sample_rate: float, noise_multiplier: float, max_grad_norm: float,
+                 rounding: float | None = 0.01, accountant: str = "pld", device: Device = None):
         self.n = _checks.whole_number("n", n, 1)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
@@ -111,13 +116,14 @@ class IndividualAccountant:
         return self.rounding is not None or self.accountant == "pld"
 
     @property
-    def levels(self):
+    def levels(self) -> torch.Tensor:
         """The levels to which norms are rounded up, in units of the clip norm, ascending: without rounding the norms
         that were recorded, or a grid where they are many; none by RDP without rounding."""
         return self._levels.cpu() if self._by_levels else torch.zeros(0, dtype=torch.float64)
 
     @classmethod
-    def for_plan(cls, plan, *, n=None, rounding=0.01, accountant=None, device=None):
+    def for_plan(cls, plan: "DPSGDPlan", *, n: int | None = None, rounding: float | None = 0.01,
+                 accountant: str | None = None, device: Device = None) -> "IndividualAccountant":
         """The accountant of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm for all.
 
         Args:
@@ -141,17 +147,17 @@ class IndividualAccountant:
                    accountant=plan.accountant if accountant is None else accountant, device=device)
 
     @property
-    def steps(self):
+    def steps(self) -> int:
         """Steps recorded so far, of whom most were recorded."""
         if self._most is None:
             self._most = int(self._steps.max())
         return self._most
 
     @steps.setter
-    def steps(self, most):
+    def steps(self, most: int) -> None:
         self._most = most
 
-    def charged(self, norms):
+    def charged(self, norms: Array) -> torch.Tensor:
         """What `record` charges for these norms at least: themselves or the next level of the grid, at most C; float64.
 
         A gradient clipped to this costs no more than will be charged.
@@ -166,7 +172,7 @@ class IndividualAccountant:
             share = torch.where(share > 0, self._levels[torch.searchsorted(self._levels, share)], 0)
         return share * self.max_grad_norm
 
-    def record(self, norms, steps=1, examples=None):
+    def record(self, norms: Array, steps: int | torch.Tensor = 1, examples: Array | None = None) -> None:
         """Account for `steps` steps in which example i's gradient has the norm ``norms[i]``.
 
         Args:
@@ -289,7 +295,7 @@ class IndividualAccountant:
         if self._counts.dtype == torch.int16 and (self.device.type != "cpu" or self.steps > _NARROW):
             self._counts = self._counts.to(torch.int32)
 
-    def epsilon(self, delta):
+    def epsilon(self, delta: float) -> torch.Tensor:
         """Epsilon of every example at `delta`, from all that has been recorded: an upper bound, (n,) float64.
 
         None exceeds `accounting.compute_epsilon` at the clip norm, by the same accountant and for `steps` steps, whose
@@ -336,7 +342,7 @@ class IndividualAccountant:
                     len(nothing), orders, delta)
         return result
 
-    def merge(self, other):
+    def merge(self, other: "IndividualAccountant") -> None:
         """Add what another accountant of the same examples and parameters has recorded, as if this one had."""
         if not isinstance(other, IndividualAccountant) or other._parameters() != self._parameters():
             raise ValueError(f"other must be an accountant with the parameters {self._parameters()}, got "
@@ -357,7 +363,7 @@ class IndividualAccountant:
         self._widen()
         self._levels, self._counts = joined(self._levels, self._counts, other._levels.to(self.device), other._counts)
 
-    def state_dict(self):
+    def state_dict(self) -> State:
         """All that is needed to go on: parameters, steps of each example and accounts."""
         self._check_nothing_refused()
         if not self._by_levels:
@@ -366,7 +372,7 @@ class IndividualAccountant:
                 "accounts": (self._counts if self._by_levels else self._rdp).clone()} | (
                     {"levels": self.levels} if self._by_levels and self.rounding is None else {})
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of an accountant with the same parameters.
 
         Raises:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _checks
+from .._types import Array, Numbers
 
 CONVERSIONS = ("balle2020", "mironov2017")
 _APART = 8                   # orders between two that `least_epsilon` looks at first
@@ -48,7 +49,7 @@ class DeltaAt(NamedTuple):
     order: torch.Tensor
 
 
-def rdp_to_epsilon(rdp, orders, delta, *, conversion="balle2020"):
+def rdp_to_epsilon(rdp: Array, orders: Array, delta: Numbers, *, conversion: str = "balle2020") -> EpsilonAt:
     r"""The smallest epsilon that Renyi divergences at several orders imply.
 
     Args:
@@ -79,7 +80,7 @@ def rdp_to_epsilon(rdp, orders, delta, *, conversion="balle2020"):
     return EpsilonAt(epsilon, torch.where(epsilon.isfinite(), orders[best], math.nan))
 
 
-def rdp_to_delta(rdp, orders, epsilon, *, conversion="balle2020"):
+def rdp_to_delta(rdp: Array, orders: Array, epsilon: Numbers, *, conversion: str = "balle2020") -> DeltaAt:
     """The smallest delta at a given epsilon that Renyi divergences at several orders imply.
 
     Args:

@@ -22,13 +22,14 @@ import numpy as np
 import torch
 
 from .. import _checks
+from .._types import Numbers
 from .rdp import _as_tensors
 from .search import bisect
 
 _NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(24))
 
 
-def gaussian_delta(sensitivity_over_sigma, epsilon):
+def gaussian_delta(sensitivity_over_sigma: Numbers, epsilon: Numbers) -> float | torch.Tensor:
     r"""The smallest delta of the Gaussian mechanism at `epsilon`.
 
     Args:
@@ -71,7 +72,7 @@ def _delta(mu, epsilon):
     return torch.where(usual, delta, torch.where((mu == 0) | epsilon.isinf(), 0.0, 1.0))
 
 
-def gaussian_epsilon(sensitivity_over_sigma, delta):
+def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float | torch.Tensor:
     r"""The smallest epsilon of the Gaussian mechanism at `delta`, rounded up.
 
     Args:
@@ -99,7 +100,7 @@ def gaussian_epsilon(sensitivity_over_sigma, delta):
     return _checks.as_given(torch.where(mu.isfinite(), found, math.inf), *given)
 
 
-def gaussian_mu(epsilon, delta):
+def gaussian_mu(epsilon: Numbers, delta: Numbers) -> float | torch.Tensor:
     r"""The largest :math:`\mu = \Delta / \sigma` at which the Gaussian mechanism is (epsilon, delta)-DP, rounded down.
 
     So the least noise for a sensitivity :math:`\Delta` is :math:`\Delta / \mu`.

@@ -39,6 +39,7 @@ import math
 import torch
 
 from .. import _checks
+from .._types import Numbers
 
 #: Opacus's orders (1.1 to 10.9 by tenths, 12 to 63), 11, and from 64 to 1024 in steps of about 5%.
 DEFAULT_ORDERS = tuple(
@@ -55,7 +56,8 @@ _CHUNK = 1 << 18
 _TAIL = 9.0
 
 
-def rdp_sampled_gaussian(*, sample_rate, noise_multiplier, orders=DEFAULT_ORDERS):
+def rdp_sampled_gaussian(*, sample_rate: Numbers, noise_multiplier: Numbers,
+                         orders: Numbers = DEFAULT_ORDERS) -> float | torch.Tensor:
     r"""Renyi divergence of one step of the sampled Gaussian mechanism, at each order.
 
     Neighbouring relation: add or remove one example.  Sampler: Poisson.  The cost

@@ -5,12 +5,14 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting import gaussian_epsilon, gaussian_mu
 
 _MECHANISMS = ("analytic", "classical")
 
 
-def sgd_sensitivity(*, passes, lipschitz, learning_rate, batch_size, smoothness=None):
+def sgd_sensitivity(*, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers, batch_size: Numbers,
+                    smoothness: Numbers | None = None) -> float | torch.Tensor:
     r"""Theorem 2: :math:`2 \lceil k \rceil L \eta / B`, the passes k rounded up.
 
     A run that has begun a pass may have met the replaced example in it already, so that a part of a pass counts as a
@@ -53,7 +55,8 @@ def sgd_sensitivity(*, passes, lipschitz, learning_rate, batch_size, smoothness=
                                     batch_size=batch_size)
 
 
-def sgd_sensitivity_estimate(*, passes, lipschitz, learning_rate, batch_size):
+def sgd_sensitivity_estimate(*, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers,
+                             batch_size: Numbers) -> float | torch.Tensor:
     r"""The paper's value :math:`2 k L \eta / B` with a fractional number of passes k: no bound. See `sgd_sensitivity`.
 
     Args:
@@ -76,7 +79,7 @@ def sgd_sensitivity_estimate(*, passes, lipschitz, learning_rate, batch_size):
                             *given)
 
 
-def pairwise_sensitivity(weights):
+def pairwise_sensitivity(weights: Array) -> torch.Tensor:
     r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for every seed r and pair i < j of data sets, (seeds, pairs).
 
     Pairs come in the order of `torch.combinations`. Under one seed the runs on S_i and S_j differ in two places, that
@@ -92,7 +95,7 @@ def pairwise_sensitivity(weights):
     return torch.stack([(run[first] - run[second]).norm(dim=-1) for run in weights.unbind(1)])
 
 
-def empirical_sensitivity(weights):
+def empirical_sensitivity(weights: Array) -> float:
     """Equation 17: the largest `pairwise_sensitivity` that was seen, a float.
 
     A maximum over the pairs that were tried, so a lower bound on the sensitivity. Raises ValueError for fewer than two
@@ -101,7 +104,7 @@ def empirical_sensitivity(weights):
     return float(pairwise_sensitivity(weights).max())
 
 
-def seed_sigma(weights):
+def seed_sigma(weights: Array) -> torch.Tensor:
     """The standard deviation of the weights about their mean over seeds, pooled over parameters, (data sets,).
 
     As algorithm 1 has it: residuals about a mean of R runs, so that it is too small by sqrt((R - 1) / R), on the safe
@@ -111,7 +114,7 @@ def seed_sigma(weights):
     return (weights - weights.mean(1, keepdim=True)).flatten(1).square().mean(1).sqrt()
 
 
-def intrinsic_sigma(weights):
+def intrinsic_sigma(weights: Array) -> float:
     """Algorithm 1: the median over data sets of `seed_sigma`, a float.
 
     >>> generator = torch.Generator().manual_seed(0)
@@ -121,7 +124,8 @@ def intrinsic_sigma(weights):
     return float(seed_sigma(weights).quantile(0.5))
 
 
-def intrinsic_epsilon(sensitivity, sigma, delta, *, mechanism="analytic"):
+def intrinsic_epsilon(sensitivity: Numbers, sigma: Numbers, delta: Numbers, *,
+                      mechanism: str = "analytic") -> float | torch.Tensor:
     r"""Equation 16: epsilon of the Gaussian mechanism with noise `sigma`; inf where sigma is 0.
 
     Args:
@@ -146,7 +150,8 @@ def intrinsic_epsilon(sensitivity, sigma, delta, *, mechanism="analytic"):
     return _checks.as_given(found, *given)
 
 
-def augmented_sigma(sensitivity, sigma_intrinsic, *, target_epsilon, target_delta, mechanism="analytic"):
+def augmented_sigma(sensitivity: Numbers, sigma_intrinsic: Numbers, *, target_epsilon: Numbers, target_delta: Numbers,
+                    mechanism: str = "analytic") -> float | torch.Tensor:
     r"""Algorithm 2: the noise to add, :math:`\sqrt{\max(0, \sigma_\text{target}^2 - \sigma_i^2)}`.
 
     Args:
@@ -173,7 +178,7 @@ def augmented_sigma(sensitivity, sigma_intrinsic, *, target_epsilon, target_delt
     return _checks.as_given((target**2 - own**2).clamp(min=0).sqrt(), *given)
 
 
-def noise_covariance(weights, *, shrinkage=None):
+def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> tuple[torch.Tensor, float]:
     r"""The covariance of the weights over seeds, shrunk towards a multiple of the identity; (parameters, parameters).
 
     :math:`(1 - \rho) \hat S + \rho\, \frac{\operatorname{tr} \hat S}{d} I`, with the sample covariance of the residuals
@@ -203,7 +208,7 @@ def noise_covariance(weights, *, shrinkage=None):
     return ((1 - shrinkage) * sample + shrinkage * mean) * (seeds / (seeds - 1)), shrinkage
 
 
-def mahalanobis(differences, covariance):
+def mahalanobis(differences: Array, covariance: Array) -> torch.Tensor:
     r""":math:`\mu = \sqrt{d^\top S^{-1} d}` of differences d between means, (..., parameters) to (...).
 
     What tells two Gaussians N(m, S) and N(m + d, S) apart: they are as far from each other as N(0, 1) and N(mu, 1), so

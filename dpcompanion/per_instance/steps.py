@@ -18,6 +18,7 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, rdp_sampled_gaussian
 from dpcompanion.accounting.search import bisect
 from dpcompanion.per_instance.added import DIRECTIONS, log_mass_add
@@ -26,7 +27,8 @@ from dpcompanion.per_instance.confidence import log_mean_bound
 _LARGEST_NOISE = 1e100   # so that a sensitivity that is tiny beside the noise still costs something
 
 
-def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direction="remove"):
+def step_divergence(*, sample_rate: Numbers, noise_multiplier: Numbers, sensitivity: Numbers, orders: Numbers,
+                    direction: str = "remove") -> float | torch.Tensor:
     r"""Theorem 3.2: the Renyi divergence of one step whose sum x moves by at most `sensitivity`.
 
     Neighbouring relation: the data set with x and without it. Sampler: Poisson. For the sum of clipped gradients the
@@ -42,8 +44,8 @@ def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direc
             2019, theorem 5), so that it serves for both.
 
     Returns:
-        ``(*S, K)`` float64 (``S`` for a single order, a float where all are numbers): nats. The proof's equation 21 loses the factor :math:`q^k`; the
-        theorem has it.
+        ``(*S, K)`` float64 (``S`` for a single order, a float where all are numbers): nats. The proof's equation 21
+        loses the factor :math:`q^k`; the theorem has it.
 
     >>> step_divergence(sample_rate=0.1, noise_multiplier=1.0, sensitivity=[1.0, 0.5, 0.0], orders=[2, 8])
     tensor([[0.0170, 1.3784],
@@ -67,7 +69,8 @@ def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direc
     return _checks.as_given(found, *given)
 
 
-def log_mass(sensitivity, *, sample_rate, noise_std, order, direction="remove"):
+def log_mass(sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float,
+             direction: str = "remove") -> float | torch.Tensor:
     r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add"), which is `order` - 1 times `step_divergence`.
 
     Args:
@@ -86,8 +89,9 @@ def log_mass(sensitivity, *, sample_rate, noise_std, order, direction="remove"):
                                          orders=order, direction=direction)
 
 
-def coupled_divergence(sensitivities, *, sample_rate, noise_std, order, max_sensitivity=None, confidence=None,
-                       probabilities=None, direction="remove"):
+def coupled_divergence(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, order: float,
+                       max_sensitivity: Numbers | None = None, confidence: float | None = None,
+                       probabilities: Array | None = None, direction: str = "remove") -> torch.Tensor:
     r"""One step of any update rule, by the distribution of :math:`\Delta(B) = \|U(B + x) - U(B)\|` over batches.
 
     .. math:: D_\alpha \le \frac{1}{\alpha - 1} \ln E_B[A(\Delta(B))]
@@ -129,8 +133,9 @@ def coupled_divergence(sensitivities, *, sample_rate, noise_std, order, max_sens
     return log_mean_bound(masses, largest, confidence=confidence, log_smallest=0.0) / (order - 1)
 
 
-def coupled_delta(sensitivities, *, sample_rate, noise_std, epsilon, max_sensitivity=None, confidence=None,
-                  probabilities=None, direction="remove"):
+def coupled_delta(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, epsilon: Numbers,
+                  max_sensitivity: Numbers | None = None, confidence: float | None = None,
+                  probabilities: Array | None = None, direction: str = "remove") -> torch.Tensor:
     r"""One step of any update rule: the delta at `epsilon`, by the distribution of the sensitivity.
 
     The hockey-stick divergence is jointly convex as well, so
@@ -166,8 +171,9 @@ def coupled_delta(sensitivities, *, sample_rate, noise_std, epsilon, max_sensiti
     return torch.exp(log_mean_bound(torch.log(deltas), torch.log(largest), confidence=confidence))
 
 
-def coupled_epsilon(sensitivities, *, sample_rate, noise_std, delta, max_sensitivity=None, confidence=None,
-                    probabilities=None, direction="remove"):
+def coupled_epsilon(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, delta: float,
+                    max_sensitivity: Numbers | None = None, confidence: float | None = None,
+                    probabilities: Array | None = None, direction: str = "remove") -> torch.Tensor:
     r"""The epsilon at which `coupled_delta` falls to `delta`, rounded up.
 
     Args:
@@ -201,8 +207,9 @@ def coupled_epsilon(sensitivities, *, sample_rate, noise_std, delta, max_sensiti
     return torch.where(done, 0.0, bisect(reached, good=high, bad=low, halvings=50))
 
 
-def holder_epsilon(sensitivities, *, sample_rate, noise_std, delta, p, share=0.5, max_sensitivity=None, confidence=None,
-                   probabilities=None):
+def holder_epsilon(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, delta: float, p: float,
+                   share: float = 0.5, max_sensitivity: Numbers | None = None, confidence: float | None = None,
+                   probabilities: Array | None = None) -> torch.Tensor:
     r"""Corollary 3.1: an epsilon at `delta` for x's presence, from the p-norm of the sensitivity distribution.
 
     With :math:`a_p = q\,(E_B[e^{p\,\varepsilon_G(\Delta(B))}])^{1/p}`,
