@@ -34,8 +34,7 @@ TALLEST, LOOKED_UP = 14_000, re.compile(r"book/(.*-exhibits|scoreboard|errata|ap
 # Pages that are longer than that and have still to be split: a list that may only become shorter.
 LONG = ("book/accounting.html", "book/exact-filters.html", "book/your-own-model.html",
         "book/papers/gradients-look-alike.html", "book/papers/gradients-look-alike-proofs.html",
-        "book/papers/individual-accounting.html", "book/papers/intrinsic-privacy.html",
-        "book/papers/per-instance-accounting.html")
+        "book/papers/individual-accounting.html", "book/papers/per-instance-accounting.html")
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LAUNCH = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
