@@ -32,8 +32,7 @@ HEAVIEST = 2_000_000  # bytes, of all that a page loads but MathJax
 # Pixels of a page as it opens, at the last of the widths; of pages to look things up in, any number.
 TALLEST, LOOKED_UP = 14_000, re.compile(r"book/(.*-exhibits|scoreboard|errata|api/.*)\.html")
 # Pages that are longer than that and have still to be split: a list that may only become shorter.
-LONG = ("book/accounting.html", "book/your-own-model.html", "book/papers/gradients-look-alike.html",
-        "book/papers/gradients-look-alike-proofs.html", "book/papers/intrinsic-privacy.html")
+LONG = ()
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LAUNCH = [
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",

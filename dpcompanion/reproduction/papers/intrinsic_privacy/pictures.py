@@ -48,7 +48,7 @@ def answer(found):
     """Claimed epsilons and the attack's lower bounds, from records of algorithm 1."""
     import matplotlib.pyplot as plt
 
-    fig, ax = plotting.figure(height=4.4)
+    fig, ax = plotting.figure(height=4.0)
     labels, shown = [], {"claimed": [], "claimed_empirical": [], "attacked": []}
     for kind, record in found.items():
         for name in record.config["tasks"]:
@@ -92,7 +92,7 @@ def distances(found, panels=None):
     import matplotlib.pyplot as plt
 
     panels = panels or _panels(found)
-    axes = _stack(panels, 1.7, sharex=True)
+    axes = _stack(panels, 1.6, sharex=True)
     for ax, (kind, name) in zip(axes, panels):
         for key, (label, color) in _DISTANCES.items():
             _histogram(ax, found[kind].arrays[f"{name}.{key}"], color=plotting.COLORS[color], label=label)
@@ -168,7 +168,7 @@ def spectra(record, names=None):
     import matplotlib.pyplot as plt
 
     names = names or list(record.config["tasks"])
-    axes = _stack(names, 1.9)
+    axes = _stack(names, 1.7)
     for ax, name in zip(axes, names):
         for start, color in (("varying", plotting.COLORS["intrinsic"]), ("fixed", plotting.COLORS["estimate"])):
             row = f"{name}.{start}.natural"
