@@ -224,7 +224,8 @@ def _refined(step, steps, epsilon, delta, interval):
 def _log_mgfs(step, steps):
     """Tilts on a wide grid, and ln E[exp(tilt S)] of the whole run at each."""
     # Many small losses (central limit) put the saddle point near 1 / std, one rare large loss near sigma.
-    few, many = sorted((1 / (step.std * math.sqrt(steps)), float(step.sigma)))
+    # Where so little noise leaves one loss only, none of float64's spread is left.
+    few, many = sorted((1 / (max(step.std, 1e-9) * math.sqrt(steps)), float(step.sigma)))
     tilts = torch.from_numpy(np.geomspace(1e-3 * few, 1e2 * many, int(10 * math.log10(1e5 * many / few))))
     # The window's bound looks a little beyond the tilt, so a tilt whose neighbourhood is out of range will not do.
     reachable = step.log_mgf(1.2 * tilts).isfinite()
@@ -328,7 +329,9 @@ def delta(*, sample_rate, noise_multiplier, steps, epsilon):
     run = sample_rate, noise_multiplier, steps
     worst = _compose_near(*run, "remove", epsilon).delta(epsilon)
     if epsilon < _largest_loss_of_adding(sample_rate, steps):
-        worst = max(worst, _compose_near(*run, "add", epsilon).delta(epsilon))
+        # The sum of the losses is below its largest for certain, so delta is below 1 - e^(epsilon - largest).
+        largest = _largest_loss_of_adding(sample_rate, steps)
+        worst = max(worst, min(_compose_near(*run, "add", epsilon).delta(epsilon), -math.expm1(epsilon - largest)))
     return worst
 
 

@@ -24,7 +24,7 @@ What the grids give away: the attacker's best true positive rate comes out too l
 The tests measure it against the Gaussian curve, a single sampled step in closed form, and optimistic distributions of
 dp-accounting.
 
-Time on one core: some 0.2 to 2 s for a run, whatever the number of rates.
+Time on one core: some 0.2 to 4 s for a run, whatever the number of rates.
 
 >>> run = dict(sample_rate=0.01, noise_multiplier=1.0, steps=1000)
 >>> trade_off(**run, false_positive_rate=[0.001, 0.01, 0.5]).round(decimals=3)
@@ -45,8 +45,8 @@ from .runs import _check_run
 TOLERANCE = 1e-3
 
 _DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)    # where the composed losses are accurate
+_REVEALING = 0.5                              # below, delta is flat from 0 to far beyond where losses are then accurate
 _NODES = 1 << 13                              # epsilons in even steps, and as many in even ratios
-_HAIR = 1e-9                                  # more than sums of two million rounded logarithms are off
 
 
 def trade_off(*, sample_rate, noise_multiplier, steps, false_positive_rate):
@@ -184,12 +184,19 @@ def _composed_curve(sample_rate, noise_multiplier, steps, least):
     run = sample_rate, noise_multiplier, steps
     composed = {direction: [pld._compose_at(*run, direction, delta)[0] for delta in deltas]
                 for direction in pld.DIRECTIONS}
+    if noise_multiplier < _REVEALING:
+        for direction, losses in composed.items():
+            losses.append(pld._compose_near(*run, direction, 0.0))
     last = max((loss.first + len(loss.masses)) * loss.interval for loss in composed["remove"])
     epsilons = torch.cat((torch.linspace(0, last, _NODES, dtype=torch.float64),
                           torch.logspace(math.log10(last) - 8, math.log10(last), _NODES, dtype=torch.float64)))
     # Every loss bounds delta everywhere: the best counts in each direction, the worse of the directions.
-    best = [torch.stack([_log_deltas(loss, epsilons) for loss in losses]).amin(0) for losses in composed.values()]
-    return _Curve(epsilons, torch.maximum(*best))
+    removed, added = (torch.stack([_log_deltas(loss, epsilons) for loss in composed[direction]]).amin(0)
+                      for direction in ("remove", "add"))
+    # No loss of adding exceeds a constant. Where noise is so small that all are near it, a composed loss says less.
+    below = epsilons - pld._largest_loss_of_adding(sample_rate, steps)
+    added = torch.minimum(added, torch.log(-torch.expm1(below.clamp(max=0))))
+    return _Curve(epsilons, torch.maximum(removed, added))
 
 
 def _log_deltas(loss, epsilons):
@@ -201,15 +208,18 @@ def _log_deltas(loss, epsilons):
     def sums_from(logs):
         return torch.logcumsumexp(logs.flip(0), 0).flip(0)
 
-    h = loss.interval
-    grid = (loss.first + torch.arange(len(loss.masses) + 1, dtype=torch.float64)) * h
+    h, points = loss.interval, len(loss.masses)
+    grid = (loss.first + torch.arange(points + 1, dtype=torch.float64)) * h
+    # Each of the sums may be off by a rounding of its logarithm for each point.
+    largest = max(100.0, abs(loss.log_scale), (1 + loss.tilt) * float(grid.abs().max()))
+    hair = 2 * points * torch.finfo(torch.float64).eps * largest
     never = torch.tensor([-math.inf], dtype=torch.float64)
     above = torch.cat((sums_from(loss.masses.log() + loss.log_scale - loss.tilt * grid[:-1]), never))
     at_grid = grid[:-1] + sums_from(math.log(-math.expm1(-h)) + above[1:] - grid[:-1])
     at_grid = torch.cat((at_grid, never))
-    j = torch.searchsorted(grid, epsilons, right=True).clamp(max=len(loss.masses))
+    j = torch.searchsorted(grid, epsilons, right=True).clamp(max=points)
     down = (epsilons - grid[j]).clamp(max=0)
-    found = torch.logaddexp(above[j] + torch.log(-torch.expm1(down)), at_grid[j] + down) + _HAIR
+    found = torch.logaddexp(above[j] + torch.log(-torch.expm1(down)), at_grid[j] + down) + hair
     slack = loss.log_scale - loss.tilt * epsilons + math.log(loss.slack / (1 + loss.tilt))
     capped = torch.full_like(slack, loss.log_capped)
     return torch.logaddexp(torch.logaddexp(found, slack), capped).clamp(max=0)

@@ -11,6 +11,18 @@
 * `tracking`: everybody's gradient norms along a run, for accounts of each example; `passes`: how they are computed;
   `following`: whether they are those of the run;
 * `models`: the papers' networks.
+
+A plan, a training, and what it cost everybody:
+
+>>> import torch
+>>> x = torch.randn(1000, 5, generator=torch.Generator().manual_seed(0))
+>>> y = (x[:, 0] > 0).long()
+>>> plan = DPSGDPlan.for_epsilon(2.0, n=1000, sample_rate=0.05, steps=100, max_grad_norm=1.0, delta=1e-5)
+>>> model = torch.nn.Linear(5, 2)
+>>> history = train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), seed=0,
+...                 progress=False)
+>>> f"{len(history.batch_sizes)} steps, epsilon {plan.epsilon():.2f} at delta {plan.delta:g}"
+'100 steps, epsilon 2.00 at delta 1e-05'
 """
 
 from dpcompanion.training.checkpoints import Checkpoint

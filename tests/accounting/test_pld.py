@@ -243,3 +243,9 @@ def test_a_run_that_no_grid_of_reasonable_size_resolves_is_refused_before_the_me
     """So many steps that the grid's own spread outgrows the loss's: 54 GB were asked for."""
     with pytest.raises(ValueError, match="steps=386155490532.*grid points are too many.*accountant='rdp'"):
         compute_epsilon(sample_rate=4.84e-6, noise_multiplier=0.154, steps=386155490532, delta=4.1e-233)
+
+
+def test_delta_of_a_step_whose_noise_hides_nothing_is_the_sample_rate():
+    # The loss of adding has no spread left in float64.
+    run = dict(sample_rate=0.9, noise_multiplier=0.011, steps=1)
+    assert all(pld.delta(**run, epsilon=epsilon) == pytest.approx(0.9, rel=1e-6) for epsilon in (0.0, 1.0))

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion.accounting import best_true_positive_rate, compute_delta, compute_epsilon, pld, trade_off
-from dpcompanion.accounting.tradeoff import TOLERANCE
+from dpcompanion.accounting.tradeoff import TOLERANCE, _log_deltas
 from dpcompanion.attacks import clopper_pearson
 
 RATES = torch.cat((torch.logspace(-9, -2, 29, dtype=torch.float64),
@@ -92,6 +92,32 @@ def test_no_line_of_compute_delta_is_missed(run):
     found = trade_off(**run, false_positive_rate=RATES)
     epsilons = torch.cat((torch.zeros(1), torch.logspace(-2, 1, 4))).double()
     check_bound(found, torch.maximum(found, envelope(RATES, epsilons, compute_delta(**run, epsilon=epsilons))))
+
+
+@pytest.mark.parametrize("direction", pld.DIRECTIONS)
+@pytest.mark.parametrize("run", RUNS[1:])
+def test_many_deltas_at_once_are_those_of_one_at_a_time_and_never_below(run, direction):
+    loss = pld.compose(**run, delta=1e-5, direction=direction)
+    epsilons = torch.cat((torch.zeros(1), torch.logspace(-4, 1.3, 40))).double()
+    found = torch.exp(_log_deltas(loss, epsilons))
+    single = torch.tensor([loss.delta(epsilon) for epsilon in epsilons.tolist()], dtype=torch.float64)
+    assert bool((found >= single * (1 - 1e-12)).all()) and bool((found <= single * (1 + 1e-6)).all())
+
+
+@pytest.mark.parametrize("sample_rate, noise_multiplier, steps", [
+    (1e-7, 0.1, 1), (0.5, 1e6, 10), (0.999, 0.011, 2), (0.3, 0.02, 500)])
+def test_the_corners_of_the_range_are_curves(sample_rate, noise_multiplier, steps):
+    run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps)
+    found = trade_off(**run, false_positive_rate=[0.0, 1e-4, 1e-3, 0.5, 1.0])
+    assert bool(found.isfinite().all()) and bool((found.diff() <= 0).all()) and 0 <= found[4] and found[0] <= 1
+    if noise_multiplier == 1e6 or sample_rate == 1e-7:          # next to nothing can be told
+        assert found.tolist() == pytest.approx([1, 1, 0.999, 0.5, 0], abs=2e-4)
+
+
+def test_where_the_noise_hides_nothing_those_who_were_drawn_are_found():
+    run = dict(sample_rate=0.9, noise_multiplier=0.011, steps=1, false_positive_rate=[1e-6, 0.05, 0.5])
+    # One tenth was not drawn; a segment joins the attack that never accuses wrongly to the one that never acquits so.
+    assert trade_off(**run).tolist() == pytest.approx([0.1 - 1e-6, 0.05, 0], abs=1e-4)
 
 
 def test_the_best_attack_there_is_comes_near_the_curve_and_not_below():
