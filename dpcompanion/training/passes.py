@@ -13,7 +13,7 @@ import torch
 from dpcompanion.training import clipping, proof
 
 
-def norms_of_all(model, loss, x, y, *, method, chunk):
+def norms_of_all(model, loss, x, y, *, method, chunk, precision=None):
     """The gradient norm of each of the n examples (x, y), (n,), on the model's device.
 
     The model computes in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example
@@ -22,7 +22,7 @@ def norms_of_all(model, loss, x, y, *, method, chunk):
     device = next(model.parameters()).device
     with undisturbed(model) as inner:
         return torch.cat([clipping.gradient_norms(inner, loss, some_x.to(device), some_y.to(device), method=method,
-                                                  chunk=chunk)
+                                                  chunk=chunk, precision=precision)
                           for some_x, some_y in zip(x.split(chunk), y.split(chunk))])
 
 
@@ -33,11 +33,11 @@ def sent(tensor, device):
     return tensor.to(device)
 
 
-def resolve_method(model, loss, x, y, method):
+def resolve_method(model, loss, x, y, method, precision=None):
     """The method that is proved right for this model (`clipping.resolve_method`), in evaluation mode."""
     device, rows = next(model.parameters()).device, proof.rows_to_look_through(len(x))
     with undisturbed(model) as inner:
-        return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method)
+        return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method, precision)
 
 
 def chunk_for(x):
