@@ -82,7 +82,7 @@ class Run:
     """The state that callbacks see: plan, model, optimizer, history, the step just done (counted from 1), and the
     indices and gradient norms (before clipping) of that step's examples."""
 
-    plan: object
+    plan: "DPSGDPlan"
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     history: History
