@@ -50,7 +50,7 @@ class Filtering:
         generator = torch.Generator().manual_seed(0)
         self.norms = torch.rand(N, generator=generator, dtype=torch.float64)
 
-    def check_run(self, plan, model, loss, x, y):
+    def check_run(self, plan, model, loss, data):
         pass
 
     def before_step(self):

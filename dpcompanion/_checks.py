@@ -87,3 +87,8 @@ def same_length(**arrays):
 def is_number(value):
     """True for a plain number, false for an array or tensor."""
     return isinstance(value, numbers.Real)
+
+
+def as_given(result, *given):
+    """The result of what was given: a float where all of that are plain numbers, else the tensor that it is."""
+    return float(result) if all(map(is_number, given)) else result

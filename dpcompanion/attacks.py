@@ -31,14 +31,18 @@ is taken as two Gaussians, and the target's score is weighed between them::
 
 import math
 import typing
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from scipy import special
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Numbers
 
 
-def clopper_pearson(successes, trials, *, confidence=0.95):
+def clopper_pearson(successes: Numbers, trials: Numbers, *,
+                    confidence: float = 0.95) -> tuple[torch.Tensor, torch.Tensor]:
     """One-sided bounds on a probability: (lower, upper), float64 tensors, each missed with probability at most
     1 - confidence.
 
@@ -58,7 +62,8 @@ def clopper_pearson(successes, trials, *, confidence=0.95):
     return torch.as_tensor(lower), torch.as_tensor(upper)
 
 
-def epsilon_lower_bound(*, true_positives, positives, false_positives, negatives, delta, confidence=0.95):
+def epsilon_lower_bound(*, true_positives: int, positives: int, false_positives: int, negatives: int, delta: float,
+                        confidence: float = 0.95) -> float:
     """The largest epsilon, at least 0, that the counts refute; in both directions.
 
     Args:
@@ -75,7 +80,8 @@ def epsilon_lower_bound(*, true_positives, positives, false_positives, negatives
     return torch.maximum((tpr - delta) / fpr, (1 - fpr - delta) / (1 - tpr)).clamp(min=1).log()
 
 
-def mu_lower_bound(*, true_positives, positives, false_positives, negatives, confidence=0.95):
+def mu_lower_bound(*, true_positives: int, positives: int, false_positives: int, negatives: int,
+                   confidence: float = 0.95) -> float:
     """The largest mu, at least 0, such that the counts refute mu-GDP. Arguments as for `epsilon_lower_bound`.
 
     With `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon at any delta, for mechanisms that are claimed
@@ -110,12 +116,13 @@ class LossThreshold(typing.NamedTuple):
     fitted: float
 
     @property
-    def advantage(self):
+    def advantage(self) -> float:
         """2 success - 1: 0 for guessing, 1 for certainty."""
         return 2 * self.success.value - 1
 
 
-def loss_threshold_attack(members, nonmembers, *, generator, confidence=0.95):
+def loss_threshold_attack(members: Array, nonmembers: Array, *, generator: torch.Generator,
+                          confidence: float = 0.95) -> LossThreshold:
     """Call an example a member if its loss is at most a threshold (Yeom et al. 2018; Yu et al. 2022, section 5.3).
 
     As many members as nonmembers are drawn and both are cut in half: one half chooses the threshold with the most right
@@ -150,7 +157,7 @@ def loss_threshold_attack(members, nonmembers, *, generator, confidence=0.95):
                          0.5 + float(called[best] - wrongly[best]) / (2 * half))
 
 
-def log_odds(logits, labels):
+def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     r"""ln(p / (1 - p)) of the true class, (..., n), from logits (..., n, classes): the score that LiRA needs.
 
     A logit by itself is not enough: adding a constant to all logits of an example changes no prediction.
@@ -163,7 +170,7 @@ def log_odds(logits, labels):
     return logits.gather(-1, labels).squeeze(-1) - others
 
 
-def shadow_masks(models, n, *, generator):
+def shadow_masks(models: int, n: int, *, generator: torch.Generator) -> torch.Tensor:
     """Who is in the data of each shadow model, (models, n) booleans; every example is in exactly half of them.
 
     Raises ValueError for an odd number of models.
@@ -178,7 +185,7 @@ def shadow_masks(models, n, *, generator):
     return draws.argsort(0) < models // 2
 
 
-def shadow_scores(fit, masks, *, size=1, jobs=1):
+def shadow_scores(fit: Callable[..., Any], masks: torch.Tensor, *, size: int = 1, jobs: int = 1) -> torch.Tensor:
     """The scores of all examples under every shadow model, (models, n).
 
     Args:
@@ -202,7 +209,7 @@ def shadow_scores(fit, masks, *, size=1, jobs=1):
     return torch.cat(joblib.Parallel(n_jobs=jobs)(joblib.delayed(fit)(some, masks[some]) for some in numbers))
 
 
-def lira(targets, shadows, masks, *, variance="each"):
+def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, variance: str = "each") -> torch.Tensor:
     """The log-likelihood ratio of LiRA: how much likelier a target's score is if the example was in its data.
 
     Args:
@@ -232,7 +239,7 @@ def lira(targets, shadows, masks, *, variance="each"):
     return ratio
 
 
-def roc(members, nonmembers):
+def roc(members: Array, nonmembers: Array) -> tuple[torch.Tensor, torch.Tensor]:
     """The ROC curve of a score that is larger for members: (false positive rates, true positive rates), from (0, 0) to
     (1, 1), one point for each threshold.
 
@@ -246,7 +253,7 @@ def roc(members, nonmembers):
     return tuple(torch.cat((torch.zeros(1, dtype=torch.float64), rate.double())) for rate in rates)
 
 
-def auc(members, nonmembers, *, confidence=0.95):
+def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Interval:
     """The area under the ROC curve, the chance that a member scores above a nonmember, with DeLong's interval.
 
     The interval is about other examples of the same kind under this model, not about other models.
@@ -269,7 +276,7 @@ def auc(members, nonmembers, *, confidence=0.95):
     return Interval(value, max(0.0, value - reach), min(1.0, value + reach))
 
 
-def tpr_at_fpr(members, nonmembers, *, fpr=0.01, confidence=0.95):
+def tpr_at_fpr(members: Array, nonmembers: Array, *, fpr: float = 0.01, confidence: float = 0.95) -> Interval:
     """The true positive rate at the lowest threshold that at most the share `fpr` of nonmembers exceeds, with Clopper
     and Pearson's interval, in which the threshold counts as given.
 
@@ -285,7 +292,7 @@ def tpr_at_fpr(members, nonmembers, *, fpr=0.01, confidence=0.95):
     return Interval(hits / len(members), float(low), float(high))
 
 
-def low_bits_tell(releases, canary):
+def low_bits_tell(releases: torch.Tensor, canary: torch.Tensor) -> torch.Tensor:
     """Whether each release holds the canary, by the low bits of numbers near 0 alone (after Mironov 2012).
 
     A float near 0 has bits far below those of a float near the canary.  So canary + float noise that lands near 0 is a

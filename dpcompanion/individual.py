@@ -8,8 +8,10 @@ every example its epsilon.
 Norms are rounded UP to the grid :math:`\{r, 2r, \dots, C\}`, so the account is a bound, and a history is a
 row of counts: how many steps at which level.  One table for the levels and one matrix product give
 the epsilons of all examples, by RDP or by privacy loss distributions (`accounting.histories`).  Without rounding,
-RDP is still cheap: at each order it is convex in :math:`x = (c/C)^2`, so a chord between two nodes of a table lies
-above it, and a norm adds two weights to its example's row.
+both are still cheap, and still bounds.  RDP at each order is convex in :math:`x = (c/C)^2`, so a chord between two
+nodes of a table lies above it, and a norm adds two weights to its example's row.  Loss distributions take up to 2,048
+distinct norms as they are, each as a mixture of two nodes (`accounting.levels`); where there are more, norms are
+rounded up to a grid of as many, less than 0.001 C apart.
 
 What the number is: an account along the realised trajectory ("output-specific", theorem 3.1 of Yu et al. 2023).  It is
 exact along it where gradients are clipped to the recorded norms, an estimate where these are merely observed.  It
@@ -20,11 +22,13 @@ Whom the neighbours of a run differ in is the plan's to say (`DPSGDPlan.relation
 numbers are the same for both.  Accountant and clip norm are the plan's too, and no account exceeds what everybody has
 by the same accountant for as many steps: the account of one who is charged C at each of them is that number.
 
-By privacy loss distributions, the default, the epsilons of 60,000 examples take about ten seconds on a CPU, by RDP one.
+By privacy loss distributions, the default, the epsilons of 60,000 examples take about ten seconds on a CPU, by RDP one;
+without rounding about a minute, and three seconds for a few hundred.
 
 Memory, with rounding: 2 bytes for each example and level up to 32,767 steps (2 GB for ten million examples at r =
-0.01), 4 bytes beyond.  Without (by RDP): at most 200 MB of norms that wait to be added, and 8 bytes for each example
-and order (about 2 GB for a million) once they were added.  Epsilons are computed in blocks of examples, so that what
+0.01), 4 bytes beyond; without, by loss distributions, the same for each distinct norm or level.  Without, by RDP: at
+most 200 MB of norms that wait to be added, and 8 bytes for each example and order (about 2 GB for a million) once they
+were added.  Epsilons are computed in blocks of examples, so that what
 comes on top does not grow with n.  Accounts of different examples have nothing to do with each other: where those
 without rounding take too much, one accountant after another, each for a part of the examples, gives the same.
 
@@ -37,42 +41,27 @@ tensor([1.8282, 0.4717, 0.0000], dtype=torch.float64)
 """
 
 import math
+from typing import TYPE_CHECKING
 
 import torch
 
 from . import _checks
+from ._types import Array, Device, State
 from .accounting import ACCOUNTANTS, compute_epsilon, rdp_to_epsilon
 from .accounting.chords import NODES, between, chords, rdp_of_shares, weights
+from .accounting.conversions import least_epsilon
 from .accounting.histories import epsilon_of_histories
+from .accounting.levels import even_levels, joined, with_shares
 from .accounting.runs import orders_for
+
+if TYPE_CHECKING:
+    from .training.plan import DPSGDPlan
 
 _WAITING = 200_000_000       # bytes of norms that may wait before they are added up
 _MOST = 2**31 - 1            # steps that a count can hold
 _ROWS = 8192                 # examples that are worked on at a time
 _NARROW = 2**15 - 1          # steps that a count of 16 bits can hold
 _FEW = 16                    # waiting norms of an example that are cheaper added up again than by a histogram
-_FINEST = 0.001              # the grid of loss distributions where no rounding is asked for
-_APART = 8                   # orders between two that are looked at first
-
-
-def _least_epsilon(rdp_of, count, orders, delta):
-    """The least epsilon over all orders for each of `count` rows, from about a quarter of the divergences.
-
-    `rdp_of(rows, columns)` gives those of some rows at some orders. Epsilon times (order - 1) is convex in the order
-    (so is the divergence, and the conversion adds a convex term), hence epsilon falls and then rises: the least one
-    lies between the neighbours of the least of a few. Whatever is looked at is a bound.
-    """
-    first = torch.cat([torch.arange(0, len(orders) - 1, _APART), torch.tensor([len(orders) - 1])])
-    everybody = torch.arange(count, device=orders.device)
-    epsilon, best = rdp_to_epsilon(rdp_of(everybody, first), orders[first], delta)
-    place = torch.searchsorted(orders[first].contiguous(), best.nan_to_num(nan=math.inf)).clamp(max=len(first) - 1)
-    for each in place.unique().tolist():
-        rows = (place == each).nonzero()[:, 0]
-        low, high = int(first[max(each - 1, 0)]), int(first[min(each + 1, len(first) - 1)])
-        near = torch.arange(low, high + 1)
-        epsilon[rows] = torch.minimum(epsilon[rows], rdp_to_epsilon(rdp_of(rows, near), orders[near], delta)[0])
-    return epsilon
-
 
 class IndividualAccountant:
     """Accounts for n examples; see the module's text.
@@ -85,7 +74,7 @@ class IndividualAccountant:
         noise_multiplier: noise over `max_grad_norm`, above 0.
         max_grad_norm: the clip norm C, above 0; longer norms are taken as C.
         rounding: r as a share of C, in (0, 1]; None for none, so far as the accountant allows: "rdp" takes each norm as
-            it is, "pld" makes a loss distribution for each level, and rounds up to multiples of 0.001 C.
+            it is, "pld" up to 2,048 distinct ones; if more are recorded, all are rounded up, by less than 0.001 C.
         accountant: "pld", which is tight, or "rdp", which is fast.
         device: where the account is kept; norms may come from anywhere.
 
@@ -95,15 +84,13 @@ class IndividualAccountant:
     Source: Yu et al. 2023, algorithm 2 (which rounds to the nearest multiple, and so under-states half of the norms).
     """
 
-    def __init__(self, n, *, sample_rate, noise_multiplier, max_grad_norm, rounding=0.01, accountant="pld",
-                 device=None):
+    def __init__(self, n: int, *, sample_rate: float, noise_multiplier: float, max_grad_norm: float,
+                 rounding: float | None = 0.01, accountant: str = "pld", device: Device = None):
         self.n = _checks.whole_number("n", n, 1)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
         self.max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
         self.accountant = _checks.one_of("accountant", accountant, ACCOUNTANTS)
-        if rounding is None and accountant == "pld":
-            rounding = _FINEST
         self.rounding = None if rounding is None else _checks.number("rounding", rounding, 0, 1, closed="right")
         self.device = torch.device("cpu" if device is None else device)
         # The most steps that were recorded of anybody; None where the device has to be asked.
@@ -111,23 +98,32 @@ class IndividualAccountant:
         # Whether something that was recorded cannot be, where the device has to be asked; see `_refuse`.
         self._wrong = None
         self._steps = torch.zeros(self.n, dtype=torch.int64, device=self.device)      # of each example
-        if self.rounding is None:
+        if self._by_levels:
+            self._levels = (torch.zeros(0, dtype=torch.float64) if self.rounding is None else
+                            even_levels(self.rounding)).to(self.device)
+            self._counts = torch.zeros(self.n, len(self._levels), dtype=torch.int16, device=self.device)
+        else:
             orders = orders_for(NODES * self.noise_multiplier)
             orders = tuple(sorted({order if order < 64 else float(round(order)) for order in orders}))
             self._orders, self._table = (part.to(self.device) for part in
                                          chords(self.sample_rate, self.noise_multiplier, orders))
             self._rdp = None                 # (n, K), made when the waiting norms are first added up
             self._waiting, self._held = [], 0
-        else:
-            levels = math.ceil(1 / self.rounding - 1e-9)
-            #: The levels {r, 2r, ..., 1} to which norms are rounded up, in units of the clip norm.
-            self.levels = torch.clamp(self.rounding * torch.arange(1, levels + 1, dtype=torch.float64), max=1.0)
-            self.levels[-1] = 1.0
-            self._levels = self.levels.to(self.device)
-            self._counts = torch.zeros(self.n, levels, dtype=torch.int16, device=self.device)
+
+    @property
+    def _by_levels(self):
+        """Whether the account is one of counts at levels, not of divergences that were added up."""
+        return self.rounding is not None or self.accountant == "pld"
+
+    @property
+    def levels(self) -> torch.Tensor:
+        """The levels to which norms are rounded up, in units of the clip norm, ascending: without rounding the norms
+        that were recorded, or a grid where they are many; none by RDP without rounding."""
+        return self._levels.cpu() if self._by_levels else torch.zeros(0, dtype=torch.float64)
 
     @classmethod
-    def for_plan(cls, plan, *, n=None, rounding=0.01, accountant=None, device=None):
+    def for_plan(cls, plan: "DPSGDPlan", *, n: int | None = None, rounding: float | None = 0.01,
+                 accountant: str | None = None, device: Device = None) -> "IndividualAccountant":
         """The accountant of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm for all.
 
         Args:
@@ -151,20 +147,20 @@ class IndividualAccountant:
                    accountant=plan.accountant if accountant is None else accountant, device=device)
 
     @property
-    def steps(self):
+    def steps(self) -> int:
         """Steps recorded so far, of whom most were recorded."""
         if self._most is None:
             self._most = int(self._steps.max())
         return self._most
 
     @steps.setter
-    def steps(self, most):
+    def steps(self, most: int) -> None:
         self._most = most
 
-    def charged(self, norms):
-        """What `record` charges for these norms: themselves or the next level of the grid, at most C; float64.
+    def charged(self, norms: Array) -> torch.Tensor:
+        """What `record` charges for these norms at least: themselves or the next level of the grid, at most C; float64.
 
-        A gradient clipped to this costs no more than has been charged.
+        A gradient clipped to this costs no more than will be charged.
 
         >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=2.0,
         ...                                   rounding=0.1)
@@ -176,7 +172,7 @@ class IndividualAccountant:
             share = torch.where(share > 0, self._levels[torch.searchsorted(self._levels, share)], 0)
         return share * self.max_grad_norm
 
-    def record(self, norms, steps=1, examples=None):
+    def record(self, norms: Array, steps: int | torch.Tensor = 1, examples: Array | None = None) -> None:
         """Account for `steps` steps in which example i's gradient has the norm ``norms[i]``.
 
         Args:
@@ -205,15 +201,20 @@ class IndividualAccountant:
         if not count:
             return
         self._add_steps(steps, examples)
-        if self.rounding is None:
+        if not self._by_levels:
             self._waiting.append((examples, share, steps))
             self._held += sum(part.untyped_storage().nbytes() for part in self._waiting[-1] if part is not None)
             if self._held > _WAITING:
                 self._flush()
         else:
-            level = torch.searchsorted(self._levels, share)          # the first level that is not below the norm
-            rows = torch.arange(self.n, device=self.device) if examples is None else examples
             self._widen()
+            if self.rounding is None:
+                self._levels, self._counts = with_shares(self._levels, self._counts, share[steps > 0])
+            if not len(self._levels):                                # norms of 0 only, or charged for no step
+                return
+            # The first level that is not below the norm; what is charged for no step may be above all of them.
+            level = torch.searchsorted(self._levels, share).clamp(max=len(self._levels) - 1)
+            rows = torch.arange(self.n, device=self.device) if examples is None else examples
             added = (steps * (share > 0)).to(self._counts.dtype)
             self._counts.view(-1).index_add_(0, rows * len(self._levels) + level, added)
 
@@ -294,7 +295,7 @@ class IndividualAccountant:
         if self._counts.dtype == torch.int16 and (self.device.type != "cpu" or self.steps > _NARROW):
             self._counts = self._counts.to(torch.int32)
 
-    def epsilon(self, delta):
+    def epsilon(self, delta: float) -> torch.Tensor:
         """Epsilon of every example at `delta`, from all that has been recorded: an upper bound, (n,) float64.
 
         None exceeds `accounting.compute_epsilon` at the clip norm, by the same accountant and for `steps` steps, whose
@@ -319,14 +320,14 @@ class IndividualAccountant:
                 self._flush()
             orders = self._orders
         else:
-            orders = torch.tensor(orders_for(self.noise_multiplier / float(self.levels[0])), dtype=torch.float64)
+            orders = torch.tensor(orders_for(self.noise_multiplier / float(self._levels[0])), dtype=torch.float64)
             table = rdp_of_shares(self._levels, orders.tolist(), sample_rate=self.sample_rate,
                                   noise_multiplier=self.noise_multiplier)
         for start in range(0, self.n, _ROWS):
             block = slice(start, start + _ROWS)
             if self.rounding is not None:
                 counts = self._counts[block].double()
-                result[block] = _least_epsilon(lambda rows, columns, counts=counts: counts[rows] @ table[:, columns],
+                result[block] = least_epsilon(lambda rows, columns, counts=counts: counts[rows] @ table[:, columns],
                                                len(counts), orders.to(self.device), delta)
             elif self._rdp is not None:
                 result[block] = rdp_to_epsilon(self._rdp[block], orders, delta)[0]
@@ -334,14 +335,14 @@ class IndividualAccountant:
                 # So few norms that an account is cheaper made again than kept.
                 nothing = torch.zeros(len(result[block]), 1, dtype=torch.float64, device=self.device)
                 waiting = [(shares[block], steps[block, None]) for _, shares, steps in self._waiting]
-                result[block] = _least_epsilon(
+                result[block] = least_epsilon(
                     lambda rows, columns, nothing=nothing, waiting=waiting: sum(
                         (between(shares[rows], self._table[:, columns]) * steps[rows] for shares, steps in waiting),
                         start=nothing[rows].expand(-1, len(columns))),
                     len(nothing), orders, delta)
         return result
 
-    def merge(self, other):
+    def merge(self, other: "IndividualAccountant") -> None:
         """Add what another accountant of the same examples and parameters has recorded, as if this one had."""
         if not isinstance(other, IndividualAccountant) or other._parameters() != self._parameters():
             raise ValueError(f"other must be an accountant with the parameters {self._parameters()}, got "
@@ -354,23 +355,24 @@ class IndividualAccountant:
             raise ValueError(f"other.steps must add up with these to at most {_MOST} for an example, "
                              f"got {int(steps.max())}")
         self._steps, self.steps = steps, int(steps.max())
-        if self.rounding is None:
+        if not self._by_levels:
             self._flush()
             other._flush()
             self._rdp += other._rdp.to(self.device)
-        else:
-            self._widen()
-            self._counts += other._counts.to(device=self.device, dtype=self._counts.dtype)
+            return
+        self._widen()
+        self._levels, self._counts = joined(self._levels, self._counts, other._levels.to(self.device), other._counts)
 
-    def state_dict(self):
+    def state_dict(self) -> State:
         """All that is needed to go on: parameters, steps of each example and accounts."""
         self._check_nothing_refused()
-        if self.rounding is None:
+        if not self._by_levels:
             self._flush()
         return {"parameters": self._parameters(), "steps": self._steps.clone(),
-                "accounts": (self._rdp if self.rounding is None else self._counts).clone()}
+                "accounts": (self._counts if self._by_levels else self._rdp).clone()} | (
+                    {"levels": self.levels} if self._by_levels and self.rounding is None else {})
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of an accountant with the same parameters.
 
         Raises:
@@ -380,10 +382,14 @@ class IndividualAccountant:
         if state["parameters"] != self._parameters():
             raise ValueError(f"state must be of an accountant with the parameters {self._parameters()}, "
                              f"got {state['parameters']}")
-        if self.rounding is None:
+        levels = None
+        if not self._by_levels:
             shape, kinds = (self.n, len(self._orders)), (torch.float64,)
         else:
-            shape, kinds = self._counts.shape, (torch.int16, torch.int32)
+            levels = torch.as_tensor(state["levels"]) if self.rounding is None else self._levels
+            shape, kinds = (self.n, len(levels)), (torch.int16, torch.int32)
+            if levels.dtype != torch.float64 or not ((levels > 0) & (levels <= 1)).all() or (levels.diff() <= 0).any():
+                raise ValueError(f"state must hold ascending levels in (0, 1], got {levels}")
         accounts, steps = state["accounts"], torch.as_tensor(state["steps"])
         if steps.shape != (self.n,) or steps.dtype != torch.int64 or steps.min() < 0 or steps.max() > _MOST:
             raise ValueError(f"state must hold ({self.n},) int64 steps from 0 to {_MOST}, got {steps}")
@@ -393,16 +399,17 @@ class IndividualAccountant:
         if not bool((accounts >= 0).all()):
             lowest = float(accounts.nan_to_num(nan=-1.0).min())
             raise ValueError(f"state must hold accounts of at least 0, got {lowest:g}")
-        if self.rounding is not None:
+        if levels is not None:
             counted = accounts.sum(dim=1, dtype=torch.int64)
             if bool((counted > steps.to(counted.device)).any()):
                 raise ValueError(f"state must hold at most an example's steps for it, got {int(counted.max())} of "
                                  f"{int(steps.max())}")
         self._steps.copy_(steps)
         self.steps = int(steps.max())
-        if self.rounding is None:
+        if levels is None:
             self._rdp, self._waiting, self._held = accounts.to(self.device, copy=True), [], 0
         else:
+            self._levels = levels.to(self.device)
             self._counts = accounts.to(self.device, torch.int16 if self.steps <= _NARROW else torch.int32, copy=True)
 
     def _parameters(self):

@@ -30,6 +30,7 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array
 from dpcompanion.accounting import DEFAULT_ORDERS, gaussian_epsilon, gaussian_mu, rdp_to_epsilon
 
 
@@ -41,13 +42,13 @@ class PateParameters:
     noise_std: float
     weights: torch.Tensor
 
-    def epsilons(self, delta, *, queries):
+    def epsilons(self, delta: float, *, queries: int) -> torch.Tensor:
         """(P,) epsilons of the groups after so many labels, whatever the votes: exact, add or remove one example."""
         return gaussian_epsilon(math.sqrt(2 * _checks.whole_number("queries", queries,
                                                                    1)) * self.weights / self.noise_std, delta)
 
 
-def weighted_parameters(target_epsilons, counts, *, target_delta, queries):
+def weighted_parameters(target_epsilons: Array, counts: Array, *, target_delta: float, queries: int) -> PateParameters:
     r"""Weighting: votes that count as much as each budget allows, with mean 1, and the noise that goes with them.
 
     Args:
@@ -68,7 +69,8 @@ def weighted_parameters(target_epsilons, counts, *, target_delta, queries):
     return PateParameters(math.sqrt(2 * queries) / mean, reach / mean)
 
 
-def upsampled_parameters(target_epsilons, *, target_delta, queries, copies=1):
+def upsampled_parameters(target_epsilons: Array, *, target_delta: float, queries: int,
+                         copies: int = 1) -> PateParameters:
     """Upsampling: in how many teachers' parts examples are, and the noise at which no budget is exceeded.
 
     Arguments as for `weighted_parameters`; examples of the strictest budget are in `copies` parts, the others in as
@@ -85,7 +87,7 @@ def upsampled_parameters(target_epsilons, *, target_delta, queries, copies=1):
     return PateParameters(math.sqrt(2 * queries) * float((times / reach).max()), times)
 
 
-def histograms(votes, weights, *, classes):
+def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
     """Weighted votes for each class: votes (teachers, queries), whole numbers; weights (teachers,). Returns (queries,
     classes).
 
@@ -102,13 +104,14 @@ def histograms(votes, weights, *, classes):
     return torch.einsum("t,tqc->qc", weights, torch.nn.functional.one_hot(votes.long(), classes).double())
 
 
-def noisy_labels(histogram, noise_std, generator):
+def noisy_labels(histogram: torch.Tensor, noise_std: float, generator: torch.Generator) -> torch.Tensor:
     """The label of each query, (queries,): the largest entry of the histogram (queries, classes) with noise."""
     noise = torch.randn(histogram.shape, dtype=torch.float64, generator=generator, device=generator.device)
     return (histogram + noise_std * noise.to(histogram.device)).argmax(dim=1)
 
 
-def rdp_of_votes(histogram, parameters, *, orders=DEFAULT_ORDERS):
+def rdp_of_votes(histogram: torch.Tensor, parameters: PateParameters, *,
+                 orders: Array = DEFAULT_ORDERS) -> torch.Tensor:
     r"""Renyi divergence that one label costs each group, given the votes: (queries, P, orders).
 
     With q a bound on the probability that the noise changes the label, which grows with
@@ -147,7 +150,8 @@ def rdp_of_votes(histogram, parameters, *, orders=DEFAULT_ORDERS):
     return torch.where(applies, torch.minimum(always, given.clamp(min=0)), always)
 
 
-def epsilons_of_votes(histogram, parameters, delta, *, orders=DEFAULT_ORDERS):
+def epsilons_of_votes(histogram: torch.Tensor, parameters: PateParameters, delta: float, *,
+                      orders: Array = DEFAULT_ORDERS) -> torch.Tensor:
     """(P,) epsilons of the groups after the labels of these votes, by RDP; as private as `rdp_of_votes`."""
     rdp = rdp_of_votes(histogram, parameters, orders=orders).sum(dim=0)
     return rdp_to_epsilon(rdp, orders, delta)[0]

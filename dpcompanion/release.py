@@ -45,6 +45,7 @@ import torch
 from scipy.optimize import isotonic_regression
 
 from . import _checks
+from ._types import Array
 from .accounting import gaussian_epsilon, gaussian_mu
 
 METHODS = ("cdf", "andrew2021")
@@ -70,13 +71,14 @@ def _in_either_relation(release):
             given.arguments["epsilon"] = float(gaussian_epsilon(ratio / rise, given.arguments["delta"])) * (1 - 1e-9)
         return release(*given.args, **given.kwargs)
 
-    added = inspect.Parameter("relation", inspect.Parameter.KEYWORD_ONLY, default="add or remove")
+    added = inspect.Parameter("relation", inspect.Parameter.KEYWORD_ONLY, default="add or remove", annotation=str)
     released.__signature__ = usual.replace(parameters=[*usual.parameters.values(), added])
     return released
 
 
 @_in_either_relation
-def private_mean(values, *, upper, epsilon, delta, generator):
+def private_mean(values: Array, *, upper: float, epsilon: float, delta: float,
+                 generator: torch.Generator | None) -> float:
     """The mean of `values` with noise of standard deviation sigma upper / n, (epsilon, delta)-private; a float.
 
     Neighbouring relation: one value added or removed, or replaced, n public; the sum moves by `upper` at most in both.
@@ -99,8 +101,9 @@ def private_mean(values, *, upper, epsilon, delta, generator):
 
 
 @_in_either_relation
-def private_quantiles(values, quantiles, *, upper, epsilon, delta, generator, method="cdf", bins=512, steps=20,
-                      learning_rate=1.0, start=None):
+def private_quantiles(values: Array, quantiles: Array, *, upper: float, epsilon: float, delta: float,
+                      generator: torch.Generator | None, method: str = "cdf", bins: int = 512, steps: int = 20,
+                      learning_rate: float = 1.0, start: float | None = None) -> torch.Tensor:
     """Quantiles of `values`, together (epsilon, delta)-private: (len(quantiles),) float64, from 0 to `upper`.
 
     Neighbouring relation: one value added or removed, n public; or one replaced, see `replacement_factor`.
@@ -135,7 +138,7 @@ def private_quantiles(values, quantiles, *, upper, epsilon, delta, generator, me
     return found
 
 
-def split(epsilon, delta, parts):
+def split(epsilon: float, delta: float, parts: int) -> float:
     """The epsilon of each of `parts` releases of this module that are together (epsilon, delta)-private.
 
     Each runs with the same `delta` and the same relation, which is that of the whole.
@@ -148,7 +151,7 @@ def split(epsilon, delta, parts):
     return float(gaussian_epsilon(noise_ratio(epsilon, delta) / math.sqrt(parts), delta))
 
 
-def replacement_factor(bins):
+def replacement_factor(bins: int) -> float:
     """How much longer than one value added is one replaced, for the curve of quantiles: from 1 to sqrt(2).
 
     The replaced value leaves bin a and enters bin b, which moves :math:`L h` by the difference of two columns of L:
@@ -167,7 +170,7 @@ def replacement_factor(bins):
     return min(float((longest / own[-1]).sqrt()) * (1 + 1e-9), math.sqrt(2))
 
 
-def noise_ratio(epsilon, delta):
+def noise_ratio(epsilon: float, delta: float) -> float:
     """The largest sensitivity over noise at which the Gaussian mechanism is (epsilon, delta)-private, rounded down.
 
     >>> round(1 / noise_ratio(0.1, 1e-5), 2)

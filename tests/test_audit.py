@@ -8,6 +8,7 @@ import torch
 from scipy import stats
 
 from dpcompanion import audit
+from dpcompanion.accounting import gaussian_epsilon
 from dpcompanion.accounting import compute_delta
 from dpcompanion.training import DPSGDPlan, PoissonSampler, clipping, cross_entropy, models, train
 
@@ -43,7 +44,7 @@ def test_gaussian_noise_is_refuted_as_rarely_as_is_said(mu):
     law = stats.binom.pmf(np.arange(trials + 1), trials, stats.norm.cdf(mu / 2))
     assert share_refuted(lambda v: audit.refutes(audit.GaussianCurve(mu), v, trials, trials), law) <= 0.05
     delta = 1e-3
-    epsilon = float(audit.gaussian_epsilon(mu, delta))
+    epsilon = float(gaussian_epsilon(mu, delta))
     assert share_refuted(lambda v: audit.one_run_epsilon(v, trials, trials, delta=delta) > epsilon, law) <= 0.05
 
 
@@ -64,7 +65,7 @@ def test_extreme_scores_of_gaussian_noise_stay_below_the_truth_and_are_no_toy():
     for _ in range(40):
         found = audit.audit(lambda included: mu * included + torch.randn(600, generator=generator), 600, delta=1e-4,
                             generator=generator)["everybody"]
-        above += found.mu > mu or found.epsilon > float(audit.gaussian_epsilon(mu, 1e-4))
+        above += found.mu > mu or found.epsilon > float(gaussian_epsilon(mu, 1e-4))
         values.append(found.mu)
     assert stats.binom.sf(above - 1, 40, 0.05) > 1e-4
     assert np.median(values) > 0.8 and found.gaussian_epsilon > found.epsilon > 1
@@ -88,8 +89,8 @@ def test_canaries_that_overlap_are_told_apart_together(monkeypatch):
     # 120 gradients in 130 dimensions, and next to no noise: by itself each drowns in the others.
     x = torch.randn(120, 130, generator=torch.Generator().manual_seed(0)).double()
     observers = []
-    make = audit._Observer
-    monkeypatch.setattr(audit, "_Observer", lambda *args: observers.append(make(*args)) or observers[0])
+    make = audit.trained._Observer
+    monkeypatch.setattr(audit.trained, "_Observer", lambda *args: observers.append(make(*args)) or observers[0])
     model = torch.nn.Linear(130, 1, bias=False).double()
     audit.audit_training(model, lambda outputs, _: -outputs.squeeze(1), (x, torch.zeros(120)),
                          plan(120, sample_rate=1.0, noise_multiplier=0.1, steps=3), method="func", seed=0,
@@ -179,7 +180,7 @@ def test_a_trainer_with_half_the_noise_is_refuted_by_enough_canaries(monkeypatch
 
 def test_a_canary_that_is_out_takes_no_part():
     canaries, included = torch.arange(0, 40, 2), torch.arange(20) % 2 == 0
-    observer = audit._Observer(canaries, included)
+    observer = audit.trained._Observer(canaries, included)
     model = torch.nn.Linear(40, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
     train(model, lambda outputs, _: -outputs.squeeze(1), (torch.eye(40).double(), torch.zeros(40)),

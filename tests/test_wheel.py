@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # Runs in a Python that sees the wheel, not the checkout, and nothing of what the extras bring.
 CODE = """
-import contextlib, importlib.abc, io, json, os, sys
+import contextlib, importlib, importlib.abc, io, json, os, sys
 
 installed, checkout, snippet = sys.argv[1:]
 sys.path[:] = [installed, *(path for path in sys.path if os.path.realpath(path) != os.path.realpath(checkout))]
@@ -46,6 +46,7 @@ print(json.dumps({
     "list": said(cli.main, ["list", "--json"]),
     "run": said(cli.main, ["run", "idp-sgd/table-5", "--preset", "quick"]),
     "without data": said(cli.main, ["run", "intrinsic-privacy/figure-1", "--preset", "quick"]),
+    "without opacus": said(importlib.import_module, "dpcompanion.engine"),
     "without cryptography": said(lambda: SecureStream().normal((1,), 1.0)),
     "scoreboard": [[one.exhibit.name, one.state, one.verdicts, one.basis] for one in scoreboard.standings()],
 }))
@@ -102,5 +103,7 @@ def test_records_and_scoreboard_are_those_of_the_checkout(said):
 def test_what_an_extra_brings_is_named_where_it_is_missing(said):
     status, _, err = said["without data"]
     assert status == 2 and "pip install 'dpcompanion[data]'" in err and err.count("\n") == 1
+    status, _, _ = said["without opacus"]
+    assert "pip install 'dpcompanion[opacus]'" in status
     status, _, _ = said["without cryptography"]
     assert "pip install 'dpcompanion[release]'" in status

@@ -21,7 +21,8 @@ from .search import crossing
 _SMALLEST_RATE, _LARGEST_NOISE, _MOST_STEPS = 1e-12, 1e9, 10**9
 
 
-def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, accountant="pld"):
+def find_noise_multiplier(*, target_epsilon: float, target_delta: float, sample_rate: float, steps: int,
+                          accountant: str = "pld") -> float:
     """The smallest noise multiplier, within a relative 1e-4, at which a run costs at most
     (target_epsilon, target_delta).
 
@@ -59,7 +60,8 @@ def find_noise_multiplier(*, target_epsilon, target_delta, sample_rate, steps, a
     return math.exp(found)
 
 
-def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, accountant="pld"):
+def find_sample_rate(*, target_epsilon: float, target_delta: float, noise_multiplier: float, steps: int,
+                     accountant: str = "pld") -> float:
     """The largest sample rate, within a relative 1e-4, at which a run costs at most (target_epsilon, target_delta).
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
@@ -96,7 +98,8 @@ def find_sample_rate(*, target_epsilon, target_delta, noise_multiplier, steps, a
     return min(math.exp(found), 1.0)
 
 
-def find_steps(*, target_epsilon, target_delta, sample_rate, noise_multiplier, accountant="pld"):
+def find_steps(*, target_epsilon: float, target_delta: float, sample_rate: float, noise_multiplier: float,
+               accountant: str = "pld") -> int:
     """The largest number of steps at which a run costs at most (target_epsilon, target_delta).
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.

@@ -29,8 +29,10 @@ from typing import NamedTuple
 import torch
 
 from .. import _checks
+from .._types import Array, Numbers
 
 CONVERSIONS = ("balle2020", "mironov2017")
+_APART = 8                   # orders between two that `least_epsilon` looks at first
 
 
 class EpsilonAt(NamedTuple):
@@ -47,7 +49,7 @@ class DeltaAt(NamedTuple):
     order: torch.Tensor
 
 
-def rdp_to_epsilon(rdp, orders, delta, *, conversion="balle2020"):
+def rdp_to_epsilon(rdp: Array, orders: Array, delta: Numbers, *, conversion: str = "balle2020") -> EpsilonAt:
     r"""The smallest epsilon that Renyi divergences at several orders imply.
 
     Args:
@@ -78,7 +80,7 @@ def rdp_to_epsilon(rdp, orders, delta, *, conversion="balle2020"):
     return EpsilonAt(epsilon, torch.where(epsilon.isfinite(), orders[best], math.nan))
 
 
-def rdp_to_delta(rdp, orders, epsilon, *, conversion="balle2020"):
+def rdp_to_delta(rdp: Array, orders: Array, epsilon: Numbers, *, conversion: str = "balle2020") -> DeltaAt:
     """The smallest delta at a given epsilon that Renyi divergences at several orders imply.
 
     Args:
@@ -106,6 +108,25 @@ def rdp_to_delta(rdp, orders, epsilon, *, conversion="balle2020"):
     if conversion == "balle2020":
         delta = torch.minimum(delta, _total_variation(rdp))
     return DeltaAt(delta, orders[best])
+
+
+def least_epsilon(rdp_of, count, orders, delta):
+    """The least epsilon over all orders for each of `count` rows, from about a quarter of the divergences.
+
+    `rdp_of(rows, columns)` gives those of some rows at some orders. Epsilon times (order - 1) is convex in the order
+    (so is the divergence, and the conversion adds a convex term), hence epsilon falls and then rises: the least one
+    lies between the neighbours of the least of a few. Whatever is looked at is a bound.
+    """
+    first = torch.cat([torch.arange(0, len(orders) - 1, _APART), torch.tensor([len(orders) - 1])])
+    everybody = torch.arange(count, device=orders.device)
+    epsilon, best = rdp_to_epsilon(rdp_of(everybody, first), orders[first], delta)
+    place = torch.searchsorted(orders[first].contiguous(), best.nan_to_num(nan=math.inf)).clamp(max=len(first) - 1)
+    for each in place.unique().tolist():
+        rows = (place == each).nonzero()[:, 0]
+        low, high = int(first[max(each - 1, 0)]), int(first[min(each + 1, len(first) - 1)])
+        near = torch.arange(low, high + 1)
+        epsilon[rows] = torch.minimum(epsilon[rows], rdp_to_epsilon(rdp_of(rows, near), orders[near], delta)[0])
+    return epsilon
 
 
 def _total_variation(rdp):

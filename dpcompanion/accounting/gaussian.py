@@ -22,13 +22,14 @@ import numpy as np
 import torch
 
 from .. import _checks
+from .._types import Numbers
 from .rdp import _as_tensors
 from .search import bisect
 
 _NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(24))
 
 
-def gaussian_delta(sensitivity_over_sigma, epsilon):
+def gaussian_delta(sensitivity_over_sigma: Numbers, epsilon: Numbers) -> float | torch.Tensor:
     r"""The smallest delta of the Gaussian mechanism at `epsilon`.
 
     Args:
@@ -36,7 +37,7 @@ def gaussian_delta(sensitivity_over_sigma, epsilon):
         epsilon: at least 0; number or tensor. The two broadcast.
 
     Returns:
-        float64 tensor of the common shape; relative error about 1e-12.
+        A float of two numbers, else a float64 tensor of the common shape; relative error about 1e-12.
 
     Raises:
         ValueError: a negative or NaN argument.
@@ -46,8 +47,7 @@ def gaussian_delta(sensitivity_over_sigma, epsilon):
     """
     _checks.in_interval("sensitivity_over_sigma", sensitivity_over_sigma, 0)
     _checks.in_interval("epsilon", epsilon, 0)
-    mu, epsilon = _as_tensors(sensitivity_over_sigma, epsilon)
-    return _delta(mu, epsilon)
+    return _checks.as_given(_delta(*_as_tensors(sensitivity_over_sigma, epsilon)), sensitivity_over_sigma, epsilon)
 
 
 def _delta(mu, epsilon):
@@ -72,7 +72,7 @@ def _delta(mu, epsilon):
     return torch.where(usual, delta, torch.where((mu == 0) | epsilon.isinf(), 0.0, 1.0))
 
 
-def gaussian_epsilon(sensitivity_over_sigma, delta):
+def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float | torch.Tensor:
     r"""The smallest epsilon of the Gaussian mechanism at `delta`, rounded up.
 
     Args:
@@ -80,8 +80,8 @@ def gaussian_epsilon(sensitivity_over_sigma, delta):
         delta: in (0, 1); number or tensor. The two broadcast.
 
     Returns:
-        float64 tensor of the common shape: inf where there is no noise, 0 where delta covers the total
-        variation distance. `gaussian_delta` at the result never exceeds `delta`.
+        A float of two numbers, else a float64 tensor of the common shape: inf where there is no noise, 0 where delta
+        covers the total variation distance. `gaussian_delta` at the result never exceeds `delta`.
 
     Raises:
         ValueError: a negative or NaN ratio, a delta outside (0, 1).
@@ -91,16 +91,16 @@ def gaussian_epsilon(sensitivity_over_sigma, delta):
     """
     _checks.in_interval("sensitivity_over_sigma", sensitivity_over_sigma, 0)
     _checks.in_interval("delta", delta, 0, 1, closed="neither")
-    mu, delta = _as_tensors(sensitivity_over_sigma, delta)
+    given, (mu, delta) = (sensitivity_over_sigma, delta), _as_tensors(sensitivity_over_sigma, delta)
     finite = torch.where(mu.isfinite(), mu, 1.0)
     # The bracket's upper end holds since delta(eps) <= 1 - Phi(eps/mu - mu/2) <= exp(-(eps/mu - mu/2)^2 / 2) / 2.
     low, high = torch.zeros_like(mu), finite**2 / 2 + finite * torch.sqrt(-2 * torch.log(delta))
     high = torch.where(_delta(finite, low) <= delta, 0.0, high)
     found = bisect(lambda epsilon: _delta(finite, epsilon) <= delta, good=high, bad=low)
-    return torch.where(mu.isfinite(), found, math.inf)
+    return _checks.as_given(torch.where(mu.isfinite(), found, math.inf), *given)
 
 
-def gaussian_mu(epsilon, delta):
+def gaussian_mu(epsilon: Numbers, delta: Numbers) -> float | torch.Tensor:
     r"""The largest :math:`\mu = \Delta / \sigma` at which the Gaussian mechanism is (epsilon, delta)-DP, rounded down.
 
     So the least noise for a sensitivity :math:`\Delta` is :math:`\Delta / \mu`.
@@ -110,7 +110,7 @@ def gaussian_mu(epsilon, delta):
         delta: in (0, 1); number or tensor. The two broadcast.
 
     Returns:
-        float64 tensor of the common shape; `gaussian_delta` at it never exceeds `delta`.
+        A float of two numbers, else a float64 tensor of the common shape; `gaussian_delta` at it never exceeds `delta`.
 
     Raises:
         ValueError: an argument outside its range.
@@ -121,10 +121,11 @@ def gaussian_mu(epsilon, delta):
     """
     _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
     _checks.in_interval("delta", delta, 0, 1, closed="neither")
-    epsilon, delta = _as_tensors(epsilon, delta)
+    given, (epsilon, delta) = (epsilon, delta), _as_tensors(epsilon, delta)
     # At any epsilon delta is at most that at 0, erf(mu / sqrt(8)), which is below mu / 2.
     low, high = 2 * delta, torch.full_like(epsilon, 4.0)
     while bool((within := _delta(high, epsilon) <= delta).any()):
         low, high = torch.where(within, high, low), torch.where(within, 2 * high, high)
     found = bisect(lambda log_mu: _delta(torch.exp(log_mu), epsilon) <= delta, good=torch.log(low), bad=torch.log(high))
-    return torch.exp(found) * (1 - 1e-12)            # for the rounding errors of the logarithm, and of delta
+    # The hair is for the rounding errors of the logarithm, and of delta.
+    return _checks.as_given(torch.exp(found) * (1 - 1e-12), *given)

@@ -18,7 +18,8 @@ What makes it sound.  Steps are discretised by connecting the dots and tilted as
 bounded mass of every history (Chernoff); losses above the steps' caps count as delta; the frequencies left out are
 bounded by the largest modulus among them.  All these bounds are added to delta.  Between the epsilons that are looked
 at, delta is convex in :math:`e^\varepsilon` (it is a mean of such functions), so a chord is an upper bound.  Histories
-of like epsilon and like best tilt share grid, tilt and window.
+of like epsilon and like best tilt share grid, tilt and window.  Of more than 128 levels only 64 nodes are discretised;
+a step between two of them is hidden in a mixture of theirs (`accounting.levels`).
 
 Memory: below 500 MB beside the counts, whatever their number.
 
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 
 from .. import _checks
+from .levels import Levels
 from .loss import DIRECTIONS, _Step
 from .pld import _LOG_CAPPED, _WINDOW_LOG_TAIL
 
@@ -43,6 +45,8 @@ _BUCKET = 1.5                # histories whose epsilons lie within this factor s
 _IMPOSSIBLE = 1e30           # stands for an infinite moment, so that none times it is none
 _LARGEST_GRID = 1 << 20
 _LARGEST_TABLE = 1 << 23     # complex numbers in one table of frequencies
+_MOST_LEVELS = 128           # levels whose losses are all discretised
+_NODES = 64                  # of more levels those that are; the others are mixtures of them
 _ROWS = 4096                 # histories that are worked on at a time
 
 
@@ -63,11 +67,12 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     Raises:
         ValueError: an argument outside its range, or counts that do not fit the levels.
     """
-    _checks.in_interval("counts", counts, 0, math.inf, closed="left")
     _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
     _checks.in_interval("noise_multipliers", noise_multipliers, 0, math.inf, closed="neither")
     _checks.in_interval("delta", delta, 0, 1, closed="neither")
     counts = torch.as_tensor(counts)
+    if counts.is_floating_point() or (counts.numel() and counts.min() < 0):       # no copy of many whole numbers
+        _checks.in_interval("counts", counts, 0, math.inf, closed="left")
     levels = torch.as_tensor(noise_multipliers, dtype=torch.float64).reshape(-1).tolist()
     if counts.ndim != 2 or counts.shape[1] != len(levels):
         raise ValueError(f"counts must have shape (n, {len(levels)}), one column for each noise multiplier, "
@@ -83,9 +88,13 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
         return epsilon
     busy = counts.any(dim=1).nonzero()[:, 0]
     log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(counts.sum(dim=1).max()))
+    own = {1 / levels[j]: levels[j] for j in used.tolist()}
+    between = Levels.between([1 / levels[j] for j in used.tolist()],
+                             most=len(used) if len(used) <= _MOST_LEVELS else _NODES)
     for direction in DIRECTIONS:
-        steps = [_Step(sample_rate, levels[j], direction, log_capped) for j in used.tolist()]
-        found = _one_direction(counts[busy][:, used], steps, float(delta))
+        steps = {node: _Step(sample_rate, own.get(node, 1 / node), direction, log_capped)
+                 for node in between.sensitivities.tolist()}
+        found = _one_direction(counts[busy][:, used], between, steps, float(delta))
         epsilon[busy] = torch.maximum(epsilon[busy], found)
     return epsilon
 
@@ -95,13 +104,14 @@ def _moments(counts, table):
     return counts.double() @ table.clamp(max=_IMPOSSIBLE)
 
 
-def _one_direction(counts, steps, delta):
+def _one_direction(counts, levels, steps, delta):
+    """Epsilon of histories, counts (n, levels); `steps` are those at the nodes of the levels, by sensitivity."""
     total = counts.sum(dim=1).double()
-    spread = math.sqrt(float(total.max())) * max(step.std for step in steps)
-    narrow = min(step.std for step in steps)
+    spread = math.sqrt(float(total.max())) * max(step.std for step in steps.values())
+    narrow = min(step.std for step in steps.values())
     tilts = torch.from_numpy(np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(narrow, 1.0), 160))
-    mgf = torch.stack([torch.where(step.log_mgf(1.2 * tilts).isfinite(), step.log_mgf(tilts), math.inf)
-                       for step in steps])
+    mgf = levels.blend(torch.stack([torch.where(step.log_mgf(1.2 * tilts).isfinite(), step.log_mgf(tilts), math.inf)
+                                    for step in steps.values()]))
     # A little less than delta leaves room for the capped losses.
     bonus = -math.log(delta * (1 - 2 * math.exp(_LOG_CAPPED))) - torch.log1p(tilts)
     # Chernoff's bound with the factor of Balle et al. (as in `pld`): where to look first.
@@ -121,7 +131,7 @@ def _one_direction(counts, steps, delta):
         for key in keys.unique(dim=0):
             here = (keys == key).all(dim=1)
             members = open_[here]
-            low, found = _bucket(counts[members], steps, result[members], float(own[here].min()), delta)
+            low, found = _bucket(counts[members], levels, steps, result[members], float(own[here].min()), delta)
             # The guess is itself a bound; what lies below the bucket's range is looked at again, on a finer grid.
             result[members] = torch.minimum(result[members], found)
             again.append(members[(found < low) & (found > floor)])
@@ -129,7 +139,7 @@ def _one_direction(counts, steps, delta):
     return result
 
 
-def _bucket(counts, steps, guess, tilt, delta):
+def _bucket(counts, levels, steps, guess, tilt, delta):
     """Epsilon of histories whose guesses and own tilts lie within a factor; also the least epsilon that this grid
     resolves well.
 
@@ -137,43 +147,35 @@ def _bucket(counts, steps, guess, tilt, delta):
     point where its moments explode without limit; a smaller one does not, for the logarithm of the moment is convex.
     """
     used = counts.any(dim=0).nonzero()[:, 0]
-    counts, steps = counts[:, used], [steps[j] for j in used.tolist()]
+    counts, levels = counts[:, used], levels.only(used)
+    steps = [steps[node] for node in levels.sensitivities.tolist()]
     top, low = float(guess.max()), float(guess.min()) / 2
     most = float(counts.sum(dim=1).max())
-    start, stop, _ = _window(counts, steps, tilt, 0.0)
+    start, stop, _ = _window(counts, levels, steps, tilt, 0.0)
     # Four fifths of the tolerance would be the average; the rest covers what the chords add.
     interval = min(math.sqrt(12 * 0.8 * TOLERANCE * low / (most * (1 + tilt))), 0.2 / tilt)
     interval = max(interval, (stop - start) / (_LARGEST_GRID - 2))
-    start, stop, outside = _window(counts, steps, tilt, interval)
+    start, stop, outside = _window(counts, levels, steps, tilt, interval)
     size = 1 << max(6, math.ceil(math.log2((stop - start) / interval + 2)))
     first = math.floor(start / interval)
 
-    log_phi, log_mass, cut = [], [], 0.0
-    for step in steps:
-        at, masses, log_total, lost = step.discretise(interval, tilt)
-        circle = torch.zeros(size, dtype=torch.float64)
-        circle.index_add_(0, (torch.arange(len(masses)) + at) % size, masses)
-        log_phi.append(torch.log(torch.fft.rfft(circle)))
-        log_mass.append(log_total)
-        cut = max(cut, lost)
-    log_phi, log_mass = torch.stack(log_phi), torch.tensor(log_mass, dtype=torch.float64)[:, None]
-    log_modulus = log_phi.real.clamp(min=-_IMPOSSIBLE)
-    beyond = log_modulus.flip(1).cummax(dim=1).values.flip(1)       # the largest modulus from each frequency on
-
+    phi, log_mass, beyond, cut = _transforms(levels, steps, size, interval, tilt)
     # A grid of epsilons on which delta falls by at most a tenth of its logarithm from one to the next.
     kept = _frequencies(counts, beyond, size)
+    log_phi = torch.log(phi(kept))
+    log_modulus = log_phi.real.clamp(min=-_IMPOSSIBLE)
     points = min(math.ceil(10 * tilt * (top - 0.6 * low)), _LARGEST_TABLE // kept)
     grid = torch.linspace(0.6 * low, top, max(2, points) + 1, dtype=torch.float64)
     grid = torch.cat([torch.zeros(1, dtype=torch.float64), grid])
     payoff, heaviest = _payoffs(grid, first, size, interval, tilt, kept)
     results = []
     for part in counts.double().split(max(1, min(_ROWS, _LARGEST_TABLE // kept))):
-        phases = part @ log_phi.imag[:, :kept]
-        modulus = torch.exp(part @ log_modulus[:, :kept])
+        phases = part @ log_phi.imag
+        modulus = torch.exp(part @ log_modulus)
         value = (modulus * torch.cos(phases)) @ payoff.real + (modulus * torch.sin(phases)) @ payoff.imag
-        slack = outside + part.sum(dim=1) * cut + 1e-14
+        slack = outside + part.sum(dim=1) * cut + 1e-14 + 2 * kept / size * _lost(tilt, interval)
         if kept <= size // 2:
-            tail = torch.exp(part @ beyond[:, kept:kept + 1])[:, 0] * 2 * (size // 2 + 1 - kept) / size
+            tail = torch.exp(part @ beyond(kept)) * 2 * (size // 2 + 1 - kept) / size
             slack = slack[:, None] + tail[:, None] * heaviest
         else:
             slack = slack[:, None]
@@ -185,19 +187,54 @@ def _bucket(counts, steps, guess, tilt, delta):
     return 0.6 * low, torch.cat(results)
 
 
-def _window(counts, steps, tilt, interval):
+def _transforms(levels, steps, size, interval, tilt):
+    """The tilted and discretised losses of the levels in the frequency domain.
+
+    Returns (k -> the first k frequencies (levels, k), logarithms of the masses before tilting (levels, 1),
+    k -> logarithms of bounds on the moduli from frequency k on (levels,), bound on the mass that was cut from a step).
+    """
+    transforms, log_mass, cut = [], [], 0.0
+    for step in steps:
+        at, masses, log_total, lost = step.discretise(interval, tilt)
+        circle = torch.zeros(size, dtype=torch.float64)
+        circle.index_add_(0, (torch.arange(len(masses)) + at) % size, masses)
+        transforms.append(torch.fft.rfft(circle))
+        log_mass.append(log_total)
+        cut = max(cut, lost)
+    transforms, log_mass = torch.stack(transforms), torch.tensor(log_mass, dtype=torch.float64)[:, None]
+    moduli = transforms.abs().flip(1).cummax(dim=1).values.flip(1)
+
+    def log_moduli(k):
+        return torch.log(moduli[:, k]).clamp(min=-_IMPOSSIBLE)
+
+    mass = levels.blend(log_mass)
+    if levels.plain:
+        return lambda k: transforms[levels.low, :k], mass, lambda k: log_moduli(k)[levels.low], cut
+    # The weights of the two nodes in the mixture, once it is tilted and normalised.
+    log_rest = torch.log1p(-levels.share) + (log_mass[levels.low] - mass)[:, 0]
+    log_share = torch.log(levels.share) + (log_mass[levels.high] - mass)[:, 0]
+
+    def phi(k):
+        rest, share = torch.exp(log_rest)[:, None], torch.exp(log_share)[:, None]
+        return rest * transforms[levels.low, :k] + share * transforms[levels.high, :k]
+
+    return phi, mass, lambda k: levels.blend(log_moduli(k)[:, None], log_rest, log_share)[:, 0], cut
+
+
+def _window(counts, levels, steps, tilt, interval):
     """Ends between which all tilted sums on the grid lie but for a small mass, and that mass (as in `pld`)."""
     here = torch.tensor([tilt], dtype=torch.float64)
-    base = torch.stack([step.log_mgf(here) for step in steps])
-    variance = float((counts.double() @ torch.tensor([[step.tilted_variance(tilt)] for step in steps],
-                                                     dtype=torch.float64)).max())
+    base = levels.blend(torch.stack([step.log_mgf(here) for step in steps]))
+    # Of a mixture somewhat less than its own, which only chooses where to look.
+    variance = float((counts.double() @ torch.tensor([step.tilted_variance(tilt) for step in steps],
+                                                     dtype=torch.float64)[levels.high]).max())
     few, many = sorted((tilt, 1 / max(math.sqrt(variance), 1e-6 / tilt)))
     offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(20 * math.log10(1e3 * many / few))))
     ends = []
     for sign in (1, -1):
         tilts = tilt + sign * offsets
         of_the_grid = (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
-        rise = torch.stack([step.log_mgf(tilts) for step in steps]) - base + of_the_grid
+        rise = levels.blend(torch.stack([step.log_mgf(tilts) for step in steps])) - base + of_the_grid
         reach = torch.cat([((_moments(part, rise) - _WINDOW_LOG_TAIL) / offsets).min(dim=1).values
                            for part in counts.split(_ROWS)])
         ends.append(float(reach.max()))
@@ -205,32 +242,49 @@ def _window(counts, steps, tilt, interval):
 
 
 def _frequencies(counts, beyond, size):
-    """How many frequencies to keep: the least power of two after which all moduli are negligible, or all of them."""
+    """How many frequencies to keep: the least power of two after which all moduli are negligible, or all of them.
+
+    `beyond` gives the logarithm of the largest modulus of each level from a frequency on, or a bound on it.
+    """
     kept = 32
     while kept <= size // 2:
-        if max(float((part.double() @ beyond[:, kept]).max()) for part in counts.split(_ROWS)) < -40:
+        if max(float((part.double() @ beyond(kept)).max()) for part in counts.split(_ROWS)) < -40:
             return kept
         kept *= 2
     return size // 2 + 1
 
 
 def _payoffs(grid, first, size, interval, tilt, kept):
-    """The weights (kept, epsilons) with which frequencies enter delta, and an upper bound on the sum of the payoffs."""
-    columns, heaviest = [], []
-    position = first + torch.arange(size, dtype=torch.float64)
+    """The weights (kept, epsilons) with which frequencies enter delta, and an upper bound on the sum of the payoffs.
+
+    A payoff is the difference of two geometric series, cut off at the end of the circle, and so is its transform.
+    """
     # Multiplicities: every frequency but the first (and the last) stands for itself and its conjugate.
-    weight = torch.full((kept,), 2.0 / size, dtype=torch.float64)
+    weight = torch.full((kept, 1), 2.0 / size, dtype=torch.float64)
     weight[0] = 1.0 / size
     if kept == size // 2 + 1:
         weight[-1] = 1.0 / size
-    for part in grid.split(64):
-        above = (position * interval - part[:, None]).clamp(min=0)
-        payoff = torch.exp(-tilt * above) * -torch.expm1(-above)
-        # The transform counts positions modulo the circle, so put each mass where its index falls.
-        rolled = torch.roll(payoff, first % size, dims=1)
-        columns.append((torch.fft.rfft(rolled)[:, :kept] * weight).T)
-        heaviest.append(payoff.sum(dim=1))
-    return torch.cat(columns, dim=1), torch.cat(heaviest)
+    start = torch.ceil(grid / interval - first).clamp(0, size).long()        # the first position above each epsilon
+    above = ((start + first) * interval - grid).clamp(min=0)
+    count, frequency = size - start, torch.arange(kept)[:, None]
+    # The transform counts positions modulo the circle, so a mass has the phase of where its index falls.
+    angles = ((frequency * index % size).double() * (-2 * math.pi / size) for index in (start + first, count))
+    begin, end = (torch.polar(torch.ones_like(angle), angle) for angle in angles)
+
+    def series(rate):
+        """The sum of exp(-rate above) over the positions above, transformed."""
+        decay = torch.complex(torch.full((kept, 1), -rate * interval, dtype=torch.float64),
+                              -2 * math.pi / size * frequency.double())
+        return begin * torch.exp(-rate * above) * (1 - end * torch.exp(-rate * interval * count)) / -torch.expm1(decay)
+
+    columns = series(tilt) - series(tilt + 1)
+    return columns * weight, columns[0].real * (1 + 1e-9) + _lost(tilt, interval)
+
+
+def _lost(tilt, interval):
+    """What a transformed payoff may have lost to rounding: a few last bits of the larger series, which is up to
+    1 / (tilt interval)."""
+    return 1e-15 / (tilt * interval)
 
 
 def _read_off(deltas, grid, delta):

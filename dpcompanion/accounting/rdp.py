@@ -39,6 +39,7 @@ import math
 import torch
 
 from .. import _checks
+from .._types import Numbers
 
 #: Opacus's orders (1.1 to 10.9 by tenths, 12 to 63), 11, and from 64 to 1024 in steps of about 5%.
 DEFAULT_ORDERS = tuple(
@@ -55,7 +56,8 @@ _CHUNK = 1 << 18
 _TAIL = 9.0
 
 
-def rdp_sampled_gaussian(*, sample_rate, noise_multiplier, orders=DEFAULT_ORDERS):
+def rdp_sampled_gaussian(*, sample_rate: Numbers, noise_multiplier: Numbers,
+                         orders: Numbers = DEFAULT_ORDERS) -> float | torch.Tensor:
     r"""Renyi divergence of one step of the sampled Gaussian mechanism, at each order.
 
     Neighbouring relation: add or remove one example.  Sampler: Poisson.  The cost
@@ -69,7 +71,7 @@ def rdp_sampled_gaussian(*, sample_rate, noise_multiplier, orders=DEFAULT_ORDERS
 
     Returns:
         Tensor of shape ``(*S, K)``, float64: :math:`D_\alpha(P \| Q)` in nats
-        (``S`` alone where `orders` is a number).
+        (``S`` alone where `orders` is a number; a float where all three are numbers).
 
     Raises:
         ValueError: a rate outside (0, 1], a negative or non-finite noise multiplier, an order not above 1.
@@ -98,7 +100,8 @@ def rdp_sampled_gaussian(*, sample_rate, noise_multiplier, orders=DEFAULT_ORDERS
         log_excess[:, ~by_sum] = _log_excess_by_integral(safe_q, safe_sigma, alphas[~by_sum])
     rdp = torch.logaddexp(log_excess, torch.zeros_like(log_excess)) / (alphas - 1)
     full_batch = alphas / (2 * sigma[:, None] ** 2)          # inf where there is no noise
-    return torch.where(plain[:, None], rdp, full_batch).reshape(shape)
+    found = torch.where(plain[:, None], rdp, full_batch).reshape(shape)
+    return _checks.as_given(found, sample_rate, noise_multiplier, orders)
 
 
 def _as_tensors(*values):

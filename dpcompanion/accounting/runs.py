@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .. import _checks
+from .._types import Numbers
 from . import pld, revealed
 from .conversions import rdp_to_delta, rdp_to_epsilon
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
@@ -24,7 +25,8 @@ from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 ACCOUNTANTS = ("pld", "rdp")
 
 
-def compute_epsilon(*, sample_rate, noise_multiplier, steps, delta, accountant="pld"):
+def compute_epsilon(*, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, delta: Numbers,
+                    accountant: str = "pld") -> float | torch.Tensor:
     r"""Epsilon of `steps` steps of the sampled Gaussian mechanism at `delta`, an upper bound.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
@@ -70,7 +72,8 @@ def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
     return float(rdp_to_epsilon(rdp, orders, delta)[0])
 
 
-def compute_delta(*, sample_rate, noise_multiplier, steps, epsilon, accountant="pld"):
+def compute_delta(*, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, epsilon: Numbers,
+                  accountant: str = "pld") -> float | torch.Tensor:
     """Delta of `steps` steps of the sampled Gaussian mechanism at `epsilon`, an upper bound.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.

@@ -13,6 +13,7 @@ import sys
 import urllib.request
 import zipfile
 import zlib
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ import torch
 from dpcompanion.data.facts import _MD5, _SHA256, _URLS
 
 
-def import_torchvision():
+def import_torchvision() -> Any:
     """torchvision, also beside a build of torch for which its compiled operators do not load.
 
     A torchvision wheel made for CUDA fails on a CPU build of torch at `import torchvision`, because it describes

@@ -5,11 +5,13 @@ import os
 import pathlib
 import re
 import zlib
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import State
 from dpcompanion.data.facts import HOW_TO_GET, PUBLIC_MOMENTS, UTKFACE_RACES
 from dpcompanion.data.files import _digest, _download, _select
 from dpcompanion.data.sets import _SETS
@@ -48,10 +50,10 @@ class Dataset:
         return len(self.labels)
 
     @property
-    def num_classes(self):
+    def num_classes(self) -> int:
         return len(self.classes)
 
-    def normalised(self):
+    def normalised(self) -> "Dataset":
         """The same split with (x - mean) / sd for each channel, by constants that are public (`PUBLIC_MOMENTS`).
 
         Raises ValueError for a set that has none: statistics of private data would have to be paid for.
@@ -65,18 +67,18 @@ class Dataset:
         mean, sd = (torch.tensor(m, dtype=self.features.dtype)[:, None, None] for m in PUBLIC_MOMENTS[self.name])
         return dataclasses.replace(self, features=(self.features - mean) / sd)
 
-    def provenance(self):
+    def provenance(self) -> State:
         """What a record says about its data: name, split, examples, source, sha256, verified."""
         return {"name": self.name, "split": self.split, "examples": len(self), "source": self.source,
                 "sha256": self.sha256, "verified": self.verified}
 
 
-def data_folder(root=None):
+def data_folder(root: str | os.PathLike[str] | None = None) -> pathlib.Path:
     """The folder that data sets live in: `root`, else `DPCOMPANION_DATA`, else `~/.cache/dpcompanion`."""
     return pathlib.Path(root or os.environ.get("DPCOMPANION_DATA") or "~/.cache/dpcompanion").expanduser()
 
 
-def names():
+def names() -> tuple[str, ...]:
     """The data sets that `load` knows.
 
     >>> names()[:3]
@@ -85,7 +87,9 @@ def names():
     return tuple(_SETS)
 
 
-def load(name, *, split="train", root=None, dtype=torch.float32, target=None, download=True, verify=True):
+def load(name: str, *, split: str = "train", root: str | os.PathLike[str] | None = None,
+         dtype: torch.dtype = torch.float32, target: str | None = None, download: bool = True,
+         verify: bool = True) -> "Dataset":
     """One split of a data set as a `Dataset`.
 
     Args:
@@ -130,7 +134,7 @@ def load(name, *, split="train", root=None, dtype=torch.float32, target=None, do
     )
 
 
-def byte_tokens(texts, *, length=20):
+def byte_tokens(texts: Sequence[str], *, length: int = 20) -> torch.Tensor:
     """Each text's last `length` bytes in UTF-8, with marks of start and end, as numbers: (n, length) int64.
 
     0 fills up on the left, 1 and 2 are the marks, 3 + b is the byte b: 259 tokens in all.
@@ -146,7 +150,7 @@ def byte_tokens(texts, *, length=20):
     return found
 
 
-def word_tokens(texts, *, tokens=30_000, length=256):
+def word_tokens(texts: Sequence[str], *, tokens: int = 30_000, length: int = 256) -> torch.Tensor:
     """Each text's first `length` words as numbers, (n, length) int64; 0 fills up on the right.
 
     Words are runs of letters, digits and apostrophes in lower case; a word's number is 1 + crc32 mod (tokens - 1).

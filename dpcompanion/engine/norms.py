@@ -1,11 +1,10 @@
 """Everybody's gradient norm at the present weights, by a pass over the data set."""
 
-import contextlib
-
 import torch
 from torch.utils.data import DataLoader, Subset
 
 from ..training.clipping import gradient_norms, resolve_method
+from ..training.passes import undisturbed
 from ..training.proof import rows_to_look_through
 
 
@@ -24,7 +23,7 @@ class GradientNorms:
         self._method = None
 
     def __call__(self):
-        with _at_rest(self._hooks) as module:
+        with undisturbed(self._hooks) as module:
             if self._method is None:
                 (x, y), = self._batches(Subset(self._dataset, rows_to_look_through(len(self._dataset)).tolist()))
                 self._method = resolve_method(module, self._loss, x, y)
@@ -41,20 +40,3 @@ class GradientNorms:
                 raise ValueError("norms must be given where batches are not pairs of tensors, (inputs, targets), got "
                                  f"{type(batch).__name__}")
             yield tuple(t.to(device) for t in batch)
-
-
-@contextlib.contextmanager
-def _at_rest(hooks):
-    """The module in evaluation mode while Opacus's hooks look away, and as it was afterwards."""
-    module = hooks._module
-    modes, hooked = {part: part.training for part in module.modules()}, getattr(hooks, "hooks_enabled", False)
-    module.eval()
-    if hooked:
-        hooks.disable_hooks()
-    try:
-        yield module
-    finally:
-        if hooked:
-            hooks.enable_hooks()
-        for part, mode in modes.items():
-            part.training = mode

@@ -6,7 +6,7 @@ import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 
-from ..training.layers import squared_norms
+from ..training.tensors import squared_norms
 from .checks import trainable
 from .randomness import noisy
 

@@ -2,11 +2,13 @@
 
 import math
 import warnings
+from typing import Any, NoReturn
 
 import torch
 from opacus import PrivacyEngine
 
 from .. import _checks, accounting
+from .._types import Array, Loss
 from ..filters import ExactFilter, RenyiFilter
 from ..idp.parameters import combined_parameters, sample_parameters, scale_parameters
 from .account import Accountant
@@ -53,7 +55,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     [1.0, 3.0]
     """
 
-    def __init__(self, *, accountant="rdp", secure_mode=False):
+    def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False):
         _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)                    # that its own secure mode is off
@@ -61,17 +63,19 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         self.secure_mode = bool(secure_mode)
         self.accountant, self._by = Accountant(), accountant
 
-    def make_private(self, **_):
+    def make_private(self, **_: Any) -> NoReturn:
         raise ValueError("IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use "
                          "opacus.PrivacyEngine")
 
     make_private_with_epsilon = make_private
 
-    def make_private_with_budgets(self, *, module, optimizer, data_loader, target_epsilons, target_delta, epochs,
-                                  max_grad_norm,
-                                  method="sample", sample_weight=None, criterion=None, batch_first=True,
-                                  loss_reduction="mean", noise_generator=None, grad_sample_mode="hooks",
-                                  clipping="flat", wrap_model=True, prove=True):
+    def make_private_with_budgets(self, *, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
+                                  data_loader: torch.utils.data.DataLoader[Any], target_epsilons: Array,
+                                  target_delta: float, epochs: int, max_grad_norm: Any, method: str = "sample",
+                                  sample_weight: float | None = None, criterion: Any = None, batch_first: bool = True,
+                                  loss_reduction: str = "mean", noise_generator: torch.Generator | None = None,
+                                  grad_sample_mode: str = "hooks", clipping: str = "flat", wrap_model: bool = True,
+                                  prove: bool = True) -> Any:
         """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
         `epochs`.
 
@@ -135,9 +139,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                               loss_reduction=loss_reduction, grad_sample_mode=grad_sample_mode, wrap_model=wrap_model,
                               prove=prove)
 
-    def make_private_with_filter(self, *, module, optimizer, data_loader, filter, epochs, loss=None, norms=None,
-                                 updates_per_epoch=1, criterion=None, batch_first=True, loss_reduction="mean",
-                                 noise_generator=None, grad_sample_mode="hooks", wrap_model=True, prove=True):
+    def make_private_with_filter(self, *, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
+                                 data_loader: torch.utils.data.DataLoader[Any], filter: Any, epochs: int,
+                                 loss: Loss | None = None, norms: Any = None, updates_per_epoch: float = 1,
+                                 criterion: Any = None, batch_first: bool = True, loss_reduction: str = "mean",
+                                 noise_generator: torch.Generator | None = None, grad_sample_mode: str = "hooks",
+                                 wrap_model: bool = True, prove: bool = True) -> Any:
         """Model, optimizer and loader (in ghost mode the criterion before the loader) of a run in which everybody pays
         into a filter for each step, and no budget is exceeded whatever their gradients do.
 
@@ -264,21 +271,21 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = rates, norms, noises
         return found.noise_multiplier
 
-    def save_checkpoint(self, *, path, **options):
+    def save_checkpoint(self, *, path: str, **options: Any) -> None:
         """As in Opacus. The keys of draws and noise, if they come from ciphers, lie beside the file until the budgets
         are spent, in one of the same name and ".key" that only its owner can read: whoever reads it can subtract the
         noise. An open file has nothing beside it."""
         keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
         super().save_checkpoint(path=path, **options)
 
-    def load_checkpoint(self, *, path, **options):
+    def load_checkpoint(self, *, path: str, **options: Any) -> Any:
         """As in Opacus. Without its keys the run goes on with new ones, and a warning: as private, but not the same."""
         found = super().load_checkpoint(path=path, **options)
         if self.accountant.steps < self.accountant.planned:
             find_keys(path, self.accountant.generators(), found["privacy_accountant_state_dict"]["generators"])
         return found
 
-    def get_epsilons(self, delta):
+    def get_epsilons(self, delta: float) -> torch.Tensor:
         """Epsilon of each example after the steps so far, (n,) float64: an upper bound, inf after too little noise.
 
         With a filter it is the filter's promise. By "pld", examples of more than 256 different parameters take the
@@ -287,6 +294,6 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         """
         return self.accountant.get_epsilons(delta)
 
-    def get_epsilon(self, delta):
+    def get_epsilon(self, delta: float) -> float:
         """The largest epsilon of all examples."""
         return self.accountant.get_epsilon(delta)

@@ -14,6 +14,7 @@ level lasts by loss distributions; with strong noise the two are nearly the same
 
 import math
 from dataclasses import dataclass
+from collections.abc import Sequence
 
 from .. import _checks
 from ..accounting import compute_epsilon, find_noise_multiplier, find_steps
@@ -50,7 +51,8 @@ class CalibratedFilter:
     delta: float
 
 
-def level_costs(levels, *, sample_rate, noise_multiplier, steps, target_epsilon, target_delta, block=1):
+def level_costs(levels: Sequence[float], *, sample_rate: float, noise_multiplier: float, steps: int,
+                target_epsilon: float, target_delta: float, block: int = 1) -> tuple[int, ...]:
     """Whole costs in proportion to the Renyi divergence of each level at the order that decides at the target.
 
     Args:
@@ -87,8 +89,9 @@ def level_costs(levels, *, sample_rate, noise_multiplier, steps, target_epsilon,
     return least[1]
 
 
-def calibrate_filter(*, target_epsilon, target_delta, sample_rate, levels, steps, costs=None, noise_multiplier=None,
-                     budget=None, block=1, progress=None):
+def calibrate_filter(*, target_epsilon: float, target_delta: float, sample_rate: float, levels: Sequence[float],
+                     steps: int, costs: Sequence[int] | None = None, noise_multiplier: float | None = None,
+                     budget: int | None = None, block: int = 1, progress: bool | None = None) -> CalibratedFilter:
     """The largest budget at a noise, or the least noise for a budget, that keeps (epsilon, delta) for every strategy.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson. What took long is kept in the data

@@ -34,10 +34,12 @@ What an example has `spent` is as private as the example.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from .. import _checks
+from .._types import Array, Device, Numbers, State
 from .calibration import calibrate_filter, epsilon_of_budget, level_costs
 from .game import check_costs, check_levels
 
@@ -65,8 +67,10 @@ class ExactFilter:
         ValueError: an argument outside its range, or a target that cannot be met.
     """
 
-    def __init__(self, n, *, sample_rate, noise_multiplier, max_grad_norm, levels, costs=None, budget=None,
-                 target_epsilon=None, target_delta=None, steps, block=1, device=None, progress=None):
+    def __init__(self, n: int, *, sample_rate: float, noise_multiplier: float, max_grad_norm: float,
+                 levels: Sequence[float], costs: Sequence[int] | None = None, budget: Array | float | None = None,
+                 target_epsilon: Numbers | None = None, target_delta: float | None = None, steps: int, block: int = 1,
+                 device: Device = None, progress: bool | None = None):
         self.n = _checks.whole_number("n", n, 1)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
@@ -112,11 +116,11 @@ class ExactFilter:
         self._current, self._limits, self._steps_left = torch.zeros_like(self.budget), None, 0
 
     @property
-    def active(self):
+    def active(self) -> torch.Tensor:
         """Who can still pay for some level, (n,) booleans."""
         return self.budget - self.spent >= min(self.costs)
 
-    def levels_for(self, norms):
+    def levels_for(self, norms: Array) -> torch.Tensor:
         """The norms to which the next block must clip, (n,) float64: the least level above each norm, or the largest
         below that can be paid; 0 for norms of 0 and for whoever has nothing left. Pays nothing.
 
@@ -128,7 +132,7 @@ class ExactFilter:
         """
         return self._norms[self._payable(norms)]
 
-    def record(self, levels, steps):
+    def record(self, levels: Array, steps: int) -> None:
         """Pay for `steps` steps in which gradients were clipped to `levels`, (n,), as `levels_for` gave them. A block
         that is begun is paid in full.
 
@@ -145,7 +149,7 @@ class ExactFilter:
             raise ValueError(f"levels must be 0 or among {self._norms[1:].tolist()}, got {float(levels[wrong][0]):g}")
         self._pay(index, blocks)
 
-    def clip_norms(self, norms):
+    def clip_norms(self, norms: Array) -> torch.Tensor:
         """The norms to which the next step must clip, (n,) float64, paid for: where a block begins, by `norms` as in
         `levels_for`; within one they stay."""
         if not self._steps_left:
@@ -157,7 +161,7 @@ class ExactFilter:
             self._limits = self._norms[self._current]
         return self._limits.clone()             # what a caller does to it must not move the next step's
 
-    def epsilon(self, delta, *, spent=None):
+    def epsilon(self, delta: float, *, spent: Array | None = None) -> torch.Tensor:
         """What is promised to each example at `delta`, before the run: (n,) float64, within a relative 1e-3.
 
         Args:
@@ -201,13 +205,13 @@ class ExactFilter:
                              f"{int((after > self.budget).sum())} cannot")
         self.spent = after
 
-    def state_dict(self):
+    def state_dict(self) -> State:
         """Budgets, what was spent, and the levels of a block that is under way."""
         return {"parameters": self._parameters(), "budget": self.budget.cpu().clone(),
                 "spent": self.spent.cpu().clone(), "current": self._current.cpu().clone(),
                 "steps_left": self._steps_left}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of a filter with the same parameters and budgets; ValueError names what differs."""
         if state["parameters"] != self._parameters():
             raise ValueError(f"state must be of a filter with {self._parameters()}, got {state['parameters']}")

@@ -30,6 +30,8 @@ A stage costs K + 1 Fourier transforms.
 
 import math
 from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
@@ -74,13 +76,14 @@ class Game:
     choices: np.ndarray | None = None
 
     @property
-    def delta(self):
+    def delta(self) -> float:
         """The worst delta within the whole budget."""
         return float(self.table[-1])
 
 
-def worst_case(pairs, *, costs, budget, epsilon, direction="remove", interval=None, stop_above=None, choices=False,
-               progress=None):
+def worst_case(pairs: Sequence[Any], *, costs: Sequence[int], budget: int, epsilon: float, direction: str = "remove",
+               interval: float | None = None, stop_above: float | None = None, choices: bool = False,
+               progress: bool | None = None) -> Game:
     r"""The worst delta of any adaptive sequence of these mechanisms within a budget: an upper bound, tight up to its
     grid.
 
@@ -255,8 +258,9 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
     return np.maximum.accumulate(table), kept
 
 
-def adaptive_delta(*, sample_rate, noise_multiplier, levels, costs, budget, epsilon, block=1, interval=None,
-                   progress=None):
+def adaptive_delta(*, sample_rate: float, noise_multiplier: float, levels: Sequence[float], costs: Sequence[int],
+                   budget: int, epsilon: float, block: int = 1, interval: float | None = None,
+                   progress: bool | None = None) -> float:
     r"""Delta at `epsilon` of a run whose norms adapt to its outputs within a budget: an upper bound.
 
     Before each block of steps the example's level z is any function of the outputs so far, and of the example; its
@@ -292,7 +296,8 @@ def adaptive_delta(*, sample_rate, noise_multiplier, levels, costs, budget, epsi
                                            progress=progress))
 
 
-def play(*, sample_rate, noise_multiplier, levels, costs, budget, epsilon, block=1, **options):
+def play(*, sample_rate: float, noise_multiplier: float, levels: Sequence[float], costs: Sequence[int], budget: int,
+         epsilon: float, block: int = 1, **options: Any) -> tuple[Game, Game]:
     """The games of `adaptive_delta` in both directions, with their errors, tables and, if asked for, choices.
 
     Args:

@@ -35,6 +35,7 @@ import math
 import torch
 
 from .. import _checks
+from .._types import Array, Device, State
 from ..accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from ..accounting.chords import between, chords
 from ..accounting.runs import orders_for
@@ -58,7 +59,8 @@ class RenyiFilter:
             squared norm (none is known).
     """
 
-    def __init__(self, n, *, sample_rate, noise_multiplier, max_grad_norm, orders, budgets, device=None):
+    def __init__(self, n: int, *, sample_rate: float, noise_multiplier: float, max_grad_norm: float, orders: Array,
+                 budgets: Array, device: Device = None):
         self.n = _checks.whole_number("n", n, 1)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
@@ -90,8 +92,9 @@ class RenyiFilter:
         self.active = torch.ones(self.n, dtype=torch.bool, device=self.device)
 
     @classmethod
-    def for_epsilon(cls, n, *, target_epsilons, target_delta, sample_rate, noise_multiplier, max_grad_norm, order=None,
-                    device=None):
+    def for_epsilon(cls, n: int, *, target_epsilons: Array, target_delta: float, sample_rate: float,
+                    noise_multiplier: float, max_grad_norm: float, order: float | None = None,
+                    device: Device = None) -> "RenyiFilter":
         """A filter that holds every example to its epsilon at `target_delta`.
 
         Args:
@@ -126,7 +129,7 @@ class RenyiFilter:
         return cls(n, sample_rate=sample_rate, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
                    orders=usual[chosen], budgets=budgets[which], device=device)
 
-    def admit(self, norms):
+    def admit(self, norms: Array) -> torch.Tensor:
         """Who takes part in the next step, and pays for it: (n,) booleans.
 
         Args:
@@ -148,23 +151,23 @@ class RenyiFilter:
         self.spent = torch.where(self.active[:, None], after, self.spent)
         return self.active
 
-    def clip_norms(self, norms):
+    def clip_norms(self, norms: Array) -> torch.Tensor:
         """The norms to which the next step must clip, paid for, (n,) float64: those of `admit`, 0 for who takes no
         part."""
         stays = self.admit(norms)
         return torch.where(stays, torch.as_tensor(norms, dtype=torch.float64, device=self.device), 0)
 
-    def epsilon(self, delta):
+    def epsilon(self, delta: float) -> torch.Tensor:
         """The epsilon that each example's budgets guarantee at `delta`, whatever happens: (n,) float64."""
         _checks.in_interval("delta", delta, 0, 1, closed="neither")
         return rdp_to_epsilon(self.budgets.clamp(max=1e30), self.orders, delta)[0]
 
-    def state_dict(self):
+    def state_dict(self) -> State:
         """Budgets, what was spent, and who takes part."""
         return {"parameters": self._parameters(), "budgets": self.budgets.clone(), "spent": self.spent.clone(),
                 "active": self.active.clone()}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of a filter with the same parameters and budgets.
 
         Raises:

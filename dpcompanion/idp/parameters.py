@@ -6,6 +6,7 @@ import math
 import torch
 
 from .. import _checks
+from .._types import Array
 # Under these names: long runs are stamped with the source of the functions that use them.
 from .groups import Groups as _Groups, interpolate
 from .search import HAIR, Run as _Run
@@ -62,7 +63,8 @@ def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, ste
     return SampleParameters(noise, rates[groups.which])
 
 
-def scale_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, max_grad_norm, accountant="rdp"):
+def scale_parameters(target_epsilons: Array, counts: Array, *, target_delta: float, sample_rate: float, steps: int,
+                     max_grad_norm: float, accountant: str = "rdp") -> ScaleParameters:
     """Scale: the noise multiplier and the groups' clip norms, with the mean `max_grad_norm`, that use up each budget.
 
     Arguments and errors as for `sample_parameters`; `max_grad_norm` is the clip norm of plain DP-SGD.  Training adds
@@ -81,8 +83,8 @@ def scale_parameters(target_epsilons, counts, *, target_delta, sample_rate, step
     return ScaleParameters(pooled, noises[groups.which], (max_grad_norm * pooled / noises)[groups.which])
 
 
-def combined_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, max_grad_norm, sample_weight,
-                        accountant="rdp"):
+def combined_parameters(target_epsilons: Array, counts: Array, *, target_delta: float, sample_rate: float, steps: int,
+                        max_grad_norm: float, sample_weight: float, accountant: str = "rdp") -> CombinedParameters:
     r"""Sample and Scale at once: rates and clip norms that together use up each budget.
 
     Rates go a part `sample_weight` of the way from `sample_rate` to those of Sample, so that their mean stays. At its
@@ -115,7 +117,7 @@ def combined_parameters(target_epsilons, counts, *, target_delta, sample_rate, s
                               rates[groups.which])
 
 
-def rdp_epsilons(sample_rates, noise_multipliers, *, steps, delta):
+def rdp_epsilons(sample_rates: Array, noise_multipliers: Array, *, steps: int, delta: float) -> torch.Tensor:
     """Epsilon by RDP of many runs of `steps` steps, each with its own rate and noise multiplier; all (P,) float64
     tensors.
 

@@ -5,57 +5,81 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting import gaussian_epsilon, gaussian_mu
 
 _MECHANISMS = ("analytic", "classical")
 
 
-def sgd_sensitivity(*, passes, lipschitz, learning_rate, batch_size, smoothness=None):
+def sgd_sensitivity(*, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers, batch_size: Numbers,
+                    smoothness: Numbers | None = None) -> float | torch.Tensor:
     r"""Theorem 2: :math:`2 \lceil k \rceil L \eta / B`, the passes k rounded up.
 
     A run that has begun a pass may have met the replaced example in it already, so that a part of a pass counts as a
-    whole one. The sum of gradients is divided by B in every batch. Numbers or tensors that broadcast; returns a float64
-    tensor.
+    whole one. The sum of gradients is divided by B in every batch.
 
     The theorem holds for convex losses and :math:`\eta \le 2/\beta` only: beyond it a step may drive two runs apart,
     and the result is no bound. `smoothness` is :math:`\beta`, and is checked against. Without it the condition is
     assumed, not checked. Softmax regression with two classes and rows of norm at most 1 has
     :math:`L = \sqrt 2, \beta = 1/2`.
 
-    Raises ValueError for passes, learning rates, Lipschitz or smoothness constants that are not positive, for a batch
-    size below 1, and for a learning rate above 2 / smoothness.
+    Args:
+        passes: k, passes over the data, above 0; with a fraction where a run ends within a pass.
+        lipschitz: L, a bound on the norm of an example's gradient, above 0.
+        learning_rate: eta, above 0, the same throughout (or the largest).
+        batch_size: B, 1 or more.
+        smoothness: beta, above 0, or None. All are numbers, or tensors or sequences that broadcast.
 
-    >>> sgd_sensitivity(passes=5.7, lipschitz=2**0.5, learning_rate=0.1, batch_size=32, smoothness=0.5)
-    tensor(0.0530, dtype=torch.float64)
+    Returns:
+        A float of numbers, else a float64 tensor of the common shape.
+
+    Raises:
+        ValueError: passes, learning rates, Lipschitz or smoothness constants that are not positive, a batch size below
+            1, a learning rate above 2 / smoothness.
+
+    >>> round(sgd_sensitivity(passes=5.7, lipschitz=2**0.5, learning_rate=0.1, batch_size=32, smoothness=0.5), 4)
+    0.053
     >>> sgd_sensitivity(passes=5.7, lipschitz=2**0.5, learning_rate=5.0, batch_size=32, smoothness=0.5)
     Traceback (most recent call last):
         ...
     ValueError: learning_rate must be at most 2 / smoothness = 4 for theorem 2 to hold, got 5
     """
-    passes = _positive("passes", passes)
+    whole = _checks.as_given(_positive("passes", passes).ceil(), passes)
     if smoothness is not None:
         rate, most = torch.broadcast_tensors(_positive("learning_rate", learning_rate),
                                              2 / _positive("smoothness", smoothness))
         if bool((beyond := rate > most).any()):
             raise ValueError(f"learning_rate must be at most 2 / smoothness = {float(most[beyond][0]):g} for theorem 2 "
                              f"to hold, got {float(rate[beyond][0]):g}")
-    return sgd_sensitivity_estimate(passes=passes.ceil(), lipschitz=lipschitz, learning_rate=learning_rate,
+    return sgd_sensitivity_estimate(passes=whole, lipschitz=lipschitz, learning_rate=learning_rate,
                                     batch_size=batch_size)
 
 
-def sgd_sensitivity_estimate(*, passes, lipschitz, learning_rate, batch_size):
+def sgd_sensitivity_estimate(*, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers,
+                             batch_size: Numbers) -> float | torch.Tensor:
     r"""The paper's value :math:`2 k L \eta / B` with a fractional number of passes k: no bound. See `sgd_sensitivity`.
 
-    >>> sgd_sensitivity_estimate(passes=1850 * 32 / 10397, lipschitz=2**0.5, learning_rate=0.1, batch_size=32)
-    tensor(0.0503, dtype=torch.float64)
+    Args:
+        passes: k, passes over the data, above 0.
+        lipschitz: L, a bound on the norm of an example's gradient, above 0.
+        learning_rate: eta, above 0.
+        batch_size: B, 1 or more. All are numbers, or tensors or sequences that broadcast.
+
+    Returns:
+        A float of numbers, else a float64 tensor of the common shape.
+
+    >>> round(sgd_sensitivity_estimate(passes=1850 * 32 / 10397, lipschitz=2**0.5, learning_rate=0.1, batch_size=32), 4)
+    0.0503
     """
+    given = passes, lipschitz, learning_rate, batch_size
     passes, lipschitz, learning_rate = (_positive(name, value) for name, value in (
         ("passes", passes), ("lipschitz", lipschitz), ("learning_rate", learning_rate)))
     _checks.in_interval("batch_size", batch_size, 1, math.inf, closed="left")
-    return 2 * passes * lipschitz * learning_rate / torch.as_tensor(batch_size, dtype=torch.float64)
+    return _checks.as_given(2 * passes * lipschitz * learning_rate / torch.as_tensor(batch_size, dtype=torch.float64),
+                            *given)
 
 
-def pairwise_sensitivity(weights):
+def pairwise_sensitivity(weights: Array) -> torch.Tensor:
     r"""Equation 18: :math:`\|A(S_i, r) - A(S_j, r)\|` for every seed r and pair i < j of data sets, (seeds, pairs).
 
     Pairs come in the order of `torch.combinations`. Under one seed the runs on S_i and S_j differ in two places, that
@@ -71,16 +95,16 @@ def pairwise_sensitivity(weights):
     return torch.stack([(run[first] - run[second]).norm(dim=-1) for run in weights.unbind(1)])
 
 
-def empirical_sensitivity(weights):
-    """Equation 17: the largest `pairwise_sensitivity` that was seen, a float64 tensor.
+def empirical_sensitivity(weights: Array) -> float:
+    """Equation 17: the largest `pairwise_sensitivity` that was seen, a float.
 
     A maximum over the pairs that were tried, so a lower bound on the sensitivity. Raises ValueError for fewer than two
     data sets.
     """
-    return pairwise_sensitivity(weights).max()
+    return float(pairwise_sensitivity(weights).max())
 
 
-def seed_sigma(weights):
+def seed_sigma(weights: Array) -> torch.Tensor:
     """The standard deviation of the weights about their mean over seeds, pooled over parameters, (data sets,).
 
     As algorithm 1 has it: residuals about a mean of R runs, so that it is too small by sqrt((R - 1) / R), on the safe
@@ -90,18 +114,19 @@ def seed_sigma(weights):
     return (weights - weights.mean(1, keepdim=True)).flatten(1).square().mean(1).sqrt()
 
 
-def intrinsic_sigma(weights):
-    """Algorithm 1: the median over data sets of `seed_sigma`, a float64 tensor.
+def intrinsic_sigma(weights: Array) -> float:
+    """Algorithm 1: the median over data sets of `seed_sigma`, a float.
 
     >>> generator = torch.Generator().manual_seed(0)
-    >>> intrinsic_sigma(0.1 * torch.randn(5, 400, 20, generator=generator, dtype=torch.float64))
-    tensor(0.1003, dtype=torch.float64)
+    >>> round(intrinsic_sigma(0.1 * torch.randn(5, 400, 20, generator=generator, dtype=torch.float64)), 4)
+    0.1003
     """
-    return seed_sigma(weights).quantile(0.5)
+    return float(seed_sigma(weights).quantile(0.5))
 
 
-def intrinsic_epsilon(sensitivity, sigma, delta, *, mechanism="analytic"):
-    r"""Equation 16: epsilon of the Gaussian mechanism with noise `sigma`, float64; inf where sigma is 0.
+def intrinsic_epsilon(sensitivity: Numbers, sigma: Numbers, delta: Numbers, *,
+                      mechanism: str = "analytic") -> float | torch.Tensor:
+    r"""Equation 16: epsilon of the Gaussian mechanism with noise `sigma`; inf where sigma is 0.
 
     Args:
         sensitivity: at least 0; number or tensor.
@@ -109,43 +134,51 @@ def intrinsic_epsilon(sensitivity, sigma, delta, *, mechanism="analytic"):
         delta: in (0, 1); number or tensor.
         mechanism: "analytic", or "classical", which is no bound once epsilon exceeds 1.
 
-    >>> intrinsic_epsilon(0.050, 0.028, 9.62e-5, mechanism="classical")
-    tensor(7.7724, dtype=torch.float64)
+    Returns:
+        A float of numbers, else a float64 tensor of the common shape.
+
+    >>> round(intrinsic_epsilon(0.050, 0.028, 9.62e-5, mechanism="classical"), 4)
+    7.7724
     """
+    given = sensitivity, sigma, delta
     _checks.one_of("mechanism", mechanism, _MECHANISMS)
     sensitivity, sigma = _at_least_0("sensitivity", sensitivity), _at_least_0("sigma", sigma)
     delta = _delta(delta)
     ratio = torch.where(sensitivity == 0, 0.0, sensitivity / sigma)
-    if mechanism == "analytic":
-        return gaussian_epsilon(ratio, delta)
-    return ratio * torch.sqrt(2 * torch.log(1.25 / delta))
+    found = (gaussian_epsilon(ratio, delta) if mechanism == "analytic" else
+             ratio * torch.sqrt(2 * torch.log(1.25 / delta)))
+    return _checks.as_given(found, *given)
 
 
-def augmented_sigma(sensitivity, sigma_intrinsic, *, target_epsilon, target_delta, mechanism="analytic"):
-    r"""Algorithm 2: the noise to add, :math:`\sqrt{\max(0, \sigma_\text{target}^2 - \sigma_i^2)}`, float64.
+def augmented_sigma(sensitivity: Numbers, sigma_intrinsic: Numbers, *, target_epsilon: Numbers, target_delta: Numbers,
+                    mechanism: str = "analytic") -> float | torch.Tensor:
+    r"""Algorithm 2: the noise to add, :math:`\sqrt{\max(0, \sigma_\text{target}^2 - \sigma_i^2)}`.
 
     Args:
         sensitivity, sigma_intrinsic: at least 0; numbers or tensors that broadcast. With `sigma_intrinsic=0` this is
             plain output perturbation, and a guarantee if the sensitivity is one.
-        target_epsilon, target_delta: the budget; epsilon > 0, delta in (0, 1).
+        target_epsilon, target_delta: the budget; epsilon > 0, delta in (0, 1); numbers or tensors that broadcast.
         mechanism: "analytic", or "classical", which is a bound for a target below 1 only.
 
-    The analytic noise is found conservatively: `gaussian_delta` at the total never exceeds the target.
+    Returns:
+        A float of numbers, else a float64 tensor of the common shape. The analytic noise is found conservatively:
+        `gaussian_delta` at the total never exceeds the target.
 
     >>> augmented_sigma(0.050, [0.0, 0.028, 0.3], target_epsilon=1, target_delta=9.62e-5)
     tensor([0.1598, 0.1573, 0.0000], dtype=torch.float64)
     """
     _checks.one_of("mechanism", mechanism, _MECHANISMS)
+    given = sensitivity, sigma_intrinsic, target_epsilon, target_delta
     sensitivity, own = _at_least_0("sensitivity", sensitivity), _at_least_0("sigma_intrinsic", sigma_intrinsic)
     epsilon, delta = _positive("target_epsilon", target_epsilon), _delta(target_delta)
     if mechanism == "analytic":
         target = sensitivity / gaussian_mu(epsilon, delta)
     else:
         target = sensitivity * torch.sqrt(2 * torch.log(1.25 / delta)) / epsilon
-    return (target**2 - own**2).clamp(min=0).sqrt()
+    return _checks.as_given((target**2 - own**2).clamp(min=0).sqrt(), *given)
 
 
-def noise_covariance(weights, *, shrinkage=None):
+def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> tuple[torch.Tensor, float]:
     r"""The covariance of the weights over seeds, shrunk towards a multiple of the identity; (parameters, parameters).
 
     :math:`(1 - \rho) \hat S + \rho\, \frac{\operatorname{tr} \hat S}{d} I`, with the sample covariance of the residuals
@@ -175,7 +208,7 @@ def noise_covariance(weights, *, shrinkage=None):
     return ((1 - shrinkage) * sample + shrinkage * mean) * (seeds / (seeds - 1)), shrinkage
 
 
-def mahalanobis(differences, covariance):
+def mahalanobis(differences: Array, covariance: Array) -> torch.Tensor:
     r""":math:`\mu = \sqrt{d^\top S^{-1} d}` of differences d between means, (..., parameters) to (...).
 
     What tells two Gaussians N(m, S) and N(m + d, S) apart: they are as far from each other as N(0, 1) and N(mu, 1), so

@@ -22,10 +22,12 @@ torch.Size([3, 4, 4])
 """
 
 import math
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Device
 from dpcompanion._progress import bar
 
 # Runs of a chunk are as many as keep the weights in a core's own cache.
@@ -33,8 +35,10 @@ _CHUNK_BYTES = 2**19
 _ROUNDING = 1e-6
 
 
-def train_grid(features, labels, *, data_sets, seeds, steps, batch_size, learning_rate, initialisation="varying",
-               hidden=0, snapshots=None, enforce_conditions=True, device=None, progress=None):
+def train_grid(features: torch.Tensor, labels: torch.Tensor, *, data_sets: Iterable[int], seeds: Iterable[int],
+               steps: int, batch_size: int, learning_rate: float, initialisation: str = "varying",
+               hidden: int | None = 0, snapshots: Sequence[int] | None = None,
+               enforce_conditions: bool = True, device: Device = None, progress: bool | None = None) -> torch.Tensor:
     r"""The weights of one SGD run for each data set and seed.
 
     Args:

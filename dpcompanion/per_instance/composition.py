@@ -24,10 +24,13 @@ tensor([ 8.0000,  8.2414, 10.4975], dtype=torch.float64)
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting import rdp_sampled_gaussian
 
 RECURSIONS = ("proof", "statement")
@@ -39,7 +42,7 @@ _CHUNK = 1 << 17         # numbers in one temporary tensor
 _HAIR = 1 + 1e-11        # for rounding errors
 
 
-def holder_order(order, p, i, *, recursion="proof"):
+def holder_order(order: float, p: float, i: Numbers, *, recursion: str = "proof") -> float | torch.Tensor:
     r""":math:`g_p^i(\alpha)`: the order at which theorem 3.3 asks for a step that has i steps after it.
 
     Args:
@@ -49,18 +52,21 @@ def holder_order(order, p, i, *, recursion="proof"):
         recursion: "proof", :math:`g(\alpha) = \frac{p\alpha - 1}{p - 1}`; or "statement", the larger one that the
             theorem prints.
 
-    >>> holder_order(8, 30, 9), holder_order(8, 30, 9, recursion="statement")
-    (tensor(10.4975, dtype=torch.float64), tensor(10.5093, dtype=torch.float64))
+    Returns:
+        A float of numbers, else a float64 tensor like i.
+
+    >>> round(holder_order(8, 30, 9), 4), round(holder_order(8, 30, 9, recursion="statement"), 4)
+    (10.4975, 10.5093)
     """
     _checks.one_of("recursion", recursion, RECURSIONS)
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     p = _checks.number("p", p, 1, math.inf, closed="neither")
-    i = torch.as_tensor(_checks.in_interval("i", i, 0, math.inf, closed="left"), dtype=torch.float64)
+    after = torch.as_tensor(_checks.in_interval("i", i, 0, math.inf, closed="left"), dtype=torch.float64)
     fixed = 1.0 if recursion == "proof" else (p - 1) / p          # the order that the recursion leaves where it is
-    return fixed + torch.exp(-i * math.log1p(-1 / p)) * (order - fixed)
+    return _checks.as_given(fixed + torch.exp(-after * math.log1p(-1 / p)) * (order - fixed), i)
 
 
-def smallest_exponent(steps):
+def smallest_exponent(steps: Numbers) -> float:
     r"""Fact 3.4: the smallest p for which no order exceeds twice the first, :math:`1/(1 - 2^{-1/n})`, rounded up.
 
     :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`, so that it suffices that :math:`(p/(p-1))^n \le 2`. That is
@@ -73,7 +79,7 @@ def smallest_exponent(steps):
     return -1 / math.expm1(-math.log(2) / steps) * (1 + 1e-13) if steps > 1 else 2.0
 
 
-def log_runs_needed(*, rdp, rdp_doubled, order, precision, failure):
+def log_runs_needed(*, rdp: float, rdp_doubled: float, order: float, precision: float, failure: float) -> float:
     r"""Fact 3.5: the natural logarithm of the number of runs after which Hoeffding's inequality vouches for a mean.
 
     With p = 3n the moment f of a step lies in :math:`[1, e^{3(2\alpha-1)\varepsilon'}]`. Runs
@@ -99,7 +105,8 @@ def log_runs_needed(*, rdp, rdp_doubled, order, precision, failure):
     return math.log(math.log(2 / failure)) - math.log(2 * precision**2) + exponent
 
 
-def compose(divergence, *, steps, order, p, recursion="proof", each_step=False):
+def compose(divergence: Callable[..., Any], *, steps: Numbers, order: float, p: float, recursion: str = "proof",
+            each_step: bool = False) -> torch.Tensor:
     r"""Theorem 3.3, for divergences of any kind.
 
     Args:
@@ -139,7 +146,8 @@ def compose(divergence, *, steps, order, p, recursion="proof", each_step=False):
     return torch.stack(contributions) if each_step else total
 
 
-def compose_sensitivities(sensitivities, *, sample_rate, noise_std, order, p=None, recursion="proof", each_step=False):
+def compose_sensitivities(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, order: float,
+                          p: float | None = None, recursion: str = "proof", each_step: bool = False) -> torch.Tensor:
     r"""Theorem 3.3 for runs of DP-SGD whose sensitivities are known: all steps, runs and points at once.
 
     The same as `compose` with `step_divergence`, and never below it (mostly 1e-4 above): moments are read off a table

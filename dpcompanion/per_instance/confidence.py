@@ -24,11 +24,13 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Numbers
 
 _HALVINGS = 40
 
 
-def log_mean_bound(log_values, log_largest, *, confidence, log_smallest=-math.inf):
+def log_mean_bound(log_values: Array, log_largest: Numbers, *, confidence: float,
+                   log_smallest: float = -math.inf) -> torch.Tensor:
     r""":math:`\ln u` with :math:`E[Y] \le u` at the given confidence, from independent draws of :math:`L = \ln Y`.
 
     Args:

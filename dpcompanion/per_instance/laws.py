@@ -9,13 +9,15 @@ import torch
 import torch.nn.functional as F
 
 from dpcompanion import _checks
+from dpcompanion._types import Numbers
 from dpcompanion.per_instance.added import DIRECTIONS
 
 #: How often x enters at most where a law jumps.
 REACH = 6
 
 
-def step_loss(moved, gradient, *, sample_rate, noise_std, direction="remove"):
+def step_loss(moved: torch.Tensor, gradient: torch.Tensor, *, sample_rate: Numbers, noise_std: Numbers,
+              direction: str = "remove") -> torch.Tensor:
     r"""What a step of a run adds to its loss: :math:`\ln r` ("remove") or :math:`-\ln r` ("add").
 
     .. math:: r = 1 - q + q\, e^{\langle z, g\rangle/s^2 - \|g\|^2/2s^2}
@@ -40,7 +42,8 @@ def step_loss(moved, gradient, *, sample_rate, noise_std, direction="remove"):
     return log_ratio if direction == "remove" else -log_ratio
 
 
-def law_counts(sensitivity, *, sample_rate, noise_std, order, generator, jumps=0.0, max_sensitivity=1.0):
+def law_counts(sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float,
+               generator: torch.Generator, jumps: float = 0.0, max_sensitivity: float = 1.0) -> torch.Tensor:
     r"""How often x enters a step of a run by the law of this order that jumps ("remove").
 
     With probability :math:`\rho = \text{jumps} \cdot (\Delta / C)^2` k is uniform on 1 to `REACH`, else it is that of
@@ -67,7 +70,8 @@ def law_counts(sensitivity, *, sample_rate, noise_std, order, generator, jumps=0
     return ((draw * below[..., -1])[..., None] >= below[..., :-1]).sum(-1)
 
 
-def law_log_density(moved, gradient, *, sample_rate, noise_std, order, jumps=0.0, max_sensitivity=1.0):
+def law_log_density(moved: torch.Tensor, gradient: torch.Tensor, *, sample_rate: Numbers, noise_std: Numbers,
+                    order: float, jumps: float = 0.0, max_sensitivity: float = 1.0) -> torch.Tensor:
     r"""What a step adds to G, the log density of that law over training with x ("remove").
 
     .. math:: \ln \sum_k \pi_k(\Delta)\, e^{k\langle z, g\rangle/s^2 - k^2\Delta^2/2s^2} - \ln r

@@ -57,6 +57,7 @@ import torch
 from scipy.special import ndtri
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Numbers
 from dpcompanion.per_instance.confidence import log_mean_bound
 from dpcompanion.per_instance.laws import REACH, law_counts, law_log_density, step_loss
 from dpcompanion.per_instance.steps import log_mass
@@ -77,7 +78,7 @@ class DeltaEstimate:
     standard_error: torch.Tensor
 
 
-def loss_delta(losses, log_densities, *, epsilon, shares=None):
+def loss_delta(losses: Array, log_densities: Array, *, epsilon: Numbers, shares: Array | None = None) -> DeltaEstimate:
     r""":math:`\delta(\varepsilon) = E[(1 - e^{\varepsilon - S})_+ w]`, from independent runs by several laws.
 
     Args:
@@ -104,7 +105,7 @@ def loss_delta(losses, log_densities, *, epsilon, shares=None):
     return DeltaEstimate(*_mean_and_error(_log_values(losses, log_weights, epsilon)))
 
 
-def loss_divergence(losses, log_densities, *, order, shares=None):
+def loss_divergence(losses: Array, log_densities: Array, *, order: float, shares: Array | None = None) -> torch.Tensor:
     r"""The divergence of any `order` above 1 from the same runs, nats: :math:`\ln E[e^{(\alpha-1)S} w] / (\alpha-1)`.
 
     An estimate, as that of `exact_composition`, by all runs in place of those that were tilted at this order. Other
@@ -140,7 +141,8 @@ class EpsilonEstimate:
     worst_case: torch.Tensor
 
 
-def loss_epsilon(losses, log_densities, *, delta, worst_case, floors=None, shares=None, confidence=0.95):
+def loss_epsilon(losses: Array, log_densities: Array, *, delta: float, worst_case: Numbers, floors: Array | None = None,
+                 shares: Array | None = None, confidence: float = 0.95) -> EpsilonEstimate:
     r"""Epsilon of one direction at `delta`, from independent runs by several laws.
 
     Args:

@@ -18,6 +18,7 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, rdp_sampled_gaussian
 from dpcompanion.accounting.search import bisect
 from dpcompanion.per_instance.added import DIRECTIONS, log_mass_add
@@ -26,7 +27,8 @@ from dpcompanion.per_instance.confidence import log_mean_bound
 _LARGEST_NOISE = 1e100   # so that a sensitivity that is tiny beside the noise still costs something
 
 
-def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direction="remove"):
+def step_divergence(*, sample_rate: Numbers, noise_multiplier: Numbers, sensitivity: Numbers, orders: Numbers,
+                    direction: str = "remove") -> float | torch.Tensor:
     r"""Theorem 3.2: the Renyi divergence of one step whose sum x moves by at most `sensitivity`.
 
     Neighbouring relation: the data set with x and without it. Sampler: Poisson. For the sum of clipped gradients the
@@ -42,8 +44,8 @@ def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direc
             2019, theorem 5), so that it serves for both.
 
     Returns:
-        ``(*S, K)`` float64 (``S`` for a single order): nats. The proof's equation 21 loses the factor :math:`q^k`; the
-        theorem has it.
+        ``(*S, K)`` float64 (``S`` for a single order, a float where all are numbers): nats. The proof's equation 21
+        loses the factor :math:`q^k`; the theorem has it.
 
     >>> step_divergence(sample_rate=0.1, noise_multiplier=1.0, sensitivity=[1.0, 0.5, 0.0], orders=[2, 8])
     tensor([[0.0170, 1.3784],
@@ -52,6 +54,7 @@ def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direc
     """
     _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
+    given = sample_rate, noise_multiplier, sensitivity, orders
     q, noise, sensitivity = _as_tensors(sample_rate=sample_rate, noise_multiplier=noise_multiplier,
                                         sensitivity=sensitivity)
     _checks.one_of("direction", direction, DIRECTIONS)
@@ -62,16 +65,21 @@ def step_divergence(*, sample_rate, noise_multiplier, sensitivity, orders, direc
     else:
         found = torch.stack([log_mass_add(q, ratio, a) / (a - 1) for a in alpha.reshape(-1).tolist()], dim=-1)
         found = found.reshape(q.shape + alpha.shape)
-    return torch.where(sensitivity.reshape(sensitivity.shape + (1,) * alpha.ndim) == 0, 0.0, found)
+    found = torch.where(sensitivity.reshape(sensitivity.shape + (1,) * alpha.ndim) == 0, 0.0, found)
+    return _checks.as_given(found, *given)
 
 
-def log_mass(sensitivity, *, sample_rate, noise_std, order, direction="remove"):
+def log_mass(sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float,
+             direction: str = "remove") -> float | torch.Tensor:
     r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add"), which is `order` - 1 times `step_divergence`.
 
     Args:
         sensitivity: (...) at least 0.
         sample_rate, noise_std: numbers, or (...).
         order: above 1.
+
+    Returns:
+        A float of numbers, else (...) float64.
 
     >>> log_mass([0.0, 1.0], sample_rate=0.1, noise_std=1.0, order=3)
     tensor([0.0000, 0.0...], dtype=torch.float64)
@@ -81,8 +89,9 @@ def log_mass(sensitivity, *, sample_rate, noise_std, order, direction="remove"):
                                          orders=order, direction=direction)
 
 
-def coupled_divergence(sensitivities, *, sample_rate, noise_std, order, max_sensitivity=None, confidence=None,
-                       probabilities=None, direction="remove"):
+def coupled_divergence(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, order: float,
+                       max_sensitivity: Numbers | None = None, confidence: float | None = None,
+                       probabilities: Array | None = None, direction: str = "remove") -> torch.Tensor:
     r"""One step of any update rule, by the distribution of :math:`\Delta(B) = \|U(B + x) - U(B)\|` over batches.
 
     .. math:: D_\alpha \le \frac{1}{\alpha - 1} \ln E_B[A(\Delta(B))]
@@ -111,8 +120,8 @@ def coupled_divergence(sensitivities, *, sample_rate, noise_std, order, max_sens
     tensor(0.0050, dtype=torch.float64)
     >>> coupled_divergence(sensitivities, sample_rate=0.1, noise_std=1.0, order=8, max_sensitivity=0.5, confidence=0.99)
     tensor(0.0055, dtype=torch.float64)
-    >>> step_divergence(sample_rate=0.1, noise_multiplier=1.0, sensitivity=0.5, orders=8)      # the worst batch
-    tensor(0.0137, dtype=torch.float64)
+    >>> round(step_divergence(sample_rate=0.1, noise_multiplier=1.0, sensitivity=0.5, orders=8), 4)    # the worst batch
+    0.0137
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     sensitivities, probabilities = _batches(sensitivities, probabilities, max_sensitivity, confidence)
@@ -120,12 +129,13 @@ def coupled_divergence(sensitivities, *, sample_rate, noise_std, order, max_sens
     masses = log_mass(sensitivities, **step)
     if confidence is None:
         return _log_mean(masses, probabilities) / (order - 1)
-    largest = log_mass(max_sensitivity, **step)
+    largest = torch.as_tensor(log_mass(max_sensitivity, **step), dtype=torch.float64)
     return log_mean_bound(masses, largest, confidence=confidence, log_smallest=0.0) / (order - 1)
 
 
-def coupled_delta(sensitivities, *, sample_rate, noise_std, epsilon, max_sensitivity=None, confidence=None,
-                  probabilities=None, direction="remove"):
+def coupled_delta(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, epsilon: Numbers,
+                  max_sensitivity: Numbers | None = None, confidence: float | None = None,
+                  probabilities: Array | None = None, direction: str = "remove") -> torch.Tensor:
     r"""One step of any update rule: the delta at `epsilon`, by the distribution of the sensitivity.
 
     The hockey-stick divergence is jointly convex as well, so
@@ -135,7 +145,19 @@ def coupled_delta(sensitivities, *, sample_rate, noise_std, epsilon, max_sensiti
     :math:`\delta_G` is the analytic Gaussian mechanism's. It holds where corollary 3.1 does, with neither Hoelder's
     inequality nor a second delta.
 
-    Arguments as for `coupled_divergence`; `epsilon` is at least 0, a number or (...). Returns (...) float64.
+    Args:
+        sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from the sampler of the
+            data set *without* x.
+        sample_rate, noise_std: q in (0, 1] and s > 0, numbers or (...).
+        epsilon: at least 0, a number or (...).
+        max_sensitivity: a bound on :math:`\Delta(B)` for every B; needed with a confidence.
+        confidence: if given, the result is an upper confidence bound at this level for each entry by itself; without
+            it the mean over the batches stands in for the expectation: an *estimate*.
+        probabilities: (batches,) of *all* batches, in place of draws: then the result is exact.
+        direction: "remove" or "add".
+
+    Returns:
+        (...) float64.
 
     >>> coupled_delta([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, epsilon=0.2)
     tensor(0.0129, dtype=torch.float64)
@@ -149,15 +171,31 @@ def coupled_delta(sensitivities, *, sample_rate, noise_std, epsilon, max_sensiti
     return torch.exp(log_mean_bound(torch.log(deltas), torch.log(largest), confidence=confidence))
 
 
-def coupled_epsilon(sensitivities, *, sample_rate, noise_std, delta, **options):
-    """The epsilon at which `coupled_delta` falls to `delta`, rounded up; the other arguments are its own.
+def coupled_epsilon(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, delta: float,
+                    max_sensitivity: Numbers | None = None, confidence: float | None = None,
+                    probabilities: Array | None = None, direction: str = "remove") -> torch.Tensor:
+    r"""The epsilon at which `coupled_delta` falls to `delta`, rounded up.
+
+    Args:
+        sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from the sampler of the
+            data set *without* x.
+        sample_rate, noise_std: q in (0, 1] and s > 0, numbers or (...).
+        delta: in (0, 1).
+        max_sensitivity: a bound on :math:`\Delta(B)` for every B; needed with a confidence.
+        confidence: if given, the result is an upper confidence bound at this level for each entry by itself; without
+            it the mean over the batches stands in for the expectation: an *estimate*.
+        probabilities: (batches,) of *all* batches, in place of draws: then the result is exact.
+        direction: "remove" or "add".
+
+    Returns:
+        (...) float64.
 
     >>> coupled_epsilon([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, delta=1e-5)
     tensor(3.4819, dtype=torch.float64)
     """
     _checks.number("delta", delta, 0, 1, closed="neither")
-
-    options.update(sample_rate=sample_rate, noise_std=noise_std)
+    options = dict(sample_rate=sample_rate, noise_std=noise_std, max_sensitivity=max_sensitivity,
+                   confidence=confidence, probabilities=probabilities, direction=direction)
 
     def reached(epsilon):
         return coupled_delta(sensitivities, epsilon=epsilon, **options) <= delta
@@ -169,8 +207,9 @@ def coupled_epsilon(sensitivities, *, sample_rate, noise_std, delta, **options):
     return torch.where(done, 0.0, bisect(reached, good=high, bad=low, halvings=50))
 
 
-def holder_epsilon(sensitivities, *, sample_rate, noise_std, delta, p, share=0.5, max_sensitivity=None, confidence=None,
-                   probabilities=None):
+def holder_epsilon(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, delta: float, p: float,
+                   share: float = 0.5, max_sensitivity: Numbers | None = None, confidence: float | None = None,
+                   probabilities: Array | None = None) -> torch.Tensor:
     r"""Corollary 3.1: an epsilon at `delta` for x's presence, from the p-norm of the sensitivity distribution.
 
     With :math:`a_p = q\,(E_B[e^{p\,\varepsilon_G(\Delta(B))}])^{1/p}`,

@@ -44,6 +44,7 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Numbers
 from dpcompanion.per_instance.added import add_mode
 from dpcompanion.per_instance.confidence import log_mean_bound
 from dpcompanion.per_instance.steps import _as_tensors, _log_mean, log_mass
@@ -53,7 +54,8 @@ __all__ = ["CompositionEstimate", "exact_composition", "log_mass", "tilted_count
 _CHUNK = 1 << 22         # numbers in one temporary tensor
 
 
-def tilted_counts(sensitivity, *, sample_rate, noise_std, order, generator):
+def tilted_counts(sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float,
+                  generator: torch.Generator) -> torch.Tensor:
     r"""How often x enters a step of a tilted run ("remove").
 
     k is drawn with probability :math:`\propto \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}`.
@@ -88,7 +90,8 @@ def tilted_counts(sensitivity, *, sample_rate, noise_std, order, generator):
     return ((draw * below[..., -1])[..., None] >= below[..., :-1]).sum(-1)
 
 
-def tilted_noise(noise, gradient, *, sample_rate, noise_std, order, generator):
+def tilted_noise(noise: torch.Tensor, gradient: torch.Tensor, *, sample_rate: Numbers, noise_std: Numbers, order: float,
+                 generator: torch.Generator) -> torch.Tensor:
     r"""Noise of a step of a tilted run the other way round ("add"): the law :math:`\propto r(z)^{1-\alpha} \varphi(z)`.
 
     A trainer that can only add to a run's sum takes a plan without noise, and the whole of this added.
@@ -170,7 +173,8 @@ class CompositionEstimate:
     worst_case: torch.Tensor
 
 
-def exact_composition(log_masses, *, order, worst_case=math.inf, confidence=0.95, resamples=2000, generator=None):
+def exact_composition(log_masses: Array, *, order: float, worst_case: Numbers = math.inf, confidence: float = 0.95,
+                      resamples: int = 2000, generator: torch.Generator | None = None) -> CompositionEstimate:
     r""":math:`\frac{1}{\alpha-1} \ln E_\text{tilted}[\prod_t A(\Delta_t)]`, from runs of tilted training.
 
     Args:

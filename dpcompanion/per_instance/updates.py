@@ -5,14 +5,16 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Numbers
 from dpcompanion.per_instance.added import DIRECTIONS
 from dpcompanion.per_instance.confidence import log_mean_bound
 
 _CHUNK = 1 << 18         # numbers in one temporary tensor
 
 
-def update_divergence(updates, updates_with, *, noise_std, order, direction="both", tuples=20, generator=None,
-                      max_distance=None, confidence=None):
+def update_divergence(updates: torch.Tensor, updates_with: torch.Tensor, *, noise_std: Numbers, order: float,
+                      direction: str = "both", tuples: int = 20, generator: torch.Generator | None = None,
+                      max_distance: float | None = None, confidence: float | None = None) -> torch.Tensor:
     r"""Theorem 3.6: one step of any update rule, by comparing batches of both data sets with each other.
 
     .. math::

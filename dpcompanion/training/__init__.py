@@ -2,11 +2,14 @@
 
 * `plan`: `DPSGDPlan`, from which sampler, clip norms, noise and account are made;
 * `sampling`: true Poisson draws;  `noise`: Gaussian noise and the streams of a seed;
-* `clipping`: sums of clipped per-example gradients, and norms; `layers`: how, layer by layer;
+* `clipping`: sums of clipped per-example gradients, and norms; `recording`, `layers`, `matrices`, `tensors`: how,
+  layer by layer;
 * `proof`: whether a method is right for a model;  `checks`: whether data, model and optimizer can work together;
-* `loop`: `train` and its `Callbacks`;  `checkpoints`: what it goes on from, a `Checkpoint`;
+* `loop`: `train` and its `Callbacks`;  `examples`: what it trains on;  `checkpoints`: what it goes on from, a
+  `Checkpoint`;
 * `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are; `stacking`: their networks as one;
 * `tracking`: everybody's gradient norms along a run, for accounts of each example; `passes`: how they are computed;
+  `following`: whether they are those of the run;
 * `models`: the papers' networks.
 """
 

@@ -68,12 +68,12 @@ class Checkpoint:
                 raise ValueError(f"stateful must hold objects with state_dict and load_state_dict, but {name!r} is a "
                                  f"{type(item).__name__}")
 
-    def due(self, step, steps, steps_per_epoch):
+    def due(self, step: int, steps: int, steps_per_epoch: int) -> bool:
         """Whether it is written after this step of a run."""
         return step == steps or step % (self.every or steps_per_epoch) == 0
 
     @property
-    def exists(self):
+    def exists(self) -> bool:
         """Whether there is a file to go on from."""
         return os.path.exists(self.path)
 

@@ -32,22 +32,20 @@ On a GPU convolutions may round to TF32, and then a clip norm holds to 1e-3 only
 torch.Size([5])
 """
 
-import contextlib
 import dataclasses
 import math
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
-from torch.nn.modules.dropout import _DropoutNd
 
 from dpcompanion import _checks
+from dpcompanion._types import Loss
 from dpcompanion.training import checks, proof
-from dpcompanion.training.layers import (
-    Explicit, Unfit, call_with, layer_gradient, own_parameters, rounded_up, wide_sum,
-)
+from dpcompanion.training.layers import Explicit, layer_gradient, wide_sum
+from dpcompanion.training.recording import Recorder
 from dpcompanion.training.stacking import StackedLayer
+from dpcompanion.training.tensors import Unfit, call_with, own_parameters, rounded_up
 
 METHODS = ("auto", "mixed", "ghost", "func")
 PRECISIONS = (None, "bf16")
@@ -55,7 +53,7 @@ PRECISIONS = (None, "bf16")
 _BUDGET = 2**26
 
 
-def cross_entropy(outputs, targets):
+def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross entropy of each example, (n,)."""
     return F.cross_entropy(outputs, targets, reduction="none")
 
@@ -105,115 +103,6 @@ def check_model(model):
         raise ValueError("model must have a trainable parameter, got none")
 
 
-class _Recorder:
-    """Forward hooks that note, for each trainable layer, its inputs and where the gradients of its outputs arrive."""
-
-    def __init__(self, model):
-        self.uses = {}
-        self.owners = {module: name for name, module in model.named_modules() if own_parameters(module)}
-        seen = {}
-        for module, name in self.owners.items():
-            if any(isinstance(part, _DropoutNd) and part.p for part in module.modules()):
-                raise Unfit(f"layer {name or 'model'!r} has parameters of its own around dropout, which would be drawn "
-                            "again; use method='func'")
-            for parameter in own_parameters(module).values():
-                if parameter in seen:
-                    raise Unfit(f"layers {seen[parameter]!r} and {name!r} share a parameter; use method='func'")
-                seen[parameter] = name
-
-    def _note(self, module, args, kwargs, output):
-        if len(args) != 1 or kwargs or not all(isinstance(t, torch.Tensor) and t.ndim for t in (*args, output)):
-            raise Unfit(f"layer {self.owners[module]!r} does not map one tensor to one tensor; use method='func'")
-        if not torch.is_grad_enabled():
-            return None
-        # Once a view is changed in place, autograd no longer comes by the node that it had. A tensor of its own keeps
-        # that node (linear layers on more than two axes and instance norm return views).
-        output = output.clone() if output._is_view() else output
-        a = args[0]
-        self.uses.setdefault(module, []).append(
-            (a.detach(), a._version, get_gradient_edge(output), len(output), a.requires_grad))
-        return output
-
-    @contextlib.contextmanager
-    def listening(self):
-        hooks = [module.register_forward_hook(self._note, with_kwargs=True) for module in self.owners]
-        try:
-            yield self
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def backward(self, losses, take):
-        """take(layer, [(inputs, output gradients)]) for each layer that is reached, as soon as the way back through the
-        network has come by all its uses, so that what is not kept can go."""
-        n = len(losses)
-        for module, uses in self.uses.items():
-            if any(len(a) != n or rows != n for a, _, _, rows, _ in uses):
-                raise Unfit(f"layer {self.owners[module]!r} does not keep the examples first; use method='func'")
-        pairs = {module: {} for module in self.uses}
-
-        def arrived(module, use, g):
-            a, version, *_ = self.uses[module][use]
-            if a._version != version:
-                raise Unfit(f"the input of layer {self.owners[module]!r} is changed in place; use method='func'")
-            pairs[module][use] = a, g
-            if len(pairs[module]) == len(self.uses[module]):
-                finish(module)
-
-        def finish(module):
-            self.uses.pop(module)
-            found = pairs.pop(module)
-            if found:
-                take(module, [found[use] for use in sorted(found)])
-
-        def on_the_way(module, use, output):
-            def hook(gradients):
-                if gradients[output] is not None:
-                    arrived(module, use, gradients[output])
-            return hook
-
-        # Autograd goes where it is asked to: to the first layers, whose inputs need no gradient, and by all others.
-        first, handles = [], []
-        for module, uses in self.uses.items():
-            for use, (_, _, edge, _, inner) in enumerate(uses):
-                if inner:
-                    handles.append(edge.node.register_prehook(on_the_way(module, use, edge.output_nr)))
-                else:
-                    first.append((module, use, edge))
-        silent = [p for module in self.owners if module not in self.uses for p in own_parameters(module).values()]
-        try:
-            gradients = torch.autograd.grad(losses, [*(edge for _, _, edge in first), *silent],
-                                            torch.ones_like(losses), allow_unused=True)
-        finally:
-            for handle in handles:
-                handle.remove()
-        if any(g is not None for g in gradients[len(first):]):
-            raise Unfit("a parameter is used outside the forward method of its layer; use method='func'")
-        for (module, use, _), g in zip(first, gradients):
-            if g is not None:
-                arrived(module, use, g)
-        reached = _reached(losses) if self.uses else ()
-        for module in list(self.uses):
-            if len(pairs[module]) < len(self.uses[module]) and any(
-                    p in reached for p in own_parameters(module).values()):
-                raise Unfit(f"layer {self.owners[module]!r} is used, but no gradient comes by its output; use "
-                            "method='func'")
-            finish(module)
-
-
-def _reached(losses):
-    """The leaves, such as parameters, that the graph of `losses` ends in."""
-    leaves, seen, nodes = set(), set(), [losses.grad_fn]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaves.add(getattr(node, "variable", None))
-        nodes.extend(after for after, _ in node.next_functions)
-    return leaves
-
-
 def in_best_format(model, x):
     """Images of several channels in float32 with these side by side in memory (`torch.channels_last`), which all layers
     follow, where the model has convolutions: these are faster so. Only the last bits of results depend on it."""
@@ -226,7 +115,7 @@ def in_best_format(model, x):
 def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=None):
     """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
     those of the first run, then those of the second, as many for each, and there is a sum for each run."""
-    recorder, budget = _Recorder(model), _BUDGET
+    recorder, budget = Recorder(model), _BUDGET
     squares, layers = dict.fromkeys(recorder.owners, 0), dict.fromkeys(recorder.owners)
 
     def take(module, uses):
@@ -357,7 +246,9 @@ def _held(method):
     return "held" if method == "mixed" else method
 
 
-def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, precision=None, precise=False):
+def clipped_sum(model: torch.nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor,
+                max_grad_norm: float | torch.Tensor, *, method: str = "auto", chunk: int | None = None,
+                precision: str | None = None, precise: bool = False) -> ClippedSum:
     """Sum of the clipped gradients of the examples (x, y), with their norms and losses.
 
     Args:
@@ -394,7 +285,8 @@ def clipped_sum(model, loss, x, y, max_grad_norm, *, method="auto", chunk=None, 
     return total
 
 
-def gradient_norms(model, loss, x, y, *, method="auto", chunk=None, precision=None):
+def gradient_norms(model: torch.nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor, *, method: str = "auto",
+                   chunk: int | None = None, precision: str | None = None) -> torch.Tensor:
     """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where not finite.
 
     Arguments and errors as for `clipped_sum`.  Memory: one chunk.

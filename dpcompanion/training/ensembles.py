@@ -32,18 +32,27 @@ import concurrent.futures
 import contextlib
 import math
 import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion._progress import bar
-from dpcompanion.training.loop import check_extras, deferred_interrupt
+from dpcompanion.training.checkpoints import Checkpoint
+from dpcompanion.training.loop import Callbacks, check_extras, deferred_interrupt
+from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
 
 
-def train_ensemble(model, loss, data, plans, *, seeds, learning_rate, momentum=0.0, weight_decay=0.0, members=None,
-                   add=None, device=None, method="auto", physical_batch_size=1024, workers=None, callbacks=None,
-                   checkpoint=None, generator_device="cpu", progress=None):
+def train_ensemble(model: torch.nn.Module | Sequence[torch.nn.Module], loss: Loss, data: Sequence[torch.Tensor],
+                   plans: DPSGDPlan | Sequence[DPSGDPlan], *, seeds: Iterable[int], learning_rate: Numbers,
+                   momentum: float = 0.0, weight_decay: float = 0.0, members: Array | None = None,
+                   add: Callable[..., Any] | None = None, device: Device = None, method: str = "auto",
+                   physical_batch_size: int = 1024, workers: int | None = None, callbacks: Callbacks | None = None,
+                   checkpoint: Checkpoint | None = None, generator_device: str | torch.device = "cpu",
+                   progress: bool | None = None) -> Ensemble:
     """Train R runs side by side by DP-SGD, each as its plan says.
 
     Args:

@@ -36,165 +36,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.grad import conv2d_weight
 
+from dpcompanion.training.matrices import (
+    bias_gradients, count_positions, gram_is_cheaper, in_full, matrices, padded, weight_gradients,
+)
 from dpcompanion.training.reparametrised import Reparametrised
+from dpcompanion.training.tensors import Unfit, call_with, own_parameters, rounded_up, squared_norms  # noqa: F401
 
-# What it costs to write a number of an explicit gradient and read it twice, in multiply-adds (measured on a CPU).
-_TRAFFIC = 16
 # Numbers that a block of examples may take while a norm is worked out.
 _BLOCK = 2**23
 # The same where they are worked on several times and had better stay in a processor's cache.
 _CACHED = 2**20
-# Numbers whose squares are added up in their own precision.
-_SUMMED = 256
-
-
-class Unfit(ValueError):
-    """The model cannot be taken apart layer by layer; `torch.func` may still do it."""
-
-
-def own_parameters(module):
-    """The trainable parameters that belong to `module` itself, not to a child."""
-    return {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
-
-
-def call_with(model, tensors, *inputs):
-    """model(*inputs) with `tensors`, {name: tensor}, in the place of parameters and buffers of these names.
-
-    As `torch.func.functional_call`, which spoils a model that holds one module twice: it swaps the module's tensors
-    twice and then puts back what it had put in. Here each module is swapped once. A parameter that modules share is
-    replaced in all of them.
-    """
-    given = {id(t): tensors[name] for name, t in [*model.named_parameters(), *model.named_buffers()] if name in tensors}
-    places = {f"{prefix}.{name}" if prefix else name: given[id(t)] for prefix, module in model.named_modules()
-              for name, t in [*module._parameters.items(), *module._buffers.items()] if id(t) in given}
-    return torch.func.functional_call(model, places, inputs, tie_weights=False)
-
-
-def squared_norms(tensor):
-    """Sums of squares over all axes but the first, (n,) float64; above 0 for whatever is not 0.
-
-    The squares of a million float32 numbers, added up one after another, may lack a thousandth of their sum, and
-    a norm must not come out too small. So only a few are added in float32, and their sums in float64. Squares that
-    float32 cannot hold are added up in float64 altogether.
-
-    >>> round(float(squared_norms(torch.full((1, 1_000_000), 0.1)).sqrt()), 3)
-    100.0
-    >>> squared_norms(torch.tensor([[3e-25, 4e-25], [0.0, 0.0]])).sqrt()
-    tensor([5.0000e-25, 0.0000e+00], dtype=torch.float64)
-    """
-    if tensor.element_size() < 4:  # a norm in bfloat16 may lack 0.4%
-        tensor = tensor.float()
-    # In the order in which they lie in memory, so that nothing is copied.
-    order = sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True)
-    flat = tensor.permute(0, *order).flatten(1) if order else tensor[:, None]
-    if flat.device.type != "cpu" and flat.dtype != torch.float64:
-        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
-    if flat.dtype == torch.float64:
-        squares = torch.linalg.vector_norm(flat, dim=1).square()
-    else:
-        blocks = flat.shape[1] // _SUMMED
-        whole, rest = flat[:, :blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)), flat[:, blocks * _SUMMED:]
-        norms = torch.linalg.vector_norm(whole, dim=2), torch.linalg.vector_norm(rest, dim=1, keepdim=True)
-        squares = torch.cat(norms, 1).double().square().sum(1)
-    # What the squares of n numbers may have lost by underflow, against the last bit of their sum.
-    few = squares <= flat.shape[1] * torch.finfo(flat.dtype).tiny / torch.finfo(flat.dtype).eps
-    return squares if not few.any() else squares.masked_scatter(few, _squares_of_small(flat[few]))
-
-
-def _squares_of_small(flat):
-    """As `squared_norms`, in float64 with each row divided by its largest entry; what underflows is rounded up."""
-    flat = flat.double()
-    largest = flat.abs().amax(1, keepdim=True) if flat.shape[1] else flat.new_zeros(len(flat), 1)
-    norms = largest[:, 0] * torch.linalg.vector_norm(torch.where(largest > 0, flat / largest, 0), dim=1)
-    return torch.where(norms > 0, norms.square().clamp(min=torch.finfo(torch.float64).tiny), 0)
-
-
-def rounded_up(values, dtype):
-    """float64 `values` in another precision, never smaller than they are.
-
-    >>> float(rounded_up(torch.tensor(0.1, dtype=torch.float64), torch.float32)) >= 0.1
-    True
-    """
-    rounded = values.to(dtype)
-    above = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
-    return torch.where(rounded.double() < values, above, rounded)
-
-
-def _pad(conv, a):
-    if conv.padding_mode == "zeros":
-        return F.pad(a, conv._reversed_padding_repeated_twice)
-    return F.pad(a, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
-
-
-def _patches(conv, a):
-    """(n, channels, height, width) -> (n, groups, positions, in), what each position of the output sees.
-
-    The channels of a patch lie side by side, which is several times faster to copy than the order of the weight.
-    """
-    windows = _pad(conv, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
-    for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation), start=1):
-        windows = windows.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-    n, height, width = windows.shape[:3]
-    windows = windows.unflatten(3, (conv.groups, -1)).permute(0, 3, 1, 2, 5, 6, 4)
-    return windows.reshape(n, conv.groups, height * width, -1)
-
-
-def _slides(conv, positions):
-    """Whether `_slid` is faster than patches (measured): steps of one pixel, and many of them beside the channels, but
-    not the colours of an image, whose products would have three columns."""
-    channels = conv.weight.shape[1]
-    return conv.stride == (1, 1) and positions > 2 * channels and channels != 3
-
-
-def _slid(conv, a, g):
-    """Gradients of a convolution's weight without patches, (n, height, width, out, in), for steps of one pixel.
-
-    With its rows padded to those of the input and laid end to end, an output gradient meets the input of each place of
-    the kernel at one constant offset: one product of matrices for each place, and nothing of the input is copied.
-    """
-    a, groups = _pad(conv, a), conv.groups
-    width, wider = a.shape[3], a.shape[3] - g.shape[3]
-    length = g.shape[2] * width - wider
-    outputs = F.pad(g, (0, wider)).flatten(2)[..., :length].unflatten(1, (groups, -1)).flatten(0, 1)
-    inputs = a.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1)
-    found = g.new_empty(len(g), *conv.kernel_size, *conv.weight.shape[:2])
-    for row in range(conv.kernel_size[0]):
-        for column in range(conv.kernel_size[1]):
-            offset = row * conv.dilation[0] * width + column * conv.dilation[1]
-            product = outputs @ inputs[..., offset:offset + length].mT
-            found[:, row, column] = product.view(len(g), *conv.weight.shape[:2])
-    return found
-
-
-def _matrices(module, a, g):
-    """Inputs (n, groups, positions, in) and output gradients (n, groups, out, positions) of one use of a layer."""
-    if type(module) is nn.Conv2d:
-        return _patches(module, a), g.reshape(len(g), module.groups, -1, g[0, 0].numel())
-    return a.reshape(len(a), 1, -1, a.shape[-1]), g.reshape(len(g), 1, -1, g.shape[-1]).transpose(2, 3)
-
-
-def _positions(module, uses):
-    return sum(g[0].numel() for _, g in uses) // module.weight.shape[0]
-
-
-def _gram_is_cheaper(module, positions):
-    """Whether the Gram matrices cost less arithmetic than what writing and reading a gradient costs."""
-    groups = getattr(module, "groups", 1)
-    gram = positions**2 * (module.weight.shape[0] + groups * module.weight[0].numel())
-    return gram < _TRAFFIC * module.weight.numel()
-
-
-def _bias(module, g):
-    """Gradients of the bias, (n, out)."""
-    if type(module) is nn.Conv2d:
-        return g.flatten(2).sum(2)
-    return g.reshape(len(g), -1, g.shape[-1]).sum(1)
-
-
-def _full(module, tensor):
-    """In the precision of the module's parameters: what went through a network in a lower one is multiplied and added
-    up in theirs, in the norm and in the sum alike."""
-    return tensor.to(next(iter(own_parameters(module).values())).dtype) if tensor.is_floating_point() else tensor
 
 
 def _scaled(tensor, factors):
@@ -246,22 +97,22 @@ class Ghost:
     def blocks(self, uses, numbers=_BLOCK):
         """The uses of a few examples at a time, such that their gradients or patches take that many numbers."""
         weight = self.module.weight
-        rows = max(1, numbers // max(weight.numel(), _positions(self.module, uses) * weight[0].numel()))
-        return ([(_full(self.module, a[i:i + rows]), _full(self.module, g[i:i + rows])) for a, g in uses]
+        rows = max(1, numbers // max(weight.numel(), count_positions(self.module, uses) * weight[0].numel()))
+        return ([(in_full(self.module, a[i:i + rows]), in_full(self.module, g[i:i + rows])) for a, g in uses]
                 for i in range(0, len(uses[0][0]), rows))
 
     def bias_squares(self):
         """What the bias adds to the squared norms; 0 if it has none to train."""
         if "bias" not in own_parameters(self.module):
             return 0
-        return squared_norms(sum(_bias(self.module, _full(self.module, g)) for _, g in self.uses))
+        return squared_norms(sum(bias_gradients(self.module, in_full(self.module, g)) for _, g in self.uses))
 
     def _weight_squares(self, uses):
-        positions = _positions(self.module, uses)
-        if positions > 1 and not _gram_is_cheaper(self.module, positions):
-            gradients, _ = _weight_gradients(self.module, uses)
+        positions = count_positions(self.module, uses)
+        if positions > 1 and not gram_is_cheaper(self.module, positions):
+            gradients, _ = weight_gradients(self.module, uses)
             return squared_norms(gradients)
-        pairs = [_matrices(self.module, a, g) for a, g in uses]
+        pairs = [matrices(self.module, a, g) for a, g in uses]
         inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
         if positions == 1:
             a, g = (squared_norms(part.flatten(0, 1)).view(part.shape[:2]) for part in (inputs, outputs))
@@ -275,10 +126,10 @@ class Ghost:
     def weighted_sum(self, factors):
         sums, runs = {}, len(factors)
         for a, g in self.uses:
-            g = _scaled(_full(self.module, g), factors.flatten())
+            g = _scaled(in_full(self.module, g), factors.flatten())
             for name in own_parameters(self.module):
-                term = (self._weight_sum(_full(self.module, a), g, runs) if name == "weight" else
-                        _bias(self.module, g).unflatten(0, factors.shape).sum(1))
+                term = (self._weight_sum(in_full(self.module, a), g, runs) if name == "weight" else
+                        bias_gradients(self.module, g).unflatten(0, factors.shape).sum(1))
                 sums[name] = sums[name] + term if name in sums else term
         return sums
 
@@ -287,7 +138,7 @@ class Ghost:
         if type(conv) is nn.Conv2d:
             padding = conv.padding
             if conv.padding_mode != "zeros" or isinstance(padding, str):
-                a, padding = _pad(conv, a), 0
+                a, padding = padded(conv, a), 0
             return torch.stack([
                 conv2d_weight(a, conv.weight.shape, g, stride=conv.stride, padding=padding, dilation=conv.dilation,
                               groups=conv.groups) for a, g in zip(a.chunk(runs), g.chunk(runs))])
@@ -314,7 +165,7 @@ class GhostReparametrised:
         for run in range(runs):
             mine, pull_back = slice(run * examples, (run + 1) * examples), self._pull_back(run)
             for block in ghost.blocks([(a[mine], g[mine]) for a, g in ghost.uses], _CACHED):
-                gradients, axes = _weight_gradients(ghost.module, block, slide=False)
+                gradients, axes = weight_gradients(ghost.module, block, slide=False)
                 yield pull_back(gradients.permute(axes) if axes else gradients)
 
     def squared_norms(self):
@@ -330,7 +181,8 @@ class GhostReparametrised:
                     g.permute(0, 1, 3, 4, 2) if axes and name == "weight" else g)
         gradients = {name: torch.cat(parts) for name, parts in gradients.items()}
         if "bias" in own_parameters(self.module):
-            gradients["bias"] = sum(_bias(self.ghost.module, _full(self.module, g)) for _, g in self.ghost.uses)
+            gradients["bias"] = sum(bias_gradients(self.ghost.module, in_full(self.module, g))
+                                    for _, g in self.ghost.uses)
         return Explicit(gradients, axes)
 
     def keep_only(self, rows):
@@ -348,7 +200,7 @@ class GhostEmbedding:
     def __init__(self, module, uses):
         self.module = module
         self.tokens = torch.cat([a.reshape(len(a), -1) for a, _ in uses], 1)
-        self.g = _full(module, torch.cat([g.reshape(len(g), -1, g.shape[-1]) for _, g in uses], 1))
+        self.g = in_full(module, torch.cat([g.reshape(len(g), -1, g.shape[-1]) for _, g in uses], 1))
         if module.padding_idx is not None:
             self.g = self.g * (self.tokens != module.padding_idx).unsqueeze(-1)
 
@@ -415,27 +267,12 @@ def _rows(tensor, rows):
     return torch.where(rows.reshape(-1, *[1] * (tensor.ndim - 1)), tensor, 0)
 
 
-def _weight_gradients(module, uses, slide=True):
-    """Gradients of the weight over all uses of the layer, (n, ...), and where its axes are (see `Explicit`)."""
-    conv, total = type(module) is nn.Conv2d, None
-    slides = conv and slide and all(_slides(module, g[0, 0].numel()) for _, g in uses)
-    for a, g in uses:
-        if slides:
-            term = _slid(module, a, g)
-        else:
-            inputs, outputs = _matrices(module, a, g)
-            out, inside, *kernel = module.weight.shape
-            term = (outputs @ inputs).reshape(len(a), out, *kernel, inside)
-        total = term if total is None else total + term
-    return total, ((0, 3, 4, 1, 2) if slides else (0, 1, 4, 2, 3)) if conv else None
-
-
 def _explicit_matrices(module, uses):
     gradients, axes, trainable = {}, None, own_parameters(module)
     if "weight" in trainable:
-        gradients["weight"], axes = _weight_gradients(module, uses)
+        gradients["weight"], axes = weight_gradients(module, uses)
     if "bias" in trainable:
-        gradients["bias"] = sum(_bias(module, g) for _, g in uses)
+        gradients["bias"] = sum(bias_gradients(module, g) for _, g in uses)
     return Explicit(gradients, axes)
 
 
@@ -490,19 +327,19 @@ def layer_gradient(module, uses, method, budget, stacked=None):
     if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
         return GhostEmbedding(module, uses)
     if method == "held" and type(module) in (nn.Linear, nn.Conv2d):
-        outer = type(module) is nn.Linear and len(uses) == 1 and _positions(module, uses) == 1
+        outer = type(module) is nn.Linear and len(uses) == 1 and count_positions(module, uses) == 1
         return Ghost(module, uses) if outer else _explicit_matrices(module, uses)
     if type(module) in (nn.Linear, nn.Conv2d):
         too_large = module.weight.numel() * len(uses[0][0]) > budget
-        if method == "ghost" or too_large or _gram_is_cheaper(module, _positions(module, uses)):
+        if method == "ghost" or too_large or gram_is_cheaper(module, count_positions(module, uses)):
             return Ghost(module, uses)
-        return _explicit_matrices(module, [(_full(module, a), _full(module, g)) for a, g in uses])
+        return _explicit_matrices(module, [(in_full(module, a), in_full(module, g)) for a, g in uses])
     if isinstance(module, Reparametrised) and set(own_parameters(module)) - {"bias"}:
         layer = GhostReparametrised(module, uses, stacked)
         explicit = sum(p.numel() for p in own_parameters(module).values()) * len(uses[0][0])
         fits = explicit <= min(budget, sum(a.numel() + g.numel() for a, g in uses))
         return layer.explicit() if method == "held" or method == "mixed" and fits else layer
-    uses = [(_full(module, a), _full(module, g)) for a, g in uses]
+    uses = [(in_full(module, a), in_full(module, g)) for a, g in uses]
     if type(module) in (nn.GroupNorm, nn.LayerNorm):
         return _explicit_norm_layer(module, uses)
     return _explicit_any(module, uses, stacked)

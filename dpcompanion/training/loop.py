@@ -27,7 +27,6 @@ guarantee covers the model's weights, not what is logged beside them.
 import collections.abc
 import contextlib
 import dataclasses
-import functools
 import math
 import os
 import pathlib
@@ -35,15 +34,20 @@ import secrets
 import signal
 import threading
 import warnings
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Device, Loss
+from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.training import checks, clipping, noise, passes
 from dpcompanion.training.checkpoints import (
-    Checkpoint, digest_of, key_file, note_seed, plain, read_checkpoint, read_keys, write_checkpoint, write_keys,
+    Checkpoint, key_file, note_seed, plain, read_checkpoint, read_keys, write_checkpoint, write_keys,
 )
+from dpcompanion.training.examples import Data, examples_of, Tensors
 
 _FORMAT = 3
 _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
@@ -77,7 +81,7 @@ class Run:
     """The state that callbacks see: plan, model, optimizer, history, the step just done (counted from 1), and the
     indices and gradient norms (before clipping) of that step's examples."""
 
-    plan: object
+    plan: "DPSGDPlan"
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     history: History
@@ -86,7 +90,7 @@ class Run:
     norms: torch.Tensor | None = None
 
     @property
-    def epsilon(self):
+    def epsilon(self) -> float:
         """What everybody has after this step, by the plan's accountant: `plan.epsilon(steps=step)`."""
         return self.plan.epsilon(steps=self.step)
 
@@ -116,21 +120,25 @@ class Callbacks:
                 raise ValueError(f"{name} must be a function or None, got {getattr(self, name)!r}")
 
 
-def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method="auto", precision=None,
-          physical_batch_size=512, trackers=(), callbacks=None, checkpoint=None, generator_device="cpu", progress=None):
+def train(model: torch.nn.Module, loss: Loss, data: Data, plan: "DPSGDPlan", *, optimizer: torch.optim.Optimizer,
+          seed: int | None = None, device: Device = None, method: str = "auto", precision: str | None = None,
+          physical_batch_size: int = 512, trackers: Iterable[Any] = (), callbacks: Callbacks | None = None,
+          checkpoint: Checkpoint | None = None, generator_device: str | torch.device = "cpu",
+          progress: bool | None = None) -> History:
     """Train `model` in place by DP-SGD as `plan` says.
 
     Args:
         model: a module that treats examples one by one (no batch norm).
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
-        data: (x, y), tensors of plan.n examples each.
+        data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y), of which each
+            draw is read when it comes, so that its transform may augment them (`dpcompanion.training.examples`).
         plan: a `DPSGDPlan`.
         optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure (not LBFGS);
             it sees the noisy mean gradient.
         seed: None, for a model that is released: sampling and noise come from a cipher under keys of 256 bits that the
             operating system draws (`dpcompanion.training.secure`). Or a whole number, for research: everything random
             comes from it, and whoever has it can subtract the noise.
-        device: where to train; the model's own by default. Model and data are moved there.
+        device: where to train; the model's own by default. Model and data (of a data set each draw) are moved there.
         method: how to clip, see `dpcompanion.training.clipping`.
         precision: None for the model's own, or "bf16" for the way forward and back, see there.
         physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another.
@@ -148,7 +156,8 @@ def train(model, loss, data, plan, *, optimizer, seed=None, device=None, method=
     Raises:
         ValueError: before any work, for data that do not fit plan, model or loss, a model that mixes examples, a method
             that is wrong for it (`dpcompanion.training.proof`), an optimizer of other parameters, a tracker of another
-            run, or a checkpoint of another run or damaged.
+            run, or a checkpoint of another run or damaged. A data set is known by its length and the targets of 64
+            examples only.
     """
     callbacks, checkpoint = check_extras(callbacks, checkpoint)
     loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers,
@@ -195,11 +204,10 @@ def _is_away(tensor):
 class _Loop:
     def __init__(self, model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers,
                  stateful, generator_device, precision=None):
-        x, y = data
-        checks.check_data(x, y, plan.n)
+        examples = examples_of(data, plan.n)
         _checks.one_of("method", method, clipping.METHODS)
         clipping.check_model(model)
-        checks.check_types(model, x)
+        checks.check_types(model, examples.probe[0])
         checks.check_optimizer(optimizer, model)
         self.physical_batch_size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
         self.seed = seed if seed is None else _checks.whole_number("seed", seed, 0)
@@ -207,10 +215,10 @@ class _Loop:
         self.forward_seed = secrets.randbits(63) if seed is None else self.seed
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         model.to(self.device)
-        self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
+        self.examples, self.loss = examples.to(self.device), loss
         self.trackers = tuple(trackers)
         for tracker in self.trackers:
-            tracker.check_run(plan, model, loss, x, y)
+            tracker.check_run(plan, model, loss, data)
         self.stateful = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)} | stateful
         self.generators = noise.generators(seed, generator_device)
         self.sampler = plan.sampler(self.generators["sampling"])
@@ -222,7 +230,8 @@ class _Loop:
         if self.precise and (self.seed is not None or self.numbers != plan.parameters):
             raise ValueError(f"plan with arithmetic='float' must have as many parameters as the model, {self.numbers}, "
                              f"and takes no seed, got {plan.parameters} and seed {self.seed}")
-        self.method = clipping.resolve_method(model, loss, self.x, self.y, method, precision, precise=self.precise)
+        self.method = clipping.resolve_method(model, loss, *self.examples.probe, method, precision,
+                                              precise=self.precise)
         # A scheduler keeps the rate that it began with as initial_lr.
         self.begun_with = [type(optimizer).__name__, *(
             float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups)]
@@ -253,10 +262,11 @@ class _Loop:
             drawn, limits = drawn[taking], limits[taking]
             run.indices = passes.sent(drawn, self.device)
         versions = [(name, b, b._version) for name, b in run.model.named_buffers()]
+        with self._own_randomness("examples"):
+            x, y = self.examples.rows(run.indices if isinstance(self.examples, Tensors) else drawn)
         with self._own_randomness("forward"):
-            total = clipping.clipped_sum(run.model, self.loss, self.x[run.indices], self.y[run.indices], limits,
-                                         method=self.method, chunk=self.physical_batch_size,
-                                         precision=self.precision, precise=self.precise)
+            total = clipping.clipped_sum(run.model, self.loss, x, y, limits, method=self.method,
+                                         chunk=self.physical_batch_size, precision=self.precision, precise=self.precise)
         for name, buffer, version in versions:
             if buffer._version != version:
                 raise ValueError(f"model must keep no statistics of its examples, but training changes buffer {name!r}")
@@ -314,9 +324,9 @@ class _Loop:
                 "parameters": {name: list(p.shape) for name, p in self.parameters.items()},
                 "data": self.data_digest} | ({"precision": self.precision} if self.precision else {})
 
-    @functools.cached_property
+    @property
     def data_digest(self):
-        return digest_of(self.x, self.y)
+        return self.examples.digest
 
     def save(self, path):
         self.count_dropped()

@@ -2,7 +2,8 @@
 
 >>> from dpcompanion.training import cross_entropy
 >>> model = torch.nn.Linear(2, 2).train()
->>> norms_of_all(model, cross_entropy, torch.zeros(3, 2), torch.tensor([0, 1, 1]), method="mixed", chunk=2).shape
+>>> examples = examples_of((torch.zeros(3, 2), torch.tensor([0, 1, 1])))
+>>> norms_of_all(model, cross_entropy, examples, method="mixed", chunk=2).shape
 torch.Size([3])
 """
 
@@ -11,19 +12,24 @@ import contextlib
 import torch
 
 from dpcompanion.training import clipping, proof
+from dpcompanion.training.examples import examples_of  # noqa: F401 (for the example above)
 
 
-def norms_of_all(model, loss, x, y, *, method, chunk, precision=None):
-    """The gradient norm of each of the n examples (x, y), (n,), on the model's device.
+def norms_of_all(model, loss, examples, *, method, chunk, precision=None):
+    """The gradient norm of each of the n examples (`dpcompanion.training.examples`), (n,), on the model's device.
 
     The model computes in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example
     gradients stay as they are.
     """
     device = next(model.parameters()).device
+    norms = []
     with undisturbed(model) as inner:
-        return torch.cat([clipping.gradient_norms(inner, loss, some_x.to(device), some_y.to(device), method=method,
-                                                  chunk=chunk, precision=precision)
-                          for some_x, some_y in zip(x.split(chunk), y.split(chunk))])
+        for start in range(0, len(examples), chunk):
+            with torch.random.fork_rng(devices=[]):           # a transform may draw
+                x, y = examples.part(start, start + chunk)
+            norms.append(clipping.gradient_norms(inner, loss, x.to(device), y.to(device), method=method, chunk=chunk,
+                                                 precision=precision))
+    return torch.cat(norms)
 
 
 def sent(tensor, device):
@@ -33,9 +39,10 @@ def sent(tensor, device):
     return tensor.to(device)
 
 
-def resolve_method(model, loss, x, y, method, precision=None):
+def resolve_method(model, loss, examples, method, precision=None):
     """The method that is proved right for this model (`clipping.resolve_method`), in evaluation mode."""
-    device, rows = next(model.parameters()).device, proof.rows_to_look_through(len(x))
+    device, (x, y) = next(model.parameters()).device, examples.probe
+    rows = proof.rows_to_look_through(len(x))
     with undisturbed(model) as inner:
         return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method, precision)
 

@@ -50,10 +50,13 @@ True
 import dataclasses
 import hashlib
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import State
 from dpcompanion.accounting import ACCOUNTANTS, compute_epsilon, find_noise_multiplier
 from dpcompanion.training import floats
 from dpcompanion.training.noise import gaussian_noise
@@ -142,8 +145,9 @@ class DPSGDPlan:
             self.n * rate if isinstance(rate, float) else rate.sum().item()))
 
     @classmethod
-    def for_epsilon(cls, target_epsilon, *, n, sample_rate, steps, max_grad_norm, delta, expected_batch_size=None,
-                    relation=None, accountant="pld", arithmetic="real", parameters=None):
+    def for_epsilon(cls, target_epsilon: float, *, n: int, sample_rate: Any, steps: int, max_grad_norm: Any,
+                    delta: float, expected_batch_size: float | None = None, relation: str | None = None,
+                    accountant: str = "pld", arithmetic: str = "real", parameters: int | None = None) -> "DPSGDPlan":
         """The plan with the least noise whose epsilon, by `accountant`, does not exceed `target_epsilon`, for one rate
         for all. It keeps the accountant. Other arguments as for the class.
 
@@ -172,51 +176,52 @@ class DPSGDPlan:
                    relation=relation, arithmetic=arithmetic, parameters=parameters, accountant=accountant)
 
     @property
-    def steps_per_epoch(self):
+    def steps_per_epoch(self) -> int:
         """Steps in which an example is seen once on average, as a whole number; of no consequence for the model."""
         rate = self.sample_rate if isinstance(self.sample_rate, float) else self.sample_rate.mean().item()
         return max(1, round(1 / rate))
 
     @property
-    def noise_std(self):
+    def noise_std(self) -> Any:
         """Standard deviation of each coordinate of the noise on the sum: `noise_multiplier` x mean clip norm."""
         norm = self.max_grad_norm
         return self.noise_multiplier * (norm if isinstance(norm, float) else norm.mean().item())
 
     @property
-    def sensitivity(self):
+    def sensitivity(self) -> Any:
         """How far an example moves a sum at most: the clip norm, with what floats add where `arithmetic` is "float"."""
         if self.arithmetic == "real":
             return self.max_grad_norm
         return floats.sensitivity(self.max_grad_norm, n=self.n, noise_std=self.noise_std, parameters=self.parameters)
 
     @property
-    def effective_noise_multiplier(self):
+    def effective_noise_multiplier(self) -> Any:
         """Noise over sensitivity, what the account of an example depends on: a float, or (n,) for a norm for each."""
         if self.arithmetic == "real" and isinstance(self.max_grad_norm, float):
             return self.noise_multiplier
         return self.noise_std / self.sensitivity
 
     @property
-    def individual(self):
+    def individual(self) -> bool:
         """True if examples differ in rate or norm, and so in epsilon."""
         return not (isinstance(self.sample_rate, float) and isinstance(self.max_grad_norm, float))
 
-    def sampler(self, generator):
+    def sampler(self, generator: torch.Generator) -> Any:
         """The Poisson sampler of this plan, drawing from `generator`."""
         return PoissonSampler(self.n, self.sample_rate, generator)
 
-    def clip_norms(self, indices):
+    def clip_norms(self, indices: torch.Tensor) -> torch.Tensor:
         """The clip norms of the examples at `indices`, (len(indices),) float64."""
         if isinstance(self.max_grad_norm, float):
             return torch.full((len(indices),), self.max_grad_norm, dtype=torch.float64)
         return self.max_grad_norm[indices]
 
-    def noise(self, shape, generator, *, dtype=torch.float64, device="cpu"):
+    def noise(self, shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype = torch.float64,
+              device: str | torch.device = "cpu") -> torch.Tensor:
         """Noise for a sum of clipped gradients, N(0, noise_std^2), drawn from `generator`."""
         return gaussian_noise(shape, self.noise_std, generator, dtype=dtype, device=device)
 
-    def noisy(self, total, generator):
+    def noisy(self, total: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """A sum of clipped gradients with its noise, of its type and on its device: what leaves the data.
 
         With a `SecureStream` the sum is put on the grid of the noise first, and both are added there without rounding:
@@ -227,7 +232,7 @@ class DPSGDPlan:
             return exact.to(dtype=total.dtype, device=total.device)
         return total + self.noise(total.shape, generator, dtype=total.dtype, device=total.device)
 
-    def statement(self):
+    def statement(self) -> str:
         """What an epsilon of this plan is about, in one sentence: relation, public constants, sampler, noise, delta,
         accountant.
 
@@ -253,7 +258,7 @@ class DPSGDPlan:
                 f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta "
                 f"{self.delta:g}, accountant {self.accountant}{counted}.")
 
-    def epsilon(self, delta=None, *, steps=None, accountant=None):
+    def epsilon(self, delta: float | None = None, *, steps: int | None = None, accountant: str | None = None) -> Any:
         """Epsilon after `steps` steps (all of the plan's by default), of which `statement` says what it is about, by
         the plan's accountant unless another is named.
 
@@ -281,7 +286,7 @@ class DPSGDPlan:
         values = torch.tensor([epsilon_at(*pair) for pair in distinct.tolist()], dtype=torch.float64)
         return values[which] if self.individual else values.item()
 
-    def config(self):
+    def config(self) -> State:
         """The plan as plain JSON values; arrays as their length, mean and sha256. Equal plans give equal configs."""
         return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 

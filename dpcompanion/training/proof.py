@@ -18,7 +18,7 @@ compares.  It is made once a run, so it can afford to be strict:
 >>> prove(model, clipping.cross_entropy, x, y, half)
 Traceback (most recent call last):
     ...
-dpcompanion.training.layers.Unfit: the norms of gradients are wrong by up to 50% against plain autograd
+dpcompanion.training.tensors.Unfit: the norms of gradients are wrong by up to 50% against plain autograd
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import contextlib
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from dpcompanion.training.layers import Unfit, call_with
+from dpcompanion.training.tensors import Unfit, call_with
 
 # Examples that are looked through, those of them whose gradients are computed, and those that are compared.
 _LOOKED_THROUGH, _PROBED, _COMPARED = 64, 16, 4

@@ -7,13 +7,15 @@ import copy
 import functools
 import math
 import os
+from collections.abc import Iterable, Sequence
 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion.training import checks, clipping, noise, passes, proof
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
-from dpcompanion.training.layers import Unfit, call_with
+from dpcompanion.training.tensors import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.stacking import StackedNetwork
 
@@ -35,8 +37,10 @@ class Ensemble:
         indices, norms: of the step just done and of each run, the examples and their gradient norms before clipping.
     """
 
-    def __init__(self, model, loss, data, plans, *, seeds, learning_rate, momentum=0.0, weight_decay=0.0, members=None,
-                 device=None, method="auto", physical_batch_size=1024, generator_device="cpu"):
+    def __init__(self, model: torch.nn.Module | Sequence[torch.nn.Module], loss: Loss, data: Sequence[torch.Tensor],
+                 plans: DPSGDPlan | Sequence[DPSGDPlan], *, seeds: Iterable[int], learning_rate: Numbers,
+                 momentum: float = 0.0, weight_decay: float = 0.0, members: Array | None = None, device: Device = None,
+                 method: str = "auto", physical_batch_size: int = 1024, generator_device: str | torch.device = "cpu"):
         self.seeds = [_checks.whole_number("seeds", seed, 0) for seed in seeds]
         runs = len(self.seeds)
         if not runs:
@@ -108,21 +112,21 @@ class Ensemble:
         return len(self.seeds)
 
     @property
-    def parameters(self):
+    def parameters(self) -> dict[str, torch.Tensor]:
         """{name: (R, *shape)}, views of `vectors`."""
         return self.split(self.vectors)
 
     @property
-    def steps_per_epoch(self):
+    def steps_per_epoch(self) -> int:
         """That of the first plan."""
         return self.plans[0].steps_per_epoch
 
-    def split(self, vectors):
+    def split(self, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rows (k, parameters) as {name: (k, *shape)}, without a copy."""
         return {name: vectors[:, place].view(-1, *self._shapes[name]) if self._shapes[name] else vectors[:, place.start]
                 for name, place in self._places.items()}
 
-    def model(self, run):
+    def model(self, run: int) -> torch.nn.Module:
         """A module with the weights of one run."""
         model = copy.deepcopy(self._template)
         with torch.no_grad():
@@ -130,7 +134,7 @@ class Ensemble:
                 model.get_parameter(name).copy_(p[run])
         return model
 
-    def predict(self, x, *, chunk=1024):
+    def predict(self, x: torch.Tensor, *, chunk: int | None = 1024) -> torch.Tensor:
         """The outputs of every run for x, (R, len(x), ...), in evaluation mode."""
         model = copy.deepcopy(self._template).eval()
         parameters = self.parameters
@@ -139,7 +143,7 @@ class Ensemble:
                 call_with(model, {name: p[run] for name, p in parameters.items()}, part)
                 for part in x.to(self.device).split(chunk)]) for run in range(len(self))])
 
-    def gradients_of(self, x, y, *, chunk=None):
+    def gradients_of(self, x: torch.Tensor, y: torch.Tensor, *, chunk: int | None = None) -> torch.Tensor:
         """The gradient of each run's loss at each of the m points (x, y), not clipped, (R, m, parameters).
 
         `chunk` runs are worked on at once, by default as many as keep 256 MiB.
@@ -152,7 +156,7 @@ class Ensemble:
             found[rows] = self._explicit(rows, x, y)
         return found
 
-    def norms_of(self, x, y):
+    def norms_of(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """The norm of each run's gradient at each of the n points (x, y), inf where not finite, (R, n)."""
         x, y = x.to(self.device), y.to(self.device)
         found = self.vectors.new_empty(len(self), len(x))

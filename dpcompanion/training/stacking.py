@@ -20,7 +20,7 @@ import copy
 import torch
 from torch import nn
 
-from dpcompanion.training.layers import Unfit, call_with, own_parameters
+from dpcompanion.training.tensors import Unfit, call_with, own_parameters
 from dpcompanion.training.reparametrised import Reparametrised
 
 

@@ -53,18 +53,23 @@ norms before clipping; any other nothing, and `estimated_epsilon` tells what it 
 
 import contextlib
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Array, Device, Loss, State
+from dpcompanion.training.examples import Data
+from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.training import checks, passes
 from dpcompanion.training import clipping as clipping_
-from dpcompanion.training.layers import rounded_up
+from dpcompanion.training import passes
+from dpcompanion.training.examples import examples_of
+from dpcompanion.training.following import check_clipped, check_follows
+from dpcompanion.training.tensors import rounded_up
 
 CLIPPINGS = ("maximum", "individual")
-# By how much a clipped norm, worked out in float32, may seem too long.
-_ROUNDING = 1e-6
 
 
 class NormTracker:
@@ -73,7 +78,8 @@ class NormTracker:
     Args:
         accountant: an `IndividualAccountant` of these examples; the tracker records into it, up to the last step when
             `accountant` is read. `for_plan` makes it.
-        model, loss, data: as for `train`; data, (x, y), holds the accountant's n examples, on any device.
+        model, loss, data: as for `train`; data, (x, y) or a data set, holds the accountant's n examples, on any
+            device. Where `train` augments a data set, this one may be the same without.
         steps_per_epoch: steps in an epoch.
         updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `steps_per_epoch` on (or
             math.inf) there is one before every step; 0 needs `running`.
@@ -99,15 +105,15 @@ class NormTracker:
         ValueError: an argument outside its range, or options that contradict each other.
     """
 
-    def __init__(self, accountant, model, loss, data, *, steps_per_epoch, updates_per_epoch=1, running=False,
-                 clipping="maximum", examples=None, budget=None, trajectory_delta=None, keep_norms=False,
-                 method="auto", chunk=None, precision=None):
+    def __init__(self, accountant: IndividualAccountant, model: torch.nn.Module, loss: Loss, data: Data, *,
+                 steps_per_epoch: int, updates_per_epoch: float = 1, running: bool = False, clipping: str = "maximum",
+                 examples: Array | None = None, budget: Any = None, trajectory_delta: float | None = None,
+                 keep_norms: bool = False, method: str = "auto", chunk: int | None = None,
+                 precision: str | None = None):
         self._accountant, self.model, self.loss = accountant, model, loss
-        self.x, self.y = data
-        checks.check_data(self.x, self.y)
-        if len(self.x) != accountant.n or len(self.y) != accountant.n:
-            raise ValueError(f"data must hold the accountant's {accountant.n} examples, got {len(self.x)} inputs and "
-                             f"{len(self.y)} targets")
+        self.data = examples_of(data)
+        if len(self.data) != accountant.n:
+            raise ValueError(f"data must hold the accountant's {accountant.n} examples, got {len(self.data)}")
         self.steps_per_epoch = _checks.whole_number("steps_per_epoch", steps_per_epoch, 1)
         self.updates_per_epoch = min(_checks.number("updates_per_epoch", updates_per_epoch, 0), self.steps_per_epoch)
         self.running = bool(running)
@@ -134,7 +140,7 @@ class NormTracker:
         self.keep_norms = bool(keep_norms)
         self.method, self._proved = _checks.one_of("method", method, clipping_.METHODS), False
         self.precision = _checks.one_of("precision", precision, clipping_.PRECISIONS)
-        self.chunk = passes.chunk_for(self.x) if chunk is None else _checks.whole_number("chunk", chunk, 1)
+        self.chunk = passes.chunk_for(self.data.probe[0]) if chunk is None else _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64,
                                 device=accountant.device)
@@ -152,9 +158,11 @@ class NormTracker:
         self._over = None
 
     @classmethod
-    def for_plan(cls, plan, model, loss, data, *, updates_per_epoch=1, running=False, clipping="maximum", examples=None,
-                 budget=None, trajectory_delta=None, keep_norms=False, method="auto", chunk=None, precision=None,
-                 rounding=0.01, accountant=None, device=None):
+    def for_plan(cls, plan: "DPSGDPlan", model: torch.nn.Module, loss: Loss, data: Data, *,
+                 updates_per_epoch: float = 1, running: bool = False, clipping: str = "maximum",
+                 examples: Array | None = None, budget: Any = None, trajectory_delta: float | None = None,
+                 keep_norms: bool = False, method: str = "auto", chunk: int | None = None, precision: str | None = None,
+                 rounding: float | None = 0.01, accountant: str | None = None, device: Device = None) -> "NormTracker":
         """A tracker with an account of its own, both made from the plan of a run.
 
         Args:
@@ -183,12 +191,18 @@ class NormTracker:
                    precision=precision)
 
     @property
-    def exact(self):
+    def exact(self) -> bool:
         """Whether what is charged is enforced: individual clipping, and no running estimates."""
         return self.clipping == "individual" and not self.running
 
     @property
-    def accountant(self):
+    def parameters(self) -> State:
+        """What a plan must agree with: n, sample_rate, max_grad_norm and noise_multiplier of the account."""
+        return {name: getattr(self._accountant, name) for name in
+                ("n", "sample_rate", "max_grad_norm", "noise_multiplier")}
+
+    @property
+    def accountant(self) -> IndividualAccountant:
         """The accountant, with all steps recorded."""
         steps = self.steps - self._recorded
         if steps.device.type != "cpu" or steps.any():       # elsewhere the answer takes longer than to record nothing
@@ -196,7 +210,7 @@ class NormTracker:
             self._recorded.fill_(self.steps)
         return self._accountant
 
-    def epsilon(self, delta):
+    def epsilon(self, delta: float) -> torch.Tensor:
         """Epsilon of every example, an upper bound along the realised trajectory, (n,) float64.
 
         Raises:
@@ -208,7 +222,7 @@ class NormTracker:
         self._check_stepped()
         return self.accountant.epsilon(delta)
 
-    def estimated_epsilon(self, delta):
+    def estimated_epsilon(self, delta: float) -> torch.Tensor:
         """Epsilon of every example if each norm had been what was last seen: no bound, (n,) float64.
 
         Raises:
@@ -227,19 +241,19 @@ class NormTracker:
             raise ValueError("clipped must be at most the limits of each step, but in some step an example's was above")
 
     @property
-    def trajectory(self):
+    def trajectory(self) -> torch.Tensor:
         """Everybody's epsilon (rounded up, an estimate unless `exact`) after each epoch, (epochs, n) float32."""
         return torch.stack(self._trajectory) if self._trajectory else torch.zeros(0, self._accountant.n)
 
     @property
-    def norms_of_passes(self):
+    def norms_of_passes(self) -> tuple[torch.Tensor, torch.Tensor]:
         """(steps, norms): before which step (from 0) each pass was made, and what it found, (passes, n) float32."""
         steps = torch.tensor([step for step, _ in self._kept], dtype=torch.int64)
         norms = [norms for _, norms in self._kept]
         return steps, torch.stack(norms) if norms else torch.zeros(0, self._accountant.n)
 
     @contextlib.contextmanager
-    def step(self):
+    def step(self) -> Iterator[torch.Tensor]:
         """One logical step of a loop of one's own, from its beginning to its end.
 
         Within, clip to what it gives, and tell it by `observe` what was done. A step that an exception cut short
@@ -278,7 +292,7 @@ class NormTracker:
         finally:
             self._observed = None
 
-    def observe(self, indices, norms=None, *, clipped=None):
+    def observe(self, indices: Array, norms: Array | None = None, *, clipped: Array | None = None) -> None:
         """Say within `step` what was done, once or for each piece of a draw that is cut for memory.
 
         Args:
@@ -299,7 +313,7 @@ class NormTracker:
             piece.append(values)
         self._observed.append(piece)
 
-    def before_step(self):
+    def before_step(self) -> torch.Tensor | None:
         """Begin a step: renew the norms if a pass is due, and charge everybody. `train` calls it; see `step` for a loop
         of one's own.
 
@@ -329,7 +343,8 @@ class NormTracker:
         self._begun = limits
         return limits
 
-    def after_step(self, indices=None, norms=None, *, clipped=None):
+    def after_step(self, indices: Array | None = None, norms: Array | None = None, *,
+                   clipped: Array | None = None) -> None:
         """End a step. `train` calls it; see `step` for a loop of one's own.
 
         Args:
@@ -345,7 +360,9 @@ class NormTracker:
         if self._begun is False:
             raise ValueError("before_step must begin a step before after_step ends it")
         if self.exact:
-            self._check_clipped(indices, clipped)
+            over = check_clipped(indices, clipped, self._begun)
+            if over is not None:
+                self._over = over if self._over is None else self._over | over
         if self.running:
             if indices is None or norms is None:
                 raise ValueError("indices and norms must be given (NormTracker.observe) where running=True, got None")
@@ -361,24 +378,6 @@ class NormTracker:
             epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()
             self._trajectory.append(rounded_up(epsilon, torch.float32))
 
-    def _check_clipped(self, indices, clipped):
-        if indices is None or clipped is None:
-            raise ValueError("indices and clipped must be given (NormTracker.observe) where clipping='individual', so "
-                             "that what is charged is known to be enforced, got None")
-        indices = torch.as_tensor(indices, dtype=torch.int64)
-        clipped = torch.as_tensor(clipped).detach().to(device=self._begun.device, dtype=torch.float64)
-        _checks.same_length(indices=indices, clipped=clipped)
-        limits = self._begun[indices.to(self._begun.device)]
-        over = ~(clipped <= limits * (1 + _ROUNDING))
-        if over.device.type != "cpu":
-            # To look would wait for the device; the account is asked for later.
-            self._over = over.any() if self._over is None else self._over | over.any()
-        elif over.any():
-            raise ValueError("clipped must be at most the limits of the step, but example "
-                             f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed")
-        if len(indices.unique()) < len(indices):
-            raise ValueError("indices must be distinct: who is summed twice is longer than was allowed")
-
     def _renew(self, examples, norms):
         """Charge examples for what held up to this step, and let their new norms hold from the next one on."""
         self._accountant.record(self.norms[examples], steps=self.steps - self._recorded[examples], examples=examples)
@@ -387,33 +386,21 @@ class NormTracker:
         if self._limits is not None:
             self._limits[examples] = self._accountant.charged(norms)
 
-    def check_run(self, plan, model, loss, x, y):
-        """Raise ValueError unless this follows a run of `plan` that trains `model` by `loss` on (x, y)."""
-        mine = self._accountant
-        n = plan.n if self.examples is None else mine.n
-        if (mine.n, mine.sample_rate, mine.max_grad_norm, mine.noise_multiplier) != (
-                n, plan.sample_rate, plan.max_grad_norm, plan.noise_multiplier):
-            raise ValueError("trackers must keep accounts of the plan (IndividualAccountant.for_plan), but their n, "
-                             "sample_rate, max_grad_norm and noise_multiplier are "
-                             f"{(mine.n, mine.sample_rate, mine.max_grad_norm, mine.noise_multiplier)}")
-        if getattr(self.model, "_module", self.model) is not getattr(model, "_module", model):
-            raise ValueError("trackers must follow the model that is trained, but one was made with another")
-        if self.loss != loss:
-            raise ValueError(f"trackers must follow the loss that is trained, but one was made with {self.loss!r}, not "
-                             f"{loss!r}")
-        for name, ours, theirs in (("inputs", self.x, x), ("targets", self.y, y)):
-            theirs = theirs if self.examples is None else theirs[self.examples.to(theirs.device)]
-            if not checks.same_bits(ours, theirs):
-                raise ValueError(f"trackers must follow the data that are trained on, but one has other {name}")
+    def check_run(self, plan: "DPSGDPlan", model: torch.nn.Module, loss: Loss, data: Data) -> None:
+        """Raise ValueError unless this follows a run of `plan` that trains `model` by `loss` on `data`.
 
-    def state_dict(self):
+        Of data sets only the length is compared: the run's may be augmented.
+        """
+        check_follows(self, plan, model, loss, data)
+
+    def state_dict(self) -> State:
         """All that is needed to go on, the account included."""
         return {"accountant": self.accountant.state_dict(), "options": self._options(),
                 "norms": self.norms.cpu().clone(), "step": self.steps, "passes": self.passes,
                 "trajectory": list(self._trajectory), "kept": list(self._kept),
                 "budget": None if self.budget is None else self.budget.state_dict()}
 
-    def load_state_dict(self, state):
+    def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of a tracker with the same options; ValueError names what differs."""
         if state["options"] != self._options():
             raise ValueError(f"state must be of a tracker with {self._options()}, got {state['options']}")
@@ -440,9 +427,9 @@ class NormTracker:
 
     def _measure(self):
         if not self._proved:
-            self.method = passes.resolve_method(self.model, self.loss, self.x, self.y, self.method, self.precision)
+            self.method = passes.resolve_method(self.model, self.loss, self.data, self.method, self.precision)
             self._proved = True
-        norms = passes.norms_of_all(self.model, self.loss, self.x, self.y, method=self.method, chunk=self.chunk,
+        norms = passes.norms_of_all(self.model, self.loss, self.data, method=self.method, chunk=self.chunk,
                                     precision=self.precision)
         self.norms, self._limits = self._bounded(norms), None
         self.passes += 1

@@ -80,7 +80,7 @@ def test_shapes_broadcast_and_stay_where_they_are():
     found = gaussian_delta(mu[:, None], torch.tensor([0.5, 1.0]))
     assert found.shape == (3, 2) and found.dtype == torch.float64 and found.device == mu.device
     assert float(found[1, 1]) == float(gaussian_delta(1.0, 1.0))
-    assert gaussian_epsilon(1.0, [1e-5, 1e-6]).shape == (2,) and gaussian_epsilon(1.0, 1e-5).shape == ()
+    assert gaussian_epsilon(1.0, [1e-5, 1e-6]).shape == (2,) and gaussian_epsilon(torch.tensor(1.0), 1e-5).shape == ()
 
 
 @pytest.mark.parametrize("call, name", [

@@ -149,7 +149,7 @@ def test_numbers_sequences_arrays_and_tensors_are_alike():
     for wrap in (list, tuple, lambda x: torch.tensor(list(x), dtype=torch.float64).numpy()):
         found = rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=wrap([1.0, 2.0]), orders=wrap([2.0, 3.5]))
         assert torch.equal(found, expected)
-    assert rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=1.0, orders=2).shape == ()
+    assert rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=torch.tensor(1.0), orders=2).shape == ()
     assert rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=1.0, orders=[2]).shape == (1,)
     assert rdp_sampled_gaussian(sample_rate=[], noise_multiplier=1.0, orders=[2, 2.5]).shape == (0, 2)
 

@@ -2,8 +2,6 @@
 
 import itertools
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +12,7 @@ from dpcompanion.accounting import compute_delta, gaussian_delta
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.filters import adaptive_delta, play, worst_case
 from dpcompanion.filters.pairs import Discrete, SampledGaussian
-
-sys.path.insert(0, str(Path(__file__).parent))
-from games import constant, every_strategy, maximising, played  # noqa: E402
+from games import constant, every_strategy, maximising, played
 
 ADAPTIVE = dict(sample_rate=0.1, noise_multiplier=1.5, levels=[0.5, 1.0], costs=[1, 5], budget=50)
 

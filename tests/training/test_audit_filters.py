@@ -32,7 +32,7 @@ class Adversary:
         self.left = torch.full((N,), BUDGET)
         self.levels = torch.tensor((0.0, *LEVELS), dtype=torch.float64)
 
-    def check_run(self, plan, model, loss, x, y):
+    def check_run(self, plan, model, loss, data):
         pass
 
     def state_dict(self):

@@ -500,3 +500,59 @@ def test_two_runs_with_one_seed_share_batches_and_noise():
     alone = torch.cat([p.detach().flatten() for p in network().parameters()])
     sensitivity = 2 * plan.max_grad_norm / plan.expected_batch_size * 0.3         # the learning rate of `run`
     assert 0 < (one - two).norm() <= sensitivity * (1 + 1e-9) < (one - alone).norm() / 10
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Items with noise that a transform adds, drawn from PyTorch's generator."""
+
+    def __init__(self, x, y, scale):
+        self.x, self.y, self.scale = x, y, scale
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return self.x[i] + self.scale * torch.randn(self.x[i].shape, dtype=self.x.dtype), int(self.y[i])
+
+
+@pytest.mark.parametrize("method", ["mixed", "func"])
+def test_a_data_set_gives_bit_for_bit_what_two_tensors_give(method):
+    data, plan = problem()
+    both = [run(given, plan, model=network(), method=method) for given in (data, torch.utils.data.TensorDataset(*data))]
+    (first, one), (second, other) = both
+    assert same(first, second) and torch.equal(one.batch_sizes, other.batch_sizes)
+    assert torch.equal(one.losses.nan_to_num(-1), other.losses.nan_to_num(-1))
+
+
+def test_augmentation_is_repeatable_changes_no_draw_and_leaves_the_generator_alone(tmp_path):
+    data, plan = problem()
+    plain, models = run(data, plan), [network(), network()]
+    before = torch.random.get_rng_state()
+    augmented = [run(Noisy(*data, 0.5), plan, model=model) for model in models]
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert same(augmented[0][0], augmented[1][0]) and not same(plain[0], augmented[0][0])
+    assert torch.equal(plain[1].batch_sizes, augmented[0][1].batch_sizes)
+
+    class Cut(Exception):
+        pass
+
+    def cut(state):
+        if state.step == 17:
+            raise Cut
+
+    path = tmp_path / "run"
+    with pytest.raises(Cut):
+        run(Noisy(*data, 0.5), plan, model=network(), on_step=cut, path=path, every=5)
+    again = run(Noisy(*data, 0.5), plan, model=network(), path=path, every=5)
+    assert same(again[0], augmented[0][0])
+
+
+@pytest.mark.parametrize("data, words", [
+    (torch.utils.data.TensorDataset(torch.zeros(3, 4), torch.zeros(3)), "plan.n = 40"),
+    (torch.utils.data.TensorDataset(torch.zeros(40, 4)), r"items \(x, y\)"),
+    (torch.utils.data.ChainDataset([]), "map-style"),
+])
+def test_a_data_set_that_does_not_fit_is_refused(data, words):
+    _, plan = problem()
+    with pytest.raises(ValueError, match=words):
+        run(data, plan, model=network(torch.float32))

@@ -102,7 +102,7 @@ def test_norms_are_proved_in_the_lower_precision_too(monkeypatch):
 
     def wrong(module, tensor):
         return 0.9 * tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-    monkeypatch.setattr("dpcompanion.training.layers._full", wrong)
+    monkeypatch.setattr("dpcompanion.training.layers.in_full", wrong)
     assert clipping.resolve_method(model, cross_entropy, x, y) == "mixed"
     with pytest.raises(ValueError, match="wrong by up to"):
         clipping.resolve_method(model, cross_entropy, x, y, precision="bf16")

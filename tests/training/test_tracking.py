@@ -532,3 +532,17 @@ def test_a_tracker_of_a_plan_is_the_one_that_is_put_together_by_hand():
     assert tracker.steps_per_epoch == plan.steps_per_epoch
     model = network()
     run((x, y), plan, model, NormTracker.for_plan(plan, model, cross_entropy, (x[some], y[some]), examples=some))
+
+
+@pytest.mark.parametrize("options", [dict(clipping="individual", updates_per_epoch=2), dict(running=True)])
+def test_a_data_set_gives_bit_for_bit_the_account_of_two_tensors(options):
+    data, plan = problem()
+    accounts = []
+    for examples in (data, torch.utils.data.TensorDataset(*data)):
+        model = network()
+        tracker = tracked(examples, plan, model, **options)
+        run(examples, plan, model, tracker)
+        accounts.append(tracker.estimated_epsilon(1e-3))
+    assert torch.equal(*accounts)
+    with pytest.raises(ValueError, match="accountant's 60 examples"):
+        tracked(torch.utils.data.Subset(torch.utils.data.TensorDataset(*data), range(59)), plan, network(), **options)

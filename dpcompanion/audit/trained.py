@@ -1,0 +1,152 @@
+"""The audit of a training by `dpcompanion.training.train`: who takes part is decided by coins, and told by its sums."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion._types import Array, Loss
+from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.audit.bounds import Finding, PlanCurve, audit
+from dpcompanion.training import clipping, train
+
+
+def audit_training(model: torch.nn.Module, loss: Loss, data: Sequence[torch.Tensor], plan: "DPSGDPlan", *,
+                   optimizer: torch.optim.Optimizer, canaries: Array | None = None, groups: Array | None = None,
+                   together: bool = True, confidence: float = 0.95, generator: torch.Generator | None = None,
+                   **arguments: Any) -> dict[Any, Finding]:
+    """Audit `dpcompanion.training.train` on a model, data and plan, by the sums that it gives out, in one run.
+
+    A canary that is out has a clip norm of zero in every step, which is what the relation zero-out means.  The auditor
+    knows all but coins, draws and noise.  At every step it works out the mean of the sum that comes, and adds to each
+    canary's score the product of the canary's clipped gradient with what came beyond that mean.  In a second attack
+    it solves for all coins together, by ridge regression on the same, which takes the canaries out of each other's way.
+
+    Args:
+        model, loss, data, plan, optimizer: as for `train`; the model is trained, with about half of the canaries.
+        canaries: indices of the examples that are; by default 1,000 at random, or all. Examples in the data themselves,
+            or rows that were put there for the audit (`crafted`).
+        groups: (n,) labels of the examples, such as budgets or deciles of individual epsilon.
+        together: make the second attack.
+        confidence: that all bounds hold.
+        generator: a torch.Generator for coins and canaries.
+        arguments: for `train`, such as seed or method.
+
+    Returns:
+        {label: `Finding`}, with whether the plan's claim is refuted; memory: a gradient for each canary, and for
+        the second attack the products of all pairs, for which a step takes canaries^2 x parameters multiplications.
+    """
+    n = plan.n
+    if not isinstance(data, (tuple, list)):
+        raise ValueError(f"data must be two tensors (x, y), so that an audit sees them, got {type(data).__name__}")
+    if canaries is None:
+        canaries = torch.randperm(n, generator=generator)[:1000]
+    canaries = torch.as_tensor(canaries)
+    if canaries.ndim != 1 or not len(canaries) or len(canaries.unique()) < len(canaries) \
+            or not 0 <= int(canaries.min()) <= int(canaries.max()) < n:
+        raise ValueError(f"canaries must be different indices below plan.n = {n}")
+    if groups is not None:
+        _checks.same_length(data=data[0], groups=groups)
+        groups = [groups[i].item() if isinstance(groups, torch.Tensor) else groups[i] for i in canaries.tolist()]
+    claims = {"everybody": PlanCurve(plan)}
+    for label in set(groups or ()):
+        own = canaries[torch.tensor([group == label for group in groups])]
+        claims[label] = PlanCurve(plan, own) if plan.individual else claims["everybody"]
+
+    def fit(included):
+        observer = _Observer(canaries, included, together)
+        train(model, loss, data, plan, optimizer=optimizer, trackers=[observer],
+              **{"progress": False, **arguments})
+        return observer.attacks()
+
+    return audit(fit, len(canaries), delta=plan.delta, groups=groups, claims=claims, confidence=confidence,
+                 generator=generator)
+
+
+class _Observer:
+    """A tracker that keeps canaries out of a run and scores all of them."""
+
+    def __init__(self, canaries, included, together=True):
+        self.canaries, self.included = canaries, included
+        self.scores = torch.zeros(len(canaries), dtype=torch.float64)
+        self.products = torch.zeros(len(canaries), len(canaries), dtype=torch.float64) if together else None
+
+    def check_run(self, plan, model, loss, data):
+        self.plan, self.model, self.loss = plan, model, loss
+        self.x, self.y = data
+        self.limits = torch.full((plan.n,), math.inf, dtype=torch.float64)
+        self.limits[self.canaries[~self.included]] = 0
+        self.rates = torch.as_tensor(plan.sample_rate, dtype=torch.float64).expand(plan.n)
+        self.others = torch.ones(plan.n, dtype=torch.bool)
+        self.others[self.canaries] = False
+        self.method = clipping.resolve_method(model, loss, self.x, self.y) if self.others.any() else "func"
+
+    def before_step(self):
+        with torch.random.fork_rng(devices=[]):
+            gradients, _ = clipping.per_example_gradients(self.model, self.loss, self.x[self.canaries],
+                                                          self.y[self.canaries])
+        rows = torch.cat([g.flatten(1).double().cpu() for g in gradients.values()], 1)
+        norms = rows.norm(dim=1)
+        finite = norms.isfinite()
+        rows[~finite] = 0
+        limits = self.plan.clip_norms(self.canaries)
+        self.rows = rows * torch.where(finite & (norms > 0), limits / norms, 0).clamp(max=1)[:, None]
+        mean = 0.5 * self.rates[self.canaries] @ self.rows
+        for rate in self.rates[self.others].unique():
+            some = (self.others & (self.rates == rate)).nonzero().squeeze(1)
+            total = clipping.clipped_sum(self.model, self.loss, self.x[some], self.y[some],
+                                         self.plan.clip_norms(some).to(self.x.device), method=self.method)
+            mean += rate * torch.cat([g.flatten() for g in total.gradients.values()]).double().cpu()
+        self.mean = mean
+        return self.limits
+
+    def after_step(self, indices, norms, clipped=None):
+        sent = torch.cat([p.grad.flatten() for p in self.model.parameters() if p.requires_grad]).double().cpu()
+        expected = self.rates[self.canaries][:, None] * self.rows
+        self.scores += expected @ (sent * self.plan.expected_batch_size - self.mean)
+        if self.products is not None:
+            self.products += expected @ expected.T
+
+    def attacks(self):
+        """Scores (1 or 2, m): each canary by itself, and all together.
+
+        A coin minus 1/2 has variance 1/4, so the best ridge is 4 times the variance of the noise; a tenth of that takes
+        interference out more thoroughly, which tells more where there is less noise than there should be.
+        """
+        if self.products is None:
+            return self.scores[None]
+        ridge = 0.4 * self.plan.noise_std**2 + 1e-12 * float(self.products.trace())
+        together = self.products + ridge * torch.eye(len(self.products), dtype=torch.float64)
+        return torch.stack([self.scores, torch.linalg.solve(together, self.scores)])
+
+    def state_dict(self):
+        return {"scores": self.scores, "products": self.products, "included": self.included}
+
+    def load_state_dict(self, state):
+        self.scores, self.products, self.included = state["scores"], state["products"], state["included"]
+
+
+def crafted(x: torch.Tensor, y: torch.Tensor, count: int, *, size: float = 10.0,
+            generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """`count` canaries for classification data: inputs that point at random, long, with random labels of those in y.
+
+    Their gradients are large and nearly at right angles to all others, which is what shows best.
+
+    Args:
+        x, y: inputs (n, ...) of a floating type, labels (n,).
+        size: their length, in mean lengths of the rows of x.
+
+    Returns (inputs (count, ...), labels (count,)).
+
+    >>> crafted(torch.rand(5, 3), torch.arange(5), 2)[0].shape
+    torch.Size([2, 3])
+    """
+    count = _checks.whole_number("count", count, 1)
+    directions = torch.randn(count, *x.shape[1:], generator=generator, dtype=torch.float64).flatten(1)
+    length = size * x.double().flatten(1).norm(dim=1).mean()
+    rows = directions / directions.norm(dim=1, keepdim=True) * length
+    labels = y.unique()
+    return (rows.view(count, *x.shape[1:]).to(x.dtype),
+            labels[torch.randint(len(labels), (count,), generator=generator)])

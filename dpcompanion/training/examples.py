@@ -1,0 +1,122 @@
+"""What is trained on: two tensors, or a data set of PyTorch's that is read one draw at a time.
+
+A data set is anything with a length and items (x, y), such as one of torchvision's with a transform, so that examples
+may be augmented and need not fit into memory: a draw does. Its items are read one by one, or all of a draw at once
+where it has PyTorch's `__getitems__`. What a transform draws from PyTorch's generator depends, in `train`, on the run's
+seed and the step alone. A transform must look at its own example only: whoever mixes examples breaks the guarantee.
+
+>>> data = torch.utils.data.TensorDataset(torch.eye(3), torch.tensor([0, 1, 0]))
+>>> x, y = examples_of(data).rows(torch.tensor([2, 0]))
+>>> x.shape, y
+(torch.Size([2, 3]), tensor([0, 0]))
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+
+from dpcompanion.training import checks, proof
+from dpcompanion.training.checkpoints import digest_of
+
+#: Two tensors (x, y) of equally many examples, or a map-style data set of pairs.
+Data = Sequence[torch.Tensor] | Dataset[Any]
+
+
+class Tensors:
+    """Examples that lie in two tensors."""
+
+    def __init__(self, x: torch.Tensor, y: torch.Tensor):
+        self.x, self.y = x, y
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def to(self, device: torch.device) -> "Tensors":
+        """The same on a device."""
+        return Tensors(self.x.to(device), self.y.to(device))
+
+    def rows(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of some examples."""
+        return self.x[indices], self.y[indices]
+
+    def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those from `start` to before `stop`."""
+        return self.x[start:stop], self.y[start:stop]
+
+    @property
+    def probe(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Examples to try model and method on: all, of which 64 are looked at."""
+        return self.x, self.y
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What a checkpoint knows these examples by."""
+        return digest_of(self.x, self.y)
+
+
+class Items:
+    """Examples that a data set gives when it is asked."""
+
+    def __init__(self, dataset: Any, device: torch.device | None = None):
+        self.dataset, self.device = dataset, torch.device("cpu") if device is None else device
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def to(self, device: torch.device) -> "Items":
+        """The same, given on a device."""
+        return Items(self.dataset, device)
+
+    def rows(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of some examples."""
+        if not len(indices):
+            return tuple(part[:0] for part in self.probe)
+        wanted = indices.tolist()
+        found = (self.dataset.__getitems__(wanted) if hasattr(self.dataset, "__getitems__") else
+                 [self.dataset[i] for i in wanted])
+        if not all(isinstance(item, (tuple, list)) and len(item) == 2 for item in found):
+            raise ValueError(f"data must have items (x, y), got {type(found[0]).__name__}")
+        x, y = default_collate([tuple(item) for item in found])
+        if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+            raise ValueError("data must have items (x, y) of tensors, arrays or numbers, got "
+                             f"{type(found[0][0]).__name__} and {type(found[0][1]).__name__}; give it a transform")
+        return x.to(self.device), y.to(self.device)
+
+    def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those from `start` to before `stop`."""
+        return self.rows(torch.arange(start, min(stop, len(self))))
+
+    @functools.cached_property
+    def probe(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Examples to try model and method on: the 64 that would be looked at in tensors."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.rows(proof.rows_to_look_through(len(self)).sort().values)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What a checkpoint knows these examples by: their number and kind, and the targets of 64. (Inputs may be
+        augmented by whatever generator.)"""
+        x, y = self.probe
+        return digest_of(torch.tensor(len(self)), x[:0], y)
+
+
+def examples_of(data: Data, n: int | None = None) -> Tensors | Items:
+    """The examples of `data`, n of them if that is given.
+
+    Raises:
+        ValueError: for what is neither two tensors of equally many examples nor a map-style data set, or of another n.
+    """
+    if isinstance(data, (tuple, list)) or not hasattr(data, "__getitem__"):
+        x, y = data
+        checks.check_data(x, y, n)
+        return Tensors(x, y)
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or isinstance(data, torch.Tensor):
+        raise ValueError("data must be two tensors (x, y) or a map-style data set with a length, got a "
+                         f"{type(data).__name__}: a Poisson draw names the examples that it wants")
+    if n not in (None, len(data)) or not len(data):
+        raise ValueError(f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got {len(data)}")
+    return Items(data)

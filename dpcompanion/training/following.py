@@ -1,0 +1,61 @@
+"""What must hold between a run and what follows it; otherwise one ValueError says what does not.
+
+>>> check_clipped([0, 2], [0.5, 1.0], torch.tensor([0.5, 0.5, 0.5]))
+Traceback (most recent call last):
+    ...
+ValueError: clipped must be at most the limits of the step, but example 2 has 1 where 0.5 is allowed
+"""
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion.training import checks
+from dpcompanion.training.examples import Tensors, examples_of
+
+# By how much a clipped norm, worked out in float32, may seem too long.
+_ROUNDING = 1e-6
+
+
+def check_clipped(indices, clipped, limits):
+    """The gradients of the examples `indices`, once clipped, have norms (k,) within the `limits` (n,) of the step, and
+    no example comes twice. Where limits lie on a GPU nothing waits for it: whether one is above comes back as a tensor.
+    """
+    if indices is None or clipped is None:
+        raise ValueError("indices and clipped must be given (NormTracker.observe) where clipping='individual', so "
+                         "that what is charged is known to be enforced, got None")
+    indices = torch.as_tensor(indices, dtype=torch.int64)
+    clipped = torch.as_tensor(clipped).detach().to(device=limits.device, dtype=torch.float64)
+    _checks.same_length(indices=indices, clipped=clipped)
+    limits = limits[indices.to(limits.device)]
+    over = ~(clipped <= limits * (1 + _ROUNDING))
+    away = over.device.type != "cpu"
+    if not away and over.any():
+        raise ValueError("clipped must be at most the limits of the step, but example "
+                         f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed")
+    if len(indices.unique()) < len(indices):
+        raise ValueError("indices must be distinct: who is summed twice is longer than was allowed")
+    return over.any() if away else None
+
+
+def check_follows(tracker, plan, model, loss, data):
+    """A `NormTracker` follows a run of `plan` that trains `model` by `loss` on `data`.
+
+    Of data sets only the length is compared: the run's may be augmented.
+    """
+    mine, part = tracker.parameters, tracker.examples
+    theirs = {"n": plan.n if part is None else mine["n"], "sample_rate": plan.sample_rate,
+              "max_grad_norm": plan.max_grad_norm, "noise_multiplier": plan.noise_multiplier}
+    if mine != theirs:
+        raise ValueError("trackers must keep accounts of the plan (IndividualAccountant.for_plan), but their n, "
+                         f"sample_rate, max_grad_norm and noise_multiplier are {tuple(mine.values())}")
+    if getattr(tracker.model, "_module", tracker.model) is not getattr(model, "_module", model):
+        raise ValueError("trackers must follow the model that is trained, but one was made with another")
+    if tracker.loss != loss:
+        raise ValueError(f"trackers must follow the loss that is trained, but one was made with {tracker.loss!r}, not "
+                         f"{loss!r}")
+    run, own = examples_of(data, plan.n), tracker.data
+    if isinstance(run, Tensors) and isinstance(own, Tensors):
+        for name, ours, theirs in (("inputs", own.x, run.x), ("targets", own.y, run.y)):
+            theirs = theirs if part is None else theirs[part.to(theirs.device)]
+            if not checks.same_bits(ours, theirs):
+                raise ValueError(f"trackers must follow the data that are trained on, but one has other {name}")

@@ -1,0 +1,108 @@
+"""Linear layers and convolutions as products of matrices: what went in, and the gradients of what came out.
+
+>>> layer = nn.Linear(3, 2)
+>>> inputs, outputs = matrices(layer, torch.ones(5, 4, 3), torch.ones(5, 4, 2))       # 5 examples, 4 positions
+>>> inputs.shape, outputs.shape
+(torch.Size([5, 1, 4, 3]), torch.Size([5, 1, 2, 4]))
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from dpcompanion.training.tensors import own_parameters
+
+# What it costs to write a number of an explicit gradient and read it twice, in multiply-adds (measured on a CPU).
+_TRAFFIC = 16
+
+
+def padded(conv, a):
+    if conv.padding_mode == "zeros":
+        return F.pad(a, conv._reversed_padding_repeated_twice)
+    return F.pad(a, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
+
+
+def _patches(conv, a):
+    """(n, channels, height, width) -> (n, groups, positions, in), what each position of the output sees.
+
+    The channels of a patch lie side by side, which is several times faster to copy than the order of the weight.
+    """
+    windows = padded(conv, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation), start=1):
+        windows = windows.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
+    n, height, width = windows.shape[:3]
+    windows = windows.unflatten(3, (conv.groups, -1)).permute(0, 3, 1, 2, 5, 6, 4)
+    return windows.reshape(n, conv.groups, height * width, -1)
+
+
+def _slides(conv, positions):
+    """Whether `_slid` is faster than patches (measured): steps of one pixel, and many of them beside the channels, but
+    not the colours of an image, whose products would have three columns."""
+    channels = conv.weight.shape[1]
+    return conv.stride == (1, 1) and positions > 2 * channels and channels != 3
+
+
+def _slid(conv, a, g):
+    """Gradients of a convolution's weight without patches, (n, height, width, out, in), for steps of one pixel.
+
+    With its rows padded to those of the input and laid end to end, an output gradient meets the input of each place of
+    the kernel at one constant offset: one product of matrices for each place, and nothing of the input is copied.
+    """
+    a, groups = padded(conv, a), conv.groups
+    width, wider = a.shape[3], a.shape[3] - g.shape[3]
+    length = g.shape[2] * width - wider
+    outputs = F.pad(g, (0, wider)).flatten(2)[..., :length].unflatten(1, (groups, -1)).flatten(0, 1)
+    inputs = a.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1)
+    found = g.new_empty(len(g), *conv.kernel_size, *conv.weight.shape[:2])
+    for row in range(conv.kernel_size[0]):
+        for column in range(conv.kernel_size[1]):
+            offset = row * conv.dilation[0] * width + column * conv.dilation[1]
+            product = outputs @ inputs[..., offset:offset + length].mT
+            found[:, row, column] = product.view(len(g), *conv.weight.shape[:2])
+    return found
+
+
+def matrices(module, a, g):
+    """Inputs (n, groups, positions, in) and output gradients (n, groups, out, positions) of one use of a layer."""
+    if type(module) is nn.Conv2d:
+        return _patches(module, a), g.reshape(len(g), module.groups, -1, g[0, 0].numel())
+    return a.reshape(len(a), 1, -1, a.shape[-1]), g.reshape(len(g), 1, -1, g.shape[-1]).transpose(2, 3)
+
+
+def count_positions(module, uses):
+    return sum(g[0].numel() for _, g in uses) // module.weight.shape[0]
+
+
+def gram_is_cheaper(module, positions):
+    """Whether the Gram matrices cost less arithmetic than what writing and reading a gradient costs."""
+    groups = getattr(module, "groups", 1)
+    gram = positions**2 * (module.weight.shape[0] + groups * module.weight[0].numel())
+    return gram < _TRAFFIC * module.weight.numel()
+
+
+def bias_gradients(module, g):
+    """Gradients of the bias, (n, out)."""
+    if type(module) is nn.Conv2d:
+        return g.flatten(2).sum(2)
+    return g.reshape(len(g), -1, g.shape[-1]).sum(1)
+
+
+def in_full(module, tensor):
+    """In the precision of the module's parameters: what went through a network in a lower one is multiplied and added
+    up in theirs, in the norm and in the sum alike."""
+    return tensor.to(next(iter(own_parameters(module).values())).dtype) if tensor.is_floating_point() else tensor
+
+
+def weight_gradients(module, uses, slide=True):
+    """Gradients of the weight over all uses of the layer, (n, ...), and where its axes are (see `Explicit`)."""
+    conv, total = type(module) is nn.Conv2d, None
+    slides = conv and slide and all(_slides(module, g[0, 0].numel()) for _, g in uses)
+    for a, g in uses:
+        if slides:
+            term = _slid(module, a, g)
+        else:
+            inputs, outputs = matrices(module, a, g)
+            out, inside, *kernel = module.weight.shape
+            term = (outputs @ inputs).reshape(len(a), out, *kernel, inside)
+        total = term if total is None else total + term
+    return total, ((0, 3, 4, 1, 2) if slides else (0, 1, 4, 2, 3)) if conv else None

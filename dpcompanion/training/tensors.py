@@ -1,0 +1,83 @@
+"""Tensors by name and their norms: what the methods of clipping share.
+
+>>> sorted(own_parameters(nn.Linear(3, 2)))
+['bias', 'weight']
+"""
+
+import torch
+from torch import nn  # noqa: F401 (for the example above)
+
+# Numbers whose squares are added up in their own precision.
+_SUMMED = 256
+
+
+class Unfit(ValueError):
+    """The model cannot be taken apart layer by layer; `torch.func` may still do it."""
+
+
+def own_parameters(module):
+    """The trainable parameters that belong to `module` itself, not to a child."""
+    return {name: p for name, p in module.named_parameters(recurse=False) if p.requires_grad}
+
+
+def call_with(model, tensors, *inputs):
+    """model(*inputs) with `tensors`, {name: tensor}, in the place of parameters and buffers of these names.
+
+    As `torch.func.functional_call`, which spoils a model that holds one module twice: it swaps the module's tensors
+    twice and then puts back what it had put in. Here each module is swapped once. A parameter that modules share is
+    replaced in all of them.
+    """
+    given = {id(t): tensors[name] for name, t in [*model.named_parameters(), *model.named_buffers()] if name in tensors}
+    places = {f"{prefix}.{name}" if prefix else name: given[id(t)] for prefix, module in model.named_modules()
+              for name, t in [*module._parameters.items(), *module._buffers.items()] if id(t) in given}
+    return torch.func.functional_call(model, places, inputs, tie_weights=False)
+
+
+def squared_norms(tensor):
+    """Sums of squares over all axes but the first, (n,) float64; above 0 for whatever is not 0.
+
+    The squares of a million float32 numbers, added up one after another, may lack a thousandth of their sum, and
+    a norm must not come out too small. So only a few are added in float32, and their sums in float64. Squares that
+    float32 cannot hold are added up in float64 altogether.
+
+    >>> round(float(squared_norms(torch.full((1, 1_000_000), 0.1)).sqrt()), 3)
+    100.0
+    >>> squared_norms(torch.tensor([[3e-25, 4e-25], [0.0, 0.0]])).sqrt()
+    tensor([5.0000e-25, 0.0000e+00], dtype=torch.float64)
+    """
+    if tensor.element_size() < 4:  # a norm in bfloat16 may lack 0.4%
+        tensor = tensor.float()
+    # In the order in which they lie in memory, so that nothing is copied.
+    order = sorted(range(1, tensor.ndim), key=tensor.stride, reverse=True)
+    flat = tensor.permute(0, *order).flatten(1) if order else tensor[:, None]
+    if flat.device.type != "cpu" and flat.dtype != torch.float64:
+        return torch.linalg.vector_norm(flat, dim=1, dtype=torch.float64).square()
+    if flat.dtype == torch.float64:
+        squares = torch.linalg.vector_norm(flat, dim=1).square()
+    else:
+        blocks = flat.shape[1] // _SUMMED
+        whole, rest = flat[:, :blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)), flat[:, blocks * _SUMMED:]
+        norms = torch.linalg.vector_norm(whole, dim=2), torch.linalg.vector_norm(rest, dim=1, keepdim=True)
+        squares = torch.cat(norms, 1).double().square().sum(1)
+    # What the squares of n numbers may have lost by underflow, against the last bit of their sum.
+    few = squares <= flat.shape[1] * torch.finfo(flat.dtype).tiny / torch.finfo(flat.dtype).eps
+    return squares if not few.any() else squares.masked_scatter(few, _squares_of_small(flat[few]))
+
+
+def _squares_of_small(flat):
+    """As `squared_norms`, in float64 with each row divided by its largest entry; what underflows is rounded up."""
+    flat = flat.double()
+    largest = flat.abs().amax(1, keepdim=True) if flat.shape[1] else flat.new_zeros(len(flat), 1)
+    norms = largest[:, 0] * torch.linalg.vector_norm(torch.where(largest > 0, flat / largest, 0), dim=1)
+    return torch.where(norms > 0, norms.square().clamp(min=torch.finfo(torch.float64).tiny), 0)
+
+
+def rounded_up(values, dtype):
+    """float64 `values` in another precision, never smaller than they are.
+
+    >>> float(rounded_up(torch.tensor(0.1, dtype=torch.float64), torch.float32)) >= 0.1
+    True
+    """
+    rounded = values.to(dtype)
+    above = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
+    return torch.where(rounded.double() < values, above, rounded)

@@ -1,0 +1,40 @@
+"""Numbers in, a float out; tensors in, a tensor out: the same value."""
+
+import numpy as np
+import pytest
+import torch
+
+from dpcompanion import accounting, output_perturbation, per_instance
+from dpcompanion.accounting.gaussian import gaussian_mu
+
+CASES = [
+    (accounting.gaussian_delta, dict(sensitivity_over_sigma=1.0, epsilon=1)),
+    (accounting.gaussian_epsilon, dict(sensitivity_over_sigma=1, delta=1e-5)),
+    (gaussian_mu, dict(epsilon=1.0, delta=1e-5)),
+    (accounting.rdp_sampled_gaussian, dict(sample_rate=0.1, noise_multiplier=1.0, orders=3)),
+    (accounting.compute_epsilon, dict(sample_rate=0.1, noise_multiplier=1.0, steps=10, delta=1e-5)),
+    (output_perturbation.sgd_sensitivity, dict(passes=2.5, lipschitz=1.0, learning_rate=0.1, batch_size=5)),
+    (output_perturbation.sgd_sensitivity_estimate, dict(passes=2.5, lipschitz=1.0, learning_rate=0.1, batch_size=5)),
+    (output_perturbation.intrinsic_epsilon, dict(sensitivity=0.1, sigma=0.2, delta=1e-5)),
+    (output_perturbation.augmented_sigma, dict(sensitivity=0.1, sigma_intrinsic=0.0, target_epsilon=1,
+                                               target_delta=1e-5)),
+    (per_instance.step_divergence, dict(sample_rate=0.1, noise_multiplier=1.0, sensitivity=0.5, orders=2.5)),
+    (per_instance.log_mass, dict(sensitivity=0.5, sample_rate=0.1, noise_std=1.0, order=3)),
+    (per_instance.holder_order, dict(order=8, p=30, i=9)),
+]
+
+
+@pytest.mark.parametrize("function, arguments", CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_numbers_give_a_float_and_tensors_a_tensor(function, arguments):
+    found = function(**arguments)
+    assert type(found) is float
+    assert type(function(**{name: np.float64(value) for name, value in arguments.items()})) is float
+    last = list(arguments)[-1] if function is not per_instance.log_mass else "sensitivity"
+    many = function(**{**arguments, last: torch.tensor([arguments[last]] * 2, dtype=torch.float64)})
+    assert isinstance(many, torch.Tensor) and many.dtype == torch.float64 and many.tolist() == [found] * 2
+
+
+def test_what_is_one_number_of_many_weights_is_a_float():
+    weights = torch.randn(3, 4, 2, generator=torch.Generator().manual_seed(0))
+    for function in (output_perturbation.empirical_sensitivity, output_perturbation.intrinsic_sigma):
+        assert type(function(weights)) is float

@@ -1,0 +1,51 @@
+"""Every public function of the library says what it takes and what it gives."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import dpcompanion
+
+ROOMS = sorted(info.name for info in pkgutil.iter_modules(dpcompanion.__path__)
+               if not info.name.startswith("_") and info.name not in ("cli", "reproduction"))
+# Where the types are not yet written.
+WITHOUT = {"dpcompanion.training.noise", "dpcompanion.training.sampling", "dpcompanion.training.floats",
+           "dpcompanion.accounting.tradeoff"}
+WITHOUT_NAMES = {"sample_parameters"}
+
+
+def functions(room):
+    """(name, function) of what a module or package offers: functions, and methods and properties of its classes."""
+    names = getattr(room, "__all__", [name for name, value in vars(room).items()
+                                      if getattr(value, "__module__", None) == room.__name__])
+    for name in names:
+        value = getattr(room, name)
+        if name.startswith("_") or not getattr(value, "__module__", "").startswith("dpcompanion"):
+            continue
+        if inspect.isfunction(value):
+            yield name, value
+        elif inspect.isclass(value):
+            for member, found in vars(value).items():
+                found = getattr(found, "__func__", getattr(found, "fget", found))
+                found = inspect.unwrap(found) if callable(found) else found
+                if not inspect.isfunction(found) or found.__module__ != value.__module__:
+                    continue
+                # What `dataclasses` and `NamedTuple` make has types of its own.
+                if "<" not in found.__code__.co_filename and (member == "__init__" or not member.startswith("_")):
+                    yield f"{name}.{member}", found
+
+
+@pytest.mark.parametrize("name", ROOMS)
+def test_public_functions_have_types(name):
+    room = importlib.import_module(f"dpcompanion.{name}")
+    for spoken, function in functions(room):
+        if function.__module__ in WITHOUT or spoken in WITHOUT_NAMES:
+            continue
+        signature = inspect.signature(function)
+        bare = [p.name for p in signature.parameters.values()
+                if p.annotation is p.empty and p.name not in ("self", "cls")]
+        assert not bare, f"{name}: {spoken} has no types for {', '.join(bare)}"
+        given = signature.return_annotation is not signature.empty or spoken.endswith("__init__")
+        assert given, f"{name}: {spoken} does not say what it gives"
