@@ -5,8 +5,8 @@ there).  Each trial is 400 steps of softmax regression on MNIST-5k.
 What is lost to a cluster does not depend on how long pieces are: the processor time that a worker takes besides its
 pieces, which is that of importing torch, of being told and of writing. `CPU s a piece` is the median of a piece's own,
 `CPU s besides` what each worker used beyond its pieces, and `efficiency at a minute` what is left of two workers' time
-for eight pieces of a minute each: the pieces' time when they are done one after another, over all time that the
-workers use. Times are processor times, since wall clock is that of the machine's other work as well.
+for eight pieces of a minute each: 480 s over 480 s and what is besides. Times are processor times; a piece of the same
+work takes more of it on a busy machine, whose other work takes the caches.
 """
 
 import contextlib
@@ -82,12 +82,11 @@ def run():
     ways |= {name: backend for name, backend, package in (("Dask", dask, "distributed"), ("Ray", ray, "ray"))
              if importlib.util.find_spec(package)}
     work("warm-0")
-    rows, alone = [], None
+    rows = []
     for way, backend in ways.items():
         piece, besides = once(backend)
-        alone = alone or piece
         count = 1 if way == "one after another" else WORKERS
-        left = 8 * 60 / (8 * 60 * piece / alone + count * besides)
+        left = 8 * 60 / (8 * 60 + count * besides)
         rows.append({"way": way, "workers": count, "CPU s a piece": piece, "CPU s besides": besides,
                      "efficiency at a minute": left if count > 1 else None})
     return rows

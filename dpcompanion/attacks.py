@@ -41,7 +41,8 @@ from dpcompanion import _checks
 from dpcompanion._types import Array, Numbers
 
 
-def clopper_pearson(successes: Numbers, trials: int, *, confidence: float = 0.95) -> tuple[torch.Tensor, torch.Tensor]:
+def clopper_pearson(successes: Numbers, trials: Numbers, *,
+                    confidence: float = 0.95) -> tuple[torch.Tensor, torch.Tensor]:
     """One-sided bounds on a probability: (lower, upper), float64 tensors, each missed with probability at most
     1 - confidence.
 
@@ -291,7 +292,7 @@ def tpr_at_fpr(members: Array, nonmembers: Array, *, fpr: float = 0.01, confiden
     return Interval(hits / len(members), float(low), float(high))
 
 
-def low_bits_tell(releases: Array, canary: Array) -> torch.Tensor:
+def low_bits_tell(releases: torch.Tensor, canary: torch.Tensor) -> torch.Tensor:
     """Whether each release holds the canary, by the low bits of numbers near 0 alone (after Mironov 2012).
 
     A float near 0 has bits far below those of a float near the canary.  So canary + float noise that lands near 0 is a

@@ -104,13 +104,14 @@ def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
     return torch.einsum("t,tqc->qc", weights, torch.nn.functional.one_hot(votes.long(), classes).double())
 
 
-def noisy_labels(histogram: Array, noise_std: float, generator: torch.Generator | None) -> torch.Tensor:
+def noisy_labels(histogram: torch.Tensor, noise_std: float, generator: torch.Generator) -> torch.Tensor:
     """The label of each query, (queries,): the largest entry of the histogram (queries, classes) with noise."""
     noise = torch.randn(histogram.shape, dtype=torch.float64, generator=generator, device=generator.device)
     return (histogram + noise_std * noise.to(histogram.device)).argmax(dim=1)
 
 
-def rdp_of_votes(histogram: Array, parameters: PateParameters, *, orders: Array = DEFAULT_ORDERS) -> torch.Tensor:
+def rdp_of_votes(histogram: torch.Tensor, parameters: PateParameters, *,
+                 orders: Array = DEFAULT_ORDERS) -> torch.Tensor:
     r"""Renyi divergence that one label costs each group, given the votes: (queries, P, orders).
 
     With q a bound on the probability that the noise changes the label, which grows with
@@ -149,7 +150,7 @@ def rdp_of_votes(histogram: Array, parameters: PateParameters, *, orders: Array 
     return torch.where(applies, torch.minimum(always, given.clamp(min=0)), always)
 
 
-def epsilons_of_votes(histogram: Array, parameters: PateParameters, delta: float, *,
+def epsilons_of_votes(histogram: torch.Tensor, parameters: PateParameters, delta: float, *,
                       orders: Array = DEFAULT_ORDERS) -> torch.Tensor:
     """(P,) epsilons of the groups after the labels of these votes, by RDP; as private as `rdp_of_votes`."""
     rdp = rdp_of_votes(histogram, parameters, orders=orders).sum(dim=0)

@@ -103,7 +103,7 @@ def private_mean(values: Array, *, upper: float, epsilon: float, delta: float,
 @_in_either_relation
 def private_quantiles(values: Array, quantiles: Array, *, upper: float, epsilon: float, delta: float,
                       generator: torch.Generator | None, method: str = "cdf", bins: int = 512, steps: int = 20,
-                      learning_rate: float = 1.0, start: Array | None = None) -> torch.Tensor:
+                      learning_rate: float = 1.0, start: float | None = None) -> torch.Tensor:
     """Quantiles of `values`, together (epsilon, delta)-private: (len(quantiles),) float64, from 0 to `upper`.
 
     Neighbouring relation: one value added or removed, n public; or one replaced, see `replacement_factor`.

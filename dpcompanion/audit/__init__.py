@@ -49,6 +49,7 @@ a seed that can be guessed             no: not looked at
 batch sizes or losses that are told    no: not looked at
 =====================================  ==================
 
+>>> import torch
 >>> included = coins(1000, torch.Generator().manual_seed(0))
 >>> noise = torch.randn(1000, generator=torch.Generator().manual_seed(1))
 >>> found = judge(included + 0.5 * noise, included, delta=1e-5)["everybody"]     # a Gaussian with mu = 2

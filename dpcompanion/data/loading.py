@@ -5,7 +5,7 @@ import os
 import pathlib
 import re
 import zlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -134,7 +134,7 @@ def load(name: str, *, split: str = "train", root: str | os.PathLike[str] | None
     )
 
 
-def byte_tokens(texts: Iterable[str], *, length: int = 20) -> torch.Tensor:
+def byte_tokens(texts: Sequence[str], *, length: int = 20) -> torch.Tensor:
     """Each text's last `length` bytes in UTF-8, with marks of start and end, as numbers: (n, length) int64.
 
     0 fills up on the left, 1 and 2 are the marks, 3 + b is the byte b: 259 tokens in all.
@@ -150,7 +150,7 @@ def byte_tokens(texts: Iterable[str], *, length: int = 20) -> torch.Tensor:
     return found
 
 
-def word_tokens(texts: Iterable[str], *, tokens: int = 30_000, length: int = 256) -> torch.Tensor:
+def word_tokens(texts: Sequence[str], *, tokens: int = 30_000, length: int = 256) -> torch.Tensor:
     """Each text's first `length` words as numbers, (n, length) int64; 0 fills up on the right.
 
     Words are runs of letters, digits and apostrophes in lower case; a word's number is 1 + crc32 mod (tokens - 1).

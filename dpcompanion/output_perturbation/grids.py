@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._types import Array, Device
+from dpcompanion._types import Device
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, keyed_generator
 
@@ -36,10 +36,10 @@ _CHUNK_BYTES = 2**19
 _ROUNDING = 1e-6
 
 
-def train_grid(features: Array, labels: Array, *, data_sets: Iterable[int], seeds: Iterable[int], steps: int,
-               batch_size: int, learning_rate: float, initialisation: str = "varying", hidden: int | None = 0,
-               snapshots: Sequence[int] | None = None, enforce_conditions: bool = True, device: Device = None,
-               progress: bool | None = None) -> torch.Tensor:
+def train_grid(features: torch.Tensor, labels: torch.Tensor, *, data_sets: Iterable[int], seeds: Iterable[int],
+               steps: int, batch_size: int, learning_rate: float, initialisation: str = "varying",
+               hidden: int | None = 0, snapshots: Sequence[int] | None = None,
+               enforce_conditions: bool = True, device: Device = None, progress: bool | None = None) -> torch.Tensor:
     r"""The weights of one SGD run for each data set and seed.
 
     Args:

@@ -17,7 +17,7 @@ longer :math:`A(D^s)`. The paper's proof of fact 5.2 passes over this.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from dpcompanion import _checks
@@ -40,7 +40,7 @@ class Decision:
         return self.bound_if_kept if self.keep else 0.0
 
 
-def naive_unlearning(divergence: Callable[..., Any], *, requests: Sequence[int], order: float,
+def naive_unlearning(divergence: Callable[..., Any], *, requests: int, order: float,
                      budget: float) -> list[Decision]:
     r"""NPIU: decide at each request whether to keep the model or to retrain.
 

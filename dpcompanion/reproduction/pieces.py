@@ -34,7 +34,7 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
         label, show: of the progress bar, see `dpcompanion._progress.bar`.
 
     Raises:
-        workers.Missing: where pieces were left to other runs, and are not there.
+        dpcompanion.reproduction.workers.Missing: where pieces were left to other runs, and are not there.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()

@@ -18,10 +18,7 @@ _ROUNDING = 1e-6
 
 def check_clipped(indices, clipped, limits):
     """The gradients of the examples `indices`, once clipped, have norms (k,) within the `limits` (n,) of the step, and
-    no example comes twice.
-
-    On the CPU what is not so is raised, and None returned. Elsewhere to look would wait for the device: a tensor says
-    whether a norm is above its limit, to be asked for later.
+    no example comes twice. Where limits lie on a GPU nothing waits for it: whether one is above comes back as a tensor.
     """
     if indices is None or clipped is None:
         raise ValueError("indices and clipped must be given (NormTracker.observe) where clipping='individual', so "
@@ -29,16 +26,15 @@ def check_clipped(indices, clipped, limits):
     indices = torch.as_tensor(indices, dtype=torch.int64)
     clipped = torch.as_tensor(clipped).detach().to(device=limits.device, dtype=torch.float64)
     _checks.same_length(indices=indices, clipped=clipped)
-    if len(indices.unique()) < len(indices):
-        raise ValueError("indices must be distinct: who is summed twice is longer than was allowed")
     limits = limits[indices.to(limits.device)]
     over = ~(clipped <= limits * (1 + _ROUNDING))
-    if over.device.type != "cpu":
-        return over.any()
-    if over.any():
+    away = over.device.type != "cpu"
+    if not away and over.any():
         raise ValueError("clipped must be at most the limits of the step, but example "
                          f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed")
-    return None
+    if len(indices.unique()) < len(indices):
+        raise ValueError("indices must be distinct: who is summed twice is longer than was allowed")
+    return over.any() if away else None
 
 
 def check_follows(tracker, plan, model, loss, data):

@@ -41,7 +41,6 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._types import Device, Loss
-from dpcompanion.training.examples import Data
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
@@ -49,7 +48,7 @@ from dpcompanion.training import checks, clipping, noise, passes
 from dpcompanion.training.checkpoints import (
     Checkpoint, key_file, note_seeds, plain, read_checkpoint, read_keys, write_checkpoint, write_keys,
 )
-from dpcompanion.training.examples import examples_of
+from dpcompanion.training.examples import Data, examples_of, Tensors
 
 _FORMAT = 4
 _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
@@ -83,7 +82,7 @@ class Run:
     """The state that callbacks see: plan, model, optimizer, history, the step just done (counted from 1), and the
     indices and gradient norms (before clipping) of that step's examples."""
 
-    plan: object
+    plan: "DPSGDPlan"
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
     history: History
@@ -265,7 +264,7 @@ class _Loop:
             run.indices = passes.sent(drawn, self.device)
         versions = [(name, b, b._version) for name, b in run.model.named_buffers()]
         with self._own_randomness("examples"):
-            x, y = self.examples.rows(run.indices)
+            x, y = self.examples.rows(run.indices if isinstance(self.examples, Tensors) else drawn)
         with self._own_randomness("forward"):
             total = clipping.clipped_sum(run.model, self.loss, x, y, limits, method=self.method,
                                          chunk=self.physical_batch_size, precision=self.precision, precise=self.precise)

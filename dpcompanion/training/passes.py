@@ -15,7 +15,7 @@ from dpcompanion.training import clipping, proof
 from dpcompanion.training.examples import examples_of  # noqa: F401 (for the example above)
 
 
-def norms_of_all(model, loss, examples, *, method, chunk):
+def norms_of_all(model, loss, examples, *, method, chunk, precision=None):
     """The gradient norm of each of the n examples (`dpcompanion.training.examples`), (n,), on the model's device.
 
     The model computes in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example
@@ -27,7 +27,8 @@ def norms_of_all(model, loss, examples, *, method, chunk):
         for start in range(0, len(examples), chunk):
             with torch.random.fork_rng(devices=[]):           # a transform may draw
                 x, y = examples.part(start, start + chunk)
-            norms.append(clipping.gradient_norms(inner, loss, x.to(device), y.to(device), method=method, chunk=chunk))
+            norms.append(clipping.gradient_norms(inner, loss, x.to(device), y.to(device), method=method, chunk=chunk,
+                                                 precision=precision))
     return torch.cat(norms)
 
 
@@ -38,12 +39,12 @@ def sent(tensor, device):
     return tensor.to(device)
 
 
-def resolve_method(model, loss, examples, method):
+def resolve_method(model, loss, examples, method, precision=None):
     """The method that is proved right for this model (`clipping.resolve_method`), in evaluation mode."""
     device, (x, y) = next(model.parameters()).device, examples.probe
     rows = proof.rows_to_look_through(len(x))
     with undisturbed(model) as inner:
-        return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method)
+        return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method, precision)
 
 
 def chunk_for(x):

@@ -94,6 +94,9 @@ class NormTracker:
         keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass.
         method, chunk: how the passes are computed, see `gradient_norms`; by default 512 small examples at a time, or as
             many large ones as stay fast.
+        precision: None for the model's own, or "bf16": in what the passes go forward and back, see
+            `dpcompanion.training.clipping`. Norms are then off by about a hundredth: with clipping "individual" no less
+            is enforced than is charged, and an estimate is as much less accurate.
 
     The passes see the model in evaluation mode, without dropout, draw no random numbers and leave gradients,
     modes and Opacus' per-example gradients as they are.  A gradient that is not finite is charged at C.
@@ -105,7 +108,8 @@ class NormTracker:
     def __init__(self, accountant: IndividualAccountant, model: torch.nn.Module, loss: Loss, data: Data, *,
                  steps_per_epoch: int, updates_per_epoch: float = 1, running: bool = False, clipping: str = "maximum",
                  examples: Array | None = None, budget: Any = None, trajectory_delta: float | None = None,
-                 keep_norms: bool = False, method: str = "auto", chunk: int | None = None):
+                 keep_norms: bool = False, method: str = "auto", chunk: int | None = None,
+                 precision: str | None = None):
         self._accountant, self.model, self.loss = accountant, model, loss
         self.data = examples_of(data)
         if len(self.data) != accountant.n:
@@ -135,6 +139,7 @@ class NormTracker:
             "trajectory_delta", trajectory_delta, 0, 1, closed="neither")
         self.keep_norms = bool(keep_norms)
         self.method, self._proved = _checks.one_of("method", method, clipping_.METHODS), False
+        self.precision = _checks.one_of("precision", precision, clipping_.PRECISIONS)
         self.chunk = passes.chunk_for(self.data.probe[0]) if chunk is None else _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64,
@@ -156,15 +161,15 @@ class NormTracker:
     def for_plan(cls, plan: "DPSGDPlan", model: torch.nn.Module, loss: Loss, data: Data, *,
                  updates_per_epoch: float = 1, running: bool = False, clipping: str = "maximum",
                  examples: Array | None = None, budget: Any = None, trajectory_delta: float | None = None,
-                 keep_norms: bool = False, method: str = "auto", chunk: int | None = None,
+                 keep_norms: bool = False, method: str = "auto", chunk: int | None = None, precision: str | None = None,
                  rounding: float | None = 0.01, accountant: str | None = None, device: Device = None) -> "NormTracker":
         """A tracker with an account of its own, both made from the plan of a run.
 
         Args:
             plan: a `DPSGDPlan` with one rate and one clip norm for all, and with noise.
             model, loss, data: as for `train`; with `examples`, data are theirs.
-            updates_per_epoch, running, clipping, examples, budget, trajectory_delta, keep_norms, method, chunk: as for
-                the class.
+            updates_per_epoch, running, clipping, examples, budget, trajectory_delta, keep_norms, method, chunk,
+                precision: as for the class.
             rounding, device: of the account, see `IndividualAccountant`.
             accountant: "pld" or "rdp"; the plan's by default.
 
@@ -182,7 +187,8 @@ class NormTracker:
                                                 accountant=accountant, device=device)
         return cls(account, model, loss, data, steps_per_epoch=plan.steps_per_epoch,
                    updates_per_epoch=updates_per_epoch, running=running, clipping=clipping, examples=examples,
-                   budget=budget, trajectory_delta=trajectory_delta, keep_norms=keep_norms, method=method, chunk=chunk)
+                   budget=budget, trajectory_delta=trajectory_delta, keep_norms=keep_norms, method=method, chunk=chunk,
+                   precision=precision)
 
     @property
     def exact(self) -> bool:
@@ -421,9 +427,10 @@ class NormTracker:
 
     def _measure(self):
         if not self._proved:
-            self.method = passes.resolve_method(self.model, self.loss, self.data, self.method)
+            self.method = passes.resolve_method(self.model, self.loss, self.data, self.method, self.precision)
             self._proved = True
-        norms = passes.norms_of_all(self.model, self.loss, self.data, method=self.method, chunk=self.chunk)
+        norms = passes.norms_of_all(self.model, self.loss, self.data, method=self.method, chunk=self.chunk,
+                                    precision=self.precision)
         self.norms, self._limits = self._bounded(norms), None
         self.passes += 1
         if self.keep_norms:

@@ -102,7 +102,8 @@ def begun(optimizer=torch.optim.SGD, **options):
     model.to("meta")
     found.run.optimizer = optimizer(model.parameters(), lr=0.1, **options)
     found.parameters, found.device = dict(model.named_parameters()), torch.device("meta")
-    for owner, names in ((found, ("x", "y", "dropped")), (found.run.history, ("losses", "batch_sizes"))):
+    found.examples = found.examples.to(torch.device("meta"))
+    for owner, names in ((found, ("dropped",)), (found.run.history, ("losses", "batch_sizes"))):
         for name in names:
             setattr(owner, name, getattr(owner, name).to("meta"))
     return found
@@ -130,7 +131,7 @@ TRACKERS = {
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_step_with_a_tracker_reads_nothing_back(name):
     options, found = TRACKERS[name], begun()
-    own = (found.x, found.y)
+    own = found.examples.x, found.examples.y
     if "examples" in options:
         own = tuple(part[options["examples"]] for part in own)
     tracker = NormTracker.for_plan(PLAN, found.run.model, cross_entropy, own, device="meta", method="mixed",

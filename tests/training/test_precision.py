@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpcompanion.training import (
-    Callbacks, Checkpoint, DPSGDPlan, clipped_sum, clipping, cross_entropy, gradient_norms, models, train,
+    Callbacks, Checkpoint, DPSGDPlan, clipped_sum, clipping, cross_entropy, gradient_norms, models, NormTracker, train,
 )
 from dpcompanion.training.models import StandardisedConv2d
 
@@ -173,3 +173,24 @@ def test_networks_of_the_papers_train_in_it():
     x, y = torch.randn(8, 3, 32, 32, generator=generator), torch.arange(8) % 10
     full = gradient_norms(model, cross_entropy, x, y)
     torch.testing.assert_close(gradient_norms(model, cross_entropy, x, y, precision="bf16"), full, rtol=0.05, atol=0)
+
+
+@able
+def test_a_tracker_measures_in_bf16_what_it_would_in_float32():
+    x, y = torch.randn(40, 3, 8, 8, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 4
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(288, 4))
+    plan = DPSGDPlan(n=40, sample_rate=0.25, steps=4, max_grad_norm=100.0, noise_multiplier=1.0, delta=1e-3)
+    norms = []
+    for precision in (None, "bf16"):
+        tracker = NormTracker.for_plan(plan, model, cross_entropy, (x, y), precision=precision)
+        tracker.before_step()
+        norms.append(tracker.norms)
+    assert not torch.equal(*norms)
+    torch.testing.assert_close(*norms, rtol=0.05, atol=0)
+
+
+def test_a_tracker_of_an_unknown_precision_is_refused():
+    plan = DPSGDPlan(n=4, sample_rate=0.25, steps=4, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    with pytest.raises(ValueError, match="precision must be one of"):
+        NormTracker.for_plan(plan, nn.Linear(2, 2), cross_entropy, (torch.zeros(4, 2), torch.zeros(4).long()),
+                             precision="fp8")
