@@ -39,14 +39,14 @@ def audit_training(model: torch.nn.Module, loss: Loss, data: Sequence[torch.Tens
         the second attack the products of all pairs, for which a step takes canaries^2 x parameters multiplications.
     """
     n = plan.n
-    if not isinstance(data, (tuple, list)):
-        raise ValueError(f"data must be two tensors (x, y), so that an audit sees them, got {type(data).__name__}")
     if canaries is None:
         canaries = torch.randperm(n, generator=generator)[:1000]
     canaries = torch.as_tensor(canaries)
     if canaries.ndim != 1 or not len(canaries) or len(canaries.unique()) < len(canaries) \
             or not 0 <= int(canaries.min()) <= int(canaries.max()) < n:
         raise ValueError(f"canaries must be different indices below plan.n = {n}")
+    if not isinstance(data, (tuple, list)):
+        raise ValueError(f"data must be two tensors (x, y), so that an audit sees them, got {type(data).__name__}")
     if groups is not None:
         _checks.same_length(data=data[0], groups=groups)
         groups = [groups[i].item() if isinstance(groups, torch.Tensor) else groups[i] for i in canaries.tolist()]

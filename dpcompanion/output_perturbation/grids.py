@@ -38,8 +38,8 @@ _ROUNDING = 1e-6
 
 def train_grid(features: torch.Tensor, labels: torch.Tensor, *, data_sets: Iterable[int], seeds: Iterable[int],
                steps: int, batch_size: int, learning_rate: float, initialisation: str = "varying",
-               hidden: int | None = 0, snapshots: Sequence[int] | None = None,
-               enforce_conditions: bool = True, device: Device = None, progress: bool | None = None) -> torch.Tensor:
+               hidden: int | None = 0, snapshots: Sequence[int] | None = None, enforce_conditions: bool = True,
+               device: Device = None, progress: bool | None = None) -> torch.Tensor:
     r"""The weights of one SGD run for each data set and seed.
 
     Args:
