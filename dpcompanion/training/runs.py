@@ -17,6 +17,7 @@ from dpcompanion.training import checks, clipping, noise, passes, proof
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.tensors import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.training.secure import SecureStream, grid_of
 from dpcompanion.training.stacking import StackedNetwork
 
 _FORMAT = 4
@@ -90,9 +91,12 @@ class Ensemble:
         self._begun_with = self.learning_rate.tolist()
         self._expected = torch.tensor([plan.expected_batch_size for plan in self.plans], **like)[:, None]
         self._velocity = torch.zeros_like(self.vectors) if self.momentum else None
-        self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors)
-
+        self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors, dtype=torch.float64)
         self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
+        # Of each run with noise from a cipher the grid on which sum and noise are added, else 0.
+        self._grids = torch.tensor([
+            [grid_of(plan.noise_std) if plan.noise_std and isinstance(g["noise"], SecureStream) else 0.0]
+            for plan, g in zip(self.plans, self._generators)], dtype=torch.float64, device=self.device)
         self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
         self.method = clipping.resolve_method(self._template, loss, self.x, self.y, method)
         if self.method != "func" and not self._stacks():
@@ -268,7 +272,13 @@ class Ensemble:
             size = len(draws[k][0])
             self.indices[run], self.norms[run] = indices[k, :size], norms[k, :size]
             self._noise[run] = self.plans[run].noise((self.vectors.shape[1],), self._generators[run]["noise"],
-                                                     dtype=self.vectors.dtype, device=self.device)
+                                                     device=self.device)
+
+    def _noisy(self):
+        """The sums with their noise, as `DPSGDPlan.noisy` adds them, of all runs at once."""
+        grids = torch.where(self._grids > 0, self._grids, 1)
+        exact = (self._sums.double() / grids).round() * grids + self._noise
+        return torch.where(self._grids > 0, exact.to(self._sums.dtype), self._sums + self._noise.to(self._sums.dtype))
 
     def _update(self, add):
         """Move every run by its noisy mean gradient."""
@@ -278,7 +288,7 @@ class Ensemble:
                 raise ValueError(f"add must return a tensor of shape {tuple(self.vectors.shape)}, got "
                                  f"{tuple(more.shape) if isinstance(more, torch.Tensor) else type(more).__name__}")
             self._sums += more
-        move = self._sums.add_(self._noise).div_(self._expected)
+        move = self._noisy().div_(self._expected)
         if self.weight_decay:
             move.add_(self.vectors, alpha=self.weight_decay)
         if self._velocity is not None:
