@@ -15,6 +15,7 @@ from dpcompanion.training import checks, clipping, noise, proof
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.layers import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.training.secure import SecureStream, grid_of
 from dpcompanion.training.stacking import StackedNetwork
 
 _FORMAT = 4
@@ -89,6 +90,9 @@ class Ensemble:
         self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors)
 
         self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
+        # Of the noise from a cipher, to which sums are put as in `DPSGDPlan.noisy`; 0 where there is none.
+        self._grids = torch.tensor([grid_of(plan.noise_std) if plan.noise_std and isinstance(g["noise"], SecureStream)
+                                    else 0.0 for plan, g in zip(self.plans, self._generators)], **like)[:, None]
         self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
         self.method = clipping.resolve_method(self._template, loss, self.x, self.y, method)
         if self.method != "func" and not self._stacks():
@@ -274,6 +278,9 @@ class Ensemble:
                 raise ValueError(f"add must return a tensor of shape {tuple(self.vectors.shape)}, got "
                                  f"{tuple(more.shape) if isinstance(more, torch.Tensor) else type(more).__name__}")
             self._sums += more
+        for total, grid in zip(self._sums, self._grids.tolist()):
+            if grid[0]:
+                total.div_(grid[0]).round_().mul_(grid[0])
         move = self._sums.add_(self._noise).div_(self._expected)
         if self.weight_decay:
             move.add_(self.vectors, alpha=self.weight_decay)
