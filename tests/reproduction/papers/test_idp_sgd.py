@@ -1,11 +1,12 @@
 import dataclasses
 import functools
 import math
+import pathlib
 
 import pytest
 import torch
 
-from dpcompanion import data
+from dpcompanion import attacks, data
 from dpcompanion.reproduction import experiments, published, records
 from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.reproduction.comparison import compare
@@ -367,3 +368,14 @@ def test_weighted_votes_beat_plain_ones_on_the_small_task(tmp_path):
     values = chapter.table_13(config, run_of(config, tmp_path))
     assert values["ipate_A.final"][0] > values["pate.final"][0] + 5
     assert values["mnist-5k.ipate_A"].n == 1
+
+
+def test_the_attack_that_the_chapter_writes_by_hand_is_the_librarys():
+    page = (pathlib.Path(__file__).resolve().parents[3] / "book" / "papers" / "idp-sgd.md").read_text(encoding="utf-8")
+    room = {}
+    exec(page[page.index("def lira_by_hand("):].partition("\n```")[0], room)
+    generator = torch.Generator().manual_seed(0)
+    inside = torch.rand(24, 50, generator=generator) < 0.5
+    scores = torch.randn(24, 50, generator=generator, dtype=torch.float64) + inside
+    by_hand = room["lira_by_hand"](scores[0], scores[1:], inside[1:])
+    assert torch.allclose(by_hand, attacks.lira(scores[0], scores[1:], inside[1:], variance="pooled"))
