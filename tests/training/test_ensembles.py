@@ -309,7 +309,7 @@ def test_gradients_that_are_not_finite_contribute_nothing_to_any_run_and_are_cou
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ensemble = train_ensemble(nn.Linear(4, 3).double(), cross_entropy, (x, y), PLANS[:2], seeds=[5, 8],
+        ensemble = train_ensemble(nn.Linear(4, 3).double(), cross_entropy, (x, y), PLANS[:2], seeds=[9, 10],
                                   learning_rate=0.5, method=method, callbacks=Callbacks(on_step=note))
     assert ensemble.vectors.isfinite().all()
     assert torch.equal(ensemble.dropped, hits) and hits.sum() > 0
