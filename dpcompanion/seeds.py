@@ -22,7 +22,7 @@ from dpcompanion import _checks
 _WORDS, _STATE_BYTES = 624, 5056
 
 
-def derive_seed(seed, *names):
+def derive_seed(seed: int, *names: str | int) -> int:
     """A whole number below 2^63 for `names`, by hashing, for what takes seeds of its own: shadow runs, data, dropout.
 
     It is the first 63 bits of sha256("seed/names"); 32 of them are all that `torch.Generator.manual_seed` takes.
@@ -34,7 +34,7 @@ def derive_seed(seed, *names):
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def derive_key(seed, *names):
+def derive_key(seed: int, *names: str | int) -> bytes:
     """The key of 256 bits of the stream called `names`: the streams of one seed, and of two seeds, are independent.
 
     It is the sha256 of a label, the names and all bits of the seed, each with its length before it.
@@ -53,7 +53,7 @@ def derive_key(seed, *names):
     return total.digest()
 
 
-def keyed_generator(key, device="cpu"):
+def keyed_generator(key: bytes, device: str | torch.device = "cpu") -> torch.Generator:
     """A `torch.Generator` for what a cipher cannot draw (weights, orders): its whole state comes from `key`, by SHAKE.
 
     On a GPU it takes the 64 bits of the key that PyTorch's generator has room for there.
@@ -79,7 +79,7 @@ def keyed_generator(key, device="cpu"):
     return generator
 
 
-def seed_torch(key, device="cpu"):
+def seed_torch(key: bytes, device: str | torch.device = "cpu") -> None:
     """Give PyTorch's global generator, and that of a GPU, the state that `keyed_generator` makes of a key."""
     torch.default_generator.set_state(keyed_generator(key).get_state())
     if torch.device(device).type == "cuda":

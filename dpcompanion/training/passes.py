@@ -56,13 +56,14 @@ def chunk_for(x):
 @contextlib.contextmanager
 def undisturbed(model):
     """The model in evaluation mode, without the hooks of Opacus' GradSampleModule, and as it was afterwards."""
-    modes = {module: module.training for module in model.modules()}
+    inner = getattr(model, "_module", model)              # what carries the hooks need not be a module itself
+    modes = {module: module.training for module in inner.modules()}
     hooked = getattr(model, "hooks_enabled", False)
-    model.eval()
+    inner.eval()
     if hooked:
         model.disable_hooks()
     try:
-        yield getattr(model, "_module", model)
+        yield inner
     finally:
         if hooked:
             model.enable_hooks()

@@ -228,8 +228,8 @@ class DPSGDPlan:
         what comes out is the Gaussian mechanism on the snapped sum, rounded (`dpcompanion.training.secure`).
         """
         if isinstance(generator, SecureStream) and self.noise_std:
-            exact = snapped(total, grid_of(self.noise_std)).cpu() + self.noise(total.shape, generator)
-            return exact.to(dtype=total.dtype, device=total.device)
+            exact = snapped(total, grid_of(self.noise_std)) + self.noise(total.shape, generator, device=total.device)
+            return exact.to(total.dtype)
         return total + self.noise(total.shape, generator, dtype=total.dtype, device=total.device)
 
     def statement(self) -> str:

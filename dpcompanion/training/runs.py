@@ -17,7 +17,7 @@ from dpcompanion.training import checks, clipping, noise, passes, proof
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.tensors import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
-from dpcompanion.training.secure import SecureStream, grid_of
+from dpcompanion.training.secure import SecureStream, grid_of, snapped
 from dpcompanion.training.stacking import StackedNetwork
 
 _FORMAT = 4
@@ -277,7 +277,7 @@ class Ensemble:
     def _noisy(self):
         """The sums with their noise, as `DPSGDPlan.noisy` adds them, of all runs at once."""
         grids = torch.where(self._grids > 0, self._grids, 1)
-        exact = (self._sums.double() / grids).round() * grids + self._noise
+        exact = snapped(self._sums, grids) + self._noise
         return torch.where(self._grids > 0, exact.to(self._sums.dtype), self._sums + self._noise.to(self._sums.dtype))
 
     def _update(self, add):

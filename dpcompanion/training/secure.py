@@ -53,6 +53,8 @@ _INVERSE_ERROR = 1e-14
 _TAIL = 2.0**-12
 # Numbers that are worked out at a time: more fall out of the processor's cache.
 _BLOCK = 2**14
+# Cells of the grid in a sum, at most: four times as many are whole numbers of float64 still.
+_MOST_CELLS = 2.0**51
 
 
 class SecureStream:
@@ -212,14 +214,20 @@ def _reach(t, scale):
 
 
 def snapped(total, grid):
-    """The nearest multiples of a grid, float64; ValueError for numbers that are not finite or too large to add exactly.
+    """The nearest multiples of a grid (a power of two, or a tensor of them), float64, where `total` lies.
+
+    Raises:
+        ValueError: numbers that are not finite or too large to add exactly; not on a GPU, which is not asked: there they
+            become 0 or the largest multiple, which moves no two sums apart.
 
     >>> snapped(torch.tensor([0.1, -0.3]), 0.25)
     tensor([ 0.0000, -0.2500], dtype=torch.float64)
     """
     multiples = (total.double() / grid).round()
-    if not bool((multiples.abs() <= 2.0**51).all()):
-        raise ValueError(f"total must be finite and at most 2^51 = 2e15 times the grid {grid:.3g}")
+    if multiples.device.type != "cpu":
+        multiples = multiples.nan_to_num(nan=0.0).clamp(-_MOST_CELLS, _MOST_CELLS)
+    elif not bool((multiples.abs() <= _MOST_CELLS).all()):
+        raise ValueError(f"total must be finite and at most 2^51 = 2e15 times the grid {grid}")
     return multiples * grid
 
 

@@ -294,6 +294,6 @@ def test_a_finding_is_judged_by_the_record_of_the_experiment_that_it_names(regis
     record = experiments.run(NAME, preset="quick")
     assert experiments.findings(record).rows == ()  # table 1 itself claims nothing
     found = experiments.findings(record, "individual-accounting/figure-2")
-    assert [(row.where, row.outcome) for row in found.rows] == [("here", "holds")] and found.kind == "live"
+    assert [(row.where, row.outcome) for row in found.rows] == [("here", "holds")] and found.kinds == ("live",)
     with pytest.raises(ValueError, match="name must be one of"):
         experiments.finding("individual-accounting/figure-99", "anything")

@@ -13,7 +13,8 @@ from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers import per_instance_accounting as chapter
 
-NAMES = [name for name in experiments.names() if name.startswith(chapter.NAME + "/")]
+NAMES = [name for name in experiments.names()
+         if name.startswith(chapter.NAME + "/") and "quick" in experiments.get(name).presets]
 SMALL = {"batch_size": 60, "epochs": 2, "reference": 20, "looks": 2}
 
 
