@@ -65,7 +65,8 @@ def keyed_generator(key: bytes, device: str | torch.device = "cpu") -> torch.Gen
     torch.Size([2])
     """
     if not isinstance(key, bytes) or len(key) != 32:
-        raise ValueError(f"key must be {32} bytes, got {key if isinstance(key, int) else type(key).__name__}")
+        raise ValueError(f"key must be 32 bytes, got {len(key)} of them" if isinstance(key, bytes) else
+                         f"key must be 32 bytes, got a {type(key).__name__}")
     generator = torch.Generator(device=device)
     if generator.device.type != "cpu":
         return generator.manual_seed(int.from_bytes(key[:8], "little"))

@@ -161,14 +161,15 @@ def _range(noise_range):
 def _sample_within(noise_range, groups, run, sample_rate):
     """As `_sample`, with the noise in a range; its nearer end fixes the rates where it binds."""
     low, high = noise_range
-    if low == high:
-        noise, rates = low, torch.full_like(groups.budgets, sample_rate)
-    else:
-        found, rates = _sample(groups, run, sample_rate)
-        noise = min(max(found, low), high)
-        if noise == found:
-            return noise, rates
-    return noise, run.rates(groups.budgets, noise, start=rates)
+    rates = run.rates(groups.budgets, high, start=torch.full_like(groups.budgets, sample_rate))
+    # Rates grow with the noise: where even the most of it leaves their mean below, it is the end that binds.
+    if low == high or float((groups.weights * rates).sum()) <= sample_rate:
+        return high, rates
+    rates = run.rates(groups.budgets, low, start=rates)
+    if float((groups.weights * rates).sum()) >= sample_rate:
+        return low, rates
+    noise, rates = _sample(groups, run, sample_rate)
+    return (noise, rates) if low <= noise <= high else (low, run.rates(groups.budgets, low, start=rates))
 
 
 def _sample(groups, run, sample_rate):

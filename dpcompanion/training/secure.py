@@ -217,8 +217,8 @@ def snapped(total, grid):
     """The nearest multiples of a grid (a power of two, or a tensor of them), float64, where `total` lies.
 
     Raises:
-        ValueError: numbers that are not finite or too large to add exactly; not on a GPU, which is not asked: there they
-            become 0 or the largest multiple, which moves no two sums apart.
+        ValueError: numbers that are not finite or too large to add exactly; not on a GPU, which is not asked:
+            there they become 0 or the largest multiple, which moves no two sums apart.
 
     >>> snapped(torch.tensor([0.1, -0.3]), 0.25)
     tensor([ 0.0000, -0.2500], dtype=torch.float64)

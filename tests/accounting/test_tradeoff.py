@@ -1,12 +1,14 @@
 import math
 import time
 
+import mpmath
 import numpy as np
 import pytest
 import torch
 from dp_accounting.pld import privacy_loss_distribution as google_pld
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import special
 
 from dpcompanion.accounting import best_true_positive_rate, compute_delta, compute_epsilon, pld, trade_off
 from dpcompanion.accounting.tradeoff import TOLERANCE, _log_deltas
@@ -26,7 +28,7 @@ def run_of(rate, noise, log_steps):
 
 def gaussian(rates, mu):
     """G_mu of Dong et al. 2022."""
-    return torch.special.ndtr(-torch.special.ndtri(rates) - mu)
+    return torch.from_numpy(special.ndtr(-special.ndtri(rates.numpy()) - mu))
 
 
 def envelope(rates, epsilons, deltas):
@@ -47,8 +49,27 @@ def test_without_sampling_it_is_the_gaussian_curve(mu):
     found = trade_off(sample_rate=1.0, noise_multiplier=2 / mu, steps=4, false_positive_rate=RATES)
     check_bound(found, gaussian(RATES, mu), 1e-9)
     tpr = best_true_positive_rate(sample_rate=1.0, noise_multiplier=2 / mu, steps=4, false_positive_rate=RATES)
-    exact = torch.special.ndtr(torch.special.ndtri(RATES) + mu)
+    exact = torch.from_numpy(special.ndtr(special.ndtri(RATES.numpy()) + mu))
     assert bool((tpr >= exact * (1 - 1e-15)).all()) and bool((tpr <= exact * (1 + 1e-9)).all())
+
+
+@pytest.mark.parametrize("mu", [0.1, 1.0, 7.5])
+@pytest.mark.parametrize("rate", [1e-30, 1e-20, 1e-10, 1e-6, 0.1])
+def test_far_tails_of_the_gaussian_curve_are_bounded_too(rate, mu):
+    with mpmath.workdps(60):
+        z = mpmath.findroot(lambda z: mpmath.log(mpmath.ncdf(z) / rate), -mpmath.sqrt(-2 * mpmath.log(rate)))
+        found, missed = mpmath.ncdf(z + mu), mpmath.ncdf(-z - mu)
+    run = dict(sample_rate=1.0, noise_multiplier=1 / mu, steps=1, false_positive_rate=rate)
+    assert found <= best_true_positive_rate(**run) <= found * (1 + 1e-11)
+    assert missed * (1 - 1e-11) <= trade_off(**run) <= missed
+
+
+@pytest.mark.parametrize("rates", [0.0, 1.0, [0.0, 1.0]])
+def test_the_ends_alone_are_answered(rates):
+    run = dict(sample_rate=0.01, noise_multiplier=1.0, steps=100, false_positive_rate=rates)
+    best = torch.as_tensor(best_true_positive_rate(**run))
+    assert bool((best >= torch.as_tensor(rates)).all()) and float(best.max()) <= 1
+    torch.testing.assert_close(torch.as_tensor(trade_off(**run)).double(), 1 - best.double(), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("noise_multiplier, steps", [(0.5, 1), (4.0, 16), (1.0, 30), (100.0, 1000)])
