@@ -172,7 +172,8 @@ class _Gaussian:
 
     @staticmethod
     def _tail(of, rates, undefined):
-        return torch.from_numpy(np.asarray(of(special.ndtri(rates.numpy())))).nan_to_num(nan=undefined)
+        with np.errstate(invalid="ignore"):           # no noise at a rate of 0 or 1
+            return torch.from_numpy(np.asarray(of(special.ndtri(rates.numpy())))).nan_to_num(nan=undefined)
 
 
 def _curve(sample_rate, noise_multiplier, steps, rates):
