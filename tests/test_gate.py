@@ -185,10 +185,10 @@ def test_what_depends_on_the_arithmetic_is_found(book):
     trained = "from dpcompanion.training import models\nprint(f'{models.linear(9, 1).weight.sum().item():.9f}')"
     source.write_text(NOTEBOOK.replace("print(6 * 7)", trained))
     assert notebooks(book, "execute").returncode == 0
-    again = verify(book)  # it trains, or so it looks: two arithmetics
-    assert again.returncode == 1 and "accounting, jitter" in again.stdout and "accounting, compatible" in again.stdout
+    again = verify(book)  # it trains, or so it looks: bits are changed
+    assert again.returncode == 1 and "accounting, jitter" in again.stdout
     assert again.stdout.count("MOVED in 1 cells") == 1 and "1 differ from what is committed" in again.stdout
-    assert "jitter: changes bits of" in again.stdout and "compatible: changes" in again.stdout
+    assert "jitter: changes bits of" in again.stdout
 
     source.write_text(NOTEBOOK.replace("print(6 * 7)", "import os\nprint(os.environ.get('MKL_CBWR'))"))
     assert notebooks(book, "execute", MKL_CBWR="AVX2").returncode == 0

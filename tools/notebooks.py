@@ -20,8 +20,8 @@ on an unchanged clone nothing changes; drawn pixels may differ by a hair.
 those that were executed, with their outputs, and refuses any other.
 
 `verify` executes again and writes nothing: it says which cells moved, from what
-to what. Pages that train do it under two arithmetics that are not this machine's
-own (see arithmetic.py), or under those that are named; outputs.py compares.
+to what. Pages that train do it under an arithmetic that is no machine's own, the
+jitter (see arithmetic.py), or under those that are named; outputs.py compares.
 
 The pages of one paper, whose names begin alike (`idp-sgd`, `idp-sgd-exhibits`), are executed in turn, and share a
 fresh folder in which records of live runs are kept (DPCOMPANION_LIVE, see `reproduction/chapters.py`): the first page
@@ -52,7 +52,7 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 # What a page that trains imports.
 TRAINS = re.compile(r"(from|import) dpcompanion\b.*\b(engine|ensembles|experiments|chapters|train\w*)\b")
 # The arithmetics of `verify`: for pages that train, and for the others.
-TRAINING, PLAIN = ("jitter", "compatible"), ("as it is",)
+TRAINING, PLAIN = ("jitter",), ("as it is",)
 SHOWN = 12  # lines that are shown of one cell
 
 
