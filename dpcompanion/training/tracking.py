@@ -168,8 +168,8 @@ class NormTracker:
         Args:
             plan: a `DPSGDPlan` with one rate and one clip norm for all, and with noise.
             model, loss, data: as for `train`; with `examples`, data are theirs.
-            updates_per_epoch, running, clipping, examples, budget, trajectory_delta, keep_norms, method, chunk,
-                precision: as for the class.
+            updates_per_epoch, running, clipping, examples, budget: as for the class.
+            trajectory_delta, keep_norms, method, chunk, precision: as for the class.
             rounding, device: of the account, see `IndividualAccountant`.
             accountant: "pld" or "rdp"; the plan's by default.
 
