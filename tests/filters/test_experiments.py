@@ -109,9 +109,9 @@ def test_records_keep_their_promises(name):
         promised = max(config.get("assigned", {}).get(kind, [config["epsilon"]]))
         run = {"sample_rate": config.get("descent", {}).get("sample_rate", 1 / 118), "delta": config["delta"],
                "noise_multiplier": values[f"{kind}.noise_multiplier"]}
-        # Steps are whole: of a few, the promise pays for no more, and leaves the rest of the budget.
-        further = compute_epsilon(steps=values[f"{kind}.steps"] + 1, **run)
-        assert values[f"{kind}.promise"] <= promised < max(further, 1.01 * values[f"{kind}.promise"])
+        # DP-SGD takes whole steps, and where they are few leaves a part of its budget, less than one more would cost.
+        most = compute_epsilon(steps=values[f"{kind}.steps"] + 1, **run) if kind == "dpsgd" else 0.0
+        assert values[f"{kind}.promise"] <= promised < max(most, 1.01 * values[f"{kind}.promise"])
         if f"{kind}.reached" in values:
             reached = [at.mean for at in values[f"{kind}.reached"]]
             assert reached == sorted(reached) and np.mean(values[f"{kind}.reached_in_the_end"]) == pytest.approx(
