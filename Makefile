@@ -77,6 +77,7 @@ soundness: $(INSTALLED)
 
 lint: $(INSTALLED)
 	@$(PY) -m ruff check --quiet
+	@$(PY) -m ruff format --check --quiet
 
 types: $(INSTALLED)
 	@$(PY) -m basedpyright

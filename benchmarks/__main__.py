@@ -36,6 +36,7 @@ def table(rows):
     | ours | 1.23 |
     | a peer | 1234 |
     """
+
     def text(value):
         if not isinstance(value, float):
             return "" if value is None else str(value)
@@ -51,8 +52,14 @@ def machine():
     """The machine, how busy it is, and the versions, in one line."""
     import torch
 
-    processor = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
-                     platform.processor()) if os.path.exists("/proc/cpuinfo") else platform.processor()
+    processor = (
+        next(
+            (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+            platform.processor(),
+        )
+        if os.path.exists("/proc/cpuinfo")
+        else platform.processor()
+    )
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     return f"{processor}, {os.cpu_count()} cores{load}; Python {platform.python_version()}, torch {torch.__version__}"
 

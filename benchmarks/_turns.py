@@ -34,8 +34,13 @@ def peak_memory(module, *which):
     off Linux.  Such a process ends with `print_peak_of(block)`."""
     if not os.path.exists("/proc/self/clear_refs"):
         return None
-    done = subprocess.run([sys.executable, "-W", "ignore", "-m", module, *which], check=True, capture_output=True,
-                          text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module, *which],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
     return json.loads(done.stdout)
 
 

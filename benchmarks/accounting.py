@@ -49,8 +49,11 @@ def peer_epsilon():
 
     def block():
         loss = privacy_loss_distribution.from_gaussian_mechanism(
-            REFERENCE["noise_multiplier"], sampling_prob=REFERENCE["sample_rate"], value_discretization_interval=1e-4,
-            use_connect_dots=True)
+            REFERENCE["noise_multiplier"],
+            sampling_prob=REFERENCE["sample_rate"],
+            value_discretization_interval=1e-4,
+            use_connect_dots=True,
+        )
         return loss.self_compose(REFERENCE["steps"]).get_epsilon_for_delta(REFERENCE["delta"])
 
     return block
@@ -58,7 +61,8 @@ def peer_epsilon():
 
 def our_calibration():
     return lambda: accounting.find_noise_multiplier(
-        target_epsilon=1.0, target_delta=1e-5, sample_rate=1 / 118, steps=9440)
+        target_epsilon=1.0, target_delta=1e-5, sample_rate=1 / 118, steps=9440
+    )
 
 
 def peer_calibration():
@@ -70,17 +74,24 @@ def peer_calibration():
         return dp_accounting.SelfComposedDpEvent(step, 9440)
 
     return lambda: dp_accounting.calibrate_dp_mechanism(
-        lambda: PLDAccountant(value_discretization_interval=1e-4), event, 1.0, 1e-5, tol=1e-4)
+        lambda: PLDAccountant(value_discretization_interval=1e-4), event, 1.0, 1e-5, tol=1e-4
+    )
 
 
 # task: {way: (what makes the block, by how much its time is scaled)}, ours first
 WAYS = {
-    "RDP, Opacus's orders": {"dpcompanion": (lambda: our_rdp(opacus_orders()), 1),
-                             "Opacus, one by one": (lambda: opacus_rdp(opacus_orders()), MANY / SAMPLE)},
-    "RDP, our orders": {"dpcompanion": (lambda: our_rdp(accounting.DEFAULT_ORDERS), 1),
-                        "Opacus, one by one": (lambda: opacus_rdp(accounting.DEFAULT_ORDERS), MANY / SAMPLE)},
-    "epsilon": {"dpcompanion": (lambda: lambda: accounting.compute_epsilon(**REFERENCE), 1),
-                "dp-accounting": (peer_epsilon, 1)},
+    "RDP, Opacus's orders": {
+        "dpcompanion": (lambda: our_rdp(opacus_orders()), 1),
+        "Opacus, one by one": (lambda: opacus_rdp(opacus_orders()), MANY / SAMPLE),
+    },
+    "RDP, our orders": {
+        "dpcompanion": (lambda: our_rdp(accounting.DEFAULT_ORDERS), 1),
+        "Opacus, one by one": (lambda: opacus_rdp(accounting.DEFAULT_ORDERS), MANY / SAMPLE),
+    },
+    "epsilon": {
+        "dpcompanion": (lambda: lambda: accounting.compute_epsilon(**REFERENCE), 1),
+        "dp-accounting": (peer_epsilon, 1),
+    },
     "calibration": {"dpcompanion": (our_calibration, 1), "dp-accounting": (peer_calibration, 1)},
 }
 
@@ -96,10 +107,18 @@ def run():
         for threads in (1, 2):
             times = timings({way: make for way, (make, _) in WAYS[task].items()}, threads, rounds)
             times = {way: (WAYS[task][way][1] * wall, WAYS[task][way][1] * cpu) for way, (wall, cpu) in times.items()}
-            rows += [{"task": task, "way": way, "threads": threads, "ms": 1e3 * wall,
-                      "ratio": wall / times["dpcompanion"][0], "CPU ms": 1e3 * cpu,
-                      "peak MiB": peaks[way] if threads == 2 else None}
-                     for way, (wall, cpu) in times.items()]
+            rows += [
+                {
+                    "task": task,
+                    "way": way,
+                    "threads": threads,
+                    "ms": 1e3 * wall,
+                    "ratio": wall / times["dpcompanion"][0],
+                    "CPU ms": 1e3 * cpu,
+                    "peak MiB": peaks[way] if threads == 2 else None,
+                }
+                for way, (wall, cpu) in times.items()
+            ]
     return rows
 
 

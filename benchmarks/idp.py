@@ -38,16 +38,20 @@ def ours(method, groups, accountant="rdp"):
 
 
 def plain_scale():
-    return lambda: [accounting.find_noise_multiplier(target_epsilon=epsilon, accountant="rdp", **RUN)
-                    for epsilon in budgets(GROUPS).tolist()]
+    return lambda: [
+        accounting.find_noise_multiplier(target_epsilon=epsilon, accountant="rdp", **RUN)
+        for epsilon in budgets(GROUPS).tolist()
+    ]
 
 
 def plain_sample():
     run = {name: RUN[name] for name in ("target_delta", "steps")}
 
     def missing(noise):
-        rates = [accounting.find_sample_rate(target_epsilon=epsilon, noise_multiplier=noise, accountant="rdp", **run)
-                 for epsilon in budgets(GROUPS).tolist()]
+        rates = [
+            accounting.find_sample_rate(target_epsilon=epsilon, noise_multiplier=noise, accountant="rdp", **run)
+            for epsilon in budgets(GROUPS).tolist()
+        ]
         return sum(rates) / len(rates) / RUN["sample_rate"] - 1
 
     return lambda: brentq(missing, 0.8, 3.5, xtol=1e-4)
@@ -56,15 +60,18 @@ def plain_sample():
 def parameters(method, groups):
     ways = {"by RDP": ours(method, groups)}
     if groups == 128:
-        ways |= {"plain loop, by RDP": plain_sample if method == "sample" else plain_scale,
-                 "by PLD": ours(method, groups, "pld")}
+        ways |= {
+            "plain loop, by RDP": plain_sample if method == "sample" else plain_scale,
+            "by PLD": ours(method, groups, "pld"),
+        }
     return ways
 
 
 def images():
     generator = torch.Generator().manual_seed(0)
-    return TensorDataset(torch.randn(BATCH, 1, 28, 28, generator=generator),
-                         torch.randint(10, (BATCH,), generator=generator))
+    return TensorDataset(
+        torch.randn(BATCH, 1, 28, 28, generator=generator), torch.randint(10, (BATCH,), generator=generator)
+    )
 
 
 def _steps(model, optimizer, criterion, loader):
@@ -83,9 +90,13 @@ def opacus_step(mode):
 
     model = models.mnist_cnn()
     model, optimizer, *rest = PrivacyEngine(accountant="rdp").make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         data_loader=DataLoader(images(), batch_size=BATCH),
-        noise_multiplier=10.0, max_grad_norm=1.0, grad_sample_mode=mode)
+        noise_multiplier=10.0,
+        max_grad_norm=1.0,
+        grad_sample_mode=mode,
+    )
     return _steps(model, optimizer, rest[0] if mode == "ghost" else nn.CrossEntropyLoss(), rest[-1])
 
 
@@ -94,16 +105,25 @@ def our_step(mode, targets):
 
     model = models.mnist_cnn()
     model, optimizer, *rest = IndividualizedPrivacyEngine().make_private_with_budgets(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
         data_loader=DataLoader(images(), batch_size=BATCH),
-        target_epsilons=torch.tensor(targets)[torch.arange(BATCH) % len(targets)], target_delta=1e-5, epochs=10_000,
-        max_grad_norm=1.0, method="scale", grad_sample_mode=mode)
+        target_epsilons=torch.tensor(targets)[torch.arange(BATCH) % len(targets)],
+        target_delta=1e-5,
+        epochs=10_000,
+        max_grad_norm=1.0,
+        method="scale",
+        grad_sample_mode=mode,
+    )
     return _steps(model, optimizer, rest[0] if mode == "ghost" else nn.CrossEntropyLoss(), rest[-1])
 
 
 def step(mode):
-    return {"Opacus": lambda: opacus_step(mode), "dpcompanion, one budget": lambda: our_step(mode, [20.0]),
-            "dpcompanion, three budgets": lambda: our_step(mode, [10.0, 20.0, 30.0])}
+    return {
+        "Opacus": lambda: opacus_step(mode),
+        "dpcompanion, one budget": lambda: our_step(mode, [20.0]),
+        "dpcompanion, three budgets": lambda: our_step(mode, [10.0, 20.0, 30.0]),
+    }
 
 
 def run():
@@ -117,11 +137,28 @@ def run():
                 plain = "plain loop, by RDP"
                 if plain in times:
                     times[plain] = tuple(value * groups / GROUPS for value in times[plain])
-                rows += [{"task": f"{method}, {groups} budgets", "way": way, "threads": threads, "s": wall,
-                          "ratio": wall / times[plain][0] if plain in times else None, "CPU s": cpu}
-                         for way, (wall, cpu) in times.items()]
+                rows += [
+                    {
+                        "task": f"{method}, {groups} budgets",
+                        "way": way,
+                        "threads": threads,
+                        "s": wall,
+                        "ratio": wall / times[plain][0] if plain in times else None,
+                        "CPU s": cpu,
+                    }
+                    for way, (wall, cpu) in times.items()
+                ]
         for mode in ("hooks", "ghost"):
             times = timings(step(mode), threads, 25)
-            rows += [{"task": f"step, {mode}", "way": way, "threads": threads, "s": wall / STEPS,
-                      "ratio": wall / times["Opacus"][0], "CPU s": cpu / STEPS} for way, (wall, cpu) in times.items()]
+            rows += [
+                {
+                    "task": f"step, {mode}",
+                    "way": way,
+                    "threads": threads,
+                    "s": wall / STEPS,
+                    "ratio": wall / times["Opacus"][0],
+                    "CPU s": cpu / STEPS,
+                }
+                for way, (wall, cpu) in times.items()
+            ]
     return rows

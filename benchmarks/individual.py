@@ -38,7 +38,8 @@ def plainly(count):
     """The divergences of `count` norms, each computed for itself."""
     norms = next(norms_of(count, 1)).clamp(1e-3, 1)
     rdp_sampled_gaussian(
-        sample_rate=RUN["sample_rate"], noise_multiplier=RUN["noise_multiplier"] / norms, orders=DEFAULT_ORDERS)
+        sample_rate=RUN["sample_rate"], noise_multiplier=RUN["noise_multiplier"] / norms, orders=DEFAULT_ORDERS
+    )
 
 
 def one_by_one(accountant, count):
@@ -53,7 +54,8 @@ def one_by_one(accountant, count):
             if times:
                 if noise not in steps:
                     steps[noise] = privacy_loss_distribution.from_gaussian_mechanism(
-                        noise, sampling_prob=accountant.sample_rate)
+                        noise, sampling_prob=accountant.sample_rate
+                    )
                 part = steps[noise].self_compose(times)
                 composed = part if composed is None else composed.compose(part)
         composed.get_epsilon_for_delta(1e-5)
@@ -64,8 +66,14 @@ def timed(label, threads, work, scale=1.0):
     result = work()
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    row = {"account": label, "threads": threads, "s": wall * scale, "cpu s": cpu * scale,
-           "times faster": None, "peak MiB": peak}
+    row = {
+        "account": label,
+        "threads": threads,
+        "s": wall * scale,
+        "cpu s": cpu * scale,
+        "times faster": None,
+        "peak MiB": peak,
+    }
     return row, result
 
 
@@ -78,8 +86,9 @@ def run():
             rounded, _ = timed("RDP, rounded to 100 levels", threads, lambda: accounts(50_000, 200, 1, RUN))
             exact, _ = timed("RDP, every norm", threads, lambda: accounts(50_000, 200, 1, RUN, rounding=None))
             plain, _ = timed("RDP, every norm, plainly", threads, lambda: plainly(20_000), 1e7 / 20_000)
-            pld, (accountant, _) = timed("PLD, rounded", threads,
-                                         lambda: accounts(60_000, 40, 234, MNIST, accountant="pld"))
+            pld, (accountant, _) = timed(
+                "PLD, rounded", threads, lambda: accounts(60_000, 40, 234, MNIST, accountant="pld")
+            )
             peer, _ = timed("PLD, dp-accounting", threads, lambda: one_by_one(accountant, 20), 60_000 / 20)
             for ours, other in ((exact, plain), (pld, peer)):
                 ours["times faster"] = other["s"] / ours["s"]

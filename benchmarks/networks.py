@@ -25,10 +25,21 @@ class Transformer(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(1000, 128)
-        self.blocks = nn.ModuleList(nn.ModuleDict({
-            "norm": nn.LayerNorm(128), "query": nn.Linear(128, 128), "key": nn.Linear(128, 128),
-            "value": nn.Linear(128, 128), "out": nn.Linear(128, 128), "after": nn.LayerNorm(128),
-            "wide": nn.Linear(128, 512), "narrow": nn.Linear(512, 128)}) for _ in range(2))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(128),
+                    "query": nn.Linear(128, 128),
+                    "key": nn.Linear(128, 128),
+                    "value": nn.Linear(128, 128),
+                    "out": nn.Linear(128, 128),
+                    "after": nn.LayerNorm(128),
+                    "wide": nn.Linear(128, 512),
+                    "narrow": nn.Linear(512, 128),
+                }
+            )
+            for _ in range(2)
+        )
         self.norm, self.head = nn.LayerNorm(128), nn.Linear(128, 10)
 
     def forward(self, tokens):
@@ -44,24 +55,33 @@ class Transformer(nn.Module):
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BATCH = 256 if DEVICE == "cuda" else 8
-NETWORKS = {"resnet20": (models.resnet20, BATCH), "wrn16_4": (models.wrn16_4, BATCH),
-            "cifar_cnn": (models.cifar_cnn, BATCH), "transformer": (Transformer, BATCH)}
+NETWORKS = {
+    "resnet20": (models.resnet20, BATCH),
+    "wrn16_4": (models.wrn16_4, BATCH),
+    "cifar_cnn": (models.cifar_cnn, BATCH),
+    "transformer": (Transformer, BATCH),
+}
 
 
 def built(name):
     make, n = NETWORKS[name]
     generator = torch.Generator().manual_seed(0)
-    x = (torch.randint(1000, (n, 64), generator=generator) if make is Transformer else
-         torch.randn(n, 3, 32, 32, generator=generator))
+    x = (
+        torch.randint(1000, (n, 64), generator=generator)
+        if make is Transformer
+        else torch.randn(n, 3, 32, 32, generator=generator)
+    )
     return make().to(DEVICE), x.to(DEVICE), torch.randint(10, (n,), generator=generator).to(DEVICE)
 
 
 def waited(block):
     """A block that ends when the GPU has."""
+
     def call():
         found = block()
         torch.cuda.synchronize()
         return found
+
     return call if DEVICE == "cuda" else block
 
 
@@ -85,6 +105,7 @@ def plain(name, channels_last=False):
     def step():
         model.zero_grad()
         F.cross_entropy(model(x), y).backward()
+
     return step
 
 
@@ -108,8 +129,11 @@ def opacus(name, task, mode):
         optimizer = DPOptimizerFastGradientClipping(parameters, **options)
         loss = DPLossFastGradientClipping(model, optimizer, nn.CrossEntropyLoss())
     else:
-        model = (grad_sample.GradSampleModuleExpandedWeights(model) if mode == "ew" else
-                 grad_sample.GradSampleModule(model, force_functorch=mode == "functorch"))
+        model = (
+            grad_sample.GradSampleModuleExpandedWeights(model)
+            if mode == "ew"
+            else grad_sample.GradSampleModule(model, force_functorch=mode == "functorch")
+        )
         optimizer, loss = DPOptimizer(parameters, **options), nn.CrossEntropyLoss()
 
     def step():
@@ -139,14 +163,22 @@ def maker(name, task, way):
 def ways(name, task):
     """{way: a function that makes what is timed}, of those that take the network on this machine."""
     found = {}
-    for way in ("plain", "plain, channels_last", "dpcompanion", "dpcompanion, bf16", "Opacus hooks",
-                "Opacus functorch", "Opacus ew", "Opacus ghost"):
+    for way in (
+        "plain",
+        "plain, channels_last",
+        "dpcompanion",
+        "dpcompanion, bf16",
+        "Opacus hooks",
+        "Opacus functorch",
+        "Opacus ew",
+        "Opacus ghost",
+    ):
         if name == "transformer" and "channels_last" in way:
             continue
         try:
             maker(name, task, way)()()
             found[way] = maker(name, task, way)
-        except Exception as error:                       # each refuses in a way of its own
+        except Exception as error:  # each refuses in a way of its own
             print(f"{way} does not take {name}: {str(error).splitlines()[0][:100]}", file=sys.stderr)
     return found
 
@@ -159,13 +191,21 @@ def run():
         for task in ("step", "norms"):
             makers, (_, n) = ways(name, task), NETWORKS[name]
             blocks = {way: lambda make=make: waited(make()) for way, make in makers.items()}
-            times = {way: (wall if DEVICE == "cuda" else cpu) / n
-                     for way, (wall, cpu) in timings(blocks, 1, 2).items()}
+            times = {way: (wall if DEVICE == "cuda" else cpu) / n for way, (wall, cpu) in timings(blocks, 1, 2).items()}
             best = min(seconds for way, seconds in times.items() if way.startswith("plain"))
             peaks = {way: peak(name, way) for way in makers} if task == "step" else {}
-            rows += [{"network": name, "task": task, "way": way, "ms an example": 1e3 * seconds,
-                      "ratio": seconds / best, "peak MiB": peaks.get(way)}
-                     for way, seconds in times.items() if task == "step" or not way.startswith("plain")]
+            rows += [
+                {
+                    "network": name,
+                    "task": task,
+                    "way": way,
+                    "ms an example": 1e3 * seconds,
+                    "ratio": seconds / best,
+                    "peak MiB": peaks.get(way),
+                }
+                for way, seconds in times.items()
+                if task == "step" or not way.startswith("plain")
+            ]
     return rows
 
 

@@ -39,8 +39,17 @@ def grid(task, dtype, share=1.0):
     count = max(2, round(seeds * own_share * share))
     started = time.perf_counter()
     for initialisation in ("varying", "fixed"):
-        train_grid(features, labels, data_sets=range(1, data_sets + 1), seeds=range(count), steps=steps,
-                   batch_size=batch_size, learning_rate=learning_rate, initialisation=initialisation, progress=False)
+        train_grid(
+            features,
+            labels,
+            data_sets=range(1, data_sets + 1),
+            seeds=range(count),
+            steps=steps,
+            batch_size=batch_size,
+            learning_rate=learning_rate,
+            initialisation=initialisation,
+            progress=False,
+        )
     return (time.perf_counter() - started) * seeds / count
 
 
@@ -58,8 +67,11 @@ def plain_loop(task, dtype, runs=3):
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
         x, y = features[1:], labels[1:].to(dtype)
         epochs = -(-steps // -(-(examples - 1) // batch_size))
-        batches = [batch for order in epoch_orders(examples - 1, seed, epochs, features=size)
-                   for batch in (order - 1).split(batch_size)]
+        batches = [
+            batch
+            for order in epoch_orders(examples - 1, seed, epochs, features=size)
+            for batch in (order - 1).split(batch_size)
+        ]
         for batch in batches[:steps]:
             optimizer.zero_grad()
             nn.functional.binary_cross_entropy_with_logits(model(x[batch]).squeeze(1), y[batch]).backward()
@@ -77,7 +89,11 @@ def peak_memory(task, dtype):
         return None
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.output_perturbation", task, str(dtype).removeprefix("torch.")],
-        check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "2"},
+    )
     return json.loads(done.stdout)
 
 
@@ -89,7 +105,7 @@ def _own_memory(field):
 def run():
     """The rows of the table."""
     rows, before = [], torch.get_num_threads()
-    plain_loop("MNIST-binary", torch.float32, runs=1)        # the first pass of a process pays for what it sets up
+    plain_loop("MNIST-binary", torch.float32, runs=1)  # the first pass of a process pays for what it sets up
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
@@ -98,17 +114,36 @@ def run():
                 loop = plain_loop("MNIST-binary", dtype)
                 rate = _runs(["MNIST-binary"]) / loop
                 times = {"MNIST-binary": grid("MNIST-binary", dtype)}
-                rows += [{"task": "MNIST-binary", "way": f"plain loop, {kind}", "s": loop, "runs/s": rate,
-                          "times the loop": 1.0, "peak MiB": None},
-                         {"task": "MNIST-binary", "way": f"train_grid, {kind}", "s": times["MNIST-binary"],
-                          "runs/s": _runs(["MNIST-binary"]) / times["MNIST-binary"],
-                          "times the loop": loop / times["MNIST-binary"],
-                          "peak MiB": peak_memory("MNIST-binary", dtype) if threads == 2 else None}]
+                rows += [
+                    {
+                        "task": "MNIST-binary",
+                        "way": f"plain loop, {kind}",
+                        "s": loop,
+                        "runs/s": rate,
+                        "times the loop": 1.0,
+                        "peak MiB": None,
+                    },
+                    {
+                        "task": "MNIST-binary",
+                        "way": f"train_grid, {kind}",
+                        "s": times["MNIST-binary"],
+                        "runs/s": _runs(["MNIST-binary"]) / times["MNIST-binary"],
+                        "times the loop": loop / times["MNIST-binary"],
+                        "peak MiB": peak_memory("MNIST-binary", dtype) if threads == 2 else None,
+                    },
+                ]
                 if dtype == torch.float64:
                     total = sum(times.get(task) or grid(task, dtype) for task in TASKS)
-                    rows.append({"task": "all three", "way": f"train_grid, {kind}", "s": total,
-                                 "runs/s": _runs(TASKS) / total, "times the loop": None,
-                                 "peak MiB": max(peak_memory(task, dtype) for task in TASKS) if threads == 2 else None})
+                    rows.append(
+                        {
+                            "task": "all three",
+                            "way": f"train_grid, {kind}",
+                            "s": total,
+                            "runs/s": _runs(TASKS) / total,
+                            "times the loop": None,
+                            "peak MiB": max(peak_memory(task, dtype) for task in TASKS) if threads == 2 else None,
+                        }
+                    )
     finally:
         torch.set_num_threads(before)
     return rows

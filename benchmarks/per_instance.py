@@ -24,8 +24,15 @@ from dpcompanion import per_instance
 def _row(task, way, started, *, share=1.0, updates=None, result=None, excess=None):
     """A row, with the times since `started`, of which a share counts."""
     wall, processor = time.perf_counter() - started[0], time.process_time() - started[1]
-    return {"task": task, "way": way, "s": wall * share, "CPU s": processor * share,
-            "updates": updates, "result": result, "excess": excess}
+    return {
+        "task": task,
+        "way": way,
+        "s": wall * share,
+        "CPU s": processor * share,
+        "updates": updates,
+        "result": result,
+        "excess": excess,
+    }
 
 
 def _now():
@@ -64,8 +71,11 @@ def _fresh(data, x, order, noise, generator):
 
 def _pooled(data, x, order, noise, generator):
     alone, mixed = _updates(20, 128, generator, data), _updates(80, 128, generator, data, x)
-    return float(per_instance.update_divergence(alone, mixed, noise_std=noise, order=order, direction="remove",
-                                                generator=generator)), 100
+    return float(
+        per_instance.update_divergence(
+            alone, mixed, noise_std=noise, order=order, direction="remove", generator=generator
+        )
+    ), 100
 
 
 def theorem_3_6():
@@ -80,8 +90,16 @@ def theorem_3_6():
             value, used = way(data, x, 8, 0.2, torch.Generator().manual_seed(seed))
             values.append(value)
         values = torch.tensor(values)
-        rows.append(_row("theorem 3.6", name, started, share=1 / 5, updates=used,
-                         result=f"{float(values.mean()):.4f} ± {float(values.std()):.4f}"))
+        rows.append(
+            _row(
+                "theorem 3.6",
+                name,
+                started,
+                share=1 / 5,
+                updates=used,
+                result=f"{float(values.mean()):.4f} ± {float(values.std()):.4f}",
+            )
+        )
     return rows
 
 
@@ -92,8 +110,13 @@ def _plain(sensitivities, rate, noise, order, p, steps):
         i = steps - t
         whole = math.ceil(float(per_instance.holder_order(order, p, i)) - 1e-9)
         k = torch.arange(whole + 1, dtype=torch.float64)
-        coefficients = (math.lgamma(whole + 1) - torch.lgamma(k + 1) - torch.lgamma(whole - k + 1)
-                        + k * math.log(rate) + (whole - k) * math.log1p(-rate))
+        coefficients = (
+            math.lgamma(whole + 1)
+            - torch.lgamma(k + 1)
+            - torch.lgamma(whole - k + 1)
+            + k * math.log(rate)
+            + (whole - k) * math.log1p(-rate)
+        )
         logs = torch.logsumexp(coefficients + (sizes.double() ** 2)[..., None] * (k * k - k) / (2 * noise**2), dim=-1)
         moment = torch.logsumexp(p * logs, 0) - math.log(len(sizes))
         total = total + math.exp(i * math.log1p(-1 / p)) / p / (order - 1) * moment
@@ -114,8 +137,12 @@ def composition(steps=78_000, points=100, runs=10):
     short = sensitivities[:200]
     exact = per_instance.compose(
         lambda t, a: per_instance.step_divergence(
-            sample_rate=rate, noise_multiplier=noise, sensitivity=short[t - 1], orders=a),
-        steps=len(short), order=order, p=600)
+            sample_rate=rate, noise_multiplier=noise, sensitivity=short[t - 1], orders=a
+        ),
+        steps=len(short),
+        order=order,
+        p=600,
+    )
     tabled = per_instance.compose_sensitivities(short, sample_rate=rate, noise_std=noise, order=order)
     return [theirs, {**ours, "excess": f"{float((tabled / exact - 1).max()):.1e}"}]
 

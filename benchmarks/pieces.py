@@ -32,8 +32,15 @@ def work(name):
     x, y = found.features.flatten(1), found.labels
     model, trial = models.linear(x.shape[1], 10, seed=0), time.process_time()
     plan = DPSGDPlan(n=len(y), sample_rate=0.1, steps=STEPS, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5)
-    train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-          seed=int(name[-1]), progress=False)
+    train(
+        model,
+        cross_entropy,
+        (x, y),
+        plan,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        seed=int(name[-1]),
+        progress=False,
+    )
     return {"process": os.getpid(), "own": time.process_time() - trial, "all": time.process_time(), "before": started}
 
 
@@ -41,6 +48,7 @@ def work(name):
 def dask():
     import joblib
     from distributed import Client, LocalCluster
+
     with LocalCluster(n_workers=WORKERS, threads_per_worker=1, dashboard_address=None) as cluster, Client(cluster):
         with joblib.parallel_config("dask"):
             yield
@@ -51,6 +59,7 @@ def ray():
     import joblib
     import ray
     from ray.util.joblib import register_ray
+
     register_ray()
     ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
@@ -79,14 +88,24 @@ def run():
     from dpcompanion.reproduction import workers
 
     ways = {"one after another": contextlib.nullcontext, f"--jobs {WORKERS}": lambda: workers.processes(WORKERS)}
-    ways |= {name: backend for name, backend, package in (("Dask", dask, "distributed"), ("Ray", ray, "ray"))
-             if importlib.util.find_spec(package)}
+    ways |= {
+        name: backend
+        for name, backend, package in (("Dask", dask, "distributed"), ("Ray", ray, "ray"))
+        if importlib.util.find_spec(package)
+    }
     work("warm-0")
     rows = []
     for way, backend in ways.items():
         piece, besides = once(backend)
         count = 1 if way == "one after another" else WORKERS
         left = 8 * 60 / (8 * 60 + count * besides)
-        rows.append({"way": way, "workers": count, "CPU s a piece": piece, "CPU s besides": besides,
-                     "efficiency at a minute": left if count > 1 else None})
+        rows.append(
+            {
+                "way": way,
+                "workers": count,
+                "CPU s a piece": piece,
+                "CPU s besides": besides,
+                "efficiency at a minute": left if count > 1 else None,
+            }
+        )
     return rows

@@ -18,8 +18,10 @@ from dpcompanion.training import DPSGDPlan, cross_entropy, models, train
 from dpcompanion.training.secure import SecureStream
 
 # Network: its maker, the shape of an input, how many examples there are, how many of them in a step, steps of a block.
-NETWORKS = {"MNIST CNN, batches of 512": (models.mnist_cnn, (1, 28, 28), 60_000, 512, 4),
-            "ResNet-20, batches of 128": (models.resnet20, (3, 32, 32), 50_000, 128, 1)}
+NETWORKS = {
+    "MNIST CNN, batches of 512": (models.mnist_cnn, (1, 28, 28), 60_000, 512, 4),
+    "ResNet-20, batches of 128": (models.resnet20, (3, 32, 32), 50_000, 128, 1),
+}
 NORMALS, ROUNDS = 2**21, 7
 
 
@@ -40,8 +42,15 @@ def steps(name):
         def work():
             model = build()
             with mock.patch("dpcompanion.training.noise.generators", generators) if generators else nullcontext():
-                train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-                      progress=False)
+                train(
+                    model,
+                    cross_entropy,
+                    (x, y),
+                    plan,
+                    optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+                    progress=False,
+                )
+
         return lambda: work
 
     found = timings({"PyTorch's generator": block(of_pytorch), "cipher": block(None)}, 1, ROUNDS)
@@ -52,11 +61,15 @@ def normals():
     """{way: (seconds, CPU seconds) of `NORMALS` numbers}."""
     generator, streams = torch.Generator().manual_seed(0), [SecureStream(), SecureStream()]
     pool = concurrent.futures.ThreadPoolExecutor(2)
-    return timings({
-        "torch.randn": lambda: lambda: torch.randn(NORMALS, dtype=torch.float64, generator=generator),
-        "cipher": lambda: lambda: streams[0].normal((NORMALS,), 1.0),
-        "cipher, 2 threads": lambda: lambda: list(pool.map(lambda s: s.normal((NORMALS // 2,), 1.0), streams))},
-        1, ROUNDS)
+    return timings(
+        {
+            "torch.randn": lambda: lambda: torch.randn(NORMALS, dtype=torch.float64, generator=generator),
+            "cipher": lambda: lambda: streams[0].normal((NORMALS,), 1.0),
+            "cipher, 2 threads": lambda: lambda: list(pool.map(lambda s: s.normal((NORMALS // 2,), 1.0), streams)),
+        },
+        1,
+        ROUNDS,
+    )
 
 
 def run():
@@ -64,11 +77,27 @@ def run():
     rows = []
     for name in NETWORKS:
         found = steps(name)
-        rows += [{"what": f"a step, {name}", "way": way, "ms": 1e3 * wall, "CPU ms": 1e3 * cpu,
-                  "ratio": cpu / found["PyTorch's generator"][1], "million normals/s": None}
-                 for way, (wall, cpu) in found.items()]
+        rows += [
+            {
+                "what": f"a step, {name}",
+                "way": way,
+                "ms": 1e3 * wall,
+                "CPU ms": 1e3 * cpu,
+                "ratio": cpu / found["PyTorch's generator"][1],
+                "million normals/s": None,
+            }
+            for way, (wall, cpu) in found.items()
+        ]
     found = normals()
-    rows += [{"what": f"{NORMALS / 1e6:.1f} million normals", "way": way, "ms": 1e3 * wall, "CPU ms": 1e3 * cpu,
-              "ratio": cpu / found["torch.randn"][1], "million normals/s": NORMALS / wall / 1e6}
-             for way, (wall, cpu) in found.items()]
+    rows += [
+        {
+            "what": f"{NORMALS / 1e6:.1f} million normals",
+            "way": way,
+            "ms": 1e3 * wall,
+            "CPU ms": 1e3 * cpu,
+            "ratio": cpu / found["torch.randn"][1],
+            "million normals/s": NORMALS / wall / 1e6,
+        }
+        for way, (wall, cpu) in found.items()
+    ]
     return rows

@@ -44,7 +44,7 @@ def passes(build, shape, n):
     def plain():
         for start in range(0, n, 512):
             model.zero_grad()
-            cross_entropy(model(x[start:start + 512]), y[start:start + 512]).mean().backward()
+            cross_entropy(model(x[start : start + 512]), y[start : start + 512]).mean().backward()
 
     tracker = NormTracker.for_plan(plan_of(n, 0.1, 1), model, cross_entropy, (x, y))
     tracker.before_step()
@@ -62,9 +62,16 @@ def steps(build, shape, count=3):
     batches = [(torch.randperm(N)[:512], torch.rand(512)) for _ in range(100)]
     for running in (False, True):
         accountant = IndividualAccountant.for_plan(plan)
-        tracker = NormTracker(accountant, model, cross_entropy, (x, y), steps_per_epoch=10**6, running=running,
-                              updates_per_epoch=0 if running else 1e-6)
-        tracker._due = lambda: False             # the passes are timed above
+        tracker = NormTracker(
+            accountant,
+            model,
+            cross_entropy,
+            (x, y),
+            steps_per_epoch=10**6,
+            running=running,
+            updates_per_epoch=0 if running else 1e-6,
+        )
+        tracker._due = lambda: False  # the passes are timed above
 
         def work(tracker=tracker):
             for batch in batches:
@@ -84,10 +91,17 @@ def run():
         for name, (build, shape, n) in CASES.items():
             plain, norms = passes(build, shape, n)
             step, held, running = steps(build, shape)
-            rows.append({"model": name, "plain pass, us an example": 1e6 * plain / n,
-                         "norm pass, us an example": 1e6 * norms / n, "times": norms / plain,
-                         "step, ms": 1e3 * step, "accounts add, %": 100 * held / step,
-                         "running estimates add, %": 100 * running / step})
+            rows.append(
+                {
+                    "model": name,
+                    "plain pass, us an example": 1e6 * plain / n,
+                    "norm pass, us an example": 1e6 * norms / n,
+                    "times": norms / plain,
+                    "step, ms": 1e3 * step,
+                    "accounts add, %": 100 * held / step,
+                    "running estimates add, %": 100 * running / step,
+                }
+            )
     finally:
         torch.set_num_threads(before)
     return rows

@@ -29,6 +29,7 @@ def _steps(step):
     def block():
         for _ in range(STEPS):
             step()
+
     return block
 
 
@@ -56,9 +57,15 @@ def opacus_step(mode):
 
     model, (x, y) = models.mnist_cnn(), images(BATCH)
     model, optimizer, *rest = PrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.01), criterion=nn.CrossEntropyLoss(),
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        criterion=nn.CrossEntropyLoss(),
         data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=BATCH),
-        noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False, grad_sample_mode=mode)
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        poisson_sampling=False,
+        grad_sample_mode=mode,
+    )
     loss = rest[0] if mode == "ghost" else nn.CrossEntropyLoss()
 
     def step():
@@ -88,7 +95,7 @@ def opacus_norms(mode):
     def norms():
         found = []
         for i in range(0, EXAMPLES, BATCH):
-            nn.functional.cross_entropy(model(x[i:i + BATCH]), y[i:i + BATCH], reduction="sum").backward()
+            nn.functional.cross_entropy(model(x[i : i + BATCH]), y[i : i + BATCH], reduction="sum").backward()
             if mode == "ghost":
                 found.append(model.get_norm_sample().detach())
             else:
@@ -103,10 +110,17 @@ def opacus_norms(mode):
 
 MODES = ("hooks", "functorch", "ew", "ghost")
 WAYS = {
-    "step": {"plain SGD": plain_step, "dpcompanion": our_step, "dpcompanion, torch.func": lambda: our_step("func"),
-             **{f"Opacus {mode}": lambda mode=mode: opacus_step(mode) for mode in MODES}},
-    "norms": {"dpcompanion": our_norms, "dpcompanion, torch.func": lambda: our_norms("func"),
-              **{f"Opacus {mode}": lambda mode=mode: opacus_norms(mode) for mode in MODES}},
+    "step": {
+        "plain SGD": plain_step,
+        "dpcompanion": our_step,
+        "dpcompanion, torch.func": lambda: our_step("func"),
+        **{f"Opacus {mode}": lambda mode=mode: opacus_step(mode) for mode in MODES},
+    },
+    "norms": {
+        "dpcompanion": our_norms,
+        "dpcompanion, torch.func": lambda: our_norms("func"),
+        **{f"Opacus {mode}": lambda mode=mode: opacus_norms(mode) for mode in MODES},
+    },
 }
 
 
@@ -120,11 +134,21 @@ def run():
         peaks = {way: peak_memory("benchmarks.training", task, way) for way in WAYS[task]}
         scale = STEPS if task == "step" else 1
         for threads in (1, 2):
-            times = {way: (wall / scale, cpu / scale)
-                     for way, (wall, cpu) in timings(WAYS[task], threads, rounds).items()}
-            rows += [{"task": task, "way": way, "threads": threads, "ms": 1e3 * wall, "ratio": wall / times[base][0],
-                      "CPU ms": 1e3 * cpu, "peak MiB": peaks[way] if threads == 2 else None}
-                     for way, (wall, cpu) in times.items()]
+            times = {
+                way: (wall / scale, cpu / scale) for way, (wall, cpu) in timings(WAYS[task], threads, rounds).items()
+            }
+            rows += [
+                {
+                    "task": task,
+                    "way": way,
+                    "threads": threads,
+                    "ms": 1e3 * wall,
+                    "ratio": wall / times[base][0],
+                    "CPU ms": 1e3 * cpu,
+                    "peak MiB": peaks[way] if threads == 2 else None,
+                }
+                for way, (wall, cpu) in times.items()
+            ]
     return rows
 
 

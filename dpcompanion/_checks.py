@@ -62,8 +62,12 @@ def number(name, value, low=-math.inf, high=math.inf, *, closed="both"):
 def whole_number(name, value, low=0, high=math.inf):
     """`value` is one whole number (an int, or a float or array scalar without a fraction); returned as int."""
     entries = _flat(name, value)
-    if (entries.size != 1 or isinstance(value, bool) or not math.isfinite(entries[0])
-            or entries[0] != math.floor(entries[0])):
+    if (
+        entries.size != 1
+        or isinstance(value, bool)
+        or not math.isfinite(entries[0])
+        or entries[0] != math.floor(entries[0])
+    ):
         raise ValueError(f"{name} must be a whole number, got {value!r}")
     in_interval(name, entries, low, high)
     return value if isinstance(value, int) else int(entries[0])

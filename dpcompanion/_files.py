@@ -45,5 +45,5 @@ def _remove_stale(path):
         try:
             if time.time() - part.stat().st_mtime > _STALE:
                 part.unlink()
-        except OSError:     # another process removed it, or it is not ours to remove
+        except OSError:  # another process removed it, or it is not ours to remove
             pass

@@ -41,8 +41,9 @@ from dpcompanion import _checks
 from dpcompanion._types import Array, Numbers
 
 
-def clopper_pearson(successes: Numbers, trials: Numbers, *,
-                    confidence: float = 0.95) -> tuple[torch.Tensor, torch.Tensor]:
+def clopper_pearson(
+    successes: Numbers, trials: Numbers, *, confidence: float = 0.95
+) -> tuple[torch.Tensor, torch.Tensor]:
     """One-sided bounds on a probability: (lower, upper), float64 tensors, each missed with probability at most
     1 - confidence.
 
@@ -53,8 +54,9 @@ def clopper_pearson(successes: Numbers, trials: Numbers, *,
     _checks.in_interval("trials", trials, 1)
     successes, trials = (torch.as_tensor(v, dtype=torch.float64) for v in (successes, trials))
     if bool(((successes < 0) | (successes > trials) | (successes % 1 != 0) | (trials % 1 != 0)).any()):
-        raise ValueError(f"successes must be whole numbers between 0 and the trials, got {successes.tolist()} of"
-                         f" {trials.tolist()}")
+        raise ValueError(
+            f"successes must be whole numbers between 0 and the trials, got {successes.tolist()} of {trials.tolist()}"
+        )
     k, n = torch.broadcast_tensors(successes, trials)
     k, n = k.numpy(), n.numpy()
     lower = special.betaincinv(k.clip(min=1), n - k + 1, 1 - confidence) * (k > 0)
@@ -62,8 +64,9 @@ def clopper_pearson(successes: Numbers, trials: Numbers, *,
     return torch.as_tensor(lower), torch.as_tensor(upper)
 
 
-def epsilon_lower_bound(*, true_positives: int, positives: int, false_positives: int, negatives: int, delta: float,
-                        confidence: float = 0.95) -> float:
+def epsilon_lower_bound(
+    *, true_positives: int, positives: int, false_positives: int, negatives: int, delta: float, confidence: float = 0.95
+) -> float:
     """The largest epsilon, at least 0, that the counts refute; in both directions.
 
     Args:
@@ -80,8 +83,9 @@ def epsilon_lower_bound(*, true_positives: int, positives: int, false_positives:
     return torch.maximum((tpr - delta) / fpr, (1 - fpr - delta) / (1 - tpr)).clamp(min=1).log()
 
 
-def mu_lower_bound(*, true_positives: int, positives: int, false_positives: int, negatives: int,
-                   confidence: float = 0.95) -> float:
+def mu_lower_bound(
+    *, true_positives: int, positives: int, false_positives: int, negatives: int, confidence: float = 0.95
+) -> float:
     """The largest mu, at least 0, such that the counts refute mu-GDP. Arguments as for `epsilon_lower_bound`.
 
     With `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon at any delta, for mechanisms that are claimed
@@ -96,8 +100,10 @@ def _rates(true_positives, positives, false_positives, negatives, confidence):
     """The least rate of right guesses and the greatest of wrong ones, which hold together with the confidence."""
     _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
     each = (1 + confidence) / 2
-    return (clopper_pearson(true_positives, positives, confidence=each)[0],
-            clopper_pearson(false_positives, negatives, confidence=each)[1])
+    return (
+        clopper_pearson(true_positives, positives, confidence=each)[0],
+        clopper_pearson(false_positives, negatives, confidence=each)[1],
+    )
 
 
 class Interval(typing.NamedTuple):
@@ -121,8 +127,9 @@ class LossThreshold(typing.NamedTuple):
         return 2 * self.success.value - 1
 
 
-def loss_threshold_attack(members: Array, nonmembers: Array, *, generator: torch.Generator,
-                          confidence: float = 0.95) -> LossThreshold:
+def loss_threshold_attack(
+    members: Array, nonmembers: Array, *, generator: torch.Generator, confidence: float = 0.95
+) -> LossThreshold:
     """Call an example a member if its loss is at most a threshold (Yeom et al. 2018; Yu et al. 2022, section 5.3).
 
     As many members as nonmembers are drawn and both are cut in half: one half chooses the threshold with the most right
@@ -143,9 +150,10 @@ def loss_threshold_attack(members: Array, nonmembers: Array, *, generator: torch
     sides = _scores(members, nonmembers)
     half = min(map(len, sides)) // 2
     if not half:
-        raise ValueError(f"members and nonmembers must hold two losses at least, got {len(sides[0])} and "
-                         f"{len(sides[1])}")
-    drawn = [side[torch.randperm(len(side), generator=generator)[:2 * half]] for side in sides]
+        raise ValueError(
+            f"members and nonmembers must hold two losses at least, got {len(sides[0])} and {len(sides[1])}"
+        )
+    drawn = [side[torch.randperm(len(side), generator=generator)[: 2 * half]] for side in sides]
     (chosen, other), (trial, other_trial) = zip(*(side.split(half) for side in drawn))
     thresholds = torch.cat((chosen, other)).sort().values
     called, wrongly = (torch.searchsorted(side.sort().values, thresholds, right=True) for side in (chosen, other))
@@ -153,8 +161,11 @@ def loss_threshold_attack(members: Array, nonmembers: Array, *, generator: torch
     threshold = thresholds[best]
     right = int((trial <= threshold).sum() + (other_trial > threshold).sum())
     low, high = clopper_pearson(right, 2 * half, confidence=(1 + confidence) / 2)
-    return LossThreshold(float(threshold), Interval(right / (2 * half), float(low), float(high)),
-                         0.5 + float(called[best] - wrongly[best]) / (2 * half))
+    return LossThreshold(
+        float(threshold),
+        Interval(right / (2 * half), float(low), float(high)),
+        0.5 + float(called[best] - wrongly[best]) / (2 * half),
+    )
 
 
 def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -223,14 +234,17 @@ def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, v
     """
     _checks.one_of("variance", variance, ("each", "pooled"))
     if shadows.shape != masks.shape or shadows.ndim != 2 or targets.shape[-1] != shadows.shape[1]:
-        raise ValueError("shadows and masks must have shape (models, n), and targets (..., n), got "
-                         f"{tuple(shadows.shape)}, {tuple(masks.shape)}, {tuple(targets.shape)}")
+        raise ValueError(
+            "shadows and masks must have shape (models, n), and targets (..., n), got "
+            f"{tuple(shadows.shape)}, {tuple(masks.shape)}, {tuple(targets.shape)}"
+        )
     ratio = 0
     for inside, sign in ((masks, 1), (~masks, -1)):
         count = inside.sum(0)
         if bool((count < 2).any()):
-            raise ValueError("masks must have every example in two shadow models and out of two, got "
-                             f"{int(count.min())}")
+            raise ValueError(
+                f"masks must have every example in two shadow models and out of two, got {int(count.min())}"
+            )
         mean = torch.where(inside, shadows, 0).sum(0) / count
         squares = torch.where(inside, (shadows - mean) ** 2, 0).sum(0)
         spread = squares / (count - 1) if variance == "each" else squares.sum() / (count - 1).sum()
@@ -248,8 +262,10 @@ def roc(members: Array, nonmembers: Array) -> tuple[torch.Tensor, torch.Tensor]:
     """
     members, nonmembers = _scores(members, nonmembers)
     thresholds = torch.cat((members, nonmembers)).unique().flip(0)
-    rates = [torch.searchsorted(-values.sort(descending=True).values, -thresholds, right=True) / len(values)
-             for values in (nonmembers.double(), members.double())]
+    rates = [
+        torch.searchsorted(-values.sort(descending=True).values, -thresholds, right=True) / len(values)
+        for values in (nonmembers.double(), members.double())
+    ]
     return tuple(torch.cat((torch.zeros(1, dtype=torch.float64), rate.double())) for rate in rates)
 
 
@@ -325,6 +341,7 @@ def _scores(members, nonmembers):
         except (TypeError, ValueError, RuntimeError):
             raise ValueError(f"{name} must be numbers, got {values!r:.80}") from None
         if sides[-1].ndim != 1 or not len(sides[-1]) or bool(sides[-1].isnan().any()):
-            raise ValueError(f"{name} must be a list of one score or more, none of them NaN, got shape "
-                             f"{tuple(sides[-1].shape)}")
+            raise ValueError(
+                f"{name} must be a list of one score or more, none of them NaN, got shape {tuple(sides[-1].shape)}"
+            )
     return sides

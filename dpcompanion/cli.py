@@ -41,14 +41,30 @@ _OPTIONS = {
 
 # Each command: the function in `accounting`, what it takes, and the side to which its answer is rounded.
 _QUESTIONS = {
-    "epsilon": ("compute_epsilon", ("sample_rate", "noise_multiplier", "steps", "delta"), math.ceil,
-                "what a run costs"),
-    "noise-multiplier": ("find_noise_multiplier", ("target_epsilon", "target_delta", "sample_rate", "steps"), math.ceil,
-                         "the least noise that keeps a budget"),
-    "sample-rate": ("find_sample_rate", ("target_epsilon", "target_delta", "noise_multiplier", "steps"), math.floor,
-                    "the largest sample rate within a budget"),
-    "steps": ("find_steps", ("target_epsilon", "target_delta", "sample_rate", "noise_multiplier"), math.floor,
-              "the most steps within a budget"),
+    "epsilon": (
+        "compute_epsilon",
+        ("sample_rate", "noise_multiplier", "steps", "delta"),
+        math.ceil,
+        "what a run costs",
+    ),
+    "noise-multiplier": (
+        "find_noise_multiplier",
+        ("target_epsilon", "target_delta", "sample_rate", "steps"),
+        math.ceil,
+        "the least noise that keeps a budget",
+    ),
+    "sample-rate": (
+        "find_sample_rate",
+        ("target_epsilon", "target_delta", "noise_multiplier", "steps"),
+        math.floor,
+        "the largest sample rate within a budget",
+    ),
+    "steps": (
+        "find_steps",
+        ("target_epsilon", "target_delta", "sample_rate", "noise_multiplier"),
+        math.floor,
+        "the most steps within a budget",
+    ),
 }
 
 
@@ -94,13 +110,20 @@ def _answer(arguments):
     delta = given.get("delta", given.get("target_delta"))
     if arguments.json:
         key = arguments.command.replace("-", "_")
-        said = {key: value if math.isfinite(value) else str(value), **given, "accountant": arguments.accountant,
-                "neighbouring_relation": RELATION, "sampler": SAMPLER}
+        said = {
+            key: value if math.isfinite(value) else str(value),
+            **given,
+            "accountant": arguments.accountant,
+            "neighbouring_relation": RELATION,
+            "sampler": SAMPLER,
+        }
         print(json.dumps(said, indent=1))
     else:
         budget = f"for epsilon {exactly(given['target_epsilon'])} " if "target_epsilon" in given else ""
-        print(f"{arguments.command} {exactly(rounded(value, toward))} {budget}at delta {exactly(delta)} "
-              f"(add/remove one example, Poisson sampling, accountant {arguments.accountant})")
+        print(
+            f"{arguments.command} {exactly(rounded(value, toward))} {budget}at delta {exactly(delta)} "
+            f"(add/remove one example, Poisson sampling, accountant {arguments.accountant})"
+        )
 
 
 def _shard(text):
@@ -116,8 +139,15 @@ def _run(arguments):
 
     folder = records.results_folder() if arguments.out is None else arguments.out
     try:
-        record = experiments.run(arguments.name, preset=arguments.preset, device=arguments.device, out=folder,
-                                 seeds=arguments.seeds, jobs=arguments.jobs, share=arguments.shard)
+        record = experiments.run(
+            arguments.name,
+            preset=arguments.preset,
+            device=arguments.device,
+            out=folder,
+            seeds=arguments.seeds,
+            jobs=arguments.jobs,
+            share=arguments.shard,
+        )
     except workers.Missing as error:
         if arguments.command == "merge":
             raise ValueError(f"not merged: {error}") from None
@@ -146,14 +176,17 @@ def _list(arguments):
     width = max((len(entry.name) for entry in entries), default=0)
     for entry in entries:
         # Quick runs are shown live and seldom recorded: that there is no record says nothing.
-        states = ", ".join(preset if (preset, state) == ("quick", "missing") else f"{preset} {state}"
-                           for preset, state in entry.records.items())
+        states = ", ".join(
+            preset if (preset, state) == ("quick", "missing") else f"{preset} {state}"
+            for preset, state in entry.records.items()
+        )
         print(f"{entry.name:{width}}  {entry.title}  [{states}]")
 
 
 def _parser():
-    parser = argparse.ArgumentParser(prog="dpcompanion",
-                                     description="Privacy accounting for DP-SGD, and the records of the book.")
+    parser = argparse.ArgumentParser(
+        prog="dpcompanion", description="Privacy accounting for DP-SGD, and the records of the book."
+    )
     parser.add_argument("--version", action="version", version=f"dpcompanion {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, (_, parameters, _, what) in _QUESTIONS.items():
@@ -161,26 +194,41 @@ def _parser():
         sub = commands.add_parser(command, help=what, description=words.capitalize())
         for parameter in parameters:
             option, other, metavar, meaning = _OPTIONS[parameter]
-            sub.add_argument(*filter(None, (option, other)), dest=parameter, type=_number, required=True,
-                             metavar=metavar, help=meaning)
+            sub.add_argument(
+                *filter(None, (option, other)),
+                dest=parameter,
+                type=_number,
+                required=True,
+                metavar=metavar,
+                help=meaning,
+            )
         sub.add_argument("--accountant", default="pld", help="pld (tight, the default) or rdp (fast)")
         sub.set_defaults(do=_answer)
-    run = commands.add_parser("run", help="make a record of an experiment",
-                              description="Run an experiment and write its record.")
-    merge = commands.add_parser("merge", help="make the record of a run that shards have done",
-                                description="Make the record of a run whose pieces are all there; computes none.")
+    run = commands.add_parser(
+        "run", help="make a record of an experiment", description="Run an experiment and write its record."
+    )
+    merge = commands.add_parser(
+        "merge",
+        help="make the record of a run that shards have done",
+        description="Make the record of a run whose pieces are all there; computes none.",
+    )
     for sub in (run, merge):
         sub.add_argument("name", help="such as idp-sgd/table-5; `dpcompanion list` names them all")
         sub.add_argument("--preset", help="quick or paper; DPCOMPANION_PRESET or quick by default")
         sub.add_argument("--device", default="cpu", help="cpu or cuda")
         sub.add_argument("--seeds", type=int, nargs="+", help="instead of the seeds of the preset")
     run.add_argument("--jobs", type=int, help="processes that do the pieces of the run; 1 by default")
-    run.add_argument("--shard", type=_shard, metavar="K/N",
-                     help="every N-th piece alone, from the K-th; the last shard to end writes the record")
+    run.add_argument(
+        "--shard",
+        type=_shard,
+        metavar="K/N",
+        help="every N-th piece alone, from the K-th; the last shard to end writes the record",
+    )
     run.set_defaults(do=_run)
     merge.set_defaults(do=_run, jobs=None, shard=(0, 1))
-    listing = commands.add_parser("list", help="the experiments and their records",
-                                  description="List the experiments and their records.")
+    listing = commands.add_parser(
+        "list", help="the experiments and their records", description="List the experiments and their records."
+    )
     listing.set_defaults(do=_list)
     for sub in (run, merge, listing):
         sub.add_argument("--out", metavar="FOLDER", help="where records lie; ./results by default")

@@ -57,11 +57,12 @@ from .accounting.runs import orders_for
 if TYPE_CHECKING:
     from .training.plan import DPSGDPlan
 
-_WAITING = 200_000_000       # bytes of norms that may wait before they are added up
-_MOST = 2**31 - 1            # steps that a count can hold
-_ROWS = 8192                 # examples that are worked on at a time
-_NARROW = 2**15 - 1          # steps that a count of 16 bits can hold
-_FEW = 16                    # waiting norms of an example that are cheaper added up again than by a histogram
+_WAITING = 200_000_000  # bytes of norms that may wait before they are added up
+_MOST = 2**31 - 1  # steps that a count can hold
+_ROWS = 8192  # examples that are worked on at a time
+_NARROW = 2**15 - 1  # steps that a count of 16 bits can hold
+_FEW = 16  # waiting norms of an example that are cheaper added up again than by a histogram
+
 
 class IndividualAccountant:
     """Accounts for n examples; see the module's text.
@@ -84,8 +85,17 @@ class IndividualAccountant:
     Source: Yu et al. 2023, algorithm 2 (which rounds to the nearest multiple, and so under-states half of the norms).
     """
 
-    def __init__(self, n: int, *, sample_rate: float, noise_multiplier: float, max_grad_norm: float,
-                 rounding: float | None = 0.01, accountant: str = "pld", device: Device = None):
+    def __init__(
+        self,
+        n: int,
+        *,
+        sample_rate: float,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        rounding: float | None = 0.01,
+        accountant: str = "pld",
+        device: Device = None,
+    ):
         self.n = _checks.whole_number("n", n, 1)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
@@ -97,17 +107,19 @@ class IndividualAccountant:
         self._most = 0
         # Whether something that was recorded cannot be, where the device has to be asked; see `_refuse`.
         self._wrong = None
-        self._steps = torch.zeros(self.n, dtype=torch.int64, device=self.device)      # of each example
+        self._steps = torch.zeros(self.n, dtype=torch.int64, device=self.device)  # of each example
         if self._by_levels:
-            self._levels = (torch.zeros(0, dtype=torch.float64) if self.rounding is None else
-                            even_levels(self.rounding)).to(self.device)
+            self._levels = (
+                torch.zeros(0, dtype=torch.float64) if self.rounding is None else even_levels(self.rounding)
+            ).to(self.device)
             self._counts = torch.zeros(self.n, len(self._levels), dtype=torch.int16, device=self.device)
         else:
             orders = orders_for(NODES * self.noise_multiplier)
             orders = tuple(sorted({order if order < 64 else float(round(order)) for order in orders}))
-            self._orders, self._table = (part.to(self.device) for part in
-                                         chords(self.sample_rate, self.noise_multiplier, orders))
-            self._rdp = None                 # (n, K), made when the waiting norms are first added up
+            self._orders, self._table = (
+                part.to(self.device) for part in chords(self.sample_rate, self.noise_multiplier, orders)
+            )
+            self._rdp = None  # (n, K), made when the waiting norms are first added up
             self._waiting, self._held = [], 0
 
     @property
@@ -122,8 +134,15 @@ class IndividualAccountant:
         return self._levels.cpu() if self._by_levels else torch.zeros(0, dtype=torch.float64)
 
     @classmethod
-    def for_plan(cls, plan: "DPSGDPlan", *, n: int | None = None, rounding: float | None = 0.01,
-                 accountant: str | None = None, device: Device = None) -> "IndividualAccountant":
+    def for_plan(
+        cls,
+        plan: "DPSGDPlan",
+        *,
+        n: int | None = None,
+        rounding: float | None = 0.01,
+        accountant: str | None = None,
+        device: Device = None,
+    ) -> "IndividualAccountant":
         """The accountant of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm for all.
 
         Args:
@@ -142,9 +161,15 @@ class IndividualAccountant:
         """
         if plan.individual:
             raise ValueError("plan must have one sample_rate and one max_grad_norm for all examples, got one for each")
-        return cls(plan.n if n is None else n, sample_rate=plan.sample_rate, noise_multiplier=plan.noise_multiplier,
-                   max_grad_norm=plan.max_grad_norm, rounding=rounding,
-                   accountant=plan.accountant if accountant is None else accountant, device=device)
+        return cls(
+            plan.n if n is None else n,
+            sample_rate=plan.sample_rate,
+            noise_multiplier=plan.noise_multiplier,
+            max_grad_norm=plan.max_grad_norm,
+            rounding=rounding,
+            accountant=plan.accountant if accountant is None else accountant,
+            device=device,
+        )
 
     @property
     def steps(self) -> int:
@@ -210,7 +235,7 @@ class IndividualAccountant:
             self._widen()
             if self.rounding is None:
                 self._levels, self._counts = with_shares(self._levels, self._counts, share[steps > 0])
-            if not len(self._levels):                                # norms of 0 only, or charged for no step
+            if not len(self._levels):  # norms of 0 only, or charged for no step
                 return
             # The first level that is not below the norm; what is charged for no step may be above all of them.
             level = torch.searchsorted(self._levels, share).clamp(max=len(self._levels) - 1)
@@ -227,7 +252,7 @@ class IndividualAccountant:
         here = norms if norms.device.type == "cpu" else share
         if self._away(here):
             share = self._refuse(~((share >= 0) & (share < math.inf)), share, 1.0)
-        elif here.numel() and not (here.min() >= 0 and here.max() < math.inf):        # nor for NaN
+        elif here.numel() and not (here.min() >= 0 and here.max() < math.inf):  # nor for NaN
             _checks.in_interval("norms", norms, 0, math.inf, closed="left")
         if norms.dtype != torch.float64:
             # A norm that was summed in few digits may lie a few of its last places below the true one.
@@ -244,7 +269,7 @@ class IndividualAccountant:
             examples = self._refuse((examples < 0) | (examples >= self.n), examples, 0)
         elif count and not (examples.min() >= 0 and examples.max() < self.n):
             _checks.in_interval("examples", examples, 0, self.n, closed="left")
-        return examples.to(self.device, torch.int64, copy=True)    # it may wait, and the caller's may change meanwhile
+        return examples.to(self.device, torch.int64, copy=True)  # it may wait, and the caller's may change meanwhile
 
     def _whole(self, steps, count):
         """Numbers of steps as (count,) int64 on the device; one number is not copied."""
@@ -269,9 +294,11 @@ class IndividualAccountant:
 
     def _check_nothing_refused(self):
         if self._wrong is not None and self._wrong:
-            raise ValueError("norms must lie in [0, inf), steps be whole numbers that add up to at most "
-                             f"{_MOST} for an example, and examples lie in [0, {self.n}), but some that were recorded "
-                             "on the device did not")
+            raise ValueError(
+                "norms must lie in [0, inf), steps be whole numbers that add up to at most "
+                f"{_MOST} for an example, and examples lie in [0, {self.n}), but some that were recorded "
+                "on the device did not"
+            )
 
     def _add_steps(self, steps, examples):
         """Add to the steps of each example, unless one comes to have more than its counts can hold."""
@@ -306,14 +333,23 @@ class IndividualAccountant:
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         self._check_nothing_refused()
-        everybody = compute_epsilon(sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier,
-                                    steps=self.steps, delta=delta, accountant=self.accountant)
+        everybody = compute_epsilon(
+            sample_rate=self.sample_rate,
+            noise_multiplier=self.noise_multiplier,
+            steps=self.steps,
+            delta=delta,
+            accountant=self.accountant,
+        )
         return self._epsilon(delta).clamp(max=everybody)
 
     def _epsilon(self, delta):
         if self.accountant == "pld":
-            return epsilon_of_histories(self._counts, sample_rate=self.sample_rate, delta=delta,
-                                        noise_multipliers=self.noise_multiplier / self.levels).to(self.device)
+            return epsilon_of_histories(
+                self._counts,
+                sample_rate=self.sample_rate,
+                delta=delta,
+                noise_multipliers=self.noise_multiplier / self.levels,
+            ).to(self.device)
         result = torch.empty(self.n, dtype=torch.float64, device=self.device)
         if self.rounding is None:
             if self._rdp is not None or len(self._waiting) > _FEW or any(part[0] is not None for part in self._waiting):
@@ -321,14 +357,19 @@ class IndividualAccountant:
             orders = self._orders
         else:
             orders = torch.tensor(orders_for(self.noise_multiplier / float(self._levels[0])), dtype=torch.float64)
-            table = rdp_of_shares(self._levels, orders.tolist(), sample_rate=self.sample_rate,
-                                  noise_multiplier=self.noise_multiplier)
+            table = rdp_of_shares(
+                self._levels, orders.tolist(), sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier
+            )
         for start in range(0, self.n, _ROWS):
             block = slice(start, start + _ROWS)
             if self.rounding is not None:
                 counts = self._counts[block].double()
-                result[block] = least_epsilon(lambda rows, columns, counts=counts: counts[rows] @ table[:, columns],
-                                               len(counts), orders.to(self.device), delta)
+                result[block] = least_epsilon(
+                    lambda rows, columns, counts=counts: counts[rows] @ table[:, columns],
+                    len(counts),
+                    orders.to(self.device),
+                    delta,
+                )
             elif self._rdp is not None:
                 result[block] = rdp_to_epsilon(self._rdp[block], orders, delta)[0]
             else:
@@ -338,22 +379,29 @@ class IndividualAccountant:
                 result[block] = least_epsilon(
                     lambda rows, columns, nothing=nothing, waiting=waiting: sum(
                         (between(shares[rows], self._table[:, columns]) * steps[rows] for shares, steps in waiting),
-                        start=nothing[rows].expand(-1, len(columns))),
-                    len(nothing), orders, delta)
+                        start=nothing[rows].expand(-1, len(columns)),
+                    ),
+                    len(nothing),
+                    orders,
+                    delta,
+                )
         return result
 
     def merge(self, other: "IndividualAccountant") -> None:
         """Add what another accountant of the same examples and parameters has recorded, as if this one had."""
         if not isinstance(other, IndividualAccountant) or other._parameters() != self._parameters():
-            raise ValueError(f"other must be an accountant with the parameters {self._parameters()}, got "
-                             f"{other._parameters() if isinstance(other, IndividualAccountant) else other!r}")
+            raise ValueError(
+                f"other must be an accountant with the parameters {self._parameters()}, got "
+                f"{other._parameters() if isinstance(other, IndividualAccountant) else other!r}"
+            )
         for one in (self, other):
             one._check_nothing_refused()
         # Counts are 32 bits wide: one that wrapped around would make an account too small.
         steps = self._steps + other._steps.to(self.device)
         if steps.max() > _MOST:
-            raise ValueError(f"other.steps must add up with these to at most {_MOST} for an example, "
-                             f"got {int(steps.max())}")
+            raise ValueError(
+                f"other.steps must add up with these to at most {_MOST} for an example, got {int(steps.max())}"
+            )
         self._steps, self.steps = steps, int(steps.max())
         if not self._by_levels:
             self._flush()
@@ -368,9 +416,11 @@ class IndividualAccountant:
         self._check_nothing_refused()
         if not self._by_levels:
             self._flush()
-        return {"parameters": self._parameters(), "steps": self._steps.clone(),
-                "accounts": (self._counts if self._by_levels else self._rdp).clone()} | (
-                    {"levels": self.levels} if self._by_levels and self.rounding is None else {})
+        return {
+            "parameters": self._parameters(),
+            "steps": self._steps.clone(),
+            "accounts": (self._counts if self._by_levels else self._rdp).clone(),
+        } | ({"levels": self.levels} if self._by_levels and self.rounding is None else {})
 
     def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of an accountant with the same parameters.
@@ -380,8 +430,9 @@ class IndividualAccountant:
                 an example's row than it took, a divergence below 0 or NaN.
         """
         if state["parameters"] != self._parameters():
-            raise ValueError(f"state must be of an accountant with the parameters {self._parameters()}, "
-                             f"got {state['parameters']}")
+            raise ValueError(
+                f"state must be of an accountant with the parameters {self._parameters()}, got {state['parameters']}"
+            )
         levels = None
         if not self._by_levels:
             shape, kinds = (self.n, len(self._orders)), (torch.float64,)
@@ -394,16 +445,18 @@ class IndividualAccountant:
         if steps.shape != (self.n,) or steps.dtype != torch.int64 or steps.min() < 0 or steps.max() > _MOST:
             raise ValueError(f"state must hold ({self.n},) int64 steps from 0 to {_MOST}, got {steps}")
         if accounts.shape != shape or accounts.dtype not in kinds:
-            raise ValueError(f"state must hold accounts of {tuple(shape)} {kinds[-1]}, "
-                             f"got {tuple(accounts.shape)} {accounts.dtype}")
+            raise ValueError(
+                f"state must hold accounts of {tuple(shape)} {kinds[-1]}, got {tuple(accounts.shape)} {accounts.dtype}"
+            )
         if not bool((accounts >= 0).all()):
             lowest = float(accounts.nan_to_num(nan=-1.0).min())
             raise ValueError(f"state must hold accounts of at least 0, got {lowest:g}")
         if levels is not None:
             counted = accounts.sum(dim=1, dtype=torch.int64)
             if bool((counted > steps.to(counted.device)).any()):
-                raise ValueError(f"state must hold at most an example's steps for it, got {int(counted.max())} of "
-                                 f"{int(steps.max())}")
+                raise ValueError(
+                    f"state must hold at most an example's steps for it, got {int(counted.max())} of {int(steps.max())}"
+                )
         self._steps.copy_(steps)
         self.steps = int(steps.max())
         if levels is None:
@@ -413,8 +466,14 @@ class IndividualAccountant:
             self._counts = accounts.to(self.device, torch.int16 if self.steps <= _NARROW else torch.int32, copy=True)
 
     def _parameters(self):
-        return {"n": self.n, "sample_rate": self.sample_rate, "noise_multiplier": self.noise_multiplier,
-                "max_grad_norm": self.max_grad_norm, "rounding": self.rounding, "accountant": self.accountant}
+        return {
+            "n": self.n,
+            "sample_rate": self.sample_rate,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "rounding": self.rounding,
+            "accountant": self.accountant,
+        }
 
     def _flush(self):
         """Add the waiting norms to the accounts: a histogram of weights on the nodes, times the table."""

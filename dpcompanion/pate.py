@@ -44,8 +44,9 @@ class PateParameters:
 
     def epsilons(self, delta: float, *, queries: int) -> torch.Tensor:
         """(P,) epsilons of the groups after so many labels, whatever the votes: exact, add or remove one example."""
-        return gaussian_epsilon(math.sqrt(2 * _checks.whole_number("queries", queries,
-                                                                   1)) * self.weights / self.noise_std, delta)
+        return gaussian_epsilon(
+            math.sqrt(2 * _checks.whole_number("queries", queries, 1)) * self.weights / self.noise_std, delta
+        )
 
 
 def weighted_parameters(target_epsilons: Array, counts: Array, *, target_delta: float, queries: int) -> PateParameters:
@@ -69,8 +70,9 @@ def weighted_parameters(target_epsilons: Array, counts: Array, *, target_delta: 
     return PateParameters(math.sqrt(2 * queries) / mean, reach / mean)
 
 
-def upsampled_parameters(target_epsilons: Array, *, target_delta: float, queries: int,
-                         copies: int = 1) -> PateParameters:
+def upsampled_parameters(
+    target_epsilons: Array, *, target_delta: float, queries: int, copies: int = 1
+) -> PateParameters:
     """Upsampling: in how many teachers' parts examples are, and the noise at which no budget is exceeded.
 
     Arguments as for `weighted_parameters`; examples of the strictest budget are in `copies` parts, the others in as
@@ -99,8 +101,10 @@ def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
     _checks.in_interval("weights", weights, 0, math.inf, closed="left")
     _checks.in_interval("votes", votes, 0, _checks.whole_number("classes", classes, 2) - 1)
     if votes.ndim != 2 or weights.shape != votes.shape[:1]:
-        raise ValueError(f"votes must have shape (teachers, queries) and weights (teachers,), got "
-                         f"{tuple(votes.shape)} and {tuple(weights.shape)}")
+        raise ValueError(
+            f"votes must have shape (teachers, queries) and weights (teachers,), got "
+            f"{tuple(votes.shape)} and {tuple(weights.shape)}"
+        )
     return torch.einsum("t,tqc->qc", weights, torch.nn.functional.one_hot(votes.long(), classes).double())
 
 
@@ -110,8 +114,9 @@ def noisy_labels(histogram: torch.Tensor, noise_std: float, generator: torch.Gen
     return (histogram + noise_std * noise.to(histogram.device)).argmax(dim=1)
 
 
-def rdp_of_votes(histogram: torch.Tensor, parameters: PateParameters, *,
-                 orders: Array = DEFAULT_ORDERS) -> torch.Tensor:
+def rdp_of_votes(
+    histogram: torch.Tensor, parameters: PateParameters, *, orders: Array = DEFAULT_ORDERS
+) -> torch.Tensor:
     r"""Renyi divergence that one label costs each group, given the votes: (queries, P, orders).
 
     With q a bound on the probability that the noise changes the label, which grows with
@@ -141,8 +146,9 @@ def rdp_of_votes(histogram: torch.Tensor, parameters: PateParameters, *,
     first = second + 1
     rdp_first, rdp_second = first / variance, second / variance
     corrections = second * (torch.log1p(1 / second) + torch.log1p(1 / (second - 1).clamp(min=1e-300)))
-    applies = (second > 1) & (orders < first) & (-log_q > rdp_second) & (
-        log_q <= (second - 1) * rdp_second - corrections)
+    applies = (
+        (second > 1) & (orders < first) & (-log_q > rdp_second) & (log_q <= (second - 1) * rdp_second - corrections)
+    )
     log_kept = _log1mexp(log_q)
     log_a = log_kept - _log1mexp(((log_q + rdp_second) * (1 - 1 / second)).clamp(max=-1e-300))
     log_b = rdp_first - log_q / second
@@ -150,8 +156,9 @@ def rdp_of_votes(histogram: torch.Tensor, parameters: PateParameters, *,
     return torch.where(applies, torch.minimum(always, given.clamp(min=0)), always)
 
 
-def epsilons_of_votes(histogram: torch.Tensor, parameters: PateParameters, delta: float, *,
-                      orders: Array = DEFAULT_ORDERS) -> torch.Tensor:
+def epsilons_of_votes(
+    histogram: torch.Tensor, parameters: PateParameters, delta: float, *, orders: Array = DEFAULT_ORDERS
+) -> torch.Tensor:
     """(P,) epsilons of the groups after the labels of these votes, by RDP; as private as `rdp_of_votes`."""
     rdp = rdp_of_votes(histogram, parameters, orders=orders).sum(dim=0)
     return rdp_to_epsilon(rdp, orders, delta)[0]
@@ -173,8 +180,9 @@ def _log1mexp(x):
 
 def _reach(target_epsilons, counts, target_delta):
     """The largest sensitivity over noise that each budget allows, (P,), and the groups' shares."""
-    epsilons = torch.as_tensor(_checks.in_interval("target_epsilons", target_epsilons, 0, math.inf, closed="neither"),
-                               dtype=torch.float64)
+    epsilons = torch.as_tensor(
+        _checks.in_interval("target_epsilons", target_epsilons, 0, math.inf, closed="neither"), dtype=torch.float64
+    )
     counts = torch.as_tensor(_checks.in_interval("counts", counts, 0, math.inf, closed="neither"), dtype=torch.float64)
     for name, values in (("target_epsilons", epsilons), ("counts", counts)):
         if values.ndim != 1 or len(values) == 0:

@@ -77,8 +77,9 @@ def _in_either_relation(release):
 
 
 @_in_either_relation
-def private_mean(values: Array, *, upper: float, epsilon: float, delta: float,
-                 generator: torch.Generator | None) -> float:
+def private_mean(
+    values: Array, *, upper: float, epsilon: float, delta: float, generator: torch.Generator | None
+) -> float:
     """The mean of `values` with noise of standard deviation sigma upper / n, (epsilon, delta)-private; a float.
 
     Neighbouring relation: one value added or removed, or replaced, n public; the sum moves by `upper` at most in both.
@@ -101,9 +102,20 @@ def private_mean(values: Array, *, upper: float, epsilon: float, delta: float,
 
 
 @_in_either_relation
-def private_quantiles(values: Array, quantiles: Array, *, upper: float, epsilon: float, delta: float,
-                      generator: torch.Generator | None, method: str = "cdf", bins: int = 512, steps: int = 20,
-                      learning_rate: float = 1.0, start: float | None = None) -> torch.Tensor:
+def private_quantiles(
+    values: Array,
+    quantiles: Array,
+    *,
+    upper: float,
+    epsilon: float,
+    delta: float,
+    generator: torch.Generator | None,
+    method: str = "cdf",
+    bins: int = 512,
+    steps: int = 20,
+    learning_rate: float = 1.0,
+    start: float | None = None,
+) -> torch.Tensor:
     """Quantiles of `values`, together (epsilon, delta)-private: (len(quantiles),) float64, from 0 to `upper`.
 
     Neighbouring relation: one value added or removed, n public; or one replaced, see `replacement_factor`.
@@ -176,8 +188,10 @@ def noise_ratio(epsilon: float, delta: float) -> float:
     >>> round(1 / noise_ratio(0.1, 1e-5), 2)
     30.75
     """
-    return _ratio(_checks.number("epsilon", epsilon, 0, math.inf, closed="neither"),
-                  _checks.number("delta", delta, 0, 1, closed="neither"))
+    return _ratio(
+        _checks.number("epsilon", epsilon, 0, math.inf, closed="neither"),
+        _checks.number("delta", delta, 0, 1, closed="neither"),
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -206,7 +220,7 @@ def _square_root(bins):
 def _convolved(column, vector):
     """The lower triangular Toeplitz matrix with this first column, times the vector."""
     size = 2 * len(column)
-    return torch.fft.irfft(torch.fft.rfft(column, size) * torch.fft.rfft(vector, size), size)[:len(column)]
+    return torch.fft.irfft(torch.fft.rfft(column, size) * torch.fft.rfft(vector, size), size)[: len(column)]
 
 
 def _noisy_prefixes(values, upper, bins, ratio, generator):

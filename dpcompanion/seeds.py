@@ -65,17 +65,22 @@ def keyed_generator(key: bytes, device: str | torch.device = "cpu") -> torch.Gen
     torch.Size([2])
     """
     if not isinstance(key, bytes) or len(key) != 32:
-        raise ValueError(f"key must be 32 bytes, got {len(key)} of them" if isinstance(key, bytes) else
-                         f"key must be 32 bytes, got a {type(key).__name__}")
+        raise ValueError(
+            f"key must be 32 bytes, got {len(key)} of them"
+            if isinstance(key, bytes)
+            else f"key must be 32 bytes, got a {type(key).__name__}"
+        )
     generator = torch.Generator(device=device)
     if generator.device.type != "cpu":
         return generator.manual_seed(int.from_bytes(key[:8], "little"))
     state = generator.get_state().numpy()
     if state.size != _STATE_BYTES:
-        raise RuntimeError(f"PyTorch {torch.__version__} keeps its generator in {state.size} bytes, not {_STATE_BYTES}:"
-                           " this version of dpcompanion cannot seed it")
-    state[8:24].view("<i4")[:] = 1, 1, 0, 0                 # one word left, seeded, next word 0: as after `manual_seed`
-    state[24:24 + 8 * _WORDS].view("<u8")[:] = np.frombuffer(hashlib.shake_256(key).digest(4 * _WORDS), dtype="<u4")
+        raise RuntimeError(
+            f"PyTorch {torch.__version__} keeps its generator in {state.size} bytes, not {_STATE_BYTES}:"
+            " this version of dpcompanion cannot seed it"
+        )
+    state[8:24].view("<i4")[:] = 1, 1, 0, 0  # one word left, seeded, next word 0: as after `manual_seed`
+    state[24 : 24 + 8 * _WORDS].view("<u8")[:] = np.frombuffer(hashlib.shake_256(key).digest(4 * _WORDS), dtype="<u4")
     generator.set_state(torch.from_numpy(state))
     return generator
 

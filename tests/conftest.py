@@ -30,8 +30,9 @@ def browser_check():
 @pytest.fixture(scope="session")
 def chromium():
     """The path of a Chromium."""
-    return needed(_browser_check.find_chromium(), "a Chromium",
-                  "apt-get install chromium, or set CHROMIUM to the path of one")
+    return needed(
+        _browser_check.find_chromium(), "a Chromium", "apt-get install chromium, or set CHROMIUM to the path of one"
+    )
 
 
 @pytest.fixture(scope="session")

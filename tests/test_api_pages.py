@@ -11,19 +11,26 @@ import pytest
 import dpcompanion
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-MODULES = sorted(info.name for info in pkgutil.walk_packages(dpcompanion.__path__, "dpcompanion.")
-                 if not any(part.startswith("_") for part in info.name.split(".")))
+MODULES = sorted(
+    info.name
+    for info in pkgutil.walk_packages(dpcompanion.__path__, "dpcompanion.")
+    if not any(part.startswith("_") for part in info.name.split("."))
+)
 # The command line documents itself; an experiment is looked up by the name of its exhibit.
-LIBRARY = [module for module in MODULES if module != "dpcompanion.cli"
-           and not module.startswith("dpcompanion.reproduction.papers")]
+LIBRARY = [
+    module
+    for module in MODULES
+    if module != "dpcompanion.cli" and not module.startswith("dpcompanion.reproduction.papers")
+]
 
 
 def directives():
     """Module -> its options, for each `automodule` on the pages of the reference."""
     found = {}
     for page in sorted((ROOT / "book" / "api").glob("*.md")):
-        for name, options in re.findall(r"^\.\. automodule:: (\S+)\n((?:   .*\n)*)", page.read_text(encoding="utf-8"),
-                                        re.MULTILINE):
+        for name, options in re.findall(
+            r"^\.\. automodule:: (\S+)\n((?:   .*\n)*)", page.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             assert name not in found, f"{name} stands on two pages, or twice on {page.name}"
             found[name] = options
     return found
@@ -47,8 +54,9 @@ def listed():
             excluded = re.findall(r"\w+", (re.search(r":exclude-members:(.*)", options) or ["", ""])[1])
             found |= {identity(value) for name, value in public(module).items() if name not in excluded}
     for page in (ROOT / "book" / "api").glob("*.md"):
-        for module, name in re.findall(r"^\.\. auto(?:class|function):: ([\w.]+)\.(\w+)$",
-                                       page.read_text(encoding="utf-8"), re.MULTILINE):
+        for module, name in re.findall(
+            r"^\.\. auto(?:class|function):: ([\w.]+)\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        ):
             found.add(identity(getattr(importlib.import_module(module), name)))
     return found
 

@@ -8,9 +8,19 @@ import torch
 from scipy import stats
 
 from dpcompanion.accounting import gaussian_epsilon
-from dpcompanion.attacks import (auc, clopper_pearson, epsilon_lower_bound, lira, log_odds,
-                                 loss_threshold_attack, mu_lower_bound, roc, shadow_masks,
-                                 shadow_scores, tpr_at_fpr)
+from dpcompanion.attacks import (
+    auc,
+    clopper_pearson,
+    epsilon_lower_bound,
+    lira,
+    log_odds,
+    loss_threshold_attack,
+    mu_lower_bound,
+    roc,
+    shadow_masks,
+    shadow_scores,
+    tpr_at_fpr,
+)
 
 
 @pytest.mark.parametrize("successes,trials", [(0, 10), (3, 10), (10, 10), (1, 100000)])
@@ -52,13 +62,16 @@ def test_chance_refutes_nothing():
     assert epsilon_lower_bound(**counts, delta=1e-5) == 0 and mu_lower_bound(**counts) == 0
 
 
-@pytest.mark.parametrize("change,said", [
-    (dict(true_positives=11), "successes must be whole numbers between 0 and the trials"),
-    (dict(false_positives=0.5), "successes must be whole numbers"),
-    (dict(positives=0), "trials must lie in"),
-    (dict(delta=1.0), "delta must lie in"),
-    (dict(confidence=1.0), "confidence must lie in"),
-])
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        (dict(true_positives=11), "successes must be whole numbers between 0 and the trials"),
+        (dict(false_positives=0.5), "successes must be whole numbers"),
+        (dict(positives=0), "trials must lie in"),
+        (dict(delta=1.0), "delta must lie in"),
+        (dict(confidence=1.0), "confidence must lie in"),
+    ],
+)
 def test_bad_counts_are_refused(change, said):
     given = dict(true_positives=1, positives=10, false_positives=1, negatives=10, delta=0.0)
     with pytest.raises(ValueError, match=said):
@@ -114,7 +127,7 @@ def test_lira_finds_the_members_of_gaussian_scores_as_well_as_theory_allows():
     ratios = lira(target, shadows, masks, variance="pooled")
     found = auc(ratios[members], ratios[~members])
     assert found.low < best < found.high and found.high - found.low < 0.05
-    assert auc(target[members], target[~members]).high < found.low     # without shadow models difficulty drowns it
+    assert auc(target[members], target[~members]).high < found.low  # without shadow models difficulty drowns it
     assert lira(target, shadows, masks).isfinite().all()
 
 
@@ -154,7 +167,7 @@ def test_the_area_is_that_of_the_curve_and_of_scikit_learn():
     from sklearn import metrics
 
     members, others = torch.randn(300, generator=generator()) + 0.4, torch.randn(200, generator=generator(1))
-    members, others = members.mul(5).round(), others.mul(5).round()     # many ties
+    members, others = members.mul(5).round(), others.mul(5).round()  # many ties
     labels = np.r_[np.ones(300), np.zeros(200)]
     scores = torch.cat((members, others)).numpy()
     assert auc(members, others).value == pytest.approx(metrics.roc_auc_score(labels, scores))
@@ -176,7 +189,7 @@ def test_delongs_interval_covers_as_often_as_it_says():
 def test_the_rate_at_a_low_false_positive_rate_respects_it_with_ties():
     members = torch.tensor([5.0, 4.0, 4.0, 1.0])
     others = torch.tensor([4.0, 4.0, 3.0, 2.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])
-    assert tpr_at_fpr(members, others, fpr=0.1).value == 0.25     # at 4 two of ten would be accused
+    assert tpr_at_fpr(members, others, fpr=0.1).value == 0.25  # at 4 two of ten would be accused
     assert tpr_at_fpr(members, others, fpr=0.2).value == 0.75
     assert tpr_at_fpr(members, others, fpr=0.0).value == 0.25
     low, high = tpr_at_fpr(members, others, fpr=0.2)[1:]
@@ -193,7 +206,7 @@ def test_a_loss_threshold_is_chosen_on_one_half_and_counted_on_the_other():
     assert found.success.value == found.fitted == 1 and found.advantage == 1 and 0 <= found.threshold < 1000
     assert found.success[1:] == pytest.approx((stats.binomtest(40, 40).proportion_ci(method="exact").low, 1.0))
     swapped = loss_threshold_attack(others, members, generator=generator())
-    assert swapped.fitted == 0.5             # a high loss says nothing to this attack
+    assert swapped.fitted == 0.5  # a high loss says nothing to this attack
 
 
 def test_a_threshold_fitted_to_noise_promises_more_than_it_keeps():
@@ -208,8 +221,11 @@ def test_a_threshold_fitted_to_noise_promises_more_than_it_keeps():
 
 
 def test_bad_losses_are_refused():
-    for members, words in ((torch.ones(1), "two losses"), (torch.tensor([math.nan, 1.0]), "members"),
-                           (torch.ones(2, 2), "members")):
+    for members, words in (
+        (torch.ones(1), "two losses"),
+        (torch.tensor([math.nan, 1.0]), "members"),
+        (torch.ones(2, 2), "members"),
+    ):
         with pytest.raises(ValueError, match=words):
             loss_threshold_attack(members, torch.ones(5), generator=generator())
     with pytest.raises(ValueError, match="confidence"):

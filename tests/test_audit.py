@@ -54,8 +54,10 @@ def test_a_mechanism_that_now_and_then_tells_everything_is_not_refuted_for_it(de
     trials = 30
     law = (1 - delta) * stats.binom.pmf(np.arange(trials + 1), trials, 0.5)
     law[-1] += delta
-    for refuted in (lambda v: audit.refutes(Line(0.0, delta), v, trials, trials),
-                    lambda v: audit.one_run_epsilon(v, trials, trials, delta=delta) > 0):
+    for refuted in (
+        lambda v: audit.refutes(Line(0.0, delta), v, trials, trials),
+        lambda v: audit.one_run_epsilon(v, trials, trials, delta=delta) > 0,
+    ):
         assert share_refuted(refuted, law) <= 0.05
     assert audit.refutes(Line(0.0, 0.0), trials, trials, trials)
 
@@ -63,8 +65,9 @@ def test_a_mechanism_that_now_and_then_tells_everything_is_not_refuted_for_it(de
 def test_extreme_scores_of_gaussian_noise_stay_below_the_truth_and_are_no_toy():
     generator, mu, above, values = torch.Generator().manual_seed(0), 2.0, 0, []
     for _ in range(40):
-        found = audit.audit(lambda included: mu * included + torch.randn(600, generator=generator), 600, delta=1e-4,
-                            generator=generator)["everybody"]
+        found = audit.audit(
+            lambda included: mu * included + torch.randn(600, generator=generator), 600, delta=1e-4, generator=generator
+        )["everybody"]
         above += found.mu > mu or found.epsilon > float(gaussian_epsilon(mu, 1e-4))
         values.append(found.mu)
     assert stats.binom.sf(above - 1, 40, 0.05) > 1e-4
@@ -92,10 +95,17 @@ def test_canaries_that_overlap_are_told_apart_together(monkeypatch):
     make = audit.trained._Observer
     monkeypatch.setattr(audit.trained, "_Observer", lambda *args: observers.append(make(*args)) or observers[0])
     model = torch.nn.Linear(130, 1, bias=False).double()
-    audit.audit_training(model, lambda outputs, _: -outputs.squeeze(1), (x, torch.zeros(120)),
-                         plan(120, sample_rate=1.0, noise_multiplier=0.1, steps=3), method="func", seed=0,
-                         canaries=torch.arange(120), optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-                         generator=torch.Generator().manual_seed(1))
+    audit.audit_training(
+        model,
+        lambda outputs, _: -outputs.squeeze(1),
+        (x, torch.zeros(120)),
+        plan(120, sample_rate=1.0, noise_multiplier=0.1, steps=3),
+        method="func",
+        seed=0,
+        canaries=torch.arange(120),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        generator=torch.Generator().manual_seed(1),
+    )
     included = observers[0].included
     right = [int(((attack > attack.median()) == included).sum()) for attack in observers[0].attacks()]
     assert right[0] < right[1] and right[1] >= 110
@@ -104,15 +114,21 @@ def test_canaries_that_overlap_are_told_apart_together(monkeypatch):
 def test_groups_have_bounds_of_their_own():
     included, groups = audit.coins(2000, torch.Generator().manual_seed(0)), np.arange(2000) % 2
     noise = torch.randn(2000, generator=torch.Generator().manual_seed(1))
-    found = audit.judge(included * torch.as_tensor(4.0 * groups) + noise, included, delta=1e-5, groups=groups.tolist(),
-                        claims={0: audit.GaussianCurve(0.1), 1: audit.GaussianCurve(0.1)})
+    found = audit.judge(
+        included * torch.as_tensor(4.0 * groups) + noise,
+        included,
+        delta=1e-5,
+        groups=groups.tolist(),
+        claims={0: audit.GaussianCurve(0.1), 1: audit.GaussianCurve(0.1)},
+    )
     assert list(found) == ["everybody", 0, 1] and found[0].canaries == found[1].canaries == 1000
     assert found[0].epsilon < 0.3 < 2 < found[1].epsilon and (found[0].refuted, found[1].refuted) == (False, True)
 
 
 def plan(n, **changes):
-    return DPSGDPlan(**{**dict(n=n, sample_rate=0.3, steps=15, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5),
-                        **changes})
+    return DPSGDPlan(
+        **{**dict(n=n, sample_rate=0.3, steps=15, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5), **changes}
+    )
 
 
 def test_the_claim_of_a_plan_is_all_its_pairs_of_epsilon_and_delta():
@@ -135,9 +151,17 @@ def orthogonal(n, claimed=None):
     model = torch.nn.Linear(n, 1, bias=False).double()
     data = torch.eye(n).double(), torch.zeros(n)
     return audit.audit_training(
-        model, lambda outputs, _: -5 * outputs.squeeze(1), data, claimed or plan(n), method="func", seed=0,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.01), canaries=torch.arange(n), together=False,
-        generator=torch.Generator().manual_seed(0))["everybody"]
+        model,
+        lambda outputs, _: -5 * outputs.squeeze(1),
+        data,
+        claimed or plan(n),
+        method="func",
+        seed=0,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
+        canaries=torch.arange(n),
+        together=False,
+        generator=torch.Generator().manual_seed(0),
+    )["everybody"]
 
 
 def halve_the_noise(monkeypatch, factor=0.5):
@@ -183,9 +207,15 @@ def test_a_canary_that_is_out_takes_no_part():
     observer = audit.trained._Observer(canaries, included)
     model = torch.nn.Linear(40, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
-    train(model, lambda outputs, _: -outputs.squeeze(1), (torch.eye(40).double(), torch.zeros(40)),
-          plan(40, noise_multiplier=0.0), optimizer=torch.optim.SGD(model.parameters(), lr=1.0), trackers=[observer],
-          seed=0)
+    train(
+        model,
+        lambda outputs, _: -outputs.squeeze(1),
+        (torch.eye(40).double(), torch.zeros(40)),
+        plan(40, noise_multiplier=0.0),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        trackers=[observer],
+        seed=0,
+    )
     moved = model.weight.detach()[0] != 0
     assert not moved[canaries[~included]].any() and moved[canaries[included]].all() and moved[1::2].all()
     assert observer.scores[included].min() > observer.scores[~included].max()
@@ -199,24 +229,36 @@ def test_a_network_is_audited_by_group_on_crafted_canaries():
     norms = torch.where(torch.arange(500) % 2 == 0, 0.2, 1.0)
     model = models.linear(20, 3, seed=0)
     found = audit.audit_training(
-        model, cross_entropy, data, plan(500, max_grad_norm=norms, noise_multiplier=0.5), canaries=range(300, 500),
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), groups=(torch.arange(500) % 2), seed=0,
-        generator=torch.Generator().manual_seed(2))
+        model,
+        cross_entropy,
+        data,
+        plan(500, max_grad_norm=norms, noise_multiplier=0.5),
+        canaries=range(300, 500),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        groups=(torch.arange(500) % 2),
+        seed=0,
+        generator=torch.Generator().manual_seed(2),
+    )
     assert list(found) == ["everybody", 0, 1] and not any(one.refuted for one in found.values())
     assert found[1].mu > found[0].mu
 
 
-@pytest.mark.parametrize("call, match", [
-    (lambda: audit.one_run_epsilon(5, 4, 10, delta=0), "correct"),
-    (lambda: audit.one_run_epsilon(1, 11, 10, delta=0), "guesses"),
-    (lambda: audit.one_run_epsilon(1, 2, 10, delta=1), "delta"),
-    (lambda: audit.one_run_mu(1, 2, 3, confidence=1), "confidence"),
-    (lambda: audit.judge([1.0, math.nan], torch.tensor([True, False]), delta=0), "scores"),
-    (lambda: audit.judge([1.0, 2.0], [0.5, 1], delta=0), "included"), (lambda: audit.coins(0), "canaries"),
-    (lambda: audit.judge([1.0, 2.0], torch.tensor([True, False]), delta=0, groups=[1]), "groups"),
-    (lambda: audit.PlanCurve(plan(5, noise_multiplier=0.0)), "noise"),
-    (lambda: audit.PlanCurve(plan(5, steps=0)), "step"),
-    (lambda: audit.audit_training(None, None, None, plan(5), optimizer=None, canaries=[1, 1]), "canaries")])
+@pytest.mark.parametrize(
+    "call, match",
+    [
+        (lambda: audit.one_run_epsilon(5, 4, 10, delta=0), "correct"),
+        (lambda: audit.one_run_epsilon(1, 11, 10, delta=0), "guesses"),
+        (lambda: audit.one_run_epsilon(1, 2, 10, delta=1), "delta"),
+        (lambda: audit.one_run_mu(1, 2, 3, confidence=1), "confidence"),
+        (lambda: audit.judge([1.0, math.nan], torch.tensor([True, False]), delta=0), "scores"),
+        (lambda: audit.judge([1.0, 2.0], [0.5, 1], delta=0), "included"),
+        (lambda: audit.coins(0), "canaries"),
+        (lambda: audit.judge([1.0, 2.0], torch.tensor([True, False]), delta=0, groups=[1]), "groups"),
+        (lambda: audit.PlanCurve(plan(5, noise_multiplier=0.0)), "noise"),
+        (lambda: audit.PlanCurve(plan(5, steps=0)), "step"),
+        (lambda: audit.audit_training(None, None, None, plan(5), optimizer=None, canaries=[1, 1]), "canaries"),
+    ],
+)
 def test_bad_input_is_refused(call, match):
     with pytest.raises(ValueError, match=match):
         call()

@@ -25,19 +25,23 @@ STATIC = ROOT / "book" / "_static"
 @pytest.fixture(scope="module")
 def run_script(node):
     """What an expression over `accountant` gives."""
+
     def run(expression):
         script = f"const accountant = require({str(STATIC / 'accountant.js')!r});"
         script += f"console.log(JSON.stringify({expression}))"
         return json.loads(subprocess.run([node, "-e", script], capture_output=True, text=True, check=True).stdout)
+
     return run
 
 
 @pytest.fixture(scope="module")
 def run_chart(node):
     """What an expression over `chart` gives."""
+
     def run(expression):
         script = f"const chart = require({str(STATIC / 'chart.js')!r}); console.log(JSON.stringify({expression}))"
         return json.loads(subprocess.run([node, "-e", script], capture_output=True, text=True, check=True).stdout)
+
     return run
 
 
@@ -53,23 +57,37 @@ def page(chromium, browser_check):
 
 
 RUNS = [  # sample rate, noise multiplier, steps, delta
-    (512 / 60_000, 3.42529, 9375, 1e-5), (0.01, 1.0, 1000, 1e-5), (0.01, 0.8, 500, 1e-9), (0.5, 5.0, 100, 1e-5),
-    (0.001, 0.6, 20_000, 1e-6), (1.0, 10.0, 10, 1e-5), (512 / 60_000, 34.2529, 9375, 1e-5), (0.05, 0.5, 10, 1e-3),
+    (512 / 60_000, 3.42529, 9375, 1e-5),
+    (0.01, 1.0, 1000, 1e-5),
+    (0.01, 0.8, 500, 1e-9),
+    (0.5, 5.0, 100, 1e-5),
+    (0.001, 0.6, 20_000, 1e-6),
+    (1.0, 10.0, 10, 1e-5),
+    (512 / 60_000, 34.2529, 9375, 1e-5),
+    (0.05, 0.5, 10, 1e-3),
     (0.2, 2.0, 1, 1e-4),
 ]
 
 
 # What the page admits at its ends: epsilons of millions and of millionths, full batches, a delta of 1e-9.
 ENDS = [
-    (1.0, 0.3, 1_000_000, 1e-5), (0.5, 0.3, 20_000, 1e-5), (1e-5, 0.3, 1_000_000, 1e-9), (1e-5, 5000.0, 10_000, 1e-9),
-    (0.999, 0.3, 1, 1e-9), (0.3, 100.0, 100_000, 1e-9), (1e-5, 0.3, 1, 1e-2), (1.0, 100.0, 1, 1e-2),
+    (1.0, 0.3, 1_000_000, 1e-5),
+    (0.5, 0.3, 20_000, 1e-5),
+    (1e-5, 0.3, 1_000_000, 1e-9),
+    (1e-5, 5000.0, 10_000, 1e-9),
+    (0.999, 0.3, 1, 1e-9),
+    (0.3, 100.0, 100_000, 1e-9),
+    (1e-5, 0.3, 1, 1e-2),
+    (1.0, 100.0, 1, 1e-2),
 ]
 
 
 def inputs(generator):
     """A run from the page's whole range: rate, noise over the norm, steps, delta."""
+
     def logarithmic(low, high):
         return math.exp(generator.uniform(math.log(low), math.log(high)))
+
     rate = 1.0 if generator.random() < 0.03 else logarithmic(1e-5, 1)
     return rate, logarithmic(0.3, 100) / generator.uniform(0.02, 1), round(logarithmic(1, 1e6)), logarithmic(1e-9, 1e-2)
 
@@ -127,12 +145,15 @@ def test_no_delta_of_a_profile_is_below_the_librarys_and_the_attacker_is_near_th
     profile = run_script(f"accountant.profileOf{call}")[::50]
     rates = [1e-4, 1e-2, 0.3]
     found = run_script(f"{rates}.map(accountant.attackerOf{call})")
-    deltas = [compute_delta(sample_rate=rate, noise_multiplier=noise, steps=steps, epsilon=epsilon)
-              for epsilon, _ in profile]
+    deltas = [
+        compute_delta(sample_rate=rate, noise_multiplier=noise, steps=steps, epsilon=epsilon) for epsilon, _ in profile
+    ]
     assert all(exact <= delta for exact, (_, delta) in zip(deltas, profile))
     for false, true in zip(rates, found):
-        exact = min(min(delta + math.exp(epsilon) * false, 1 - math.exp(-epsilon) * (1 - delta - false))
-                    for delta, (epsilon, _) in zip(deltas, profile))
+        exact = min(
+            min(delta + math.exp(epsilon) * false, 1 - math.exp(-epsilon) * (1 - delta - false))
+            for delta, (epsilon, _) in zip(deltas, profile)
+        )
         assert false < true <= 1.01 * exact
 
 
@@ -169,15 +190,15 @@ def test_the_tail_of_the_normal_distribution_keeps_its_relative_accuracy(run_scr
 
 
 def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page):
-    body, = re.findall(r"```\{raw\} html\n(.*?)```", (ROOT / "book" / "calculator.md").read_text(encoding="utf-8"),
-                       re.DOTALL)
+    (body,) = re.findall(
+        r"```\{raw\} html\n(.*?)```", (ROOT / "book" / "calculator.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     body = re.sub(r"<script src=.*?</script>", "", body)
     page.set_content(f"<!DOCTYPE html><html lang=en><body>{body}</body></html>")
     for script in ("accountant.js", "chart.js", "calculator.js"):
         page.add_script_tag(path=STATIC / script)
     controls = page.locator("input").all()
-    assert len(controls) == 10 and all(control.evaluate("c => c.labels.length || c.ariaLabel")
-                                       for control in controls)
+    assert len(controls) == 10 and all(control.evaluate("c => c.labels.length || c.ariaLabel") for control in controls)
     said = page.locator("#calculator-said")
     assert said.get_attribute("aria-live") == "polite" and "at most 0.916" in said.text_content()
     page.focus("[name=norm-slider]")
@@ -206,7 +227,7 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
     page.keyboard.press("Enter")
     page.wait_for_function("document.getElementById('calculator-copied').textContent.startsWith('Marked')")
     assert "compute_epsilon" in page.evaluate("getSelection().toString()")
-    page.fill("[name=noise]", "0.3")            # epsilons of many thousands, which e^epsilon cannot hold
+    page.fill("[name=noise]", "0.3")  # epsilons of many thousands, which e^epsilon cannot hold
     page.fill("[name=rate]", "1")
     page.wait_for_function("Number(document.getElementById('all-pld').textContent) > 10000")
     exact = compute_epsilon(sample_rate=1.0, noise_multiplier=0.3, steps=9375, delta=1e-5)

@@ -25,24 +25,30 @@ def test_epsilon_prints_the_reference_point_with_all_that_it_rests_on(capsys):
     assert out == "epsilon 1.00358 at delta 1e-05 (add/remove one example, Poisson sampling, accountant rdp)\n"
 
 
-@pytest.mark.parametrize("question, other, name", [
-    ("noise-multiplier", ["--sample-rate", "0.01", "--steps", "1000"], "find_noise_multiplier"),
-    ("sample-rate", ["--noise-multiplier", "2", "--steps", "1000"], "find_sample_rate"),
-    ("steps", ["--noise-multiplier", "2", "--sample-rate", "0.01"], "find_steps"),
-])
+@pytest.mark.parametrize(
+    "question, other, name",
+    [
+        ("noise-multiplier", ["--sample-rate", "0.01", "--steps", "1000"], "find_noise_multiplier"),
+        ("sample-rate", ["--noise-multiplier", "2", "--steps", "1000"], "find_sample_rate"),
+        ("steps", ["--noise-multiplier", "2", "--sample-rate", "0.01"], "find_steps"),
+    ],
+)
 def test_each_search_answers_as_the_library_does(capsys, question, other, name):
-    answer = json.loads(said(capsys, question, "--epsilon", "1", "--delta", "1e-5", *other, "--accountant", "rdp",
-                             "--json"))
-    given = {key: answer[key] for key in ("sample_rate", "noise_multiplier", "steps")
-             if key != question.replace("-", "_")}
+    answer = json.loads(
+        said(capsys, question, "--epsilon", "1", "--delta", "1e-5", *other, "--accountant", "rdp", "--json")
+    )
+    given = {
+        key: answer[key] for key in ("sample_rate", "noise_multiplier", "steps") if key != question.replace("-", "_")
+    }
     expected = getattr(accounting, name)(target_epsilon=1, target_delta=1e-5, accountant="rdp", **given)
     assert answer[question.replace("-", "_")] == expected
     assert answer["neighbouring_relation"] and answer["sampler"] == "Poisson"
 
 
 def test_json_of_an_infinite_epsilon_is_valid_json(capsys):
-    out = said(capsys, "epsilon", "--sample-rate", "1", "--noise-multiplier", "0", "--steps", "1", "--delta", "1e-5",
-               "--json")
+    out = said(
+        capsys, "epsilon", "--sample-rate", "1", "--noise-multiplier", "0", "--steps", "1", "--delta", "1e-5", "--json"
+    )
     assert json.loads(out)["epsilon"] == "inf"
 
 
@@ -53,30 +59,54 @@ def test_printed_answers_are_rounded_to_the_safe_side(value):
     assert up - down <= 1.001e-5 * value
 
 
-@pytest.mark.parametrize("value, toward, printed", [
-    (1.0000001e-6, math.ceil, 1.00001e-6), (0.3, math.floor, 0.3), (0.1, math.ceil, 0.1), (2.0, math.ceil, 2.0),
-    (math.nextafter(14.245, 15), math.ceil, 14.2451), (math.nextafter(8.44754e-07, 0), math.floor, 8.44753e-07),
-])
+@pytest.mark.parametrize(
+    "value, toward, printed",
+    [
+        (1.0000001e-6, math.ceil, 1.00001e-6),
+        (0.3, math.floor, 0.3),
+        (0.1, math.ceil, 0.1),
+        (2.0, math.ceil, 2.0),
+        (math.nextafter(14.245, 15), math.ceil, 14.2451),
+        (math.nextafter(8.44754e-07, 0), math.floor, 8.44753e-07),
+    ],
+)
 def test_a_number_of_few_digits_stays_and_its_neighbour_goes_to_the_safe_side(value, toward, printed):
     assert cli.rounded(value, toward) == printed
 
 
 @pytest.mark.parametrize("delta", ["1.2345642e-05", "0.0000100000049", "1e-05"])
 def test_a_given_delta_and_epsilon_are_printed_with_all_their_digits(capsys, delta):
-    out = said(capsys, "steps", "--epsilon", "1.0000049", "--delta", delta, "--sample-rate", "0.01",
-               "--noise-multiplier", "1", "--accountant", "rdp")
+    out = said(
+        capsys,
+        "steps",
+        "--epsilon",
+        "1.0000049",
+        "--delta",
+        delta,
+        "--sample-rate",
+        "0.01",
+        "--noise-multiplier",
+        "1",
+        "--accountant",
+        "rdp",
+    )
     words = out.split()
     assert words[words.index("epsilon") + 1] == "1.0000049"
     assert float(words[words.index("delta") + 1]) == float(delta)
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (["epsilon", *RUN[:-1], "2"], "delta must lie in (0, 1), got 2"),
-    (["epsilon", *RUN, "--accountant", "gdp"], "accountant must be one of"),
-    (["steps", "--epsilon", "1", "--delta", "1e-5", "--sample-rate", "0.5", "--noise-multiplier", "0.1"],
-     "cannot be met"),
-    (["run", "no-such/exhibit"], "name must be one of"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["epsilon", *RUN[:-1], "2"], "delta must lie in (0, 1), got 2"),
+        (["epsilon", *RUN, "--accountant", "gdp"], "accountant must be one of"),
+        (
+            ["steps", "--epsilon", "1", "--delta", "1e-5", "--sample-rate", "0.5", "--noise-multiplier", "0.1"],
+            "cannot be met",
+        ),
+        (["run", "no-such/exhibit"], "name must be one of"),
+    ],
+)
 def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys, arguments, words):
     assert cli.main(arguments) == 2
     captured = capsys.readouterr()
@@ -109,11 +139,14 @@ def test_a_damaged_record_of_the_paper_is_a_warning_beside_a_run_that_succeeded(
     assert captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option, value, words", [
-    ("--device", "meta", "device must be one that computes here"),
-    ("--out", __file__, "out must be a folder that can be written to"),
-    ("--seeds", "1", "seeds must be left out"),
-])
+@pytest.mark.parametrize(
+    "option, value, words",
+    [
+        ("--device", "meta", "device must be one that computes here"),
+        ("--out", __file__, "out must be a folder that can be written to"),
+        ("--seeds", "1", "seeds must be left out"),
+    ],
+)
 def test_a_run_that_cannot_work_ends_in_one_line_before_it_begins(capsys, tmp_path, option, value, words):
     options = {"--preset": "quick", "--out": str(tmp_path), option: value}
     assert cli.main(["run", "idp-sgd/table-5", *(word for pair in options.items() for word in pair)]) == 2

@@ -15,6 +15,7 @@ from dpcompanion import data
 def _no_network(monkeypatch):
     def refuse(*_, **__):
         raise OSError("no network in tests")
+
     monkeypatch.setattr(data.files.urllib.request, "urlopen", refuse)
     monkeypatch.setattr(data.files, "import_torchvision", refuse)
     monkeypatch.delenv("DPCOMPANION_DATA", raising=False)
@@ -35,14 +36,24 @@ def small_mnist(root, compress=gzip.compress, suffix=".gz"):
     return folder
 
 
-SMALL_NPZ = {"train_x": np.zeros((5, 32, 32, 3), np.uint8), "train_y": np.arange(5),
-             "test_x": np.full((3, 32, 32, 3), 255, np.uint8), "test_y": np.arange(3)}
+SMALL_NPZ = {
+    "train_x": np.zeros((5, 32, 32, 3), np.uint8),
+    "train_y": np.arange(5),
+    "test_x": np.full((3, 32, 32, 3), 255, np.uint8),
+    "test_y": np.arange(3),
+}
 
 
-@pytest.mark.parametrize("name, features, classes", [
-    ("mnist-5k", (1, 28, 28), 10), ("digits", (1, 8, 8), 10), ("breast-cancer", (30,), 2), ("iris", (4,), 3),
-    ("wine", (13,), 3),
-])
+@pytest.mark.parametrize(
+    "name, features, classes",
+    [
+        ("mnist-5k", (1, 28, 28), 10),
+        ("digits", (1, 8, 8), 10),
+        ("breast-cancer", (30,), 2),
+        ("iris", (4,), 3),
+        ("wine", (13,), 3),
+    ],
+)
 def test_the_sets_in_the_install_load_and_their_split_is_stratified(name, features, classes):
     train, test, whole = (data.load(name, split=split) for split in ("train", "test", "all"))
     assert len(train) + len(test) == len(whole)
@@ -57,6 +68,7 @@ def test_the_sets_in_the_install_load_and_their_split_is_stratified(name, featur
 def test_a_set_of_scikit_learn_is_verified_only_when_it_is_compared(name, monkeypatch):
     assert data.load(name).verified and not data.load(name, verify=False).verified
     from sklearn import datasets
+
     loader = f"load_{name.replace('-', '_')}"
     altered = getattr(datasets, loader)()
     altered.data[3, 1] += 1
@@ -90,12 +102,15 @@ def test_normalised_uses_public_constants_only():
         data.load("wine").normalised()
 
 
-@pytest.mark.parametrize("argument, message", [
-    ({"name": "mnist-6k"}, "name must be one of 'mnist-5k', .*'imdb', got 'mnist-6k'"),
-    ({"name": "digits", "split": "validation"}, "split must be one of 'train', 'test', 'all', got 'validation'"),
-    ({"name": "digits", "target": "age"}, "target must be one of None, got 'age'"),
-    ({"name": "digits", "dtype": torch.int64}, "dtype must be a floating-point"),
-])
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ({"name": "mnist-6k"}, "name must be one of 'mnist-5k', .*'imdb', got 'mnist-6k'"),
+        ({"name": "digits", "split": "validation"}, "split must be one of 'train', 'test', 'all', got 'validation'"),
+        ({"name": "digits", "target": "age"}, "target must be one of None, got 'age'"),
+        ({"name": "digits", "dtype": torch.int64}, "dtype must be a floating-point"),
+    ],
+)
 def test_bad_arguments_are_named_with_what_is_allowed(argument, message):
     with pytest.raises(ValueError, match=message):
         data.load(**argument)
@@ -138,8 +153,16 @@ def test_an_altered_file_is_refused_by_name(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["train-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz"])
-@pytest.mark.parametrize("damage", [lambda b: b[:-9], lambda b: b[:20], lambda b: b"", lambda b: b"\0" * len(b),
-                                    lambda b: b[:30] + bytes([b[30] ^ 255]) + b[31:]])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda b: b[:-9],
+        lambda b: b[:20],
+        lambda b: b"",
+        lambda b: b"\0" * len(b),
+        lambda b: b[:30] + bytes([b[30] ^ 255]) + b[31:],
+    ],
+)
 def test_a_truncated_or_broken_gzip_file_is_refused_by_name_even_unverified(tmp_path, file, damage):
     path = small_mnist(tmp_path) / file
     path.write_bytes(damage(path.read_bytes()))
@@ -207,8 +230,10 @@ def test_svhn_matlab_files_load_with_the_digit_zero_as_class_zero(tmp_path):
     import scipy.io
 
     for split in ("train", "test"):
-        scipy.io.savemat(tmp_path / f"{split}_32x32.mat",
-                         {"X": np.zeros((32, 32, 3, 4), np.uint8), "y": np.array([[10], [1], [2], [9]], np.uint8)})
+        scipy.io.savemat(
+            tmp_path / f"{split}_32x32.mat",
+            {"X": np.zeros((32, 32, 3, 4), np.uint8), "y": np.array([[10], [1], [2], [9]], np.uint8)},
+        )
     train = data.load("svhn", root=tmp_path, verify=False)
     assert train.features.shape == (4, 3, 32, 32) and train.labels.tolist() == [0, 1, 2, 9]
     with pytest.raises(ValueError, match="train_32x32.mat is damaged or altered.*md5"):
@@ -243,10 +268,17 @@ def test_covertype_classes_count_from_zero(tmp_path):
 
 
 def test_utkface_predicts_the_attribute_that_is_asked_for(tmp_path):
-    np.savez(tmp_path / "utkface.npz", x=np.zeros((10, 8, 8, 3), np.uint8), age=np.arange(10, dtype=np.int16),
-             gender=np.array([0, 1] * 5, np.int8), race=np.array([0, 1, 2, 3, 4] * 2, np.int8))
-    whole = {target: data.load("utkface", split="all", target=target, root=tmp_path)
-             for target in (None, "gender", "race", "age")}
+    np.savez(
+        tmp_path / "utkface.npz",
+        x=np.zeros((10, 8, 8, 3), np.uint8),
+        age=np.arange(10, dtype=np.int16),
+        gender=np.array([0, 1] * 5, np.int8),
+        race=np.array([0, 1, 2, 3, 4] * 2, np.int8),
+    )
+    whole = {
+        target: data.load("utkface", split="all", target=target, root=tmp_path)
+        for target in (None, "gender", "race", "age")
+    }
     assert whole[None].labels.tolist() == whole["gender"].labels.tolist() == [0, 1] * 5
     assert whole["race"].classes[4] == "Other" and whole["race"].labels.max() == 4
     assert whole["age"].labels.tolist() == list(range(10)) and whole["age"].num_classes == 0
@@ -268,8 +300,15 @@ def test_text_sets_load_as_strings_with_their_labels(tmp_path):
         data.load("surnames", root=tmp_path, verify=False)
 
 
-@pytest.mark.parametrize("name, file", [("surnames", "names.tsv"), ("surnames", "surnames.tsv"),
-                                        ("surnames", "surnames.tsv.gz"), ("imdb", "imdb/imdb.tsv")])
+@pytest.mark.parametrize(
+    "name, file",
+    [
+        ("surnames", "names.tsv"),
+        ("surnames", "surnames.tsv"),
+        ("surnames", "surnames.tsv.gz"),
+        ("imdb", "imdb/imdb.tsv"),
+    ],
+)
 def test_a_text_set_is_checked_under_every_name_that_its_file_may_have(tmp_path, monkeypatch, name, file):
     content = b"name\tlanguage\nAbe\tJapanese\n" if name == "surnames" else b"train\tneg\t0\t3\tbad\n"
     path = tmp_path / file
@@ -303,6 +342,7 @@ def _importer(monkeypatch, outcomes):
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
+
     monkeypatch.setattr(builtins, "__import__", fake)
 
 
@@ -313,7 +353,8 @@ def test_torchvision_is_imported_plainly_where_that_works(monkeypatch, _torchvis
 
 
 def test_torchvision_is_imported_with_its_operators_declared_where_they_are_missing(
-        monkeypatch, _torchvision_forgotten):
+    monkeypatch, _torchvision_forgotten
+):
     module, declared = types.ModuleType("torchvision"), []
 
     class Library:
@@ -322,12 +363,14 @@ def test_torchvision_is_imported_with_its_operators_declared_where_they_are_miss
 
         def define(self, schema):
             declared.append(schema)
+
     monkeypatch.setattr(torch.library, "Library", Library)
     monkeypatch.setattr(data.files, "_KEPT_ALIVE", [])
     _importer(monkeypatch, [RuntimeError("operator torchvision::nms does not exist"), module])
     assert data.import_torchvision() is module
     assert declared == [("torchvision", "DEF")] + [
-        f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")]
+        f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")
+    ]
     assert len(data.files._KEPT_ALIVE) == 1
 
 

@@ -46,7 +46,7 @@ def imports(*, inside_functions):
             elif isinstance(node, ast.ImportFrom):
                 base = node.module
                 if node.level:
-                    base = ".".join(filter(None, (*package[:len(package) - node.level + 1], node.module)))
+                    base = ".".join(filter(None, (*package[: len(package) - node.level + 1], node.module)))
                 yield from ((module, f"{base}.{alias.name}") for alias in node.names)
 
 
@@ -60,8 +60,9 @@ def part(module, of):
 
 
 def parts(folder):
-    return {path.stem for path in folder.iterdir()
-            if path.suffix == ".py" or (path / "__init__.py").is_file()} - {"__init__"}
+    return {path.stem for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()} - {
+        "__init__"
+    }
 
 
 def test_every_part_has_its_layer():
@@ -123,6 +124,7 @@ def test_no_paper_imports_another():
 def test_loading_needs_torch_numpy_and_scipy_only():
     for module, name in imports(inside_functions=False):
         top = name.split(".")[0]
-        allowed = (top in sys.stdlib_module_names
-                   or top in CORE | BEYOND_THE_CORE.get(part(module, "dpcompanion"), set()))
+        allowed = top in sys.stdlib_module_names or top in CORE | BEYOND_THE_CORE.get(
+            part(module, "dpcompanion"), set()
+        )
         assert allowed, f"{module} imports {top} as it is loaded"

@@ -16,9 +16,20 @@ from dpcompanion.reproduction.papers.idp_sgd import TABLE_5
 from dpcompanion.per_instance import step_divergence
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
-PAGES = ["attacker", "accounting-in-pictures", "which-guarantee", "accounting", "your-own-model", "your-epsilon",
-         "papers/intrinsic-privacy", "papers/per-instance-accounting", "papers/individual-accounting", "papers/idp-sgd",
-         "papers/gradients-look-alike", "papers/gradients-look-alike-proofs"]
+PAGES = [
+    "attacker",
+    "accounting-in-pictures",
+    "which-guarantee",
+    "accounting",
+    "your-own-model",
+    "your-epsilon",
+    "papers/intrinsic-privacy",
+    "papers/per-instance-accounting",
+    "papers/individual-accounting",
+    "papers/idp-sgd",
+    "papers/gradients-look-alike",
+    "papers/gradients-look-alike-proofs",
+]
 QUESTION = r":::\{admonition\} Exercise (\d+)(?:: [^\n]+)?\n:class: exercise\n\n(.+?)\n:::\n"
 ANSWER = r"\n(?::::\{dropdown\} Solution\n(.+?)\n:::\n|```\{code-cell\} ipython3\n:tags: \[hide-cell\]\n(.+?)\n```\n)"
 
@@ -56,8 +67,12 @@ def test_intrinsic_privacy_a_shifted_uniform_leaves_its_support_with_the_chance_
 def test_per_instance_accounting_rounding_and_handing_over_the_draws():
     rounding, draws, *_ = solutions("papers/per-instance-accounting")
     assert f"= {(0.1 / 0.149) ** 2:.2f}$" in rounding and f"= {(0.2 / 0.149) ** 2:.1f}$" in rounding
-    low, true = (compute_epsilon(sample_rate=1024 / 60_000, noise_multiplier=2.5 / norm, steps=5860, delta=1e-5,
-                                 accountant="rdp") for norm in (0.1, 0.149))
+    low, true = (
+        compute_epsilon(
+            sample_rate=1024 / 60_000, noise_multiplier=2.5 / norm, steps=5860, delta=1e-5, accountant="rdp"
+        )
+        for norm in (0.1, 0.149)
+    )
     assert "a third in epsilon" in rounding and 0.28 < 1 - low / true < 0.38
     q, sigma, alpha = 0.064, 2.5, 8
     known = math.log1p(q * math.expm1((alpha**2 - alpha) / (2 * sigma**2))) / (alpha - 1)
@@ -87,8 +102,9 @@ def test_proofs_the_moment_is_convex_in_the_squared_length(alpha):
     factor = 2 + 4 * (alpha - 2) * omega + (alpha - 2) * (alpha - 3) * omega**2
     assert float(factor.min()) >= (2 - 0.25 if alpha >= 2 else (alpha - 1) * alpha - 1e-12)
     squares = torch.linspace(0.01, 6, 60, dtype=torch.float64)
-    moment = torch.exp((alpha - 1) * step_divergence(sample_rate=0.2, noise_multiplier=1.0, orders=alpha,
-                                                     sensitivity=squares.sqrt()))
+    moment = torch.exp(
+        (alpha - 1) * step_divergence(sample_rate=0.2, noise_multiplier=1.0, orders=alpha, sensitivity=squares.sqrt())
+    )
     assert (moment[2:] - 2 * moment[1:-1] + moment[:-2] > 0).all()
 
 

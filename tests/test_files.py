@@ -64,9 +64,11 @@ def test_writers_at_once_never_mix(tmp_path):
 
 def test_a_kill_leaves_the_old_file_or_the_new_one(tmp_path):
     path = tmp_path / "a"
-    code = ("import importlib.util, sys; spec = importlib.util.spec_from_file_location('files', sys.argv[1]);"
-            "files = importlib.util.module_from_spec(spec); spec.loader.exec_module(files); print('go', flush=True)\n"
-            "while True:\n for k in b'xyz': files.replace(sys.argv[2], bytes([k]) * 1_000_000)")
+    code = (
+        "import importlib.util, sys; spec = importlib.util.spec_from_file_location('files', sys.argv[1]);"
+        "files = importlib.util.module_from_spec(spec); spec.loader.exec_module(files); print('go', flush=True)\n"
+        "while True:\n for k in b'xyz': files.replace(sys.argv[2], bytes([k]) * 1_000_000)"
+    )
     for pause in (0.01, 0.03, 0.05, 0.1):
         writer = subprocess.Popen([sys.executable, "-c", code, _files.__file__, str(path)], stdout=subprocess.PIPE)
         writer.stdout.readline()

@@ -19,8 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def lines_of(name):
-    return [line.strip() for line in (ROOT / name).read_text().splitlines() if line.strip()
-            and not line.startswith("#")]
+    return [
+        line.strip() for line in (ROOT / name).read_text().splitlines() if line.strip() and not line.startswith("#")
+    ]
 
 
 def test_conda_installs_by_the_pins_of_constraints():
@@ -54,8 +55,11 @@ def chapters(entry):
 
 def test_every_page_of_the_book_is_in_its_table_of_contents():
     listed = list(chapters(yaml.safe_load((ROOT / "_toc.yml").read_text())))
-    there = {path.relative_to(ROOT).with_suffix("").as_posix() for path in (ROOT / "book").rglob("*.md")
-             if "_static" not in path.parts and not any(part.startswith(".") for part in path.parts)}
+    there = {
+        path.relative_to(ROOT).with_suffix("").as_posix()
+        for path in (ROOT / "book").rglob("*.md")
+        if "_static" not in path.parts and not any(part.startswith(".") for part in path.parts)
+    }
     assert len(listed) == len(set(listed)) and set(listed) == there
 
 
@@ -72,7 +76,7 @@ def test_the_vendored_mathjax_is_that_of_npm():
 
 
 def test_the_readme_computes_what_it_says():
-    snippet, = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = [float(comment) for comment in re.findall(r"# (\d\.\d+)", snippet)]
@@ -82,8 +86,9 @@ def test_the_readme_computes_what_it_says():
 
 
 def test_the_readme_names_files_that_exist():
-    named = re.findall(r"`((?:book|tools)/[\w./-]+|[A-Z]\w+\.cff|[a-z]+\.(?:yml|txt))`",
-                       (ROOT / "README.md").read_text())
+    named = re.findall(
+        r"`((?:book|tools)/[\w./-]+|[A-Z]\w+\.cff|[a-z]+\.(?:yml|txt))`", (ROOT / "README.md").read_text()
+    )
     assert named and not [name for name in named if not (ROOT / name).exists()]
 
 
@@ -109,8 +114,9 @@ def test_package_and_repository_name_the_same_authors_and_address():
 def make(folder, *arguments, **environment):
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
-    return subprocess.run(["make", *arguments], capture_output=True, text=True, cwd=folder,
-                          env={**os.environ, **environment})
+    return subprocess.run(
+        ["make", *arguments], capture_output=True, text=True, cwd=folder, env={**os.environ, **environment}
+    )
 
 
 def test_make_alone_tells_the_targets(tmp_path):
@@ -185,8 +191,9 @@ def test_a_wheel_is_made_for_its_own_tag_only(tmp_path, tag, passes):
 
 
 def test_docstrings_may_write_formulas_between_dollar_signs():
-    assert subprocess.run([sys.executable, "-m", "doctest",
-                           str(ROOT / "book" / "_ext" / "docstrings.py")]).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-m", "doctest", str(ROOT / "book" / "_ext" / "docstrings.py")]).returncode == 0
+    )
 
 
 @pytest.mark.parametrize("file", ["book/_ext/digests.py", "tools/lowest.py", "tools/outputs.py"])
@@ -200,8 +207,9 @@ def prove(monkeypatch):
     return importlib.import_module("prove")
 
 
-@pytest.mark.parametrize("broken", [None, "lint", "unit tests and doctests",
-                                    "notebooks executed again, outputs compared"])
+@pytest.mark.parametrize(
+    "broken", [None, "lint", "unit tests and doctests", "notebooks executed again, outputs compared"]
+)
 def test_the_end_of_the_tests_says_what_was_proved_and_is_red_if_anything_is(prove, monkeypatch, capsys, broken):
     tried = []
 
@@ -218,10 +226,24 @@ def test_the_end_of_the_tests_says_what_was_proved_and_is_red_if_anything_is(pro
 
 def test_the_summary_of_the_tests_counts_them_and_names_what_was_skipped(prove, tmp_path):
     (tmp_path / "test_three.py").write_text(
-        "import pytest\ndef test_one(): pass\ndef test_two(): pytest.skip('no browser')\ndef test_three(): assert 0\n")
+        "import pytest\ndef test_one(): pass\ndef test_two(): pytest.skip('no browser')\ndef test_three(): assert 0\n"
+    )
     report = tmp_path / "tests.xml"
-    subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "--rootdir",
-                    str(tmp_path), str(tmp_path)], capture_output=True)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            f"--junitxml={report}",
+            "--rootdir",
+            str(tmp_path),
+            str(tmp_path),
+        ],
+        capture_output=True,
+    )
     assert prove.counts(report) == (1, {"no browser": 1}) and prove.counts(tmp_path / "none.xml") == (0, {})
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DIGEST = "application/vnd.dpcompanion.digest"
 pytestmark = pytest.mark.xdist_group("gate")
 
-NOTEBOOK = r'''---
+NOTEBOOK = r"""---
 kernelspec:
   name: python3
   display_name: Python 3
@@ -48,7 +48,7 @@ ax.plot(range(10))
 plt.show()
 plotting.digest(line=range(10))
 ```
-'''
+"""
 PAGES = {
     "macro": "# A macro that nobody defined\n\n$\\undefinedmacro{x}$\n",
     "outside": '# A picture from elsewhere\n\n<img src="http://example.org/picture.png" alt="A picture.">\n',
@@ -205,8 +205,10 @@ def test_the_pages_of_a_paper_are_executed_in_turn_and_share_a_folder_that_is_fr
         (book / "book" / f"{stem}.md").write_text(f"{front}# A page\n\n```{{code-cell}} ipython3\n{cell}\n```\n")
     (book / "book" / "accounting.md").unlink(), twin_of(book).unlink()
     assert notebooks(book, "execute", "--jobs", "1").returncode == 0
-    said = {path.stem: "".join(code(json.loads(path.read_text()), 1)["outputs"][0]["text"]).strip()
-            for path in (book / "book").glob("*.ipynb")}
+    said = {
+        path.stem: "".join(code(json.loads(path.read_text()), 1)["outputs"][0]["text"]).strip()
+        for path in (book / "book").glob("*.ipynb")
+    }
     assert said == {"idp": "['exhibits'] None", "idp-exhibits": "[] None", "idps": "[] None"}
     compared = verify(book, "avx2", "compatible")
     assert compared.returncode == 1 and "3 notebooks again, 6 runs" in compared.stdout
@@ -224,7 +226,8 @@ def test_a_kernel_that_does_not_start_is_started_once_more_and_the_whole_noteboo
         f"        path = os.path.join({str(tmp_path)!r}, name)\n"
         "        if os.path.exists(path):\n"
         "            os.remove(path)\n"
-        "            os._exit(1)\n")
+        "            os._exit(1)\n"
+    )
     (tmp_path / "once").touch()
     done = notebooks(book, "execute", PYTHONPATH=str(tmp_path))
     assert done.returncode == 0 and done.stdout.rstrip().endswith("reproduced") and not (tmp_path / "once").exists()
@@ -268,23 +271,33 @@ def test_a_figure_without_words_is_refused(book, option, complaint):
         cell_metadata["mystnb"]["image" if option == "alt" else "figure"].pop(option)
 
     source = book / "book" / "accounting.md"
-    source.write_text(NOTEBOOK.replace('{alt: "A line that rises from 0 to 9."}', "{}") if option == "alt" else
-                      NOTEBOOK.replace('caption: "A line.", ', ""))
+    source.write_text(
+        NOTEBOOK.replace('{alt: "A line that rises from 0 to 9."}', "{}")
+        if option == "alt"
+        else NOTEBOOK.replace('caption: "A line.", ', "")
+    )
     edit(twin_of(book), lambda notebook: drop(code(notebook, 2)["metadata"]))
     checked = notebooks(book, "check")
     assert checked.returncode == 1 and checked.stdout.count("accounting:") == 1 and complaint in checked.stdout
 
 
 def test_a_figure_without_a_digest_is_refused(book):
-    edit(twin_of(book), lambda notebook: code(notebook, 2).update(
-        outputs=[output for output in code(notebook, 2)["outputs"] if DIGEST not in output.get("data", {})]))
+    edit(
+        twin_of(book),
+        lambda notebook: code(notebook, 2).update(
+            outputs=[output for output in code(notebook, 2)["outputs"] if DIGEST not in output.get("data", {})]
+        ),
+    )
     assert "its figure has no digest" in notebooks(book, "check").stdout
 
 
-@pytest.mark.parametrize("output, complaint", [
-    ({"output_type": "error", "ename": "E", "evalue": "", "traceback": []}, "stores an error"),
-    ({"output_type": "stream", "name": "stderr", "text": ["warning\n"]}, "stores output on stderr"),
-])
+@pytest.mark.parametrize(
+    "output, complaint",
+    [
+        ({"output_type": "error", "ename": "E", "evalue": "", "traceback": []}, "stores an error"),
+        ({"output_type": "stream", "name": "stderr", "text": ["warning\n"]}, "stores output on stderr"),
+    ],
+)
 def test_stored_errors_and_stderr_are_refused(book, output, complaint):
     edit(twin_of(book), lambda notebook: code(notebook, 1)["outputs"].append(output))
     checked = notebooks(book, "check")
@@ -294,8 +307,9 @@ def test_stored_errors_and_stderr_are_refused(book, output, complaint):
 def test_a_figure_may_differ_by_a_hair_and_no_more(book):
     def repaint(pixels):
         def change(notebook):
-            data = next(output["data"] for output in code(notebook, 2)["outputs"]
-                        if "image/png" in output.get("data", {}))
+            data = next(
+                output["data"] for output in code(notebook, 2)["outputs"] if "image/png" in output.get("data", {})
+            )
             picture = np.asarray(Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB")).copy()
             picture[:pixels, 0] = 255 - picture[:pixels, 0]
             stream = io.BytesIO()
@@ -391,18 +405,21 @@ def verdicts(rendered, chromium):
     return {page: [line for line in done.stdout.splitlines() if line.startswith(f"{page}:")] for page in pages}
 
 
-@pytest.mark.parametrize("page, complaint", [
-    ("macro", "a formula is broken: Undefined control sequence"),
-    ("outside", "asks another machine for http://example.org/picture.png"),
-    ("dumb", "a picture has no alternative text"),
-    ("wide", "(390 px)"),
-    ("clipped", "is cut off (390 px)"),
-    ("pipes", "a table is shown as pipes: | a | b |"),
-    ("faint", '<p> with a contrast of 2.8: "words" (light)'),
-    ("heavy", "MB without MathJax, more than 2"),
-    ("dead", "links to the anchor #nowhere"),
-    ("long", "px long at 1280 wide, more than 14,000"),
-])
+@pytest.mark.parametrize(
+    "page, complaint",
+    [
+        ("macro", "a formula is broken: Undefined control sequence"),
+        ("outside", "asks another machine for http://example.org/picture.png"),
+        ("dumb", "a picture has no alternative text"),
+        ("wide", "(390 px)"),
+        ("clipped", "is cut off (390 px)"),
+        ("pipes", "a table is shown as pipes: | a | b |"),
+        ("faint", '<p> with a contrast of 2.8: "words" (light)'),
+        ("heavy", "MB without MathJax, more than 2"),
+        ("dead", "links to the anchor #nowhere"),
+        ("long", "px long at 1280 wide, more than 14,000"),
+    ],
+)
 def test_a_browser_finds_the_fault(verdicts, page, complaint):
     assert any(complaint in line for line in verdicts[f"book/{page}.html"]), verdicts[f"book/{page}.html"]
 
@@ -414,8 +431,15 @@ def test_a_browser_finds_no_fault_with_a_sound_page(verdicts, page):
 
 def test_without_a_chromium_the_check_says_so_and_fails_only_in_ci(rendered):
     for ci, status in (("", 0), ("true", 1)):
-        done = tool("browser_check.py", rendered, "--site", rendered / "_build" / "html", PATH="/nonexistent",
-                    CHROMIUM="", CI=ci)
+        done = tool(
+            "browser_check.py",
+            rendered,
+            "--site",
+            rendered / "_build" / "html",
+            PATH="/nonexistent",
+            CHROMIUM="",
+            CI=ci,
+        )
         assert "NOT checked in a browser: no Chromium was found" in done.stdout and done.returncode == status
 
 
@@ -423,6 +447,11 @@ def test_tests_that_lack_a_browser_or_node_skip_with_a_reason_and_fail_in_ci():
     # As if neither were installed: the calculator's tests need both.
     command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/test_calculator.py"]
     for ci, status, said in (("", 0, "apt-get install nodejs"), ("true", 1, "a Chromium was not found")):
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT,
-                              env={**os.environ, "PATH": "/nonexistent", "CHROMIUM": "", "CI": ci})
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**os.environ, "PATH": "/nonexistent", "CHROMIUM": "", "CI": ci},
+        )
         assert done.returncode == status and said in done.stdout, done.stdout

@@ -16,11 +16,14 @@ _spec.loader.exec_module(gpu)
 @pytest.fixture
 def told(monkeypatch, tmp_path, capsys):
     """A function that runs the script with the given tasks, {name: Python code}: (status, what it said)."""
+
     def call(tasks, *arguments):
-        monkeypatch.setattr(gpu, "tasks", lambda options: {
-            name: [sys.executable, "-c", code] for name, code in tasks.items()})
+        monkeypatch.setattr(
+            gpu, "tasks", lambda options: {name: [sys.executable, "-c", code] for name, code in tasks.items()}
+        )
         status = gpu.main(["--out", str(tmp_path), *arguments])
         return status, capsys.readouterr().out
+
     return call
 
 

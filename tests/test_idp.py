@@ -68,15 +68,20 @@ def pairs(found, run=RUN):
     rates = getattr(found, "sample_rates", None)
     noises = getattr(found, "noise_multipliers", None)
     count = len(noises if rates is None else rates)
-    return list(zip([run["sample_rate"]] * count if rates is None else rates.tolist(),
-                    [found.noise_multiplier] * count if noises is None else noises.tolist()))
+    return list(
+        zip(
+            [run["sample_rate"]] * count if rates is None else rates.tolist(),
+            [found.noise_multiplier] * count if noises is None else noises.tolist(),
+        )
+    )
 
 
 def by_every_method(budgets, counts, accountant="rdp", weight=0.5):
-    return [idp.sample_parameters(budgets, counts, accountant=accountant, **RUN),
-            idp.scale_parameters(budgets, counts, max_grad_norm=1.0, accountant=accountant, **RUN),
-            idp.combined_parameters(budgets, counts, max_grad_norm=1.0, sample_weight=weight, accountant=accountant,
-                                    **RUN)]
+    return [
+        idp.sample_parameters(budgets, counts, accountant=accountant, **RUN),
+        idp.scale_parameters(budgets, counts, max_grad_norm=1.0, accountant=accountant, **RUN),
+        idp.combined_parameters(budgets, counts, max_grad_norm=1.0, sample_weight=weight, accountant=accountant, **RUN),
+    ]
 
 
 @settings(max_examples=2, deadline=None)
@@ -85,8 +90,10 @@ def test_of_thousands_of_different_budgets_none_is_exceeded_and_none_wasted(low,
     generator = torch.Generator().manual_seed(seed)
     budgets = low * span ** torch.rand(1000, dtype=torch.float64, generator=generator)
     for found in by_every_method(budgets, torch.ones(1000), weight=weight):
-        chosen = torch.randint(1000, (4,), generator=generator).tolist() + [int(budgets.argmin()),
-                                                                            int(budgets.argmax())]
+        chosen = torch.randint(1000, (4,), generator=generator).tolist() + [
+            int(budgets.argmin()),
+            int(budgets.argmax()),
+        ]
         for index in chosen:
             rate, noise = pairs(found)[index]
             spent = epsilon(sample_rate=rate, noise_multiplier=noise)
@@ -113,9 +120,16 @@ def test_groups_found_side_by_side_are_those_found_one_at_a_time(accountant):
     alone = [find_noise_multiplier(target_epsilon=budget, accountant=accountant, **RUN) for budget in budgets]
     assert found.noise_multipliers.tolist() == pytest.approx(alone, rel=1.5e-4 if accountant == "pld" else 8e-5)
     sample = idp.sample_parameters(budgets, [1] * 2, accountant=accountant, **RUN)
-    rates = [find_sample_rate(target_epsilon=budget, target_delta=1e-5, noise_multiplier=sample.noise_multiplier,
-                              steps=490,
-                              accountant=accountant) for budget in budgets]
+    rates = [
+        find_sample_rate(
+            target_epsilon=budget,
+            target_delta=1e-5,
+            noise_multiplier=sample.noise_multiplier,
+            steps=490,
+            accountant=accountant,
+        )
+        for budget in budgets
+    ]
     assert sample.sample_rates.tolist() == pytest.approx(rates, rel=6e-4)
 
 
@@ -147,8 +161,9 @@ def test_the_ends_of_both_at_once_are_scale_and_sample():
     budgets, counts = [1.0, 2.0, 3.0], [54, 37, 9]
     sample = idp.sample_parameters(budgets, counts, **RUN)
     scale = idp.scale_parameters(budgets, counts, max_grad_norm=0.4, **RUN)
-    only_scale, only_sample = (idp.combined_parameters(budgets, counts, max_grad_norm=0.4, sample_weight=weight, **RUN)
-                               for weight in (0, 1))
+    only_scale, only_sample = (
+        idp.combined_parameters(budgets, counts, max_grad_norm=0.4, sample_weight=weight, **RUN) for weight in (0, 1)
+    )
     assert only_scale.noise_multiplier == scale.noise_multiplier
     assert torch.equal(only_scale.max_grad_norms, scale.max_grad_norms)
     assert torch.equal(only_scale.sample_rates, torch.full((3,), RUN["sample_rate"], dtype=torch.float64))
@@ -179,17 +194,26 @@ def test_a_bad_weight_is_refused_by_name(weight):
 
 
 def test_counts_may_be_counts_or_shares():
-    counts, shares = (idp.scale_parameters([1.0, 2.0], weights, max_grad_norm=1.0, **RUN)
-                      for weights in ([300, 700], torch.tensor([0.3, 0.7])))
+    counts, shares = (
+        idp.scale_parameters([1.0, 2.0], weights, max_grad_norm=1.0, **RUN)
+        for weights in ([300, 700], torch.tensor([0.3, 0.7]))
+    )
     assert counts.noise_multiplier == pytest.approx(shares.noise_multiplier, rel=1e-6)
 
 
-@pytest.mark.parametrize("budgets, counts, message", [
-    ([], [], "target_epsilons must be a list with one entry"), ([1.0, 0.0], [1, 1], "target_epsilons must lie in"),
-    ([1.0, math.nan], [1, 1], "target_epsilons must lie in"), ([1.0, math.inf], [1, 1], "target_epsilons must lie in"),
-    ([1.0, 2.0], [1], "must have the same length"), ([1.0, 2.0], [1, 0], "counts must lie in"),
-    ([1.0, 2.0], [1, -1], "counts must lie in"), (1.0, 1, "target_epsilons must be a list"),
-])
+@pytest.mark.parametrize(
+    "budgets, counts, message",
+    [
+        ([], [], "target_epsilons must be a list with one entry"),
+        ([1.0, 0.0], [1, 1], "target_epsilons must lie in"),
+        ([1.0, math.nan], [1, 1], "target_epsilons must lie in"),
+        ([1.0, math.inf], [1, 1], "target_epsilons must lie in"),
+        ([1.0, 2.0], [1], "must have the same length"),
+        ([1.0, 2.0], [1, 0], "counts must lie in"),
+        ([1.0, 2.0], [1, -1], "counts must lie in"),
+        (1.0, 1, "target_epsilons must be a list"),
+    ],
+)
 @pytest.mark.parametrize("method", [idp.sample_parameters, idp.scale_parameters])
 def test_bad_groups_are_refused_by_name(method, budgets, counts, message):
     extra = {"max_grad_norm": 1.0} if method is idp.scale_parameters else {}
@@ -197,11 +221,16 @@ def test_bad_groups_are_refused_by_name(method, budgets, counts, message):
         method(budgets, counts, **RUN, **extra)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"sample_rate": 0.0}, "sample_rate must lie in"), ({"sample_rate": 1.5}, "sample_rate must lie in"),
-    ({"steps": 0}, "steps must"), ({"target_delta": 0.0}, "target_delta must lie in"),
-    ({"accountant": "gdp"}, "accountant must be one of"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"sample_rate": 0.0}, "sample_rate must lie in"),
+        ({"sample_rate": 1.5}, "sample_rate must lie in"),
+        ({"steps": 0}, "steps must"),
+        ({"target_delta": 0.0}, "target_delta must lie in"),
+        ({"accountant": "gdp"}, "accountant must be one of"),
+    ],
+)
 @pytest.mark.parametrize("method", [idp.sample_parameters, idp.scale_parameters])
 def test_a_bad_run_is_refused_by_name(method, change, message):
     extra = {"max_grad_norm": 1.0} if method is idp.scale_parameters else {}
@@ -221,8 +250,12 @@ def test_a_budget_near_zero_beside_a_large_one_is_searched():
     found = idp.sample_parameters(budgets, [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000)
     assert found.sample_rates.mean().item() == pytest.approx(0.01)
     for rate, budget in zip(found.sample_rates.tolist(), budgets):
-        assert compute_epsilon(sample_rate=rate, noise_multiplier=found.noise_multiplier, steps=1000, delta=1e-5,
-                               accountant="rdp") <= budget
+        assert (
+            compute_epsilon(
+                sample_rate=rate, noise_multiplier=found.noise_multiplier, steps=1000, delta=1e-5, accountant="rdp"
+            )
+            <= budget
+        )
 
 
 @pytest.mark.parametrize("top", [2.0, 1000.0])
@@ -241,8 +274,10 @@ OTHERS = [([1.0], [1]), ([1.0, 0.2], [1, 99]), ([1.0, 8.0], [1, 99]), ([1.0, 0.5
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_in_scale_others_budgets_do_not_move_my_curve(accountant):
-    mine = [idp.scale_parameters(*others, max_grad_norm=1.0, accountant=accountant, **RUN).noise_multipliers[0].item()
-            for others in OTHERS[1:]]
+    mine = [
+        idp.scale_parameters(*others, max_grad_norm=1.0, accountant=accountant, **RUN).noise_multipliers[0].item()
+        for others in OTHERS[1:]
+    ]
     assert mine == pytest.approx([mine[0]] * 3, rel=5e-4)
     moved = [idp.sample_parameters(*others, accountant=accountant, **RUN).noise_multiplier for others in OTHERS[1:]]
     assert max(moved) > 1.5 * min(moved)
@@ -250,8 +285,9 @@ def test_in_scale_others_budgets_do_not_move_my_curve(accountant):
 
 @pytest.mark.parametrize("accountant", ["rdp", "pld"])
 def test_with_one_noise_sample_is_a_function_of_my_own_budget(accountant):
-    alone = find_sample_rate(target_epsilon=1.0, noise_multiplier=1.5, steps=490, target_delta=1e-5,
-                             accountant=accountant)
+    alone = find_sample_rate(
+        target_epsilon=1.0, noise_multiplier=1.5, steps=490, target_delta=1e-5, accountant=accountant
+    )
     for others in OTHERS:
         found = idp.sample_parameters(*others, accountant=accountant, noise_range=(1.5, 1.5), **RUN)
         assert found.noise_multiplier == 1.5
@@ -263,8 +299,10 @@ def test_within_a_range_budgets_hold_and_the_advantage_has_a_cap():
         return compute_delta(sample_rate=rate, noise_multiplier=noise, steps=490, epsilon=0.0)
 
     low, high = 0.9, 1.6
-    ends = [find_sample_rate(target_epsilon=1.0, noise_multiplier=noise, steps=490, target_delta=1e-5, accountant="rdp")
-            for noise in (low, high)]
+    ends = [
+        find_sample_rate(target_epsilon=1.0, noise_multiplier=noise, steps=490, target_delta=1e-5, accountant="rdp")
+        for noise in (low, high)
+    ]
     cap, bound = advantage(ends[1], high), []
     for others in OTHERS:
         free = idp.sample_parameters(*others, **RUN)
@@ -280,7 +318,7 @@ def test_within_a_range_budgets_hold_and_the_advantage_has_a_cap():
             assert mean == pytest.approx(RUN["sample_rate"], rel=1e-9)
         else:
             assert (mean < RUN["sample_rate"]) == (free.noise_multiplier > high)
-    assert any(bound)                                                   # without a range some exceed it
+    assert any(bound)  # without a range some exceed it
 
 
 def test_a_rate_of_one_may_leave_a_budget_over():

@@ -17,8 +17,11 @@ from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import DPSGDPlan
 
 RUN = dict(sample_rate=0.02, noise_multiplier=1.5, max_grad_norm=0.7)
-MODES = [dict(rounding=0.01, accountant="rdp"), dict(rounding=None, accountant="rdp"),
-         dict(rounding=0.01, accountant="pld")]
+MODES = [
+    dict(rounding=0.01, accountant="rdp"),
+    dict(rounding=None, accountant="rdp"),
+    dict(rounding=0.01, accountant="pld"),
+]
 ALL_MODES = [*MODES, dict(rounding=None, accountant="pld")]
 
 
@@ -58,8 +61,10 @@ def direct(norms, steps, delta):
         share = (column / RUN["max_grad_norm"]).clamp(max=1)
         share = share[share > 0]
         rdp = steps * rdp_sampled_gaussian(
-            sample_rate=RUN["sample_rate"], noise_multiplier=RUN["noise_multiplier"] / share,
-            orders=[order for order in orders if order <= 1024]).sum(dim=0)
+            sample_rate=RUN["sample_rate"],
+            noise_multiplier=RUN["noise_multiplier"] / share,
+            orders=[order for order in orders if order <= 1024],
+        ).sum(dim=0)
         epsilons.append(rdp_to_epsilon(rdp, [order for order in orders if order <= 1024], delta)[0])
     return torch.stack(epsilons)
 
@@ -69,7 +74,8 @@ def test_gradients_at_the_clip_norm_cost_what_the_worst_case_costs(mode):
     accountant = IndividualAccountant(2, **{**RUN, **mode})
     accountant.record([RUN["max_grad_norm"], 100.0], steps=400)
     worst = compute_epsilon(
-        sample_rate=0.02, noise_multiplier=1.5, steps=400, delta=1e-5, accountant=mode["accountant"])
+        sample_rate=0.02, noise_multiplier=1.5, steps=400, delta=1e-5, accountant=mode["accountant"]
+    )
     epsilon = accountant.epsilon(1e-5)
     assert float(epsilon[0]) == pytest.approx(worst, rel=1e-3) and epsilon[0] == epsilon[1]
     assert epsilon[0] >= worst * (1 - 1e-9)
@@ -85,7 +91,7 @@ def test_a_zero_norm_costs_nothing(mode):
 def test_without_rounding_the_account_is_the_direct_sum_within_a_thousandth_above():
     norms = history(30, 40)
     ours, exact = recorded(norms, steps=5, rounding=None, accountant="rdp").epsilon(1e-5), direct(norms, 5, 1e-5)
-    used = exact > 0.02                      # below, orders above 1024 make ours the smaller bound
+    used = exact > 0.02  # below, orders above 1024 make ours the smaller bound
     assert used.sum() > 15
     assert ((ours / exact)[used] <= 1.001).all() and ((ours / exact)[used] >= 1 - 1e-6).all()
 
@@ -228,8 +234,12 @@ def test_without_rounding_loss_distributions_take_few_norms_as_they_are():
     shares = (norms / RUN["max_grad_norm"]).clamp(max=1)
     assert torch.equal(accountant.levels, shares[shares > 0].unique()) and accountant.rounding is None
     counts = torch.stack([(3 * (shares == level)).sum(dim=0) for level in accountant.levels], dim=1)
-    exact = epsilon_of_histories(counts, sample_rate=RUN["sample_rate"], delta=1e-5,
-                                 noise_multipliers=RUN["noise_multiplier"] / accountant.levels)
+    exact = epsilon_of_histories(
+        counts,
+        sample_rate=RUN["sample_rate"],
+        delta=1e-5,
+        noise_multipliers=RUN["noise_multiplier"] / accountant.levels,
+    )
     assert torch.equal(accountant.epsilon(1e-5), exact)
     assert (exact <= recorded(norms, rounding=0.01, accountant="pld").epsilon(1e-5) * (1 + 1e-9)).all()
 
@@ -239,7 +249,7 @@ def test_many_distinct_norms_are_a_bound_between_the_exact_account_and_a_fine_gr
     norms = history(12, 20, seed=2)
     together = recorded(norms, rounding=None, accountant="pld")
     assert len(together.levels) > 150
-    alone = torch.cat([recorded(norms[:, i:i + 1], rounding=None, accountant="pld").epsilon(1e-5) for i in range(12)])
+    alone = torch.cat([recorded(norms[:, i : i + 1], rounding=None, accountant="pld").epsilon(1e-5) for i in range(12)])
     found = together.epsilon(1e-5)
     # Either is off by what a grid of losses adds, a thousandth.
     assert (found >= alone * (1 - 1e-3)).all() and (found <= alone * 1.004 + 1e-5).all()
@@ -260,7 +270,7 @@ def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_b
     assert torch.equal(few.epsilon(1e-5), all_at_once.epsilon(1e-5))
     exact = direct(norms, 3, 1e-5)
     assert (few.charged(norms[0]) >= norms[0].clamp(max=0.7) * (1 - 1e-12)).all()
-    fine = torch.cat([recorded(norms[:, i:i + 1], rounding=None).epsilon(1e-5) for i in range(30)])
+    fine = torch.cat([recorded(norms[:, i : i + 1], rounding=None).epsilon(1e-5) for i in range(30)])
     assert (few.epsilon(1e-5) >= fine * (1 - 1e-3)).all() and (fine <= exact).all()
     part, rest = (IndividualAccountant(30, **RUN, rounding=None) for _ in range(2))
     part.record(norms[0], steps=3)
@@ -271,43 +281,68 @@ def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_b
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.sampled_from(MODES), charges(), st.sampled_from([1e-2, 1e-5, 1e-9]),
-       st.sampled_from([(0.02, 1.5), (0.3, 0.8), (1.0, 4.0)]))
+@given(
+    st.sampled_from(MODES),
+    charges(),
+    st.sampled_from([1e-2, 1e-5, 1e-9]),
+    st.sampled_from([(0.02, 1.5), (0.3, 0.8), (1.0, 4.0)]),
+)
 def test_nobody_has_more_than_everybody_by_the_same_accountant(mode, parts, delta, run):
     rate, noise = run
     accountant = IndividualAccountant(5, sample_rate=rate, noise_multiplier=noise, max_grad_norm=0.7, **mode)
     for examples, norms, steps in parts:
         accountant.record(norms, steps, examples)
     accountant.record([0.7, 0.7, 0.1, 0.0, 9.0], steps=200)
-    everybody = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=accountant.steps, delta=delta,
-                                accountant=accountant.accountant)
+    everybody = compute_epsilon(
+        sample_rate=rate, noise_multiplier=noise, steps=accountant.steps, delta=delta, accountant=accountant.accountant
+    )
     assert float(accountant.epsilon(delta).max()) <= everybody
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_who_is_charged_in_full_has_what_everybody_has(mode):
-    plan = DPSGDPlan(n=2, sample_rate=0.02, steps=300, max_grad_norm=0.7, noise_multiplier=1.5, delta=1e-5,
-                     accountant=mode["accountant"])
+    plan = DPSGDPlan(
+        n=2,
+        sample_rate=0.02,
+        steps=300,
+        max_grad_norm=0.7,
+        noise_multiplier=1.5,
+        delta=1e-5,
+        accountant=mode["accountant"],
+    )
     accountant = IndividualAccountant.for_plan(plan, rounding=mode["rounding"])
     accountant.record([0.7, 0.2], steps=300)
     epsilon = accountant.epsilon(plan.delta).tolist()
     assert plan.epsilon() * (1 - 1e-3) <= epsilon[0] <= plan.epsilon() and epsilon[1] < 0.5 * epsilon[0]
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(n=0), "n must lie"), (dict(sample_rate=0), "sample_rate"), (dict(sample_rate=1.1), "sample_rate"),
-    (dict(noise_multiplier=0), "noise_multiplier"), (dict(max_grad_norm=math.inf), "max_grad_norm"),
-    (dict(rounding=0), "rounding"), (dict(rounding=1.5), "rounding"), (dict(accountant="gdp"), "accountant"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(n=0), "n must lie"),
+        (dict(sample_rate=0), "sample_rate"),
+        (dict(sample_rate=1.1), "sample_rate"),
+        (dict(noise_multiplier=0), "noise_multiplier"),
+        (dict(max_grad_norm=math.inf), "max_grad_norm"),
+        (dict(rounding=0), "rounding"),
+        (dict(rounding=1.5), "rounding"),
+        (dict(accountant="gdp"), "accountant"),
+    ],
+)
 def test_bad_parameters_are_refused_by_name(change, words):
     with pytest.raises(ValueError, match=words):
         IndividualAccountant(**{**dict(n=3), **RUN, **change})
 
 
-@pytest.mark.parametrize("norms, words", [
-    ([0.1, 0.2], r"shape \(3,\)"), ([0.1, -0.2, 0.0], "norms must lie"), ([0.1, math.nan, 0.0], "norms must lie"),
-    ([0.1, math.inf, 0.0], "norms must lie"),
-])
+@pytest.mark.parametrize(
+    "norms, words",
+    [
+        ([0.1, 0.2], r"shape \(3,\)"),
+        ([0.1, -0.2, 0.0], "norms must lie"),
+        ([0.1, math.nan, 0.0], "norms must lie"),
+        ([0.1, math.inf, 0.0], "norms must lie"),
+    ],
+)
 def test_bad_norms_are_refused_and_leave_the_account_as_it_was(norms, words):
     accountant = IndividualAccountant(3, **RUN)
     with pytest.raises(ValueError, match=words):
@@ -315,17 +350,22 @@ def test_bad_norms_are_refused_and_leave_the_account_as_it_was(norms, words):
     assert accountant.steps == 0 and (accountant.epsilon(1e-5) == 0).all()
 
 
-@pytest.mark.parametrize("arguments, words", [
-    (dict(norms=[0.1], examples=[3]), "examples must lie"), (dict(norms=[0.1], examples=[-1]), "examples must lie"),
-    (dict(norms=[0.1, 0.2], examples=[1]), r"norms must have shape \(1,\)"),
-    (dict(norms=[0.1], examples=[0.5]), "examples must be indices"),
-    (dict(norms=[0.1], examples=1), "examples must be"),
-    (dict(norms=[0.1] * 3, examples=[True, False, True]), "examples must be"),
-    (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1, -1])), "steps must be"),
-    (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1.0, 2.0])), "steps must be"),
-    (dict(norms=[0.1] * 3, steps=torch.tensor([1, 2])), "steps must be"), (dict(norms=[0.1] * 3, steps=1.5), "steps"),
-    (dict(norms=[0.1] * 3, steps=-1), "steps"),
-])
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (dict(norms=[0.1], examples=[3]), "examples must lie"),
+        (dict(norms=[0.1], examples=[-1]), "examples must lie"),
+        (dict(norms=[0.1, 0.2], examples=[1]), r"norms must have shape \(1,\)"),
+        (dict(norms=[0.1], examples=[0.5]), "examples must be indices"),
+        (dict(norms=[0.1], examples=1), "examples must be"),
+        (dict(norms=[0.1] * 3, examples=[True, False, True]), "examples must be"),
+        (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1, -1])), "steps must be"),
+        (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1.0, 2.0])), "steps must be"),
+        (dict(norms=[0.1] * 3, steps=torch.tensor([1, 2])), "steps must be"),
+        (dict(norms=[0.1] * 3, steps=1.5), "steps"),
+        (dict(norms=[0.1] * 3, steps=-1), "steps"),
+    ],
+)
 def test_bad_examples_and_steps_are_refused_and_leave_the_account_as_it_was(arguments, words):
     for rounding in (0.01, None):
         accountant = IndividualAccountant(3, **RUN, rounding=rounding)
@@ -372,11 +412,18 @@ def test_more_steps_than_a_count_can_hold_are_refused():
 def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
     whole = recorded(history(4, 3), **mode)
     good, before = whole.state_dict(), whole.epsilon(1e-5)
-    tampered = [dict(accounts=good["accounts"] - 100), dict(steps=-1), dict(steps=2.5),
-                dict(steps=good["steps"][:2]), dict(steps=good["steps"] - 10), dict(steps=good["steps"].double()),
-                dict(accounts=good["accounts"].float()), dict(accounts=good["accounts"][:2])]
+    tampered = [
+        dict(accounts=good["accounts"] - 100),
+        dict(steps=-1),
+        dict(steps=2.5),
+        dict(steps=good["steps"][:2]),
+        dict(steps=good["steps"] - 10),
+        dict(steps=good["steps"].double()),
+        dict(accounts=good["accounts"].float()),
+        dict(accounts=good["accounts"][:2]),
+    ]
     if mode["rounding"] or mode["accountant"] == "pld":
-        tampered.append(dict(steps=good["steps"] - 1))       # a count of more steps than there were
+        tampered.append(dict(steps=good["steps"] - 1))  # a count of more steps than there were
         tampered.append(dict(steps=good["steps"] - torch.tensor([0, 0, 1, 0])))
     else:
         tampered.append(dict(accounts=torch.full_like(good["accounts"], math.nan)))
@@ -391,8 +438,9 @@ def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
 def test_the_least_epsilon_over_some_orders_is_that_over_all(rounding, delta):
     generator = torch.Generator().manual_seed(3)
     for noise, rate, steps in ((0.4, 0.02, 50), (1.0, 0.01, 3000), (20.0, 1.0, 7)):
-        accountant = IndividualAccountant(500, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0,
-                                          rounding=rounding, accountant="rdp")
+        accountant = IndividualAccountant(
+            500, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0, rounding=rounding, accountant="rdp"
+        )
         norms = torch.rand(500, generator=generator, dtype=torch.float64) ** 4
         norms[0] = 0.0
         accountant.record(norms, steps=steps)
@@ -401,8 +449,9 @@ def test_the_least_epsilon_over_some_orders_is_that_over_all(rounding, delta):
             orders, rdp = accountant._orders, between(norms, accountant._table) * steps
         else:
             orders = torch.tensor(orders_for(noise / float(accountant.levels[0])), dtype=torch.float64)
-            rdp = accountant._counts.double() @ rdp_of_shares(accountant._levels, orders.tolist(), sample_rate=rate,
-                                                              noise_multiplier=noise)
+            rdp = accountant._counts.double() @ rdp_of_shares(
+                accountant._levels, orders.tolist(), sample_rate=rate, noise_multiplier=noise
+            )
         torch.testing.assert_close(found, rdp_to_epsilon(rdp, orders, delta)[0], rtol=1e-12, atol=1e-15)
 
 
@@ -430,8 +479,9 @@ def test_counts_grow_to_32_bits_before_they_could_wrap_around():
 
 def test_few_norms_of_many_examples_are_accounted_for_in_blocks_without_a_table_of_orders():
     n = 200_000
-    accountant = IndividualAccountant(n, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, rounding=None,
-                                      accountant="rdp")
+    accountant = IndividualAccountant(
+        n, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, rounding=None, accountant="rdp"
+    )
     norms = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     accountant.record(norms, steps=600)
     accountant.record(norms / 2, steps=400)

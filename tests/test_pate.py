@@ -24,8 +24,9 @@ def test_a_label_for_everybody_costs_what_as_many_gaussian_mechanisms_cost():
     found = pate.weighted_parameters([1.0, 2.5], [3, 1], target_delta=1e-6, queries=300)
     for budget, weight in zip((1.0, 2.5), found.weights.tolist()):
         noise_multiplier = found.noise_std / (math.sqrt(2) * weight)
-        assert compute_epsilon(sample_rate=1, noise_multiplier=noise_multiplier, steps=300,
-                               delta=1e-6) == pytest.approx(budget, rel=1e-6)
+        assert compute_epsilon(
+            sample_rate=1, noise_multiplier=noise_multiplier, steps=300, delta=1e-6
+        ) == pytest.approx(budget, rel=1e-6)
 
 
 @settings(max_examples=8, deadline=None)
@@ -95,17 +96,20 @@ def test_weights_count_and_noise_decides_close_calls():
     assert share.tolist() == pytest.approx(log_chances([2.0, 2.5, 0.0], 1.5).exp().tolist(), abs=0.015)
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: pate.weighted_parameters([], [], target_delta=1e-5, queries=1), "target_epsilons must be a list"),
-    (lambda: pate.weighted_parameters([0.0], [1], target_delta=1e-5, queries=1), "target_epsilons must lie in"),
-    (lambda: pate.weighted_parameters([1.0], [1, 2], target_delta=1e-5, queries=1), "same length"),
-    (lambda: pate.weighted_parameters([1.0], [1], target_delta=0, queries=1), "target_delta must lie in"),
-    (lambda: pate.weighted_parameters([1.0], [1], target_delta=1e-5, queries=0), "queries must lie in"),
-    (lambda: pate.upsampled_parameters([1.0], target_delta=1e-5, queries=1, copies=0), "copies must lie in"),
-    (lambda: pate.histograms([[3]], [1.0], classes=3), "votes must lie in"),
-    (lambda: pate.histograms([[0]], [-1.0], classes=3), "weights must lie in"),
-    (lambda: pate.histograms([[0]], [1.0, 1.0], classes=3), "votes must have shape"),
-])
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: pate.weighted_parameters([], [], target_delta=1e-5, queries=1), "target_epsilons must be a list"),
+        (lambda: pate.weighted_parameters([0.0], [1], target_delta=1e-5, queries=1), "target_epsilons must lie in"),
+        (lambda: pate.weighted_parameters([1.0], [1, 2], target_delta=1e-5, queries=1), "same length"),
+        (lambda: pate.weighted_parameters([1.0], [1], target_delta=0, queries=1), "target_delta must lie in"),
+        (lambda: pate.weighted_parameters([1.0], [1], target_delta=1e-5, queries=0), "queries must lie in"),
+        (lambda: pate.upsampled_parameters([1.0], target_delta=1e-5, queries=1, copies=0), "copies must lie in"),
+        (lambda: pate.histograms([[3]], [1.0], classes=3), "votes must lie in"),
+        (lambda: pate.histograms([[0]], [-1.0], classes=3), "weights must lie in"),
+        (lambda: pate.histograms([[0]], [1.0, 1.0], classes=3), "votes must have shape"),
+    ],
+)
 def test_bad_input_is_refused_by_name(call, message):
     with pytest.raises(ValueError, match=message):
         call()

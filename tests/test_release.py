@@ -10,8 +10,15 @@ from scipy import stats
 from dpcompanion import release
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
 from dpcompanion.release import (
-    _convolved, _noisy_prefixes, _square_root, noise_ratio, private_mean, private_quantiles, replacement_factor,
-    split)
+    _convolved,
+    _noisy_prefixes,
+    _square_root,
+    noise_ratio,
+    private_mean,
+    private_quantiles,
+    replacement_factor,
+    split,
+)
 
 BUDGET = dict(epsilon=0.1, delta=1e-5)
 SHARES = [0.1, 0.3, 0.5, 0.7, 0.9]
@@ -24,8 +31,9 @@ def epsilons(n=60_000, seed=0):
 
 
 def released(values, seed, **options):
-    return private_quantiles(values, SHARES, upper=2.4, generator=torch.Generator().manual_seed(seed),
-                             **{**BUDGET, **options})
+    return private_quantiles(
+        values, SHARES, upper=2.4, generator=torch.Generator().manual_seed(seed), **{**BUDGET, **options}
+    )
 
 
 @pytest.mark.parametrize("epsilon, delta", [(0.1, 1e-5), (1.0, 1e-9), (3.0, 0.1)])
@@ -56,11 +64,18 @@ def test_the_square_root_of_prefix_sums_is_one_and_no_column_is_longer_than_the_
 
 
 def test_the_noise_on_the_curve_is_that_of_the_factorisation():
-    bins, n = 16, 10**5                  # so many values in each bin that the noisy curve needs no isotonic correction
+    bins, n = 16, 10**5  # so many values in each bin that the noisy curve needs no isotonic correction
     values = (torch.arange(n, dtype=torch.float64) + 0.5) / n
     truth = torch.arange(1, bins, dtype=torch.float64) * n / bins
-    draws = torch.stack([_noisy_prefixes(values, 1.0, bins, noise_ratio(**BUDGET), torch.Generator().manual_seed(s))
-                         for s in range(300)])[:, :-1] - truth
+    draws = (
+        torch.stack(
+            [
+                _noisy_prefixes(values, 1.0, bins, noise_ratio(**BUDGET), torch.Generator().manual_seed(s))
+                for s in range(300)
+            ]
+        )[:, :-1]
+        - truth
+    )
     column = _square_root(bins)
     expected = column.square().cumsum(0)[:-1].sqrt() * float(column.norm()) / noise_ratio(**BUDGET)
     low, high = (math.sqrt(stats.chi2.ppf(p, 300) / 300) for p in (1e-6, 1 - 1e-6))
@@ -98,10 +113,13 @@ def test_a_release_is_calibrated_for_the_relation_that_is_asked_for():
         assert least <= float(gaussian_epsilon(ratio * replacement_factor(512), 1e-5)) <= most + 1e-12
 
 
-@pytest.mark.parametrize("release_of", [
-    lambda **o: private_mean(epsilons(99), upper=2.4, generator=torch.Generator().manual_seed(0), **BUDGET, **o),
-    lambda **o: released(epsilons(99), 0, method="andrew2021", **o).tolist(),
-])
+@pytest.mark.parametrize(
+    "release_of",
+    [
+        lambda **o: private_mean(epsilons(99), upper=2.4, generator=torch.Generator().manual_seed(0), **BUDGET, **o),
+        lambda **o: released(epsilons(99), 0, method="andrew2021", **o).tolist(),
+    ],
+)
 def test_counts_of_one_value_move_alike_in_both_relations(release_of):
     assert release_of() == release_of(relation="replace") == release_of(relation="add or remove")
     with pytest.raises(ValueError, match="relation must be one of 'add or remove', 'replace', got 'zero-out'"):
@@ -135,8 +153,9 @@ def test_no_value_moves_a_release_further_than_the_bound_allows():
     for wild in (math.inf, -math.inf, math.nan, 1e9):
         other = values.clone()
         other[3] = wild
-        means = [private_mean(v, upper=1.0, generator=torch.Generator().manual_seed(1), **BUDGET)
-                 for v in (values, other)]
+        means = [
+            private_mean(v, upper=1.0, generator=torch.Generator().manual_seed(1), **BUDGET) for v in (values, other)
+        ]
         assert abs(means[0] - means[1]) <= 1.0 / 50
         assert released(other, 2).isfinite().all()
 
@@ -146,12 +165,23 @@ def test_the_same_generator_gives_the_same_release():
     assert not torch.equal(released(epsilons(300), 5), released(epsilons(300), 6))
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(quantiles=[0.0]), "quantiles"), (dict(quantiles=[1.0]), "quantiles"), (dict(upper=0), "upper"),
-    (dict(epsilon=0), "epsilon"), (dict(delta=1), "delta"), (dict(method="magic"), "method"), (dict(bins=1), "bins"),
-    (dict(method="andrew2021", steps=0), "steps"), (dict(method="andrew2021", learning_rate=0), "learning_rate"),
-    (dict(method="andrew2021", start=3.0), "start"), (dict(values=[]), "values"), (dict(values=[[0.1]]), "values"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(quantiles=[0.0]), "quantiles"),
+        (dict(quantiles=[1.0]), "quantiles"),
+        (dict(upper=0), "upper"),
+        (dict(epsilon=0), "epsilon"),
+        (dict(delta=1), "delta"),
+        (dict(method="magic"), "method"),
+        (dict(bins=1), "bins"),
+        (dict(method="andrew2021", steps=0), "steps"),
+        (dict(method="andrew2021", learning_rate=0), "learning_rate"),
+        (dict(method="andrew2021", start=3.0), "start"),
+        (dict(values=[]), "values"),
+        (dict(values=[[0.1]]), "values"),
+    ],
+)
 def test_bad_arguments_are_refused_by_name(change, words):
     good = dict(values=[0.5, 0.7], quantiles=[0.5], upper=2.0, generator=torch.Generator(), **BUDGET)
     with pytest.raises(ValueError, match=words):

@@ -16,8 +16,10 @@ CASES = [
     (output_perturbation.sgd_sensitivity, dict(passes=2.5, lipschitz=1.0, learning_rate=0.1, batch_size=5)),
     (output_perturbation.sgd_sensitivity_estimate, dict(passes=2.5, lipschitz=1.0, learning_rate=0.1, batch_size=5)),
     (output_perturbation.intrinsic_epsilon, dict(sensitivity=0.1, sigma=0.2, delta=1e-5)),
-    (output_perturbation.augmented_sigma, dict(sensitivity=0.1, sigma_intrinsic=0.0, target_epsilon=1,
-                                               target_delta=1e-5)),
+    (
+        output_perturbation.augmented_sigma,
+        dict(sensitivity=0.1, sigma_intrinsic=0.0, target_epsilon=1, target_delta=1e-5),
+    ),
     (per_instance.step_divergence, dict(sample_rate=0.1, noise_multiplier=1.0, sensitivity=0.5, orders=2.5)),
     (per_instance.log_mass, dict(sensitivity=0.5, sample_rate=0.1, noise_std=1.0, order=3)),
     (per_instance.holder_order, dict(order=8, p=30, i=9)),

@@ -13,9 +13,12 @@ def test_a_table_says_that_it_scrolls_sideways_where_it_does_and_can_be_scrolled
     tables = table.format("<td>one</td>") + table.format("<td style='min-width: 200px'>wide</td>" * 4)
     with sync_playwright() as driver:
         page = driver.chromium.launch(executable_path=chromium, args=browser_check.LAUNCH).new_page(
-            viewport={"width": 390, "height": 800})
-        page.set_content(f"<!DOCTYPE html><html lang=en data-theme=light><style>{style}</style><body>"
-                         f"<article class=bd-content>{tables}</article><script>{script}</script></body></html>")
+            viewport={"width": 390, "height": 800}
+        )
+        page.set_content(
+            f"<!DOCTYPE html><html lang=en data-theme=light><style>{style}</style><body>"
+            f"<article class=bd-content>{tables}</article><script>{script}</script></body></html>"
+        )
         frames = page.locator(".pst-scrollable-table-container")
         said = "frame => getComputedStyle(frame, '::before').content"
         assert frames.nth(0).get_attribute("tabindex") is None and "scrolls" not in frames.nth(0).evaluate(said)

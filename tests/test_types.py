@@ -8,18 +8,28 @@ import pytest
 
 import dpcompanion
 
-ROOMS = sorted(info.name for info in pkgutil.iter_modules(dpcompanion.__path__)
-               if not info.name.startswith("_") and info.name not in ("cli", "reproduction"))
+ROOMS = sorted(
+    info.name
+    for info in pkgutil.iter_modules(dpcompanion.__path__)
+    if not info.name.startswith("_") and info.name not in ("cli", "reproduction")
+)
 # Where the types are not yet written.
-WITHOUT = {"dpcompanion.training.noise", "dpcompanion.training.sampling", "dpcompanion.training.floats",
-           "dpcompanion.accounting.tradeoff"}
+WITHOUT = {
+    "dpcompanion.training.noise",
+    "dpcompanion.training.sampling",
+    "dpcompanion.training.floats",
+    "dpcompanion.accounting.tradeoff",
+}
 WITHOUT_NAMES = {"sample_parameters"}
 
 
 def functions(room):
     """(name, function) of what a module or package offers: functions, and methods and properties of its classes."""
-    names = getattr(room, "__all__", [name for name, value in vars(room).items()
-                                      if getattr(value, "__module__", None) == room.__name__])
+    names = getattr(
+        room,
+        "__all__",
+        [name for name, value in vars(room).items() if getattr(value, "__module__", None) == room.__name__],
+    )
     for name in names:
         value = getattr(room, name)
         if name.startswith("_") or not getattr(value, "__module__", "").startswith("dpcompanion"):
@@ -44,8 +54,9 @@ def test_public_functions_have_types(name):
         if function.__module__ in WITHOUT or spoken in WITHOUT_NAMES:
             continue
         signature = inspect.signature(function)
-        bare = [p.name for p in signature.parameters.values()
-                if p.annotation is p.empty and p.name not in ("self", "cls")]
+        bare = [
+            p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in ("self", "cls")
+        ]
         assert not bare, f"{name}: {spoken} has no types for {', '.join(bare)}"
         given = signature.return_annotation is not signature.empty or spoken.endswith("__init__")
         assert given, f"{name}: {spoken} does not say what it gives"

@@ -69,9 +69,10 @@ def said(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     pip("wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source)
     pip("install", "--no-deps", "--no-index", "--no-compile", "--target", target, *wheels.iterdir())
-    snippet, = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    done = subprocess.run([sys.executable, "-I", "-c", CODE, str(target), str(ROOT), snippet], capture_output=True,
-                          text=True, cwd=here)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", CODE, str(target), str(ROOT), snippet], capture_output=True, text=True, cwd=here
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     answers = json.loads(done.stdout)
     assert Path(answers["place"]).is_relative_to(target) and Path(answers["place"]).with_name("py.typed").is_file()
@@ -96,8 +97,9 @@ def test_records_and_scoreboard_are_those_of_the_checkout(said):
     states = {entry["name"]: entry["records"].get("paper") for entry in json.loads(out)}
     assert states == {entry.name: entry.records.get("paper") for entry in experiments.catalogue()}
     assert "fresh" in states.values()
-    assert said["scoreboard"] == [[one.exhibit.name, one.state, one.verdicts, one.basis]
-                                  for one in scoreboard.standings()]
+    assert said["scoreboard"] == [
+        [one.exhibit.name, one.state, one.verdicts, one.basis] for one in scoreboard.standings()
+    ]
 
 
 def test_what_an_extra_brings_is_named_where_it_is_missing(said):

@@ -57,13 +57,20 @@ def probe():
         long = torch.randn(200_000, generator=generator, dtype=dtype)
         network = models.mnist_cnn(seed=0).to(dtype)
         with torch.no_grad():
-            found |= {("products", dtype): a @ b.T, ("sums", dtype): long.sum(), ("exponentials", dtype): long.exp(),
-                      ("softmax", dtype): a.log_softmax(1), ("convolutions", dtype): network[:2](x),
-                      ("fresh weights", dtype): network[0].weight.clone()}
+            found |= {
+                ("products", dtype): a @ b.T,
+                ("sums", dtype): long.sum(),
+                ("exponentials", dtype): long.exp(),
+                ("softmax", dtype): a.log_softmax(1),
+                ("convolutions", dtype): network[:2](x),
+                ("fresh weights", dtype): network[0].weight.clone(),
+            }
         F.cross_entropy(network(x), torch.arange(64) % 10).backward()
         found["gradients", dtype] = torch.cat([p.grad.flatten() for p in network.parameters()])
-    return {f"{name} ({str(dtype).removeprefix('torch.float')})": hashlib.sha256(value.numpy().tobytes()).hexdigest()
-            for (name, dtype), value in found.items()}
+    return {
+        f"{name} ({str(dtype).removeprefix('torch.float')})": hashlib.sha256(value.numpy().tobytes()).hexdigest()
+        for (name, dtype), value in found.items()
+    }
 
 
 def effects(names):

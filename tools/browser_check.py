@@ -35,8 +35,14 @@ TALLEST, LOOKED_UP = 14_000, re.compile(r"book/(.*-exhibits|scoreboard|errata|ap
 LONG = ()
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 LAUNCH = [
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
 ]
 # The theme mentions a variable that only its Thebe button defines.
 HARMLESS = ("THEBE_JS_URL",)
@@ -162,8 +168,9 @@ class Visit:
         self.page.on("response", self.weigh)
         self.page.on("console", lambda message: message.type == "error" and self.complain(message.text))
         self.page.on("pageerror", lambda error: self.complain(str(error)))
-        self.page.on("requestfailed",
-                     lambda request: self.is_local(request.url) and self.complain(f"not found: {request.url}"))
+        self.page.on(
+            "requestfailed", lambda request: self.is_local(request.url) and self.complain(f"not found: {request.url}")
+        )
 
     def __enter__(self):
         self.page.goto(self.address, wait_until="load")
@@ -210,7 +217,7 @@ def check(site, pages=None, chromium=None):
             wrong = []
             # Sources of modules are a hundred pages of one make: once each is enough.
             made = name.startswith("_modules/")
-            for scheme, context in list(contexts.items())[:1 if made else None]:
+            for scheme, context in list(contexts.items())[: 1 if made else None]:
                 with Visit(context, (site / name).as_uri(), wrong) as page:
                     seen = page.evaluate(CONTENT)
                     wrong += seen["found"] + [f"{problem} ({scheme})" for problem in page.evaluate(CONTRAST)]
@@ -239,8 +246,9 @@ def all_pages(site):
     """Every page but the theme's own templates and the root's redirection to the first chapter."""
     pages = sorted(path for path in site.rglob("*.html") if "_static" not in path.parts)
     redirects = 'http-equiv="refresh"'
-    return [path.relative_to(site).as_posix() for path in pages
-            if redirects not in path.read_text(encoding="utf-8").lower()]
+    return [
+        path.relative_to(site).as_posix() for path in pages if redirects not in path.read_text(encoding="utf-8").lower()
+    ]
 
 
 def dead_links(site, links, anchors):

@@ -25,21 +25,47 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 GRACE = 30
 # What most exhibits lean on first, what takes a day last.
 RECORDS = (
-    "idp-sgd/table-8-cifar10", "idp-sgd/table-2-cifar10", "idp-sgd/figure-2",
-    "individual-accounting/figure-3", "individual-accounting/figures-9-10", "gradients-look-alike/figure-2",
-    "gradients-look-alike/figure-3", "gradients-look-alike/figure-4", "idp-sgd/figures-5-6", "idp-sgd/table-11",
-    "idp-sgd/table-10", "idp-sgd/table-16", "per-instance-accounting/text-worst-case-share",
-    "per-instance-accounting/figure-1-resnet20", "per-instance-accounting/figure-2-resnet20",
-    "per-instance-accounting/figure-5-resnet20", "per-instance-accounting/figure-6-resnet20",
-    "per-instance-accounting/table-2-resnet20", "per-instance-accounting/table-3",
-    "per-instance-accounting/figure-7-resnet20", "per-instance-accounting/figure-3-resnet20",
-    "per-instance-accounting/figure-8-resnet20", "per-instance-accounting/figure-4",
-    "per-instance-accounting/figures-9-10-resnet20", "per-instance-accounting/table-1-resnet20",
-    "idp-sgd/table-3-resnet18", "idp-sgd/table-8", "idp-sgd/table-2", "gradients-look-alike/figure-6",
-    "gradients-look-alike/figure-7", "gradients-look-alike/figure-9", "individual-accounting/figure-2",
-    "individual-accounting/figure-6", "individual-accounting/figure-1", "individual-accounting/figure-4",
-    "individual-accounting/table-2", "individual-accounting/figure-5", "individual-accounting/table-3",
-    "individual-accounting/figures-7-8", "individual-accounting/figure-11", "individual-accounting/figure-12",
+    "idp-sgd/table-8-cifar10",
+    "idp-sgd/table-2-cifar10",
+    "idp-sgd/figure-2",
+    "individual-accounting/figure-3",
+    "individual-accounting/figures-9-10",
+    "gradients-look-alike/figure-2",
+    "gradients-look-alike/figure-3",
+    "gradients-look-alike/figure-4",
+    "idp-sgd/figures-5-6",
+    "idp-sgd/table-11",
+    "idp-sgd/table-10",
+    "idp-sgd/table-16",
+    "per-instance-accounting/text-worst-case-share",
+    "per-instance-accounting/figure-1-resnet20",
+    "per-instance-accounting/figure-2-resnet20",
+    "per-instance-accounting/figure-5-resnet20",
+    "per-instance-accounting/figure-6-resnet20",
+    "per-instance-accounting/table-2-resnet20",
+    "per-instance-accounting/table-3",
+    "per-instance-accounting/figure-7-resnet20",
+    "per-instance-accounting/figure-3-resnet20",
+    "per-instance-accounting/figure-8-resnet20",
+    "per-instance-accounting/figure-4",
+    "per-instance-accounting/figures-9-10-resnet20",
+    "per-instance-accounting/table-1-resnet20",
+    "idp-sgd/table-3-resnet18",
+    "idp-sgd/table-8",
+    "idp-sgd/table-2",
+    "gradients-look-alike/figure-6",
+    "gradients-look-alike/figure-7",
+    "gradients-look-alike/figure-9",
+    "individual-accounting/figure-2",
+    "individual-accounting/figure-6",
+    "individual-accounting/figure-1",
+    "individual-accounting/figure-4",
+    "individual-accounting/table-2",
+    "individual-accounting/figure-5",
+    "individual-accounting/table-3",
+    "individual-accounting/figures-7-8",
+    "individual-accounting/figure-11",
+    "individual-accounting/figure-12",
     "individual-accounting/figures-13-14",
 )
 
@@ -56,8 +82,19 @@ def tasks(options):
         found[f"benchmarks.{bench}"] = [python, "-m", "benchmarks", bench]
     for name in options.records or RECORDS:
         if options.preset in experiments.get(name).presets:
-            found[name] = [python, "-m", "dpcompanion", "run", name, "--preset", options.preset, "--device",
-                           options.device, "--out", str(options.out)]
+            found[name] = [
+                python,
+                "-m",
+                "dpcompanion",
+                "run",
+                name,
+                "--preset",
+                options.preset,
+                "--device",
+                options.device,
+                "--out",
+                str(options.out),
+            ]
     return {name: command for name, command in found.items() if not options.only or name in options.only}
 
 
@@ -107,8 +144,10 @@ def main(arguments=None):
         if status is None:
             break
         del left[name]
-        print(f"== {name}: {'done' if not status else f'failed ({status})'}, {time.monotonic() - started:.0f} s",
-              flush=True)
+        print(
+            f"== {name}: {'done' if not status else f'failed ({status})'}, {time.monotonic() - started:.0f} s",
+            flush=True,
+        )
         if status:
             failed.append(name)
         else:

@@ -88,11 +88,16 @@ def blank_twin(source):
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:10]
         seen[digest] = seen.get(digest, 0) + 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
-    kept = {key: value for key, value in notebook.metadata.items()
-            if key not in ("jupytext", "kernelspec", "language_info")}
+    kept = {
+        key: value for key, value in notebook.metadata.items() if key not in ("jupytext", "kernelspec", "language_info")
+    }
     notebook.metadata = nbformat.from_dict(
-        {**kept, "kernelspec": KERNEL, "language_info": {"name": "python"},
-         "dpcompanion": {"code_sha256": code_stamp(notebook)}}
+        {
+            **kept,
+            "kernelspec": KERNEL,
+            "language_info": {"name": "python"},
+            "dpcompanion": {"code_sha256": code_stamp(notebook)},
+        }
     )
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
@@ -101,7 +106,6 @@ def blank_twin(source):
 def code_stamp(notebook):
     code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
     return hashlib.sha256(code.encode()).hexdigest()
-
 
 
 def run(root, source, preset, timeout, variables):
@@ -120,8 +124,13 @@ def run(root, source, preset, timeout, variables):
             # A socket file, readable by its owner alone, rather than a port that others on the machine could listen to.
             channel = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
             client = NotebookClient(
-                fresh, timeout=timeout, kernel_name="python3", record_timing=False, coalesce_streams=True,
-                resources={"metadata": {"path": str(source.parent)}}, config=Config(KernelManager=channel),
+                fresh,
+                timeout=timeout,
+                kernel_name="python3",
+                record_timing=False,
+                coalesce_streams=True,
+                resources={"metadata": {"path": str(source.parent)}},
+                config=Config(KernelManager=channel),
             )
             try:
                 client.execute(env=kernel_environment(preset, variables))
@@ -207,16 +216,26 @@ def papers(pages):
     """The pages, those of one paper together: all exhibits first, so that what they share is computed in one kernel."""
     found = {}
     for page in pages:
-        first = min((other for other in pages if other.parent == page.parent and
-                     (other == page or page.stem.startswith(f"{other.stem}-"))), key=lambda other: len(other.stem))
+        first = min(
+            (
+                other
+                for other in pages
+                if other.parent == page.parent and (other == page or page.stem.startswith(f"{other.stem}-"))
+            ),
+            key=lambda other: len(other.stem),
+        )
         found.setdefault(first, []).append(page)
     return [sorted(each, key=lambda page: not page.stem.endswith("-exhibits")) for each in found.values()]
 
 
 def kernel_environment(preset, variables):
     return {
-        **variables, "DPCOMPANION_PRESET": preset, "DPCOMPANION_FILTERS": "anew", "PYTHONHASHSEED": "0",
-        "MPLBACKEND": "module://matplotlib_inline.backend_inline", "JUPYTER_PREFER_ENV_PATH": "1",
+        **variables,
+        "DPCOMPANION_PRESET": preset,
+        "DPCOMPANION_FILTERS": "anew",
+        "PYTHONHASHSEED": "0",
+        "MPLBACKEND": "module://matplotlib_inline.backend_inline",
+        "JUPYTER_PREFER_ENV_PATH": "1",
     }
 
 
@@ -227,7 +246,6 @@ def write_if_different(path, text):
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.write_text(text, encoding="utf-8")
     os.replace(temporary, path)
-
 
 
 def check(root):
@@ -287,22 +305,28 @@ def check_outputs(cell):
     return problems
 
 
-
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Execute the book's notebooks, or check what is committed.")
     parser.add_argument("--root", type=Path, default=ROOT, help="the folder that holds book/")
     commands = parser.add_subparsers(dest="command", required=True)
     live = commands.add_parser("execute", help="execute sources into their notebooks")
     again = commands.add_parser("verify", help="execute again and compare, under other arithmetics where asked")
-    again.add_argument("--under", nargs="+", choices=list(arithmetic.ARITHMETICS), metavar="ARITHMETIC",
-                       help=f"of {', '.join(arithmetic.ARITHMETICS)} (default: {' and '.join(TRAINING)} for what "
-                            "trains, as it is for the rest)")
+    again.add_argument(
+        "--under",
+        nargs="+",
+        choices=list(arithmetic.ARITHMETICS),
+        metavar="ARITHMETIC",
+        help=f"of {', '.join(arithmetic.ARITHMETICS)} (default: {' and '.join(TRAINING)} for what "
+        "trains, as it is for the rest)",
+    )
     for command in (live, again):
         command.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
-        command.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1),
-                             help="how many at a time (default: %(default)s)")
-        command.add_argument("--timeout", type=int, default=900,
-                             help="seconds that one cell may take (default: %(default)s)")
+        command.add_argument(
+            "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many at a time (default: %(default)s)"
+        )
+        command.add_argument(
+            "--timeout", type=int, default=900, help="seconds that one cell may take (default: %(default)s)"
+        )
     words = commands.add_parser("prose", help="take over new prose where the code is what was executed")
     words.add_argument("names", nargs="+", help="which ones, by stem or path")
     commands.add_parser("check", help="check that notebooks and sources are one thing")
@@ -332,15 +356,21 @@ def main(arguments=None):
     # What takes longest comes first: pages that train, and of these the long ones.
     pages = sorted(pages, key=lambda page: (not trains(page), -page.stat().st_size))
     under = {page: options.under or (TRAINING if trains(page) else PLAIN) for page in pages}
-    jobs = [[(root, page, name, options.timeout) for page in paper if name in under[page]]
-            for paper in papers(pages) for name in arithmetic.ARITHMETICS if any(name in under[page] for page in paper)]
+    jobs = [
+        [(root, page, name, options.timeout) for page in paper if name in under[page]]
+        for paper in papers(pages)
+        for name in arithmetic.ARITHMETICS
+        if any(name in under[page] for page in paper)
+    ]
     used = [name for name in arithmetic.ARITHMETICS if any(name in names for names in under.values())]
     print(f"executing {len(pages)} notebooks again, {sum(map(len, jobs))} runs, on {arithmetic.processor()}")
     for line in arithmetic.effects([name for name in used if arithmetic.ARITHMETICS[name]]):
         print(f"  {line}", flush=True)
     good = each(options.jobs, verify, jobs)
-    print(f"{len(pages)} notebooks executed again, {len(good)} runs ({', '.join(used)}): {good.count(False)} differ "
-          "from what is committed")
+    print(
+        f"{len(pages)} notebooks executed again, {len(good)} runs ({', '.join(used)}): {good.count(False)} differ "
+        "from what is committed"
+    )
     return 0 if all(good) else 1
 
 

@@ -24,15 +24,25 @@ from dpcompanion import idp
 from dpcompanion.data import import_torchvision
 from dpcompanion.engine import IndividualizedPrivacyEngine
 
-MODULES = ("privacy_engine_test", "privacy_engine_validation_test", "batch_memory_manager_test",
-           "gradient_accumulation_test", "randomness_test", "accounting_noise_multiplier_test", "mixed_precision_test",
-           "schedulers.grad_clip_scheduler_test", "schedulers.noise_scheduler_test")
+MODULES = (
+    "privacy_engine_test",
+    "privacy_engine_validation_test",
+    "batch_memory_manager_test",
+    "gradient_accumulation_test",
+    "randomness_test",
+    "accounting_noise_multiplier_test",
+    "mixed_precision_test",
+    "schedulers.grad_clip_scheduler_test",
+    "schedulers.noise_scheduler_test",
+)
 NOT_OFFERED = "not offered"
 # Tests that fail because of what is not offered, without asking the adapter for it. Those of texts put the examples on
 # the second axis and do not say so.
-DIFFERENT = {"*.test_deterministic_run": "runs that PyTorch's seed repeats",
-             "*.PrivacyEngineSecureModeTest.test_global_seed": "runs that PyTorch's seed repeats",
-             "*.PrivacyEngineText*.test_make_private_with_epsilon": "examples on another axis than batch_first says"}
+DIFFERENT = {
+    "*.test_deterministic_run": "runs that PyTorch's seed repeats",
+    "*.PrivacyEngineSecureModeTest.test_global_seed": "runs that PyTorch's seed repeats",
+    "*.PrivacyEngineText*.test_make_private_with_epsilon": "examples on another axis than batch_first says",
+}
 
 
 class NotOffered(Exception):
@@ -45,8 +55,19 @@ class Adapter(IndividualizedPrivacyEngine):
     def __init__(self, *, accountant="rdp", secure_mode=False):
         super().__init__(accountant="rdp", secure_mode=secure_mode)
 
-    def make_private(self, *, module, optimizer, data_loader, noise_multiplier, max_grad_norm, poisson_sampling=True,
-                     rand_on_empty=False, clipping="flat", **options):
+    def make_private(
+        self,
+        *,
+        module,
+        optimizer,
+        data_loader,
+        noise_multiplier,
+        max_grad_norm,
+        poisson_sampling=True,
+        rand_on_empty=False,
+        clipping="flat",
+        **options,
+    ):
         if not poisson_sampling:
             raise NotOffered("batches without Poisson sampling")
         if not noise_multiplier:
@@ -57,18 +78,34 @@ class Adapter(IndividualizedPrivacyEngine):
             raise NotOffered("adaptive clipping")
         n, steps = len(data_loader.dataset), 100 * len(data_loader)
         rate, delta = 1 / len(data_loader), 1e-5
-        budget = float(idp.rdp_epsilons(torch.tensor([rate]).double(), torch.tensor([noise_multiplier]).double(),
-                                        steps=steps, delta=delta)[0])
+        budget = float(
+            idp.rdp_epsilons(
+                torch.tensor([rate]).double(), torch.tensor([noise_multiplier]).double(), steps=steps, delta=delta
+            )[0]
+        )
         self._asked = float(noise_multiplier)
         return self.make_private_with_budgets(
-            module=module, optimizer=optimizer, data_loader=data_loader, target_epsilons=[budget] * n,
-            target_delta=delta, epochs=100, max_grad_norm=max_grad_norm, method="scale", clipping=clipping, **options)
+            module=module,
+            optimizer=optimizer,
+            data_loader=data_loader,
+            target_epsilons=[budget] * n,
+            target_delta=delta,
+            epochs=100,
+            max_grad_norm=max_grad_norm,
+            method="scale",
+            clipping=clipping,
+            **options,
+        )
 
     def make_private_with_epsilon(self, *, data_loader, target_epsilon, poisson_sampling=True, **options):
         if not poisson_sampling:
             raise NotOffered("batches without Poisson sampling")
-        return self.make_private_with_budgets(data_loader=data_loader, method="scale", **options,
-                                              target_epsilons=[target_epsilon] * len(data_loader.dataset))
+        return self.make_private_with_budgets(
+            data_loader=data_loader,
+            method="scale",
+            **options,
+            target_epsilons=[target_epsilon] * len(data_loader.dataset),
+        )
 
 
 class Outcome(unittest.TestResult):
@@ -144,8 +181,9 @@ def write(path, version, found):
         tests = before["tests"] if before["opacus"] == version else {}
     tests = dict(sorted({**tests, **{name: list(what) for name, what in found.items()}}.items()))
     totals = dict(sorted(collections.Counter(outcome for outcome, _ in tests.values()).items()))
-    path.write_text(json.dumps({"opacus": version, "totals": totals, "tests": tests}, indent=1) + "\n",
-                    encoding="utf-8")
+    path.write_text(
+        json.dumps({"opacus": version, "totals": totals, "tests": tests}, indent=1) + "\n", encoding="utf-8"
+    )
 
 
 def main():

@@ -77,8 +77,11 @@ def texts_of(output):
     data = plain.pop("data", {})
     plain.pop("execution_count", None)
     text = {kind: value if isinstance(value, str) else repr(value) for kind, value in plain.items()}
-    return text | {f"data {kind}": value if isinstance(value, str) else repr(value)
-                   for kind, value in data.items() if kind != PICTURE}
+    return text | {
+        f"data {kind}": value if isinstance(value, str) else repr(value)
+        for kind, value in data.items()
+        if kind != PICTURE
+    }
 
 
 def same_text(new, old, tolerance=0.0):
@@ -104,8 +107,9 @@ def same_picture(new, old):
     import numpy as np
     from PIL import Image
 
-    one, other = (np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"), dtype=int)
-                  for text in (new, old))
+    one, other = (
+        np.asarray(Image.open(io.BytesIO(base64.b64decode(text))).convert("RGB"), dtype=int) for text in (new, old)
+    )
     return one.shape == other.shape and (abs(one - other).max(axis=2) > PIXEL_LEVELS).mean() <= PIXEL_SHARE
 
 

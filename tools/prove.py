@@ -21,8 +21,9 @@ def step(title, *command):
     print(f"== {title}", flush=True)
     lines = []
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          text=True) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             lines.append(line.strip())
@@ -43,11 +44,12 @@ def counts(path):
 
 def main():
     python = sys.executable
-    lint, _ = step("lint", python, "-m", "ruff", "check", "--quiet")
+    lint, _ = step("lint", "make", "--no-print-directory", "lint")
     with tempfile.TemporaryDirectory() as folder:
         report = f"{folder}/tests.xml"
-        units, _ = step("unit tests and doctests", python, "-m", "pytest", "-n", "2", "--dist", "loadgroup",
-                        f"--junitxml={report}")
+        units, _ = step(
+            "unit tests and doctests", python, "-m", "pytest", "-n", "2", "--dist", "loadgroup", f"--junitxml={report}"
+        )
         passed, skipped = counts(report)
     pairs, checked = step("notebooks and their sources", python, "tools/notebooks.py", "check")
     again, verified = step("notebooks executed again, outputs compared", python, "tools/notebooks.py", "verify")
@@ -55,11 +57,13 @@ def main():
     seen, browser = step("pages in a browser", python, "tools/browser_check.py")
 
     print("\n== what was proved")
-    for good, what in ((lint, "the code: the linter finds nothing"),
-                       (units, f"the library: {passed} tests and doctests passed"),
-                       (pairs, f"the notebooks are their sources, executed: {last(checked)}"),
-                       (again, f"their numbers come out again: {last(verified)}"),
-                       (site, "the book builds, and a warning would be an error")):
+    for good, what in (
+        (lint, "the code: the linter finds nothing, the formatter changes nothing"),
+        (units, f"the library: {passed} tests and doctests passed"),
+        (pairs, f"the notebooks are their sources, executed: {last(checked)}"),
+        (again, f"their numbers come out again: {last(verified)}"),
+        (site, "the book builds, and a warning would be an error"),
+    ):
         print(f"{'proved' if good else 'FAILED'}: {what}")
     unseen = [line for line in browser if "NOT checked" in line]
     if not unseen:

@@ -34,10 +34,14 @@ def main(arguments=None):
     parser.add_argument("--from", dest="revision", required=True, help="a git revision by whose code records are fresh")
     revision = parser.parse_args(arguments).revision
     from dpcompanion.reproduction import records
+
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
-        archive = subprocess.run(["git", "-C", str(ROOT), "archive", revision, "dpcompanion", "results",
-                                  "pyproject.toml"], capture_output=True, check=True).stdout
+        archive = subprocess.run(
+            ["git", "-C", str(ROOT), "archive", revision, "dpcompanion", "results", "pyproject.toml"],
+            capture_output=True,
+            check=True,
+        ).stdout
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder, filter="data")
         fresh = states(folder, "fresh")
@@ -58,8 +62,14 @@ def states(checkout, state):
     """The (name, preset) of records that the code in a folder calls fresh, or stale."""
     # A process of its own: two versions of a package do not fit into one.
     environment = {**os.environ, "PYTHONPATH": str(checkout)}
-    said = subprocess.run([sys.executable, "-m", "dpcompanion.cli", "list"], cwd=checkout, env=environment,
-                          capture_output=True, text=True, check=True).stdout
+    said = subprocess.run(
+        [sys.executable, "-m", "dpcompanion.cli", "list"],
+        cwd=checkout,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
     found = []
     for line in said.splitlines():
         for entry in re.search(r"\[([^]]*)\]$", line).group(1).split(", "):
@@ -71,11 +81,14 @@ def states(checkout, state):
 def restamp(name, preset, then):
     """Write today's hash into a record, and whether that made it fresh; `then`: where the record was that was fresh."""
     from dpcompanion.reproduction import experiments, records, storage
+
     path, experiment = records.path_of(name, preset, ROOT / "results"), experiments.get(name)
     before, fields = storage.read_json(then), storage.read_json(path)
     # Values hold NaN, which does not equal itself; their hashes do.
-    if any(storage.hash_of(fields.get(key)) != storage.hash_of(before.get(key))
-           for key in {*fields, *before} - {"code_hash", "config"}):
+    if any(
+        storage.hash_of(fields.get(key)) != storage.hash_of(before.get(key))
+        for key in {*fields, *before} - {"code_hash", "config"}
+    ):
         return False
     fields["code_hash"] = experiment.code_hash
     fields["config"] = renamed(fields["config"], storage.plain(experiment.presets[preset]))

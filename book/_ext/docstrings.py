@@ -45,8 +45,10 @@ def _as_text(part):
     if re.search(r"^\s*\.\. math::", part, re.MULTILINE):
         return part
     pieces = re.split(r"(`[^`]*`|(?<![\w$])\$[^$]+\$)", part)
-    return "".join(piece if index % 2 else re.sub(r"\*(?=\w+[)\]}])", r"\\*", piece).replace("|", r"\|")
-                   for index, piece in enumerate(pieces))
+    return "".join(
+        piece if index % 2 else re.sub(r"\*(?=\w+[)\]}])", r"\\*", piece).replace("|", r"\|")
+        for index, piece in enumerate(pieces)
+    )
 
 
 def _directive(found):

@@ -22,6 +22,7 @@ def options(address):
 
 def setup(app):
     app.add_config_value("public_repository", "", "html")
-    app.connect("config-inited",
-                lambda app, config: config.html_theme_options.update(options(config.public_repository)))
+    app.connect(
+        "config-inited", lambda app, config: config.html_theme_options.update(options(config.public_repository))
+    )
     return {"parallel_read_safe": True}

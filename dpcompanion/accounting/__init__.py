@@ -24,7 +24,22 @@ from .runs import ACCOUNTANTS, compute_delta, compute_epsilon
 from .tradeoff import best_true_positive_rate, trade_off
 
 __all__ = [
-    "ACCOUNTANTS", "DEFAULT_ORDERS", "DeltaAt", "EpsilonAt", "best_true_positive_rate", "compute_delta",
-    "compute_epsilon", "find_noise_multiplier", "find_sample_rate", "find_steps", "gaussian_delta", "gaussian_epsilon",
-    "gaussian_mu", "pld", "rdp_sampled_gaussian", "rdp_to_delta", "rdp_to_epsilon", "trade_off",
+    "ACCOUNTANTS",
+    "DEFAULT_ORDERS",
+    "DeltaAt",
+    "EpsilonAt",
+    "best_true_positive_rate",
+    "compute_delta",
+    "compute_epsilon",
+    "find_noise_multiplier",
+    "find_sample_rate",
+    "find_steps",
+    "gaussian_delta",
+    "gaussian_epsilon",
+    "gaussian_mu",
+    "pld",
+    "rdp_sampled_gaussian",
+    "rdp_to_delta",
+    "rdp_to_epsilon",
+    "trade_off",
 ]

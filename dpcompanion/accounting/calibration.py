@@ -21,8 +21,9 @@ from .search import crossing
 _SMALLEST_RATE, _LARGEST_NOISE, _MOST_STEPS = 1e-12, 1e9, 10**9
 
 
-def find_noise_multiplier(*, target_epsilon: float, target_delta: float, sample_rate: float, steps: int,
-                          accountant: str = "pld") -> float:
+def find_noise_multiplier(
+    *, target_epsilon: float, target_delta: float, sample_rate: float, steps: int, accountant: str = "pld"
+) -> float:
     """The smallest noise multiplier, within a relative 1e-4, at which a run costs at most
     (target_epsilon, target_delta).
 
@@ -50,18 +51,28 @@ def find_noise_multiplier(*, target_epsilon: float, target_delta: float, sample_
     steps = _checks.whole_number("steps", steps, low=1)
 
     def excess(log_noise, accountant=accountant):
-        return _log_ratio(compute_epsilon(sample_rate=sample_rate, noise_multiplier=math.exp(log_noise), steps=steps,
-                                          delta=target_delta, accountant=accountant), target_epsilon)
+        return _log_ratio(
+            compute_epsilon(
+                sample_rate=sample_rate,
+                noise_multiplier=math.exp(log_noise),
+                steps=steps,
+                delta=target_delta,
+                accountant=accountant,
+            ),
+            target_epsilon,
+        )
 
     found = _searched(excess, accountant, start=0.0, low=math.log(1e-3), high=math.log(_LARGEST_NOISE), meets="above")
     if found is None:
-        raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met: not even a noise multiplier of "
-                         f"{_LARGEST_NOISE:g} does")
+        raise ValueError(
+            f"target_epsilon={target_epsilon:g} cannot be met: not even a noise multiplier of {_LARGEST_NOISE:g} does"
+        )
     return math.exp(found)
 
 
-def find_sample_rate(*, target_epsilon: float, target_delta: float, noise_multiplier: float, steps: int,
-                     accountant: str = "pld") -> float:
+def find_sample_rate(
+    *, target_epsilon: float, target_delta: float, noise_multiplier: float, steps: int, accountant: str = "pld"
+) -> float:
     """The largest sample rate, within a relative 1e-4, at which a run costs at most (target_epsilon, target_delta).
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
@@ -87,19 +98,30 @@ def find_sample_rate(*, target_epsilon: float, target_delta: float, noise_multip
     steps = _checks.whole_number("steps", steps, low=1)
 
     def excess(log_rate, accountant=accountant):
-        return _log_ratio(compute_epsilon(sample_rate=min(math.exp(log_rate), 1.0), noise_multiplier=noise_multiplier,
-                                          steps=steps, delta=target_delta, accountant=accountant), target_epsilon)
+        return _log_ratio(
+            compute_epsilon(
+                sample_rate=min(math.exp(log_rate), 1.0),
+                noise_multiplier=noise_multiplier,
+                steps=steps,
+                delta=target_delta,
+                accountant=accountant,
+            ),
+            target_epsilon,
+        )
 
     found = _searched(excess, accountant, start=math.log(0.01), low=math.log(_SMALLEST_RATE), high=0.0, meets="below")
     if found is None:
-        raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met with "
-                         f"noise_multiplier={noise_multiplier:g} and "
-                         f"steps={steps}: not even a sample rate of {_SMALLEST_RATE:g} does")
+        raise ValueError(
+            f"target_epsilon={target_epsilon:g} cannot be met with "
+            f"noise_multiplier={noise_multiplier:g} and "
+            f"steps={steps}: not even a sample rate of {_SMALLEST_RATE:g} does"
+        )
     return min(math.exp(found), 1.0)
 
 
-def find_steps(*, target_epsilon: float, target_delta: float, sample_rate: float, noise_multiplier: float,
-               accountant: str = "pld") -> int:
+def find_steps(
+    *, target_epsilon: float, target_delta: float, sample_rate: float, noise_multiplier: float, accountant: str = "pld"
+) -> int:
     """The largest number of steps at which a run costs at most (target_epsilon, target_delta).
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
@@ -126,9 +148,13 @@ def find_steps(*, target_epsilon: float, target_delta: float, sample_rate: float
     noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
 
     def epsilon(steps, accountant=accountant):
-        return compute_epsilon(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps,
-                               delta=target_delta,
-                               accountant=accountant)
+        return compute_epsilon(
+            sample_rate=sample_rate,
+            noise_multiplier=noise_multiplier,
+            steps=steps,
+            delta=target_delta,
+            accountant=accountant,
+        )
 
     if (one := epsilon(1)) > target_epsilon:
         raise ValueError(f"target_epsilon={target_epsilon:g} cannot be met: one step already costs {one:g}")
@@ -139,19 +165,23 @@ def find_steps(*, target_epsilon: float, target_delta: float, sample_rate: float
     def excess(log_steps, accountant=accountant):
         return _log_ratio(epsilon(round(math.exp(log_steps)), accountant), target_epsilon)
 
-    found = _searched(excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below",
-                      snap=whole)
+    found = _searched(
+        excess, accountant, start=math.log(1000), low=0.0, high=math.log(_MOST_STEPS), meets="below", snap=whole
+    )
     steps = round(math.exp(found))
     if steps >= _MOST_STEPS:
-        raise ValueError(f"target_epsilon={target_epsilon:g} is not spent by {_MOST_STEPS:g} steps, the most that is "
-                         f"looked at")
+        raise ValueError(
+            f"target_epsilon={target_epsilon:g} is not spent by {_MOST_STEPS:g} steps, the most that is looked at"
+        )
     return steps
 
 
 def _check_target(target_epsilon, target_delta, accountant):
     _checks.one_of("accountant", accountant, ACCOUNTANTS)
-    return (_checks.number("target_epsilon", target_epsilon, 0, math.inf, closed="neither"),
-            _checks.number("target_delta", target_delta, 0, 1, closed="neither"))
+    return (
+        _checks.number("target_epsilon", target_epsilon, 0, math.inf, closed="neither"),
+        _checks.number("target_delta", target_delta, 0, 1, closed="neither"),
+    )
 
 
 def _log_ratio(epsilon, target):

@@ -22,7 +22,7 @@ from .rdp import rdp_sampled_gaussian
 #: Chords of a table, evenly spaced in s.
 NODES = 1024
 
-_NOTHING = 1e30              # an upper bound on any divergence, finite so that none of it is nothing
+_NOTHING = 1e30  # an upper bound on any divergence, finite so that none of it is nothing
 
 
 def rdp_of_shares(shares, orders, *, sample_rate, noise_multiplier):
@@ -34,11 +34,12 @@ def rdp_of_shares(shares, orders, *, sample_rate, noise_multiplier):
     noise = noise_multiplier / shares
     usual = [order for order in orders if order <= 1024]
     table = [rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise, orders=usual)]
-    for order in orders[len(usual):]:
+    for order in orders[len(usual) :]:
         column = torch.full_like(noise, _NOTHING)
         cheap = order <= 32 * noise
-        column[cheap] = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise[cheap],
-                                             orders=[order])[:, 0]
+        column[cheap] = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise[cheap], orders=[order])[
+            :, 0
+        ]
         table.append(column[:, None])
     return torch.cat(table, dim=1)
 

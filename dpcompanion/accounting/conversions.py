@@ -32,7 +32,7 @@ from .. import _checks
 from .._types import Array, Numbers
 
 CONVERSIONS = ("balle2020", "mironov2017")
-_APART = 8                   # orders between two that `least_epsilon` looks at first
+_APART = 8  # orders between two that `least_epsilon` looks at first
 
 
 class EpsilonAt(NamedTuple):
@@ -136,7 +136,7 @@ def _total_variation(rdp):
 
 
 def _checked(rdp, orders, *, conversion, **target):
-    (name, value), = target.items()
+    ((name, value),) = target.items()
     _checks.one_of("conversion", conversion, CONVERSIONS)
     _checks.in_interval("rdp", rdp, 0)
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
@@ -147,6 +147,8 @@ def _checked(rdp, orders, *, conversion, **target):
     rdp = torch.as_tensor(rdp, dtype=torch.float64)
     orders = torch.as_tensor(orders, dtype=torch.float64, device=rdp.device).reshape(-1)
     if rdp.ndim == 0 or rdp.shape[-1] != len(orders):
-        raise ValueError(f"rdp must have one entry for each of the {len(orders)} orders in its last dimension, "
-                         f"got shape {tuple(rdp.shape)}")
+        raise ValueError(
+            f"rdp must have one entry for each of the {len(orders)} orders in its last dimension, "
+            f"got shape {tuple(rdp.shape)}"
+        )
     return rdp, orders, torch.as_tensor(value, dtype=torch.float64, device=rdp.device)

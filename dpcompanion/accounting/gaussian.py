@@ -55,7 +55,7 @@ def _delta(mu, epsilon):
     m, e = torch.where(usual, mu, 1.0), torch.where(usual, epsilon, 1.0)
     a, b = e / m - m / 2, e / m + m / 2
     # The difference of tails, for mu above 1: e^eps (1 - Phi(b)) = phi(a) M(b) does not overflow.
-    apart = torch.erfc(a / math.sqrt(2)) / 2 - torch.exp(-a**2 / 2) * torch.special.erfcx(b / math.sqrt(2)) / 2
+    apart = torch.erfc(a / math.sqrt(2)) / 2 - torch.exp(-(a**2) / 2) * torch.special.erfcx(b / math.sqrt(2)) / 2
     # The integral of 1 - x M(x) > 0 over [a, b], for mu up to 1 (there a >= -1/2).
     nodes, weights = _NODES.to(mu.device), _WEIGHTS.to(mu.device)
     short = m.clamp(max=1.0)
@@ -66,7 +66,7 @@ def _delta(mu, epsilon):
     far = x.clamp(min=10.0) ** -2
     series = far * (1 - 3 * far * (1 - 5 * far * (1 - 7 * far * (1 - 9 * far * (1 - 11 * far * (1 - 13 * far))))))
     slope = torch.where(x < 20, 1 - x * mills, series)
-    joint = torch.exp(-low**2 / 2) / math.sqrt(2 * math.pi) * short / 2 * (slope * weights).sum(-1)
+    joint = torch.exp(-(low**2) / 2) / math.sqrt(2 * math.pi) * short / 2 * (slope * weights).sum(-1)
     delta = torch.where(m <= 1, joint, apart).clamp(0.0, 1.0)
     # No noise: every event may be certain under one data set and impossible under the other.
     return torch.where(usual, delta, torch.where((mu == 0) | epsilon.isinf(), 0.0, 1.0))

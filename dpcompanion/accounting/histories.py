@@ -41,13 +41,13 @@ from .pld import _LOG_CAPPED, _WINDOW_LOG_TAIL
 #: What discretisation may add to epsilon, relatively.
 TOLERANCE = 1e-3
 
-_BUCKET = 1.5                # histories whose epsilons lie within this factor share a grid
-_IMPOSSIBLE = 1e30           # stands for an infinite moment, so that none times it is none
+_BUCKET = 1.5  # histories whose epsilons lie within this factor share a grid
+_IMPOSSIBLE = 1e30  # stands for an infinite moment, so that none times it is none
 _LARGEST_GRID = 1 << 20
-_LARGEST_TABLE = 1 << 23     # complex numbers in one table of frequencies
-_MOST_LEVELS = 128           # levels whose losses are all discretised
-_NODES = 64                  # of more levels those that are; the others are mixtures of them
-_ROWS = 4096                 # histories that are worked on at a time
+_LARGEST_TABLE = 1 << 23  # complex numbers in one table of frequencies
+_MOST_LEVELS = 128  # levels whose losses are all discretised
+_NODES = 64  # of more levels those that are; the others are mixtures of them
+_ROWS = 4096  # histories that are worked on at a time
 
 
 def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
@@ -71,15 +71,18 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     _checks.in_interval("noise_multipliers", noise_multipliers, 0, math.inf, closed="neither")
     _checks.in_interval("delta", delta, 0, 1, closed="neither")
     counts = torch.as_tensor(counts)
-    if counts.is_floating_point() or (counts.numel() and counts.min() < 0):       # no copy of many whole numbers
+    if counts.is_floating_point() or (counts.numel() and counts.min() < 0):  # no copy of many whole numbers
         _checks.in_interval("counts", counts, 0, math.inf, closed="left")
     levels = torch.as_tensor(noise_multipliers, dtype=torch.float64).reshape(-1).tolist()
     if counts.ndim != 2 or counts.shape[1] != len(levels):
-        raise ValueError(f"counts must have shape (n, {len(levels)}), one column for each noise multiplier, "
-                         f"got {tuple(counts.shape)}")
+        raise ValueError(
+            f"counts must have shape (n, {len(levels)}), one column for each noise multiplier, "
+            f"got {tuple(counts.shape)}"
+        )
     counts = counts.cpu()
     if sample_rate == 1:
         from .gaussian import gaussian_epsilon
+
         squares = (counts.double() / torch.tensor(levels, dtype=torch.float64) ** 2).sum(dim=1)
         return gaussian_epsilon(torch.sqrt(squares), delta)
     epsilon = torch.zeros(len(counts), dtype=torch.float64)
@@ -89,11 +92,14 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     busy = counts.any(dim=1).nonzero()[:, 0]
     log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(counts.sum(dim=1).max()))
     own = {1 / levels[j]: levels[j] for j in used.tolist()}
-    between = Levels.between([1 / levels[j] for j in used.tolist()],
-                             most=len(used) if len(used) <= _MOST_LEVELS else _NODES)
+    between = Levels.between(
+        [1 / levels[j] for j in used.tolist()], most=len(used) if len(used) <= _MOST_LEVELS else _NODES
+    )
     for direction in DIRECTIONS:
-        steps = {node: _Step(sample_rate, own.get(node, 1 / node), direction, log_capped)
-                 for node in between.sensitivities.tolist()}
+        steps = {
+            node: _Step(sample_rate, own.get(node, 1 / node), direction, log_capped)
+            for node in between.sensitivities.tolist()
+        }
         found = _one_direction(counts[busy][:, used], between, steps, float(delta))
         epsilon[busy] = torch.maximum(epsilon[busy], found)
     return epsilon
@@ -110,22 +116,39 @@ def _one_direction(counts, levels, steps, delta):
     spread = math.sqrt(float(total.max())) * max(step.std for step in steps.values())
     narrow = min(step.std for step in steps.values())
     tilts = torch.from_numpy(np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(narrow, 1.0), 160))
-    mgf = levels.blend(torch.stack([torch.where(step.log_mgf(1.2 * tilts).isfinite(), step.log_mgf(tilts), math.inf)
-                                    for step in steps.values()]))
+    mgf = levels.blend(
+        torch.stack(
+            [
+                torch.where(step.log_mgf(1.2 * tilts).isfinite(), step.log_mgf(tilts), math.inf)
+                for step in steps.values()
+            ]
+        )
+    )
     # A little less than delta leaves room for the capped losses.
     bonus = -math.log(delta * (1 - 2 * math.exp(_LOG_CAPPED))) - torch.log1p(tilts)
     # Chernoff's bound with the factor of Balle et al. (as in `pld`): where to look first.
-    guess = torch.cat([((_moments(part, mgf) + bonus) / tilts - torch.log1p(1 / tilts)).min(dim=1).values
-                       for part in counts.split(_ROWS)])
+    guess = torch.cat(
+        [
+            ((_moments(part, mgf) + bonus) / tilts - torch.log1p(1 / tilts)).min(dim=1).values
+            for part in counts.split(_ROWS)
+        ]
+    )
     result = guess.clamp(min=0.0)
     floor = 1e-9 / float(tilts[-1])
     open_ = (result > floor).nonzero()[:, 0]
     for _ in range(6):
         if not len(open_):
             break
-        own = torch.cat([tilts[(_moments(part, mgf) - tilts * (epsilon[:, None] + torch.log1p(1 / tilts))
-                                - torch.log1p(tilts)).argmin(dim=1)]
-                         for part, epsilon in zip(counts[open_].split(_ROWS), result[open_].split(_ROWS))])
+        own = torch.cat(
+            [
+                tilts[
+                    (
+                        _moments(part, mgf) - tilts * (epsilon[:, None] + torch.log1p(1 / tilts)) - torch.log1p(tilts)
+                    ).argmin(dim=1)
+                ]
+                for part, epsilon in zip(counts[open_].split(_ROWS), result[open_].split(_ROWS))
+            ]
+        )
         keys = torch.stack((torch.log(result[open_]) / math.log(_BUCKET), torch.log2(own)), dim=1).floor()
         again = []
         for key in keys.unique(dim=0):
@@ -226,8 +249,12 @@ def _window(counts, levels, steps, tilt, interval):
     here = torch.tensor([tilt], dtype=torch.float64)
     base = levels.blend(torch.stack([step.log_mgf(here) for step in steps]))
     # Of a mixture somewhat less than its own, which only chooses where to look.
-    variance = float((counts.double() @ torch.tensor([step.tilted_variance(tilt) for step in steps],
-                                                     dtype=torch.float64)[levels.high]).max())
+    variance = float(
+        (
+            counts.double()
+            @ torch.tensor([step.tilted_variance(tilt) for step in steps], dtype=torch.float64)[levels.high]
+        ).max()
+    )
     few, many = sorted((tilt, 1 / max(math.sqrt(variance), 1e-6 / tilt)))
     offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(20 * math.log10(1e3 * many / few))))
     ends = []
@@ -235,8 +262,9 @@ def _window(counts, levels, steps, tilt, interval):
         tilts = tilt + sign * offsets
         of_the_grid = (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
         rise = levels.blend(torch.stack([step.log_mgf(tilts) for step in steps])) - base + of_the_grid
-        reach = torch.cat([((_moments(part, rise) - _WINDOW_LOG_TAIL) / offsets).min(dim=1).values
-                           for part in counts.split(_ROWS)])
+        reach = torch.cat(
+            [((_moments(part, rise) - _WINDOW_LOG_TAIL) / offsets).min(dim=1).values for part in counts.split(_ROWS)]
+        )
         ends.append(float(reach.max()))
     return -ends[1], ends[0], 2 * math.exp(_WINDOW_LOG_TAIL)
 
@@ -264,7 +292,7 @@ def _payoffs(grid, first, size, interval, tilt, kept):
     weight[0] = 1.0 / size
     if kept == size // 2 + 1:
         weight[-1] = 1.0 / size
-    start = torch.ceil(grid / interval - first).clamp(0, size).long()        # the first position above each epsilon
+    start = torch.ceil(grid / interval - first).clamp(0, size).long()  # the first position above each epsilon
     above = ((start + first) * interval - grid).clamp(min=0)
     count, frequency = size - start, torch.arange(kept)[:, None]
     # The transform counts positions modulo the circle, so a mass has the phase of where its index falls.
@@ -273,8 +301,9 @@ def _payoffs(grid, first, size, interval, tilt, kept):
 
     def series(rate):
         """The sum of exp(-rate above) over the positions above, transformed."""
-        decay = torch.complex(torch.full((kept, 1), -rate * interval, dtype=torch.float64),
-                              -2 * math.pi / size * frequency.double())
+        decay = torch.complex(
+            torch.full((kept, 1), -rate * interval, dtype=torch.float64), -2 * math.pi / size * frequency.double()
+        )
         return begin * torch.exp(-rate * above) * (1 - end * torch.exp(-rate * interval * count)) / -torch.expm1(decay)
 
     columns = series(tilt) - series(tilt + 1)

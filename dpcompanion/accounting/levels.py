@@ -51,8 +51,7 @@ class Levels:
 
     @classmethod
     def between(cls, sensitivities, *, most):
-        """The levels of these sensitivities over noise (above 0), with `most` nodes at most: each its own, if so few.
-        """
+        """The levels of these sensitivities over noise (above 0), at most `most` of them: each its own, if so few."""
         levels = torch.as_tensor(sensitivities, dtype=torch.float64)
         own, place = levels.unique(return_inverse=True)
         if len(own) <= most:
@@ -85,8 +84,10 @@ class Levels:
         log_rest = torch.log1p(-self.share) if log_rest is None else log_rest
         log_share = torch.log(self.share) if log_share is None else log_share
         # An infinity that has no weight must not make nan of the other.
-        lower, upper = (torch.where(weight[:, None] == -math.inf, -math.inf, weight[:, None] + logs[node])
-                        for weight, node in ((log_rest, self.low), (log_share, self.high)))
+        lower, upper = (
+            torch.where(weight[:, None] == -math.inf, -math.inf, weight[:, None] + logs[node])
+            for weight, node in ((log_rest, self.low), (log_share, self.high))
+        )
         return torch.logaddexp(lower, upper)
 
 
@@ -126,7 +127,7 @@ def _settled(levels):
 
 def joined(levels, counts, other_levels, other_counts):
     """Two accounts of the same examples as one: levels, and counts (n, levels) wide enough for the sum."""
-    if _settled(other_levels):           # the union of 2,048 levels with no others is no grid by itself
+    if _settled(other_levels):  # the union of 2,048 levels with no others is no grid by itself
         wanted = other_levels
     else:
         wanted, _ = with_shares(levels, counts[:0], other_levels)

@@ -15,9 +15,9 @@ from .rdp import log_density_ratio
 
 DIRECTIONS = ("remove", "add")
 
-_LOG_NEGLIGIBLE = -75.0      # tilted densities below e^-75 of the peak are cut, and the cut is accounted for
-_TAIL = 13.0                 # standard deviations of the Gaussian that are looked at on the side of small losses
-_STEEPEST = 6.0              # how fast the log of the tilted density may rise between the last two nodes
+_LOG_NEGLIGIBLE = -75.0  # tilted densities below e^-75 of the peak are cut, and the cut is accounted for
+_TAIL = 13.0  # standard deviations of the Gaussian that are looked at on the side of small losses
+_STEEPEST = 6.0  # how fast the log of the tilted density may rise between the last two nodes
 _NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(4))
 _PANEL_NODES, _PANEL_WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(6))
 
@@ -55,12 +55,16 @@ class _Step:
 
     def _t_of_cap(self):
         """How far in t the cap lies: the tail of N(0, 1), or of the mixture where an example is removed, beyond it."""
+
         def excess(t):
             log_tail = float(log_ndtr(-t))
             if self.remove:
-                log_tail = np.logaddexp(log_tail + math.log1p(-float(self.q)),
-                                        float(log_ndtr(1 / float(self.sigma) - t)) + math.log(float(self.q)))
+                log_tail = np.logaddexp(
+                    log_tail + math.log1p(-float(self.q)),
+                    float(log_ndtr(1 / float(self.sigma) - t)) + math.log(float(self.q)),
+                )
             return log_tail - self.log_capped
+
         return brentq(excess, 0.0, 50 + 1 / float(self.sigma))
 
     def _loss_and_log_density(self, t):
@@ -97,16 +101,19 @@ class _Step:
         kept = (exponent - scale > _LOG_NEGLIGIBLE).nonzero()[:, 0]
         cut = len(self.t) * math.exp(_LOG_NEGLIGIBLE)
         before, after = int(kept[0]) - 1, int(kept[-1]) + 1
-        ends = torch.tensor([self.t[before] if before >= 0 else self.ends[0],
-                             self.t[after] if after < len(self.t) else self.ends[1]], dtype=torch.float64)
+        ends = torch.tensor(
+            [self.t[before] if before >= 0 else self.ends[0], self.t[after] if after < len(self.t) else self.ends[1]],
+            dtype=torch.float64,
+        )
         low, high = sorted(ends.tolist())
         least, most = self._loss_and_log_density(ends)[0].tolist()
         first, last = math.floor(least / interval), max(math.ceil(most / interval), math.floor(least / interval) + 1)
         # No piece crosses a grid point of the loss, and none is so long that four nodes are too few.
         grid = torch.arange(first, last + 1, dtype=torch.float64) * interval
         pieces = math.ceil((high - low) / (0.1 * self.scale))
-        at = torch.cat([self._t_of_loss(grid).clamp(low, high),
-                        torch.linspace(low, high, pieces + 1, dtype=torch.float64)])
+        at = torch.cat(
+            [self._t_of_loss(grid).clamp(low, high), torch.linspace(low, high, pieces + 1, dtype=torch.float64)]
+        )
         at = torch.sort(at).values
         width = at.diff()[:, None]
         loss, log_density = self._loss_and_log_density(at[:-1, None] + width * (_NODES + 1) / 2)

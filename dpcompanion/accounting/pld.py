@@ -57,8 +57,8 @@ from .rdp import log_density_ratio
 #: What the discretisation may add to epsilon, relative to epsilon + 1/tilt.
 TOLERANCE = 5e-5
 
-_WINDOW_LOG_TAIL = -38.0     # tilted mass outside the window, each side: below e^-38
-_LARGEST_GRID = 1 << 21      # points of one transform; a run that wants more gets a coarser grid, and its error says so
+_WINDOW_LOG_TAIL = -38.0  # tilted mass outside the window, each side: below e^-38
+_LARGEST_GRID = 1 << 21  # points of one transform; a run that wants more gets a coarser grid, and its error says so
 _LOG_CAPPED = math.log(1e-5)  # the part of delta that the cap on the loss may add
 
 
@@ -129,7 +129,7 @@ class ComposedLoss:
             if abs(root - last) <= 1e-9 * root:
                 break
         step = 1e-10
-        while self._log_delta(root)[0] > target:        # the root may lie a hair on the wrong side
+        while self._log_delta(root)[0] > target:  # the root may lie a hair on the wrong side
             root, step = root * (1 + step), 2 * step
         return root
 
@@ -153,9 +153,12 @@ def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, d
 
     Source: Koskela et al. 2020 (FFT), Doroshenko et al. 2022 (connect the dots).
     """
-    run = (_checks.number("sample_rate", sample_rate, 0, 1, closed="neither"),
-           _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"),
-           _checks.whole_number("steps", steps, low=1), direction)
+    run = (
+        _checks.number("sample_rate", sample_rate, 0, 1, closed="neither"),
+        _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"),
+        _checks.whole_number("steps", steps, low=1),
+        direction,
+    )
     _checks.one_of("direction", direction, DIRECTIONS)
     if (delta is None) == (epsilon is None):
         raise ValueError(f"exactly one of delta and epsilon must be given, got delta={delta!r} and epsilon={epsilon!r}")
@@ -181,6 +184,7 @@ def _compose_at(sample_rate, noise_multiplier, steps, direction, delta, interval
 
 def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delta=None, interval=None):
     """The run's loss, accurate near `epsilon`; `delta` is about what it is there, if that is known."""
+
     def capped(log_delta):
         return _capped_step(sample_rate, noise_multiplier, steps, direction, log_delta)
 
@@ -198,7 +202,7 @@ def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delt
         found = loss._log_delta(epsilon)[0]
         if loss.log_capped < found + _LOG_CAPPED + 1 or found < low:
             break
-        log_delta = found         # Chernoff's bound was far above: cap more rarely
+        log_delta = found  # Chernoff's bound was far above: cap more rarely
     return loss
 
 
@@ -214,8 +218,12 @@ def _refined(step, steps, epsilon, delta, interval):
         slope = -loss._log_delta(epsilon)[1]
         error = loss.error * max(1.0, (1 + slope) / (1 + loss.tilt))
         loss = replace(loss, error=max(error, loss.interval) if epsilon < 20 * loss.interval else error)
-        if (epsilon == 0 or loss.error <= 2 * TOLERANCE * epsilon or interval is not None
-                or loss.interval > 0.8 * coarser):
+        if (
+            epsilon == 0
+            or loss.error <= 2 * TOLERANCE * epsilon
+            or interval is not None
+            or loss.interval > 0.8 * coarser
+        ):
             break
         coarser = loss.interval
     return loss, epsilon
@@ -230,8 +238,10 @@ def _log_mgfs(step, steps):
     # The window's bound looks a little beyond the tilt, so a tilt whose neighbourhood is out of range will not do.
     reachable = step.log_mgf(1.2 * tilts).isfinite()
     if not reachable.any():
-        raise ValueError(f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: "
-                         "no moment of such a run's loss can be computed in float64")
+        raise ValueError(
+            f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: "
+            "no moment of such a run's loss can be computed in float64"
+        )
     return tilts[reachable], steps * step.log_mgf(tilts[reachable])
 
 
@@ -245,23 +255,37 @@ def _compose_step(step, steps, epsilon, slope, interval):
         # Far below 1 / tilt an epsilon is as good as zero.
         slope = max(slope, tilt)
         error = TOLERANCE * max(epsilon, 1e-3 / slope)
-        interval = min(math.sqrt(12 * error / (steps * (1 + slope))), 1e-4 * max(1.0, epsilon / 10), 1 / slope,
-                       (epsilon + 0.01 / slope) / 100)
+        interval = min(
+            math.sqrt(12 * error / (steps * (1 + slope))),
+            1e-4 * max(1.0, epsilon / 10),
+            1 / slope,
+            (epsilon + 0.01 / slope) / 100,
+        )
         interval = max(interval, (high - low) / (_LARGEST_GRID - 2))
     low, high, outside = _window(step, steps, tilt, interval)
     first, masses, log_mass, cut = step.discretise(interval, tilt)
     slack = steps * cut
     if steps > 1:
         size = (high - low) / interval + 2
-        if not size <= 8 * _LARGEST_GRID:      # so many steps that what the grid adds outweighs what it resolves
-            raise ValueError(f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: "
-                             f"{size:.1g} grid points are too many for such a run's loss; accountant='rdp' bounds it")
+        if not size <= 8 * _LARGEST_GRID:  # so many steps that what the grid adds outweighs what it resolves
+            raise ValueError(
+                f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: "
+                f"{size:.1g} grid points are too many for such a run's loss; accountant='rdp' bounds it"
+            )
         first, masses = _convolve(first, masses, steps, start=math.floor(low / interval), size=size)
         # Errors of the transform grow with the power: relative to the bulk, 1e-15 a step covers them amply.
         masses, slack = masses * (1 + 1e-15 * steps), slack + outside + 1e-15
     rise = log_mass - float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
-    return ComposedLoss(interval=interval, error=steps * max(rise, 0.0) / tilt, tilt=tilt, first=first, masses=masses,
-                        log_scale=steps * log_mass, slack=slack, log_capped=step.log_capped + math.log(steps))
+    return ComposedLoss(
+        interval=interval,
+        error=steps * max(rise, 0.0) / tilt,
+        tilt=tilt,
+        first=first,
+        masses=masses,
+        log_scale=steps * log_mass,
+        slack=slack,
+        log_capped=step.log_capped + math.log(steps),
+    )
 
 
 def _convolve(first, masses, steps, *, start, size):
@@ -316,8 +340,10 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     run = sample_rate, noise_multiplier, steps
     worst = _compose_at(*run, "remove", delta)[1]
     # At epsilon 0 delta is the total variation, in either direction.
-    if (0 < worst < _largest_loss_of_adding(sample_rate, steps)
-            and _compose_near(*run, "add", worst, delta).delta(worst) > delta):
+    if (
+        0 < worst < _largest_loss_of_adding(sample_rate, steps)
+        and _compose_near(*run, "add", worst, delta).delta(worst) > delta
+    ):
         worst = max(worst, _compose_at(*run, "add", delta)[1])
     return worst
 
@@ -348,7 +374,8 @@ def _total_variation(sample_rate, noise_multiplier, steps):
     one = sample_rate * math.erf(1 / (math.sqrt(8) * noise_multiplier))
     spacing = 0.25 * _scale(sample_rate, noise_multiplier)
     t = torch.arange(-_TAIL, _TAIL + 1 / noise_multiplier, spacing, dtype=torch.float64)
-    root = torch.expm1(log_density_ratio(t, torch.tensor(sample_rate).double(),
-                                         torch.tensor(noise_multiplier).double()) / 2)
+    root = torch.expm1(
+        log_density_ratio(t, torch.tensor(sample_rate).double(), torch.tensor(noise_multiplier).double()) / 2
+    )
     c = min(float((root**2 * torch.exp(-0.5 * t * t)).sum()) * spacing / math.sqrt(8 * math.pi), 1.0)
     return min(steps * one, math.sqrt(-math.expm1(2 * steps * math.log1p(-c))) if c < 1 else 1.0)

@@ -43,9 +43,7 @@ from .._types import Numbers
 
 #: Opacus's orders (1.1 to 10.9 by tenths, 12 to 63), 11, and from 64 to 1024 in steps of about 5%.
 DEFAULT_ORDERS = tuple(
-    [1 + x / 10 for x in range(1, 100)]
-    + list(range(11, 64))
-    + sorted({round(64 * 16 ** (j / 56)) for j in range(57)})
+    [1 + x / 10 for x in range(1, 100)] + list(range(11, 64)) + sorted({round(64 * 16 ** (j / 56)) for j in range(57)})
 )
 
 # The binomial sum serves integer orders up to here; beyond, the integral costs less.
@@ -56,8 +54,9 @@ _CHUNK = 1 << 18
 _TAIL = 9.0
 
 
-def rdp_sampled_gaussian(*, sample_rate: Numbers, noise_multiplier: Numbers,
-                         orders: Numbers = DEFAULT_ORDERS) -> float | torch.Tensor:
+def rdp_sampled_gaussian(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, orders: Numbers = DEFAULT_ORDERS
+) -> float | torch.Tensor:
     r"""Renyi divergence of one step of the sampled Gaussian mechanism, at each order.
 
     Neighbouring relation: add or remove one example.  Sampler: Poisson.  The cost
@@ -99,7 +98,7 @@ def rdp_sampled_gaussian(*, sample_rate: Numbers, noise_multiplier: Numbers,
     if not by_sum.all():
         log_excess[:, ~by_sum] = _log_excess_by_integral(safe_q, safe_sigma, alphas[~by_sum])
     rdp = torch.logaddexp(log_excess, torch.zeros_like(log_excess)) / (alphas - 1)
-    full_batch = alphas / (2 * sigma[:, None] ** 2)          # inf where there is no noise
+    full_batch = alphas / (2 * sigma[:, None] ** 2)  # inf where there is no noise
     found = torch.where(plain[:, None], rdp, full_batch).reshape(shape)
     return _checks.as_given(found, sample_rate, noise_multiplier, orders)
 
@@ -167,7 +166,7 @@ def _log_excess_by_integral(q, sigma, orders):
         start = 0
         while start < len(q):
             rows = max(1, _CHUNK // (len(a) * int(count[by_count[start]])))
-            part = by_count[start:start + rows]
+            part = by_count[start : start + rows]
             t = step[part, None] * torch.arange(int(count[part].max()), device=q.device) - _TAIL
             log_r = log_density_ratio(t, q[part, None], sigma[part, None])
             log_weight = -0.5 * t * t + torch.log(step[part, None] / math.sqrt(2 * math.pi))

@@ -25,7 +25,7 @@ from .search import bisect
 #: Noise multipliers below which runs are accounted for by this bound; privacy loss distributions would cost 1 / sigma.
 LITTLE_NOISE = 0.01
 
-_GROUPS = 512                # numbers of draws that are told apart, and groups of more
+_GROUPS = 512  # numbers of draws that are told apart, and groups of more
 
 
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):
@@ -52,8 +52,9 @@ def _draws(sample_rate, steps, spare):
     least = int(stats.binom.ppf(1e-3, steps, sample_rate))
     few = torch.arange(least, min(most, least + _GROUPS) + 1, dtype=torch.float64)
     ends = torch.cat([few, torch.linspace(float(few[-1]), most, _GROUPS, dtype=torch.float64).ceil()]).unique()
-    above, below = (torch.from_numpy(tail(ends.numpy(), steps, sample_rate))
-                    for tail in (stats.binom.sf, stats.binom.cdf))
+    above, below = (
+        torch.from_numpy(tail(ends.numpy(), steps, sample_rate)) for tail in (stats.binom.sf, stats.binom.cdf)
+    )
     # A group counts as its largest number. Differences are taken of the smaller tail, whose rounding errors are
     # relative to it; the hair covers them.
     between = torch.where(above[:-1] > 0.5, below[1:] - below[:-1], above[:-1] - above[1:]).clamp(min=0)

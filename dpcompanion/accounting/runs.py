@@ -25,8 +25,9 @@ from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 ACCOUNTANTS = ("pld", "rdp")
 
 
-def compute_epsilon(*, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, delta: Numbers,
-                    accountant: str = "pld") -> float | torch.Tensor:
+def compute_epsilon(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, delta: Numbers, accountant: str = "pld"
+) -> float | torch.Tensor:
     r"""Epsilon of `steps` steps of the sampled Gaussian mechanism at `delta`, an upper bound.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
@@ -54,8 +55,9 @@ def compute_epsilon(*, sample_rate: Numbers, noise_multiplier: Numbers, steps: N
     tensor([1.8280, 0.6220], dtype=torch.float64)
     """
     _checks.one_of("accountant", accountant, ACCOUNTANTS)
-    return _each(_epsilon, accountant, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps,
-                 delta=delta)
+    return _each(
+        _epsilon, accountant, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, delta=delta
+    )
 
 
 def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
@@ -72,8 +74,9 @@ def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
     return float(rdp_to_epsilon(rdp, orders, delta)[0])
 
 
-def compute_delta(*, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, epsilon: Numbers,
-                  accountant: str = "pld") -> float | torch.Tensor:
+def compute_delta(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, epsilon: Numbers, accountant: str = "pld"
+) -> float | torch.Tensor:
     """Delta of `steps` steps of the sampled Gaussian mechanism at `epsilon`, an upper bound.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson.
@@ -96,8 +99,9 @@ def compute_delta(*, sample_rate: Numbers, noise_multiplier: Numbers, steps: Num
     '2.67e-06 1.98e-05'
     """
     _checks.one_of("accountant", accountant, ACCOUNTANTS)
-    return _each(_delta, accountant, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps,
-                 epsilon=epsilon)
+    return _each(
+        _delta, accountant, sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, epsilon=epsilon
+    )
 
 
 def _delta(accountant, *, sample_rate, noise_multiplier, steps, epsilon):
@@ -122,17 +126,20 @@ def _each(function, accountant, **values):
     for name, value in values.items():
         if 0 in np.shape(_checks.in_interval(name, value)):
             raise ValueError(f"{name} must hold one number at least, got {value!r}")
-    columns = torch.broadcast_tensors(*(torch.as_tensor(value, dtype=torch.float64, device=device)
-                                        for value in values.values()))
+    columns = torch.broadcast_tensors(
+        *(torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values())
+    )
     rows, which = torch.unique(torch.stack(columns, dim=-1).reshape(-1, len(values)), dim=0, return_inverse=True)
     found = [function(accountant, **dict(zip(values, row))) for row in rows.tolist()]
     return torch.tensor(found, dtype=torch.float64, device=device)[which].reshape(columns[0].shape)
 
 
 def _check_run(sample_rate, noise_multiplier, steps):
-    return (_checks.number("sample_rate", sample_rate, 0, 1, closed="right"),
-            _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"),
-            _checks.whole_number("steps", steps, 0, 10**12))
+    return (
+        _checks.number("sample_rate", sample_rate, 0, 1, closed="right"),
+        _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"),
+        _checks.whole_number("steps", steps, 0, 10**12),
+    )
 
 
 def orders_for(noise_multiplier):

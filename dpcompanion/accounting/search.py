@@ -51,7 +51,7 @@ def crossing(excess, *, start, low, high, meets, snap=float):
     >>> round(crossing(lambda x: x**3 - 8, start=1.0, low=0.0, high=9.0, meets="below"), 3)
     2.0
     """
-    outward = -1 if meets == "above" else 1          # where the excess grows
+    outward = -1 if meets == "above" else 1  # where the excess grows
     good = bad = None
     x, stride = snap(start), None
     while True:

@@ -46,9 +46,9 @@ from .runs import _check_run
 #: By how much of itself the best true positive rate may come out too large.
 TOLERANCE = 1e-3
 
-_DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)    # where the composed losses are accurate
-_REVEALING = 0.5                              # below, delta is flat from 0 to far beyond where losses are then accurate
-_NODES = 1 << 13                              # epsilons in even steps, and as many in even ratios
+_DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)  # where the composed losses are accurate
+_REVEALING = 0.5  # below, delta is flat from 0 to far beyond where losses are then accurate
+_NODES = 1 << 13  # epsilons in even steps, and as many in even ratios
 
 
 def trade_off(*, sample_rate, noise_multiplier, steps, false_positive_rate):
@@ -108,8 +108,12 @@ def best_true_positive_rate(*, sample_rate, noise_multiplier, steps, false_posit
 
 def _each(reading, sample_rate, noise_multiplier, steps, false_positive_rate):
     """A float where all arguments are numbers; else a tensor of the common shape, one curve for each distinct run."""
-    values = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps,
-              "false_positive_rate": false_positive_rate}
+    values = {
+        "sample_rate": sample_rate,
+        "noise_multiplier": noise_multiplier,
+        "steps": steps,
+        "false_positive_rate": false_positive_rate,
+    }
     _checks.in_interval("false_positive_rate", false_positive_rate, 0, 1)
     device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
     columns = []
@@ -140,12 +144,24 @@ class _Curve:
 
     def false_negative_rate(self, rates):
         # A line that overflows lies at -inf, and does not count.
-        return self._reduce(rates, lambda x, grows, shrinks: torch.maximum(
-            1 - self.deltas - grows * x, shrinks * (1 - self.deltas - x)).amax(1)).clamp(0, 1).abs()
+        return (
+            self._reduce(
+                rates,
+                lambda x, grows, shrinks: torch.maximum(
+                    1 - self.deltas - grows * x, shrinks * (1 - self.deltas - x)
+                ).amax(1),
+            )
+            .clamp(0, 1)
+            .abs()
+        )
 
     def true_positive_rate(self, rates):
-        found = self._reduce(rates, lambda x, grows, shrinks: torch.minimum(
-            self.deltas + grows * x, 1 - shrinks * (1 - self.deltas - x)).amin(1))
+        found = self._reduce(
+            rates,
+            lambda x, grows, shrinks: torch.minimum(self.deltas + grows * x, 1 - shrinks * (1 - self.deltas - x)).amin(
+                1
+            ),
+        )
         return torch.minimum(torch.maximum(found, rates), torch.ones_like(rates))
 
     def _reduce(self, rates, envelope):
@@ -172,7 +188,7 @@ class _Gaussian:
 
     @staticmethod
     def _tail(of, rates, undefined):
-        with np.errstate(invalid="ignore"):           # no noise at a rate of 0 or 1
+        with np.errstate(invalid="ignore"):  # no noise at a rate of 0 or 1
             return torch.from_numpy(np.asarray(of(special.ndtri(rates.numpy())))).nan_to_num(nan=undefined)
 
 
@@ -192,17 +208,24 @@ def _curve(sample_rate, noise_multiplier, steps, rates):
 def _composed_curve(sample_rate, noise_multiplier, steps, least):
     deltas = [delta for delta, before in zip(_DELTAS, (2.0, *_DELTAS)) if before > least]
     run = sample_rate, noise_multiplier, steps
-    composed = {direction: [pld._compose_at(*run, direction, delta)[0] for delta in deltas]
-                for direction in pld.DIRECTIONS}
+    composed = {
+        direction: [pld._compose_at(*run, direction, delta)[0] for delta in deltas] for direction in pld.DIRECTIONS
+    }
     if noise_multiplier < _REVEALING:
         for direction, losses in composed.items():
             losses.append(pld._compose_near(*run, direction, 0.0))
     last = max((loss.first + len(loss.masses)) * loss.interval for loss in composed["remove"])
-    epsilons = torch.cat((torch.linspace(0, last, _NODES, dtype=torch.float64),
-                          torch.logspace(math.log10(last) - 8, math.log10(last), _NODES, dtype=torch.float64)))
+    epsilons = torch.cat(
+        (
+            torch.linspace(0, last, _NODES, dtype=torch.float64),
+            torch.logspace(math.log10(last) - 8, math.log10(last), _NODES, dtype=torch.float64),
+        )
+    )
     # Every loss bounds delta everywhere: the best counts in each direction, the worse of the directions.
-    removed, added = (torch.stack([_log_deltas(loss, epsilons) for loss in composed[direction]]).amin(0)
-                      for direction in ("remove", "add"))
+    removed, added = (
+        torch.stack([_log_deltas(loss, epsilons) for loss in composed[direction]]).amin(0)
+        for direction in ("remove", "add")
+    )
     # No loss of adding exceeds a constant. Where noise is so small that all are near it, a composed loss says less.
     below = epsilons - pld._largest_loss_of_adding(sample_rate, steps)
     added = torch.minimum(added, torch.log(-torch.expm1(below.clamp(max=0))))
@@ -215,6 +238,7 @@ def _log_deltas(loss, epsilons):
     With A_j = P(S >= s_j) on the grid s_j of spacing h, delta(s_j) is the sum over i >= j of e^(s_j - s_i) (1 - e^-h)
     A_(i+1), and delta(e) = A_j (1 - e^(e - s_j)) + e^(e - s_j) delta(s_j) for the next grid point s_j above e.
     """
+
     def sums_from(logs):
         return torch.logcumsumexp(logs.flip(0), 0).flip(0)
 
@@ -238,7 +262,11 @@ def _log_deltas(loss, epsilons):
 def _revealed_curve(sample_rate, noise_multiplier, steps, least):
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
     most = max(revealed.epsilon(**run, delta=1e-2 * max(least, 1e-12)), 1.0)
-    epsilons = torch.cat((torch.zeros(1, dtype=torch.float64),
-                          torch.logspace(math.log10(most) - 6, math.log10(most), 256, dtype=torch.float64)))
+    epsilons = torch.cat(
+        (
+            torch.zeros(1, dtype=torch.float64),
+            torch.logspace(math.log10(most) - 6, math.log10(most), 256, dtype=torch.float64),
+        )
+    )
     log_deltas = [math.log(revealed.delta(**run, epsilon=epsilon)) for epsilon in epsilons.tolist()]
     return _Curve(epsilons, torch.tensor(log_deltas, dtype=torch.float64))

@@ -58,9 +58,28 @@ batch sizes or losses that are told    no: not looked at
 """
 
 from dpcompanion.audit.bounds import (
-    Finding, GaussianCurve, PlanCurve, audit, coins, judge, one_run_epsilon, one_run_mu, refutes,
+    Finding,
+    GaussianCurve,
+    PlanCurve,
+    audit,
+    coins,
+    judge,
+    one_run_epsilon,
+    one_run_mu,
+    refutes,
 )
 from dpcompanion.audit.trained import audit_training, crafted
 
-__all__ = ["Finding", "GaussianCurve", "PlanCurve", "audit", "audit_training", "coins", "crafted", "judge",
-           "one_run_epsilon", "one_run_mu", "refutes"]
+__all__ = [
+    "Finding",
+    "GaussianCurve",
+    "PlanCurve",
+    "audit",
+    "audit_training",
+    "coins",
+    "crafted",
+    "judge",
+    "one_run_epsilon",
+    "one_run_mu",
+    "refutes",
+]

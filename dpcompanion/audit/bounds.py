@@ -121,8 +121,10 @@ class PlanCurve:
         from dpcompanion.accounting import pld
 
         among = slice(None) if among is None else among
-        rates, noise = (torch.as_tensor(value, dtype=torch.float64).expand(plan.n)[among]
-                        for value in (plan.sample_rate, plan.effective_noise_multiplier))
+        rates, noise = (
+            torch.as_tensor(value, dtype=torch.float64).expand(plan.n)[among]
+            for value in (plan.sample_rate, plan.effective_noise_multiplier)
+        )
         rate, noise = float(rates.max()), float(noise.min())
         if not noise:
             raise ValueError("plan must have noise, got noise_multiplier 0")
@@ -132,8 +134,19 @@ class PlanCurve:
         if rate == 1:
             deltas = [gaussian_delta(math.sqrt(plan.steps) / noise, torch.as_tensor(self.epsilons)).numpy()]
         else:
-            deltas = [self._deltas(pld.compose(sample_rate=rate, noise_multiplier=noise, steps=plan.steps, delta=1e-2,
-                                               direction=direction, interval=1e-3)) for direction in ("remove", "add")]
+            deltas = [
+                self._deltas(
+                    pld.compose(
+                        sample_rate=rate,
+                        noise_multiplier=noise,
+                        steps=plan.steps,
+                        delta=1e-2,
+                        direction=direction,
+                        interval=1e-3,
+                    )
+                )
+                for direction in ("remove", "add")
+            ]
         self.deltas = np.max(deltas, axis=0)
 
     def _deltas(self, composed):
@@ -191,8 +204,15 @@ class Finding:
     refuted: bool | None
 
 
-def judge(scores: Array, included: Array, *, delta: float, groups: Array | None = None,
-          claims: dict[Any, Any] | None = None, confidence: float = 0.95) -> dict[Any, Finding]:
+def judge(
+    scores: Array,
+    included: Array,
+    *,
+    delta: float,
+    groups: Array | None = None,
+    claims: dict[Any, Any] | None = None,
+    confidence: float = 0.95,
+) -> dict[Any, Finding]:
     """Lower bounds on epsilon from scores of canaries, for everybody and for each group.
 
     An auditor guesses about the half with the most extreme scores, and about a fifth. The better counts.
@@ -212,17 +232,25 @@ def judge(scores: Array, included: Array, *, delta: float, groups: Array | None 
     """
     scores = torch.as_tensor(scores, dtype=torch.float64)
     included = torch.as_tensor(included)
-    if (scores.ndim not in (1, 2) or not len(scores) or included.shape != scores.shape[-1:]
-            or included.dtype != torch.bool or bool(scores.isnan().any())):
-        raise ValueError("scores and included must be (m,) numbers and booleans without NaN, got "
-                         f"{tuple(scores.shape)} and {included.dtype} of shape {tuple(included.shape)}")
+    if (
+        scores.ndim not in (1, 2)
+        or not len(scores)
+        or included.shape != scores.shape[-1:]
+        or included.dtype != torch.bool
+        or bool(scores.isnan().any())
+    ):
+        raise ValueError(
+            "scores and included must be (m,) numbers and booleans without NaN, got "
+            f"{tuple(scores.shape)} and {included.dtype} of shape {tuple(included.shape)}"
+        )
     scores = scores.reshape(-1, len(included))
     members = {"everybody": torch.arange(len(included))}
     if groups is not None:
         labels = groups.tolist() if isinstance(groups, torch.Tensor) else list(groups)
         _checks.same_length(included=included, groups=labels)
-        members |= {label: torch.tensor([i for i, own in enumerate(labels) if own == label])
-                    for label in sorted(set(labels))}
+        members |= {
+            label: torch.tensor([i for i, own in enumerate(labels) if own == label]) for label in sorted(set(labels))
+        }
     tried = len(members) * len(_SHARES) * len(scores)
     each = 1 - (1 - _checks.number("confidence", confidence, 0, 1, closed="neither")) / tried
     found = {}
@@ -238,8 +266,14 @@ def judge(scores: Array, included: Array, *, delta: float, groups: Array | None 
         mu = max(one_run_mu(*pair, len(own), confidence=each) for pair in tries)
         claim = (claims or {}).get(label)
         found[label] = Finding(
-            len(own), guesses, correct, epsilon, mu, _gaussian_epsilon(mu, delta),
-            None if claim is None else any(refutes(claim, *pair, len(own), confidence=each) for pair in tries))
+            len(own),
+            guesses,
+            correct,
+            epsilon,
+            mu,
+            _gaussian_epsilon(mu, delta),
+            None if claim is None else any(refutes(claim, *pair, len(own), confidence=each) for pair in tries),
+        )
     return found
 
 
@@ -247,9 +281,16 @@ def _gaussian_epsilon(mu, delta):
     return 0.0 if not mu else float(gaussian_epsilon(mu, delta)) if delta else math.inf
 
 
-def audit(fit: Callable[..., Any], canaries: int, *, delta: float, groups: Array | None = None,
-          claims: dict[Any, Any] | None = None, confidence: float = 0.95,
-          generator: torch.Generator | None = None) -> dict[Any, Finding]:
+def audit(
+    fit: Callable[..., Any],
+    canaries: int,
+    *,
+    delta: float,
+    groups: Array | None = None,
+    claims: dict[Any, Any] | None = None,
+    confidence: float = 0.95,
+    generator: torch.Generator | None = None,
+) -> dict[Any, Finding]:
     """Audit any training function in one run.
 
     Args:

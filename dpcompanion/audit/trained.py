@@ -13,10 +13,20 @@ from dpcompanion.audit.bounds import Finding, PlanCurve, audit
 from dpcompanion.training import clipping, train
 
 
-def audit_training(model: torch.nn.Module, loss: Loss, data: Sequence[torch.Tensor], plan: "DPSGDPlan", *,
-                   optimizer: torch.optim.Optimizer, canaries: Array | None = None, groups: Array | None = None,
-                   together: bool = True, confidence: float = 0.95, generator: torch.Generator | None = None,
-                   **arguments: Any) -> dict[Any, Finding]:
+def audit_training(
+    model: torch.nn.Module,
+    loss: Loss,
+    data: Sequence[torch.Tensor],
+    plan: "DPSGDPlan",
+    *,
+    optimizer: torch.optim.Optimizer,
+    canaries: Array | None = None,
+    groups: Array | None = None,
+    together: bool = True,
+    confidence: float = 0.95,
+    generator: torch.Generator | None = None,
+    **arguments: Any,
+) -> dict[Any, Finding]:
     """Audit `dpcompanion.training.train` on a model, data and plan, by the sums that it gives out, in one run.
 
     A canary that is out has a clip norm of zero in every step, which is what the relation zero-out means.  The auditor
@@ -42,8 +52,12 @@ def audit_training(model: torch.nn.Module, loss: Loss, data: Sequence[torch.Tens
     if canaries is None:
         canaries = torch.randperm(n, generator=generator)[:1000]
     canaries = torch.as_tensor(canaries)
-    if canaries.ndim != 1 or not len(canaries) or len(canaries.unique()) < len(canaries) \
-            or not 0 <= int(canaries.min()) <= int(canaries.max()) < n:
+    if (
+        canaries.ndim != 1
+        or not len(canaries)
+        or len(canaries.unique()) < len(canaries)
+        or not 0 <= int(canaries.min()) <= int(canaries.max()) < n
+    ):
         raise ValueError(f"canaries must be different indices below plan.n = {n}")
     if not isinstance(data, (tuple, list)):
         raise ValueError(f"data must be two tensors (x, y), so that an audit sees them, got {type(data).__name__}")
@@ -57,12 +71,12 @@ def audit_training(model: torch.nn.Module, loss: Loss, data: Sequence[torch.Tens
 
     def fit(included):
         observer = _Observer(canaries, included, together)
-        train(model, loss, data, plan, optimizer=optimizer, trackers=[observer],
-              **{"progress": False, **arguments})
+        train(model, loss, data, plan, optimizer=optimizer, trackers=[observer], **{"progress": False, **arguments})
         return observer.attacks()
 
-    return audit(fit, len(canaries), delta=plan.delta, groups=groups, claims=claims, confidence=confidence,
-                 generator=generator)
+    return audit(
+        fit, len(canaries), delta=plan.delta, groups=groups, claims=claims, confidence=confidence, generator=generator
+    )
 
 
 class _Observer:
@@ -85,8 +99,9 @@ class _Observer:
 
     def before_step(self):
         with torch.random.fork_rng(devices=[]):
-            gradients, _ = clipping.per_example_gradients(self.model, self.loss, self.x[self.canaries],
-                                                          self.y[self.canaries])
+            gradients, _ = clipping.per_example_gradients(
+                self.model, self.loss, self.x[self.canaries], self.y[self.canaries]
+            )
         rows = torch.cat([g.flatten(1).double().cpu() for g in gradients.values()], 1)
         norms = rows.norm(dim=1)
         finite = norms.isfinite()
@@ -96,8 +111,14 @@ class _Observer:
         mean = 0.5 * self.rates[self.canaries] @ self.rows
         for rate in self.rates[self.others].unique():
             some = (self.others & (self.rates == rate)).nonzero().squeeze(1)
-            total = clipping.clipped_sum(self.model, self.loss, self.x[some], self.y[some],
-                                         self.plan.clip_norms(some).to(self.x.device), method=self.method)
+            total = clipping.clipped_sum(
+                self.model,
+                self.loss,
+                self.x[some],
+                self.y[some],
+                self.plan.clip_norms(some).to(self.x.device),
+                method=self.method,
+            )
             mean += rate * torch.cat([g.flatten() for g in total.gradients.values()]).double().cpu()
         self.mean = mean
         return self.limits
@@ -128,8 +149,9 @@ class _Observer:
         self.scores, self.products, self.included = state["scores"], state["products"], state["included"]
 
 
-def crafted(x: torch.Tensor, y: torch.Tensor, count: int, *, size: float = 10.0,
-            generator: torch.Generator | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def crafted(
+    x: torch.Tensor, y: torch.Tensor, count: int, *, size: float = 10.0, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """`count` canaries for classification data: inputs that point at random, long, with random labels of those in y.
 
     Their gradients are large and nearly at right angles to all others, which is what shows best.
@@ -148,5 +170,7 @@ def crafted(x: torch.Tensor, y: torch.Tensor, count: int, *, size: float = 10.0,
     length = size * x.double().flatten(1).norm(dim=1).mean()
     rows = directions / directions.norm(dim=1, keepdim=True) * length
     labels = y.unique()
-    return (rows.view(count, *x.shape[1:]).to(x.dtype),
-            labels[torch.randint(len(labels), (count,), generator=generator)])
+    return (
+        rows.view(count, *x.shape[1:]).to(x.dtype),
+        labels[torch.randint(len(labels), (count,), generator=generator)],
+    )

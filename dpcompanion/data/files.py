@@ -76,8 +76,11 @@ def _select(raw, split):
     if split == "all":
         parts = list(raw.parts.values())
         join = (lambda lists: sum(lists, [])) if isinstance(parts[0].features, list) else np.concatenate
-        return _Part(join([p.features for p in parts]), np.concatenate([p.labels for p in parts]),
-                     {key: np.concatenate([p.attributes[key] for p in parts]) for key in parts[0].attributes})
+        return _Part(
+            join([p.features for p in parts]),
+            np.concatenate([p.labels for p in parts]),
+            {key: np.concatenate([p.attributes[key] for p in parts]) for key in parts[0].attributes},
+        )
     whole = raw.parts["all"]
     return _take(whole, _stratified(whole.labels)[split])
 
@@ -122,15 +125,18 @@ def _first(folder, *candidates):
 
 def _all_of(*groups):
     """A finder of all of several files, each under one of its names."""
+
     def find(folder):
         paths = [_first(folder, *group) for group in groups]
         return None if None in paths else paths
+
     return find
 
 
 def _any_of(*finders):
     def find(folder):
         return next((found for finder in finders if (found := finder(folder)) is not None), None)
+
     return find
 
 
@@ -191,8 +197,12 @@ def _idx(path, verify):
 class _PlainUnpickler(pickle.Unpickler):
     """Reads the arrays, numbers and strings of the CIFAR batches, and refuses everything else."""
 
-    ALLOWED = {"encode": codecs.encode, "ndarray": np.ndarray, "dtype": np.dtype,
-               "_reconstruct": np.empty(0).__reduce__()[0]}
+    ALLOWED = {
+        "encode": codecs.encode,
+        "ndarray": np.ndarray,
+        "dtype": np.dtype,
+        "_reconstruct": np.empty(0).__reduce__()[0],
+    }
 
     def find_class(self, module, name):
         if module.split(".")[0] in ("numpy", "_codecs") and name in self.ALLOWED:

@@ -62,15 +62,22 @@ class Dataset:
         -0.4242
         """
         if self.name not in PUBLIC_MOMENTS:
-            raise ValueError(f"normalised() needs public constants, which exist for {', '.join(PUBLIC_MOMENTS)},"
-                             f" got {self.name!r}")
+            raise ValueError(
+                f"normalised() needs public constants, which exist for {', '.join(PUBLIC_MOMENTS)}, got {self.name!r}"
+            )
         mean, sd = (torch.tensor(m, dtype=self.features.dtype)[:, None, None] for m in PUBLIC_MOMENTS[self.name])
         return dataclasses.replace(self, features=(self.features - mean) / sd)
 
     def provenance(self) -> State:
         """What a record says about its data: name, split, examples, source, sha256, verified."""
-        return {"name": self.name, "split": self.split, "examples": len(self), "source": self.source,
-                "sha256": self.sha256, "verified": self.verified}
+        return {
+            "name": self.name,
+            "split": self.split,
+            "examples": len(self),
+            "source": self.source,
+            "sha256": self.sha256,
+            "verified": self.verified,
+        }
 
 
 def data_folder(root: str | os.PathLike[str] | None = None) -> pathlib.Path:
@@ -87,9 +94,16 @@ def names() -> tuple[str, ...]:
     return tuple(_SETS)
 
 
-def load(name: str, *, split: str = "train", root: str | os.PathLike[str] | None = None,
-         dtype: torch.dtype = torch.float32, target: str | None = None, download: bool = True,
-         verify: bool = True) -> "Dataset":
+def load(
+    name: str,
+    *,
+    split: str = "train",
+    root: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype = torch.float32,
+    target: str | None = None,
+    download: bool = True,
+    verify: bool = True,
+) -> "Dataset":
     """One split of a data set as a `Dataset`.
 
     Args:
@@ -124,13 +138,21 @@ def load(name: str, *, split: str = "train", root: str | os.PathLike[str] | None
         part = dataclasses.replace(part, labels=part.attributes[target])
         classes = UTKFACE_RACES if target == "race" else ()
     if classes and len(part.labels) and not 0 <= part.labels.min() <= part.labels.max() < len(classes):
-        raise ValueError(f"the labels of {name} must lie in [0, {len(classes) - 1}], got"
-                         f" {part.labels.min()} to {part.labels.max()}")
+        raise ValueError(
+            f"the labels of {name} must lie in [0, {len(classes) - 1}], got {part.labels.min()} to {part.labels.max()}"
+        )
     return Dataset(
-        name=name, split=split, features=_features(part.features, dtype), labels=torch.as_tensor(part.labels.copy()),
-        classes=tuple(classes), columns=tuple(raw.columns), categories=dict(raw.categories),
+        name=name,
+        split=split,
+        features=_features(part.features, dtype),
+        labels=torch.as_tensor(part.labels.copy()),
+        classes=tuple(classes),
+        columns=tuple(raw.columns),
+        categories=dict(raw.categories),
         attributes={key: torch.as_tensor(values.copy()) for key, values in part.attributes.items()},
-        source=raw.source, sha256=_digest(part), verified=raw.verified,
+        source=raw.source,
+        sha256=_digest(part),
+        verified=raw.verified,
     )
 
 
@@ -146,7 +168,7 @@ def byte_tokens(texts: Sequence[str], *, length: int = 20) -> torch.Tensor:
     found = torch.zeros(len(texts), length, dtype=torch.int64)
     for row, text in zip(found, texts):
         tokens = [1, *(3 + byte for byte in text.strip().encode()), 2][-length:]
-        row[length - len(tokens):] = torch.tensor(tokens)
+        row[length - len(tokens) :] = torch.tensor(tokens)
     return found
 
 
@@ -163,7 +185,7 @@ def word_tokens(texts: Sequence[str], *, tokens: int = 30_000, length: int = 256
     found = np.zeros((len(texts), length), dtype=np.int64)
     for row, text in zip(found, texts):
         words = re.findall(r"[\w']+", text.replace("<br />", " ").lower())[:length]
-        row[:len(words)] = [1 + zlib.crc32(word.encode()) % (tokens - 1) for word in words]
+        row[: len(words)] = [1 + zlib.crc32(word.encode()) % (tokens - 1) for word in words]
     return torch.from_numpy(found)
 
 

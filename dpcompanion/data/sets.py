@@ -10,12 +10,33 @@ import types
 import numpy as np
 
 from dpcompanion.data.facts import (
-    _ARRAY_SHA256, _MD5, _SET_SHA256, ADULT_COLUMNS, CIFAR10_CLASSES, COVERTYPE_CLASSES, COVERTYPE_COLUMNS, DIGITS,
+    _ARRAY_SHA256,
+    _MD5,
+    _SET_SHA256,
+    ADULT_COLUMNS,
+    CIFAR10_CLASSES,
+    COVERTYPE_CLASSES,
+    COVERTYPE_COLUMNS,
+    DIGITS,
     LANGUAGES,
 )
 from dpcompanion.data.files import (
-    _all_of, _any_of, _arrays, _content, _damaged, _digest, _first, _idx, _images, _labels, _lines, _Part,
-    _PlainUnpickler, _Raw, _same, _take,
+    _all_of,
+    _any_of,
+    _arrays,
+    _content,
+    _damaged,
+    _digest,
+    _first,
+    _idx,
+    _images,
+    _labels,
+    _lines,
+    _Part,
+    _PlainUnpickler,
+    _Raw,
+    _same,
+    _take,
 )
 
 
@@ -33,8 +54,9 @@ def _read_npz(path, name, verify):
             raise _damaged(path, f"it must hold train_x, train_y, test_x and test_y, got {', '.join(arrays)}")
         images = _images(path, arrays[f"{split}_x"])
         lossy = np.isin(np.arange(len(images)), arrays.get(f"{split}_lossy", []))
-        parts[split] = _Part(images, _labels(path, arrays[f"{split}_y"], len(images)),
-                             {"lossy": lossy} if lossy.any() else {})
+        parts[split] = _Part(
+            images, _labels(path, arrays[f"{split}_y"], len(images)), {"lossy": lossy} if lossy.any() else {}
+        )
     if len({tuple(part.attributes) for part in parts.values()}) > 1:
         parts = {split: _Part(part.features, part.labels) for split, part in parts.items()}
     return _Raw(parts, path.name, verified=bool(known))
@@ -88,6 +110,7 @@ def _read_sklearn(loader):
         if verify:
             _same(source, "sha256", _digest(whole), _SET_SHA256[loader])
         return _Raw({"all": whole}, source, verify, classes=classes, columns=columns)
+
     return read
 
 
@@ -148,13 +171,18 @@ def _read_adult(folder, verify):
                 continue
             *fields, income = (field.strip() for field in line.split(","))
             try:
-                rows.append([float(field) if values is None else values.index(field)
-                             for field, values in zip(fields, ADULT_COLUMNS.values(), strict=True)])
+                rows.append(
+                    [
+                        float(field) if values is None else values.index(field)
+                        for field, values in zip(fields, ADULT_COLUMNS.values(), strict=True)
+                    ]
+                )
                 labels.append(("<=50K", ">50K").index(income.removesuffix(".")))
             except ValueError:
                 raise _damaged(path, f"line {number} is no row of 15 documented values") from None
-        parts[split] = _Part(np.array(rows, dtype=np.float64).reshape(-1, len(ADULT_COLUMNS)),
-                             np.array(labels, dtype=np.int64))
+        parts[split] = _Part(
+            np.array(rows, dtype=np.float64).reshape(-1, len(ADULT_COLUMNS)), np.array(labels, dtype=np.int64)
+        )
     categories = {column: values for column, values in ADULT_COLUMNS.items() if values}
     return _Raw(parts, "adult.data, adult.test", verify, columns=tuple(ADULT_COLUMNS), categories=categories)
 
@@ -206,9 +234,14 @@ def _read_imdb(folder, verify):
         if len(fields) < 5 or fields[0] not in rows or fields[1] not in ("neg", "pos") or not fields[3].isdigit():
             raise _damaged(path, f"line {number} is no `split<TAB>label<TAB>number<TAB>stars<TAB>text`")
         rows[fields[0]].append(fields)
-    parts = {split: _Part([row[4] for row in part], np.array([row[1] == "pos" for row in part], dtype=np.int64),
-                          {"stars": np.array([int(row[3]) for row in part], dtype=np.int64)})
-             for split, part in rows.items()}
+    parts = {
+        split: _Part(
+            [row[4] for row in part],
+            np.array([row[1] == "pos" for row in part], dtype=np.int64),
+            {"stars": np.array([int(row[3]) for row in part], dtype=np.int64)},
+        )
+        for split, part in rows.items()
+    }
     return _Raw(parts, path.name, verify)
 
 

@@ -62,25 +62,36 @@ class Accountant(IAccountant):
 
     def state_dict(self, destination=None):
         state = {} if destination is None else destination
-        state.update(mechanism=self.mechanism(), steps=self.steps, voided=self.voided,
-                     kind=type(self.budgets).__name__,
-                     parameters=None if self.budgets is None else self.budgets.parameters(),
-                     budgets=None if self.budgets is None else self.budgets.state_dict(),
-                     generators=states(self.generators()), origin=self.origin)
+        state.update(
+            mechanism=self.mechanism(),
+            steps=self.steps,
+            voided=self.voided,
+            kind=type(self.budgets).__name__,
+            parameters=None if self.budgets is None else self.budgets.parameters(),
+            budgets=None if self.budgets is None else self.budgets.state_dict(),
+            generators=states(self.generators()),
+            origin=self.origin,
+        )
         return state
 
     def load_state_dict(self, state):
         if not state or state.get("mechanism") != self.mechanism():
             raise ValueError(f"state_dict must come from an IndividualizedPrivacyEngine, got {state!r:.80}")
         if self.budgets is None or state["kind"] != type(self.budgets).__name__ or not self._same(state["parameters"]):
-            raise ValueError("state_dict must come from a run with the same budgets, loader, epochs and accountant: "
-                             "make the engine private in the same way before loading")
+            raise ValueError(
+                "state_dict must come from a run with the same budgets, loader, epochs and accountant: "
+                "make the engine private in the same way before loading"
+            )
         if state["steps"] < self.steps:
-            raise ValueError(f"state_dict must not be earlier than this run, which has taken {self.steps} steps that "
-                             f"stay spent, got one of {state['steps']}")
+            raise ValueError(
+                f"state_dict must not be earlier than this run, which has taken {self.steps} steps that "
+                f"stay spent, got one of {state['steps']}"
+            )
         if state.get("origin") != self.origin:
-            raise ValueError("generators must be given as in the run that was saved, whose noise came from "
-                             f"{state.get('origin') or 'no seed'}, got {self.origin or 'none'}")
+            raise ValueError(
+                "generators must be given as in the run that was saved, whose noise came from "
+                f"{state.get('origin') or 'no seed'}, got {self.origin or 'none'}"
+            )
         restore(self.generators(), state["generators"])
         self.budgets.load_state_dict(state["budgets"])
         self.steps, self.voided = state["steps"], self.voided or state["voided"]
@@ -88,5 +99,8 @@ class Accountant(IAccountant):
     def _same(self, saved):
         own = self.budgets.parameters()
         return own.keys() == saved.keys() and all(
-            torch.equal(torch.as_tensor(value), torch.as_tensor(saved[name]).cpu()) if torch.is_tensor(value)
-            else value == saved[name] for name, value in own.items())
+            torch.equal(torch.as_tensor(value), torch.as_tensor(saved[name]).cpu())
+            if torch.is_tensor(value)
+            else value == saved[name]
+            for name, value in own.items()
+        )

@@ -45,9 +45,15 @@ class FixedBudgets:
                 top = torch.stack([self._rates[order].cummax(0).values, self._noises[order].cummin(0).values], dim=1)
                 pairs, which = top[ends], torch.empty_like(order)
                 which[order] = node
-            epsilons = torch.tensor([accounting.compute_epsilon(
-                sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta, accountant=self._by)
-                for rate, noise in pairs.tolist()], dtype=torch.float64)
+            epsilons = torch.tensor(
+                [
+                    accounting.compute_epsilon(
+                        sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta, accountant=self._by
+                    )
+                    for rate, noise in pairs.tolist()
+                ],
+                dtype=torch.float64,
+            )
         epsilons = epsilons[which]
         if steps <= self.planned and delta >= self._target_delta:
             epsilons = torch.minimum(epsilons, self._budgets)
@@ -55,8 +61,14 @@ class FixedBudgets:
 
     def parameters(self):
         """What must be the same in a run that goes on."""
-        return {"rates": self._rates, "noises": self._noises, "budgets": self._budgets,
-                "target_delta": self._target_delta, "planned": self.planned, "by": self._by}
+        return {
+            "rates": self._rates,
+            "noises": self._noises,
+            "budgets": self._budgets,
+            "target_delta": self._target_delta,
+            "planned": self.planned,
+            "by": self._by,
+        }
 
     def state_dict(self):
         return {}
@@ -94,8 +106,9 @@ class FilteredBudgets:
         """Norms as float64, at most the clip norm: a hair up for rounding, and in full where they are not finite."""
         norms = torch.as_tensor(norms).detach().to(device=self._filter.device)
         if norms.shape != (self._filter.n,):
-            raise ValueError(f"norms must give shape ({self._filter.n},), one for each example, got "
-                             f"{tuple(norms.shape)}")
+            raise ValueError(
+                f"norms must give shape ({self._filter.n},), one for each example, got {tuple(norms.shape)}"
+            )
         up = 1 + 8 * torch.finfo(norms.dtype).eps if norms.is_floating_point() else 1.0
         return (norms.double() * up).nan_to_num(nan=math.inf).clamp(max=self._filter.max_grad_norm)
 
@@ -109,8 +122,12 @@ class FilteredBudgets:
         return {"every": self._every, "planned": self.planned}
 
     def state_dict(self):
-        return {"filter": self._filter.state_dict(), "measured": self._measured, "served": self._served,
-                "paid": self._paid}
+        return {
+            "filter": self._filter.state_dict(),
+            "measured": self._measured,
+            "served": self._served,
+            "paid": self._paid,
+        }
 
     def load_state_dict(self, state):
         served, found = _checks.whole_number("served", state["served"], 0), {}

@@ -22,8 +22,10 @@ def clip_norms_of(max_grad_norm, clipping, module):
         return _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"), None
     count = sum(p.requires_grad for p in module.parameters())
     if not isinstance(max_grad_norm, (list, tuple)) or len(max_grad_norm) != count:
-        raise ValueError(f"max_grad_norm must be a list of {count} norms with per-layer clipping, one for each "
-                         f"trainable parameter, got {max_grad_norm!r}")
+        raise ValueError(
+            f"max_grad_norm must be a list of {count} norms with per-layer clipping, one for each "
+            f"trainable parameter, got {max_grad_norm!r}"
+        )
     norms = [_checks.number("max_grad_norm", norm, 0, math.inf, closed="neither") for norm in max_grad_norm]
     whole = math.hypot(*norms)
     return whole, [norm / whole * (1 - 1e-12) for norm in norms]
@@ -38,11 +40,14 @@ def check_loader(loader):
         raise ValueError("data_loader must have drop_last=False: Poisson draws have no last batch to drop")
     if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in (SequentialSampler, RandomSampler):
         culprit = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
-        raise ValueError(f"data_loader must have no sampler of its own, got {type(culprit).__name__}: the account "
-                         "holds for independent draws at the budgets' rates only")
+        raise ValueError(
+            f"data_loader must have no sampler of its own, got {type(culprit).__name__}: the account "
+            "holds for independent draws at the budgets' rates only"
+        )
     if getattr(loader.sampler, "replacement", False) or len(loader.sampler) != len(loader.dataset):
-        raise ValueError("data_loader must go once through its data set, got a sampler with replacement or of another "
-                         "length")
+        raise ValueError(
+            "data_loader must go once through its data set, got a sampler with replacement or of another length"
+        )
     if loader.collate_fn is not default_collate:
         _check_order(loader)
 
@@ -52,14 +57,16 @@ def _check_order(loader):
     n = len(loader.dataset)
 
     def collate(*examples):
-        return loader.collate_fn(copy.deepcopy(list(examples)))        # it may take its examples apart
+        return loader.collate_fn(copy.deepcopy(list(examples)))  # it may take its examples apart
 
     probed = [loader.dataset[i] for i in sorted({int(i) for i in torch.linspace(0, n - 1, 33, dtype=torch.float64)})]
     for a, b in zip(probed, probed[1:]):
         if _same(collate(a, b), collate(b, a)) and not _same(collate(a), collate(b)):
-            raise ValueError("data_loader must have a collate_fn that keeps the order of the examples, got one that "
-                             "makes the same batch of two examples in either order: each gradient is clipped to the "
-                             "norm of the example in its place")
+            raise ValueError(
+                "data_loader must have a collate_fn that keeps the order of the examples, got one that "
+                "makes the same batch of two examples in either order: each gradient is clipped to the "
+                "norm of the example in its place"
+            )
 
 
 def _same(a, b):
@@ -77,7 +84,8 @@ def check_module(engine, module, optimizer):
     if not module.training:
         raise ValueError("module must be in training mode, got one in evaluation mode: call module.train() first")
     if isinstance(module, torch.nn.parallel.DistributedDataParallel) or type(module).__name__.startswith(
-            ("DifferentiallyPrivateDistributed", "FSDP")):
+        ("DifferentiallyPrivateDistributed", "FSDP")
+    ):
         raise ValueError(f"module must not be distributed, got {type(module).__name__}")
     try:
         engine.validate(module=module, optimizer=None, data_loader=None)
@@ -85,11 +93,15 @@ def check_module(engine, module, optimizer):
         raise UnsupportedModuleError(f"module must compute each example by itself, but: {error}") from error
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held - {id(p) for p in module.parameters()}:
-        raise ValueError("optimizer must hold parameters of the module only: Module parameters are different than "
-                         "optimizer Parameters")                         # Opacus's words, for those who catch them
+        raise ValueError(
+            "optimizer must hold parameters of the module only: Module parameters are different than "
+            "optimizer Parameters"
+        )  # Opacus's words, for those who catch them
     if forgotten := [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]:
-        raise ValueError(f"optimizer must hold every trainable parameter of the module, but lacks {forgotten}: their "
-                         "gradients would be neither clipped nor noised; freeze them, or add them")
+        raise ValueError(
+            f"optimizer must hold every trainable parameter of the module, but lacks {forgotten}: their "
+            "gradients would be neither clipped nor noised; freeze them, or add them"
+        )
     if not trainable(module):
         raise ValueError("module must have a trainable parameter, got none")
     if isinstance(getattr(optimizer, "original_optimizer", optimizer), torch.optim.LBFGS):

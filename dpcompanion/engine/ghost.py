@@ -12,16 +12,16 @@ from .proof import missing, norm_of, tolerance_of
 
 
 class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
-    _clipped = None                                        # the batch whose loss was clipped last
-    _gradients = None                                      # and what the clipped loss gave
-    _losses_open, _truth = True, None                      # norms by autograd of some examples of the first batch
+    _clipped = None  # the batch whose loss was clipped last
+    _gradients = None  # and what the clipped loss gave
+    _losses_open, _truth = True, None  # norms by autograd of some examples of the first batch
 
     def clips(self, module, criterion, loss_reduction):
         """The criterion whose backward pass clips."""
         module.get_clipping_coef = lambda: self.clip_factors(self._fresh_norms(module))
         enable = module.enable_hooks
 
-        def ends():                                        # which is how Opacus ends the second backward pass
+        def ends():  # which is how Opacus ends the second backward pass
             enable()
             self._gradients = self._seen()
 
@@ -31,8 +31,9 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
     def _fresh_norms(self, module):
         """Norms of this backward pass: none is left from an earlier one."""
         if not all(hasattr(p, "_norm_sample") for p in module.trainable_parameters):
-            raise ValueError("in ghost mode every trainable layer must take part in every batch, in training mode; use "
-                             "hooks")
+            raise ValueError(
+                "in ghost mode every trainable layer must take part in every batch, in training mode; use hooks"
+            )
         norms = module.get_norm_sample()
         for p in module.trainable_parameters:
             del p._norm_sample
@@ -49,8 +50,9 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
         self._truth = {}
         with self._proof._plain():
             for row in sorted({round(i * (len(losses) - 1) / 7) for i in range(8)}):
-                gradients = torch.autograd.grad(losses[row], self.params, retain_graph=True, allow_unused=True,
-                                                materialize_grads=True)
+                gradients = torch.autograd.grad(
+                    losses[row], self.params, retain_graph=True, allow_unused=True, materialize_grads=True
+                )
                 norm = float(norm_of(gradients))
                 if 1e-15 < norm < math.inf:
                     self._truth[row] = norm
@@ -66,12 +68,16 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
 
     def accumulate(self):
         if self._clipped is not self._noted.handed_out:
-            raise ValueError("in ghost mode the criterion clips: take the loss of every batch by the criterion that "
-                             "make_private_with_budgets returned")
+            raise ValueError(
+                "in ghost mode the criterion clips: take the loss of every batch by the criterion that "
+                "make_private_with_budgets returned"
+            )
         if any(a is not b or i != j for (a, i), (b, j) in zip(self._gradients, self._seen())):
-            raise ValueError("in ghost mode gradients must stay as the criterion's backward pass left them, but they "
-                             "were changed before the step: call zero_grad before the forward pass, have no other "
-                             "loss, and do not clip or scale them")
+            raise ValueError(
+                "in ghost mode gradients must stay as the criterion's backward pass left them, but they "
+                "were changed before the step: call zero_grad before the forward pass, have no other "
+                "loss, and do not clip or scale them"
+            )
         super().accumulate()
 
 
@@ -106,8 +112,15 @@ class GhostCriterion(DPLossFastGradientClipping):
         found = super().__call__(*args, **kwargs)
         found.__class__ = GhostLosses
         losses = found.loss_per_sample
-        if self._open and self.optimizer._proof is not None and len(args) > 1 and not kwargs and losses.ndim == 1 and \
-                len(losses) > 1 and all(torch.is_tensor(t) and t.ndim and len(t) == len(losses) for t in args):
+        if (
+            self._open
+            and self.optimizer._proof is not None
+            and len(args) > 1
+            and not kwargs
+            and losses.ndim == 1
+            and len(losses) > 1
+            and all(torch.is_tensor(t) and t.ndim and len(t) == len(losses) for t in args)
+        ):
             self._open = False
             self._check_company(args, losses.detach())
         return found
@@ -115,9 +128,15 @@ class GhostCriterion(DPLossFastGradientClipping):
     def _check_company(self, args, losses):
         rows = sorted({round(i * (len(losses) - 1) / 7) for i in range(8)})
         with torch.no_grad():
-            alone = torch.cat([super(GhostCriterion, self).__call__(*(t[row:row + 1] for t in args))
-                               .loss_per_sample.reshape(1) for row in rows])
+            alone = torch.cat(
+                [
+                    super(GhostCriterion, self).__call__(*(t[row : row + 1] for t in args)).loss_per_sample.reshape(1)
+                    for row in rows
+                ]
+            )
         together, tolerance = losses[rows], tolerance_of(losses)
         if bool(alone.isfinite().all()) and not torch.allclose(together, alone, rtol=tolerance, atol=1e-6):
-            raise ValueError("criterion must give each example a loss of its own, but it changes with its company: "
-                             f"{together.tolist()} together, {alone.tolist()} alone")
+            raise ValueError(
+                "criterion must give each example a loss of its own, but it changes with its company: "
+                f"{together.tolist()} together, {alone.tolist()} alone"
+            )

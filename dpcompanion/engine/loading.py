@@ -64,16 +64,23 @@ class _Workers:
     def __init__(self, dataset, loader):
         self._count, self._parts = loader.num_workers, []
         # Seeds of workers come from a generator of their own, so that draws and noise do not depend on them.
-        self._loader = DataLoader(dataset, batch_sampler=self._parts, collate_fn=list, num_workers=self._count,
-                                  persistent_workers=True, timeout=loader.timeout,
-                                  worker_init_fn=loader.worker_init_fn,
-                                  multiprocessing_context=loader.multiprocessing_context,
-                                  generator=torch.Generator().manual_seed(int(torch.randint(
-                                      2**62, (1,), generator=loader.generator))) if loader.generator else None)
+        self._loader = DataLoader(
+            dataset,
+            batch_sampler=self._parts,
+            collate_fn=list,
+            num_workers=self._count,
+            persistent_workers=True,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=torch.Generator().manual_seed(int(torch.randint(2**62, (1,), generator=loader.generator)))
+            if loader.generator
+            else None,
+        )
 
     def read(self, indices):
         size = math.ceil(len(indices) / self._count)
-        self._parts[:] = [indices[start:start + size] for start in range(0, len(indices), size)]
+        self._parts[:] = [indices[start : start + size] for start in range(0, len(indices), size)]
         return [example for part in self._loader for example in part]
 
 
@@ -81,5 +88,6 @@ def private_loader(loader, noted, draws, batch_first):
     collate = wrap_collate_with_empty(collate_fn=loader.collate_fn, batch_first=batch_first)
     # It learns here what a batch looks like: the first one may be empty.
     collate([noted[0]])
-    return DataLoader(noted, batch_sampler=draws, collate_fn=collate, pin_memory=loader.pin_memory,
-                      generator=loader.generator)
+    return DataLoader(
+        noted, batch_sampler=draws, collate_fn=collate, pin_memory=loader.pin_memory, generator=loader.generator
+    )

@@ -25,18 +25,25 @@ class GradientNorms:
     def __call__(self):
         with undisturbed(self._hooks) as module:
             if self._method is None:
-                (x, y), = self._batches(Subset(self._dataset, rows_to_look_through(len(self._dataset)).tolist()))
+                ((x, y),) = self._batches(Subset(self._dataset, rows_to_look_through(len(self._dataset)).tolist()))
                 self._method = resolve_method(module, self._loss, x, y)
-            return torch.cat([gradient_norms(module, self._loss, x, y, method=self._method)
-                              for x, y in self._batches(self._dataset, self._size)])
+            return torch.cat(
+                [
+                    gradient_norms(module, self._loss, x, y, method=self._method)
+                    for x, y in self._batches(self._dataset, self._size)
+                ]
+            )
 
     def _batches(self, dataset, size=None):
         device = next(self._hooks._module.parameters()).device
         # A generator of its own: PyTorch's default one stays as it is.
-        loader = DataLoader(dataset, batch_size=size or len(dataset), collate_fn=self._collate,
-                            generator=torch.Generator())
+        loader = DataLoader(
+            dataset, batch_size=size or len(dataset), collate_fn=self._collate, generator=torch.Generator()
+        )
         for batch in loader:
             if not isinstance(batch, (list, tuple)) or len(batch) != 2 or not all(map(torch.is_tensor, batch)):
-                raise ValueError("norms must be given where batches are not pairs of tensors, (inputs, targets), got "
-                                 f"{type(batch).__name__}")
+                raise ValueError(
+                    "norms must be given where batches are not pairs of tensors, (inputs, targets), got "
+                    f"{type(batch).__name__}"
+                )
             yield tuple(t.to(device) for t in batch)

@@ -25,7 +25,7 @@ class Following:
         if hasattr(original, "_budgets_guard"):
             original._budgets_guard.remove()
         original._budgets_guard = original.register_step_pre_hook(self._only_after_noise)
-        self._draw, self._taken = None, -1                 # the draw that is being added up, and the last index in it
+        self._draw, self._taken = None, -1  # the draw that is being added up, and the last index in it
         self._ended = False
         #: Gradients that were not finite, and so contributed nothing.
         self.dropped = 0
@@ -38,8 +38,10 @@ class Following:
 
     def _only_after_noise(self, *_):
         if not self._own_step:
-            raise ValueError("the original optimizer must not step: it would take gradients without clipping and "
-                             "noise; use the one that make_private_with_budgets returned")
+            raise ValueError(
+                "the original optimizer must not step: it would take gradients without clipping and "
+                "noise; use the one that make_private_with_budgets returned"
+            )
 
     def step(self, closure=None):
         if closure is not None:
@@ -55,20 +57,26 @@ class Following:
 
     def _check_trained(self):
         if trainable(self.hooks._module) != self._trained:
-            raise ValueError("module must keep the trainable parameters that it had: freeze and unfreeze before "
-                             "make_private_with_budgets")
+            raise ValueError(
+                "module must keep the trainable parameters that it had: freeze and unfreeze before "
+                "make_private_with_budgets"
+            )
         if self._proof is not None and self._proof.open and len(self._noted.handed_out or []) > 1:
-            warnings.warn("it could not be proved with this batch that the module treats examples one by one: its "
-                          "inputs, or the gradients of its outputs, did not allow it. The budgets hold if it does",
-                          RuntimeWarning, stacklevel=4)
+            warnings.warn(
+                "it could not be proved with this batch that the module treats examples one by one: its "
+                "inputs, or the gradients of its outputs, did not allow it. The budgets hold if it does",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def clip_factors(self, norms, share=1.0):
         """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
         self._accountant.check_budget()
         batch = self._noted.handed_out
         if batch is None or len(norms) != len(batch):
-            raise ValueError(f"a batch must be what the loader handed out last, {len(batch or [])} examples, got "
-                             f"{len(norms)}")
+            raise ValueError(
+                f"a batch must be what the loader handed out last, {len(batch or [])} examples, got {len(norms)}"
+            )
         own = share * self._accountant.budgets.clip_norms()[batch].to(device=norms.device, dtype=norms.dtype)
         # A hair less, so that rounding lifts no gradient above its norm.
         factors = (own / (norms * (1 + 8 * torch.finfo(self.params[0].dtype).eps) + 1e-6)).clamp(max=1.0)
@@ -76,8 +84,10 @@ class Following:
 
     def pre_step(self, closure=None):
         if self._accountant.follower is not self:
-            raise ValueError("a step needs the optimizer of the engine's last call of make_private_with_budgets: it "
-                             "has other budgets by now")
+            raise ValueError(
+                "a step needs the optimizer of the engine's last call of make_private_with_budgets: it "
+                "has other budgets by now"
+            )
         self._accountant.check_budget()
         self._check_trained()
         noise_std = self.noise_multiplier * self.max_grad_norm
@@ -99,9 +109,11 @@ class Following:
             # Here, not in the step hook: a hook of one's own would take its place.
             self._accountant.step()
             if not noise_std >= self._noise_std:
-                self._accountant.void(f"a step had noise of standard deviation {noise_std:g} where the budgets were "
-                                      f"made for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
-                                      "and use no scheduler of noise or clipping")
+                self._accountant.void(
+                    f"a step had noise of standard deviation {noise_std:g} where the budgets were "
+                    f"made for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
+                    "and use no scheduler of noise or clipping"
+                )
         return noisy
 
     def add_noise(self):

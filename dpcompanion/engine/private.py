@@ -58,25 +58,41 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False):
         _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)                    # that its own secure mode is off
+            warnings.simplefilter("ignore", UserWarning)  # that its own secure mode is off
             super().__init__(accountant="rdp")
         self.secure_mode = bool(secure_mode)
         self.accountant, self._by = Accountant(), accountant
 
     def make_private(self, **_: Any) -> NoReturn:
-        raise ValueError("IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use "
-                         "opacus.PrivacyEngine")
+        raise ValueError(
+            "IndividualizedPrivacyEngine needs budgets: call make_private_with_budgets, or use opacus.PrivacyEngine"
+        )
 
     make_private_with_epsilon = make_private
 
-    def make_private_with_budgets(self, *, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
-                                  data_loader: torch.utils.data.DataLoader[Any], target_epsilons: Array,
-                                  target_delta: float, epochs: int, max_grad_norm: Any, method: str = "sample",
-                                  sample_weight: float | None = None,
-                                  noise_range: tuple[float, float] | None = None, criterion: Any = None,
-                                  batch_first: bool = True, loss_reduction: str = "mean", seed: int | None = None,
-                                  noise_generator: torch.Generator | None = None, grad_sample_mode: str = "hooks",
-                                  clipping: str = "flat", wrap_model: bool = True, prove: bool = True) -> Any:
+    def make_private_with_budgets(
+        self,
+        *,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: torch.utils.data.DataLoader[Any],
+        target_epsilons: Array,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: Any,
+        method: str = "sample",
+        sample_weight: float | None = None,
+        noise_range: tuple[float, float] | None = None,
+        criterion: Any = None,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        seed: int | None = None,
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        clipping: str = "flat",
+        wrap_model: bool = True,
+        prove: bool = True,
+    ) -> Any:
         """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
         `epochs`.
 
@@ -124,35 +140,78 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if grad_sample_mode == "ghost" and clipping == "per_layer":
             raise ValueError("clipping must be 'flat' in ghost mode, which knows no norms of single layers")
         if (sample_weight is not None) != (method == "combined"):
-            raise ValueError(f"sample_weight must be given with the method 'combined' and only then, got "
-                             f"{sample_weight!r} with {method!r}")
+            raise ValueError(
+                f"sample_weight must be given with the method 'combined' and only then, got "
+                f"{sample_weight!r} with {method!r}"
+            )
         if noise_range is not None and method != "sample":
-            raise ValueError(f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is for "
-                             "'sample'")
+            raise ValueError(
+                f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is for 'sample'"
+            )
         self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
         n, epochs = len(data_loader.dataset), _checks.whole_number("epochs", epochs, 1)
         budgets = torch.as_tensor(target_epsilons, dtype=torch.float64).cpu()
         if budgets.shape != (n,):
-            raise ValueError(f"target_epsilons must have shape ({n},), one for each example of the data set, got "
-                             f"{tuple(budgets.shape)}")
+            raise ValueError(
+                f"target_epsilons must have shape ({n},), one for each example of the data set, got "
+                f"{tuple(budgets.shape)}"
+            )
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
         streams, origin = sources(data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode)
-        run = {"target_delta": target_delta, "sample_rate": 1 / len(data_loader), "steps": epochs * len(data_loader),
-               "accountant": self._by}
+        run = {
+            "target_delta": target_delta,
+            "sample_rate": 1 / len(data_loader),
+            "steps": epochs * len(data_loader),
+            "accountant": self._by,
+        }
         multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight, noise_range)
-        fixed = FixedBudgets(rates=self.sample_rates, norms=self.max_grad_norms, noises=self.noise_multipliers,
-                             budgets=budgets, target_delta=float(target_delta), planned=run["steps"], by=self._by)
-        return self._assemble(fixed, module, optimizer, data_loader, streams, origin, noise_multiplier=multiplier,
-                              max_grad_norm=max_grad_norm, shares=shares, criterion=criterion, batch_first=batch_first,
-                              loss_reduction=loss_reduction, grad_sample_mode=grad_sample_mode, wrap_model=wrap_model,
-                              prove=prove)
+        fixed = FixedBudgets(
+            rates=self.sample_rates,
+            norms=self.max_grad_norms,
+            noises=self.noise_multipliers,
+            budgets=budgets,
+            target_delta=float(target_delta),
+            planned=run["steps"],
+            by=self._by,
+        )
+        return self._assemble(
+            fixed,
+            module,
+            optimizer,
+            data_loader,
+            streams,
+            origin,
+            noise_multiplier=multiplier,
+            max_grad_norm=max_grad_norm,
+            shares=shares,
+            criterion=criterion,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            prove=prove,
+        )
 
-    def make_private_with_filter(self, *, module: torch.nn.Module, optimizer: torch.optim.Optimizer,
-                                 data_loader: torch.utils.data.DataLoader[Any], filter: Any, epochs: int,
-                                 loss: Loss | None = None, norms: Any = None, updates_per_epoch: float = 1,
-                                 criterion: Any = None, batch_first: bool = True, loss_reduction: str = "mean",
-                                 seed: int | None = None, noise_generator: torch.Generator | None = None,
-                                 grad_sample_mode: str = "hooks", wrap_model: bool = True, prove: bool = True) -> Any:
+    def make_private_with_filter(
+        self,
+        *,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data_loader: torch.utils.data.DataLoader[Any],
+        filter: Any,
+        epochs: int,
+        loss: Loss | None = None,
+        norms: Any = None,
+        updates_per_epoch: float = 1,
+        criterion: Any = None,
+        batch_first: bool = True,
+        loss_reduction: str = "mean",
+        seed: int | None = None,
+        noise_generator: torch.Generator | None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        prove: bool = True,
+    ) -> Any:
         """Model, optimizer and loader (in ghost mode the criterion before the loader) of a run in which everybody pays
         into a filter for each step, and no budget is exceeded whatever their gradients do.
 
@@ -212,15 +271,34 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         streams, origin = sources(data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode)
         full = torch.ones(n, dtype=torch.float64)
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = (
-            value * full for value in (filter.sample_rate, filter.max_grad_norm, filter.noise_multiplier))
+            value * full for value in (filter.sample_rate, filter.max_grad_norm, filter.noise_multiplier)
+        )
         budgets = FilteredBudgets(filter, norms, every=max(1, math.floor(length / updates)), planned=epochs * length)
-        made = self._assemble(budgets, module, optimizer, data_loader, streams, origin,
-                              noise_multiplier=filter.noise_multiplier, max_grad_norm=filter.max_grad_norm, shares=None,
-                              criterion=criterion, batch_first=batch_first, loss_reduction=loss_reduction,
-                              grad_sample_mode=grad_sample_mode, wrap_model=wrap_model, prove=prove)
+        made = self._assemble(
+            budgets,
+            module,
+            optimizer,
+            data_loader,
+            streams,
+            origin,
+            noise_multiplier=filter.noise_multiplier,
+            max_grad_norm=filter.max_grad_norm,
+            shares=None,
+            criterion=criterion,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+            prove=prove,
+        )
         if norms is None:
-            budgets.measure = GradientNorms(self.accountant.follower.hooks, loss, data_loader.dataset,
-                                            data_loader.collate_fn, size=data_loader.batch_size)
+            budgets.measure = GradientNorms(
+                self.accountant.follower.hooks,
+                loss,
+                data_loader.dataset,
+                data_loader.collate_fn,
+                size=data_loader.batch_size,
+            )
         return made
 
     def _check(self, module, optimizer, data_loader, grad_sample_mode, wrap_model):
@@ -232,8 +310,25 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         check_loader(data_loader)
         check_module(self, module, optimizer)
 
-    def _assemble(self, budgets, module, optimizer, data_loader, streams, origin, *, noise_multiplier, max_grad_norm,
-                  shares, criterion, batch_first, loss_reduction, grad_sample_mode, wrap_model, prove):
+    def _assemble(
+        self,
+        budgets,
+        module,
+        optimizer,
+        data_loader,
+        streams,
+        origin,
+        *,
+        noise_multiplier,
+        max_grad_norm,
+        shares,
+        criterion,
+        batch_first,
+        loss_reduction,
+        grad_sample_mode,
+        wrap_model,
+        prove,
+    ):
         """What the caller gets; from here on the accountant follows the new optimizer."""
         sampling, noise = streams
         rates, ghost = self.sample_rates.clone(), grad_sample_mode == "ghost"
@@ -241,17 +336,37 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         noted = Noted(data_loader.dataset, data_loader)
         self.dataset = data_loader.dataset
         original = module
-        module = self._prepare_model(module, batch_first=batch_first, max_grad_norm=max_grad_norm,
-                                     loss_reduction=loss_reduction, grad_sample_mode=grad_sample_mode,
-                                     wrap_model=wrap_model)
+        module = self._prepare_model(
+            module,
+            batch_first=batch_first,
+            max_grad_norm=max_grad_norm,
+            loss_reduction=loss_reduction,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+        )
         module.forbid_grad_accumulation()
         optimizer = getattr(optimizer, "original_optimizer", optimizer)
         kind = GhostOptimizer if ghost else HooksOptimizer
-        optimizer = kind(optimizer, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
-                         expected_batch_size=float(rates.sum()), loss_reduction=loss_reduction, generator=noise)
-        proof = Proof(module, module if wrap_model else original, batch_first=batch_first,
-                      loss_reduction=loss_reduction, ghost=ghost,
-                      batch_size=lambda: len(noted.handed_out or [])) if prove else None
+        optimizer = kind(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=float(rates.sum()),
+            loss_reduction=loss_reduction,
+            generator=noise,
+        )
+        proof = (
+            Proof(
+                module,
+                module if wrap_model else original,
+                batch_first=batch_first,
+                loss_reduction=loss_reduction,
+                ghost=ghost,
+                batch_size=lambda: len(noted.handed_out or []),
+            )
+            if prove
+            else None
+        )
         self.accountant.budgets, self.accountant.origin = budgets, origin
         optimizer.follow(draws, noted, self.accountant, proof, module)
         optimizer.shares = shares
@@ -272,8 +387,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 found = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
                 rates = run["sample_rate"] * full
             else:
-                found = combined_parameters(budgets, counts, max_grad_norm=max_grad_norm,
-                                                sample_weight=sample_weight, **run)
+                found = combined_parameters(
+                    budgets, counts, max_grad_norm=max_grad_norm, sample_weight=sample_weight, **run
+                )
                 rates = found.sample_rates
             norms, noises = found.max_grad_norms, found.noise_multipliers
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = rates, norms, noises

@@ -43,8 +43,12 @@ class Proof:
 
     def __init__(self, hooks, watched, *, batch_first, loss_reduction, ghost, batch_size):
         self._hooks, self._watched, self._inner = hooks, watched, hooks._module
-        self._dim, self._mean, self._ghost, self._batch_size = int(not batch_first), loss_reduction == "mean", ghost, \
-            batch_size
+        self._dim, self._mean, self._ghost, self._batch_size = (
+            int(not batch_first),
+            loss_reduction == "mean",
+            ghost,
+            batch_size,
+        )
         #: Whether it still has to be seen that examples keep to themselves.
         self.open, self._busy = True, False
         self._handle = watched.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -57,7 +61,7 @@ class Proof:
         parameters = [p for p in self._inner.parameters() if p.requires_grad]
         under_way = any(getattr(p, "_forward_counter", 0) for p in parameters)
         n = self._batch_size()
-        counts = module.training or not hasattr(self._hooks, "hooks_enabled")       # Opacus's hooks look away else
+        counts = module.training or not hasattr(self._hooks, "hooks_enabled")  # Opacus's hooks look away else
         if self._busy or under_way or not n or not parameters or not counts or not torch.is_grad_enabled():
             return
         batch = _Rows((args, kwargs), n, self._dim)
@@ -163,7 +167,8 @@ class Proof:
         if len(outputs) != len(shapes) or any(part is None for part in parts):
             raise UnsupportedModuleError(
                 f"module must put out something for each example, but {len(rows)} examples gave the shapes "
-                f"{[tuple(out.shape) for out in outputs]} where one has {[tuple(shape) for shape in shapes]}")
+                f"{[tuple(out.shape) for out in outputs]} where one has {[tuple(shape) for shape in shapes]}"
+            )
         own = [sum(part[i] for part in parts if part.ndim) for i in range(len(rows))]
         whole = sum(part for part in parts if not part.ndim)
         (whole + sum(own) / (len(rows) if self._mean else 1)).backward(retain_graph=self._ghost)
@@ -178,8 +183,9 @@ class Proof:
                 if not torch.is_tensor(own[i]):
                     continue
                 with self._plain():
-                    found = torch.autograd.grad(own[i], parameters, retain_graph=True, allow_unused=True,
-                                                materialize_grads=True)
+                    found = torch.autograd.grad(
+                        own[i], parameters, retain_graph=True, allow_unused=True, materialize_grads=True
+                    )
             else:
                 found = [_sample(p, i, len(rows)) for p in parameters]
             error = norm_of([a - b for a, b in zip(found, expected)])
@@ -187,14 +193,16 @@ class Proof:
                 raise UnsupportedModuleError(
                     f"module must compute each example by itself, in layers that Opacus sees, but the gradient of an "
                     f"example in company is {float(error / length):.2g} of its length off the one that it has alone: "
-                    "it mixes examples, or uses a weight outside of its layer")
+                    "it mixes examples, or uses a weight outside of its layer"
+                )
         self._clear()
 
 
 def missing(found, truth):
     return UnsupportedModuleError(
         f"module must use its weights in its layers only: Opacus says that a gradient has norm {found:.6g}, autograd "
-        f"{truth:.6g}; use grad_sample_mode='functorch' with the weight in one layer, or untie it")
+        f"{truth:.6g}; use grad_sample_mode='functorch' with the weight in one layer, or untie it"
+    )
 
 
 class _NoDropout(TorchFunctionMode):
@@ -219,9 +227,13 @@ class _Rows:
         self.found = any(self._mine)
 
     def take(self, rows):
-        return tree_unflatten([
-            t.detach().index_select(self._dim, torch.tensor(rows, device=t.device)) if mine else t
-            for t, mine in zip(self._leaves, self._mine)], self._spec)
+        return tree_unflatten(
+            [
+                t.detach().index_select(self._dim, torch.tensor(rows, device=t.device)) if mine else t
+                for t, mine in zip(self._leaves, self._mine)
+            ],
+            self._spec,
+        )
 
 
 def _outputs(value):
@@ -254,8 +266,7 @@ def _parts(out, shape, rows, number):
     axes = [axis for axis, (a, b) in enumerate(zip(out.shape, shape)) if a != b]
     if out.ndim != len(shape) or len(axes) != 1 or out.shape[axes[0]] != len(rows) * shape[axes[0]]:
         return None
-    return torch.stack([_weighed(part, row, number)
-                        for part, row in zip(out.split(shape[axes[0]], dim=axes[0]), rows)])
+    return torch.stack([_weighed(part, row, number) for part, row in zip(out.split(shape[axes[0]], dim=axes[0]), rows)])
 
 
 def _sample(p, i, n):
@@ -264,8 +275,10 @@ def _sample(p, i, n):
         return torch.zeros_like(p)
     if not torch.is_tensor(sample) or len(sample) != n:
         shape = tuple(getattr(sample, "shape", ()))
-        raise UnsupportedModuleError("module must have layers that keep the examples on the axis that batch_first "
-                                     f"says: {n} examples gave gradients of shape {shape}")
+        raise UnsupportedModuleError(
+            "module must have layers that keep the examples on the axis that batch_first "
+            f"says: {n} examples gave gradients of shape {shape}"
+        )
     return sample[i]
 
 
@@ -278,7 +291,7 @@ def tolerance_of(p):
         return 1e-6
     if p.dtype != torch.float32 or torch.is_autocast_enabled(p.device.type):
         return 1e-1
-    return 2e-3 if p.device.type == "cpu" else 1e-2       # a GPU may round to TF32
+    return 2e-3 if p.device.type == "cpu" else 1e-2  # a GPU may round to TF32
 
 
 @contextlib.contextmanager

@@ -24,8 +24,10 @@ def sources(sampling, noise, *, seed=None, secure_mode=False):
     """((sampling, noise), origin): the generators that were given, or the streams of a seed, or of keys that nobody
     knows; and what they repeat themselves by, in words, or None."""
     if secure_mode and not (sampling is None and noise is None and seed is None):
-        raise ValueError("seed, noise_generator, and the loader's generator, must be None in secure mode, which draws "
-                         "from a cipher under keys that nobody knows")
+        raise ValueError(
+            "seed, noise_generator, and the loader's generator, must be None in secure mode, which draws "
+            "from a cipher under keys that nobody knows"
+        )
     if seed is not None:
         if not (sampling is None and noise is None):
             raise ValueError(f"seed must be None where the loader or noise_generator brings a generator, got {seed!r}")
@@ -33,7 +35,7 @@ def sources(sampling, noise, *, seed=None, secure_mode=False):
         return (streams["sampling"], streams["noise"]), str(seed)
     origin = None if noise is None else f"torch.Generator, {noise.initial_seed()}"
     if sampling is None and noise is not None:
-        words = torch.randint(-2**63, 2**63 - 1, (4,), generator=noise, device=noise.device)
+        words = torch.randint(-(2**63), 2**63 - 1, (4,), generator=noise, device=noise.device)
         sampling = keyed_generator(words.cpu().numpy().tobytes())
     return (SecureStream() if sampling is None else sampling, SecureStream() if noise is None else noise), origin
 
@@ -69,8 +71,10 @@ def noisy(sums, std, generator):
         elif not bool(total.isfinite().all()):
             raise ValueError("total must be finite")
     except ValueError as error:
-        raise FloatingPointError(f"a sum of gradients cannot be given noise ({error}); where one example's gradient is "
-                                 "not finite it is left out in all modes but ghost: use hooks") from error
+        raise FloatingPointError(
+            f"a sum of gradients cannot be given noise ({error}); where one example's gradient is "
+            "not finite it is left out in all modes but ghost: use hooks"
+        ) from error
     total = total + gaussian_noise(total.shape, std, generator, device=total.device)
     pieces = total.split([s.numel() for s in sums])
     return [piece.view(s.shape).to(device=s.device, dtype=s.dtype) for piece, s in zip(pieces, sums)]
@@ -86,8 +90,10 @@ def restore(generators, saved):
     kinds = {name: isinstance(state, dict) for name, state in saved.items()}
     if kinds != {name: isinstance(generator, SecureStream) for name, generator in generators.items()}:
         # A generator that starts again would repeat noise that was already used.
-        raise ValueError(f"generators must be given as in the run that was saved, whose "
-                         f"{' and '.join(name for name in kinds if not kinds[name]) or 'none'} had one")
+        raise ValueError(
+            f"generators must be given as in the run that was saved, whose "
+            f"{' and '.join(name for name in kinds if not kinds[name]) or 'none'} had one"
+        )
     for name, generator in generators.items():
         if kinds[name]:
             generator.set_state({"calls": max(saved[name]["calls"], generator.get_state()["calls"])})
@@ -113,7 +119,7 @@ def find_keys(path, generators, saved):
         found = read_keys(key_file(path), streams)
     except ValueError:
         for stream in streams.values():
-            stream.set_state({"calls": 0, "key": SecureStream().key})       # no half of an old key from its start
+            stream.set_state({"calls": 0, "key": SecureStream().key})  # no half of an old key from its start
         raise
     if found is not None:
         for name, stream in streams.items():

@@ -15,5 +15,14 @@ from .exact import ExactFilter
 from .game import Game, adaptive_delta, play, worst_case
 from .renyi import RenyiFilter
 
-__all__ = ["CalibratedFilter", "ExactFilter", "Game", "RenyiFilter", "adaptive_delta", "calibrate_filter",
-           "level_costs", "play", "worst_case"]
+__all__ = [
+    "CalibratedFilter",
+    "ExactFilter",
+    "Game",
+    "RenyiFilter",
+    "adaptive_delta",
+    "calibrate_filter",
+    "level_costs",
+    "play",
+    "worst_case",
+]

@@ -25,8 +25,8 @@ from .pairs import DIRECTIONS, SampledGaussian
 #: A search for noise or epsilon stops when the answer is known to this relative precision.
 PRECISION = 1e-3
 
-_WASTE = 0.05                # what rounding costs up to whole numbers may cost a level
-_MOST_UNITS = 24_000         # no budget of more units by choice
+_WASTE = 0.05  # what rounding costs up to whole numbers may cost a level
+_MOST_UNITS = 24_000  # no budget of more units by choice
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,16 @@ class CalibratedFilter:
     delta: float
 
 
-def level_costs(levels: Sequence[float], *, sample_rate: float, noise_multiplier: float, steps: int,
-                target_epsilon: float, target_delta: float, block: int = 1) -> tuple[int, ...]:
+def level_costs(
+    levels: Sequence[float],
+    *,
+    sample_rate: float,
+    noise_multiplier: float,
+    steps: int,
+    target_epsilon: float,
+    target_delta: float,
+    block: int = 1,
+) -> tuple[int, ...]:
     """Whole costs in proportion to the Renyi divergence of each level at the order that decides at the target.
 
     Args:
@@ -71,9 +79,14 @@ def level_costs(levels: Sequence[float], *, sample_rate: float, noise_multiplier
     steps, block = _checks.whole_number("steps", steps, 1), _checks.whole_number("block", block, 1)
     level, count = _affordable(levels, sample_rate, noise_multiplier, steps, block, target_epsilon, target_delta)
     tilt, log_delta = SampledGaussian(sample_rate, noise_multiplier / level, block).reference(
-        "remove", max(1, count), target_epsilon)
-    prices = [SampledGaussian(sample_rate, noise_multiplier / z, block).log_mass(
-        "remove", tilt, log_delta - math.log(max(1, count))) for z in levels]
+        "remove", max(1, count), target_epsilon
+    )
+    prices = [
+        SampledGaussian(sample_rate, noise_multiplier / z, block).log_mass(
+            "remove", tilt, log_delta - math.log(max(1, count))
+        )
+        for z in levels
+    ]
     blocks = math.ceil(steps / block)
     dearest = max(1, min(_MOST_UNITS // blocks, math.floor(64 * prices[-1] / prices[0])))
     least = None
@@ -89,9 +102,19 @@ def level_costs(levels: Sequence[float], *, sample_rate: float, noise_multiplier
     return least[1]
 
 
-def calibrate_filter(*, target_epsilon: float, target_delta: float, sample_rate: float, levels: Sequence[float],
-                     steps: int, costs: Sequence[int] | None = None, noise_multiplier: float | None = None,
-                     budget: int | None = None, block: int = 1, progress: bool | None = None) -> CalibratedFilter:
+def calibrate_filter(
+    *,
+    target_epsilon: float,
+    target_delta: float,
+    sample_rate: float,
+    levels: Sequence[float],
+    steps: int,
+    costs: Sequence[int] | None = None,
+    noise_multiplier: float | None = None,
+    budget: int | None = None,
+    block: int = 1,
+    progress: bool | None = None,
+) -> CalibratedFilter:
     """The largest budget at a noise, or the least noise for a budget, that keeps (epsilon, delta) for every strategy.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson. What took long is kept in the data
@@ -122,25 +145,37 @@ def calibrate_filter(*, target_epsilon: float, target_delta: float, sample_rate:
     steps, block = _checks.whole_number("steps", steps, 1), _checks.whole_number("block", block, 1)
     levels = tuple(check_levels(levels))
     if (noise_multiplier is None) == (budget is None):
-        raise ValueError("exactly one of noise_multiplier and budget must be given, "
-                         f"got noise_multiplier={noise_multiplier!r} and budget={budget!r}")
+        raise ValueError(
+            "exactly one of noise_multiplier and budget must be given, "
+            f"got noise_multiplier={noise_multiplier!r} and budget={budget!r}"
+        )
     if budget is not None and costs is None:
         raise ValueError("costs must be given with a budget, got None")
     if noise_multiplier is not None:
         noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
         if costs is None:
-            costs = level_costs(levels, sample_rate=sample_rate, noise_multiplier=noise_multiplier, block=block,
-                                steps=steps, target_epsilon=target_epsilon, target_delta=target_delta)
+            costs = level_costs(
+                levels,
+                sample_rate=sample_rate,
+                noise_multiplier=noise_multiplier,
+                block=block,
+                steps=steps,
+                target_epsilon=target_epsilon,
+                target_delta=target_delta,
+            )
     costs, budget = check_costs(costs, max(costs) if budget is None else budget, len(levels))
     if noise_multiplier is None:
         budget = min(budget, math.ceil(steps / block) * max(costs))
-        noise_multiplier, reached = _least_noise(target_epsilon, target_delta, sample_rate, levels, tuple(costs),
-                                                 budget, block, progress)
+        noise_multiplier, reached = _least_noise(
+            target_epsilon, target_delta, sample_rate, levels, tuple(costs), budget, block, progress
+        )
     else:
-        budget, reached = _largest_budget(target_epsilon, target_delta, sample_rate, noise_multiplier, levels,
-                                          tuple(costs), steps, block, progress)
-    return CalibratedFilter(sample_rate, noise_multiplier, levels, tuple(costs), block, budget, target_epsilon,
-                            target_delta, reached)
+        budget, reached = _largest_budget(
+            target_epsilon, target_delta, sample_rate, noise_multiplier, levels, tuple(costs), steps, block, progress
+        )
+    return CalibratedFilter(
+        sample_rate, noise_multiplier, levels, tuple(costs), block, budget, target_epsilon, target_delta, reached
+    )
 
 
 def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, delta):
@@ -152,8 +187,10 @@ def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, de
             return level, blocks
         if compute_epsilon(**run, steps=block, delta=delta) <= epsilon:
             return level, find_steps(**run, target_epsilon=epsilon, target_delta=delta) // block
-    raise ValueError(f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: not even one block of "
-                     f"{block} steps at level {levels[0]:g} does")
+    raise ValueError(
+        f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: not even one block of "
+        f"{block} steps at level {levels[0]:g} does"
+    )
 
 
 @remembered()
@@ -171,13 +208,16 @@ def _largest_budget(epsilon, delta, sample_rate, noise_multiplier, levels, costs
     for direction in DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1]:
         if budget < min(costs):
             break
-        table = worst_case(pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, stop_above=delta,
-                           progress=progress).table
+        table = worst_case(
+            pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, stop_above=delta, progress=progress
+        ).table
         budget = len(table) - 1 - int(table[-1] > delta)
         reached = max(reached, float(table[budget]))
     if budget < min(costs):
-        raise ValueError(f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: it leaves a budget of "
-                         f"{budget}, below the least cost, {min(costs)}")
+        raise ValueError(
+            f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g}: it leaves a budget of "
+            f"{budget}, below the least cost, {min(costs)}"
+        )
     return budget, reached
 
 
@@ -185,11 +225,17 @@ def _largest_budget(epsilon, delta, sample_rate, noise_multiplier, levels, costs
 def _least_noise(epsilon, delta, sample_rate, levels, costs, budget, block, progress):
     game = dict(sample_rate=sample_rate, levels=levels, costs=costs, budget=budget, epsilon=epsilon, block=block)
     # Where to begin: what the level that needs most noise needs for itself.
-    start = max(level * find_noise_multiplier(target_epsilon=epsilon, target_delta=delta, sample_rate=sample_rate,
-                                              steps=budget // cost * block)
-                for level, cost in zip(levels, costs) if cost <= budget)
-    found, reached = _least(lambda noise: adaptive_delta(noise_multiplier=noise, **game, progress=progress),
-                            start, delta)
+    start = max(
+        level
+        * find_noise_multiplier(
+            target_epsilon=epsilon, target_delta=delta, sample_rate=sample_rate, steps=budget // cost * block
+        )
+        for level, cost in zip(levels, costs)
+        if cost <= budget
+    )
+    found, reached = _least(
+        lambda noise: adaptive_delta(noise_multiplier=noise, **game, progress=progress), start, delta
+    )
     if found is None:
         raise ValueError(f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g} with budget={budget}")
     return found, reached
@@ -204,11 +250,25 @@ def epsilon_of_budget(delta, sample_rate, noise_multiplier, levels, costs, budge
 
 @remembered()
 def _least_epsilon(delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress):
-    game = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, levels=levels, costs=costs, budget=budget,
-                block=block, progress=progress)
-    start = max(compute_epsilon(sample_rate=sample_rate, noise_multiplier=noise_multiplier / level,
-                                steps=budget // cost * block, delta=delta)
-                for level, cost in zip(levels, costs) if cost <= budget)
+    game = dict(
+        sample_rate=sample_rate,
+        noise_multiplier=noise_multiplier,
+        levels=levels,
+        costs=costs,
+        budget=budget,
+        block=block,
+        progress=progress,
+    )
+    start = max(
+        compute_epsilon(
+            sample_rate=sample_rate,
+            noise_multiplier=noise_multiplier / level,
+            steps=budget // cost * block,
+            delta=delta,
+        )
+        for level, cost in zip(levels, costs)
+        if cost <= budget
+    )
     if start < 1e-3 and adaptive_delta(epsilon=0.0, **game) <= delta:
         return (0.0,)
     found, _ = _least(lambda epsilon: adaptive_delta(epsilon=epsilon, **game), max(start, 1e-6), delta)

@@ -67,10 +67,23 @@ class ExactFilter:
         ValueError: an argument outside its range, or a target that cannot be met.
     """
 
-    def __init__(self, n: int, *, sample_rate: float, noise_multiplier: float, max_grad_norm: float,
-                 levels: Sequence[float], costs: Sequence[int] | None = None, budget: Array | float | None = None,
-                 target_epsilon: Numbers | None = None, target_delta: float | None = None, steps: int, block: int = 1,
-                 device: Device = None, progress: bool | None = None):
+    def __init__(
+        self,
+        n: int,
+        *,
+        sample_rate: float,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        levels: Sequence[float],
+        costs: Sequence[int] | None = None,
+        budget: Array | float | None = None,
+        target_epsilon: Numbers | None = None,
+        target_delta: float | None = None,
+        steps: int,
+        block: int = 1,
+        device: Device = None,
+        progress: bool | None = None,
+    ):
         self.n = _checks.whole_number("n", n, 1)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
@@ -79,18 +92,28 @@ class ExactFilter:
         self.steps, self.block = _checks.whole_number("steps", steps, 1), _checks.whole_number("block", block, 1)
         self.device = torch.device("cpu" if device is None else device)
         if (budget is None) == (target_epsilon is None) or (target_epsilon is None) != (target_delta is None):
-            raise ValueError("either budget, or target_epsilon and target_delta must be given, "
-                             f"got budget={budget!r}, target_epsilon={target_epsilon!r}, target_delta={target_delta!r}")
+            raise ValueError(
+                "either budget, or target_epsilon and target_delta must be given, "
+                f"got budget={budget!r}, target_epsilon={target_epsilon!r}, target_delta={target_delta!r}"
+            )
         self._targets, self._progress = {}, progress
         if budget is None:
-            run = dict(sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier, levels=self.levels,
-                       steps=self.steps, block=self.block, target_delta=target_delta)
+            run = dict(
+                sample_rate=self.sample_rate,
+                noise_multiplier=self.noise_multiplier,
+                levels=self.levels,
+                steps=self.steps,
+                block=self.block,
+                target_delta=target_delta,
+            )
             _checks.in_interval("target_epsilon", target_epsilon, 0, math.inf, closed="neither")
             distinct, which = torch.as_tensor(target_epsilon, dtype=torch.float64).cpu().unique(return_inverse=True)
             if costs is None:
                 costs = level_costs(target_epsilon=float(distinct[-1]), **run)
-            found = [calibrate_filter(target_epsilon=epsilon, costs=costs, progress=progress, **run)
-                     for epsilon in distinct.tolist()]
+            found = [
+                calibrate_filter(target_epsilon=epsilon, costs=costs, progress=progress, **run)
+                for epsilon in distinct.tolist()
+            ]
             # Where a run cannot spend what two targets allow, the same budget keeps the smaller one.
             for answer in reversed(found):
                 self._targets[answer.budget] = (answer.target_delta, answer.epsilon)
@@ -100,8 +123,9 @@ class ExactFilter:
         _checks.in_interval("budget", budget, 1, 2**53)
         budget = torch.as_tensor(budget)
         if budget.shape not in ((), (self.n,)):
-            raise ValueError(f"budget or target_epsilon must be a number or have shape ({self.n},), "
-                             f"got {tuple(budget.shape)}")
+            raise ValueError(
+                f"budget or target_epsilon must be a number or have shape ({self.n},), got {tuple(budget.shape)}"
+            )
         if not torch.equal(budget.double(), budget.double().round()):
             raise ValueError("budget must hold whole numbers, got fractions")
         costs, _ = check_costs(costs, int(budget.min()), len(self.levels))
@@ -159,7 +183,7 @@ class ExactFilter:
         self._steps_left -= 1
         if self._limits is None:
             self._limits = self._norms[self._current]
-        return self._limits.clone()             # what a caller does to it must not move the next step's
+        return self._limits.clone()  # what a caller does to it must not move the next step's
 
     def epsilon(self, delta: float, *, spent: Array | None = None) -> torch.Tensor:
         """What is promised to each example at `delta`, before the run: (n,) float64, within a relative 1e-3.
@@ -181,8 +205,9 @@ class ExactFilter:
         target_delta, epsilon = self._targets.get(budget, (None, None))
         if delta == target_delta:
             return epsilon
-        return epsilon_of_budget(delta, self.sample_rate, self.noise_multiplier, self.levels, self.costs, budget,
-                                 self.block, self._progress)
+        return epsilon_of_budget(
+            delta, self.sample_rate, self.noise_multiplier, self.levels, self.costs, budget, self.block, self._progress
+        )
 
     def _payable(self, norms):
         norms = torch.as_tensor(norms, dtype=torch.float64, device=self.device)
@@ -201,15 +226,21 @@ class ExactFilter:
     def _pay(self, index, blocks):
         after = self.spent + self._costs[index] * blocks
         if bool((after > self.budget).any()):
-            raise ValueError(f"levels must be ones that everybody can pay for {blocks} block(s) (see levels_for), but "
-                             f"{int((after > self.budget).sum())} cannot")
+            raise ValueError(
+                f"levels must be ones that everybody can pay for {blocks} block(s) (see levels_for), but "
+                f"{int((after > self.budget).sum())} cannot"
+            )
         self.spent = after
 
     def state_dict(self) -> State:
         """Budgets, what was spent, and the levels of a block that is under way."""
-        return {"parameters": self._parameters(), "budget": self.budget.cpu().clone(),
-                "spent": self.spent.cpu().clone(), "current": self._current.cpu().clone(),
-                "steps_left": self._steps_left}
+        return {
+            "parameters": self._parameters(),
+            "budget": self.budget.cpu().clone(),
+            "spent": self.spent.cpu().clone(),
+            "current": self._current.cpu().clone(),
+            "steps_left": self._steps_left,
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of a filter with the same parameters and budgets; ValueError names what differs."""
@@ -218,8 +249,9 @@ class ExactFilter:
         tensors = {name: torch.as_tensor(state[name]) for name in ("budget", "spent", "current")}
         for name, value in tensors.items():
             if value.shape != (self.n,) or value.dtype != torch.int64:
-                raise ValueError(f"state must hold {self.n} whole numbers as {name}, "
-                                 f"got {tuple(value.shape)} of {value.dtype}")
+                raise ValueError(
+                    f"state must hold {self.n} whole numbers as {name}, got {tuple(value.shape)} of {value.dtype}"
+                )
         if not torch.equal(tensors["budget"].to(self.device), self.budget):
             raise ValueError("state must be of a filter with the same budgets, got others")
         steps_left = _checks.whole_number("steps_left", state["steps_left"], 0, self.block - 1)
@@ -230,6 +262,12 @@ class ExactFilter:
         self._limits, self._steps_left = None, steps_left
 
     def _parameters(self):
-        return {"n": self.n, "sample_rate": self.sample_rate, "noise_multiplier": self.noise_multiplier,
-                "max_grad_norm": self.max_grad_norm, "levels": list(self.levels), "costs": list(self.costs),
-                "block": self.block}
+        return {
+            "n": self.n,
+            "sample_rate": self.sample_rate,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "levels": list(self.levels),
+            "costs": list(self.costs),
+            "block": self.block,
+        }

@@ -44,12 +44,12 @@ from .pairs import DIRECTIONS, SampledGaussian
 TOLERANCE = 2e-3
 
 _UNIT = 2.0**-53
-_WIDTH = 7.0                 # standard deviations of the tilted path that the window holds to either side
+_WIDTH = 7.0  # standard deviations of the tilted path that the window holds to either side
 _LOG_CAPPED = math.log(1e-5)  # the part of delta that the caps on the losses may add
-_MOST_WORK = 1e9             # budget x levels x grid points; more than that gets a coarser grid, and the error says so
+_MOST_WORK = 1e9  # budget x levels x grid points; more than that gets a coarser grid, and the error says so
 _LARGEST_GRID = 1 << 20
-_LEAST, _LARGEST_MASS = -150.0, 250.0    # logarithms: smaller deltas are not resolved, larger tilted masses avoided
-_SMALL = 1 << 12             # a window of all sums that can occur is taken where it is no larger
+_LEAST, _LARGEST_MASS = -150.0, 250.0  # logarithms: smaller deltas are not resolved, larger tilted masses avoided
+_SMALL = 1 << 12  # a window of all sums that can occur is taken where it is no larger
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,18 @@ class Game:
         return float(self.table[-1])
 
 
-def worst_case(pairs: Sequence[Any], *, costs: Sequence[int], budget: int, epsilon: float, direction: str = "remove",
-               interval: float | None = None, stop_above: float | None = None, choices: bool = False,
-               progress: bool | None = None) -> Game:
+def worst_case(
+    pairs: Sequence[Any],
+    *,
+    costs: Sequence[int],
+    budget: int,
+    epsilon: float,
+    direction: str = "remove",
+    interval: float | None = None,
+    stop_above: float | None = None,
+    choices: bool = False,
+    progress: bool | None = None,
+) -> Game:
     r"""The worst delta of any adaptive sequence of these mechanisms within a budget: an upper bound, tight up to its
     grid.
 
@@ -119,14 +128,19 @@ def worst_case(pairs: Sequence[Any], *, costs: Sequence[int], budget: int, epsil
         return Game(direction, epsilon, np.zeros(budget + 1), 0.0, 0.0)
     log_capped = [_LOG_CAPPED + max(log_delta, _LEAST) - math.log(count) for count in times]
     # A tilt that goes for deltas far below what floats hold, or that the moments do not allow, is too large.
-    while tilt > 1e-3 and not budget * max(pair.log_mass(direction, tilt, log) / cost for pair, cost, log
-                                           in zip(pairs, costs, log_capped)) <= _LARGEST_MASS:
+    while (
+        tilt > 1e-3
+        and not budget
+        * max(pair.log_mass(direction, tilt, log) / cost for pair, cost, log in zip(pairs, costs, log_capped))
+        <= _LARGEST_MASS
+    ):
         tilt *= 0.7
     if interval is None:
         interval = _interval(times, tilt, epsilon)
     while True:
-        laws = [pair.law(direction, tilt=tilt, interval=interval, log_capped=log)
-                for pair, log in zip(pairs, log_capped)]
+        laws = [
+            pair.law(direction, tilt=tilt, interval=interval, log_capped=log) for pair, log in zip(pairs, log_capped)
+        ]
         if tilt > 1e-3 and budget * _growth(laws, costs) > _LARGEST_MASS:
             tilt *= 0.7
             continue
@@ -143,7 +157,7 @@ def worst_case(pairs: Sequence[Any], *, costs: Sequence[int], budget: int, epsil
     # Where delta falls faster than the tilt says the errors of the grid weigh more; and within a cell it is a chord.
     error = 2 * rise / tilt if epsilon >= 50 * interval else max(2 * rise / tilt, interval)
     if kept is not None:
-        kept = np.array([*affordable, -1], dtype=np.int8)[kept]      # -1, for a unit unspent, is the last entry
+        kept = np.array([*affordable, -1], dtype=np.int8)[kept]  # -1, for a unit unspent, is the last entry
     return Game(direction, epsilon, table, interval, error, low, kept)
 
 
@@ -219,7 +233,7 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
     log_chernoff = tilt * math.log(tilt) - (1 + tilt) * math.log1p(tilt)
 
     losses = (low + np.arange(size)) * interval
-    below = np.exp(tilt * interval * np.arange(left, 0, -1))                 # from the left end outwards, reversed
+    below = np.exp(tilt * interval * np.arange(left, 0, -1))  # from the left end outwards, reversed
     beyond = (high + np.arange(1, right + 1)) * interval
     ones, chord = np.exp(tilt * (epsilon - beyond)), np.exp(tilt * (epsilon - beyond) - (beyond - high * interval))
     to_value = math.exp(-tilt * (epsilon - high * interval))
@@ -247,20 +261,29 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
             if low <= 0 <= high:
                 table[b] = min(1.0, scale * (now[-low] + slack) * (1 + 1e-12 + 1e-14 * b) + b * capped)
                 if stop_above is not None and table[b] > stop_above:
-                    table = table[:b + 1]
+                    table = table[: b + 1]
                     break
             padded[:size] = now
-            padded[size:size + right] = ones - max(1.0 - (now[-1] + slack) * to_value, 0.0) * chord
+            padded[size : size + right] = ones - max(1.0 - (now[-1] + slack) * to_value, 0.0) * chord
             if left:
-                padded[points - left:] = np.minimum((now[0] + slack) * below, math.exp(log_chernoff + growth * b))
+                padded[points - left :] = np.minimum((now[0] + slack) * below, math.exp(log_chernoff + growth * b))
             norm = max(norm, float(np.linalg.norm(padded)))
             history[b % ring] = rfft(padded)
     return np.maximum.accumulate(table), kept
 
 
-def adaptive_delta(*, sample_rate: float, noise_multiplier: float, levels: Sequence[float], costs: Sequence[int],
-                   budget: int, epsilon: float, block: int = 1, interval: float | None = None,
-                   progress: bool | None = None) -> float:
+def adaptive_delta(
+    *,
+    sample_rate: float,
+    noise_multiplier: float,
+    levels: Sequence[float],
+    costs: Sequence[int],
+    budget: int,
+    epsilon: float,
+    block: int = 1,
+    interval: float | None = None,
+    progress: bool | None = None,
+) -> float:
     r"""Delta at `epsilon` of a run whose norms adapt to its outputs within a budget: an upper bound.
 
     Before each block of steps the example's level z is any function of the outputs so far, and of the example; its
@@ -291,13 +314,33 @@ def adaptive_delta(*, sample_rate: float, noise_multiplier: float, levels: Seque
     >>> f"{constant:.1e} {adaptive:.1e}"
     '6.5e-08 6.6e-08'
     """
-    return max(game.delta for game in play(sample_rate=sample_rate, noise_multiplier=noise_multiplier, levels=levels,
-                                           costs=costs, budget=budget, epsilon=epsilon, block=block, interval=interval,
-                                           progress=progress))
+    return max(
+        game.delta
+        for game in play(
+            sample_rate=sample_rate,
+            noise_multiplier=noise_multiplier,
+            levels=levels,
+            costs=costs,
+            budget=budget,
+            epsilon=epsilon,
+            block=block,
+            interval=interval,
+            progress=progress,
+        )
+    )
 
 
-def play(*, sample_rate: float, noise_multiplier: float, levels: Sequence[float], costs: Sequence[int], budget: int,
-         epsilon: float, block: int = 1, **options: Any) -> tuple[Game, Game]:
+def play(
+    *,
+    sample_rate: float,
+    noise_multiplier: float,
+    levels: Sequence[float],
+    costs: Sequence[int],
+    budget: int,
+    epsilon: float,
+    block: int = 1,
+    **options: Any,
+) -> tuple[Game, Game]:
     """The games of `adaptive_delta` in both directions, with their errors, tables and, if asked for, choices.
 
     Args:
@@ -312,6 +355,8 @@ def play(*, sample_rate: float, noise_multiplier: float, levels: Sequence[float]
     block = _checks.whole_number("block", block, 1)
     pairs = [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels]
     # Full batches lose the same in both directions.
-    games = [worst_case(pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, **options)
-             for direction in (DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1])]
+    games = [
+        worst_case(pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, **options)
+        for direction in (DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1])
+    ]
     return tuple(games) if len(games) == 2 else (games[0], games[0])

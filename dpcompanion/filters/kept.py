@@ -45,6 +45,7 @@ def remembered(shortest=SHORTEST):
     Answers stay in memory (256 of them) and in the data folder.  An argument called `progress` is no part of the
     question.  The function gets an attribute `forget()`, which empties the memory and leaves the folder.
     """
+
     def wrap(function):
         signature, memory = inspect.signature(function), {}
 
@@ -62,6 +63,7 @@ def remembered(shortest=SHORTEST):
 
         answered.forget = memory.clear
         return answered
+
     return wrap
 
 
@@ -77,8 +79,12 @@ def code():
     for folder in (pathlib.Path(__file__).parent, pathlib.Path(accounting.__file__).parent):
         for file in sorted(folder.glob("*.py")):
             total.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return {"sha256": total.hexdigest(), "numpy": numpy.__version__, "scipy": scipy.__version__,
-            "torch": torch.__version__}
+    return {
+        "sha256": total.hexdigest(),
+        "numpy": numpy.__version__,
+        "scipy": scipy.__version__,
+        "torch": torch.__version__,
+    }
 
 
 def _answer(name, question, work, shortest):
@@ -88,7 +94,7 @@ def _answer(name, question, work, shortest):
     try:
         return _read(path, question)
     except (OSError, ValueError, KeyError, TypeError):
-        pass                                # none, damaged, or of another make
+        pass  # none, damaged, or of another make
     started = time.process_time()
     answer = work()
     seconds = time.process_time() - started
@@ -97,7 +103,7 @@ def _answer(name, question, work, shortest):
         try:
             _files.replace(path, json.dumps({"sha256": _digest(entry), **entry}, indent=1).encode())
         except OSError:
-            pass                            # a folder that cannot be written to keeps nothing
+            pass  # a folder that cannot be written to keeps nothing
     return answer
 
 

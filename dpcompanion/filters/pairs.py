@@ -26,7 +26,7 @@ from .. import _checks
 from ..accounting import pld
 from ..accounting.pld import _chernoff_log_delta, _compose_near, _convolve, _largest_loss_of_adding, _Step, _window
 
-_TRIMMED = 1e-16             # tilted mass cut off at either end of a law, relative to all of it; it is accounted for
+_TRIMMED = 1e-16  # tilted mass cut off at either end of a law, relative to all of it; it is accounted for
 _UNIT = 2.0**-53
 
 
@@ -122,8 +122,9 @@ class SampledGaussian:
             fine = interval / finer
             low, high, outside = _window(step, self.steps, tilt, fine)
             first, masses, log_scale, cut = step.discretise(fine, tilt)
-            first, masses = _convolve(first, masses, self.steps, start=math.floor(low / fine),
-                                      size=(high - low) / fine + 2)
+            first, masses = _convolve(
+                first, masses, self.steps, start=math.floor(low / fine), size=(high - low) / fine + 2
+            )
             scale = math.exp(self.steps * log_scale)
             lost = (self.steps * cut + outside) * scale
             # The spectrum's modulus is at most 1: its power amplifies relative errors by the number of steps.
@@ -143,11 +144,11 @@ class SampledGaussian:
         width = interval / parts
         start = cells * interval + np.tile(np.arange(parts), last - first) * width
         losses = start[:, None] + width * (nodes + 1) / 2
-        masses = (np.exp(-0.5 * ((losses - mean) / scale) ** 2) * weights * width
-                  / (2 * scale * math.sqrt(2 * math.pi)))
+        masses = np.exp(-0.5 * ((losses - mean) / scale) ** 2) * weights * width / (2 * scale * math.sqrt(2 * math.pi))
         log_mass = tilt * (1 + tilt) * scale**2 / 2
-        first, masses = connect_the_dots(losses.ravel(), masses.ravel() * math.exp(log_mass), interval, tilt,
-                                         np.repeat(cells, len(nodes)))
+        first, masses = connect_the_dots(
+            losses.ravel(), masses.ravel() * math.exp(log_mass), interval, tilt, np.repeat(cells, len(nodes))
+        )
         return _trimmed(first, masses, 1e-22 * math.exp(log_mass), 0.0, 0.0, log_mass)
 
 
@@ -160,8 +161,9 @@ class Discrete:
 
     def __init__(self, p, q):
         _checks.same_length(p=p, q=q)
-        self.p, self.q = (np.asarray(_checks.in_interval(name, v, 0, 1), dtype=np.float64)
-                          for name, v in (("p", p), ("q", q)))
+        self.p, self.q = (
+            np.asarray(_checks.in_interval(name, v, 0, 1), dtype=np.float64) for name, v in (("p", p), ("q", q))
+        )
         for name, values in (("p", self.p), ("q", self.q)):
             if abs(values.sum() - 1) > 1e-9:
                 raise ValueError(f"{name} must sum to 1, got {values.sum():g}")

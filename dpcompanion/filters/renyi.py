@@ -59,8 +59,17 @@ class RenyiFilter:
             squared norm (none is known).
     """
 
-    def __init__(self, n: int, *, sample_rate: float, noise_multiplier: float, max_grad_norm: float, orders: Array,
-                 budgets: Array, device: Device = None):
+    def __init__(
+        self,
+        n: int,
+        *,
+        sample_rate: float,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        orders: Array,
+        budgets: Array,
+        device: Device = None,
+    ):
         self.n = _checks.whole_number("n", n, 1)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
@@ -75,15 +84,18 @@ class RenyiFilter:
         try:
             budgets = budgets.expand(self.n, len(orders)).clone()
         except RuntimeError:
-            raise ValueError(f"budgets must broadcast to ({self.n}, {len(orders)}), "
-                             f"got {tuple(budgets.shape)}") from None
+            raise ValueError(
+                f"budgets must broadcast to ({self.n}, {len(orders)}), got {tuple(budgets.shape)}"
+            ) from None
         if not bool(budgets.isfinite().any(dim=1).all()):
             raise ValueError("budgets must be finite at one order at least for each example, got inf at all")
         orders, place = orders.sort()
         served, table = chords(self.sample_rate, self.noise_multiplier, tuple(orders.tolist()))
         if len(served) != len(orders):
-            raise ValueError("orders must be ones at which the divergence is convex in the squared norm, such as "
-                             f"whole numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}")
+            raise ValueError(
+                "orders must be ones at which the divergence is convex in the squared norm, such as "
+                f"whole numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}"
+            )
         self._table = table.to(self.device)
         #: The orders, ascending, (K,), and the budgets, (n, K).
         self.orders, self.budgets = orders.to(self.device), budgets[:, place.to(self.device)]
@@ -92,9 +104,18 @@ class RenyiFilter:
         self.active = torch.ones(self.n, dtype=torch.bool, device=self.device)
 
     @classmethod
-    def for_epsilon(cls, n: int, *, target_epsilons: Array, target_delta: float, sample_rate: float,
-                    noise_multiplier: float, max_grad_norm: float, order: float | None = None,
-                    device: Device = None) -> "RenyiFilter":
+    def for_epsilon(
+        cls,
+        n: int,
+        *,
+        target_epsilons: Array,
+        target_delta: float,
+        sample_rate: float,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        order: float | None = None,
+        device: Device = None,
+    ) -> "RenyiFilter":
         """A filter that holds every example to its epsilon at `target_delta`.
 
         Args:
@@ -113,21 +134,33 @@ class RenyiFilter:
         targets = torch.as_tensor(target_epsilons, dtype=torch.float64, device="cpu")
         if targets.shape not in ((), (n,)):
             raise ValueError(f"target_epsilons must be a number or have shape ({n},), got {tuple(targets.shape)}")
-        usual = torch.tensor(orders_for(noise_multiplier) if order is None else
-                             [_checks.number("order", order, 1, math.inf, closed="neither")], dtype=torch.float64)
+        usual = torch.tensor(
+            orders_for(noise_multiplier)
+            if order is None
+            else [_checks.number("order", order, 1, math.inf, closed="neither")],
+            dtype=torch.float64,
+        )
         cost = rdp_sampled_gaussian(sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=usual)
         overhead = torch.log1p(-1 / usual) - (math.log(delta) + usual.log()) / (usual - 1)
         distinct, which = targets.reshape(-1).unique(return_inverse=True)
         room = distinct[:, None] - overhead
         budget, best = room.gather(1, (room / cost).argmax(dim=1, keepdim=True)), (room / cost).argmax(dim=1)
         if bool((budget <= 0).any()):
-            raise ValueError("target_epsilons must leave room for a step at some order, "
-                             f"got {distinct[0]:g} at delta {delta:g}")
+            raise ValueError(
+                f"target_epsilons must leave room for a step at some order, got {distinct[0]:g} at delta {delta:g}"
+            )
         chosen, column = best.unique(return_inverse=True)
         budgets = torch.full((len(distinct), len(chosen)), math.inf, dtype=torch.float64)
         budgets.scatter_(1, column[:, None], budget * (1 - 1e-12))
-        return cls(n, sample_rate=sample_rate, noise_multiplier=noise_multiplier, max_grad_norm=max_grad_norm,
-                   orders=usual[chosen], budgets=budgets[which], device=device)
+        return cls(
+            n,
+            sample_rate=sample_rate,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            orders=usual[chosen],
+            budgets=budgets[which],
+            device=device,
+        )
 
     def admit(self, norms: Array) -> torch.Tensor:
         """Who takes part in the next step, and pays for it: (n,) booleans.
@@ -164,8 +197,12 @@ class RenyiFilter:
 
     def state_dict(self) -> State:
         """Budgets, what was spent, and who takes part."""
-        return {"parameters": self._parameters(), "budgets": self.budgets.clone(), "spent": self.spent.clone(),
-                "active": self.active.clone()}
+        return {
+            "parameters": self._parameters(),
+            "budgets": self.budgets.clone(),
+            "spent": self.spent.clone(),
+            "active": self.active.clone(),
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of a filter with the same parameters and budgets.
@@ -180,16 +217,24 @@ class RenyiFilter:
             raise ValueError("state must be of a filter with the same budgets, got others")
         spent, active = state["spent"].to(self.device), state["active"].to(self.device)
         if spent.shape != self.budgets.shape or spent.dtype != torch.float64:
-            raise ValueError(f"state must hold spent of {tuple(self.budgets.shape)} {torch.float64}, "
-                             f"got {tuple(spent.shape)} {spent.dtype}")
+            raise ValueError(
+                f"state must hold spent of {tuple(self.budgets.shape)} {torch.float64}, "
+                f"got {tuple(spent.shape)} {spent.dtype}"
+            )
         if active.shape != (self.n,) or active.dtype != torch.bool:
-            raise ValueError(f"state must hold active of ({self.n},) {torch.bool}, "
-                             f"got {tuple(active.shape)} {active.dtype}")
+            raise ValueError(
+                f"state must hold active of ({self.n},) {torch.bool}, got {tuple(active.shape)} {active.dtype}"
+            )
         possible = (spent >= 0) & (spent <= self.budgets) & spent.isfinite()
         if not bool(possible.all()):
             raise ValueError(f"state must hold spent from 0 to the budget, got {float(spent[~possible][0]):g}")
         self.spent, self.active = spent.clone(), active.clone()
 
     def _parameters(self):
-        return {"n": self.n, "sample_rate": self.sample_rate, "noise_multiplier": self.noise_multiplier,
-                "max_grad_norm": self.max_grad_norm, "orders": self.orders.tolist()}
+        return {
+            "n": self.n,
+            "sample_rate": self.sample_rate,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "orders": self.orders.tolist(),
+        }

@@ -34,16 +34,31 @@ budgets each is rounded down first, by 5e-4 of itself at most: a million take se
 (2.01, [0.244, 0.43, 0.574])
 """
 
-from .parameters import (CombinedParameters, SampleParameters, ScaleParameters, combined_parameters, rdp_epsilons,
-                         sample_parameters, scale_parameters)
+from .parameters import (
+    CombinedParameters,
+    SampleParameters,
+    ScaleParameters,
+    combined_parameters,
+    rdp_epsilons,
+    sample_parameters,
+    scale_parameters,
+)
 
-__all__ = ["CombinedParameters", "SampleParameters", "ScaleParameters", "combined_parameters", "rdp_epsilons",
-           "sample_parameters", "scale_parameters"]
+__all__ = [
+    "CombinedParameters",
+    "SampleParameters",
+    "ScaleParameters",
+    "combined_parameters",
+    "rdp_epsilons",
+    "sample_parameters",
+    "scale_parameters",
+]
 
 
 def __getattr__(name):
     """The engine stands above this package and needs Opacus: it is imported when it is asked for."""
     if name == "IndividualizedPrivacyEngine":
         from dpcompanion.engine import IndividualizedPrivacyEngine
+
         return IndividualizedPrivacyEngine
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ import torch
 
 from .. import _checks
 
-_MANY, _APART = 30_000, 5e-4    # more different budgets than that are rounded down until they lie so far apart
+_MANY, _APART = 30_000, 5e-4  # more different budgets than that are rounded down until they lie so far apart
 
 
 class Groups:
@@ -18,11 +18,13 @@ class Groups:
     def __init__(self, target_epsilons, counts):
         values = {}
         for name, given in (("target_epsilons", target_epsilons), ("counts", counts)):
-            values[name] = torch.as_tensor(_checks.in_interval(name, given, 0, math.inf, closed="neither"),
-                                           dtype=torch.float64)
+            values[name] = torch.as_tensor(
+                _checks.in_interval(name, given, 0, math.inf, closed="neither"), dtype=torch.float64
+            )
             if values[name].ndim != 1 or len(values[name]) == 0:
-                raise ValueError(f"{name} must be a list with one entry for each group, got shape "
-                                 f"{tuple(values[name].shape)}")
+                raise ValueError(
+                    f"{name} must be a list with one entry for each group, got shape {tuple(values[name].shape)}"
+                )
         _checks.same_length(**values)
         budgets = values["target_epsilons"].cpu()
         self.budgets, self.which = torch.unique(budgets, return_inverse=True)

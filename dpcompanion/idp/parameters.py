@@ -7,9 +7,11 @@ import torch
 
 from .. import _checks
 from .._types import Array
+
 # Under these names: long runs are stamped with the source of the functions that use them.
 from .groups import Groups as _Groups, interpolate
 from .search import HAIR, Run as _Run
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SampleParameters:
@@ -36,8 +38,7 @@ class CombinedParameters(ScaleParameters):
     sample_rates: torch.Tensor
 
 
-def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, accountant="rdp",
-                      noise_range=None):
+def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, accountant="rdp", noise_range=None):
     """Sample: the noise multiplier and the groups' rates that use up each budget and have the mean `sample_rate`.
 
     Args:
@@ -79,8 +80,16 @@ def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, ste
     return SampleParameters(noise, rates[groups.which])
 
 
-def scale_parameters(target_epsilons: Array, counts: Array, *, target_delta: float, sample_rate: float, steps: int,
-                     max_grad_norm: float, accountant: str = "rdp") -> ScaleParameters:
+def scale_parameters(
+    target_epsilons: Array,
+    counts: Array,
+    *,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    max_grad_norm: float,
+    accountant: str = "rdp",
+) -> ScaleParameters:
     """Scale: the noise multiplier and the groups' clip norms, with the mean `max_grad_norm`, that use up each budget.
 
     Arguments and errors as for `sample_parameters`; `max_grad_norm` is the clip norm of plain DP-SGD.  Training adds
@@ -99,8 +108,17 @@ def scale_parameters(target_epsilons: Array, counts: Array, *, target_delta: flo
     return ScaleParameters(pooled, noises[groups.which], (max_grad_norm * pooled / noises)[groups.which])
 
 
-def combined_parameters(target_epsilons: Array, counts: Array, *, target_delta: float, sample_rate: float, steps: int,
-                        max_grad_norm: float, sample_weight: float, accountant: str = "rdp") -> CombinedParameters:
+def combined_parameters(
+    target_epsilons: Array,
+    counts: Array,
+    *,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    max_grad_norm: float,
+    sample_weight: float,
+    accountant: str = "rdp",
+) -> CombinedParameters:
     r"""Sample and Scale at once: rates and clip norms that together use up each budget.
 
     Rates go a part `sample_weight` of the way from `sample_rate` to those of Sample, so that their mean stays. At its
@@ -129,8 +147,9 @@ def combined_parameters(target_epsilons: Array, counts: Array, *, target_delta: 
         rates = (1 - sample_weight) * rates + sample_weight * sampled
     noises = run.noises(groups.budgets, rates) if sample_weight < 1 else torch.full_like(rates, noise)
     pooled = groups.harmonic_mean(noises)
-    return CombinedParameters(pooled, noises[groups.which], (max_grad_norm * pooled / noises)[groups.which],
-                              rates[groups.which])
+    return CombinedParameters(
+        pooled, noises[groups.which], (max_grad_norm * pooled / noises)[groups.which], rates[groups.which]
+    )
 
 
 def rdp_epsilons(sample_rates: Array, noise_multipliers: Array, *, steps: int, delta: float) -> torch.Tensor:
@@ -197,8 +216,10 @@ def _sample(groups, run, sample_rate):
 
 def _refuse_beyond(most, budgets, sample_rate):
     most = math.floor(most * 10 ** (digits := 3 - math.floor(math.log10(most)))) / 10**digits
-    raise ValueError(f"target_epsilons must not exceed {most:g} here, got {float(budgets[-1]):g}: not even a sample "
-                     f"rate of 1 would use it up, where the mean rate is to be {sample_rate:g}")
+    raise ValueError(
+        f"target_epsilons must not exceed {most:g} here, got {float(budgets[-1]):g}: not even a sample "
+        f"rate of 1 would use it up, where the mean rate is to be {sample_rate:g}"
+    )
 
 
 def _match_mean(run, budgets, weights, sample_rate, log_noise, slope, rates):
@@ -216,7 +237,7 @@ def _match_mean(run, budgets, weights, sample_rate, log_noise, slope, rates):
         step = min(max((run.slack / 2 - gap) / slope, -0.5), 0.5)
         if not low < log_noise + step < high:
             step = (low + high) / 2 - log_noise
-        if high - low < run.slack / 10:         # too rough here to hit so small an interval: the safe end will do
+        if high - low < run.slack / 10:  # too rough here to hit so small an interval: the safe end will do
             step = high - log_noise if gap < 0 else 0.0
             if step == 0.0:
                 break

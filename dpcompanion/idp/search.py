@@ -8,9 +8,9 @@ from .. import _checks, accounting
 from ..accounting.runs import orders_for
 from .groups import between, interpolate, nodes_of, safe_interpolation
 
-HAIR = 1e-9                  # by which epsilons by RDP may be off, relatively, for rounding errors
-_PRECISION = 2e-5            # of the logarithm of a parameter
-_JITTER = 1e-4               # by which the PLD epsilons of nearby parameters may differ, relatively, for their grids
+HAIR = 1e-9  # by which epsilons by RDP may be off, relatively, for rounding errors
+_PRECISION = 2e-5  # of the logarithm of a parameter
+_JITTER = 1e-4  # by which the PLD epsilons of nearby parameters may differ, relatively, for their grids
 _LARGEST_NOISE, _SMALLEST_RATE = 1e9, 1e-12
 
 
@@ -25,7 +25,7 @@ class Run:
         self.accountant = _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
         self.target_delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
         self.steps = _checks.whole_number("steps", steps, 1)
-        self._near = None                  # the range of orders that decided last
+        self._near = None  # the range of orders that decided last
         # So many different budgets are searched one by one; among more, the spacing of ln eps; how far the mean rate
         # may be above the wanted one.
         rdp = self.accountant == "rdp"
@@ -36,8 +36,15 @@ class Run:
         nodes, rates_at = self._at_nodes(budgets, rates)
 
         def search(start, accountant):
-            return self._search(nodes, lambda y, index: (rates_at[index], y.exp()), start, math.log(1e-3),
-                                math.log(_LARGEST_NOISE), f"a noise multiplier of {_LARGEST_NOISE:g}", accountant)
+            return self._search(
+                nodes,
+                lambda y, index: (rates_at[index], y.exp()),
+                start,
+                math.log(1e-3),
+                math.log(_LARGEST_NOISE),
+                f"a noise multiplier of {_LARGEST_NOISE:g}",
+                accountant,
+            )
 
         found = search(torch.zeros_like(nodes), "rdp")
         if self.accountant == "pld":
@@ -46,19 +53,30 @@ class Run:
 
     def rates(self, budgets, noise, start):
         """(D,) sample rates, at most 1, that the budgets allow with one noise multiplier; start: (D,) guesses."""
+
         def pair(y, _):
             return (-y).exp().clamp(max=1.0), torch.full_like(y, noise)
 
         nodes, start = self._at_nodes(budgets, start)
-        found = self._search(nodes, pair, -start.log(), 0.0, -math.log(_SMALLEST_RATE),
-                             f"a sample rate of {_SMALLEST_RATE:g}",
-                             self.accountant)
+        found = self._search(
+            nodes,
+            pair,
+            -start.log(),
+            0.0,
+            -math.log(_SMALLEST_RATE),
+            f"a sample rate of {_SMALLEST_RATE:g}",
+            self.accountant,
+        )
         return pair(self._at_budgets(budgets, nodes, found, pair), None)[0]
 
     def epsilon(self, rate, noise):
-        return accounting.compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=self.steps,
-                                          delta=self.target_delta,
-                                          accountant=self.accountant)
+        return accounting.compute_epsilon(
+            sample_rate=rate,
+            noise_multiplier=noise,
+            steps=self.steps,
+            delta=self.target_delta,
+            accountant=self.accountant,
+        )
 
     def _at_nodes(self, budgets, values):
         nodes = nodes_of(budgets, self.searched, self.spacing)
@@ -131,8 +149,9 @@ class Run:
         epsilon = torch.empty_like(rates)
         for order in orders.unique().tolist():
             rows = (orders == order).nonzero()[:, 0]
-            epsilon[rows] = self._rdp_epsilon_at(torch.tensor([order], dtype=torch.float64), rates[rows],
-                                                 noises[rows])[0]
+            epsilon[rows] = self._rdp_epsilon_at(torch.tensor([order], dtype=torch.float64), rates[rows], noises[rows])[
+                0
+            ]
         return epsilon
 
 

@@ -28,12 +28,29 @@ which is proved for epsilon below 1 only.  Weights are (data sets, seeds, parame
 """
 
 from dpcompanion.output_perturbation.bounds import (
-    sgd_sensitivity, sgd_sensitivity_estimate, pairwise_sensitivity, empirical_sensitivity, seed_sigma,
-    intrinsic_sigma, intrinsic_epsilon, augmented_sigma, noise_covariance, mahalanobis,
+    sgd_sensitivity,
+    sgd_sensitivity_estimate,
+    pairwise_sensitivity,
+    empirical_sensitivity,
+    seed_sigma,
+    intrinsic_sigma,
+    intrinsic_epsilon,
+    augmented_sigma,
+    noise_covariance,
+    mahalanobis,
 )
 from dpcompanion.output_perturbation.grids import train_grid
 
 __all__ = [
-    "sgd_sensitivity", "sgd_sensitivity_estimate", "pairwise_sensitivity", "empirical_sensitivity", "seed_sigma",
-    "intrinsic_sigma", "intrinsic_epsilon", "augmented_sigma", "noise_covariance", "mahalanobis", "train_grid",
+    "sgd_sensitivity",
+    "sgd_sensitivity_estimate",
+    "pairwise_sensitivity",
+    "empirical_sensitivity",
+    "seed_sigma",
+    "intrinsic_sigma",
+    "intrinsic_epsilon",
+    "augmented_sigma",
+    "noise_covariance",
+    "mahalanobis",
+    "train_grid",
 ]

@@ -11,8 +11,14 @@ from dpcompanion.accounting import gaussian_epsilon, gaussian_mu
 _MECHANISMS = ("analytic", "classical")
 
 
-def sgd_sensitivity(*, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers, batch_size: Numbers,
-                    smoothness: Numbers | None = None) -> float | torch.Tensor:
+def sgd_sensitivity(
+    *,
+    passes: Numbers,
+    lipschitz: Numbers,
+    learning_rate: Numbers,
+    batch_size: Numbers,
+    smoothness: Numbers | None = None,
+) -> float | torch.Tensor:
     r"""Theorem 2: :math:`2 \lceil k \rceil L \eta / B`, the passes k rounded up.
 
     A run that has begun a pass may have met the replaced example in it already, so that a part of a pass counts as a
@@ -46,17 +52,22 @@ def sgd_sensitivity(*, passes: Numbers, lipschitz: Numbers, learning_rate: Numbe
     """
     whole = _checks.as_given(_positive("passes", passes).ceil(), passes)
     if smoothness is not None:
-        rate, most = torch.broadcast_tensors(_positive("learning_rate", learning_rate),
-                                             2 / _positive("smoothness", smoothness))
+        rate, most = torch.broadcast_tensors(
+            _positive("learning_rate", learning_rate), 2 / _positive("smoothness", smoothness)
+        )
         if bool((beyond := rate > most).any()):
-            raise ValueError(f"learning_rate must be at most 2 / smoothness = {float(most[beyond][0]):g} for theorem 2 "
-                             f"to hold, got {float(rate[beyond][0]):g}")
-    return sgd_sensitivity_estimate(passes=whole, lipschitz=lipschitz, learning_rate=learning_rate,
-                                    batch_size=batch_size)
+            raise ValueError(
+                f"learning_rate must be at most 2 / smoothness = {float(most[beyond][0]):g} for theorem 2 "
+                f"to hold, got {float(rate[beyond][0]):g}"
+            )
+    return sgd_sensitivity_estimate(
+        passes=whole, lipschitz=lipschitz, learning_rate=learning_rate, batch_size=batch_size
+    )
 
 
-def sgd_sensitivity_estimate(*, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers,
-                             batch_size: Numbers) -> float | torch.Tensor:
+def sgd_sensitivity_estimate(
+    *, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers, batch_size: Numbers
+) -> float | torch.Tensor:
     r"""The paper's value :math:`2 k L \eta / B` with a fractional number of passes k: no bound. See `sgd_sensitivity`.
 
     Args:
@@ -72,11 +83,14 @@ def sgd_sensitivity_estimate(*, passes: Numbers, lipschitz: Numbers, learning_ra
     0.0503
     """
     given = passes, lipschitz, learning_rate, batch_size
-    passes, lipschitz, learning_rate = (_positive(name, value) for name, value in (
-        ("passes", passes), ("lipschitz", lipschitz), ("learning_rate", learning_rate)))
+    passes, lipschitz, learning_rate = (
+        _positive(name, value)
+        for name, value in (("passes", passes), ("lipschitz", lipschitz), ("learning_rate", learning_rate))
+    )
     _checks.in_interval("batch_size", batch_size, 1, math.inf, closed="left")
-    return _checks.as_given(2 * passes * lipschitz * learning_rate / torch.as_tensor(batch_size, dtype=torch.float64),
-                            *given)
+    return _checks.as_given(
+        2 * passes * lipschitz * learning_rate / torch.as_tensor(batch_size, dtype=torch.float64), *given
+    )
 
 
 def pairwise_sensitivity(weights: Array) -> torch.Tensor:
@@ -124,8 +138,9 @@ def intrinsic_sigma(weights: Array) -> float:
     return float(seed_sigma(weights).quantile(0.5))
 
 
-def intrinsic_epsilon(sensitivity: Numbers, sigma: Numbers, delta: Numbers, *,
-                      mechanism: str = "analytic") -> float | torch.Tensor:
+def intrinsic_epsilon(
+    sensitivity: Numbers, sigma: Numbers, delta: Numbers, *, mechanism: str = "analytic"
+) -> float | torch.Tensor:
     r"""Equation 16: epsilon of the Gaussian mechanism with noise `sigma`; inf where sigma is 0.
 
     Args:
@@ -145,13 +160,20 @@ def intrinsic_epsilon(sensitivity: Numbers, sigma: Numbers, delta: Numbers, *,
     sensitivity, sigma = _at_least_0("sensitivity", sensitivity), _at_least_0("sigma", sigma)
     delta = _delta(delta)
     ratio = torch.where(sensitivity == 0, 0.0, sensitivity / sigma)
-    found = (gaussian_epsilon(ratio, delta) if mechanism == "analytic" else
-             ratio * torch.sqrt(2 * torch.log(1.25 / delta)))
+    found = (
+        gaussian_epsilon(ratio, delta) if mechanism == "analytic" else ratio * torch.sqrt(2 * torch.log(1.25 / delta))
+    )
     return _checks.as_given(found, *given)
 
 
-def augmented_sigma(sensitivity: Numbers, sigma_intrinsic: Numbers, *, target_epsilon: Numbers, target_delta: Numbers,
-                    mechanism: str = "analytic") -> float | torch.Tensor:
+def augmented_sigma(
+    sensitivity: Numbers,
+    sigma_intrinsic: Numbers,
+    *,
+    target_epsilon: Numbers,
+    target_delta: Numbers,
+    mechanism: str = "analytic",
+) -> float | torch.Tensor:
     r"""Algorithm 2: the noise to add, :math:`\sqrt{\max(0, \sigma_\text{target}^2 - \sigma_i^2)}`.
 
     Args:
@@ -195,7 +217,7 @@ def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> tuple
     """
     weights = _weights(weights, seeds=2)
     seeds, size = weights.shape[1:]
-    residuals = (weights - weights.mean(1, keepdim=True))
+    residuals = weights - weights.mean(1, keepdim=True)
     sample = (residuals.mT @ residuals).mean(0) / seeds
     mean = sample.diag().mean() * torch.eye(size, dtype=sample.dtype, device=sample.device)
     if shrinkage is None:
@@ -220,8 +242,9 @@ def mahalanobis(differences: Array, covariance: Array) -> torch.Tensor:
     """
     differences, covariance = (torch.as_tensor(v, dtype=torch.float64) for v in (differences, covariance))
     if covariance.ndim != 2 or covariance.shape != (differences.shape[-1],) * 2:
-        raise ValueError(f"covariance must be {differences.shape[-1]} x {differences.shape[-1]}, got "
-                         f"{tuple(covariance.shape)}")
+        raise ValueError(
+            f"covariance must be {differences.shape[-1]} x {differences.shape[-1]}, got {tuple(covariance.shape)}"
+        )
     factor, failed = torch.linalg.cholesky_ex(covariance)
     if failed:
         raise ValueError("covariance must be positive definite; shrink it, or use more seeds than parameters")
@@ -233,8 +256,10 @@ def _weights(weights, *, data_sets=1, seeds=1):
     weights = torch.as_tensor(weights, dtype=torch.float64)
     if weights.ndim != 3:
         raise ValueError(f"weights must be (data sets, seeds, parameters), got shape {tuple(weights.shape)}")
-    for axis, name, least, why in ((0, "data sets", data_sets, "sensitivity compares two"),
-                                   (1, "seeds", seeds, "the noise is what differs between them")):
+    for axis, name, least, why in (
+        (0, "data sets", data_sets, "sensitivity compares two"),
+        (1, "seeds", seeds, "the noise is what differs between them"),
+    ):
         if weights.shape[axis] < least:
             raise ValueError(f"weights must hold {least} {name} or more, since {why}, got {weights.shape[axis]}")
     _checks.in_interval("weights", weights, -math.inf, math.inf, closed="neither")

@@ -36,10 +36,22 @@ _CHUNK_BYTES = 2**19
 _ROUNDING = 1e-6
 
 
-def train_grid(features: torch.Tensor, labels: torch.Tensor, *, data_sets: Iterable[int], seeds: Iterable[int],
-               steps: int, batch_size: int, learning_rate: float, initialisation: str = "varying",
-               hidden: int | None = 0, snapshots: Sequence[int] | None = None, enforce_conditions: bool = True,
-               device: Device = None, progress: bool | None = None) -> torch.Tensor:
+def train_grid(
+    features: torch.Tensor,
+    labels: torch.Tensor,
+    *,
+    data_sets: Iterable[int],
+    seeds: Iterable[int],
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    initialisation: str = "varying",
+    hidden: int | None = 0,
+    snapshots: Sequence[int] | None = None,
+    enforce_conditions: bool = True,
+    device: Device = None,
+    progress: bool | None = None,
+) -> torch.Tensor:
     r"""The weights of one SGD run for each data set and seed.
 
     Args:
@@ -79,9 +91,11 @@ def train_grid(features: torch.Tensor, labels: torch.Tensor, *, data_sets: Itera
     hidden = _checks.whole_number("hidden", hidden, 0)
     _checks.in_interval("learning_rate", learning_rate, 0, math.inf, closed="neither")
     if enforce_conditions and not hidden and learning_rate > 4:
-        raise ValueError("learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and theorem 2"
-                         f" fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
-                         f"{learning_rate:g}")
+        raise ValueError(
+            "learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and theorem 2"
+            f" fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
+            f"{learning_rate:g}"
+        )
     _checks.one_of("initialisation", initialisation, ("varying", "fixed"))
     stops = [steps] if snapshots is None else [_checks.whole_number("snapshots", s, 0, steps) for s in snapshots]
     device = torch.device(device or features.device)
@@ -103,7 +117,7 @@ def train_grid(features: torch.Tensor, labels: torch.Tensor, *, data_sets: Itera
                 advance((stop - done) * len(chunk))
                 done = stop
                 for k in (k for k, s in enumerate(stops) if s == stop):
-                    found[k, :, chunk.start:chunk.stop] = model.flat(runs.weights).transpose(0, 1).cpu()
+                    found[k, :, chunk.start : chunk.stop] = model.flat(runs.weights).transpose(0, 1).cpu()
     return found[0] if snapshots is None else found
 
 
@@ -135,8 +149,10 @@ def _stream(seed):
 
 def _check_grid(features, labels, data_sets, seeds, max_norm):
     if not (torch.is_tensor(features) and features.ndim == 2 and features.dtype in (torch.float32, torch.float64)):
-        raise ValueError("features must be a float32 or float64 tensor of shape (n + 1, d), got "
-                         f"{tuple(features.shape) if hasattr(features, 'shape') else type(features).__name__}")
+        raise ValueError(
+            "features must be a float32 or float64 tensor of shape (n + 1, d), got "
+            f"{tuple(features.shape) if hasattr(features, 'shape') else type(features).__name__}"
+        )
     _checks.same_length(features=features, labels=labels)
     if not bool(((labels == 0) | (labels == 1)).all()):
         raise ValueError(f"labels must be 0 or 1, got {labels[(labels != 0) & (labels != 1)][0].item():g}")
@@ -145,12 +161,16 @@ def _check_grid(features, labels, data_sets, seeds, max_norm):
         raise ValueError("features must be finite numbers")
     if not bool((norms <= max_norm + _ROUNDING).all()):
         worst = norms.max().item()
-        raise ValueError("features must have row norms of at most 1, or the loss is not sqrt(2)-Lipschitz and theorem 2"
-                         f" fails, got {worst:g}")
+        raise ValueError(
+            "features must have row norms of at most 1, or the loss is not sqrt(2)-Lipschitz and theorem 2"
+            f" fails, got {worst:g}"
+        )
     data_sets = [_checks.whole_number("data_sets", i, 0, len(features) - 1) for i in data_sets]
     seeds = [_checks.seed("seeds", s) for s in seeds]
-    for name, values, why in (("data_sets", data_sets, "the sensitivity compares pairs of them"),
-                              ("seeds", seeds, "the intrinsic noise is what differs between them")):
+    for name, values, why in (
+        ("data_sets", data_sets, "the sensitivity compares pairs of them"),
+        ("seeds", seeds, "the intrinsic noise is what differs between them"),
+    ):
         if len(values) < 2 or len(set(values)) < len(values):
             raise ValueError(f"{name} must be two or more different numbers, since {why}, got {values!r}")
     return data_sets, seeds
@@ -165,8 +185,10 @@ class _Runs:
         starts = [model.start(features.shape[1], generator) for generator in self.generators]
         if initialisation == "fixed":
             starts = [model.start(features.shape[1], _stream(0))] * len(seeds)
-        self.weights = [torch.stack(layer)[:, None].repeat(1, len(data_sets), *[1] * (layer[0].ndim)).to(features)
-                        for layer in zip(*starts)]
+        self.weights = [
+            torch.stack(layer)[:, None].repeat(1, len(data_sets), *[1] * (layer[0].ndim)).to(features)
+            for layer in zip(*starts)
+        ]
         self.replaced = torch.tensor(data_sets)
         self.batches = iter(())
 
@@ -201,7 +223,7 @@ class _Runs:
         order = (order + 1).to(device)
         zero = order.new_zeros(len(order), 1)
         for t in range(batches):
-            yield torch.cat((order[:, t * size:(t + 1) * size], zero), 1), hits[t]
+            yield torch.cat((order[:, t * size : (t + 1) * size], zero), 1), hits[t]
 
 
 def _glorot(inputs, outputs, generator):

@@ -11,8 +11,8 @@ from dpcompanion.accounting.rdp import log_density_ratio
 
 DIRECTIONS = ("remove", "add")
 
-_TAIL = 9.0              # standard deviations beyond which a Gaussian tail is below float64's resolution
-_CHUNK = 1 << 18         # numbers in one temporary tensor
+_TAIL = 9.0  # standard deviations beyond which a Gaussian tail is below float64's resolution
+_CHUNK = 1 << 18  # numbers in one temporary tensor
 
 
 def log_mass_add(q, sigma, order):
@@ -30,8 +30,8 @@ def log_mass_add(q, sigma, order):
     by_count = torch.argsort(count)
     done = 0
     while done < len(by_count):
-        width = int(count[by_count[done:done + 1 + _CHUNK // int(count[by_count[done]])]].max())
-        part = by_count[done:done + max(1, _CHUNK // width)]
+        width = int(count[by_count[done : done + 1 + _CHUNK // int(count[by_count[done]])]].max())
+        part = by_count[done : done + max(1, _CHUNK // width)]
         nodes = torch.arange(int(count[part].max()), dtype=torch.float64, device=q.device)
         t = start[part, None] + step[part, None] * nodes
         log_r = log_density_ratio(t, q[part, None], sigma[part, None])

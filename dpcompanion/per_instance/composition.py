@@ -35,11 +35,11 @@ from dpcompanion.accounting import rdp_sampled_gaussian
 
 RECURSIONS = ("proof", "statement")
 
-_NODES = 1024            # sensitivities in the table of `compose_sensitivities`
-_ORDERS = 33             # orders in it
+_NODES = 1024  # sensitivities in the table of `compose_sensitivities`
+_ORDERS = 33  # orders in it
 _LARGEST_ORDER = 1024
-_CHUNK = 1 << 17         # numbers in one temporary tensor
-_HAIR = 1 + 1e-11        # for rounding errors
+_CHUNK = 1 << 17  # numbers in one temporary tensor
+_HAIR = 1 + 1e-11  # for rounding errors
 
 
 def holder_order(order: float, p: float, i: Numbers, *, recursion: str = "proof") -> float | torch.Tensor:
@@ -62,7 +62,7 @@ def holder_order(order: float, p: float, i: Numbers, *, recursion: str = "proof"
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     p = _checks.number("p", p, 1, math.inf, closed="neither")
     after = torch.as_tensor(_checks.in_interval("i", i, 0, math.inf, closed="left"), dtype=torch.float64)
-    fixed = 1.0 if recursion == "proof" else (p - 1) / p          # the order that the recursion leaves where it is
+    fixed = 1.0 if recursion == "proof" else (p - 1) / p  # the order that the recursion leaves where it is
     return _checks.as_given(fixed + torch.exp(-after * math.log1p(-1 / p)) * (order - fixed), i)
 
 
@@ -105,8 +105,15 @@ def log_runs_needed(*, rdp: float, rdp_doubled: float, order: float, precision: 
     return math.log(math.log(2 / failure)) - math.log(2 * precision**2) + exponent
 
 
-def compose(divergence: Callable[..., Any], *, steps: Numbers, order: float, p: float, recursion: str = "proof",
-            each_step: bool = False) -> torch.Tensor:
+def compose(
+    divergence: Callable[..., Any],
+    *,
+    steps: Numbers,
+    order: float,
+    p: float,
+    recursion: str = "proof",
+    each_step: bool = False,
+) -> torch.Tensor:
     r"""Theorem 3.3, for divergences of any kind.
 
     Args:
@@ -146,8 +153,16 @@ def compose(divergence: Callable[..., Any], *, steps: Numbers, order: float, p: 
     return torch.stack(contributions) if each_step else total
 
 
-def compose_sensitivities(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, order: float,
-                          p: float | None = None, recursion: str = "proof", each_step: bool = False) -> torch.Tensor:
+def compose_sensitivities(
+    sensitivities: Array,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    order: float,
+    p: float | None = None,
+    recursion: str = "proof",
+    each_step: bool = False,
+) -> torch.Tensor:
     r"""Theorem 3.3 for runs of DP-SGD whose sensitivities are known: all steps, runs and points at once.
 
     The same as `compose` with `step_divergence`, and never below it (mostly 1e-4 above): moments are read off a table
@@ -184,8 +199,10 @@ def compose_sensitivities(sensitivities: Array, *, sample_rate: Numbers, noise_s
     i = torch.arange(steps - 1, -1, -1, dtype=torch.float64)
     orders = holder_order(order, p, i, recursion=recursion)
     if float(orders[0]) > _LARGEST_ORDER:
-        raise ValueError(f"p must keep every order at or below {_LARGEST_ORDER}, got {p:g}, with which the first step "
-                         f"has the order {float(orders[0]):.3g}")
+        raise ValueError(
+            f"p must keep every order at or below {_LARGEST_ORDER}, got {p:g}, with which the first step "
+            f"has the order {float(orders[0]):.3g}"
+        )
     shares = torch.exp(i * math.log1p(-1 / p)) / p / (order - 1)
     result = torch.zeros((steps if each_step else 1, *rest), dtype=torch.float64, device=device)
     if high == 0:

@@ -29,8 +29,9 @@ from dpcompanion._types import Array, Numbers
 _HALVINGS = 40
 
 
-def log_mean_bound(log_values: Array, log_largest: Numbers, *, confidence: float,
-                   log_smallest: float = -math.inf) -> torch.Tensor:
+def log_mean_bound(
+    log_values: Array, log_largest: Numbers, *, confidence: float, log_smallest: float = -math.inf
+) -> torch.Tensor:
     r""":math:`\ln u` with :math:`E[Y] \le u` at the given confidence, from independent draws of :math:`L = \ln Y`.
 
     Args:
@@ -53,8 +54,10 @@ def log_mean_bound(log_values: Array, log_largest: Numbers, *, confidence: float
     log_values = torch.as_tensor(log_values, dtype=torch.float64)
     largest = torch.as_tensor(log_largest, dtype=torch.float64, device=log_values.device).expand(log_values.shape[1:])
     if bool((log_values > largest + 1e-9 * (1 + largest.abs())).any()) or bool((log_values < log_smallest).any()):
-        raise ValueError(f"log_values must lie in [{log_smallest:g}, {float(largest.max()):g}], got "
-                         f"{float(log_values.min()):g} to {float(log_values.max()):g}")
+        raise ValueError(
+            f"log_values must lie in [{log_smallest:g}, {float(largest.max()):g}], got "
+            f"{float(log_values.min()):g} to {float(log_values.max()):g}"
+        )
     _checks.in_interval("log_values", log_values, -math.inf, math.inf, closed="left")
     draws = len(log_values)
     if draws == 0:

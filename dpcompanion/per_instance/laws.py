@@ -16,8 +16,9 @@ from dpcompanion.per_instance.added import DIRECTIONS
 REACH = 6
 
 
-def step_loss(moved: torch.Tensor, gradient: torch.Tensor, *, sample_rate: Numbers, noise_std: Numbers,
-              direction: str = "remove") -> torch.Tensor:
+def step_loss(
+    moved: torch.Tensor, gradient: torch.Tensor, *, sample_rate: Numbers, noise_std: Numbers, direction: str = "remove"
+) -> torch.Tensor:
     r"""What a step of a run adds to its loss: :math:`\ln r` ("remove") or :math:`-\ln r` ("add").
 
     .. math:: r = 1 - q + q\, e^{\langle z, g\rangle/s^2 - \|g\|^2/2s^2}
@@ -42,8 +43,16 @@ def step_loss(moved: torch.Tensor, gradient: torch.Tensor, *, sample_rate: Numbe
     return log_ratio if direction == "remove" else -log_ratio
 
 
-def law_counts(sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float,
-               generator: torch.Generator, jumps: float = 0.0, max_sensitivity: float = 1.0) -> torch.Tensor:
+def law_counts(
+    sensitivity: Numbers,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    order: float,
+    generator: torch.Generator,
+    jumps: float = 0.0,
+    max_sensitivity: float = 1.0,
+) -> torch.Tensor:
     r"""How often x enters a step of a run by the law of this order that jumps ("remove").
 
     With probability :math:`\rho = \text{jumps} \cdot (\Delta / C)^2` k is uniform on 1 to `REACH`, else it is that of
@@ -70,8 +79,16 @@ def law_counts(sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers
     return ((draw * below[..., -1])[..., None] >= below[..., :-1]).sum(-1)
 
 
-def law_log_density(moved: torch.Tensor, gradient: torch.Tensor, *, sample_rate: Numbers, noise_std: Numbers,
-                    order: float, jumps: float = 0.0, max_sensitivity: float = 1.0) -> torch.Tensor:
+def law_log_density(
+    moved: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    order: float,
+    jumps: float = 0.0,
+    max_sensitivity: float = 1.0,
+) -> torch.Tensor:
     r"""What a step adds to G, the log density of that law over training with x ("remove").
 
     .. math:: \ln \sum_k \pi_k(\Delta)\, e^{k\langle z, g\rangle/s^2 - k^2\Delta^2/2s^2} - \ln r
@@ -101,15 +118,18 @@ def _along(moved, gradient, noise_std):
     noise_std = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
     moved, gradient = (torch.as_tensor(v, dtype=torch.float64) for v in (moved, gradient))
     if not moved.ndim or moved.shape[-1] != gradient.shape[-1]:
-        raise ValueError("moved and gradient must have the same number of parameters, got shapes "
-                         f"{tuple(moved.shape)} and {tuple(gradient.shape)}")
+        raise ValueError(
+            "moved and gradient must have the same number of parameters, got shapes "
+            f"{tuple(moved.shape)} and {tuple(gradient.shape)}"
+        )
     return (moved * gradient).sum(-1) / noise_std**2, gradient.norm(dim=-1) / noise_std
 
 
 def _log_ratio(along, size, sample_rate):
     """ln r of a step."""
-    q = torch.tensor(_checks.number("sample_rate", sample_rate, 0, 1, closed="right"), dtype=torch.float64,
-                     device=along.device)
+    q = torch.tensor(
+        _checks.number("sample_rate", sample_rate, 0, 1, closed="right"), dtype=torch.float64, device=along.device
+    )
     return torch.logaddexp(torch.log1p(-q), torch.log(q) + along - size**2 / 2)
 
 

@@ -62,11 +62,21 @@ from dpcompanion.per_instance.confidence import log_mean_bound
 from dpcompanion.per_instance.laws import REACH, law_counts, law_log_density, step_loss
 from dpcompanion.per_instance.steps import log_mass
 
-__all__ = ["DeltaEstimate", "EpsilonEstimate", "REACH", "law_counts", "law_log_density", "log_mass", "loss_delta",
-           "loss_divergence", "loss_epsilon", "step_loss"]
+__all__ = [
+    "DeltaEstimate",
+    "EpsilonEstimate",
+    "REACH",
+    "law_counts",
+    "law_log_density",
+    "log_mass",
+    "loss_delta",
+    "loss_divergence",
+    "loss_epsilon",
+    "step_loss",
+]
 
 
-_LEVELS = 200            # epsilons that the upper bound tries, from the worst case down
+_LEVELS = 200  # epsilons that the upper bound tries, from the worst case down
 _HALVINGS = 60
 
 
@@ -141,8 +151,16 @@ class EpsilonEstimate:
     worst_case: torch.Tensor
 
 
-def loss_epsilon(losses: Array, log_densities: Array, *, delta: float, worst_case: Numbers, floors: Array | None = None,
-                 shares: Array | None = None, confidence: float = 0.95) -> EpsilonEstimate:
+def loss_epsilon(
+    losses: Array,
+    log_densities: Array,
+    *,
+    delta: float,
+    worst_case: Numbers,
+    floors: Array | None = None,
+    shares: Array | None = None,
+    confidence: float = 0.95,
+) -> EpsilonEstimate:
     r"""Epsilon of one direction at `delta`, from independent runs by several laws.
 
     Args:
@@ -181,9 +199,10 @@ def loss_epsilon(losses: Array, log_densities: Array, *, delta: float, worst_cas
     def where_it_falls(signed):
         def above(epsilon):
             mean, error = _mean_and_error(_log_values(losses, log_weights, epsilon))
-            if signed and len(losses) == 1:                   # no scatter to tell of: nothing is excluded
+            if signed and len(losses) == 1:  # no scatter to tell of: nothing is excluded
                 return torch.full_like(mean, signed > 0, dtype=torch.bool)
             return (mean * torch.exp(signed * error / mean) if signed else mean) > delta
+
         return _crossing(above, worst)
 
     estimate, low, high = (where_it_falls(signed) for signed in (0.0, -errors, errors))
@@ -191,8 +210,16 @@ def loss_epsilon(losses: Array, log_densities: Array, *, delta: float, worst_cas
     if floors is not None:
         floors = _checked_floors(floors, losses, densities)
         bound = _upper_bound(losses, log_weights, floors, shares, delta, worst, confidence)
-    return EpsilonEstimate(delta, len(losses), confidence, estimate, torch.minimum(low, estimate),
-                           torch.maximum(high, estimate), bound, worst)
+    return EpsilonEstimate(
+        delta,
+        len(losses),
+        confidence,
+        estimate,
+        torch.minimum(low, estimate),
+        torch.maximum(high, estimate),
+        bound,
+        worst,
+    )
 
 
 def _weighted(losses, log_densities, shares):
@@ -203,10 +230,15 @@ def _weighted(losses, log_densities, shares):
     densities = torch.as_tensor(log_densities, dtype=torch.float64, device=losses.device)
     if losses.ndim == 0 or len(losses) == 0:
         raise ValueError(f"losses must be (runs, ...), one run or more, got shape {tuple(losses.shape)}")
-    if densities.ndim != losses.ndim + 1 or densities.shape[:1] + densities.shape[2:] != losses.shape or (
-            not densities.shape[1]):
-        raise ValueError("log_densities must have the shape (runs, laws, ...), here "
-                         f"{(len(losses), 'laws', *losses.shape[1:])}, got {tuple(densities.shape)}")
+    if (
+        densities.ndim != losses.ndim + 1
+        or densities.shape[:1] + densities.shape[2:] != losses.shape
+        or (not densities.shape[1])
+    ):
+        raise ValueError(
+            "log_densities must have the shape (runs, laws, ...), here "
+            f"{(len(losses), 'laws', *losses.shape[1:])}, got {tuple(densities.shape)}"
+        )
     shares = _shares(shares, densities.shape[1]).to(losses.device)
     return losses, -torch.logsumexp(densities + torch.log(shares).view((-1,) + (1,) * (losses.ndim - 1)), 1)
 
@@ -227,14 +259,17 @@ def _checked_floors(floors, losses, densities):
     floors = torch.as_tensor(floors, dtype=torch.float64).cpu()
     densities = torch.as_tensor(densities, dtype=torch.float64)
     if floors.shape != (densities.shape[1], 2):
-        raise ValueError(f"floors must be a pair for each of the {densities.shape[1]} laws, got shape "
-                         f"{tuple(floors.shape)}")
+        raise ValueError(
+            f"floors must be a pair for each of the {densities.shape[1]} laws, got shape {tuple(floors.shape)}"
+        )
     _checks.in_interval("floors", floors[:, 0], 1, math.inf, closed="left")
     for row, (order, mass) in enumerate(floors.tolist()):
         most = float(((order - 1) * losses - densities[:, row].to(losses)).max())
         if most > mass + 1e-6 * (1 + abs(mass)):
-            raise ValueError(f"floors must lie below log_densities, but for law {row} of order {order:g} a run has the "
-                             f"mass {most:g}, above {mass:g}")
+            raise ValueError(
+                f"floors must lie below log_densities, but for law {row} of order {order:g} a run has the "
+                f"mass {most:g}, above {mass:g}"
+            )
         floors[row, 1] = max(mass, most)
     return floors
 

@@ -24,11 +24,12 @@ from dpcompanion.accounting.search import bisect
 from dpcompanion.per_instance.added import DIRECTIONS, log_mass_add
 from dpcompanion.per_instance.confidence import log_mean_bound
 
-_LARGEST_NOISE = 1e100   # so that a sensitivity that is tiny beside the noise still costs something
+_LARGEST_NOISE = 1e100  # so that a sensitivity that is tiny beside the noise still costs something
 
 
-def step_divergence(*, sample_rate: Numbers, noise_multiplier: Numbers, sensitivity: Numbers, orders: Numbers,
-                    direction: str = "remove") -> float | torch.Tensor:
+def step_divergence(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, sensitivity: Numbers, orders: Numbers, direction: str = "remove"
+) -> float | torch.Tensor:
     r"""Theorem 3.2: the Renyi divergence of one step whose sum x moves by at most `sensitivity`.
 
     Neighbouring relation: the data set with x and without it. Sampler: Poisson. For the sum of clipped gradients the
@@ -55,8 +56,9 @@ def step_divergence(*, sample_rate: Numbers, noise_multiplier: Numbers, sensitiv
     _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
     given = sample_rate, noise_multiplier, sensitivity, orders
-    q, noise, sensitivity = _as_tensors(sample_rate=sample_rate, noise_multiplier=noise_multiplier,
-                                        sensitivity=sensitivity)
+    q, noise, sensitivity = _as_tensors(
+        sample_rate=sample_rate, noise_multiplier=noise_multiplier, sensitivity=sensitivity
+    )
     _checks.one_of("direction", direction, DIRECTIONS)
     ratio = (noise / sensitivity).clamp(max=_LARGEST_NOISE)
     alpha = torch.as_tensor(orders, dtype=torch.float64, device=q.device)
@@ -69,8 +71,9 @@ def step_divergence(*, sample_rate: Numbers, noise_multiplier: Numbers, sensitiv
     return _checks.as_given(found, *given)
 
 
-def log_mass(sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float,
-             direction: str = "remove") -> float | torch.Tensor:
+def log_mass(
+    sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float, direction: str = "remove"
+) -> float | torch.Tensor:
     r""":math:`\ln A(\Delta)` ("remove") or :math:`\ln B(\Delta)` ("add"), which is `order` - 1 times `step_divergence`.
 
     Args:
@@ -85,13 +88,22 @@ def log_mass(sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, 
     tensor([0.0000, 0.0...], dtype=torch.float64)
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
-    return (order - 1) * step_divergence(sample_rate=sample_rate, noise_multiplier=noise_std, sensitivity=sensitivity,
-                                         orders=order, direction=direction)
+    return (order - 1) * step_divergence(
+        sample_rate=sample_rate, noise_multiplier=noise_std, sensitivity=sensitivity, orders=order, direction=direction
+    )
 
 
-def coupled_divergence(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, order: float,
-                       max_sensitivity: Numbers | None = None, confidence: float | None = None,
-                       probabilities: Array | None = None, direction: str = "remove") -> torch.Tensor:
+def coupled_divergence(
+    sensitivities: Array,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    order: float,
+    max_sensitivity: Numbers | None = None,
+    confidence: float | None = None,
+    probabilities: Array | None = None,
+    direction: str = "remove",
+) -> torch.Tensor:
     r"""One step of any update rule, by the distribution of :math:`\Delta(B) = \|U(B + x) - U(B)\|` over batches.
 
     .. math:: D_\alpha \le \frac{1}{\alpha - 1} \ln E_B[A(\Delta(B))]
@@ -133,9 +145,17 @@ def coupled_divergence(sensitivities: Array, *, sample_rate: Numbers, noise_std:
     return log_mean_bound(masses, largest, confidence=confidence, log_smallest=0.0) / (order - 1)
 
 
-def coupled_delta(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, epsilon: Numbers,
-                  max_sensitivity: Numbers | None = None, confidence: float | None = None,
-                  probabilities: Array | None = None, direction: str = "remove") -> torch.Tensor:
+def coupled_delta(
+    sensitivities: Array,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    epsilon: Numbers,
+    max_sensitivity: Numbers | None = None,
+    confidence: float | None = None,
+    probabilities: Array | None = None,
+    direction: str = "remove",
+) -> torch.Tensor:
     r"""One step of any update rule: the delta at `epsilon`, by the distribution of the sensitivity.
 
     The hockey-stick divergence is jointly convex as well, so
@@ -171,9 +191,17 @@ def coupled_delta(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numb
     return torch.exp(log_mean_bound(torch.log(deltas), torch.log(largest), confidence=confidence))
 
 
-def coupled_epsilon(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, delta: float,
-                    max_sensitivity: Numbers | None = None, confidence: float | None = None,
-                    probabilities: Array | None = None, direction: str = "remove") -> torch.Tensor:
+def coupled_epsilon(
+    sensitivities: Array,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    delta: float,
+    max_sensitivity: Numbers | None = None,
+    confidence: float | None = None,
+    probabilities: Array | None = None,
+    direction: str = "remove",
+) -> torch.Tensor:
     r"""The epsilon at which `coupled_delta` falls to `delta`, rounded up.
 
     Args:
@@ -194,8 +222,14 @@ def coupled_epsilon(sensitivities: Array, *, sample_rate: Numbers, noise_std: Nu
     tensor(3.4819, dtype=torch.float64)
     """
     _checks.number("delta", delta, 0, 1, closed="neither")
-    options = dict(sample_rate=sample_rate, noise_std=noise_std, max_sensitivity=max_sensitivity,
-                   confidence=confidence, probabilities=probabilities, direction=direction)
+    options = dict(
+        sample_rate=sample_rate,
+        noise_std=noise_std,
+        max_sensitivity=max_sensitivity,
+        confidence=confidence,
+        probabilities=probabilities,
+        direction=direction,
+    )
 
     def reached(epsilon):
         return coupled_delta(sensitivities, epsilon=epsilon, **options) <= delta
@@ -207,9 +241,18 @@ def coupled_epsilon(sensitivities: Array, *, sample_rate: Numbers, noise_std: Nu
     return torch.where(done, 0.0, bisect(reached, good=high, bad=low, halvings=50))
 
 
-def holder_epsilon(sensitivities: Array, *, sample_rate: Numbers, noise_std: Numbers, delta: float, p: float,
-                   share: float = 0.5, max_sensitivity: Numbers | None = None, confidence: float | None = None,
-                   probabilities: Array | None = None) -> torch.Tensor:
+def holder_epsilon(
+    sensitivities: Array,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    delta: float,
+    p: float,
+    share: float = 0.5,
+    max_sensitivity: Numbers | None = None,
+    confidence: float | None = None,
+    probabilities: Array | None = None,
+) -> torch.Tensor:
     r"""Corollary 3.1: an epsilon at `delta` for x's presence, from the p-norm of the sensitivity distribution.
 
     With :math:`a_p = q\,(E_B[e^{p\,\varepsilon_G(\Delta(B))}])^{1/p}`,
@@ -273,8 +316,9 @@ def _batches(sensitivities, probabilities, max_sensitivity, confidence):
     _checks.in_interval("sensitivities", sensitivities, 0, math.inf, closed="left")
     sensitivities = torch.as_tensor(sensitivities, dtype=torch.float64)
     if sensitivities.ndim == 0 or len(sensitivities) == 0:
-        raise ValueError("sensitivities must be (batches, ...), one batch or more, got shape "
-                         f"{tuple(sensitivities.shape)}")
+        raise ValueError(
+            f"sensitivities must be (batches, ...), one batch or more, got shape {tuple(sensitivities.shape)}"
+        )
     if max_sensitivity is not None:
         _checks.number("max_sensitivity", max_sensitivity, 0, math.inf, closed="left")
         _checks.in_interval("sensitivities", sensitivities, 0, max_sensitivity * (1 + 1e-9))
@@ -290,8 +334,10 @@ def _batches(sensitivities, probabilities, max_sensitivity, confidence):
     _checks.in_interval("probabilities", probabilities, 0, 1)
     probabilities = torch.as_tensor(probabilities, dtype=torch.float64)
     if probabilities.shape != sensitivities.shape[:1] or abs(float(probabilities.sum()) - 1) > 1e-9:
-        raise ValueError(f"probabilities must be {len(sensitivities)} numbers that sum to 1, got shape "
-                         f"{tuple(probabilities.shape)} and sum {float(probabilities.sum()):g}")
+        raise ValueError(
+            f"probabilities must be {len(sensitivities)} numbers that sum to 1, got shape "
+            f"{tuple(probabilities.shape)} and sum {float(probabilities.sum()):g}"
+        )
     return sensitivities, torch.log(probabilities)
 
 
@@ -313,11 +359,12 @@ def _sampled_delta(sensitivity, sample_rate, noise_std, epsilon, direction):
     """Delta of one step of the sampled Gaussian mechanism, exactly."""
     _checks.one_of("direction", direction, DIRECTIONS)
     _checks.in_interval("noise_std", noise_std, 0, math.inf, closed="neither")
-    q, sensitivity, noise, epsilon = _as_tensors(sample_rate=sample_rate, sensitivity=sensitivity, noise_std=noise_std,
-                                                 epsilon=epsilon)
+    q, sensitivity, noise, epsilon = _as_tensors(
+        sample_rate=sample_rate, sensitivity=sensitivity, noise_std=noise_std, epsilon=epsilon
+    )
     rise = torch.expm1(epsilon)
     if direction == "remove":
         return q * gaussian_delta(sensitivity / noise, torch.log1p(rise / q))
-    rest = (q - (1 - q) * rise).clamp(min=0)     # 1 - (1 - q) e^epsilon
+    rest = (q - (1 - q) * rise).clamp(min=0)  # 1 - (1 - q) e^epsilon
     delta = gaussian_delta(sensitivity / noise, epsilon + torch.log(q) - torch.log(rest))
     return torch.where(rest > 0, rest * delta, 0.0)

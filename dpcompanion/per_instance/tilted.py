@@ -51,11 +51,12 @@ from dpcompanion.per_instance.steps import _as_tensors, _log_mean, log_mass
 
 __all__ = ["CompositionEstimate", "exact_composition", "log_mass", "tilted_counts", "tilted_noise"]
 
-_CHUNK = 1 << 22         # numbers in one temporary tensor
+_CHUNK = 1 << 22  # numbers in one temporary tensor
 
 
-def tilted_counts(sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float,
-                  generator: torch.Generator) -> torch.Tensor:
+def tilted_counts(
+    sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float, generator: torch.Generator
+) -> torch.Tensor:
     r"""How often x enters a step of a tilted run ("remove").
 
     k is drawn with probability :math:`\propto \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}`.
@@ -90,8 +91,15 @@ def tilted_counts(sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numb
     return ((draw * below[..., -1])[..., None] >= below[..., :-1]).sum(-1)
 
 
-def tilted_noise(noise: torch.Tensor, gradient: torch.Tensor, *, sample_rate: Numbers, noise_std: Numbers, order: float,
-                 generator: torch.Generator) -> torch.Tensor:
+def tilted_noise(
+    noise: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    order: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
     r"""Noise of a step of a tilted run the other way round ("add"): the law :math:`\propto r(z)^{1-\alpha} \varphi(z)`.
 
     A trainer that can only add to a run's sum takes a plan without noise, and the whole of this added.
@@ -131,7 +139,7 @@ def _tilted_component(ratio, sample_rate, power, generator):
     ratio, q = _as_tensors(sensitivity=ratio, sample_rate=sample_rate)
     shape, ratio, q = ratio.shape, ratio.reshape(-1), q.reshape(-1)
     result = torch.randn(len(ratio), generator=generator, dtype=torch.float64, device=ratio.device)
-    result = torch.where(q == 1, result - power * ratio, result)         # there the law is a shifted Gaussian
+    result = torch.where(q == 1, result - power * ratio, result)  # there the law is a shifted Gaussian
     waiting = ((ratio > 0) & (q < 1)).nonzero()[:, 0]
     sigma = 1 / ratio
     mode = torch.zeros_like(ratio)
@@ -173,8 +181,15 @@ class CompositionEstimate:
     worst_case: torch.Tensor
 
 
-def exact_composition(log_masses: Array, *, order: float, worst_case: Numbers = math.inf, confidence: float = 0.95,
-                      resamples: int = 2000, generator: torch.Generator | None = None) -> CompositionEstimate:
+def exact_composition(
+    log_masses: Array,
+    *,
+    order: float,
+    worst_case: Numbers = math.inf,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    generator: torch.Generator | None = None,
+) -> CompositionEstimate:
     r""":math:`\frac{1}{\alpha-1} \ln E_\text{tilted}[\prod_t A(\Delta_t)]`, from runs of tilted training.
 
     Args:
@@ -210,13 +225,16 @@ def exact_composition(log_masses: Array, *, order: float, worst_case: Numbers = 
         raise ValueError(f"log_masses must be (runs, ...), one run or more, got shape {tuple(log_masses.shape)}")
     worst = torch.as_tensor(worst_case, dtype=torch.float64, device=log_masses.device).expand(log_masses.shape[1:])
     if bool((log_masses > (order - 1) * worst * (1 + 1e-6) + 1e-9).any()):
-        raise ValueError(f"log_masses must not exceed (order - 1) * worst_case, but {float(log_masses.max()):g} does, "
-                         f"with worst_case {float(worst.min()):g}")
+        raise ValueError(
+            f"log_masses must not exceed (order - 1) * worst_case, but {float(log_masses.max()):g} does, "
+            f"with worst_case {float(worst.min()):g}"
+        )
     log_masses = torch.minimum(log_masses, (order - 1) * worst)
     bound = log_mean_bound(log_masses, (order - 1) * worst, confidence=confidence, log_smallest=0.0)
     low, high = _bootstrap(log_masses, confidence, resamples, generator)
-    return CompositionEstimate(order, len(log_masses), confidence, *(v / (order - 1) for v in (
-        _log_mean(log_masses), low, high, bound)), worst)
+    return CompositionEstimate(
+        order, len(log_masses), confidence, *(v / (order - 1) for v in (_log_mean(log_masses), low, high, bound)), worst
+    )
 
 
 def _bootstrap(log_masses, confidence, resamples, generator):
@@ -226,7 +244,8 @@ def _bootstrap(log_masses, confidence, resamples, generator):
         generator = torch.Generator(device=flat.device).manual_seed(0)
     drawn = torch.randint(runs, (resamples, runs), generator=generator, device=flat.device)
     counts = torch.zeros(resamples, runs, dtype=torch.float64, device=flat.device).scatter_add_(
-        1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+        1, drawn, torch.ones_like(drawn, dtype=torch.float64)
+    )
     ends = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64, device=flat.device)
     top = flat.max(0).values
     found = []

@@ -40,8 +40,7 @@ class Decision:
         return self.bound_if_kept if self.keep else 0.0
 
 
-def naive_unlearning(divergence: Callable[..., Any], *, requests: int, order: float,
-                     budget: float) -> list[Decision]:
+def naive_unlearning(divergence: Callable[..., Any], *, requests: int, order: float, budget: float) -> list[Decision]:
     r"""NPIU: decide at each request whether to keep the model or to retrain.
 
     Args:

@@ -9,12 +9,21 @@ from dpcompanion._types import Numbers
 from dpcompanion.per_instance.added import DIRECTIONS
 from dpcompanion.per_instance.confidence import log_mean_bound
 
-_CHUNK = 1 << 18         # numbers in one temporary tensor
+_CHUNK = 1 << 18  # numbers in one temporary tensor
 
 
-def update_divergence(updates: torch.Tensor, updates_with: torch.Tensor, *, noise_std: Numbers, order: float,
-                      direction: str = "both", tuples: int = 20, generator: torch.Generator | None = None,
-                      max_distance: float | None = None, confidence: float | None = None) -> torch.Tensor:
+def update_divergence(
+    updates: torch.Tensor,
+    updates_with: torch.Tensor,
+    *,
+    noise_std: Numbers,
+    order: float,
+    direction: str = "both",
+    tuples: int = 20,
+    generator: torch.Generator | None = None,
+    max_distance: float | None = None,
+    confidence: float | None = None,
+) -> torch.Tensor:
     r"""Theorem 3.6: one step of any update rule, by comparing batches of both data sets with each other.
 
     .. math::
@@ -65,11 +74,12 @@ def update_divergence(updates: torch.Tensor, updates_with: torch.Tensor, *, nois
     if confidence is not None:
         _checks.number("confidence", confidence, 0, 1, closed="neither")
         if max_distance is None:
-            raise ValueError("max_distance, a bound on the distance between two updates, must be given with a "
-                             "confidence")
+            raise ValueError(
+                "max_distance, a bound on the distance between two updates, must be given with a confidence"
+            )
         _checks.number("max_distance", max_distance, 0, math.inf, closed="left")
     stacked = torch.cat(pools)
-    stacked = stacked - stacked.mean(0)          # distances stay, and the products below lose fewer digits
+    stacked = stacked - stacked.mean(0)  # distances stay, and the products below lose fewer digits
     gram = stacked @ stacked.T
     if generator is None:
         generator = torch.Generator(device=gram.device).manual_seed(0)
@@ -116,9 +126,11 @@ def _tuple_estimate(own, cross, inner, order, tuples, generator):
 def _tuple_bound(own, cross, inner, order, radius, confidence):
     """Jensen, and one disjoint tuple for each v."""
     if float((own[:, None] - 2 * cross + inner.diagonal()).max()) > radius**2 * (1 + 1e-6):
-        raise ValueError("max_distance must bound the distance between any two updates, but two of the pools are "
-                         "further "
-                         f"apart than that, {radius:g} times the noise")
+        raise ValueError(
+            "max_distance must bound the distance between any two updates, but two of the pools are "
+            "further "
+            f"apart than that, {radius:g} times the noise"
+        )
     count = min(len(own), len(inner) // order)
     trivial = own.new_tensor(order * (order - 1) / 2 * radius**2)
     chosen = torch.arange(count * order, device=own.device).view(count, 1, order)

@@ -92,8 +92,11 @@ class Chapter:
         """
         found = found if isinstance(found, dict) else {"": found}
         kinds = {kind: each if isinstance(each, list) else [each] for kind, each in found.items() if each}
-        judged = [(kind, experiments.findings(record, exhibit and self.name(exhibit)))
-                  for kind, each in kinds.items() for record in each]
+        judged = [
+            (kind, experiments.findings(record, exhibit and self.name(exhibit)))
+            for kind, each in kinds.items()
+            for record in each
+        ]
         rows = [(kind or one.kinds[0], row) for kind, one in judged for row in one.rows]
         if not rows:
             return None
@@ -113,8 +116,15 @@ class Chapter:
         name = self.name(exhibit)
         keys = list(published.exhibit(name).flat() if keys is None else keys)
         stale = isinstance(recorded, Record) and experiments.get(recorded.name).is_stale(recorded)
-        return comparison.compare(name, live=live, recorded=recorded, keys=keys, stale=stale,
-                                  labels=labels(keys) if callable(labels) else labels, **options)
+        return comparison.compare(
+            name,
+            live=live,
+            recorded=recorded,
+            keys=keys,
+            stale=stale,
+            labels=labels(keys) if callable(labels) else labels,
+            **options,
+        )
 
     def show(self, exhibit, *, live=None, task=None, keys=None, labels=None, **options):
         """The exhibit in one output: the printed numbers beside ours, the verdicts in a line, findings, what remains.
@@ -143,8 +153,9 @@ class Chapter:
                 own["live"] = live
             elif task and "live" in own:
                 own["live"] = _under_printed_names(own["live"])
-            parts += _folded(self.compare(exhibit, keys=keys, labels=labels, task=task,
-                                          **{"stand_in": stand_in, **own, **options}))
+            parts += _folded(
+                self.compare(exhibit, keys=keys, labels=labels, task=task, **{"stand_in": stand_in, **own, **options})
+            )
         parts += [_verdicts(one), self.findings(found, exhibit)]
         return Shown([*filter(None, parts), *_remains(one)])
 
@@ -176,8 +187,10 @@ def _runs_live(name):
 def _under_printed_names(record):
     """A record's values without the name of its data in front."""
     names = tuple(f"{entry['name']}." for entry in record.data)
-    return {next((key.removeprefix(name) for name in names if key.startswith(name)), key): value
-            for key, value in record.values.items()}
+    return {
+        next((key.removeprefix(name) for name in names if key.startswith(name)), key): value
+        for key, value in record.values.items()
+    }
 
 
 def _computed(name):
@@ -218,8 +231,10 @@ def _folded(made):
         return [made]
     ours = made.only(lambda row: row.recorded is not None or row.live is not None)
     rest = made.only(lambda row: row.recorded is None and row.live is None)
-    parts = [ours if len(ours.rows) <= ROWS else Unfolding(f"{len(ours.rows)} numbers, printed and ours", ours),
-             Unfolding(f"{len(rest.rows)} printed numbers of what was not run", rest)]
+    parts = [
+        ours if len(ours.rows) <= ROWS else Unfolding(f"{len(ours.rows)} numbers, printed and ours", ours),
+        Unfolding(f"{len(rest.rows)} printed numbers of what was not run", rest),
+    ]
     return [part for part, made in zip(parts, (ours, rest)) if made.rows]
 
 
@@ -275,8 +290,12 @@ def table(heads, rows, kinds=None):
     digits        1.5
     """
     rows = list(rows)
-    return comparison.Table(heads, [cells for _, cells in rows], kinds=kinds or ["row"] * (len(heads) - 1),
-                            row_kinds=[kind for kind, _ in rows])
+    return comparison.Table(
+        heads,
+        [cells for _, cells in rows],
+        kinds=kinds or ["row"] * (len(heads) - 1),
+        row_kinds=[kind for kind, _ in rows],
+    )
 
 
 def rows_of(found, make):

@@ -22,8 +22,17 @@ from dpcompanion.reproduction.records import MeanSD, Record
 
 KINDS = ("published", "recorded", "live")
 #: The mark of each verdict; its word stands beside it.
-MARKS = {"matches": "\u2713", "close": "\u2248", "differs": "\u2260", "holds": "\u2713", "fails": "\u2717",
-         "undecided": "?", "stand-in": "~", "not run": "\u2013", "wrong in the paper": "!"}
+MARKS = {
+    "matches": "\u2713",
+    "close": "\u2248",
+    "differs": "\u2260",
+    "holds": "\u2713",
+    "fails": "\u2717",
+    "undecided": "?",
+    "stand-in": "~",
+    "not run": "\u2013",
+    "wrong in the paper": "!",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,11 +81,14 @@ class Comparison:
         return _aligned(lines, "<" + ">" * len(self._kinds) + "<")
 
     def _repr_markdown_(self):
-        lines = ["| " + " | ".join(head or " " for head in self._heads) + " |",
-                 "|:--|" + "--:|" * len(self._kinds) + ":--|"]
+        lines = [
+            "| " + " | ".join(head or " " for head in self._heads) + " |",
+            "|:--|" + "--:|" * len(self._kinds) + ":--|",
+        ]
         for row in self.rows:
-            cells = [f"[{_literal(cell)}]{{.{kind}}}" if cell else " "
-                     for kind, cell in zip(self._kinds, self._cells(row))]
+            cells = [
+                f"[{_literal(cell)}]{{.{kind}}}" if cell else " " for kind, cell in zip(self._kinds, self._cells(row))
+            ]
             word = f"[{row.verdict}]{{.{row.verdict.replace(' ', '-')}}}" if row.verdict else ""
             outcome = " ".join(filter(None, (word, row.deviation)))
             lines.append("| " + " | ".join([_literal(row.label), *cells, outcome or " "]) + " |")
@@ -201,16 +213,25 @@ class Findings:
             yield kind if self._both else "", counts, rows[0] if alone else None, kind
 
     def _table(self, by_kind, verdict):
-        rows = [(kind, [f"{row.where} ({kind})" if self._both else row.where, row.ours, verdict(row.outcome)])
-                for kind, each in by_kind.items() for row in each]
-        return Table(["where", "ours", "verdict"], [cells for _, cells in rows], kinds=["row", None],
-                     row_kinds=[kind for kind, _ in rows])
+        rows = [
+            (kind, [f"{row.where} ({kind})" if self._both else row.where, row.ours, verdict(row.outcome)])
+            for kind, each in by_kind.items()
+            for row in each
+        ]
+        return Table(
+            ["where", "ours", "verdict"],
+            [cells for _, cells in rows],
+            kinds=["row", None],
+            row_kinds=[kind for kind, _ in rows],
+        )
 
     def __repr__(self):
         lines = []
         for criterion, by_kind in self._criteria():
-            parts = [" ".join(filter(None, (head, tally(counts, alone=bool(row)), row and _in_brackets(row))))
-                     for head, counts, row, _ in self._outcomes(by_kind)]
+            parts = [
+                " ".join(filter(None, (head, tally(counts, alone=bool(row)), row and _in_brackets(row))))
+                for head, counts, row, _ in self._outcomes(by_kind)
+            ]
             lines.append(f"{criterion}: {'; '.join(parts)}")
             if any(len(rows) > 1 for rows in by_kind.values()):
                 lines += ["    " + line for line in repr(self._table(by_kind, str)).splitlines()[1:]]
@@ -242,9 +263,15 @@ def tally(counts, mark=lambda word, text: text, alone=False):
     '? undecided'
     """
     plural = {"matches": "match", "differs": "differ", "holds": "hold", "fails": "fail"}
-    return ", ".join(mark(word, f"{MARKS[word]} {f'{count} ' if not (alone and count == 1) else ''}"
-                                f"{word if count == 1 else plural.get(word, word)}")
-                     for word, count in counts.items() if count)
+    return ", ".join(
+        mark(
+            word,
+            f"{MARKS[word]} {f'{count} ' if not (alone and count == 1) else ''}"
+            f"{word if count == 1 else plural.get(word, word)}",
+        )
+        for word, count in counts.items()
+        if count
+    )
 
 
 def _in_brackets(row, plain=str, number=str):
@@ -269,12 +296,25 @@ def _html(text):
 def _aligned(lines, sides):
     """Lines of cells as text in columns; `sides` says for each column whether it stands left (<) or right (>)."""
     widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("    ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths)).rstrip()
-                     for line in lines)
+    return "\n".join(
+        "    ".join(f"{cell:{side}{width}}" for cell, side, width in zip(line, sides, widths)).rstrip()
+        for line in lines
+    )
 
 
-def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, verdicts=None, points=None, stale=False,
-            stand_in=False, task=None):
+def compare(
+    exhibit=None,
+    *,
+    live=None,
+    recorded=None,
+    keys=None,
+    labels=None,
+    verdicts=None,
+    points=None,
+    stale=False,
+    stand_in=False,
+    task=None,
+):
     """The table of an exhibit.
 
     Args:
@@ -297,8 +337,9 @@ def compare(exhibit=None, *, live=None, recorded=None, keys=None, labels=None, v
     """
     paper = published.exhibit(exhibit) if exhibit is not None else None
     printed = paper.flat() if paper else {}
-    live, recorded = (dict(values.values if isinstance(values, Record) else values or {})
-                      for values in (live, recorded))
+    live, recorded = (
+        dict(values.values if isinstance(values, Record) else values or {}) for values in (live, recorded)
+    )
     labels, verdicts = dict(labels or {}), dict(verdicts or {})
     ours = {**recorded, **live}
     if paper:
@@ -324,8 +365,10 @@ def _entries(label, *values):
     lists = [value for value in values if isinstance(value, (list, tuple)) and not isinstance(value, MeanSD)]
     if not lists:
         return [(label, *values)]
-    if any(value is not None and not any(value is entry for entry in lists) for value in values) or len(
-            {len(value) for value in lists}) > 1:
+    if (
+        any(value is not None and not any(value is entry for entry in lists) for value in values)
+        or len({len(value) for value in lists}) > 1
+    ):
         raise ValueError(f"the values of {label} must be lists of the same length, got {values!r}")
     return [(f"{label}[{i + 1}]", *(value and value[i] for value in values)) for i in range(len(lists[0]))]
 
@@ -340,8 +383,9 @@ def _row(label, paper, recorded, live, word, points, tolerance, stale, task):
         mean, sd = _mean(ours), _sd(ours)
         word = word or published.verdict(mean, paper, sd_ours=sd, points=points, tolerance=tolerance)
         deviation = _deviation(mean, paper, points) if word != "stand-in" else ""
-    return Row(label, paper, recorded, live, word or ("not run" if paper is not None and ours is None else ""),
-               deviation)
+    return Row(
+        label, paper, recorded, live, word or ("not run" if paper is not None and ours is None else ""), deviation
+    )
 
 
 def _is_number(value):

@@ -124,8 +124,9 @@ class Run:
         key = {"config": config, "code": sources.code_hash(by, config), "device": self.device.type}
         hashed, names = records.hash_of([under, key]), list(names)
         if seconds >= KEPT:
-            return pieces.resumable(work, names, folder=data.data_folder() / f"{under}-{hashed[:12]}", config=key,
-                                    label=label)
+            return pieces.resumable(
+                work, names, folder=data.data_folder() / f"{under}-{hashed[:12]}", config=key, label=label
+            )
         for name in names:
             if (hashed, name) not in _TRAINED:
                 _TRAINED[hashed, name] = work(name)
@@ -158,6 +159,7 @@ def experiment(name, **presets):
     def register(function):
         _REGISTRY[name] = Experiment(name, function, dict(presets))
         return function
+
     return register
 
 
@@ -199,6 +201,7 @@ def finding(name, criterion, *, of=None, kind="claim"):
     def register(judge):
         _CRITERIA.append(Criterion(name, of or name, criterion, judge, kind))
         return judge
+
     return register
 
 
@@ -216,9 +219,12 @@ def findings(record, name=None):
         record: of the experiment that they are judged by; what was run at the scale of the paper counts as recorded.
         name: the exhibit; by default the one that the record is named after.
     """
-    rows = [comparison.Finding(where, criterion.text, ours, outcome, criterion.kind)
-            for criterion in criteria(name or record.name) if criterion.of == record.name
-            for where, ours, outcome in criterion.judge(record)]
+    rows = [
+        comparison.Finding(where, criterion.text, ours, outcome, criterion.kind)
+        for criterion in criteria(name or record.name)
+        if criterion.of == record.name
+        for where, ours, outcome in criterion.judge(record)
+    ]
     return comparison.Findings(rows, kind="recorded" if record.preset == "paper" else "live")
 
 
@@ -300,8 +306,19 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None, jobs=None, sha
         if jobs is not None:
             command += f" --jobs {jobs}"
         record = records.make(
-            name, preset, values, config=config, code_hash=this.code_hash, data=this.loaded, arrays=arrays,
-            device=device, wall_time=time.perf_counter() - started, command=command, made_with=made_with, kept=kept)
+            name,
+            preset,
+            values,
+            config=config,
+            code_hash=this.code_hash,
+            data=this.loaded,
+            arrays=arrays,
+            device=device,
+            wall_time=time.perf_counter() - started,
+            command=command,
+            made_with=made_with,
+            kept=kept,
+        )
         if out is not None:
             records.write(record, out)
             pieces.discard(parts)
@@ -318,8 +335,9 @@ def compare(live, *, folder=None, **options):
     recorded = found.record("paper", folder) if "paper" in found.presets else None
     stale = recorded is not None and found.is_stale(recorded)
     judged = live if recorded is None or stale else recorded
-    return comparison.compare(live.name, live=live, recorded=recorded, stale=stale, stand_in=is_stand_in(judged),
-                              **options)
+    return comparison.compare(
+        live.name, live=live, recorded=recorded, stale=stale, stand_in=is_stand_in(judged), **options
+    )
 
 
 def is_stand_in(record, name=None):

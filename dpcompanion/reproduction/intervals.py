@@ -62,8 +62,11 @@ class Interval:
 
     def __truediv__(self, other):
         """The ratio of two statistics that are not negative, in the same way."""
-        return Interval(self.estimate / other.estimate if other.estimate else math.nan,
-                        self.low / other.high, self.high / other.low if other.low > 0 else math.inf)
+        return Interval(
+            self.estimate / other.estimate if other.estimate else math.nan,
+            self.low / other.high,
+            self.high / other.low if other.low > 0 else math.inf,
+        )
 
     def __format__(self, spec):
         ends = f"{format(self.low, spec)} to {format(self.high, spec)}"
@@ -114,7 +117,7 @@ def mean(values, *, confidence=0.95):
     """
     values = _numbers("values", values)
     centre = math.fsum(values) / len(values)
-    sd = math.sqrt(math.fsum((values - centre)**2) / (len(values) - 1)) if len(values) > 1 else math.nan
+    sd = math.sqrt(math.fsum((values - centre) ** 2) / (len(values) - 1)) if len(values) > 1 else math.nan
     return of_summary(centre, sd, len(values), confidence=confidence)
 
 
@@ -158,7 +161,7 @@ def unpaired(first, second, *, confidence=0.95):
     a, b = sd**2 / n, sd_other**2 / n_other
     if a + b == 0:
         return Interval(float(one - other), float(one - other), float(one - other))
-    freedom = (a + b)**2 / (a**2 / (n - 1) + b**2 / (n_other - 1))
+    freedom = (a + b) ** 2 / (a**2 / (n - 1) + b**2 / (n_other - 1))
     reach = float(special.stdtrit(freedom, (1 + confidence) / 2)) * math.sqrt(a + b)
     return Interval(one - other, one - other - reach, one - other + reach)
 
@@ -205,10 +208,13 @@ def quantile(values, q, *, confidence=0.95):
     n, tail = len(values), (1 - confidence) / 2
     # The number of values below the quantile is binomial: ends are the ranks that it leaves with chance `tail` each.
     below = special.bdtr(np.arange(n), n, q)
-    first = int((below <= tail).sum()) - 1          # the largest with P(no more than it below) <= tail
-    last = int((below < 1 - tail).sum())          # the smallest with P(more than it below) <= tail
-    return Interval(float(np.quantile(values, q)), float(values[first]) if first >= 0 else -math.inf,
-                    float(values[last]) if last < n else math.inf)
+    first = int((below <= tail).sum()) - 1  # the largest with P(no more than it below) <= tail
+    last = int((below < 1 - tail).sum())  # the smallest with P(more than it below) <= tail
+    return Interval(
+        float(np.quantile(values, q)),
+        float(values[first]) if first >= 0 else -math.inf,
+        float(values[last]) if last < n else math.inf,
+    )
 
 
 def rank_correlation(r, n, *, confidence=0.95):

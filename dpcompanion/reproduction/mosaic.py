@@ -14,8 +14,14 @@ import os
 from dpcompanion.reproduction import published, scoreboard
 
 #: A mark for each state, which any font has.
-MARKS = {"reproduced": "✓", "in part": "½", "undecided": "?", "contradicted": "×", "wrong in the paper": "!",
-         "not run": "–"}
+MARKS = {
+    "reproduced": "✓",
+    "in part": "½",
+    "undecided": "?",
+    "contradicted": "×",
+    "wrong in the paper": "!",
+    "not run": "–",
+}
 
 
 class Mosaic:
@@ -38,8 +44,9 @@ class Mosaic:
 
     def __repr__(self):
         width = max(len(paper.short) for paper, _ in self.rows())
-        lines = [f"{paper.short:<{width}}    {' '.join(MARKS[one.state] for one in board)}"
-                 for paper, board in self.rows()]
+        lines = [
+            f"{paper.short:<{width}}    {' '.join(MARKS[one.state] for one in board)}" for paper, board in self.rows()
+        ]
         legend = ", ".join(f"{MARKS[state]} {state}: {count}" for state, count in self._counts())
         return "\n".join([*lines, "", legend])
 
@@ -47,11 +54,17 @@ class Mosaic:
         lines = ['<div class="mosaic">']
         for paper, board in self.rows():
             name = html.escape(paper.short)
-            lines += [f'<p class="mosaic-paper">{name} <span>{len(board)} exhibits</span></p>',
-                      f'<ul aria-label="{name}">', *(f"<li>{self._cell(one)}</li>" for one in board), "</ul>"]
+            lines += [
+                f'<p class="mosaic-paper">{name} <span>{len(board)} exhibits</span></p>',
+                f'<ul aria-label="{name}">',
+                *(f"<li>{self._cell(one)}</li>" for one in board),
+                "</ul>",
+            ]
         lines.append('<ul class="mosaic-legend" aria-label="Legend">')
-        lines += [f'<li><span class="cell {_class(state)}" aria-hidden="true">{MARKS[state]}</span> '
-                  f'{state}: {count}</li>' for state, count in self._counts()]
+        lines += [
+            f'<li><span class="cell {_class(state)}" aria-hidden="true">{MARKS[state]}</span> {state}: {count}</li>'
+            for state, count in self._counts()
+        ]
         return "\n".join([*lines, "</ul>", "</div>"])
 
     def _counts(self):

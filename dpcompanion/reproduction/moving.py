@@ -50,8 +50,10 @@ class MovingHistogram:
         self.alt, self.caption, self.unit = alt, caption, unit
 
     def __repr__(self):
-        return "\n".join(f"{name}: everybody {self.everybody[name]:.3g}, median {np.median(values):.3g}, "
-                         f"{len(values)} values" for name, values in self.moments.items())
+        return "\n".join(
+            f"{name}: everybody {self.everybody[name]:.3g}, median {np.median(values):.3g}, {len(values)} values"
+            for name, values in self.moments.items()
+        )
 
     def said(self, name):
         """The moment in words.
@@ -59,36 +61,51 @@ class MovingHistogram:
         >>> MovingHistogram({"a": [0.1]}, {"a": 0.5}, bins=2, alt="", caption="").said("a")
         'a: everybody has 0.50, the median of the digits 0.10'
         """
-        return (f"{name}: everybody has {self.everybody[name]:.2f}, the median of the {self.unit} "
-                f"{np.median(self.moments[name]):.2f}")
+        return (
+            f"{name}: everybody has {self.everybody[name]:.2f}, the median of the {self.unit} "
+            f"{np.median(self.moments[name]):.2f}"
+        )
 
     def _repr_html_(self):
         last, floor = list(self.moments)[-1], HEIGHT - BOTTOM
         # A height of 1 is that of the tallest bar of its moment: early ones are narrow, and would dwarf the others.
-        frames = [{"said": self.said(name), "everybody": round(self._across(self.everybody[name]), 2),
-                   "bars": [round(int(count) / int(counts.max()), 4) for count in counts]}
-                  for name, counts in self.counts.items()]
+        frames = [
+            {
+                "said": self.said(name),
+                "everybody": round(self._across(self.everybody[name]), 2),
+                "bars": [round(int(count) / int(counts.max()), 4) for count in counts],
+            }
+            for name, counts in self.counts.items()
+        ]
         data = html.escape(json.dumps({"frames": frames, "height": floor - TOP, "base": floor}))
         width, full = self._across(self.edges[1]) - self._across(0) - 1, floor - TOP
-        bars = "".join(f'<rect x="{self._across(edge) + 0.5:.2f}" width="{width:.2f}" y="{floor - full * share:.2f}" '
-                       f'height="{full * share:.2f}"></rect>' for edge, share in zip(self.edges, frames[-1]["bars"]))
-        ticks = "".join(f'<text x="{self._across(tick):.2f}" y="{floor + 20}" text-anchor="middle">{tick:g}</text>'
-                        for tick in np.arange(0, self.end, _round(self.end / 6)))
-        return "\n".join([
-            f'<figure class="moving" data-moving="{data}">',
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(self.alt)}">',
-            f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{floor}" y2="{floor}"></line>{ticks}',
-            f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">epsilon of one of the {self.unit}</text>',
-            f'<g class="bars">{bars}</g>',
-            f'<g class="everybody" transform="translate({frames[-1]["everybody"]} 0)">',
-            f'<line y1="{TOP - 8}" y2="{floor}"></line>',
-            f'<text x="6" y="{TOP - 14}" text-anchor="end">everybody</text></g>',
-            "</svg>",
-            '<p class="control" hidden><label>Drag through the run ',
-            f'<input type="range" min="0" max="{len(frames) - 1}" step="1" value="{len(frames) - 1}"></label></p>',
-            f'<p class="said">{html.escape(self.said(last))}</p>',
-            f"<figcaption>{html.escape(self.caption)}</figcaption>",
-            "</figure>"])
+        bars = "".join(
+            f'<rect x="{self._across(edge) + 0.5:.2f}" width="{width:.2f}" y="{floor - full * share:.2f}" '
+            f'height="{full * share:.2f}"></rect>'
+            for edge, share in zip(self.edges, frames[-1]["bars"])
+        )
+        ticks = "".join(
+            f'<text x="{self._across(tick):.2f}" y="{floor + 20}" text-anchor="middle">{tick:g}</text>'
+            for tick in np.arange(0, self.end, _round(self.end / 6))
+        )
+        return "\n".join(
+            [
+                f'<figure class="moving" data-moving="{data}">',
+                f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{html.escape(self.alt)}">',
+                f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{floor}" y2="{floor}"></line>{ticks}',
+                f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">epsilon of one of the {self.unit}</text>',
+                f'<g class="bars">{bars}</g>',
+                f'<g class="everybody" transform="translate({frames[-1]["everybody"]} 0)">',
+                f'<line y1="{TOP - 8}" y2="{floor}"></line>',
+                f'<text x="6" y="{TOP - 14}" text-anchor="end">everybody</text></g>',
+                "</svg>",
+                '<p class="control" hidden><label>Drag through the run ',
+                f'<input type="range" min="0" max="{len(frames) - 1}" step="1" value="{len(frames) - 1}"></label></p>',
+                f'<p class="said">{html.escape(self.said(last))}</p>',
+                f"<figcaption>{html.escape(self.caption)}</figcaption>",
+                "</figure>",
+            ]
+        )
 
     def _across(self, epsilon):
         return LEFT + (WIDTH - LEFT - RIGHT) * float(epsilon) / self.end

@@ -59,8 +59,9 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
     left = [name for name in pieces if name not in results]
     ours = [name for number, name in enumerate(pieces) if name in left and workers.mine(number)]
     with bar(len(pieces), label=label, done=len(results), show=show) as advance:
-        for name, _ in workers.each(functools.partial(_make, work, folder, hashed), ours,
-                                    lambda name: _is_there(folder, name, hashed)):
+        for name, _ in workers.each(
+            functools.partial(_make, work, folder, hashed), ours, lambda name: _is_there(folder, name, hashed)
+        ):
             seen[_path(folder, name)] = None  # this run's own, however often it is read again
             results[name], _ = _arrived(folder, name, hashed)
             advance()
@@ -107,7 +108,7 @@ def _make(work, folder, hashed, name):
         except ValueError:
             if not begun:
                 raise
-            state.unlink(missing_ok=True)       # of an earlier version of the library, for instance
+            state.unlink(missing_ok=True)  # of an earlier version of the library, for instance
             values = work(name)
     finally:
         _UNFINISHED.reset(token)
@@ -126,10 +127,12 @@ def _arrived(folder, name, hashed, patience=60):
             return _kept(folder, name, hashed)
         except _NOT_THERE as error:
             if time.monotonic() > until:
-                raise RuntimeError(f"a worker has written {name}, but it is not in {folder}: "
-                                   "the folder must be one that all workers share") from error
+                raise RuntimeError(
+                    f"a worker has written {name}, but it is not in {folder}: "
+                    "the folder must be one that all workers share"
+                ) from error
             time.sleep(1)
-            os.listdir(folder)      # which makes a client ask the server again
+            os.listdir(folder)  # which makes a client ask the server again
 
 
 def unfinished():
@@ -178,8 +181,15 @@ def taken_over():
         for made in seen.values():
             if made is not None:
                 groups.setdefault(hash_of([made["commit"], made["versions"]]), []).append(made)
-        kept += [{"pieces": len(group), "seconds": math.fsum(made["seconds"] for made in group),
-                  "commit": group[0]["commit"], "versions": group[0]["versions"]} for group in groups.values()]
+        kept += [
+            {
+                "pieces": len(group),
+                "seconds": math.fsum(made["seconds"] for made in group),
+                "commit": group[0]["commit"],
+                "versions": group[0]["versions"],
+            }
+            for group in groups.values()
+        ]
 
 
 def discard(folder):
@@ -193,5 +203,10 @@ def discard(folder):
 
 
 def _has_arrays(values):
-    return isinstance(values, tuple) and not isinstance(values, MeanSD) and len(values) == 2 and isinstance(
-        values[1], dict) and all(isinstance(array, (np.ndarray, torch.Tensor)) for array in values[1].values())
+    return (
+        isinstance(values, tuple)
+        and not isinstance(values, MeanSD)
+        and len(values) == 2
+        and isinstance(values[1], dict)
+        and all(isinstance(array, (np.ndarray, torch.Tensor)) for array in values[1].values())
+    )

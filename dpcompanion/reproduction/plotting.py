@@ -20,33 +20,80 @@ import numpy as np
 from dpcompanion import _checks
 
 _BLACK, _ORANGE, _SKY, _GREEN, _YELLOW, _BLUE, _VERMILION, _PURPLE, _GREY = (
-    "#000000", "#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#7F7F7F")
+    "#000000",
+    "#E69F00",
+    "#56B4E9",
+    "#009E73",
+    "#F0E442",
+    "#0072B2",
+    "#D55E00",
+    "#CC79A7",
+    "#7F7F7F",
+)
 
 COLORS = {
     # who says so
-    "published": _BLACK, "recorded": _BLUE, "live": _VERMILION,
+    "published": _BLACK,
+    "recorded": _BLUE,
+    "live": _VERMILION,
     # accountants
-    "rdp": _BLUE, "pld": _VERMILION, "gaussian": _GREEN, "opacus": _ORANGE, "dp-accounting": _PURPLE, "clt": _GREY,
+    "rdp": _BLUE,
+    "pld": _VERMILION,
+    "gaussian": _GREEN,
+    "opacus": _ORANGE,
+    "dp-accounting": _PURPLE,
+    "clt": _GREY,
     # what an account is about
-    "worst case": _BLACK, "individual": _SKY, "per-instance": _PURPLE, "intrinsic": _GREEN, "estimate": _ORANGE,
+    "worst case": _BLACK,
+    "individual": _SKY,
+    "per-instance": _PURPLE,
+    "intrinsic": _GREEN,
+    "estimate": _ORANGE,
     # training
-    "non-private": _GREY, "dp-sgd": _BLACK, "sample": _BLUE, "scale": _VERMILION, "combined": _GREEN,
+    "non-private": _GREY,
+    "dp-sgd": _BLACK,
+    "sample": _BLUE,
+    "scale": _VERMILION,
+    "combined": _GREEN,
     # groups, from the strictest budget to the loosest
-    "group 1": _BLUE, "group 2": _ORANGE, "group 3": _GREEN,
+    "group 1": _BLUE,
+    "group 2": _ORANGE,
+    "group 3": _GREEN,
 }
 MARKERS = {"published": "s", "recorded": "D", "live": "o", "opacus": "x", "dp-accounting": "+"}
 LINES = {"worst case": "--", "estimate": ":", "pld": "-", "rdp": "-.", "gaussian": ":"}
 
 # 5.2 inches at 150 dpi: 780 px, legible when a phone shrinks it to 360.
 STYLE = {
-    "figure.figsize": (5.2, 3.4), "figure.dpi": 150, "savefig.dpi": 150, "figure.facecolor": "white",
-    "axes.facecolor": "white", "savefig.facecolor": "white", "savefig.bbox": "standard",
-    "figure.constrained_layout.use": True, "font.family": "DejaVu Sans", "font.size": 11, "axes.titlesize": 11,
-    "axes.labelsize": 11, "xtick.labelsize": 10, "ytick.labelsize": 10, "legend.fontsize": 10, "legend.frameon": False,
-    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.color": "#DDDDDD",
-    "grid.linewidth": 0.6, "axes.axisbelow": True, "lines.linewidth": 1.8, "lines.markersize": 5,
-    "axes.prop_cycle": (_BLUE, _VERMILION, _GREEN, _ORANGE, _PURPLE, _SKY, _BLACK), "svg.hashsalt": "dpcompanion",
-    "path.simplify": True, "text.usetex": False, "mathtext.fontset": "dejavusans",
+    "figure.figsize": (5.2, 3.4),
+    "figure.dpi": 150,
+    "savefig.dpi": 150,
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+    "savefig.facecolor": "white",
+    "savefig.bbox": "standard",
+    "figure.constrained_layout.use": True,
+    "font.family": "DejaVu Sans",
+    "font.size": 11,
+    "axes.titlesize": 11,
+    "axes.labelsize": 11,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "legend.fontsize": 10,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#DDDDDD",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 5,
+    "axes.prop_cycle": (_BLUE, _VERMILION, _GREEN, _ORANGE, _PURPLE, _SKY, _BLACK),
+    "svg.hashsalt": "dpcompanion",
+    "path.simplify": True,
+    "text.usetex": False,
+    "mathtext.fontset": "dejavusans",
 }
 
 
@@ -78,6 +125,7 @@ def use_style():
     # A notebook's inline backend crops figures unless it is told not to.
     if "matplotlib_inline" in sys.modules:
         from matplotlib_inline.config import InlineBackend
+
         InlineBackend.instance().print_figure_kwargs = {"bbox_inches": None}
     matplotlib.rcParams.update({**STYLE, "axes.prop_cycle": cycler(color=STYLE["axes.prop_cycle"])})
 
@@ -104,6 +152,7 @@ class Digest(str):
 
     def _ipython_display_(self):
         from IPython.display import display
+
         display({self.MIME_TYPE: str(self)}, raw=True)
 
 
@@ -118,8 +167,14 @@ def digest(*, digits=4, **arrays):
     _checks.whole_number("digits", digits, 1, 15)
     lines = []
     for name, values in arrays.items():
-        values = np.asarray(values.detach().cpu() if hasattr(values, "detach") else list(values)
-                            if isinstance(values, range) else values, dtype=np.float64).ravel()
+        values = np.asarray(
+            values.detach().cpu()
+            if hasattr(values, "detach")
+            else list(values)
+            if isinstance(values, range)
+            else values,
+            dtype=np.float64,
+        ).ravel()
         finite = values[np.isfinite(values)]
         line = f"{name}: {values.size} value{'s' * (values.size != 1)}"
         if finite.size:

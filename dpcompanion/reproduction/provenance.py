@@ -7,8 +7,17 @@ import subprocess
 
 import torch
 
-LIBRARIES = ("dpcompanion", "torch", "numpy", "scipy", "torchvision", "opacus", "dp-accounting", "scikit-learn",
-             "mlxtend")
+LIBRARIES = (
+    "dpcompanion",
+    "torch",
+    "numpy",
+    "scipy",
+    "torchvision",
+    "opacus",
+    "dp-accounting",
+    "scikit-learn",
+    "mlxtend",
+)
 
 
 def software():
@@ -26,6 +35,7 @@ def versions():
             pass
     # An uninstalled checkout has no metadata of its own.
     import dpcompanion
+
     return {**found, "dpcompanion": dpcompanion.__version__}
 
 
@@ -42,8 +52,10 @@ def commit():
         return None
 
     def git(*arguments):
-        return subprocess.run(("git", "-C", str(root), *arguments), capture_output=True, text=True, timeout=20,
-                              check=True).stdout.strip()
+        return subprocess.run(
+            ("git", "-C", str(root), *arguments), capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
+
     try:
         changed = git("status", "--porcelain", "--untracked-files=no", "--", "dpcompanion")
         return git("rev-parse", "HEAD") + ("+changes" if changed else "")

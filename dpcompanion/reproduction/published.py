@@ -33,7 +33,7 @@ from dpcompanion import _checks
 
 PAPERS = ("intrinsic-privacy", "per-instance-accounting", "individual-accounting", "idp-sgd", "gradients-look-alike")
 KINDS = ("table", "figure", "theorem", "algorithm", "text")
-OURS = "ours"        # the kind of what no paper prints: an experiment of our own, beside the paper that it goes on from
+OURS = "ours"  # the kind of what no paper prints: an experiment of our own, beside the paper that it goes on from
 
 # The words for an outcome, and what each promises.
 VERDICTS = {
@@ -55,10 +55,13 @@ FINDINGS = {
     "refutes": "where it holds, what the paper says does not",
 }
 
-_PRINTED = re.compile(r"""
+_PRINTED = re.compile(
+    r"""
     \s*(?P<sign>[+-]?)(?P<whole>\d+)(?:\.(?P<fraction>\d*))?
     (?:[eE](?P<exponent>[+-]?\d+))?
-    (?:\s*±\s*(?P<sd>\d+(?:\.\d+)?) | \((?P<last>\d+)\))?\s*""", re.VERBOSE)
+    (?:\s*±\s*(?P<sd>\d+(?:\.\d+)?) | \((?P<last>\d+)\))?\s*""",
+    re.VERBOSE,
+)
 
 
 class Printed(float):

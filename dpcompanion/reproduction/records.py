@@ -85,8 +85,21 @@ def _without_seeds(config):
     return {key: value for key, value in config.items() if key not in ("seed", "seeds")}
 
 
-def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, device="cpu", wall_time=0.0, command="",
-         made_with=None, kept=()):
+def make(
+    name,
+    preset,
+    values,
+    *,
+    config,
+    code_hash="",
+    data=(),
+    arrays=None,
+    device="cpu",
+    wall_time=0.0,
+    command="",
+    made_with=None,
+    kept=(),
+):
     """A record of `values`, completed with versions, commit and time.
 
     `made_with` is what `provenance.software()` said when the run began, since files may be edited during a long one;
@@ -98,11 +111,19 @@ def make(name, preset, values, *, config, code_hash="", data=(), arrays=None, de
         raise ValueError(f"preset must consist of lower-case letters, digits and hyphens, got {preset!r}")
     _checks.in_interval("wall_time", wall_time, 0, math.inf, closed="left")
     return Record(
-        name=name, preset=preset, values=plain(values), config=plain(config), code_hash=code_hash,
-        data=plain(list(data)), **(made_with or provenance.software()), device=provenance.device_name(device),
-        wall_time=round(float(wall_time), 3), command=command,
+        name=name,
+        preset=preset,
+        values=plain(values),
+        config=plain(config),
+        code_hash=code_hash,
+        data=plain(list(data)),
+        **(made_with or provenance.software()),
+        device=provenance.device_name(device),
+        wall_time=round(float(wall_time), 3),
+        command=command,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        arrays={key: np.asarray(array) for key, array in (arrays or {}).items()}, kept=plain(list(kept)),
+        arrays={key: np.asarray(array) for key, array in (arrays or {}).items()},
+        kept=plain(list(kept)),
     )
 
 
@@ -133,9 +154,22 @@ def read(path):
     ValueError with the file's name."""
     path = pathlib.Path(path)
     fields, arrays = read_whole(path)
-    types = {"name": str, "preset": str, "values": dict, "config": dict, "code_hash": str, "data": list,
-             "versions": dict, "commit": (str, type(None)), "device": str, "wall_time": (int, float), "command": str,
-             "created": str, "arrays": dict, "kept": list}
+    types = {
+        "name": str,
+        "preset": str,
+        "values": dict,
+        "config": dict,
+        "code_hash": str,
+        "data": list,
+        "versions": dict,
+        "commit": (str, type(None)),
+        "device": str,
+        "wall_time": (int, float),
+        "command": str,
+        "created": str,
+        "arrays": dict,
+        "kept": list,
+    }
     if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
         raise ValueError(f"{path} is no record of schema {SCHEMA}")
     fields.setdefault("kept", [])  # records of earlier versions do not say what they took over

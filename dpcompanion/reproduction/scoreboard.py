@@ -32,7 +32,7 @@ STATES = {
     "reproduced": "recomputed at the paper's scale; every number matches or is close, every claim of the paper holds",
     "in part": "some do; or on some of its data and networks, or stand-ins for them; or in a chapter's quick run only",
     "undecided": "none does so far: the runs are too few, or those that disagree are stand-ins, or have settings that"
-                 " are not printed",
+    " are not printed",
     "contradicted": "recomputed, something disagrees, and nothing agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
     "not run": "with what it would need",
@@ -98,8 +98,11 @@ class Standing:
         counts = {**self.numbers, **self.findings}
         counts["not run"] = counts.pop("not run", 0)
         parts = [said(counts)]
-        parts += [f"{whose}: {said(found)}" for whose, found in (("ours", self.own),
-                                                                 ("against the paper", self.refutations)) if found]
+        parts += [
+            f"{whose}: {said(found)}"
+            for whose, found in (("ours", self.own), ("against the paper", self.refutations))
+            if found
+        ]
         return "; ".join(filter(None, parts))
 
     @property
@@ -135,22 +138,29 @@ class Standing:
         if self.exhibit.tests or recorded and not (self.missing or tasks):
             return None
         gpu = self.exhibit.scale == "gpu"
-        left = [part for part in published.parts(self.exhibit.name)
-                if part.name not in [record.name for record in self.parts]]
-        commands = [f"dpcompanion run {part.name} --preset paper{' --device cuda' if part.scale == 'gpu' else ''}"
-                    for part in left]
+        left = [
+            part
+            for part in published.parts(self.exhibit.name)
+            if part.name not in [record.name for record in self.parts]
+        ]
+        commands = [
+            f"dpcompanion run {part.name} --preset paper{' --device cuda' if part.scale == 'gpu' else ''}"
+            for part in left
+        ]
         if left and not tasks and (self.missing or not recorded):
             return ", ".join(self.missing or self.exhibit.data), " && ".join(commands)
         if self.experiment is None or "paper" not in self.experiment.presets:
             needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if gpu else ""
-            return (f"the paper's scale{needs}",
-                    f"needs {'an experiment' if self.experiment is None else 'a paper preset'}")
+            return (
+                f"the paper's scale{needs}",
+                f"needs {'an experiment' if self.experiment is None else 'a paper preset'}",
+            )
         command = f"dpcompanion run {self.experiment.name} --preset paper{' --device cuda' if gpu else ''}"
         command = " && ".join([*commands, command])
         if not recorded:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
         if not tasks and self.record.name != self.exhibit.name == self.experiment.name:
-            return ", ".join(self.missing), command             # judged so far by the record of another
+            return ", ".join(self.missing), command  # judged so far by the record of another
         if not tasks:
             return ", ".join(self.missing), f"needs {'a GPU and ' if gpu else ''}a configuration"
         needs = {name: task.get("needs") for name, task in self.record.config.get("tasks", {}).items()}
@@ -256,17 +266,25 @@ def label(exhibit):
 
 def compared(standings):
     """(exhibit's label and title, `Comparison` of all printed numbers) for each standing whose record holds some."""
-    return [(f"{label(one.exhibit)}: {one.exhibit.title}", _compared(one.exhibit, one.record, one.parts))
-            for one in standings if one.numbers]
+    return [
+        (f"{label(one.exhibit)}: {one.exhibit.title}", _compared(one.exhibit, one.record, one.parts))
+        for one in standings
+        if one.numbers
+    ]
 
 
 def _compared(exhibit, record, parts):
-    printed = {key: value for key, value in exhibit.flat().items() if not exhibit.is_given(key)
-               and all(isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,)))}
+    printed = {
+        key: value
+        for key, value in exhibit.flat().items()
+        if not exhibit.is_given(key)
+        and all(isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,)))
+    }
     recorded = {key: each.values[key] for each in (*parts, record) for key in printed if key in each.values}
     kind = "recorded" if record.preset == "paper" else "live"
-    return compare(exhibit.name, keys=list(printed), stand_in=experiments.is_stand_in(record, exhibit.name),
-                   **{kind: recorded})
+    return compare(
+        exhibit.name, keys=list(printed), stand_in=experiments.is_stand_in(record, exhibit.name), **{kind: recorded}
+    )
 
 
 def _standing(exhibit, folder, place):
@@ -342,8 +360,11 @@ def _places(paper, book=None):
     split = book / f"papers/{paper}-exhibits.md"
     if split.is_file():
         anchors = re.findall(r"^\((.+)\)=$", split.read_text(encoding="utf-8"), re.MULTILINE)
-        places = {exhibit.id: _place(book, split, _anchor(f"{paper}-{exhibit.id}")) for exhibit in exhibits
-                  if f"{paper}-{exhibit.id}" in anchors}
+        places = {
+            exhibit.id: _place(book, split, _anchor(f"{paper}-{exhibit.id}"))
+            for exhibit in exhibits
+            if f"{paper}-{exhibit.id}" in anchors
+        }
     for path in own:
         for heading, anchor, _ in _sections(path.read_text(encoding="utf-8")):
             named = _named(heading)

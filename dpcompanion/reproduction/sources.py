@@ -51,8 +51,9 @@ def closure(function, *configs):
     found = {} if at_top else {root: _local(function)}
     wanted = [root] if at_top else list(found[root].uses)
     for kind in {type(each) for config in configs for each in _dataclasses_in(config)}:
-        wanted += [(base.__module__, f"{base.__qualname__}()") for base in kind.__mro__
-                   if _is_own(base.__module__, home)]
+        wanted += [
+            (base.__module__, f"{base.__qualname__}()") for base in kind.__mro__ if _is_own(base.__module__, home)
+        ]
     while wanted:
         place = wanted.pop()
         if place not in found and _is_own(place[0], home):
@@ -99,8 +100,11 @@ def _module(name):
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names = [statement.name]
         else:
-            names = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name)
-                     and isinstance(node.ctx, ast.Store)]
+            names = [
+                node.id
+                for node in ast.walk(statement)
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            ]
             found.imported.update(_imports(statement, package))
         for bound in dict.fromkeys(names):
             found.bound.setdefault(bound, []).append(statement)
@@ -143,8 +147,13 @@ def _definition(module, name):
         return Definition("", tuple((module, bound) for bound in here.bound))
     nodes = here.bound.get(name.removesuffix("()"), ())
     if name.endswith("()"):
-        nodes = [each for node in nodes if isinstance(node, ast.ClassDef) for each in node.body
-                 if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))]
+        nodes = [
+            each
+            for node in nodes
+            if isinstance(node, ast.ClassDef)
+            for each in node.body
+            if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef))
+        ]
     return Definition(" ".join(map(_canonical, nodes)), _uses(here, nodes))
 
 
@@ -164,12 +173,23 @@ def _uses(module, nodes):
         package = module.name.rpartition(".")[0]
         inside = _Module(module.name, {}, dict(_imports(node, package)))
         used += [_resolve(inside, name) for name in inside.imported]
-        through = {name: target[0] for name in module.imported
-                   if (target := _resolve(module, name)) in used and target and target[1] == "*"}
-        attributes = [each for each in everything if isinstance(each, ast.Attribute)
-                      and isinstance(each.value, ast.Name) and each.value.id in through]
-        bare = {each.id for each in everything if isinstance(each, ast.Name) and each.id in through
-                and not any(each is attribute.value for attribute in attributes)}
+        through = {
+            name: target[0]
+            for name in module.imported
+            if (target := _resolve(module, name)) in used and target and target[1] == "*"
+        }
+        attributes = [
+            each
+            for each in everything
+            if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in through
+        ]
+        bare = {
+            each.id
+            for each in everything
+            if isinstance(each, ast.Name)
+            and each.id in through
+            and not any(each is attribute.value for attribute in attributes)
+        }
         for attribute in attributes:
             used.append(_resolve(_module(through[attribute.value.id]), attribute.attr))
         whole = {(through[name], "*") for name in through.keys() - bare}
@@ -179,8 +199,11 @@ def _uses(module, nodes):
 
 def _globals(table):
     """The global names that code refers to, by Python's own rules of scope."""
-    names = {symbol.get_name() for symbol in table.get_symbols()
-             if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global())}
+    names = {
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_referenced() and (table.get_type() == "module" or symbol.is_global())
+    }
     return names.union(*map(_globals, table.get_children()))
 
 
@@ -201,7 +224,7 @@ class _Bare(ast.NodeTransformer):
 
     def visit_ClassDef(self, node):
         for each in node.body:
-            if isinstance(each, ast.AnnAssign):      # a field, whatever its type is called
+            if isinstance(each, ast.AnnAssign):  # a field, whatever its type is called
                 if not any(word in ast.unparse(each.annotation) for word in _FIELDS_OF_THEIR_OWN):
                     each.annotation = ast.Constant(None)
         return self.generic_visit(self._definition(node))
@@ -229,8 +252,11 @@ def _last_name(decorator):
 def _canonical(node):
     """A syntax tree as text, the same for all versions of Python that have the syntax."""
     if isinstance(node, ast.AST):
-        fields = ((name, value) for name, value in ast.iter_fields(node)
-                  if name not in ("ctx", "kind", "type_comment") and value is not None and value != [])
+        fields = (
+            (name, value)
+            for name, value in ast.iter_fields(node)
+            if name not in ("ctx", "kind", "type_comment") and value is not None and value != []
+        )
         return f"{type(node).__name__}({', '.join(f'{name}={_canonical(value)}' for name, value in fields)})"
     return f"[{', '.join(map(_canonical, node))}]" if isinstance(node, list) else repr(node)
 

@@ -26,7 +26,7 @@ from dpcompanion import _files
 
 try:
     import fcntl
-except ImportError:     # Windows
+except ImportError:  # Windows
     fcntl = None
 
 
@@ -114,8 +114,10 @@ def _decode(fields):
 
 def read_json(path):
     """The fields of a JSON file without their sha256, which must be theirs; ValueError with the file's name if not."""
+
     def refuse(constant):
         raise ValueError(f"{constant} is no JSON")
+
     try:
         fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_decode, parse_constant=refuse)
         if isinstance(fields, dict) and "sha256" in fields and fields.pop("sha256") != hash_of(fields):
@@ -139,7 +141,7 @@ def read_whole(path):
         try:
             return fields, _read_arrays(path, fields.get("arrays") if isinstance(fields, dict) else None)
         except ValueError:
-            if _identity(path) == before:      # otherwise another process has replaced both meanwhile
+            if _identity(path) == before:  # otherwise another process has replaced both meanwhile
                 raise
 
 
@@ -161,8 +163,11 @@ def write_whole(path, fields, arrays, **layout):
         write_json(path, fields, **layout)
         for file in path.parent.glob(f"{glob.escape(path.stem)}.*npz"):
             # Where nobody can be locked out, young arrays may belong to a record that is being written.
-            if (_is_arrays_of(path, file.name) and file.name != fields["arrays"].get("file")
-                    and (alone or time.time() - file.stat().st_mtime > 3600)):
+            if (
+                _is_arrays_of(path, file.name)
+                and file.name != fields["arrays"].get("file")
+                and (alone or time.time() - file.stat().st_mtime > 3600)
+            ):
                 file.unlink(missing_ok=True)
         _files._remove_stale(path.with_suffix(""))
 
@@ -178,11 +183,11 @@ def _alone(folder):
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
             locked = True
-        except OSError:         # a file system without locks for folders
+        except OSError:  # a file system without locks for folders
             locked = False
         yield locked
     finally:
-        os.close(handle)        # unlocks; so does the end of the process, however it ends
+        os.close(handle)  # unlocks; so does the end of the process, however it ends
 
 
 def _packed(arrays):

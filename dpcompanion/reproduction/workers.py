@@ -124,6 +124,7 @@ def _by_processes(work, names, number):
     """Each process is a pool of its own, since a pool that loses one process ends the others."""
     _joblib()
     from joblib.externals.loky import ProcessPoolExecutor
+
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, (os.cpu_count() or 1) // number))
     waiting, running, idle, lost = collections.deque(names), {}, [], collections.Counter()
     try:
@@ -158,14 +159,15 @@ def _by_joblib(work, names, already):
         missing = [name for name in names if name not in done]
         try:
             # Ray's back end gives all results at once, and none of them where a worker was lost.
-            parallel = joblib.Parallel(batch_size=1, pre_dispatch="all",
-                                       return_as="generator_unordered" if generates else "list")
+            parallel = joblib.Parallel(
+                batch_size=1, pre_dispatch="all", return_as="generator_unordered" if generates else "list"
+            )
             for name, outcome in parallel(joblib.delayed(_named)(work, name) for name in missing):
                 done.add(name)
                 yield name, outcome
         except (GeneratorExit, KeyboardInterrupt):
             raise
-        except Exception as error:      # the back end's: what a piece raises comes back as a value
+        except Exception as error:  # the back end's: what a piece raises comes back as a value
             some = len(done) > len(names) - len(missing)
             for name in missing:
                 if name not in done and already(name):
@@ -186,6 +188,7 @@ def _joblib():
     try:
         import joblib
     except ImportError:
-        raise ImportError("pieces are spread over processes by joblib, which is not installed: "
-                          "pip install joblib") from None
+        raise ImportError(
+            "pieces are spread over processes by joblib, which is not installed: pip install joblib"
+        ) from None
     return joblib

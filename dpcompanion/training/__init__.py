@@ -35,6 +35,21 @@ from dpcompanion.training.runs import Ensemble
 from dpcompanion.training.sampling import PoissonSampler
 from dpcompanion.training.tracking import NormTracker
 
-__all__ = ["Callbacks", "Checkpoint", "DPSGDPlan", "Ensemble", "History", "NormTracker", "PoissonSampler", "Run",
-           "clipped_sum", "cross_entropy", "derive_seed", "gaussian_noise", "generators", "gradient_norms", "train",
-           "train_ensemble"]
+__all__ = [
+    "Callbacks",
+    "Checkpoint",
+    "DPSGDPlan",
+    "Ensemble",
+    "History",
+    "NormTracker",
+    "PoissonSampler",
+    "Run",
+    "clipped_sum",
+    "cross_entropy",
+    "derive_seed",
+    "gaussian_noise",
+    "generators",
+    "gradient_norms",
+    "train",
+    "train_ensemble",
+]

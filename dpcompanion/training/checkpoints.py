@@ -66,8 +66,10 @@ class Checkpoint:
         object.__setattr__(self, "stateful", dict(self.stateful or {}))
         for name, item in self.stateful.items():
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
-                raise ValueError(f"stateful must hold objects with state_dict and load_state_dict, but {name!r} is a "
-                                 f"{type(item).__name__}")
+                raise ValueError(
+                    f"stateful must hold objects with state_dict and load_state_dict, but {name!r} is a "
+                    f"{type(item).__name__}"
+                )
 
     def due(self, step: int, steps: int, steps_per_epoch: int) -> bool:
         """Whether it is written after this step of a run."""
@@ -104,8 +106,10 @@ def plain(value):
         return value
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    raise ValueError("on_epoch must return numbers, text, tensors, or lists and dicts of them where there is a "
-                     f"checkpoint, got {type(value).__name__}")
+    raise ValueError(
+        "on_epoch must return numbers, text, tensors, or lists and dicts of them where there is a "
+        f"checkpoint, got {type(value).__name__}"
+    )
 
 
 def write_checkpoint(path, content):
@@ -123,17 +127,21 @@ def read_checkpoint(path, keys):
         written = file.read()
     if not written.startswith(_MAGIC):
         raise ValueError(f"checkpoint must be one of a training run of this version, but {name!r} is none")
-    digest, _, payload = written[len(_MAGIC):].partition(b"\n")
+    digest, _, payload = written[len(_MAGIC) :].partition(b"\n")
     if hashlib.sha256(payload).hexdigest().encode() != digest:
-        raise ValueError(f"checkpoint must be as it was written, but {name!r} is damaged: its sha256 differs; "
-                         "remove it to begin anew")
+        raise ValueError(
+            f"checkpoint must be as it was written, but {name!r} is damaged: its sha256 differs; "
+            "remove it to begin anew"
+        )
     try:
         content = torch.load(io.BytesIO(payload), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
         raise ValueError(f"checkpoint must be one of a training run, but {name!r} cannot be read: {error}") from error
     if not isinstance(content, dict) or content.keys() != set(keys) or not isinstance(content["identity"], dict):
-        raise ValueError(f"checkpoint must be one of such a run, with {', '.join(keys)}, but {name!r} holds "
-                         f"{', '.join(map(str, content)) if isinstance(content, dict) else type(content).__name__}")
+        raise ValueError(
+            f"checkpoint must be one of such a run, with {', '.join(keys)}, but {name!r} holds "
+            f"{', '.join(map(str, content)) if isinstance(content, dict) else type(content).__name__}"
+        )
     return content
 
 
@@ -164,9 +172,13 @@ def note_seeds(checkpoint, runs):
         return
     again = [seed for seed in dict.fromkeys(seed for seed, _ in new) if known.get(seed)]
     if again:
-        warnings.warn(f"seed {', '.join(again[:5])}{' and more' * (len(again) > 5)} has been used on other data with a "
-                      f"checkpoint in {os.fspath(path.parent)!r}: both runs have the same noise, which cancels in the "
-                      "difference of the models; publish neither, or leave the seed out", RuntimeWarning, stacklevel=3)
+        warnings.warn(
+            f"seed {', '.join(again[:5])}{' and more' * (len(again) > 5)} has been used on other data with a "
+            f"checkpoint in {os.fspath(path.parent)!r}: both runs have the same noise, which cancels in the "
+            "difference of the models; publish neither, or leave the seed out",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     for seed, digest in new:
         known.setdefault(seed, []).append(digest)
     _files.replace(path, json.dumps(known, indent=1).encode())
@@ -187,9 +199,15 @@ def read_keys(path, streams):
             stream.set_state({"calls": 0, "key": bytes.fromhex(content["keys"][name])})
         return _checks.whole_number("forward", content["forward"], 0)
     except FileNotFoundError:
-        warnings.warn(f"{path!r} is gone, so that the run goes on with new random numbers: as private as it was, but "
-                      "not the run that it would have been", RuntimeWarning, stacklevel=4)
+        warnings.warn(
+            f"{path!r} is gone, so that the run goes on with new random numbers: as private as it was, but "
+            "not the run that it would have been",
+            RuntimeWarning,
+            stacklevel=4,
+        )
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"checkpoint must have its keys in {path!r} as they were written, but that file is damaged "
-                         f"({error}); remove it to go on with new random numbers") from None
+        raise ValueError(
+            f"checkpoint must have its keys in {path!r} as they were written, but that file is damaged "
+            f"({error}); remove it to go on with new random numbers"
+        ) from None

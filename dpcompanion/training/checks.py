@@ -17,24 +17,29 @@ from dpcompanion.training import proof
 def check_data(x, y, n=None):
     """x and y are tensors of equally many examples, n if it is given."""
     if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-        raise ValueError(f"data must be two tensors (x, y), got a {type(x).__name__} and a {type(y).__name__}; "
-                         "use torch.as_tensor")
+        raise ValueError(
+            f"data must be two tensors (x, y), got a {type(x).__name__} and a {type(y).__name__}; use torch.as_tensor"
+        )
     if not (x.ndim and y.ndim) or len(x) != len(y) or n not in (None, len(x)):
         wanted = "as many inputs as targets" if n is None else f"plan.n = {n} examples"
-        raise ValueError(f"data must hold {wanted}, got inputs of shape {tuple(x.shape)} and targets of shape "
-                         f"{tuple(y.shape)}")
+        raise ValueError(
+            f"data must hold {wanted}, got inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}"
+        )
 
 
 def check_types(model, x):
     """The model's trainable parameters are of one floating-point type, which inputs with a fraction have too."""
     types = {p.dtype for p in model.parameters() if p.requires_grad}
     if len(types) > 1 or not all(dtype.is_floating_point for dtype in types):
-        raise ValueError("model must have trainable parameters of one floating-point type, got "
-                         f"{', '.join(sorted(map(str, types)))}")
+        raise ValueError(
+            f"model must have trainable parameters of one floating-point type, got {', '.join(sorted(map(str, types)))}"
+        )
     for dtype in types:
         if x.is_floating_point() and x.dtype != dtype:
-            raise ValueError(f"data must have the model's type, {dtype}, but its inputs are {x.dtype}; "
-                             f"use x.to({dtype}) or model.to({x.dtype})")
+            raise ValueError(
+                f"data must have the model's type, {dtype}, but its inputs are {x.dtype}; "
+                f"use x.to({dtype}) or model.to({x.dtype})"
+            )
 
 
 def check_optimizer(optimizer, model):
@@ -45,12 +50,16 @@ def check_optimizer(optimizer, model):
         raise ValueError("optimizer must hold parameters of the model only, got others")
     left_out = [name for p, name in own.items() if p.requires_grad and p not in held]
     if left_out:
-        raise ValueError("optimizer must hold every trainable parameter of the model, but lacks "
-                         f"{', '.join(left_out)}; freeze what is not to be trained with requires_grad_(False)")
+        raise ValueError(
+            "optimizer must hold every trainable parameter of the model, but lacks "
+            f"{', '.join(left_out)}; freeze what is not to be trained with requires_grad_(False)"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ValueError(f"optimizer must step once a gradient, but {type(optimizer).__name__} evaluates the loss "
-                         "again, which would need noise again")
+        raise ValueError(
+            f"optimizer must step once a gradient, but {type(optimizer).__name__} evaluates the loss "
+            "again, which would need noise again"
+        )
 
 
 def try_out(model, loss, x, y):

@@ -67,8 +67,11 @@ class ClippedSum:
     losses: torch.Tensor
 
     def __add__(self, other):
-        return ClippedSum({name: g + other.gradients[name] for name, g in self.gradients.items()},
-                          torch.cat([self.norms, other.norms]), torch.cat([self.losses, other.losses]))
+        return ClippedSum(
+            {name: g + other.gradients[name] for name, g in self.gradients.items()},
+            torch.cat([self.norms, other.norms]),
+            torch.cat([self.losses, other.losses]),
+        )
 
 
 def clip_factors(norms, max_grad_norm):
@@ -81,7 +84,7 @@ def clip_factors(norms, max_grad_norm):
     """
     if isinstance(max_grad_norm, torch.Tensor):
         limits = max_grad_norm.to(norms, non_blocking=True)
-    else:                                            # filled in where it is needed, without a copy
+    else:  # filled in where it is needed, without a copy
         limits = torch.full((), max_grad_norm, dtype=norms.dtype, device=norms.device)
     slack = 1 + 8 * torch.finfo(norms.dtype).eps
     return torch.where(norms.isfinite() & (limits > 0), (limits / (norms * slack)).clamp(max=1), 0)
@@ -95,10 +98,13 @@ def check_model(model):
     """
     for name, module in model.named_modules():
         mixes = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(
-            module, nn.modules.instancenorm._InstanceNorm)
+            module, nn.modules.instancenorm._InstanceNorm
+        )
         if mixes or getattr(module, "track_running_stats", False):
-            raise ValueError(f"model must treat examples one by one, but layer {name or 'model'!r} is a "
-                             f"{type(module).__name__}, which mixes them; group norm is allowed")
+            raise ValueError(
+                f"model must treat examples one by one, but layer {name or 'model'!r} is a "
+                f"{type(module).__name__}, which mixes them; group norm is allowed"
+            )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model must have a trainable parameter, got none")
 
@@ -106,8 +112,12 @@ def check_model(model):
 def in_best_format(model, x):
     """Images of several channels in float32 with these side by side in memory (`torch.channels_last`), which all layers
     follow, where the model has convolutions: these are faster so. Only the last bits of results depend on it."""
-    if (x.ndim == 4 and x.shape[1] > 1 and x.dtype == torch.float32 and
-            any(isinstance(module, nn.Conv2d) for module in model.modules())):
+    if (
+        x.ndim == 4
+        and x.shape[1] > 1
+        and x.dtype == torch.float32
+        and any(isinstance(module, nn.Conv2d) for module in model.modules())
+    ):
         return x.contiguous(memory_format=torch.channels_last)
     return x
 
@@ -140,9 +150,14 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=No
     if max_grad_norm is None:
         return total
     found = total.gradients
-    return dataclasses.replace(total, gradients={
-        name: found.get(name, torch.zeros_like(p, dtype=torch.float64 if method == "held" else None))
-        for name, p in model.named_parameters() if p.requires_grad})
+    return dataclasses.replace(
+        total,
+        gradients={
+            name: found.get(name, torch.zeros_like(p, dtype=torch.float64 if method == "held" else None))
+            for name, p in model.named_parameters()
+            if p.requires_grad
+        },
+    )
 
 
 def _clip(layers, squares, losses, max_grad_norm, runs, precise=False):
@@ -186,7 +201,8 @@ def _functional(model, loss, x, y, max_grad_norm, stacked=None, precise=False):
     else:
         runs = len(next(iter(stacked.values())))
         gradients, losses = torch.func.vmap(_gradient_and_loss(model, loss))(
-            stacked, x.unflatten(0, (runs, -1)), y.unflatten(0, (runs, -1)))
+            stacked, x.unflatten(0, (runs, -1)), y.unflatten(0, (runs, -1))
+        )
         gradients, losses = {name: g.flatten(0, 1) for name, g in gradients.items()}, losses.flatten()
     layer = Explicit(gradients)
     return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, runs, precise)
@@ -209,8 +225,11 @@ def check_precision(precision, model, device, method="auto", precise=False):
     if method == "func":
         raise ValueError("precision 'bf16' takes method 'mixed' or 'ghost', got 'func'")
     device = torch.device(device)
-    able = (torch.ops.mkldnn._is_mkldnn_bf16_supported() if device.type == "cpu" else
-            device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
+    able = (
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if device.type == "cpu"
+        else device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    )
     if not able:
         raise ValueError(f"precision 'bf16' takes a processor or GPU that has it, but {str(device)!r} does not")
 
@@ -241,14 +260,25 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, preci
 def _held(method):
     """What `method` becomes where sums are precise: whatever is added up has been measured."""
     if method == "ghost":
-        raise ValueError("method must be 'auto', 'mixed' or 'func' where sums are precise, got 'ghost', which measures "
-                         "gradients that it does not hold")
+        raise ValueError(
+            "method must be 'auto', 'mixed' or 'func' where sums are precise, got 'ghost', which measures "
+            "gradients that it does not hold"
+        )
     return "held" if method == "mixed" else method
 
 
-def clipped_sum(model: torch.nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor,
-                max_grad_norm: float | torch.Tensor, *, method: str = "auto", chunk: int | None = None,
-                precision: str | None = None, precise: bool = False) -> ClippedSum:
+def clipped_sum(
+    model: torch.nn.Module,
+    loss: Loss,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    max_grad_norm: float | torch.Tensor,
+    *,
+    method: str = "auto",
+    chunk: int | None = None,
+    precision: str | None = None,
+    precise: bool = False,
+) -> ClippedSum:
     """Sum of the clipped gradients of the examples (x, y), with their norms and losses.
 
     Args:
@@ -280,13 +310,22 @@ def clipped_sum(model: torch.nn.Module, loss: Loss, x: torch.Tensor, y: torch.Te
         total = part if total is None else total + part
     if total is None:
         none = torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
-        total = ClippedSum({name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad},
-                           none, none)
+        total = ClippedSum(
+            {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}, none, none
+        )
     return total
 
 
-def gradient_norms(model: torch.nn.Module, loss: Loss, x: torch.Tensor, y: torch.Tensor, *, method: str = "auto",
-                   chunk: int | None = None, precision: str | None = None) -> torch.Tensor:
+def gradient_norms(
+    model: torch.nn.Module,
+    loss: Loss,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    method: str = "auto",
+    chunk: int | None = None,
+    precision: str | None = None,
+) -> torch.Tensor:
     """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where not finite.
 
     Arguments and errors as for `clipped_sum`.  Memory: one chunk.
@@ -341,8 +380,10 @@ def _try_func(model, loss, x, y):
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise ValueError("model must be one that torch.func's vmap and grad can take (recurrent layers often are not; "
-                         f"opacus.layers has some that are), but: {error}") from error
+        raise ValueError(
+            "model must be one that torch.func's vmap and grad can take (recurrent layers often are not; "
+            f"opacus.layers has some that are), but: {error}"
+        ) from error
 
     def claimed(x, y):
         found = _functional(model, loss, x, y, math.inf)

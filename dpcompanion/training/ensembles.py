@@ -46,13 +46,27 @@ from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
 
 
-def train_ensemble(model: torch.nn.Module | Sequence[torch.nn.Module], loss: Loss, data: Sequence[torch.Tensor],
-                   plans: DPSGDPlan | Sequence[DPSGDPlan], *, seeds: Iterable[int], learning_rate: Numbers,
-                   momentum: float = 0.0, weight_decay: float = 0.0, members: Array | None = None,
-                   add: Callable[..., Any] | None = None, device: Device = None, method: str = "auto",
-                   physical_batch_size: int = 1024, workers: int | None = None, callbacks: Callbacks | None = None,
-                   checkpoint: Checkpoint | None = None, generator_device: str | torch.device = "cpu",
-                   progress: bool | None = None) -> Ensemble:
+def train_ensemble(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    loss: Loss,
+    data: Sequence[torch.Tensor],
+    plans: DPSGDPlan | Sequence[DPSGDPlan],
+    *,
+    seeds: Iterable[int],
+    learning_rate: Numbers,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    members: Array | None = None,
+    add: Callable[..., Any] | None = None,
+    device: Device = None,
+    method: str = "auto",
+    physical_batch_size: int = 1024,
+    workers: int | None = None,
+    callbacks: Callbacks | None = None,
+    checkpoint: Checkpoint | None = None,
+    generator_device: str | torch.device = "cpu",
+    progress: bool | None = None,
+) -> Ensemble:
     """Train R runs side by side by DP-SGD, each as its plan says.
 
     Args:
@@ -86,9 +100,21 @@ def train_ensemble(model: torch.nn.Module | Sequence[torch.nn.Module], loss: Los
             random, or a checkpoint of another ensemble.
     """
     callbacks, checkpoint = check_extras(callbacks, checkpoint)
-    ensemble = Ensemble(model, loss, data, plans, seeds=seeds, learning_rate=learning_rate, momentum=momentum,
-                        weight_decay=weight_decay, members=members, device=device, method=method,
-                        physical_batch_size=physical_batch_size, generator_device=generator_device)
+    ensemble = Ensemble(
+        model,
+        loss,
+        data,
+        plans,
+        seeds=seeds,
+        learning_rate=learning_rate,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        members=members,
+        device=device,
+        method=method,
+        physical_batch_size=physical_batch_size,
+        generator_device=generator_device,
+    )
     if workers is None:
         workers = torch.get_num_threads() if ensemble.device.type == "cpu" else 1
     if checkpoint is not None:
@@ -96,9 +122,11 @@ def train_ensemble(model: torch.nn.Module | Sequence[torch.nn.Module], loss: Los
     workers = min(_checks.whole_number("workers", workers, 1), len(ensemble))
     if checkpoint is not None and checkpoint.exists:
         ensemble._load(checkpoint.path, checkpoint.stateful)
-    with (_shared_among(workers, ensemble) as sum_clipped,
-          bar(ensemble.steps, label="DP-SGD", done=ensemble.step, show=progress) as advance,
-          deferred_interrupt() as interrupted):
+    with (
+        _shared_among(workers, ensemble) as sum_clipped,
+        bar(ensemble.steps, label="DP-SGD", done=ensemble.step, show=progress) as advance,
+        deferred_interrupt() as interrupted,
+    ):
         while ensemble.step < ensemble.steps:
             sum_clipped()
             ensemble._update(add)
@@ -111,13 +139,17 @@ def train_ensemble(model: torch.nn.Module | Sequence[torch.nn.Module], loss: Los
             advance()
             stop = interrupted()
             if checkpoint is not None and (
-                    stop or checkpoint.due(ensemble.step, ensemble.steps, ensemble.steps_per_epoch)):
+                stop or checkpoint.due(ensemble.step, ensemble.steps, ensemble.steps_per_epoch)
+            ):
                 ensemble._save(checkpoint.path, checkpoint.stateful)
             if stop:
                 raise KeyboardInterrupt
     if ensemble.dropped.any():
-        warnings.warn(f"{int(ensemble.dropped.sum())} per-example gradients were not finite and contributed nothing",
-                      RuntimeWarning, stacklevel=2)
+        warnings.warn(
+            f"{int(ensemble.dropped.sum())} per-example gradients were not finite and contributed nothing",
+            RuntimeWarning,
+            stacklevel=2,
+        )
     return ensemble
 
 

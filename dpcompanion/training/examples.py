@@ -75,14 +75,19 @@ class Items:
         if not len(indices):
             return tuple(part[:0] for part in self.probe)
         wanted = indices.tolist()
-        found = (self.dataset.__getitems__(wanted) if hasattr(self.dataset, "__getitems__") else
-                 [self.dataset[i] for i in wanted])
+        found = (
+            self.dataset.__getitems__(wanted)
+            if hasattr(self.dataset, "__getitems__")
+            else [self.dataset[i] for i in wanted]
+        )
         if not all(isinstance(item, (tuple, list)) and len(item) == 2 for item in found):
             raise ValueError(f"data must have items (x, y), got {type(found[0]).__name__}")
         x, y = default_collate([tuple(item) for item in found])
         if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-            raise ValueError("data must have items (x, y) of tensors, arrays or numbers, got "
-                             f"{type(found[0][0]).__name__} and {type(found[0][1]).__name__}; give it a transform")
+            raise ValueError(
+                "data must have items (x, y) of tensors, arrays or numbers, got "
+                f"{type(found[0][0]).__name__} and {type(found[0][1]).__name__}; give it a transform"
+            )
         return x.to(self.device), y.to(self.device)
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,8 +120,10 @@ def examples_of(data: Data, n: int | None = None) -> Tensors | Items:
         checks.check_data(x, y, n)
         return Tensors(x, y)
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or isinstance(data, torch.Tensor):
-        raise ValueError("data must be two tensors (x, y) or a map-style data set with a length, got a "
-                         f"{type(data).__name__}: a Poisson draw names the examples that it wants")
+        raise ValueError(
+            "data must be two tensors (x, y) or a map-style data set with a length, got a "
+            f"{type(data).__name__}: a Poisson draw names the examples that it wants"
+        )
     if n not in (None, len(data)) or not len(data):
         raise ValueError(f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got {len(data)}")
     return Items(data)

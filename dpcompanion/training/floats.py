@@ -95,8 +95,10 @@ def least_noise(noise_multiplier, max_grad_norm, *, n, parameters):
         if found * max_grad_norm >= noise_multiplier * delta:
             return found
         found = math.nextafter(noise_multiplier * delta / max_grad_norm, math.inf)
-    raise ValueError(f"parameters must be few enough for the grid of the noise, got {parameters} with a noise "
-                     f"multiplier of {noise_multiplier:g}")
+    raise ValueError(
+        f"parameters must be few enough for the grid of the noise, got {parameters} with a noise "
+        f"multiplier of {noise_multiplier:g}"
+    )
 
 
 def paid_for(epsilon_at, delta, numbers):
@@ -140,8 +142,9 @@ def company_error(model, loss, x, y, *, examples=8, batches=8, size=64, generato
     Returns:
         A float.
     """
-    examples, batches = (_checks.whole_number(name, value, 1) for name, value in
-                         (("examples", examples), ("batches", batches)))
+    examples, batches = (
+        _checks.whole_number(name, value, 1) for name, value in (("examples", examples), ("batches", batches))
+    )
     size = _checks.whole_number("size", size, 2, len(x))
     if method == "auto":
         method = clipping.resolve_method(model, loss, x, y, precise=True)

@@ -21,8 +21,10 @@ def check_clipped(indices, clipped, limits):
     no example comes twice. Where limits lie on a GPU nothing waits for it: whether one is above comes back as a tensor.
     """
     if indices is None or clipped is None:
-        raise ValueError("indices and clipped must be given (NormTracker.observe) where clipping='individual', so "
-                         "that what is charged is known to be enforced, got None")
+        raise ValueError(
+            "indices and clipped must be given (NormTracker.observe) where clipping='individual', so "
+            "that what is charged is known to be enforced, got None"
+        )
     indices = torch.as_tensor(indices, dtype=torch.int64)
     clipped = torch.as_tensor(clipped).detach().to(device=limits.device, dtype=torch.float64)
     _checks.same_length(indices=indices, clipped=clipped)
@@ -30,8 +32,10 @@ def check_clipped(indices, clipped, limits):
     over = ~(clipped <= limits * (1 + _ROUNDING))
     away = over.device.type != "cpu"
     if not away and over.any():
-        raise ValueError("clipped must be at most the limits of the step, but example "
-                         f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed")
+        raise ValueError(
+            "clipped must be at most the limits of the step, but example "
+            f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed"
+        )
     if len(indices.unique()) < len(indices):
         raise ValueError("indices must be distinct: who is summed twice is longer than was allowed")
     return over.any() if away else None
@@ -43,16 +47,23 @@ def check_follows(tracker, plan, model, loss, data):
     Of data sets only the length is compared: the run's may be augmented.
     """
     mine, part = tracker.parameters, tracker.examples
-    theirs = {"n": plan.n if part is None else mine["n"], "sample_rate": plan.sample_rate,
-              "max_grad_norm": plan.max_grad_norm, "noise_multiplier": plan.noise_multiplier}
+    theirs = {
+        "n": plan.n if part is None else mine["n"],
+        "sample_rate": plan.sample_rate,
+        "max_grad_norm": plan.max_grad_norm,
+        "noise_multiplier": plan.noise_multiplier,
+    }
     if mine != theirs:
-        raise ValueError("trackers must keep accounts of the plan (IndividualAccountant.for_plan), but their n, "
-                         f"sample_rate, max_grad_norm and noise_multiplier are {tuple(mine.values())}")
+        raise ValueError(
+            "trackers must keep accounts of the plan (IndividualAccountant.for_plan), but their n, "
+            f"sample_rate, max_grad_norm and noise_multiplier are {tuple(mine.values())}"
+        )
     if getattr(tracker.model, "_module", tracker.model) is not getattr(model, "_module", model):
         raise ValueError("trackers must follow the model that is trained, but one was made with another")
     if tracker.loss != loss:
-        raise ValueError(f"trackers must follow the loss that is trained, but one was made with {tracker.loss!r}, not "
-                         f"{loss!r}")
+        raise ValueError(
+            f"trackers must follow the loss that is trained, but one was made with {tracker.loss!r}, not {loss!r}"
+        )
     run, own = examples_of(data, plan.n), tracker.data
     if isinstance(run, Tensors) and isinstance(own, Tensors):
         for name, ours, theirs in (("inputs", own.x, run.x), ("targets", own.y, run.y)):

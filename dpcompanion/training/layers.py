@@ -37,7 +37,13 @@ from torch import nn
 from torch.nn.grad import conv2d_weight
 
 from dpcompanion.training.matrices import (
-    bias_gradients, count_positions, gram_is_cheaper, in_full, matrices, padded, weight_gradients,
+    bias_gradients,
+    count_positions,
+    gram_is_cheaper,
+    in_full,
+    matrices,
+    padded,
+    weight_gradients,
 )
 from dpcompanion.training.reparametrised import Reparametrised
 from dpcompanion.training.tensors import Unfit, call_with, own_parameters, rounded_up, squared_norms  # noqa: F401
@@ -98,8 +104,10 @@ class Ghost:
         """The uses of a few examples at a time, such that their gradients or patches take that many numbers."""
         weight = self.module.weight
         rows = max(1, numbers // max(weight.numel(), count_positions(self.module, uses) * weight[0].numel()))
-        return ([(in_full(self.module, a[i:i + rows]), in_full(self.module, g[i:i + rows])) for a, g in uses]
-                for i in range(0, len(uses[0][0]), rows))
+        return (
+            [(in_full(self.module, a[i : i + rows]), in_full(self.module, g[i : i + rows])) for a, g in uses]
+            for i in range(0, len(uses[0][0]), rows)
+        )
 
     def bias_squares(self):
         """What the bias adds to the squared norms; 0 if it has none to train."""
@@ -128,8 +136,11 @@ class Ghost:
         for a, g in self.uses:
             g = _scaled(in_full(self.module, g), factors.flatten())
             for name in own_parameters(self.module):
-                term = (self._weight_sum(in_full(self.module, a), g, runs) if name == "weight" else
-                        bias_gradients(self.module, g).unflatten(0, factors.shape).sum(1))
+                term = (
+                    self._weight_sum(in_full(self.module, a), g, runs)
+                    if name == "weight"
+                    else bias_gradients(self.module, g).unflatten(0, factors.shape).sum(1)
+                )
                 sums[name] = sums[name] + term if name in sums else term
         return sums
 
@@ -139,9 +150,20 @@ class Ghost:
             padding = conv.padding
             if conv.padding_mode != "zeros" or isinstance(padding, str):
                 a, padding = padded(conv, a), 0
-            return torch.stack([
-                conv2d_weight(a, conv.weight.shape, g, stride=conv.stride, padding=padding, dilation=conv.dilation,
-                              groups=conv.groups) for a, g in zip(a.chunk(runs), g.chunk(runs))])
+            return torch.stack(
+                [
+                    conv2d_weight(
+                        a,
+                        conv.weight.shape,
+                        g,
+                        stride=conv.stride,
+                        padding=padding,
+                        dilation=conv.dilation,
+                        groups=conv.groups,
+                    )
+                    for a, g in zip(a.chunk(runs), g.chunk(runs))
+                ]
+            )
         return g.reshape(runs, -1, g.shape[-1]).mT @ a.reshape(runs, -1, a.shape[-1])
 
 
@@ -177,12 +199,12 @@ class GhostReparametrised:
         gradients, axes = {}, (0, 1, 4, 2, 3) if isinstance(self.module, nn.Conv2d) else None
         for pulled in self.pulled():
             for name, g in pulled.items():
-                gradients.setdefault(name, []).append(
-                    g.permute(0, 1, 3, 4, 2) if axes and name == "weight" else g)
+                gradients.setdefault(name, []).append(g.permute(0, 1, 3, 4, 2) if axes and name == "weight" else g)
         gradients = {name: torch.cat(parts) for name, parts in gradients.items()}
         if "bias" in own_parameters(self.module):
-            gradients["bias"] = sum(bias_gradients(self.ghost.module, in_full(self.module, g))
-                                    for _, g in self.ghost.uses)
+            gradients["bias"] = sum(
+                bias_gradients(self.ghost.module, in_full(self.module, g)) for _, g in self.ghost.uses
+            )
         return Explicit(gradients, axes)
 
     def keep_only(self, rows):
@@ -206,8 +228,9 @@ class GhostEmbedding:
 
     def sums(self):
         """Keys example x rows of the weight + row (k,), and the gradient of that row for that example (k, out)."""
-        keys = self.tokens + len(self.module.weight) * torch.arange(
-            len(self.tokens), device=self.tokens.device)[:, None]
+        keys = (
+            self.tokens + len(self.module.weight) * torch.arange(len(self.tokens), device=self.tokens.device)[:, None]
+        )
         pairs, where = keys.unique(return_inverse=True)
         sums = self.g.new_zeros(len(pairs), self.g.shape[-1], dtype=torch.float64)
         return pairs, sums.index_add_(0, where.flatten(), self.g.flatten(0, 1).double())
@@ -247,7 +270,9 @@ def wide_sum(layer, factors):
         for name, g in layer.gradients.items():
             g, shape = g.flatten(1), g.shape[1:]
             rows = max(1, _BLOCK // max(1, g.shape[1]))
-            sums[name] = sum(factors[i:i + rows] @ g[i:i + rows].double() for i in range(0, len(g), rows)).view(shape)
+            sums[name] = sum(factors[i : i + rows] @ g[i : i + rows].double() for i in range(0, len(g), rows)).view(
+                shape
+            )
         if layer.axes and "weight" in sums:
             sums["weight"] = sums["weight"].permute([axis - 1 for axis in layer.axes[1:]])
         return sums
@@ -255,7 +280,7 @@ def wide_sum(layer, factors):
         pairs, rows = layer.sums()
         scaled, size = rows * factors[pairs // len(layer.module.weight)][:, None], len(layer.module.weight)
         return {"weight": scaled.new_zeros(size, rows.shape[1]).index_add_(0, pairs % size, scaled)}
-    (a, g), = layer.uses
+    ((a, g),) = layer.uses
     a, g = a.reshape(len(a), -1).double(), g.reshape(len(g), -1).double() * factors[:, None]
     return {name: g.mT @ a if name == "weight" else g.sum(0) for name in own_parameters(layer.module)}
 
@@ -298,6 +323,7 @@ def _explicit_any(module, uses, stacked):
     def one(parameters, a, g):
         def layer(parameters):
             return call_with(module, parameters, a.unsqueeze(0))
+
         return torch.func.vjp(layer, parameters)[1](g.unsqueeze(0))[0]
 
     each, gradients = torch.func.vmap(one, in_dims=(None, 0, 0)), {}

@@ -46,7 +46,14 @@ from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
 from dpcompanion.training import checks, clipping, noise, passes
 from dpcompanion.training.checkpoints import (
-    Checkpoint, key_file, note_seeds, plain, read_checkpoint, read_keys, write_checkpoint, write_keys,
+    Checkpoint,
+    key_file,
+    note_seeds,
+    plain,
+    read_checkpoint,
+    read_keys,
+    write_checkpoint,
+    write_keys,
 )
 from dpcompanion.training.examples import Data, examples_of, Tensors
 
@@ -121,11 +128,24 @@ class Callbacks:
                 raise ValueError(f"{name} must be a function or None, got {getattr(self, name)!r}")
 
 
-def train(model: torch.nn.Module, loss: Loss, data: Data, plan: "DPSGDPlan", *, optimizer: torch.optim.Optimizer,
-          seed: int | None = None, device: Device = None, method: str = "auto", precision: str | None = None,
-          physical_batch_size: int = 512, trackers: Iterable[Any] = (), callbacks: Callbacks | None = None,
-          checkpoint: Checkpoint | None = None, generator_device: str | torch.device = "cpu",
-          progress: bool | None = None) -> History:
+def train(
+    model: torch.nn.Module,
+    loss: Loss,
+    data: Data,
+    plan: "DPSGDPlan",
+    *,
+    optimizer: torch.optim.Optimizer,
+    seed: int | None = None,
+    device: Device = None,
+    method: str = "auto",
+    precision: str | None = None,
+    physical_batch_size: int = 512,
+    trackers: Iterable[Any] = (),
+    callbacks: Callbacks | None = None,
+    checkpoint: Checkpoint | None = None,
+    generator_device: str | torch.device = "cpu",
+    progress: bool | None = None,
+) -> History:
     """Train `model` in place by DP-SGD as `plan` says.
 
     Args:
@@ -161,8 +181,21 @@ def train(model: torch.nn.Module, loss: Loss, data: Data, plan: "DPSGDPlan", *, 
             examples only.
     """
     callbacks, checkpoint = check_extras(callbacks, checkpoint)
-    loop = _Loop(model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers,
-                 {} if checkpoint is None else checkpoint.stateful, generator_device, precision)
+    loop = _Loop(
+        model,
+        loss,
+        data,
+        plan,
+        optimizer,
+        seed,
+        device,
+        method,
+        physical_batch_size,
+        trackers,
+        {} if checkpoint is None else checkpoint.stateful,
+        generator_device,
+        precision,
+    )
     if checkpoint is not None and checkpoint.exists:
         loop.load(checkpoint.path)
     if checkpoint is not None and seed is not None:
@@ -203,8 +236,22 @@ def _is_away(tensor):
 
 
 class _Loop:
-    def __init__(self, model, loss, data, plan, optimizer, seed, device, method, physical_batch_size, trackers,
-                 stateful, generator_device, precision=None):
+    def __init__(
+        self,
+        model,
+        loss,
+        data,
+        plan,
+        optimizer,
+        seed,
+        device,
+        method,
+        physical_batch_size,
+        trackers,
+        stateful,
+        generator_device,
+        precision=None,
+    ):
         examples = examples_of(data, plan.n)
         _checks.one_of("method", method, clipping.METHODS)
         clipping.check_model(model)
@@ -229,18 +276,27 @@ class _Loop:
         self.modes = {module: module.training for module in model.modules()}
         self.precise, self.precision = plan.arithmetic == "float", precision
         if self.precise and (self.seed is not None or self.numbers != plan.parameters):
-            raise ValueError(f"plan with arithmetic='float' must have as many parameters as the model, {self.numbers}, "
-                             f"and takes no seed, got {plan.parameters} and seed {self.seed}")
-        self.method = clipping.resolve_method(model, loss, *self.examples.probe, method, precision,
-                                              precise=self.precise)
+            raise ValueError(
+                f"plan with arithmetic='float' must have as many parameters as the model, {self.numbers}, "
+                f"and takes no seed, got {plan.parameters} and seed {self.seed}"
+            )
+        self.method = clipping.resolve_method(
+            model, loss, *self.examples.probe, method, precision, precise=self.precise
+        )
         # A scheduler keeps the rate that it began with as initial_lr.
-        self.begun_with = [type(optimizer).__name__, *(
-            float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups)]
+        self.begun_with = [
+            type(optimizer).__name__,
+            *(float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups),
+        ]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
         losses = torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device)
-        history = History(losses, torch.zeros(plan.steps, dtype=torch.int64, device=self.device), seed=self.seed,
-                          guarantee=plan.statement(),
-                          precision=precision or str(self.dtype).removeprefix("torch."))
+        history = History(
+            losses,
+            torch.zeros(plan.steps, dtype=torch.int64, device=self.device),
+            seed=self.seed,
+            guarantee=plan.statement(),
+            precision=precision or str(self.dtype).removeprefix("torch."),
+        )
         self.run = Run(plan, model, optimizer, history)
 
     def step(self):
@@ -266,8 +322,17 @@ class _Loop:
         with self._own_randomness("examples"):
             x, y = self.examples.rows(run.indices if isinstance(self.examples, Tensors) else drawn)
         with self._own_randomness("forward"):
-            total = clipping.clipped_sum(run.model, self.loss, x, y, limits, method=self.method,
-                                         chunk=self.physical_batch_size, precision=self.precision, precise=self.precise)
+            total = clipping.clipped_sum(
+                run.model,
+                self.loss,
+                x,
+                y,
+                limits,
+                method=self.method,
+                chunk=self.physical_batch_size,
+                precision=self.precision,
+                precise=self.precise,
+            )
         for name, buffer, version in versions:
             if buffer._version != version:
                 raise ValueError(f"model must keep no statistics of its examples, but training changes buffer {name!r}")
@@ -307,7 +372,7 @@ class _Loop:
         run, plan = self.run, self.run.plan
         self.count_dropped()
         epoch = math.ceil(run.step / plan.steps_per_epoch)
-        losses = run.history.losses[(epoch - 1) * plan.steps_per_epoch:run.step]
+        losses = run.history.losses[(epoch - 1) * plan.steps_per_epoch : run.step]
         entry = {"epoch": epoch, "step": run.step, "loss": losses.nanmean().item()}
         if on_epoch is not None:
             entry |= on_epoch(run) or {}
@@ -316,14 +381,20 @@ class _Loop:
     def count_dropped(self):
         count, history = int(self.dropped), self.run.history
         if count and not history.dropped:
-            warnings.warn(f"{count} per-example gradients were not finite and contributed nothing", RuntimeWarning,
-                          stacklevel=3)
+            warnings.warn(
+                f"{count} per-example gradients were not finite and contributed nothing", RuntimeWarning, stacklevel=3
+            )
         history.dropped = count
 
     def _identity(self):
-        return {"format": _FORMAT, "plan": self.run.plan.config(), "seed": self.seed, "optimizer": self.begun_with,
-                "parameters": {name: list(p.shape) for name, p in self.parameters.items()},
-                "data": self.data_digest} | ({"precision": self.precision} if self.precision else {})
+        return {
+            "format": _FORMAT,
+            "plan": self.run.plan.config(),
+            "seed": self.seed,
+            "optimizer": self.begun_with,
+            "parameters": {name: list(p.shape) for name, p in self.parameters.items()},
+            "data": self.data_digest,
+        } | ({"precision": self.precision} if self.precision else {})
 
     @property
     def data_digest(self):
@@ -333,11 +404,14 @@ class _Loop:
         self.count_dropped()
         run, history = self.run, self.run.history
         content = {
-            "identity": self._identity(), "step": run.step, "model": run.model.state_dict(),
+            "identity": self._identity(),
+            "step": run.step,
+            "model": run.model.state_dict(),
             "optimizer": run.optimizer.state_dict(),
             "generators": {name: g.get_state() for name, g in self.generators.items()},
             "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
-            "history": {field.name: getattr(history, field.name) for field in dataclasses.fields(history)}}
+            "history": {field.name: getattr(history, field.name) for field in dataclasses.fields(history)},
+        }
         content["history"]["epochs"] = plain(history.epochs)
         if self.seed is None:
             write_keys(key_file(path), self.generators, self.forward_seed)
@@ -347,13 +421,19 @@ class _Loop:
         content = read_checkpoint(path, _KEYS)
         theirs, ours = content["identity"], self._identity()
         if theirs != ours:
-            differ = [f"{key} {theirs.get(key)} there, {ours.get(key)} here" for key in {**ours, **theirs}
-                      if theirs.get(key) != ours.get(key)]
-            raise ValueError("checkpoint must come from a run of the same plan, seed, data, architecture and optimizer,"
-                             f" but {os.fspath(path)!r} differs: {'; '.join(differ)}")
+            differ = [
+                f"{key} {theirs.get(key)} there, {ours.get(key)} here"
+                for key in {**ours, **theirs}
+                if theirs.get(key) != ours.get(key)
+            ]
+            raise ValueError(
+                "checkpoint must come from a run of the same plan, seed, data, architecture and optimizer,"
+                f" but {os.fspath(path)!r} differs: {'; '.join(differ)}"
+            )
         if set(content["stateful"]) != set(self.stateful):
-            raise ValueError(f"stateful must name {sorted(content['stateful'])} as the checkpoint does, "
-                             f"got {sorted(self.stateful)}")
+            raise ValueError(
+                f"stateful must name {sorted(content['stateful'])} as the checkpoint does, got {sorted(self.stateful)}"
+            )
         run = self.run
         if self.seed is None:
             found = read_keys(key_file(path), self.generators)

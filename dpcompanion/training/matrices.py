@@ -57,7 +57,7 @@ def _slid(conv, a, g):
     for row in range(conv.kernel_size[0]):
         for column in range(conv.kernel_size[1]):
             offset = row * conv.dilation[0] * width + column * conv.dilation[1]
-            product = outputs @ inputs[..., offset:offset + length].mT
+            product = outputs @ inputs[..., offset : offset + length].mT
             found[:, row, column] = product.view(len(g), *conv.weight.shape[:2])
     return found
 

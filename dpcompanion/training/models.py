@@ -47,6 +47,7 @@ def seeded(build):
 
     Its weights go through `jittered`, which moves them only where a test asks for it.
     """
+
     @functools.wraps(build)
     def wrapped(*args, seed=0, **kwargs):
         with torch.random.fork_rng(devices=[]):
@@ -56,6 +57,7 @@ def seeded(build):
             for p in model.parameters():
                 p.copy_(jittered(p))
         return model
+
     return wrapped
 
 
@@ -97,9 +99,17 @@ class MaxPool2d(nn.MaxPool2d):
 def mnist_cnn(classes=10):
     """Two tanh convolutions, as in Tramer and Boneh's DP-SGD baseline for MNIST."""
     return nn.Sequential(
-        nn.Conv2d(1, 16, 8, stride=2, padding=2), nn.Tanh(), MaxPool2d(2, stride=1),
-        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), MaxPool2d(2, stride=1),
-        nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, classes))
+        nn.Conv2d(1, 16, 8, stride=2, padding=2),
+        nn.Tanh(),
+        MaxPool2d(2, stride=1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        nn.Tanh(),
+        MaxPool2d(2, stride=1),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.Tanh(),
+        nn.Linear(32, classes),
+    )
 
 
 @seeded
@@ -118,8 +128,19 @@ def cifar_cnn(classes=10):
 def lenet5(classes=10):
     """LeNet-5 with tanh and average pooling, on digits padded to 32 x 32."""
     return nn.Sequential(
-        nn.Conv2d(1, 6, 5), nn.Tanh(), nn.AvgPool2d(2), nn.Conv2d(6, 16, 5), nn.Tanh(), nn.AvgPool2d(2),
-        nn.Conv2d(16, 120, 5), nn.Tanh(), nn.Flatten(), nn.Linear(120, 84), nn.Tanh(), nn.Linear(84, classes))
+        nn.Conv2d(1, 6, 5),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(6, 16, 5),
+        nn.Tanh(),
+        nn.AvgPool2d(2),
+        nn.Conv2d(16, 120, 5),
+        nn.Tanh(),
+        nn.Flatten(),
+        nn.Linear(120, 84),
+        nn.Tanh(),
+        nn.Linear(84, classes),
+    )
 
 
 class _BasicBlock(nn.Module):
@@ -145,6 +166,7 @@ def resnet20(classes=10, *, groups=4, affine=False, channels=3):
     The defaults are Yu et al.'s, with convolutions from N(0, 2 / (k^2 out)); `groups=16, affine=True` is Thudi et
     al.'s.
     """
+
     def norm(width):
         return nn.GroupNorm(groups, width, affine=affine)
 
@@ -220,8 +242,14 @@ def wrn16_4(classes=10, *, groups=16, channels=3):
         for block in range(2):
             layers.append(_WideBlock(before, width, 2 if block == 0 and width > 64 else 1, groups))
             before = width
-    return nn.Sequential(*layers, nn.GroupNorm(groups, before), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
-                         nn.Linear(before, classes))
+    return nn.Sequential(
+        *layers,
+        nn.GroupNorm(groups, before),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(before, classes),
+    )
 
 
 class LSTM(nn.Module):
@@ -232,7 +260,7 @@ class LSTM(nn.Module):
         self.of_input = nn.ModuleList(nn.Linear(inputs if k == 0 else hidden, 4 * hidden) for k in range(layers))
         self.of_state = nn.ModuleList(nn.Linear(hidden, 4 * hidden) for _ in range(layers))
         for p in self.parameters():
-            nn.init.uniform_(p, -hidden**-0.5, hidden**-0.5)
+            nn.init.uniform_(p, -(hidden**-0.5), hidden**-0.5)
 
     def forward(self, x):
         """(n, positions, inputs) -> the last layer's output at each position, (n, positions, hidden)."""

@@ -25,10 +25,13 @@ def norms_of_all(model, loss, examples, *, method, chunk, precision=None):
     norms = []
     with undisturbed(model) as inner:
         for start in range(0, len(examples), chunk):
-            with torch.random.fork_rng(devices=[]):           # a transform may draw
+            with torch.random.fork_rng(devices=[]):  # a transform may draw
                 x, y = examples.part(start, start + chunk)
-            norms.append(clipping.gradient_norms(inner, loss, x.to(device), y.to(device), method=method, chunk=chunk,
-                                                 precision=precision))
+            norms.append(
+                clipping.gradient_norms(
+                    inner, loss, x.to(device), y.to(device), method=method, chunk=chunk, precision=precision
+                )
+            )
     return torch.cat(norms)
 
 
@@ -56,7 +59,7 @@ def chunk_for(x):
 @contextlib.contextmanager
 def undisturbed(model):
     """The model in evaluation mode, without the hooks of Opacus' GradSampleModule, and as it was afterwards."""
-    inner = getattr(model, "_module", model)              # what carries the hooks need not be a module itself
+    inner = getattr(model, "_module", model)  # what carries the hooks need not be a module itself
     modes = {module: module.training for module in inner.modules()}
     hooked = getattr(model, "hooks_enabled", False)
     inner.eval()

@@ -129,11 +129,15 @@ class DPSGDPlan:
             fix("relation", "zero-out" if given is None else "add-remove")
         if _checks.one_of("relation", self.relation, RELATIONS) == "add-remove":
             if given is None:
-                raise ValueError("expected_batch_size must be given for relation='add-remove', a public constant "
-                                 "chosen before the data were seen, got None: the sum of the rates gives n away")
+                raise ValueError(
+                    "expected_batch_size must be given for relation='add-remove', a public constant "
+                    "chosen before the data were seen, got None: the sum of the rates gives n away"
+                )
             if isinstance(self.max_grad_norm, torch.Tensor):
-                raise ValueError("max_grad_norm must be one number for relation='add-remove', got one for each "
-                                 "example: the noise is measured in their mean, which depends on who takes part")
+                raise ValueError(
+                    "max_grad_norm must be one number for relation='add-remove', got one for each "
+                    "example: the noise is measured in their mean, which depends on who takes part"
+                )
         if _checks.one_of("arithmetic", self.arithmetic, floats.ARITHMETICS) == "float":
             fix("parameters", _checks.whole_number("parameters", self.parameters, 1, 2**62))
             if not self.noise_multiplier:
@@ -141,13 +145,26 @@ class DPSGDPlan:
         elif self.parameters is not None:
             raise ValueError(f"parameters goes with arithmetic='float' alone, got {self.parameters!r}")
         rate = self.sample_rate
-        fix("expected_batch_size", given or _SumOfRates(
-            self.n * rate if isinstance(rate, float) else rate.sum().item()))
+        fix(
+            "expected_batch_size", given or _SumOfRates(self.n * rate if isinstance(rate, float) else rate.sum().item())
+        )
 
     @classmethod
-    def for_epsilon(cls, target_epsilon: float, *, n: int, sample_rate: Any, steps: int, max_grad_norm: Any,
-                    delta: float, expected_batch_size: float | None = None, relation: str | None = None,
-                    accountant: str = "pld", arithmetic: str = "real", parameters: int | None = None) -> "DPSGDPlan":
+    def for_epsilon(
+        cls,
+        target_epsilon: float,
+        *,
+        n: int,
+        sample_rate: Any,
+        steps: int,
+        max_grad_norm: Any,
+        delta: float,
+        expected_batch_size: float | None = None,
+        relation: str | None = None,
+        accountant: str = "pld",
+        arithmetic: str = "real",
+        parameters: int | None = None,
+    ) -> "DPSGDPlan":
         """The plan with the least noise whose epsilon, by `accountant`, does not exceed `target_epsilon`, for one rate
         for all. It keeps the accountant. Other arguments as for the class.
 
@@ -160,20 +177,45 @@ class DPSGDPlan:
         True
         """
         if not (_checks.is_number(sample_rate) and _checks.is_number(max_grad_norm)):
-            raise ValueError("sample_rate and max_grad_norm must be numbers, one for all examples, got "
-                             f"{sample_rate!r} and {max_grad_norm!r}")
+            raise ValueError(
+                "sample_rate and max_grad_norm must be numbers, one for all examples, got "
+                f"{sample_rate!r} and {max_grad_norm!r}"
+            )
         noise_multiplier = find_noise_multiplier(
-            target_epsilon=target_epsilon, target_delta=delta, sample_rate=sample_rate, steps=steps,
-            accountant=accountant)
+            target_epsilon=target_epsilon,
+            target_delta=delta,
+            sample_rate=sample_rate,
+            steps=steps,
+            accountant=accountant,
+        )
         if arithmetic == "float":
             # A hair less of delta, and what `sensitivity` adds.
             parameters = _checks.whole_number("parameters", parameters, 1, 2**62)
-            noise_multiplier = floats.least_noise(find_noise_multiplier(
-                target_epsilon=target_epsilon, target_delta=delta * (1 - 1e-8), sample_rate=sample_rate, steps=steps,
-                accountant=accountant), max_grad_norm, n=n, parameters=parameters)
-        return cls(n=n, sample_rate=sample_rate, steps=steps, max_grad_norm=max_grad_norm,
-                   noise_multiplier=noise_multiplier, delta=delta, expected_batch_size=expected_batch_size,
-                   relation=relation, arithmetic=arithmetic, parameters=parameters, accountant=accountant)
+            noise_multiplier = floats.least_noise(
+                find_noise_multiplier(
+                    target_epsilon=target_epsilon,
+                    target_delta=delta * (1 - 1e-8),
+                    sample_rate=sample_rate,
+                    steps=steps,
+                    accountant=accountant,
+                ),
+                max_grad_norm,
+                n=n,
+                parameters=parameters,
+            )
+        return cls(
+            n=n,
+            sample_rate=sample_rate,
+            steps=steps,
+            max_grad_norm=max_grad_norm,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            expected_batch_size=expected_batch_size,
+            relation=relation,
+            arithmetic=arithmetic,
+            parameters=parameters,
+            accountant=accountant,
+        )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -216,8 +258,14 @@ class DPSGDPlan:
             return torch.full((len(indices),), self.max_grad_norm, dtype=torch.float64)
         return self.max_grad_norm[indices]
 
-    def noise(self, shape: Sequence[int], generator: torch.Generator, *, dtype: torch.dtype = torch.float64,
-              device: str | torch.device = "cpu") -> torch.Tensor:
+    def noise(
+        self,
+        shape: Sequence[int],
+        generator: torch.Generator,
+        *,
+        dtype: torch.dtype = torch.float64,
+        device: str | torch.device = "cpu",
+    ) -> torch.Tensor:
         """Noise for a sum of clipped gradients, N(0, noise_std^2), drawn from `generator`."""
         return gaussian_noise(shape, self.noise_std, generator, dtype=dtype, device=device)
 
@@ -243,20 +291,26 @@ class DPSGDPlan:
         not depend on the data); Poisson sampling at rate 0.01, 500 steps, noise 1 times the clip norm 1, delta 1e-05,
         accountant pld.
         """
+
         def said(value):
             return f"{value:g}" if isinstance(value, float) else f"{value.min():g} to {value.max():g}"
 
-        whom = {"zero-out": f"Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the "
-                            f"number of examples, {self.n}, is public, and so is the divisor "
-                            f"{self.expected_batch_size:g})",
-                "add-remove": "Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor "
-                              f"{self.expected_batch_size:g} are constants that do not depend on the data)"}
+        whom = {
+            "zero-out": f"Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the "
+            f"number of examples, {self.n}, is public, and so is the divisor "
+            f"{self.expected_batch_size:g})",
+            "add-remove": "Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor "
+            f"{self.expected_batch_size:g} are constants that do not depend on the data)",
+        }
         mean = "" if isinstance(self.max_grad_norm, float) else "mean "
-        counted = "" if self.arithmetic == "real" else (
-            f", and what floats add for {self.parameters} parameters is counted")
-        return (f"{whom[self.relation]}; Poisson sampling at rate {said(self.sample_rate)}, {self.steps} steps, noise "
-                f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta "
-                f"{self.delta:g}, accountant {self.accountant}{counted}.")
+        counted = (
+            "" if self.arithmetic == "real" else (f", and what floats add for {self.parameters} parameters is counted")
+        )
+        return (
+            f"{whom[self.relation]}; Poisson sampling at rate {said(self.sample_rate)}, {self.steps} steps, noise "
+            f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta "
+            f"{self.delta:g}, accountant {self.accountant}{counted}."
+        )
 
     def epsilon(self, delta: float | None = None, *, steps: int | None = None, accountant: str | None = None) -> Any:
         """Epsilon after `steps` steps (all of the plan's by default), of which `statement` says what it is about, by
@@ -280,8 +334,13 @@ class DPSGDPlan:
         def epsilon_at(rate, noise):
             if steps == 0 or noise == 0:
                 return math.inf if steps else 0.0
-            return floats.paid_for(lambda at: compute_epsilon(
-                sample_rate=rate, noise_multiplier=noise, steps=steps, delta=at, accountant=accountant), delta, drawn)
+            return floats.paid_for(
+                lambda at: compute_epsilon(
+                    sample_rate=rate, noise_multiplier=noise, steps=steps, delta=at, accountant=accountant
+                ),
+                delta,
+                drawn,
+            )
 
         values = torch.tensor([epsilon_at(*pair) for pair in distinct.tolist()], dtype=torch.float64)
         return values[which] if self.individual else values.item()

@@ -79,6 +79,7 @@ def prove_in(precision, model, loss, x, y, claimed):
 
         def lowered(x, y):
             return claimed(x, y, precision)
+
         _compare(model, loss, x[rows], y[rows], lowered, precision)
         with weights_nearby(model):
             _compare(model, loss, x[rows], y[rows], lowered, precision)
@@ -132,7 +133,7 @@ def gradients_alone(model, loss, x, y, row, precision=None):
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad():
-        value = losses_in(precision, model, loss, x[row:row + 1], y[row:row + 1]).sum()
+        value = losses_in(precision, model, loss, x[row : row + 1], y[row : row + 1]).sum()
         try:
             gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
         except RuntimeError as error:
@@ -147,9 +148,9 @@ def _compare(model, loss, x, y, claimed, precision=None):
         gradients = gradients_alone(model, loss, x, y, row, precision)[1]
         sums = [total + g for total, g in zip(sums, gradients)]
         lengths.append(torch.stack([g.double().norm() for g in gradients]))
-    lengths = torch.stack(lengths)                      # (k, parameters)
+    lengths = torch.stack(lengths)  # (k, parameters)
     norms = lengths.norm(dim=1)
-    if not norms.isfinite().all():                      # of weights nearby only; for the model's own they are finite
+    if not norms.isfinite().all():  # of weights nearby only; for the model's own they are finite
         return
     relative, floor = tolerances(sums[0] if precision is None else sums[0].bfloat16())
     theirs, totals = claimed(x, y)
@@ -183,7 +184,7 @@ def check_independence(model, loss, x, y):
             for module in dropout:
                 module.eval()
             together, again = losses(x, y), losses(x, y)
-            alone = [losses(x[i:i + 1], y[i:i + 1]).sum() for i in range(len(x))]
+            alone = [losses(x[i : i + 1], y[i : i + 1]).sum() for i in range(len(x))]
         finally:
             for module in dropout:
                 module.train()
@@ -192,8 +193,10 @@ def check_independence(model, loss, x, y):
     if torch.equal(torch.nan_to_num(together), torch.nan_to_num(again)):
         relative, floor = tolerances(together)
         if not torch.allclose(together[finite], alone[finite], rtol=relative, atol=floor):
-            raise ValueError("model must treat examples one by one, but the loss of an example changes with its "
-                             f"company: {together.tolist()} together, {alone.tolist()} alone")
+            raise ValueError(
+                "model must treat examples one by one, but the loss of an example changes with its "
+                f"company: {together.tolist()} together, {alone.tolist()} alone"
+            )
 
 
 def tolerances(values):

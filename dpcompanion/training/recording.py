@@ -28,8 +28,10 @@ class Recorder:
         seen = {}
         for module, name in self.owners.items():
             if any(isinstance(part, _DropoutNd) and part.p for part in module.modules()):
-                raise Unfit(f"layer {name or 'model'!r} has parameters of its own around dropout, which would be drawn "
-                            "again; use method='func'")
+                raise Unfit(
+                    f"layer {name or 'model'!r} has parameters of its own around dropout, which would be drawn "
+                    "again; use method='func'"
+                )
             for parameter in own_parameters(module).values():
                 if parameter in seen:
                     raise Unfit(f"layers {seen[parameter]!r} and {name!r} share a parameter; use method='func'")
@@ -45,7 +47,8 @@ class Recorder:
         output = output.clone() if output._is_view() else output
         a = args[0]
         self.uses.setdefault(module, []).append(
-            (a.detach(), a._version, get_gradient_edge(output), len(output), a.requires_grad))
+            (a.detach(), a._version, get_gradient_edge(output), len(output), a.requires_grad)
+        )
         return output
 
     @contextlib.contextmanager
@@ -84,6 +87,7 @@ class Recorder:
             def hook(gradients):
                 if gradients[output] is not None:
                     arrived(module, use, gradients[output])
+
             return hook
 
         # Autograd goes where it is asked to: to the first layers, whose inputs need no gradient, and by all others.
@@ -96,12 +100,13 @@ class Recorder:
                     first.append((module, use, edge))
         silent = [p for module in self.owners if module not in self.uses for p in own_parameters(module).values()]
         try:
-            gradients = torch.autograd.grad(losses, [*(edge for _, _, edge in first), *silent],
-                                            torch.ones_like(losses), allow_unused=True)
+            gradients = torch.autograd.grad(
+                losses, [*(edge for _, _, edge in first), *silent], torch.ones_like(losses), allow_unused=True
+            )
         finally:
             for handle in handles:
                 handle.remove()
-        if any(g is not None for g in gradients[len(first):]):
+        if any(g is not None for g in gradients[len(first) :]):
             raise Unfit("a parameter is used outside the forward method of its layer; use method='func'")
         for (module, use, _), g in zip(first, gradients):
             if g is not None:
@@ -109,9 +114,11 @@ class Recorder:
         reached = _reached(losses) if self.uses else ()
         for module in list(self.uses):
             if len(pairs[module]) < len(self.uses[module]) and any(
-                    p in reached for p in own_parameters(module).values()):
-                raise Unfit(f"layer {self.owners[module]!r} is used, but no gradient comes by its output; use "
-                            "method='func'")
+                p in reached for p in own_parameters(module).values()
+            ):
+                raise Unfit(
+                    f"layer {self.owners[module]!r} is used, but no gradient comes by its output; use method='func'"
+                )
             finish(module)
 
 

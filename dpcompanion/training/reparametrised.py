@@ -56,9 +56,17 @@ class Reparametrised:
         bias = self.bias is not None
         kind = {"bias": bias, "device": "meta", "dtype": next(self.parameters()).dtype}
         if isinstance(self, nn.Conv2d):
-            layer = nn.Conv2d(self.in_channels, self.out_channels, self.kernel_size, stride=self.stride,
-                              padding=self.padding, dilation=self.dilation, groups=self.groups,
-                              padding_mode=self.padding_mode, **kind)
+            layer = nn.Conv2d(
+                self.in_channels,
+                self.out_channels,
+                self.kernel_size,
+                stride=self.stride,
+                padding=self.padding,
+                dilation=self.dilation,
+                groups=self.groups,
+                padding_mode=self.padding_mode,
+                **kind,
+            )
         else:
             layer = nn.Linear(self.in_features, self.out_features, **kind)
         if bias:

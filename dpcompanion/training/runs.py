@@ -38,10 +38,23 @@ class Ensemble:
         indices, norms: of the step just done and of each run, the examples and their gradient norms before clipping.
     """
 
-    def __init__(self, model: torch.nn.Module | Sequence[torch.nn.Module], loss: Loss, data: Sequence[torch.Tensor],
-                 plans: DPSGDPlan | Sequence[DPSGDPlan], *, seeds: Iterable[int], learning_rate: Numbers,
-                 momentum: float = 0.0, weight_decay: float = 0.0, members: Array | None = None, device: Device = None,
-                 method: str = "auto", physical_batch_size: int = 1024, generator_device: str | torch.device = "cpu"):
+    def __init__(
+        self,
+        model: torch.nn.Module | Sequence[torch.nn.Module],
+        loss: Loss,
+        data: Sequence[torch.Tensor],
+        plans: DPSGDPlan | Sequence[DPSGDPlan],
+        *,
+        seeds: Iterable[int],
+        learning_rate: Numbers,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        members: Array | None = None,
+        device: Device = None,
+        method: str = "auto",
+        physical_batch_size: int = 1024,
+        generator_device: str | torch.device = "cpu",
+    ):
         self.seeds = [_checks.seed("seeds", seed) for seed in seeds]
         runs = len(self.seeds)
         if not runs:
@@ -53,8 +66,9 @@ class Ensemble:
                 raise ValueError(f"{name} must be one, or one for each of the {runs} seeds, got {len(items)}")
         self.plans *= runs // len(self.plans)
         if len({(plan.n, plan.steps) for plan in self.plans}) > 1:
-            raise ValueError("plans must agree in n and steps, got "
-                             f"{sorted({(plan.n, plan.steps) for plan in self.plans})}")
+            raise ValueError(
+                f"plans must agree in n and steps, got {sorted({(plan.n, plan.steps) for plan in self.plans})}"
+            )
         if any(plan.arithmetic == "float" for plan in self.plans):
             raise ValueError("plans must have arithmetic='real': runs side by side have seeds and are for research")
         n, self.steps = self.plans[0].n, self.plans[0].steps
@@ -63,8 +77,10 @@ class Ensemble:
         if members is not None:
             members = torch.as_tensor(members).cpu()
             if members.dtype != torch.bool or members.shape != (runs, n):
-                raise ValueError(f"members must be booleans of shape ({runs}, {n}), got {members.dtype} of shape "
-                                 f"{tuple(members.shape)}")
+                raise ValueError(
+                    f"members must be booleans of shape ({runs}, {n}), got {members.dtype} of shape "
+                    f"{tuple(members.shape)}"
+                )
         self.members = members
         _checks.one_of("method", method, clipping.METHODS)
         self._size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
@@ -94,15 +110,21 @@ class Ensemble:
         self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors, dtype=torch.float64)
         self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
         # Of each run with noise from a cipher the grid on which sum and noise are added, else 0.
-        self._grids = torch.tensor([
-            [grid_of(plan.noise_std) if plan.noise_std and isinstance(g["noise"], SecureStream) else 0.0]
-            for plan, g in zip(self.plans, self._generators)], dtype=torch.float64, device=self.device)
+        self._grids = torch.tensor(
+            [
+                [grid_of(plan.noise_std) if plan.noise_std and isinstance(g["noise"], SecureStream) else 0.0]
+                for plan, g in zip(self.plans, self._generators)
+            ],
+            dtype=torch.float64,
+            device=self.device,
+        )
         self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
         self.method = clipping.resolve_method(self._template, loss, self.x, self.y, method)
         if self.method != "func" and not self._stacks():
             if method != "auto":
-                raise ValueError(f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' "
-                                 "or 'auto'")
+                raise ValueError(
+                    f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' or 'auto'"
+                )
             self.method = "func"
         self._network = self._workplace()
         self.step, self.epochs = 0, []
@@ -127,8 +149,10 @@ class Ensemble:
 
     def split(self, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rows (k, parameters) as {name: (k, *shape)}, without a copy."""
-        return {name: vectors[:, place].view(-1, *self._shapes[name]) if self._shapes[name] else vectors[:, place.start]
-                for name, place in self._places.items()}
+        return {
+            name: vectors[:, place].view(-1, *self._shapes[name]) if self._shapes[name] else vectors[:, place.start]
+            for name, place in self._places.items()
+        }
 
     def model(self, run: int) -> torch.nn.Module:
         """A module with the weights of one run."""
@@ -143,9 +167,17 @@ class Ensemble:
         model = copy.deepcopy(self._template).eval()
         parameters = self.parameters
         with torch.no_grad():
-            return torch.stack([torch.cat([
-                call_with(model, {name: p[run] for name, p in parameters.items()}, part)
-                for part in x.to(self.device).split(chunk)]) for run in range(len(self))])
+            return torch.stack(
+                [
+                    torch.cat(
+                        [
+                            call_with(model, {name: p[run] for name, p in parameters.items()}, part)
+                            for part in x.to(self.device).split(chunk)
+                        ]
+                    )
+                    for run in range(len(self))
+                ]
+            )
 
     def gradients_of(self, x: torch.Tensor, y: torch.Tensor, *, chunk: int | None = None) -> torch.Tensor:
         """The gradient of each run's loss at each of the m points (x, y), not clipped, (R, m, parameters).
@@ -177,7 +209,8 @@ class Ensemble:
             raise ValueError("model must be of one architecture for all runs, but their parameters differ")
         shared, given = (
             {name: t for name, t in [*one.named_parameters(), *one.named_buffers()] if name not in own}
-            for one in (self._template, model))
+            for one in (self._template, model)
+        )
         if set(shared) != set(given) or not all(torch.equal(t, given[name].to(t)) for name, t in shared.items()):
             raise ValueError("model must have the same frozen parameters and buffers in all runs")
         return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
@@ -191,8 +224,9 @@ class Ensemble:
             network = StackedNetwork(self._template)
             network.load(self.split(pair))
             with proof.evaluating(network.module):
-                together = clipping._layerwise(network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]),
-                                               math.inf, self.method, 2)
+                together = clipping._layerwise(
+                    network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, self.method, 2
+                )
         except (Unfit, RuntimeError, AttributeError, TypeError):
             return False
         for run, vector in enumerate(pair):
@@ -229,7 +263,8 @@ class Ensemble:
 
     def _explicit(self, rows, x, y):
         gradients, _ = torch.func.vmap(clipping._gradient_and_loss(self._template, self.loss), in_dims=(0, None, None))(
-            self.split(self.vectors[rows]), x, y)
+            self.split(self.vectors[rows]), x, y
+        )
         return torch.cat([g.flatten(2) for g in gradients.values()], 2)
 
     def _draw(self, run):
@@ -243,12 +278,12 @@ class Ensemble:
         """Draw the batches of the runs in `rows`, sum their clipped gradients and draw their noise."""
         draws = [self._draw(run) for run in rows]
         sizes = torch.tensor([len(indices) for indices, _ in draws])
-        self.batch_sizes[rows.start:rows.stop, self.step] = sizes
-        self._sums[rows.start:rows.stop] = 0
+        self.batch_sizes[rows.start : rows.stop, self.step] = sizes
+        self._sums[rows.start : rows.stop] = 0
         indices = torch.zeros(len(rows), max(1, int(sizes.max())), dtype=torch.int64)
         limits = torch.zeros(indices.shape, dtype=torch.float64)  # 0 beyond a run's own examples: they count nothing
         for k, (own, norms) in enumerate(draws):
-            indices[k, :len(own)], limits[k, :len(own)] = own, norms
+            indices[k, : len(own)], limits[k, : len(own)] = own, norms
         indices, limits = passes.sent(indices, self.device), passes.sent(limits, self.device)
         present = limits > 0
         norms, losses = torch.zeros_like(limits), torch.zeros_like(limits)
@@ -265,14 +300,15 @@ class Ensemble:
                 into[name] += g
             norms[some, part] = total.norms.reshape(which.shape).double()
             losses[some, part] = total.losses.reshape(which.shape).double()
-        losses = torch.where(present, losses, 0).sum(1) / present.sum(1)          # nan for an empty batch
-        self.losses[rows.start:rows.stop, self.step] = losses
-        self.dropped[rows.start:rows.stop] += (norms.isinf() & present).sum(1)
+        losses = torch.where(present, losses, 0).sum(1) / present.sum(1)  # nan for an empty batch
+        self.losses[rows.start : rows.stop, self.step] = losses
+        self.dropped[rows.start : rows.stop] += (norms.isinf() & present).sum(1)
         for k, run in enumerate(rows):
             size = len(draws[k][0])
             self.indices[run], self.norms[run] = indices[k, :size], norms[k, :size]
-            self._noise[run] = self.plans[run].noise((self.vectors.shape[1],), self._generators[run]["noise"],
-                                                     device=self.device)
+            self._noise[run] = self.plans[run].noise(
+                (self.vectors.shape[1],), self._generators[run]["noise"], device=self.device
+            )
 
     def _noisy(self):
         """The sums with their noise, as `DPSGDPlan.noisy` adds them, of all runs at once."""
@@ -285,8 +321,10 @@ class Ensemble:
         if add is not None:
             more = add(self)
             if not isinstance(more, torch.Tensor) or more.shape != self.vectors.shape:
-                raise ValueError(f"add must return a tensor of shape {tuple(self.vectors.shape)}, got "
-                                 f"{tuple(more.shape) if isinstance(more, torch.Tensor) else type(more).__name__}")
+                raise ValueError(
+                    f"add must return a tensor of shape {tuple(self.vectors.shape)}, got "
+                    f"{tuple(more.shape) if isinstance(more, torch.Tensor) else type(more).__name__}"
+                )
             self._sums += more
         move = self._noisy().div_(self._expected)
         if self.weight_decay:
@@ -297,10 +335,16 @@ class Ensemble:
         self.step += 1
 
     def _identity(self):
-        return {"format": _FORMAT, "plans": [plan.config() for plan in self.plans], "seeds": self.seeds,
-                "parameters": {name: list(shape) for name, shape in self._shapes.items()},
-                "learning_rate": self._begun_with, "momentum": self.momentum, "weight_decay": self.weight_decay,
-                "data": self._data_digest}
+        return {
+            "format": _FORMAT,
+            "plans": [plan.config() for plan in self.plans],
+            "seeds": self.seeds,
+            "parameters": {name: list(shape) for name, shape in self._shapes.items()},
+            "learning_rate": self._begun_with,
+            "momentum": self.momentum,
+            "weight_decay": self.weight_decay,
+            "data": self._data_digest,
+        }
 
     @functools.cached_property
     def _data_digest(self):
@@ -316,20 +360,29 @@ class Ensemble:
     _KEPT = ("vectors", "learning_rate", "losses", "batch_sizes", "dropped", "_velocity")
 
     def _save(self, path, stateful):
-        write_checkpoint(path, {
-            "identity": self._identity(), "step": self.step, "epochs": plain(self.epochs),
-            "tensors": {name: getattr(self, name) for name in self._KEPT},
-            "generators": [{name: g.get_state() for name, g in streams.items()} for streams in self._generators],
-            "stateful": {name: item.state_dict() for name, item in stateful.items()}})
+        write_checkpoint(
+            path,
+            {
+                "identity": self._identity(),
+                "step": self.step,
+                "epochs": plain(self.epochs),
+                "tensors": {name: getattr(self, name) for name in self._KEPT},
+                "generators": [{name: g.get_state() for name, g in streams.items()} for streams in self._generators],
+                "stateful": {name: item.state_dict() for name, item in stateful.items()},
+            },
+        )
 
     def _load(self, path, stateful):
         content = read_checkpoint(path, ("identity", "step", "epochs", "tensors", "generators", "stateful"))
         if content["identity"] != self._identity():
-            raise ValueError("checkpoint must come from runs of the same plans, seeds, data, architecture and learning "
-                             f"rates, but {os.fspath(path)!r} holds another ensemble")
+            raise ValueError(
+                "checkpoint must come from runs of the same plans, seeds, data, architecture and learning "
+                f"rates, but {os.fspath(path)!r} holds another ensemble"
+            )
         if set(content["stateful"]) != set(stateful):
-            raise ValueError(f"stateful must name {sorted(content['stateful'])} as the checkpoint does, "
-                             f"got {sorted(stateful)}")
+            raise ValueError(
+                f"stateful must name {sorted(content['stateful'])} as the checkpoint does, got {sorted(stateful)}"
+            )
         for name, kept in content["tensors"].items():
             if kept is not None:
                 getattr(self, name).copy_(kept)

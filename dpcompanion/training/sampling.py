@@ -30,8 +30,8 @@ from dpcompanion.training.secure import SecureStream
 #: Number of examples from which on draws from a torch.Generator are made by gaps.
 GAPS_FROM = 1_000_000
 
-_GROUPS = 64                 # different rates up to which each group of equal rates has its own gaps
-_BLOCK = 1 << 20             # gaps, or coins, that are drawn at a time
+_GROUPS = 64  # different rates up to which each group of equal rates has its own gaps
+_BLOCK = 1 << 20  # gaps, or coins, that are drawn at a time
 
 
 class PoissonSampler:
@@ -69,8 +69,10 @@ class PoissonSampler:
         if self._groups is None:
             blocks = range(0, self.n, _BLOCK)
             return torch.cat([self._coins(at, min(_BLOCK, self.n - at)).nonzero().squeeze(1) + at for at in blocks])
-        drawn = [self._by_gaps(rate, size) if members is None else members[self._by_gaps(rate, size)]
-                 for rate, size, members in self._groups]
+        drawn = [
+            self._by_gaps(rate, size) if members is None else members[self._by_gaps(rate, size)]
+            for rate, size, members in self._groups
+        ]
         return drawn[0] if len(drawn) == 1 else torch.cat(drawn).sort().values
 
     def _grouped(self):
@@ -99,7 +101,7 @@ class PoissonSampler:
 
     def _coins(self, start, count):
         """Who of `count` examples from `start` on is in a draw, (count,) booleans."""
-        rates = self.sample_rate[start:start + count] if self.sample_rate.ndim else self.sample_rate
+        rates = self.sample_rate[start : start + count] if self.sample_rate.ndim else self.sample_rate
         return self.generator.coins(count, rates) if self._exact else self._uniforms(count) < rates
 
     def _uniforms(self, *shape):

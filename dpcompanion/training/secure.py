@@ -80,8 +80,10 @@ class SecureStream:
         if key is None:
             key = os.urandom(KEY_BYTES)
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
-            raise ValueError(f"key must be {KEY_BYTES} bytes, got {type(key).__name__}"
-                             + (f" of length {len(key)}" if isinstance(key, bytes) else ""))
+            raise ValueError(
+                f"key must be {KEY_BYTES} bytes, got {type(key).__name__}"
+                + (f" of length {len(key)}" if isinstance(key, bytes) else "")
+            )
         _cipher()
         self._key, self._calls, self._process = key, 0, os.getpid()
 
@@ -89,8 +91,9 @@ class SecureStream:
         return f"SecureStream(<{8 * KEY_BYTES} bits>, calls={self._calls})"  # never the key
 
     def __reduce__(self):
-        raise TypeError("a SecureStream is not copied or sent to another process, which would draw the same numbers; "
-                        "make one there")
+        raise TypeError(
+            "a SecureStream is not copied or sent to another process, which would draw the same numbers; make one there"
+        )
 
     def get_state(self, *, with_key=False):
         """{"calls": how many were made}, and {"key": the key} where asked for: whoever reads it knows all the noise."""
@@ -167,7 +170,7 @@ class SecureStream:
         shape = torch.Size(shape)
         result = np.empty(shape.numel())
         for start in range(0, len(result), _BLOCK):
-            part = result[start:start + _BLOCK]
+            part = result[start : start + _BLOCK]
             part[:] = self._multiples(self.words(len(part)), std / grid)
         return torch.from_numpy(result * grid).reshape(shape)
 
@@ -210,7 +213,7 @@ def _reach(t, scale):
     multiple are off by, with x^2 <= -2 ln t.  It falls as t grows.
     """
     size = scale * np.sqrt(-2 * np.log(t))
-    return (2 * scale * ((4.2 + 1 / t) * 2.0**-65 + 3.1 * 2.0**-52) + size * (_INVERSE_ERROR + 2.0**-50) + 2.0**-50)
+    return 2 * scale * ((4.2 + 1 / t) * 2.0**-65 + 3.1 * 2.0**-52) + size * (_INVERSE_ERROR + 2.0**-50) + 2.0**-50
 
 
 def snapped(total, grid):
@@ -264,4 +267,5 @@ def _cipher():
     def encryptor(key, call):
         # The first 4 bytes count blocks of 64 bytes within a call, the other 12 are the nonce.
         return Cipher(algorithms.ChaCha20(key, bytes(4) + call.to_bytes(12, "little")), mode=None).encryptor()
+
     return encryptor

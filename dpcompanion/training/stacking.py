@@ -49,8 +49,10 @@ class StackedLayer(nn.Module):
             return parts[0] if runs == 1 else torch.cat(parts)
         if isinstance(layer, Reparametrised):
             bias = own.get("bias", [layer.bias] * runs)
-            parts = [layer.use(part, layer.effective_weight(**layer.weight_parameters(own, run)), bias[run])
-                     for run, part in enumerate(x.chunk(runs))]
+            parts = [
+                layer.use(part, layer.effective_weight(**layer.weight_parameters(own, run)), bias[run])
+                for run, part in enumerate(x.chunk(runs))
+            ]
             return parts[0] if runs == 1 else torch.cat(parts)
         if type(layer) is nn.Linear:
             weight, bias = own.get("weight", layer.weight), own.get("bias", layer.bias)
@@ -61,6 +63,7 @@ class StackedLayer(nn.Module):
 
         def one(own, x):
             return call_with(layer, own, x)
+
         return torch.func.vmap(one)(own, x.unflatten(0, (runs, -1))).flatten(0, 1)
 
 
@@ -82,9 +85,12 @@ class StackedNetwork:
         for parent in self.module.modules():
             parent._modules |= {name: stacked[child] for name, child in parent._modules.items() if child in stacked}
         self.module = stacked.get(self.module, self.module)
-        self._slots = {(f"{prefix}.{name}" if prefix else name): (layer, name)
-                       for prefix, layer in self.module.named_modules() if isinstance(layer, StackedLayer)
-                       for name in own_parameters(layer)}
+        self._slots = {
+            (f"{prefix}.{name}" if prefix else name): (layer, name)
+            for prefix, layer in self.module.named_modules()
+            if isinstance(layer, StackedLayer)
+            for name in own_parameters(layer)
+        }
 
     def load(self, parameters):
         """Use `parameters`, {name: (runs, *shape)}, without copying them."""

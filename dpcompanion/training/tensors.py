@@ -28,8 +28,12 @@ def call_with(model, tensors, *inputs):
     replaced in all of them.
     """
     given = {id(t): tensors[name] for name, t in [*model.named_parameters(), *model.named_buffers()] if name in tensors}
-    places = {f"{prefix}.{name}" if prefix else name: given[id(t)] for prefix, module in model.named_modules()
-              for name, t in [*module._parameters.items(), *module._buffers.items()] if id(t) in given}
+    places = {
+        f"{prefix}.{name}" if prefix else name: given[id(t)]
+        for prefix, module in model.named_modules()
+        for name, t in [*module._parameters.items(), *module._buffers.items()]
+        if id(t) in given
+    }
     return torch.func.functional_call(model, places, inputs, tie_weights=False)
 
 
@@ -56,7 +60,7 @@ def squared_norms(tensor):
         squares = torch.linalg.vector_norm(flat, dim=1).square()
     else:
         blocks = flat.shape[1] // _SUMMED
-        whole, rest = flat[:, :blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)), flat[:, blocks * _SUMMED:]
+        whole, rest = flat[:, : blocks * _SUMMED].unflatten(1, (blocks, _SUMMED)), flat[:, blocks * _SUMMED :]
         norms = torch.linalg.vector_norm(whole, dim=2), torch.linalg.vector_norm(rest, dim=1, keepdim=True)
         squares = torch.cat(norms, 1).double().square().sum(1)
     # What the squares of n numbers may have lost by underflow, against the last bit of their sum.

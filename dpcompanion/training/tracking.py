@@ -105,11 +105,25 @@ class NormTracker:
         ValueError: an argument outside its range, or options that contradict each other.
     """
 
-    def __init__(self, accountant: IndividualAccountant, model: torch.nn.Module, loss: Loss, data: Data, *,
-                 steps_per_epoch: int, updates_per_epoch: float = 1, running: bool = False, clipping: str = "maximum",
-                 examples: Array | None = None, budget: Any = None, trajectory_delta: float | None = None,
-                 keep_norms: bool = False, method: str = "auto", chunk: int | None = None,
-                 precision: str | None = None):
+    def __init__(
+        self,
+        accountant: IndividualAccountant,
+        model: torch.nn.Module,
+        loss: Loss,
+        data: Data,
+        *,
+        steps_per_epoch: int,
+        updates_per_epoch: float = 1,
+        running: bool = False,
+        clipping: str = "maximum",
+        examples: Array | None = None,
+        budget: Any = None,
+        trajectory_delta: float | None = None,
+        keep_norms: bool = False,
+        method: str = "auto",
+        chunk: int | None = None,
+        precision: str | None = None,
+    ):
         self._accountant, self.model, self.loss = accountant, model, loss
         self.data = examples_of(data)
         if len(self.data) != accountant.n:
@@ -130,20 +144,25 @@ class NormTracker:
         self.examples = examples
         if budget is not None:
             if not self.exact:
-                raise ValueError("budget needs clipping='individual' and running=False: "
-                                 "a filter must know what is charged")
+                raise ValueError(
+                    "budget needs clipping='individual' and running=False: a filter must know what is charged"
+                )
             if budget.n != accountant.n:
                 raise ValueError(f"budget must be a filter of {accountant.n} examples, got {budget.n}")
         self.budget = budget
-        self.trajectory_delta = None if trajectory_delta is None else _checks.number(
-            "trajectory_delta", trajectory_delta, 0, 1, closed="neither")
+        self.trajectory_delta = (
+            None
+            if trajectory_delta is None
+            else _checks.number("trajectory_delta", trajectory_delta, 0, 1, closed="neither")
+        )
         self.keep_norms = bool(keep_norms)
         self.method, self._proved = _checks.one_of("method", method, clipping_.METHODS), False
         self.precision = _checks.one_of("precision", precision, clipping_.PRECISIONS)
         self.chunk = passes.chunk_for(self.data.probe[0]) if chunk is None else _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
-        self.norms = torch.full((accountant.n,), accountant.max_grad_norm, dtype=torch.float64,
-                                device=accountant.device)
+        self.norms = torch.full(
+            (accountant.n,), accountant.max_grad_norm, dtype=torch.float64, device=accountant.device
+        )
         #: Steps begun, and full-batch passes made.
         self.steps, self.passes = 0, 0
         # Of each example: the steps that are in the account. Since then it is charged for `_charged`.
@@ -158,11 +177,27 @@ class NormTracker:
         self._over = None
 
     @classmethod
-    def for_plan(cls, plan: "DPSGDPlan", model: torch.nn.Module, loss: Loss, data: Data, *,
-                 updates_per_epoch: float = 1, running: bool = False, clipping: str = "maximum",
-                 examples: Array | None = None, budget: Any = None, trajectory_delta: float | None = None,
-                 keep_norms: bool = False, method: str = "auto", chunk: int | None = None, precision: str | None = None,
-                 rounding: float | None = 0.01, accountant: str | None = None, device: Device = None) -> "NormTracker":
+    def for_plan(
+        cls,
+        plan: "DPSGDPlan",
+        model: torch.nn.Module,
+        loss: Loss,
+        data: Data,
+        *,
+        updates_per_epoch: float = 1,
+        running: bool = False,
+        clipping: str = "maximum",
+        examples: Array | None = None,
+        budget: Any = None,
+        trajectory_delta: float | None = None,
+        keep_norms: bool = False,
+        method: str = "auto",
+        chunk: int | None = None,
+        precision: str | None = None,
+        rounding: float | None = 0.01,
+        accountant: str | None = None,
+        device: Device = None,
+    ) -> "NormTracker":
         """A tracker with an account of its own, both made from the plan of a run.
 
         Args:
@@ -183,12 +218,26 @@ class NormTracker:
         >>> tracker.accountant.accountant, tracker.steps_per_epoch
         ('pld', 10)
         """
-        account = IndividualAccountant.for_plan(plan, n=None if examples is None else len(examples), rounding=rounding,
-                                                accountant=accountant, device=device)
-        return cls(account, model, loss, data, steps_per_epoch=plan.steps_per_epoch,
-                   updates_per_epoch=updates_per_epoch, running=running, clipping=clipping, examples=examples,
-                   budget=budget, trajectory_delta=trajectory_delta, keep_norms=keep_norms, method=method, chunk=chunk,
-                   precision=precision)
+        account = IndividualAccountant.for_plan(
+            plan, n=None if examples is None else len(examples), rounding=rounding, accountant=accountant, device=device
+        )
+        return cls(
+            account,
+            model,
+            loss,
+            data,
+            steps_per_epoch=plan.steps_per_epoch,
+            updates_per_epoch=updates_per_epoch,
+            running=running,
+            clipping=clipping,
+            examples=examples,
+            budget=budget,
+            trajectory_delta=trajectory_delta,
+            keep_norms=keep_norms,
+            method=method,
+            chunk=chunk,
+            precision=precision,
+        )
 
     @property
     def exact(self) -> bool:
@@ -198,14 +247,15 @@ class NormTracker:
     @property
     def parameters(self) -> State:
         """What a plan must agree with: n, sample_rate, max_grad_norm and noise_multiplier of the account."""
-        return {name: getattr(self._accountant, name) for name in
-                ("n", "sample_rate", "max_grad_norm", "noise_multiplier")}
+        return {
+            name: getattr(self._accountant, name) for name in ("n", "sample_rate", "max_grad_norm", "noise_multiplier")
+        }
 
     @property
     def accountant(self) -> IndividualAccountant:
         """The accountant, with all steps recorded."""
         steps = self.steps - self._recorded
-        if steps.device.type != "cpu" or steps.any():       # elsewhere the answer takes longer than to record nothing
+        if steps.device.type != "cpu" or steps.any():  # elsewhere the answer takes longer than to record nothing
             self._accountant.record(self._charged, steps=steps)
             self._recorded.fill_(self.steps)
         return self._accountant
@@ -217,8 +267,10 @@ class NormTracker:
             ValueError: if the account is an estimate, or if there was no step or the last one has not ended.
         """
         if not self.exact:
-            raise ValueError("epsilon needs clipping='individual' and running=False; this account is an estimate, "
-                             "see estimated_epsilon")
+            raise ValueError(
+                "epsilon needs clipping='individual' and running=False; this account is an estimate, "
+                "see estimated_epsilon"
+            )
         self._check_stepped()
         return self.accountant.epsilon(delta)
 
@@ -233,8 +285,10 @@ class NormTracker:
 
     def _check_stepped(self):
         if not self.steps:
-            raise ValueError("tracker must have followed a run to give epsilon, but no step was begun; hand it to "
-                             "train(..., trackers=[tracker]), or see NormTracker.step")
+            raise ValueError(
+                "tracker must have followed a run to give epsilon, but no step was begun; hand it to "
+                "train(..., trackers=[tracker]), or see NormTracker.step"
+            )
         if self.exact and self._begun is not False:
             raise ValueError(f"step {self.steps} must end before the account is exact, but it was left half done")
         if self._over is not None and self._over:
@@ -335,16 +389,16 @@ class NormTracker:
             if self.budget is not None:
                 paid = self.budget.clip_norms(limits)
                 charged, limits = torch.where(paid == limits, charged, paid), paid
-        if charged is not self._charged and (
-                charged.device.type != "cpu" or not torch.equal(charged, self._charged)):
+        if charged is not self._charged and (charged.device.type != "cpu" or not torch.equal(charged, self._charged)):
             self.accountant  # noqa: B018 (records what was charged before)
         self._charged = charged
         self.steps += 1
         self._begun = limits
         return limits
 
-    def after_step(self, indices: Array | None = None, norms: Array | None = None, *,
-                   clipped: Array | None = None) -> None:
+    def after_step(
+        self, indices: Array | None = None, norms: Array | None = None, *, clipped: Array | None = None
+    ) -> None:
         """End a step. `train` calls it; see `step` for a loop of one's own.
 
         Args:
@@ -395,10 +449,16 @@ class NormTracker:
 
     def state_dict(self) -> State:
         """All that is needed to go on, the account included."""
-        return {"accountant": self.accountant.state_dict(), "options": self._options(),
-                "norms": self.norms.cpu().clone(), "step": self.steps, "passes": self.passes,
-                "trajectory": list(self._trajectory), "kept": list(self._kept),
-                "budget": None if self.budget is None else self.budget.state_dict()}
+        return {
+            "accountant": self.accountant.state_dict(),
+            "options": self._options(),
+            "norms": self.norms.cpu().clone(),
+            "step": self.steps,
+            "passes": self.passes,
+            "trajectory": list(self._trajectory),
+            "kept": list(self._kept),
+            "budget": None if self.budget is None else self.budget.state_dict(),
+        }
 
     def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of a tracker with the same options; ValueError names what differs."""
@@ -414,10 +474,16 @@ class NormTracker:
         self._trajectory, self._kept = list(state["trajectory"]), [tuple(kept) for kept in state["kept"]]
 
     def _options(self):
-        return {"steps_per_epoch": self.steps_per_epoch, "updates_per_epoch": self.updates_per_epoch,
-                "running": self.running, "clipping": self.clipping, "budget": self.budget is not None,
-                "examples": None if self.examples is None else self.examples.tolist(),
-                "trajectory_delta": self.trajectory_delta, "keep_norms": self.keep_norms}
+        return {
+            "steps_per_epoch": self.steps_per_epoch,
+            "updates_per_epoch": self.updates_per_epoch,
+            "running": self.running,
+            "clipping": self.clipping,
+            "budget": self.budget is not None,
+            "examples": None if self.examples is None else self.examples.tolist(),
+            "trajectory_delta": self.trajectory_delta,
+            "keep_norms": self.keep_norms,
+        }
 
     def _due(self):
         """Whether a pass comes before this step: they lie at the whole multiples of steps_per_epoch / K, rounded up."""
@@ -429,8 +495,9 @@ class NormTracker:
         if not self._proved:
             self.method = passes.resolve_method(self.model, self.loss, self.data, self.method, self.precision)
             self._proved = True
-        norms = passes.norms_of_all(self.model, self.loss, self.data, method=self.method, chunk=self.chunk,
-                                    precision=self.precision)
+        norms = passes.norms_of_all(
+            self.model, self.loss, self.data, method=self.method, chunk=self.chunk, precision=self.precision
+        )
         self.norms, self._limits = self._bounded(norms), None
         self.passes += 1
         if self.keep_norms:

@@ -5,7 +5,13 @@ from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDp
 from dp_accounting.pld import PLDAccountant
 
 from dpcompanion.accounting import (
-    ACCOUNTANTS, compute_epsilon, find_noise_multiplier, find_sample_rate, find_steps, gaussian_epsilon)
+    ACCOUNTANTS,
+    compute_epsilon,
+    find_noise_multiplier,
+    find_sample_rate,
+    find_steps,
+    gaussian_epsilon,
+)
 
 TARGETS = [dict(target_epsilon=e, target_delta=d) for e, d in ((1.0, 1e-5), (0.05, 1e-3), (8.0, 1e-10))]
 OFF = 1.1e-4
@@ -39,8 +45,9 @@ def test_the_rate_meets_the_target_and_a_little_more_does_not(noise_multiplier, 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.parametrize("target", TARGETS[::2])
-@pytest.mark.parametrize("sample_rate, noise_multiplier", [
-    (0.01, 1.0), (512 / 60000, 3.42529), (0.5, 30.0), (1.0, 20.0)])
+@pytest.mark.parametrize(
+    "sample_rate, noise_multiplier", [(0.01, 1.0), (512 / 60000, 3.42529), (0.5, 30.0), (1.0, 20.0)]
+)
 def test_the_steps_meet_the_target_and_one_more_does_not(sample_rate, noise_multiplier, target, accountant):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier)
     steps = find_steps(**run, **target, accountant=accountant)
@@ -65,15 +72,19 @@ def test_a_rate_of_one_is_found_where_full_batches_are_affordable():
 
 def test_tight_accounting_needs_less_noise():
     run = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=1 / 118, steps=9440)
-    assert (find_noise_multiplier(**run) < find_noise_multiplier(**run, accountant="rdp")
-            == pytest.approx(3.4247, rel=2e-4))
+    assert (
+        find_noise_multiplier(**run) < find_noise_multiplier(**run, accountant="rdp") == pytest.approx(3.4247, rel=2e-4)
+    )
 
 
 def test_dp_accounting_finds_the_same_noise():
     theirs = calibrate_dp_mechanism(
         lambda: PLDAccountant(value_discretization_interval=1e-4),
         lambda noise: SelfComposedDpEvent(PoissonSampledDpEvent(0.01, GaussianDpEvent(noise)), 2000),
-        2.0, 1e-5, tol=1e-5)
+        2.0,
+        1e-5,
+        tol=1e-5,
+    )
     ours = find_noise_multiplier(target_epsilon=2.0, target_delta=1e-5, sample_rate=0.01, steps=2000)
     assert ours == pytest.approx(theirs, rel=3e-4)
 
@@ -90,10 +101,12 @@ def test_extreme_targets_are_met_or_refused(accountant):
 def test_targets_out_of_reach_are_refused_by_name(accountant):
     with pytest.raises(ValueError, match="target_epsilon=1e-12 cannot be met"):
         find_noise_multiplier(
-            target_epsilon=1e-12, target_delta=1e-15, sample_rate=1.0, steps=10**7, accountant=accountant)
+            target_epsilon=1e-12, target_delta=1e-15, sample_rate=1.0, steps=10**7, accountant=accountant
+        )
     with pytest.raises(ValueError, match="target_epsilon=1e-09 cannot be met with noise_multiplier=0.1"):
         find_sample_rate(
-            target_epsilon=1e-9, target_delta=1e-15, noise_multiplier=0.1, steps=10**7, accountant=accountant)
+            target_epsilon=1e-9, target_delta=1e-15, noise_multiplier=0.1, steps=10**7, accountant=accountant
+        )
     with pytest.raises(ValueError, match="target_epsilon=0.1 cannot be met: one step already costs"):
         find_steps(target_epsilon=0.1, target_delta=1e-5, sample_rate=0.5, noise_multiplier=0.5, accountant=accountant)
     with pytest.raises(ValueError, match="target_epsilon=10 is not spent"):
@@ -104,13 +117,31 @@ GOOD = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, noise_multi
 SEARCHES = [(find_noise_multiplier, "noise_multiplier"), (find_sample_rate, "sample_rate"), (find_steps, "steps")]
 
 
-@pytest.mark.parametrize("name, value", [
-    ("target_epsilon", 0.0), ("target_epsilon", -1.0), ("target_epsilon", math.inf), ("target_epsilon", math.nan),
-    ("target_epsilon", [1, 2]),
-    ("target_delta", 0.0), ("target_delta", 1.0), ("target_delta", math.nan), ("target_delta", "x"),
-    ("sample_rate", 0.0), ("sample_rate", 1.01), ("sample_rate", math.nan),
-    ("noise_multiplier", 0.0), ("noise_multiplier", -1.0), ("noise_multiplier", math.inf),
-    ("noise_multiplier", math.nan), ("steps", 0), ("steps", 1.5), ("steps", math.nan), ("accountant", "gdp")])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("target_epsilon", 0.0),
+        ("target_epsilon", -1.0),
+        ("target_epsilon", math.inf),
+        ("target_epsilon", math.nan),
+        ("target_epsilon", [1, 2]),
+        ("target_delta", 0.0),
+        ("target_delta", 1.0),
+        ("target_delta", math.nan),
+        ("target_delta", "x"),
+        ("sample_rate", 0.0),
+        ("sample_rate", 1.01),
+        ("sample_rate", math.nan),
+        ("noise_multiplier", 0.0),
+        ("noise_multiplier", -1.0),
+        ("noise_multiplier", math.inf),
+        ("noise_multiplier", math.nan),
+        ("steps", 0),
+        ("steps", 1.5),
+        ("steps", math.nan),
+        ("accountant", "gdp"),
+    ],
+)
 def test_bad_arguments_are_named(name, value):
     for search, found in SEARCHES:
         if found != name:

@@ -30,8 +30,10 @@ def test_the_delta_of_balle_et_al_is_that_of_dp_accounting(epsilon):
     theirs, _ = rdp_privacy_accountant.compute_delta(DEFAULT_ORDERS, rdp.numpy(), epsilon)
     assert float(rdp_to_delta(rdp, DEFAULT_ORDERS, epsilon)[0]) == pytest.approx(theirs, rel=1e-10)
     # At 0 Pinsker's bound, which it does not use, is the smaller one.
-    assert (float(rdp_to_delta(rdp, DEFAULT_ORDERS, 0.0)[0])
-            <= rdp_privacy_accountant.compute_delta(DEFAULT_ORDERS, rdp.numpy(), 0.0)[0])
+    assert (
+        float(rdp_to_delta(rdp, DEFAULT_ORDERS, 0.0)[0])
+        <= rdp_privacy_accountant.compute_delta(DEFAULT_ORDERS, rdp.numpy(), 0.0)[0]
+    )
 
 
 def test_mironovs_conversion_is_its_formula():
@@ -68,8 +70,9 @@ def test_no_conversion_falls_below_the_exact_gaussian_mechanism(mu, log_delta):
     orders = torch.tensor(DEFAULT_ORDERS, dtype=torch.float64)
     exact = float(gaussian_epsilon(mu, 10**log_delta))
     for conversion in CONVERSIONS:
-        assert (float(rdp_to_epsilon(orders * mu**2 / 2, orders, 10**log_delta, conversion=conversion)[0])
-                >= exact * (1 - 1e-12))
+        assert float(rdp_to_epsilon(orders * mu**2 / 2, orders, 10**log_delta, conversion=conversion)[0]) >= exact * (
+            1 - 1e-12
+        )
 
 
 def test_epsilon_is_zero_once_delta_covers_the_total_variation():
@@ -102,11 +105,22 @@ def test_many_rows_and_deltas_are_converted_together():
             assert float(epsilon[i, j]) == float(rdp_to_epsilon(rdp[i], DEFAULT_ORDERS, delta)[0])
 
 
-@pytest.mark.parametrize("name, value", [
-    ("rdp", [-0.1, 1.0]), ("rdp", [math.nan, 1.0]), ("rdp", [0.1, 0.2, 0.3]), ("rdp", 0.1), ("orders", [1.0, 2.0]),
-    ("orders", [2.0, math.nan]), ("delta", 0.0), ("delta", 1.0), ("delta", math.nan), ("delta", "x"),
-    ("conversion", "zcdp"),
-])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("rdp", [-0.1, 1.0]),
+        ("rdp", [math.nan, 1.0]),
+        ("rdp", [0.1, 0.2, 0.3]),
+        ("rdp", 0.1),
+        ("orders", [1.0, 2.0]),
+        ("orders", [2.0, math.nan]),
+        ("delta", 0.0),
+        ("delta", 1.0),
+        ("delta", math.nan),
+        ("delta", "x"),
+        ("conversion", "zcdp"),
+    ],
+)
 def test_bad_arguments_of_epsilon_are_named(name, value):
     arguments = {"rdp": [0.1, 0.2], "orders": [2.0, 3.0], "delta": 1e-5, "conversion": "balle2020", name: value}
     with pytest.raises(ValueError, match=name):

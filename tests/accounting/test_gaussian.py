@@ -20,7 +20,7 @@ def exact_delta(mu, epsilon):
 @settings(max_examples=300, deadline=None)
 def test_delta_agrees_with_the_formula_in_high_precision(log_mu, z):
     mu = 10**log_mu
-    epsilon = max(0.0, mu * (z + mu / 2 - 3))          # from the bulk to a delta of e^-650
+    epsilon = max(0.0, mu * (z + mu / 2 - 3))  # from the bulk to a delta of e^-650
     exact = float(exact_delta(mu, epsilon))
     assert float(gaussian_delta(mu, epsilon)) == pytest.approx(exact, rel=1e-11 * (1 + z * z), abs=1e-305)
 
@@ -83,15 +83,22 @@ def test_shapes_broadcast_and_stay_where_they_are():
     assert gaussian_epsilon(1.0, [1e-5, 1e-6]).shape == (2,) and gaussian_epsilon(torch.tensor(1.0), 1e-5).shape == ()
 
 
-@pytest.mark.parametrize("call, name", [
-    (lambda: gaussian_delta(-1.0, 1.0), "sensitivity_over_sigma"),
-    (lambda: gaussian_delta(math.nan, 1.0), "sensitivity_over_sigma"),
-    (lambda: gaussian_delta(1.0, -0.1), "epsilon"), (lambda: gaussian_delta(1.0, [1.0, math.nan]), "epsilon"),
-    (lambda: gaussian_epsilon("x", 0.1), "sensitivity_over_sigma"), (lambda: gaussian_epsilon(1.0, 0.0), "delta"),
-    (lambda: gaussian_mu(-1.0, 0.1), "epsilon"), (lambda: gaussian_mu(math.inf, 0.1), "epsilon"),
-    (lambda: gaussian_mu(1.0, 0.0), "delta"), (lambda: gaussian_epsilon(1.0, 1.0), "delta"),
-    (lambda: gaussian_epsilon(1.0, math.nan), "delta"),
-])
+@pytest.mark.parametrize(
+    "call, name",
+    [
+        (lambda: gaussian_delta(-1.0, 1.0), "sensitivity_over_sigma"),
+        (lambda: gaussian_delta(math.nan, 1.0), "sensitivity_over_sigma"),
+        (lambda: gaussian_delta(1.0, -0.1), "epsilon"),
+        (lambda: gaussian_delta(1.0, [1.0, math.nan]), "epsilon"),
+        (lambda: gaussian_epsilon("x", 0.1), "sensitivity_over_sigma"),
+        (lambda: gaussian_epsilon(1.0, 0.0), "delta"),
+        (lambda: gaussian_mu(-1.0, 0.1), "epsilon"),
+        (lambda: gaussian_mu(math.inf, 0.1), "epsilon"),
+        (lambda: gaussian_mu(1.0, 0.0), "delta"),
+        (lambda: gaussian_epsilon(1.0, 1.0), "delta"),
+        (lambda: gaussian_epsilon(1.0, math.nan), "delta"),
+    ],
+)
 def test_bad_arguments_are_named(call, name):
     with pytest.raises(ValueError, match=name):
         call()

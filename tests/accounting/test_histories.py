@@ -11,14 +11,21 @@ from dpcompanion.accounting import compute_epsilon, gaussian_epsilon
 from dpcompanion.accounting.histories import epsilon_of_histories
 
 
-@pytest.mark.parametrize("rate, noises, steps, delta", [
-    (0.01, [1.0, 2.0, 50.0], 1000, 1e-5), (512 / 60000, [3.42529, 7.0, 350.0], 9375, 1e-5),
-    (0.1, [1.0, 3.0, 10.0], 50, 1e-9), (0.5, [0.5, 5.0], 3, 1e-5),
-    (0.2, [0.8, 20.0], 40, 1e-13), (0.9, [2.0, 30.0], 7, 0.01),
-])
+@pytest.mark.parametrize(
+    "rate, noises, steps, delta",
+    [
+        (0.01, [1.0, 2.0, 50.0], 1000, 1e-5),
+        (512 / 60000, [3.42529, 7.0, 350.0], 9375, 1e-5),
+        (0.1, [1.0, 3.0, 10.0], 50, 1e-9),
+        (0.5, [0.5, 5.0], 3, 1e-5),
+        (0.2, [0.8, 20.0], 40, 1e-13),
+        (0.9, [2.0, 30.0], 7, 0.01),
+    ],
+)
 def test_a_history_at_one_level_costs_what_the_run_costs(rate, noises, steps, delta):
     found = epsilon_of_histories(
-        torch.eye(len(noises)) * steps, sample_rate=rate, noise_multipliers=noises, delta=delta)
+        torch.eye(len(noises)) * steps, sample_rate=rate, noise_multipliers=noises, delta=delta
+    )
     for epsilon, noise in zip(found.tolist(), noises):
         exact = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta)
         assert exact * (1 - 2e-4) <= epsilon <= exact * 1.002 + 1e-6
@@ -27,8 +34,9 @@ def test_a_history_at_one_level_costs_what_the_run_costs(rate, noises, steps, de
 @pytest.mark.parametrize("noise", [0.1, 0.03])
 def test_histories_with_little_noise_are_not_told_that_they_have_next_to_none(noise):
     """Where the grid of epsilons was longer than 745, the exponential of its lower part was 0, and so was epsilon."""
-    found = epsilon_of_histories([[100, 0], [50, 50]], sample_rate=0.01, noise_multipliers=[noise, 2 * noise],
-                                 delta=1e-5)
+    found = epsilon_of_histories(
+        [[100, 0], [50, 50]], sample_rate=0.01, noise_multipliers=[noise, 2 * noise], delta=1e-5
+    )
     exact = [compute_epsilon(sample_rate=0.01, noise_multiplier=noise, steps=steps, delta=1e-5) for steps in (100, 50)]
     assert exact[0] * (1 - 2e-4) <= float(found[0]) <= 1.005 * exact[0]
     assert exact[1] <= float(found[1]) <= float(found[0])
@@ -40,9 +48,10 @@ def test_mixed_histories_are_never_below_dp_accounting_and_within_a_hundredth_ab
     counts = torch.randint(20, 150, (50, 3), generator=generator)
     counts *= (torch.rand(50, 3, generator=generator) < 0.7).long()
     ours = epsilon_of_histories(counts, sample_rate=rate, noise_multipliers=noises, delta=delta)
-    steps = [privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=rate,
-                                                               value_discretization_interval=5e-5)
-             for noise in noises]
+    steps = [
+        privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=rate, value_discretization_interval=5e-5)
+        for noise in noises
+    ]
     compared = 0
     for row, epsilon in zip(counts.tolist(), ours.tolist()):
         parts = [step.self_compose(count) for step, count in zip(steps, row) if count]
@@ -84,11 +93,16 @@ def test_full_batches_are_one_gaussian_mechanism():
     assert float(found) == float(gaussian_epsilon(math.sqrt(3 / 4 + 4 / 25), 1e-5))
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(counts=[[-1, 0]]), "counts"), (dict(counts=[[1, 2, 3]]), r"shape \(n, 2\)"),
-    (dict(sample_rate=0), "sample_rate"), (dict(noise_multipliers=[0.0, 1.0]), "noise_multipliers"),
-    (dict(delta=0), "delta"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(counts=[[-1, 0]]), "counts"),
+        (dict(counts=[[1, 2, 3]]), r"shape \(n, 2\)"),
+        (dict(sample_rate=0), "sample_rate"),
+        (dict(noise_multipliers=[0.0, 1.0]), "noise_multipliers"),
+        (dict(delta=0), "delta"),
+    ],
+)
 def test_bad_input_is_refused_by_name(change, words):
     given = dict(counts=[[1, 2]], sample_rate=0.1, noise_multipliers=[1.0, 2.0], delta=1e-5)
     with pytest.raises(ValueError, match=words):

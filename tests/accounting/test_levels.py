@@ -15,18 +15,20 @@ from dpcompanion.accounting.levels import Levels
 def hockey_stick(rate, c, epsilon):
     """E over N(0, 1) of (density ratio - exp(epsilon))+, the example removed: from the place where the two meet."""
     inside = 1 + math.expm1(epsilon) / rate
-    if inside <= 0:                                           # the ratio is always above
+    if inside <= 0:  # the ratio is always above
         return -math.expm1(epsilon)
     place = math.log(inside) / c + c / 2
     gaussian = stats.norm
-    return ((1 - rate) * gaussian.sf(place) + rate * gaussian.sf(place - c) - math.exp(epsilon) * gaussian.sf(place))
+    return (1 - rate) * gaussian.sf(place) + rate * gaussian.sf(place - c) - math.exp(epsilon) * gaussian.sf(place)
 
 
 def test_the_divergence_that_the_tests_use_is_the_integral():
     for rate, c, epsilon in ((0.1, 1.0, 0.05), (0.3, 0.4, -0.1), (0.5, 2.0, 1.0)):
+
         def excess(t, rate=rate, c=c, epsilon=epsilon):
             ratio = 1 - rate + rate * math.exp(c * t - c**2 / 2)
             return stats.norm.pdf(t) * max(ratio - math.exp(epsilon), 0)
+
         assert hockey_stick(rate, c, epsilon) == pytest.approx(integrate.quad(excess, -12, 14, limit=400)[0], abs=1e-8)
 
 

@@ -59,8 +59,9 @@ def inverted_delta(q, sigma, steps, epsilon, direction="remove"):
     t = (edges[:-1, None] + half * (x + 1)).ravel()
     log_weight = np.log((half * w).ravel()) - 0.5 * t * t - 0.5 * math.log(2 * math.pi)
     u = t / sigma - 0.5 / sigma**2
-    ratio = np.where(u < 30, np.log1p(q * np.expm1(np.minimum(u, 30))),
-                     u + np.log(q + (1 - q) * np.exp(-np.maximum(u, 30))))
+    ratio = np.where(
+        u < 30, np.log1p(q * np.expm1(np.minimum(u, 30))), u + np.log(q + (1 - q) * np.exp(-np.maximum(u, 30)))
+    )
     loss, log_weight = (ratio, log_weight + ratio) if direction == "remove" else (-ratio, log_weight)
 
     def log_integrand(tilt):
@@ -85,8 +86,12 @@ def inverted_delta(q, sigma, steps, epsilon, direction="remove"):
     return total * step / math.pi * math.exp(steps * log_scale - tilt * epsilon)
 
 
-@given(rate=st.floats(-6, -0.01), noise=st.floats(-0.9, 3), log_delta=st.floats(-15, -0.5),
-       direction=st.sampled_from(DIRECTIONS))
+@given(
+    rate=st.floats(-6, -0.01),
+    noise=st.floats(-0.9, 3),
+    log_delta=st.floats(-15, -0.5),
+    direction=st.sampled_from(DIRECTIONS),
+)
 @settings(max_examples=40, deadline=None)
 def test_one_step_is_never_below_the_closed_form_and_close_to_it(rate, noise, log_delta, direction):
     q, sigma, delta = 10**rate, 10**noise, 10**log_delta
@@ -102,54 +107,97 @@ def test_one_step_is_never_below_the_closed_form_and_close_to_it(rate, noise, lo
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("sample_rate, noise_multiplier", [(0.01, 1.0), (0.3, 0.5), (1e-4, 0.7)])
 def test_the_whole_curve_of_one_step_is_an_upper_bound_wherever_it_was_composed(
-        sample_rate, noise_multiplier, direction):
+    sample_rate, noise_multiplier, direction
+):
     for at in (1e-3, 1e-10):
         if one_step_delta(sample_rate, noise_multiplier, 0, direction) <= at:
             continue
         loss = pld.compose(
-            sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=1, delta=at, direction=direction)
+            sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=1, delta=at, direction=direction
+        )
         for epsilon in (0, 1e-4, 0.01, 0.1, 0.3, 1, 3, 10, 30):
             assert loss.delta(epsilon) >= one_step_delta(sample_rate, noise_multiplier, epsilon, direction) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("sample_rate, noise_multiplier, epsilon", [
-    (0.01, 1.0, 0.1), (0.01, 1.0, 1.0), (0.3, 0.8, 0.5), (0.3, 0.8, 6.0), (0.9, 2.0, 0.4), (1e-3, 0.5, 0.001),
-    (0.05, 5.0, 0.02)])
+@pytest.mark.parametrize(
+    "sample_rate, noise_multiplier, epsilon",
+    [
+        (0.01, 1.0, 0.1),
+        (0.01, 1.0, 1.0),
+        (0.3, 0.8, 0.5),
+        (0.3, 0.8, 6.0),
+        (0.9, 2.0, 0.4),
+        (1e-3, 0.5, 0.001),
+        (0.05, 5.0, 0.02),
+    ],
+)
 def test_two_steps_agree_with_quadrature(sample_rate, noise_multiplier, epsilon, direction):
     exact = two_step_delta(sample_rate, noise_multiplier, epsilon, direction)
     loss = pld.compose(
-        sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=2, epsilon=epsilon, direction=direction)
+        sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=2, epsilon=epsilon, direction=direction
+    )
     found = loss.delta(epsilon)
     assert found >= exact * (1 - 1e-9) - 1e-15
     assert found <= exact * (1 + 2e-3) + 1e-14
 
 
-@pytest.mark.parametrize("sample_rate, noise_multiplier, steps, delta", [
-    (512 / 60000, 3.42529, 9375, 1e-5), (0.01, 0.8, 500, 1e-12), (0.01, 1.0, 1000, 1e-5),
-    (0.5, 5.0, 200, 1e-15), (0.9, 10.0, 10**5, 0.4), (1e-3, 0.7, 1000, 1e-10), (1e-3, 1.0, 1000, 1e-5),
-    (1e-4, 1.0, 10**4, 1e-5), (1e-4, 1.0, 10**4, 1e-9), (1e-3, 30.0, 10**7, 1e-6), (0.1, 0.6, 20, 1e-8),
-    (0.02, 100.0, 10**6, 1e-7), (1e-5, 4.0, 10**7, 1e-6),
-])
+@pytest.mark.parametrize(
+    "sample_rate, noise_multiplier, steps, delta",
+    [
+        (512 / 60000, 3.42529, 9375, 1e-5),
+        (0.01, 0.8, 500, 1e-12),
+        (0.01, 1.0, 1000, 1e-5),
+        (0.5, 5.0, 200, 1e-15),
+        (0.9, 10.0, 10**5, 0.4),
+        (1e-3, 0.7, 1000, 1e-10),
+        (1e-3, 1.0, 1000, 1e-5),
+        (1e-4, 1.0, 10**4, 1e-5),
+        (1e-4, 1.0, 10**4, 1e-9),
+        (1e-3, 30.0, 10**7, 1e-6),
+        (0.1, 0.6, 20, 1e-8),
+        (0.02, 100.0, 10**6, 1e-7),
+        (1e-5, 4.0, 10**7, 1e-6),
+    ],
+)
 def test_epsilon_agrees_with_the_inversion_of_the_laplace_transform(sample_rate, noise_multiplier, steps, delta):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps)
     epsilon = compute_epsilon(**run, delta=delta)
-    assert (max(inverted_delta(sample_rate, noise_multiplier, steps, epsilon, d) for d in DIRECTIONS)
-            <= delta * (1 + 1e-8))
+    assert max(inverted_delta(sample_rate, noise_multiplier, steps, epsilon, d) for d in DIRECTIONS) <= delta * (
+        1 + 1e-8
+    )
     assert inverted_delta(sample_rate, noise_multiplier, steps, epsilon * (1 - 3e-4)) > delta
 
 
-@pytest.mark.parametrize("sample_rate, noise_multiplier, steps, delta", [
-    (512 / 60000, 3.42529, 9375, 1e-5), (0.01, 2.0, 10**4, 1e-9), (0.1, 3.0, 500, 1e-6), (0.5, 5.0, 200, 1e-5),
-    (0.9, 10.0, 100, 1e-3), (0.001, 2.0, 10**4, 1e-8), (0.02, 1.5, 300, 1e-10), (0.25, 1.0, 3, 1e-5),
-    (0.01, 1.0, 1000, 1e-5), (0.05, 10.0, 10**4, 1e-6), (1 / 118, 3.4247, 9440, 1e-5), (0.2, 20.0, 2000, 1e-7),
-])
+@pytest.mark.parametrize(
+    "sample_rate, noise_multiplier, steps, delta",
+    [
+        (512 / 60000, 3.42529, 9375, 1e-5),
+        (0.01, 2.0, 10**4, 1e-9),
+        (0.1, 3.0, 500, 1e-6),
+        (0.5, 5.0, 200, 1e-5),
+        (0.9, 10.0, 100, 1e-3),
+        (0.001, 2.0, 10**4, 1e-8),
+        (0.02, 1.5, 300, 1e-10),
+        (0.25, 1.0, 3, 1e-5),
+        (0.01, 1.0, 1000, 1e-5),
+        (0.05, 10.0, 10**4, 1e-6),
+        (1 / 118, 3.4247, 9440, 1e-5),
+        (0.2, 20.0, 2000, 1e-7),
+    ],
+)
 def test_dp_accounting_on_a_fine_grid_says_the_same(sample_rate, noise_multiplier, steps, delta):
     # Not below a delta of 1e-10 or so: there its transform loses digits, and its epsilon comes out too small.
-    theirs = privacy_loss_distribution.from_gaussian_mechanism(
-        noise_multiplier, sampling_prob=sample_rate,
-        value_discretization_interval=1e-5 if noise_multiplier > 1.5 else 1e-4,
-        use_connect_dots=True).self_compose(steps).get_epsilon_for_delta(delta)
+    theirs = (
+        privacy_loss_distribution.from_gaussian_mechanism(
+            noise_multiplier,
+            sampling_prob=sample_rate,
+            value_discretization_interval=1e-5 if noise_multiplier > 1.5 else 1e-4,
+            use_connect_dots=True,
+        )
+        .self_compose(steps)
+        .get_epsilon_for_delta(delta)
+    )
     ours = compute_epsilon(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, delta=delta)
     assert theirs * (1 - 1e-4) <= ours <= theirs * 1.001
 
@@ -160,10 +208,12 @@ def test_the_reference_point():
     assert compute_epsilon(**run, accountant="rdp") == pytest.approx(1.0035718, abs=1e-7)
 
 
-RUNS = [dict(sample_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5),
-        dict(sample_rate=0.3, noise_multiplier=8.0, steps=400, delta=1e-12),
-        dict(sample_rate=1e-3, noise_multiplier=0.6, steps=10**4, delta=1e-3),
-        dict(sample_rate=0.5, noise_multiplier=0.5, steps=10, delta=1e-8)]
+RUNS = [
+    dict(sample_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5),
+    dict(sample_rate=0.3, noise_multiplier=8.0, steps=400, delta=1e-12),
+    dict(sample_rate=1e-3, noise_multiplier=0.6, steps=10**4, delta=1e-3),
+    dict(sample_rate=0.5, noise_multiplier=0.5, steps=10, delta=1e-8),
+]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -215,13 +265,28 @@ def test_the_largest_loss_of_adding_is_never_exceeded():
     assert loss.epsilon(1e-9) <= -10 * math.log1p(-0.01) * 1.01
 
 
-@pytest.mark.parametrize("name, value", [
-    ("sample_rate", 0.0), ("sample_rate", 1.0), ("sample_rate", math.nan),
-    ("noise_multiplier", 0.0), ("noise_multiplier", math.inf),
-    ("steps", 0), ("steps", 1.5), ("steps", math.nan), ("steps", True),
-    ("delta", 0.0), ("delta", 1.0), ("delta", None), ("delta", "x"),
-    ("direction", "both"), ("interval", 0.0), ("interval", math.nan), ("interval", -1e-4),
-])
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("sample_rate", 0.0),
+        ("sample_rate", 1.0),
+        ("sample_rate", math.nan),
+        ("noise_multiplier", 0.0),
+        ("noise_multiplier", math.inf),
+        ("steps", 0),
+        ("steps", 1.5),
+        ("steps", math.nan),
+        ("steps", True),
+        ("delta", 0.0),
+        ("delta", 1.0),
+        ("delta", None),
+        ("delta", "x"),
+        ("direction", "both"),
+        ("interval", 0.0),
+        ("interval", math.nan),
+        ("interval", -1e-4),
+    ],
+)
 def test_bad_arguments_are_named(name, value):
     arguments = {**RUNS[0], name: value}
     with pytest.raises(ValueError, match=name):

@@ -37,20 +37,42 @@ def binomial_sum(q, sigma, order):
     """The divergence at an integer order, by the exact sum in 60 digits."""
     with mp.workdps(60):
         q, s = mp.mpf(q), mp.mpf(sigma)
-        terms = (mp.binomial(order, k) * (1 - q) ** (order - k) * q**k * mp.exp((k * k - k) / (2 * s * s))
-                 for k in range(order + 1))
+        terms = (
+            mp.binomial(order, k) * (1 - q) ** (order - k) * q**k * mp.exp((k * k - k) / (2 * s * s))
+            for k in range(order + 1)
+        )
         return mp.log(mp.fsum(terms)) / (order - 1)
 
 
-@pytest.mark.parametrize("sample_rate, noise_multiplier, order", [
-    (1e-7, 0.1, 1.01), (1e-7, 0.1, 10.5), (1e-7, 1.0, 2.5), (1e-7, 1e6, 1.01), (1e-7, 1e6, 1023.5), (1e-7, 30.0, 64.3),
-    (1e-3, 0.03, 3.5), (1e-3, 0.1, 1.5), (1e-3, 1.0, 64.3), (1e-3, 4.0, 10.9), (0.01, 0.05, 1.1), (0.01, 1e3, 1.5),
-    (0.3, 0.1, 1.01), (0.3, 0.1, 1023.5), (0.3, 0.7, 2.5), (0.3, 20.0, 1023.5), (0.999, 0.3, 200.5), (0.999, 1.0, 1.1),
-    (0.999, 1e6, 10.5), (1 - 1e-12, 1.0, 1023.5),
-])
+@pytest.mark.parametrize(
+    "sample_rate, noise_multiplier, order",
+    [
+        (1e-7, 0.1, 1.01),
+        (1e-7, 0.1, 10.5),
+        (1e-7, 1.0, 2.5),
+        (1e-7, 1e6, 1.01),
+        (1e-7, 1e6, 1023.5),
+        (1e-7, 30.0, 64.3),
+        (1e-3, 0.03, 3.5),
+        (1e-3, 0.1, 1.5),
+        (1e-3, 1.0, 64.3),
+        (1e-3, 4.0, 10.9),
+        (0.01, 0.05, 1.1),
+        (0.01, 1e3, 1.5),
+        (0.3, 0.1, 1.01),
+        (0.3, 0.1, 1023.5),
+        (0.3, 0.7, 2.5),
+        (0.3, 20.0, 1023.5),
+        (0.999, 0.3, 200.5),
+        (0.999, 1.0, 1.1),
+        (0.999, 1e6, 10.5),
+        (1 - 1e-12, 1.0, 1023.5),
+    ],
+)
 def test_fractional_orders_agree_with_an_integral_in_high_precision(sample_rate, noise_multiplier, order):
     assert one(sample_rate, noise_multiplier, order) == pytest.approx(
-        float(integral(sample_rate, noise_multiplier, order)), rel=1e-9)
+        float(integral(sample_rate, noise_multiplier, order)), rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("sample_rate", [1e-7, 1e-3, 0.3, 0.999])
@@ -86,8 +108,9 @@ def test_no_noise_costs_infinity_at_every_rate_and_order():
     assert (found == math.inf).all()
 
 
-@pytest.mark.parametrize("sample_rate, noise_multiplier", [
-    (1e-4, 0.6), (0.01, 1.0), (512 / 60000, 3.42529), (0.2, 5.0), (1.0, 2.0)])
+@pytest.mark.parametrize(
+    "sample_rate, noise_multiplier", [(1e-4, 0.6), (0.01, 1.0), (512 / 60000, 3.42529), (0.2, 5.0), (1.0, 2.0)]
+)
 def test_dp_accounting_says_the_same_at_integer_orders_and_never_less_between_them(sample_rate, noise_multiplier):
     accountant = RdpAccountant()
     accountant.compose(PoissonSampledDpEvent(sample_rate, GaussianDpEvent(noise_multiplier)))
@@ -127,8 +150,9 @@ def test_the_other_direction_is_never_larger():
     for q, sigma in [(0.01, 1.0), (0.3, 2.0), (0.9, 1.5)]:
         for order in (1.5, 4.0, 20.0):
             ratio = torch.log1p(q * torch.expm1(t / sigma - 0.5 / sigma**2))
-            log_moment = (torch.logsumexp((1 - order) * ratio - 0.5 * t * t, 0)
-                          + math.log(float(t[1] - t[0]) / math.sqrt(2 * math.pi)))
+            log_moment = torch.logsumexp((1 - order) * ratio - 0.5 * t * t, 0) + math.log(
+                float(t[1] - t[0]) / math.sqrt(2 * math.pi)
+            )
             assert float(log_moment) / (order - 1) <= one(q, sigma, order)
 
 
@@ -145,7 +169,8 @@ def test_rates_and_noises_broadcast_and_orders_come_last():
 
 def test_numbers_sequences_arrays_and_tensors_are_alike():
     expected = rdp_sampled_gaussian(
-        sample_rate=0.01, noise_multiplier=torch.tensor([1.0, 2.0]), orders=torch.tensor([2.0, 3.5]))
+        sample_rate=0.01, noise_multiplier=torch.tensor([1.0, 2.0]), orders=torch.tensor([2.0, 3.5])
+    )
     for wrap in (list, tuple, lambda x: torch.tensor(list(x), dtype=torch.float64).numpy()):
         found = rdp_sampled_gaussian(sample_rate=0.01, noise_multiplier=wrap([1.0, 2.0]), orders=wrap([2.0, 3.5]))
         assert torch.equal(found, expected)
@@ -168,13 +193,23 @@ def test_results_stay_on_the_device_and_leave_the_input_alone():
     assert found.device == noise.device and found.dtype == torch.float64 and noise.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize("name, value, said", [
-    ("sample_rate", 0.0, "(0, 1], got 0"), ("sample_rate", 1.5, "got 1.5"), ("sample_rate", math.nan, "got nan"),
-    ("sample_rate", [0.5, -1.0], "got -1"), ("sample_rate", "a", "got 'a'"),
-    ("noise_multiplier", -1.0, "[0, inf), got -1"), ("noise_multiplier", math.inf, "got inf"),
-    ("noise_multiplier", torch.tensor([1.0, math.nan]), "got nan"), ("noise_multiplier", None, "got"),
-    ("orders", 1, "(1, inf), got 1"), ("orders", [2, math.inf], "got inf"), ("orders", [2, math.nan], "got nan"),
-])
+@pytest.mark.parametrize(
+    "name, value, said",
+    [
+        ("sample_rate", 0.0, "(0, 1], got 0"),
+        ("sample_rate", 1.5, "got 1.5"),
+        ("sample_rate", math.nan, "got nan"),
+        ("sample_rate", [0.5, -1.0], "got -1"),
+        ("sample_rate", "a", "got 'a'"),
+        ("noise_multiplier", -1.0, "[0, inf), got -1"),
+        ("noise_multiplier", math.inf, "got inf"),
+        ("noise_multiplier", torch.tensor([1.0, math.nan]), "got nan"),
+        ("noise_multiplier", None, "got"),
+        ("orders", 1, "(1, inf), got 1"),
+        ("orders", [2, math.inf], "got inf"),
+        ("orders", [2, math.nan], "got nan"),
+    ],
+)
 def test_bad_arguments_are_named_with_their_value(name, value, said):
     arguments = {"sample_rate": 0.1, "noise_multiplier": 1.0, "orders": [2, 3], name: value}
     with pytest.raises(ValueError, match=name) as error:

@@ -28,8 +28,9 @@ def check_monotone(run, delta, argument, factor, accountant):
     if argument in ("noise_multiplier", "delta"):
         cheaper[argument] = min(cheaper[argument] * factor, 0.5 if argument == "delta" else math.inf)
     else:
-        cheaper[argument] = (cheaper[argument] / factor if argument == "sample_rate"
-                             else max(1, int(cheaper[argument] / factor)))
+        cheaper[argument] = (
+            cheaper[argument] / factor if argument == "sample_rate" else max(1, int(cheaper[argument] / factor))
+        )
     assert compute_epsilon(**cheaper, accountant=accountant) <= epsilon * (1 + 3e-4) + 1e-12
 
 
@@ -40,31 +41,56 @@ def test_over_the_whole_range_epsilon_is_finite_and_pld_is_never_above_rdp(rate,
     check_order(*(compute_epsilon(**run, delta=delta, accountant=a) for a in ("pld", "rdp")))
 
 
-@pytest.mark.parametrize("sample_rate, noise_multiplier, steps, delta", [
-    (1e-7, 0.1, 10**7, 1e-15), (1e-7, 1.0, 10**7, 1e-5), (1.0, 0.1, 10**7, 0.5), (1 - 1e-9, 0.1, 10**7, 1e-5),
-    (0.5, 1e6, 10**7, 1e-15), (1e-7, 1e6, 1, 1e-15), (1 - 1e-12, 1e6, 1, 1e-15), (1e-7, 0.1, 1, 1e-15),
-    (0.5, 0.1, 1, 0.5), (1.0, 1e6, 1, 0.5)])
+@pytest.mark.parametrize(
+    "sample_rate, noise_multiplier, steps, delta",
+    [
+        (1e-7, 0.1, 10**7, 1e-15),
+        (1e-7, 1.0, 10**7, 1e-5),
+        (1.0, 0.1, 10**7, 0.5),
+        (1 - 1e-9, 0.1, 10**7, 1e-5),
+        (0.5, 1e6, 10**7, 1e-15),
+        (1e-7, 1e6, 1, 1e-15),
+        (1 - 1e-12, 1e6, 1, 1e-15),
+        (1e-7, 0.1, 1, 1e-15),
+        (0.5, 0.1, 1, 0.5),
+        (1.0, 1e6, 1, 0.5),
+    ],
+)
 def test_the_corners_of_the_range_are_finite_and_ordered(sample_rate, noise_multiplier, steps, delta):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps, delta=delta)
     check_order(*(compute_epsilon(**run, accountant=a) for a in ("pld", "rdp")))
 
 
-@given(log_steps=st.floats(0, 5), factor=st.floats(1.001, 10), **log_uniform,
-       argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps", "delta"]))
+@given(
+    log_steps=st.floats(0, 5),
+    factor=st.floats(1.001, 10),
+    **log_uniform,
+    argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps", "delta"]),
+)
 @settings(max_examples=40, deadline=None)
 def test_the_pld_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, log_delta, argument, factor):
     check_monotone(run_of(rate, noise, log_steps), 10**log_delta, argument, factor, "pld")
 
 
-@given(log_steps=st.floats(0, 7), factor=st.floats(1.001, 10), **log_uniform,
-       argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps", "delta"]))
+@given(
+    log_steps=st.floats(0, 7),
+    factor=st.floats(1.001, 10),
+    **log_uniform,
+    argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps", "delta"]),
+)
 @settings(max_examples=80, deadline=None)
 def test_the_rdp_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, log_delta, argument, factor):
     check_monotone(run_of(rate, noise, log_steps), 10**log_delta, argument, factor, "rdp")
 
 
-@given(log_steps=st.floats(0, 5), factor=st.floats(1.001, 10), scale=st.floats(0.01, 3),
-       rate=st.floats(-5, 0), noise=st.floats(-0.5, 3), accountant=st.sampled_from(ACCOUNTANTS))
+@given(
+    log_steps=st.floats(0, 5),
+    factor=st.floats(1.001, 10),
+    scale=st.floats(0.01, 3),
+    rate=st.floats(-5, 0),
+    noise=st.floats(-0.5, 3),
+    accountant=st.sampled_from(ACCOUNTANTS),
+)
 @settings(max_examples=25, deadline=None)
 def test_delta_falls_with_epsilon_and_stays_a_probability(rate, noise, log_steps, scale, factor, accountant):
     run = run_of(rate, noise, log_steps)
@@ -104,8 +130,10 @@ def test_almost_full_batches_approach_the_gaussian_mechanism():
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 def test_epsilon_vanishes_as_the_noise_grows(accountant):
     # No floor: with orders up to 1024 alone, RDP would never fall below ln(1 / (1024 delta)) / 1023.
-    epsilons = [compute_epsilon(sample_rate=0.01, noise_multiplier=s, steps=1000, delta=1e-9, accountant=accountant)
-                for s in (1e2, 1e3, 1e4, 1e5, 1e6)]
+    epsilons = [
+        compute_epsilon(sample_rate=0.01, noise_multiplier=s, steps=1000, delta=1e-9, accountant=accountant)
+        for s in (1e2, 1e3, 1e4, 1e5, 1e6)
+    ]
     assert all(b <= a / 5 for a, b in zip(epsilons, epsilons[1:])) and epsilons[-1] < 2e-6
     assert compute_epsilon(sample_rate=0.01, noise_multiplier=1e6, steps=1000, delta=1e-5, accountant=accountant) == 0
 
@@ -130,19 +158,40 @@ def test_pld_is_the_default_and_numbers_of_numpy_and_torch_are_numbers():
     expected = compute_epsilon(**run)
     assert expected == compute_epsilon(**run, accountant="pld") == pld.epsilon(**run) and type(expected) is float
     assert compute_epsilon(**{**run, "noise_multiplier": np.float64(1), "steps": np.int64(100)}) == expected
-    assert compute_epsilon(**{**run, "noise_multiplier": torch.tensor(1.0), "steps": torch.tensor(100),
-                              "delta": np.float64(1e-5)}) == expected
+    assert (
+        compute_epsilon(
+            **{**run, "noise_multiplier": torch.tensor(1.0), "steps": torch.tensor(100), "delta": np.float64(1e-5)}
+        )
+        == expected
+    )
 
 
-BAD = [("sample_rate", 0.0), ("sample_rate", 1.1), ("sample_rate", math.nan), ("sample_rate", "half"),
-       ("noise_multiplier", -0.1), ("noise_multiplier", math.inf), ("noise_multiplier", math.nan),
-       ("noise_multiplier", None), ("noise_multiplier", [1.0, -2.0]), ("sample_rate", torch.tensor([0.1, 0.0])),
-       ("steps", [1, 2.5]), ("steps", -1), ("steps", 2.5), ("steps", math.inf), ("steps", math.nan), ("steps", True),
-       ("steps", "ten"), ("accountant", "gdp"), ("accountant", None)]
+BAD = [
+    ("sample_rate", 0.0),
+    ("sample_rate", 1.1),
+    ("sample_rate", math.nan),
+    ("sample_rate", "half"),
+    ("noise_multiplier", -0.1),
+    ("noise_multiplier", math.inf),
+    ("noise_multiplier", math.nan),
+    ("noise_multiplier", None),
+    ("noise_multiplier", [1.0, -2.0]),
+    ("sample_rate", torch.tensor([0.1, 0.0])),
+    ("steps", [1, 2.5]),
+    ("steps", -1),
+    ("steps", 2.5),
+    ("steps", math.inf),
+    ("steps", math.nan),
+    ("steps", True),
+    ("steps", "ten"),
+    ("accountant", "gdp"),
+    ("accountant", None),
+]
 
 
-@pytest.mark.parametrize("name, value", BAD + [
-    ("delta", 0.0), ("delta", 1.0), ("delta", -1e-5), ("delta", math.nan), ("delta", [])])
+@pytest.mark.parametrize(
+    "name, value", BAD + [("delta", 0.0), ("delta", 1.0), ("delta", -1e-5), ("delta", math.nan), ("delta", [])]
+)
 def test_bad_arguments_of_epsilon_are_named_with_their_value(name, value):
     arguments = dict(sample_rate=0.1, noise_multiplier=1.0, steps=10, delta=1e-5, accountant="pld")
     with pytest.raises(ValueError, match=name):
@@ -157,12 +206,15 @@ def test_bad_arguments_of_delta_are_named_with_their_value(name, value):
 
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
-@pytest.mark.parametrize("run", [
-    dict(sample_rate=1.6e-8, noise_multiplier=0.356, steps=808_631, delta=1e-5),
-    dict(sample_rate=0.01, noise_multiplier=1e-4, steps=100, delta=1e-5),
-    dict(sample_rate=0.01, noise_multiplier=1e-9, steps=10**12, delta=1e-12),
-    dict(sample_rate=1e-11, noise_multiplier=0.0099, steps=10**6, delta=1e-300),
-])
+@pytest.mark.parametrize(
+    "run",
+    [
+        dict(sample_rate=1.6e-8, noise_multiplier=0.356, steps=808_631, delta=1e-5),
+        dict(sample_rate=0.01, noise_multiplier=1e-4, steps=100, delta=1e-5),
+        dict(sample_rate=0.01, noise_multiplier=1e-9, steps=10**12, delta=1e-12),
+        dict(sample_rate=1e-11, noise_multiplier=0.0099, steps=10**6, delta=1e-300),
+    ],
+)
 def test_the_ends_of_the_range_cost_seconds(run, accountant):
     started = time.process_time()
     epsilon = compute_epsilon(**run, accountant=accountant)
@@ -178,8 +230,9 @@ def test_with_little_noise_the_bound_is_a_bound_and_close(rate, steps):
     assert exact * (1 - 1e-9) <= found <= 1.004 * exact
     assert compute_delta(**run, epsilon=found) <= 1e-6 * (1 + 1e-4)
     draws = range(steps + 1)
-    direct = math.fsum(stats.binom.pmf(k, steps, rate) * float(gaussian_delta(math.sqrt(k) / 0.0099, found))
-                       for k in draws)
+    direct = math.fsum(
+        stats.binom.pmf(k, steps, rate) * float(gaussian_delta(math.sqrt(k) / 0.0099, found)) for k in draws
+    )
     assert 0.9e-6 < direct <= 1e-6
 
 
@@ -198,14 +251,23 @@ def test_numbers_give_a_float_and_arrays_broadcast(accountant):
         assert torch.equal(found[:, 0], found[:, 2])
         for i, rate in enumerate((0.01, 0.05)):
             for j, noise in enumerate((1.0, 2.0)):
-                one = function(sample_rate=rate, noise_multiplier=torch.tensor(noise), steps=30, **target,
-                               accountant=accountant)
+                one = function(
+                    sample_rate=rate, noise_multiplier=torch.tensor(noise), steps=30, **target, accountant=accountant
+                )
                 assert type(one) is float and one == float(found[i, j])
 
 
-@pytest.mark.parametrize("change", [{"sample_rate": [0.1, 1.5]}, {"noise_multiplier": [1.0, math.nan]},
-                                    {"steps": [1, 2.5]}, {"delta": [1e-5, 0.0]}, {"sample_rate": [0.1, "x"]},
-                                    {"delta": torch.ones(0)}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"sample_rate": [0.1, 1.5]},
+        {"noise_multiplier": [1.0, math.nan]},
+        {"steps": [1, 2.5]},
+        {"delta": [1e-5, 0.0]},
+        {"sample_rate": [0.1, "x"]},
+        {"delta": torch.ones(0)},
+    ],
+)
 def test_an_entry_out_of_its_range_is_refused_by_name(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         compute_epsilon(**{**dict(sample_rate=0.1, noise_multiplier=1.0, steps=3, delta=1e-5), **change})

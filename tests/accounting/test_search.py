@@ -11,15 +11,24 @@ from dpcompanion.accounting.search import PRECISION, bisect, crossing
 
 
 @settings(max_examples=60, deadline=None)
-@given(root=st.floats(-8, 8), start=st.floats(-9, 9), steep=st.sampled_from([0.01, 1.0, 100.0]),
-       meets=st.sampled_from(["above", "below"]), curve=st.sampled_from(["line", "cube", "kink", "stairs"]))
+@given(
+    root=st.floats(-8, 8),
+    start=st.floats(-9, 9),
+    steep=st.sampled_from([0.01, 1.0, 100.0]),
+    meets=st.sampled_from(["above", "below"]),
+    curve=st.sampled_from(["line", "cube", "kink", "stairs"]),
+)
 def test_a_crossing_is_found_from_anywhere_on_the_side_that_meets(root, start, steep, meets, curve):
     sign, seen = 1 if meets == "below" else -1, {}
 
     def excess(x):
         gap = sign * steep * (x - root)
-        seen[x] = {"line": gap, "cube": gap**3 + 1e-3 * gap, "kink": gap if gap < 0 else 50 * gap,
-                   "stairs": math.ceil(gap) if gap > 0 else math.floor(gap)}[curve]
+        seen[x] = {
+            "line": gap,
+            "cube": gap**3 + 1e-3 * gap,
+            "kink": gap if gap < 0 else 50 * gap,
+            "stairs": math.ceil(gap) if gap > 0 else math.floor(gap),
+        }[curve]
         return seen[x]
 
     found = crossing(excess, start=start, low=-9.0, high=9.0, meets=meets)

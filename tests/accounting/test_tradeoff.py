@@ -14,11 +14,16 @@ from dpcompanion.accounting import best_true_positive_rate, compute_delta, compu
 from dpcompanion.accounting.tradeoff import TOLERANCE, _log_deltas
 from dpcompanion.attacks import clopper_pearson
 
-RATES = torch.cat((torch.logspace(-9, -2, 29, dtype=torch.float64),
-                   torch.linspace(0.02, 0.98, 25, dtype=torch.float64)))
+RATES = torch.cat(
+    (torch.logspace(-9, -2, 29, dtype=torch.float64), torch.linspace(0.02, 0.98, 25, dtype=torch.float64))
+)
 REFERENCE = dict(sample_rate=512 / 60_000, noise_multiplier=3.42529, steps=9375)
-RUNS = [REFERENCE, dict(sample_rate=0.01, noise_multiplier=1.0, steps=1000),
-        dict(sample_rate=1e-4, noise_multiplier=0.5, steps=100), dict(sample_rate=0.2, noise_multiplier=2.0, steps=50)]
+RUNS = [
+    REFERENCE,
+    dict(sample_rate=0.01, noise_multiplier=1.0, steps=1000),
+    dict(sample_rate=1e-4, noise_multiplier=0.5, steps=100),
+    dict(sample_rate=0.2, noise_multiplier=2.0, steps=50),
+]
 log_uniform = dict(rate=st.floats(-4, -0.05), noise=st.floats(-0.5, 2), log_steps=st.floats(0, 4))
 
 
@@ -95,8 +100,12 @@ def test_a_single_sampled_step_meets_its_closed_form(sample_rate, noise_multipli
 @pytest.mark.parametrize("run", [REFERENCE, dict(sample_rate=0.2, noise_multiplier=2.0, steps=10)])
 def test_it_lies_below_the_optimistic_curve_of_dp_accounting_and_near_it(run):
     epsilons = torch.cat((torch.zeros(1), torch.logspace(-5, 1, 1000))).double()
-    loss = google_pld.from_gaussian_mechanism(run["noise_multiplier"], sampling_prob=run["sample_rate"],
-                                              pessimistic_estimate=False, value_discretization_interval=1e-4)
+    loss = google_pld.from_gaussian_mechanism(
+        run["noise_multiplier"],
+        sampling_prob=run["sample_rate"],
+        pessimistic_estimate=False,
+        value_discretization_interval=1e-4,
+    )
     # Half a cell a step is what rounding down to its grid may lose, so few steps do.
     steps = min(run["steps"], 10)
     deltas = torch.as_tensor(loss.self_compose(steps).get_delta_for_epsilon(epsilons.tolist()), dtype=torch.float64)
@@ -125,13 +134,14 @@ def test_many_deltas_at_once_are_those_of_one_at_a_time_and_never_below(run, dir
     assert bool((found >= single * (1 - 1e-12)).all()) and bool((found <= single * (1 + 1e-6)).all())
 
 
-@pytest.mark.parametrize("sample_rate, noise_multiplier, steps", [
-    (1e-7, 0.1, 1), (0.5, 1e6, 10), (0.999, 0.011, 2), (0.3, 0.02, 500)])
+@pytest.mark.parametrize(
+    "sample_rate, noise_multiplier, steps", [(1e-7, 0.1, 1), (0.5, 1e6, 10), (0.999, 0.011, 2), (0.3, 0.02, 500)]
+)
 def test_the_corners_of_the_range_are_curves(sample_rate, noise_multiplier, steps):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=steps)
     found = trade_off(**run, false_positive_rate=[0.0, 1e-4, 1e-3, 0.5, 1.0])
     assert bool(found.isfinite().all()) and bool((found.diff() <= 0).all()) and 0 <= found[4] and found[0] <= 1
-    if noise_multiplier == 1e6 or sample_rate == 1e-7:          # next to nothing can be told
+    if noise_multiplier == 1e6 or sample_rate == 1e-7:  # next to nothing can be told
         assert found.tolist() == pytest.approx([1, 1, 0.999, 0.5, 0], abs=2e-4)
 
 
@@ -154,8 +164,9 @@ def test_the_best_attack_there_is_comes_near_the_curve_and_not_below():
         # The threshold's own rate, at most: half of the error is spent on it.
         high_rate = float(clopper_pearson(int((ratios[0] > threshold).sum()), trials, confidence=0.9999)[1])
         low, high = (float(x) for x in clopper_pearson(hits, trials, confidence=0.9999))
-        bound = best_true_positive_rate(sample_rate=q, noise_multiplier=sigma, steps=steps,
-                                        false_positive_rate=high_rate)
+        bound = best_true_positive_rate(
+            sample_rate=q, noise_multiplier=sigma, steps=steps, false_positive_rate=high_rate
+        )
         assert low <= bound <= 1.1 * high + 0.02
 
 
@@ -189,7 +200,7 @@ def test_epsilon_and_delta_are_a_line_of_it():
     tpr = best_true_positive_rate(**REFERENCE, false_positive_rate=RATES)
     line = 1e-5 + math.exp(epsilon) * RATES
     assert bool((tpr <= line * (1 + 1e-4)).all())
-    assert float((line / tpr).min()) == pytest.approx(1, abs=1e-3)      # which touches it
+    assert float((line / tpr).min()) == pytest.approx(1, abs=1e-3)  # which touches it
 
 
 def test_with_little_noise_only_those_who_were_never_drawn_are_hidden():
@@ -224,20 +235,23 @@ def test_one_composition_serves_all_rates_and_is_quick(monkeypatch):
     monkeypatch.setattr(pld, "_compose_at", lambda *args: composed.append(args[3:]) or compose(*args))
     started = time.perf_counter()
     trade_off(**REFERENCE, false_positive_rate=torch.linspace(1e-4, 1 - 1e-4, 1000, dtype=torch.float64))
-    assert len(composed) == len(set(composed)) == 4          # two deltas, each in two directions
+    assert len(composed) == len(set(composed)) == 4  # two deltas, each in two directions
     assert time.perf_counter() - started < 10
 
 
-@pytest.mark.parametrize("change, words", [
-    ({"false_positive_rate": 1.5}, r"false_positive_rate must lie in \[0, 1\], got 1.5"),
-    ({"false_positive_rate": [0.1, math.nan]}, "false_positive_rate must lie in"),
-    ({"false_positive_rate": []}, "false_positive_rate must hold one number at least"),
-    ({"false_positive_rate": "low"}, "false_positive_rate must be a number"),
-    ({"sample_rate": 0.0}, r"sample_rate must lie in \(0, 1\], got 0"),
-    ({"noise_multiplier": -1.0}, "noise_multiplier must lie in"),
-    ({"steps": 1.5}, "steps must be a whole number"),
-    ({"steps": [1, 2, 3], "false_positive_rate": [0.1, 0.2]}, "shapes that broadcast"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"false_positive_rate": 1.5}, r"false_positive_rate must lie in \[0, 1\], got 1.5"),
+        ({"false_positive_rate": [0.1, math.nan]}, "false_positive_rate must lie in"),
+        ({"false_positive_rate": []}, "false_positive_rate must hold one number at least"),
+        ({"false_positive_rate": "low"}, "false_positive_rate must be a number"),
+        ({"sample_rate": 0.0}, r"sample_rate must lie in \(0, 1\], got 0"),
+        ({"noise_multiplier": -1.0}, "noise_multiplier must lie in"),
+        ({"steps": 1.5}, "steps must be a whole number"),
+        ({"steps": [1, 2, 3], "false_positive_rate": [0.1, 0.2]}, "shapes that broadcast"),
+    ],
+)
 @pytest.mark.parametrize("function", [trade_off, best_true_positive_rate])
 def test_bad_input_is_refused_before_any_work(function, change, words, monkeypatch):
     monkeypatch.setattr(pld, "_compose_at", None)

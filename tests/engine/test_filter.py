@@ -26,25 +26,51 @@ def data():
 
 
 def exact(**changes):
-    return ExactFilter(N, **{"sample_rate": 1 / BATCHES, "noise_multiplier": NOISE, "max_grad_norm": CLIP,
-                             "levels": [0.25, 0.5, 1.0], "costs": [1, 4, 16], "budget": BUDGET, "steps": 12, **changes})
+    return ExactFilter(
+        N,
+        **{
+            "sample_rate": 1 / BATCHES,
+            "noise_multiplier": NOISE,
+            "max_grad_norm": CLIP,
+            "levels": [0.25, 0.5, 1.0],
+            "costs": [1, 4, 16],
+            "budget": BUDGET,
+            "steps": 12,
+            **changes,
+        },
+    )
 
 
 def renyi():
-    return RenyiFilter(N, sample_rate=1 / BATCHES, noise_multiplier=NOISE, max_grad_norm=CLIP, orders=[8.0],
-                       budgets=BUDGET[:, None] * 0.1)
+    return RenyiFilter(
+        N,
+        sample_rate=1 / BATCHES,
+        noise_multiplier=NOISE,
+        max_grad_norm=CLIP,
+        orders=[8.0],
+        budgets=BUDGET[:, None] * 0.1,
+    )
 
 
-def private(filter, *, mode="hooks", seed=0, model=None, engine=None, dataset=None, batch_size=N // BATCHES,
-            **options):
+def private(filter, *, mode="hooks", seed=0, model=None, engine=None, dataset=None, batch_size=N // BATCHES, **options):
     """An engine and what it returns, the criterion before the loader."""
     torch.manual_seed(7)
     model, engine = model or nn.Linear(4, 3).double(), engine or IndividualizedPrivacyEngine()
-    options = {"epochs": 4, "updates_per_epoch": BATCHES, "loss": None if "norms" in options else cross_entropy,
-               "noise_generator": torch.Generator().manual_seed(seed), **options}
+    options = {
+        "epochs": 4,
+        "updates_per_epoch": BATCHES,
+        "loss": None if "norms" in options else cross_entropy,
+        "noise_generator": torch.Generator().manual_seed(seed),
+        **options,
+    }
     module, optimizer, *rest = engine.make_private_with_filter(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), filter=filter, grad_sample_mode=mode,
-        data_loader=DataLoader(data() if dataset is None else dataset, batch_size=batch_size), **options)
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        filter=filter,
+        grad_sample_mode=mode,
+        data_loader=DataLoader(data() if dataset is None else dataset, batch_size=batch_size),
+        **options,
+    )
     return engine, module, optimizer, *(rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest))
 
 
@@ -63,8 +89,19 @@ def weights(model):
 def alone(model, x, y):
     """Every example's own gradient by plain autograd, (n, d)."""
     parameters = list(model.parameters())
-    return torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(
-        nn.functional.cross_entropy(model(x[i:i + 1]), y[i:i + 1]), parameters)]) for i in range(len(x))])
+    return torch.stack(
+        [
+            torch.cat(
+                [
+                    g.flatten()
+                    for g in torch.autograd.grad(
+                        nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), parameters
+                    )
+                ]
+            )
+            for i in range(len(x))
+        ]
+    )
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
@@ -117,7 +154,7 @@ def test_draws_that_are_left_half_way_and_cut_into_pieces_are_paid_once_a_step(m
                 if count == 5 * (round % 3) or len(engine.accountant) == 12:
                     break
             model.eval()
-            for x, _ in small:                                              # an evaluation: nobody pays
+            for x, _ in small:  # an evaluation: nobody pays
                 model(x)
             model.train()
             paid = filter.spent.unique()
@@ -151,6 +188,7 @@ def test_norms_are_measured_as_often_as_was_asked_and_bounded():
 
 def test_the_measuring_pass_leaves_no_trace():
     """The same levels by a function of one's own, which touches nothing, give the same run."""
+
     def trained(measure):
         torch.manual_seed(7)
         model = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)).double()
@@ -190,7 +228,7 @@ def test_a_run_with_a_filter_goes_on_from_a_checkpoint(make, tmp_path):
         return filter, *private(filter, updates_per_epoch=0.75)
 
     filter, engine, model, optimizer, *rest = made()
-    train(model, optimizer, *rest, epochs=1)                               # three steps: in the middle of a block
+    train(model, optimizer, *rest, epochs=1)  # three steps: in the middle of a block
     engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
     train(model, optimizer, *rest, epochs=3)
     its_filter, again, second, its_optimizer, *its_rest = made()
@@ -200,13 +238,19 @@ def test_a_run_with_a_filter_goes_on_from_a_checkpoint(make, tmp_path):
     assert torch.equal(its_filter.spent, filter.spent) and torch.equal(weights(second), weights(model))
     other, *_ = private(exact(budget=61))
     with pytest.raises(ValueError, match="state must be of a filter"):
-        other.accountant.load_state_dict(engine.accountant.state_dict() | {"parameters": other.accountant.state_dict()[
-            "parameters"]})
+        other.accountant.load_state_dict(
+            engine.accountant.state_dict() | {"parameters": other.accountant.state_dict()["parameters"]}
+        )
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"paid": torch.full((N,), 2 * CLIP)}, "paid must lie in"), ({"served": -1}, "served must"),
-    ({"measured": torch.ones(3)}, "measured must have shape")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"paid": torch.full((N,), 2 * CLIP)}, "paid must lie in"),
+        ({"served": -1}, "served must"),
+        ({"measured": torch.ones(3)}, "measured must have shape"),
+    ],
+)
 def test_a_checkpoint_that_allows_more_than_the_filter_is_refused(change, message):
     engine, *parts = private(exact())
     train(*parts, epochs=1)
@@ -236,15 +280,34 @@ class Dictionaries(Dataset):
         return {"x": torch.ones(4, dtype=torch.float64), "y": 0}
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"filter": object()}, "filter must be an ExactFilter or a RenyiFilter"),
-    ({"filter": exact(sample_rate=0.3)}, "filter must have the loader's sample_rate"),
-    ({"filter": ExactFilter(3, sample_rate=1 / 3, noise_multiplier=2.0, max_grad_norm=1.0, levels=[1.0], costs=[1],
-                            budget=3, steps=3)}, "filter must be one of the data set's 24 examples"),
-    ({"loss": None}, "either loss or norms"), ({"loss": cross_entropy, "norms": list}, "either loss or norms"),
-    ({"updates_per_epoch": 0}, "updates_per_epoch must lie in"), ({"epochs": 0}, "epochs must"),
-    ({"mode": "no_op"}, "grad_sample_mode must be one of"), ({"batch_first": False}, "norms must be given where batch"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"filter": object()}, "filter must be an ExactFilter or a RenyiFilter"),
+        ({"filter": exact(sample_rate=0.3)}, "filter must have the loader's sample_rate"),
+        (
+            {
+                "filter": ExactFilter(
+                    3,
+                    sample_rate=1 / 3,
+                    noise_multiplier=2.0,
+                    max_grad_norm=1.0,
+                    levels=[1.0],
+                    costs=[1],
+                    budget=3,
+                    steps=3,
+                )
+            },
+            "filter must be one of the data set's 24 examples",
+        ),
+        ({"loss": None}, "either loss or norms"),
+        ({"loss": cross_entropy, "norms": list}, "either loss or norms"),
+        ({"updates_per_epoch": 0}, "updates_per_epoch must lie in"),
+        ({"epochs": 0}, "epochs must"),
+        ({"mode": "no_op"}, "grad_sample_mode must be one of"),
+        ({"batch_first": False}, "norms must be given where batch"),
+    ],
+)
 def test_bad_input_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         private(**{"filter": exact(), **change})
@@ -261,7 +324,7 @@ def test_batches_that_are_no_pairs_need_norms_of_ones_own():
 def test_the_filters_of_two_runs_are_not_mixed_up():
     filter, other = exact(), exact()
     engine, *_ = private(filter)
-    _, *parts = private(other, engine=engine)                              # before any step: the second replaces it
+    _, *parts = private(other, engine=engine)  # before any step: the second replaces it
     train(*parts)
     assert not bool(filter.spent.any()) and bool(other.spent.any())
 
@@ -275,13 +338,27 @@ def moved(budget, spoil=None):
     """How far coordinates with and without canaries moved, in standard deviations of the noise; and the filter."""
     dataset, inside, outside = TensorDataset(10 * torch.eye(CANARIES, 2 * CANARIES), torch.zeros(CANARIES)), [], []
     for seed in range(4):
-        filter = ExactFilter(CANARIES, sample_rate=0.5, noise_multiplier=2.0, max_grad_norm=1.0, levels=[0.25, 1.0],
-                             costs=[1, 16], budget=budget, steps=STEPS)
+        filter = ExactFilter(
+            CANARIES,
+            sample_rate=0.5,
+            noise_multiplier=2.0,
+            max_grad_norm=1.0,
+            levels=[0.25, 1.0],
+            costs=[1, 16],
+            budget=budget,
+            steps=STEPS,
+        )
         model = nn.Linear(2 * CANARIES, 1, bias=False)
         nn.init.zeros_(model.weight)
         engine, made, optimizer, _, loader = private(
-            filter, model=model, dataset=dataset, batch_size=CANARIES // 2, epochs=STEPS // 2, seed=seed,
-            norms=lambda: torch.where(model.weight[0, :CANARIES] > 0, 1.0, 0.25))
+            filter,
+            model=model,
+            dataset=dataset,
+            batch_size=CANARIES // 2,
+            epochs=STEPS // 2,
+            seed=seed,
+            norms=lambda: torch.where(model.weight[0, :CANARIES] > 0, 1.0, 0.25),
+        )
         if spoil:
             spoil(engine)
         for _ in range(STEPS // 2):
@@ -296,9 +373,19 @@ def moved(budget, spoil=None):
 
 
 def audited(inside, outside):
-    return max(float(epsilon_lower_bound(
-        true_positives=(inside > threshold).sum(), positives=len(inside), false_positives=(outside > threshold).sum(),
-        negatives=len(outside), delta=DELTA, confidence=0.999)) for threshold in (0.5, 1.0, 2.0))
+    return max(
+        float(
+            epsilon_lower_bound(
+                true_positives=(inside > threshold).sum(),
+                positives=len(inside),
+                false_positives=(outside > threshold).sum(),
+                negatives=len(outside),
+                delta=DELTA,
+                confidence=0.999,
+            )
+        )
+        for threshold in (0.5, 1.0, 2.0)
+    )
 
 
 def test_an_audit_with_canaries_that_adapt_stays_below_the_promise_and_catches_a_filter_that_is_not_heeded():

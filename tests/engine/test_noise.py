@@ -14,8 +14,9 @@ from dpcompanion.idp import IndividualizedPrivacyEngine
 from dpcompanion.training.noise import gaussian_noise, generators
 from dpcompanion.training.secure import SecureStream, grid_of
 
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty",
-                                        "ignore:.*multi-threaded, use of fork")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Full backward hook", "ignore:mean of empty", "ignore:.*multi-threaded, use of fork"
+)
 N, DELTA = 40, 1e-5
 
 
@@ -27,10 +28,17 @@ def private(*, model=None, mode="hooks", engine=None, loader_generator=None, **o
     dtype = next(model.parameters()).dtype
     data = TensorDataset(data.tensors[0].to(dtype), data.tensors[1])
     module, optimizer, *rest = engine.make_private_with_budgets(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), grad_sample_mode=mode,
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        grad_sample_mode=mode,
         data_loader=DataLoader(data, batch_size=10, generator=loader_generator),
-        target_epsilons=torch.full((N,), 2.0), target_delta=DELTA, epochs=2, max_grad_norm=0.5, method="scale",
-        **options)
+        target_epsilons=torch.full((N,), 2.0),
+        target_delta=DELTA,
+        epochs=2,
+        max_grad_norm=0.5,
+        method="scale",
+        **options,
+    )
     return engine, module, optimizer, *(rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest))
 
 
@@ -136,7 +144,7 @@ def test_a_run_with_keys_goes_on_where_it_stopped_and_its_checkpoint_does_not_ho
     again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)
     later_noise, later_draws = trained(second, its_optimizer, *its_rest)
     assert later_draws == draws and torch.equal(later_noise, noise) and torch.equal(weights(second), weights(model))
-    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)      # the budgets are spent
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)  # the budgets are spent
     assert not key.exists()
 
 
@@ -209,7 +217,8 @@ def test_a_seed_repeats_the_run_and_is_that_of_train(tmp_path):
         runs.append(trained(*parts))
         streams = generators(2**80 + 5)
         assert {name: g.key for name, g in engine.accountant.generators().items()} == {
-            name: g.key for name, g in streams.items()}
+            name: g.key for name, g in streams.items()
+        }
     assert runs[0][1] == runs[1][1] and torch.equal(runs[0][0], runs[1][0])
     other, _ = trained(*private(seed=2**80 + 5 + 2**32)[1:])
     assert float((other - runs[0][0]).abs().max()) > 1

@@ -9,8 +9,16 @@ from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import (BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler,
-                              TensorDataset, WeightedRandomSampler)
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from dpcompanion import idp
 from dpcompanion.accounting import compute_epsilon
@@ -27,19 +35,29 @@ def data(n=N, features=4):
     return TensorDataset(torch.randn(n, features, generator=generator), torch.randint(3, (n,), generator=generator))
 
 
-def private(*, engine=None, dataset=None, batch_size=15, budgets=BUDGETS, lr=0.1, seed=0, model=None,
-            collate_fn=None, **options):
+def private(
+    *, engine=None, dataset=None, batch_size=15, budgets=BUDGETS, lr=0.1, seed=0, model=None, collate_fn=None, **options
+):
     """The engine and what it returns, with an unseeded loader and a seeded noise generator."""
     torch.manual_seed(7)
     dataset = data() if dataset is None else dataset
     model = model or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     engine = engine or IndividualizedPrivacyEngine()
-    options = {"target_delta": DELTA, "epochs": 2, "max_grad_norm": 0.5, "method": "scale",
-               "noise_generator": torch.Generator().manual_seed(seed), **options}
-    made = engine.make_private_with_budgets(module=model, optimizer=torch.optim.SGD(model.parameters(), lr=lr),
-                                            data_loader=DataLoader(dataset, batch_size=batch_size,
-                                                                   collate_fn=collate_fn),
-                                            target_epsilons=budgets, **options)
+    options = {
+        "target_delta": DELTA,
+        "epochs": 2,
+        "max_grad_norm": 0.5,
+        "method": "scale",
+        "noise_generator": torch.Generator().manual_seed(seed),
+        **options,
+    }
+    made = engine.make_private_with_budgets(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=lr),
+        data_loader=DataLoader(dataset, batch_size=batch_size, collate_fn=collate_fn),
+        target_epsilons=budgets,
+        **options,
+    )
     return engine, *made
 
 
@@ -54,6 +72,7 @@ def steps(model, optimizer, loader, criterion=None, epochs=1):
 
 def without_noise(optimizer):
     """Steps move by the sums of clipped gradients alone."""
+
     def bare():
         for p in optimizer.params:
             p.grad = p.summed_grad.view_as(p)
@@ -69,9 +88,14 @@ def test_equal_budgets_give_the_parameters_of_opacus_itself():
     opacus = PrivacyEngine(accountant="rdp")
     model = nn.Linear(4, 3)
     _, theirs, loader = opacus.make_private_with_epsilon(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(data(), batch_size=15),
-        target_epsilon=2.0, target_delta=DELTA, epochs=2, max_grad_norm=0.5)
+        target_epsilon=2.0,
+        target_delta=DELTA,
+        epochs=2,
+        max_grad_norm=0.5,
+    )
     for method in ("sample", "scale"):
         engine, _, optimizer, own_loader = private(budgets=torch.full((N,), 2.0), method=method)
         assert optimizer.noise_multiplier == pytest.approx(theirs.noise_multiplier, rel=1e-2)
@@ -81,11 +105,14 @@ def test_equal_budgets_give_the_parameters_of_opacus_itself():
         assert engine.sample_rates.tolist() == pytest.approx([loader.sample_rate] * N)
 
 
-@pytest.mark.parametrize("method, weight, accountant", [
-    ("sample", None, "rdp"), ("scale", None, "rdp"), ("combined", 0.5, "rdp"), ("scale", None, "pld")])
+@pytest.mark.parametrize(
+    "method, weight, accountant",
+    [("sample", None, "rdp"), ("scale", None, "rdp"), ("combined", 0.5, "rdp"), ("scale", None, "pld")],
+)
 def test_every_example_spends_its_own_budget(method, weight, accountant):
-    engine, model, optimizer, loader = private(engine=IndividualizedPrivacyEngine(accountant=accountant), method=method,
-                                               sample_weight=weight)
+    engine, model, optimizer, loader = private(
+        engine=IndividualizedPrivacyEngine(accountant=accountant), method=method, sample_weight=weight
+    )
     assert engine.get_epsilons(DELTA).tolist() == [0.0] * N and engine.get_epsilon(DELTA) == 0
     steps(model, optimizer, loader)
     half = engine.get_epsilons(DELTA)
@@ -93,7 +120,8 @@ def test_every_example_spends_its_own_budget(method, weight, accountant):
         run = {"sample_rate": float(engine.sample_rates[i]), "noise_multiplier": float(engine.noise_multipliers[i])}
         # The noise that training adds over the example's own clip norm.
         assert run["noise_multiplier"] == pytest.approx(
-            optimizer.noise_multiplier * optimizer.max_grad_norm / float(engine.max_grad_norms[i]), rel=1e-9)
+            optimizer.noise_multiplier * optimizer.max_grad_norm / float(engine.max_grad_norms[i]), rel=1e-9
+        )
         assert half[i] == compute_epsilon(**run, steps=4, delta=DELTA, accountant=accountant)
     steps(model, optimizer, loader)
     spent = engine.get_epsilons(DELTA)
@@ -107,9 +135,13 @@ def test_with_a_different_budget_for_everybody_nobody_exceeds_it():
     engine, model, optimizer, loader = private(dataset=data(n), budgets=budgets, batch_size=100)
     steps(model, optimizer, loader)
     for i in (0, 123, 399):
-        exact = compute_epsilon(sample_rate=0.25, noise_multiplier=float(engine.noise_multipliers[i]), steps=4,
-                                delta=DELTA,
-                                accountant="rdp")
+        exact = compute_epsilon(
+            sample_rate=0.25,
+            noise_multiplier=float(engine.noise_multipliers[i]),
+            steps=4,
+            delta=DELTA,
+            accountant="rdp",
+        )
         assert exact <= engine.get_epsilons(DELTA)[i] <= 1.0001 * exact
     steps(model, optimizer, loader)
     assert bool((engine.get_epsilons(DELTA) <= budgets).all())
@@ -122,14 +154,26 @@ def test_everybodys_epsilon_and_an_examples_are_by_one_accountant(accountant):
     for delta in (DELTA, 1e-3, 1e-9):
         own = engine.get_epsilons(delta)
         assert engine.get_epsilon(delta) == float(own.max())
-        everybody = compute_epsilon(sample_rate=0.25, noise_multiplier=float(engine.noise_multipliers.min()), steps=4,
-                                    delta=delta, accountant=accountant)
+        everybody = compute_epsilon(
+            sample_rate=0.25,
+            noise_multiplier=float(engine.noise_multipliers.min()),
+            steps=4,
+            delta=delta,
+            accountant=accountant,
+        )
         assert bool((own <= everybody).all()) and float(own.max()) == pytest.approx(everybody, rel=1e-8)
 
 
 def test_the_engine_and_the_three_methods_have_one_default():
-    defaults = {inspect.signature(called).parameters["accountant"].default for called in (
-        idp.sample_parameters, idp.scale_parameters, idp.combined_parameters, IndividualizedPrivacyEngine)}
+    defaults = {
+        inspect.signature(called).parameters["accountant"].default
+        for called in (
+            idp.sample_parameters,
+            idp.scale_parameters,
+            idp.combined_parameters,
+            IndividualizedPrivacyEngine,
+        )
+    }
     assert defaults == {"rdp"}
 
 
@@ -177,8 +221,9 @@ def clipped_sum(model, x, y, norms):
     """Gradients of each example by itself, clipped to its norm, and summed."""
     parts = []
     for i in range(len(x)):
-        gradient = torch.autograd.grad(nn.functional.cross_entropy(model(x[i:i + 1]), y[i:i + 1]),
-                                       list(model.parameters()))
+        gradient = torch.autograd.grad(
+            nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1]), list(model.parameters())
+        )
         flat = torch.cat([g.flatten() for g in gradient])
         parts.append(flat * min(1.0, float(norms[i]) / float(flat.norm())))
     return torch.stack(parts).sum(dim=0)
@@ -235,10 +280,10 @@ def test_looking_through_the_managed_loader_and_leaving_it_early_joins_no_draws(
         for _ in range(4):
             model.eval()
             with torch.no_grad():
-                for x, _ in small:                   # an evaluation: nothing is learned
+                for x, _ in small:  # an evaluation: nothing is learned
                     model(x)
             model.train()
-            for count, (x, y) in enumerate(small):   # a training that is left in the middle of a draw
+            for count, (x, y) in enumerate(small):  # a training that is left in the middle of a draw
                 optimizer.zero_grad()
                 nn.functional.cross_entropy(model(x), y).backward()
                 optimizer.step()
@@ -309,7 +354,7 @@ def test_in_ghost_mode_a_loss_that_does_not_clip_is_refused():
     steps(model, optimizer, [next(iter(loader))], criterion)
     before = weights(model)
     with pytest.raises(ValueError, match="take the loss of every batch by the criterion"):
-        steps(model, optimizer, loader)                  # plain cross entropy after a batch that was clipped
+        steps(model, optimizer, loader)  # plain cross entropy after a batch that was clipped
     assert torch.equal(before, weights(model)) and len(engine.accountant) == 1
 
 
@@ -317,9 +362,9 @@ def test_in_ghost_mode_a_loss_that_does_not_clip_is_refused():
 def test_noise_has_the_deviation_that_was_told_and_empty_batches_take_a_step_of_noise(method, mode):
     model = nn.Linear(4, 3000)
     dataset = TensorDataset(torch.zeros(N, 4), torch.zeros(N, dtype=torch.long))
-    engine, model, optimizer, *rest = private(model=model, dataset=dataset, batch_size=1, epochs=1, method=method,
-                                              lr=1.0,
-                                              grad_sample_mode=mode)
+    engine, model, optimizer, *rest = private(
+        model=model, dataset=dataset, batch_size=1, epochs=1, method=method, lr=1.0, grad_sample_mode=mode
+    )
     criterion, loader = rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest)
     sizes, moves = [], []
     for x, y in loader:
@@ -328,7 +373,7 @@ def test_noise_has_the_deviation_that_was_told_and_empty_batches_take_a_step_of_
         criterion(model(x), y).backward()
         optimizer.step()
         sizes.append(len(x))
-        moves.append(next(model.parameters()).detach() - before)      # inputs are zero: the weight moves by noise alone
+        moves.append(next(model.parameters()).detach() - before)  # inputs are zero: the weight moves by noise alone
     assert 0 in sizes and len(engine.accountant) == 60
     expected = optimizer.noise_multiplier * 0.5 / float(engine.sample_rates.sum())
     assert float(engine.sample_rates.sum()) == pytest.approx(1.0)
@@ -338,8 +383,9 @@ def test_noise_has_the_deviation_that_was_told_and_empty_batches_take_a_step_of_
 
 
 def test_every_group_is_drawn_at_its_own_rate_and_independently():
-    engine, _, _, loader = private(dataset=data(600), budgets=BUDGETS.repeat_interleave(10), method="sample", epochs=1,
-                                   batch_size=150)
+    engine, _, _, loader = private(
+        dataset=data(600), budgets=BUDGETS.repeat_interleave(10), method="sample", epochs=1, batch_size=150
+    )
     draws = torch.zeros(400, 600)
     for row in range(100):
         for step, batch in enumerate(loader.batch_sampler):
@@ -408,8 +454,10 @@ class Elsewhere(torch.Tensor):
 def test_a_checkpoint_that_was_loaded_to_another_device_is_taken():
     state = private()[0].accountant.state_dict()
     for part in ("parameters", "generators"):
-        state[part] = {name: value.as_subclass(Elsewhere) if torch.is_tensor(value) else value
-                       for name, value in state[part].items()}
+        state[part] = {
+            name: value.as_subclass(Elsewhere) if torch.is_tensor(value) else value
+            for name, value in state[part].items()
+        }
     engine = private()[0]
     engine.accountant.load_state_dict(state)
 
@@ -452,9 +500,10 @@ class Waits(TorchDispatchMode):
 def test_a_step_in_ghost_mode_waits_for_the_device_once(seeded):
     model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
     _, model, optimizer, criterion, loader = private(
-        model=model, grad_sample_mode="ghost", noise_generator=torch.Generator().manual_seed(0) if seeded else None)
+        model=model, grad_sample_mode="ghost", noise_generator=torch.Generator().manual_seed(0) if seeded else None
+    )
     batches = iter(loader)
-    for _ in range(2):                                                                # with these it is proved
+    for _ in range(2):  # with these it is proved
         steps(model, optimizer, [next(batches)], criterion)
     x, y = next(batches)
     with Waits() as waits:
@@ -478,8 +527,7 @@ def loaders():
         "iterable": DataLoader(Stream(), batch_size=15),
         "batch_size": DataLoader(whole, batch_size=None),
         "WeightedRandomSampler": DataLoader(whole, batch_size=15, sampler=WeightedRandomSampler(torch.ones(N), N)),
-        "sampler with replacement": DataLoader(whole, batch_size=15,
-                                               sampler=RandomSampler(whole, replacement=True)),
+        "sampler with replacement": DataLoader(whole, batch_size=15, sampler=RandomSampler(whole, replacement=True)),
         "_Batches": DataLoader(whole, batch_sampler=_Batches(SequentialSampler(whole), 15, False)),
     }
 
@@ -489,8 +537,14 @@ def test_a_loader_that_would_void_the_account_is_refused(word):
     model = nn.Linear(4, 3)
     with pytest.raises(ValueError, match=word):
         IndividualizedPrivacyEngine().make_private_with_budgets(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=loaders()[word],
-            target_epsilons=BUDGETS, target_delta=DELTA, epochs=1, max_grad_norm=1.0)
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=loaders()[word],
+            target_epsilons=BUDGETS,
+            target_delta=DELTA,
+            epochs=1,
+            max_grad_norm=1.0,
+        )
 
 
 class Sequences(Dataset):
@@ -535,19 +589,26 @@ def test_a_collate_function_must_keep_the_order_of_the_examples():
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(batch["tokens"]), batch["labels"]).backward()
             optimizer.step()
-    same = TensorDataset(torch.ones(N, 4), torch.zeros(N, dtype=torch.long))      # in no order
+    same = TensorDataset(torch.ones(N, 4), torch.zeros(N, dtype=torch.long))  # in no order
     private(dataset=same, collate_fn=lambda examples: torch.utils.data.default_collate(examples))
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"model": nn.Linear(4, 3).eval()}, "module must be in training mode"),
-    ({"model": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}, "module must compute each example by itself"),
-    ({"method": "both"}, "method must be one of"), ({"grad_sample_mode": "no_op"}, "grad_sample_mode must be one of"),
-    ({"method": "combined"}, "sample_weight must be given"), ({"sample_weight": 0.5}, "sample_weight must be given"),
-    ({"budgets": BUDGETS[:-1]}, r"target_epsilons must have shape \(60,\)"), ({"epochs": 0}, "epochs must"),
-    ({"budgets": -BUDGETS}, "target_epsilons must lie in"), ({"target_delta": 1.0}, "target_delta must lie in"),
-    ({"max_grad_norm": 0.0}, "max_grad_norm must lie in"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"model": nn.Linear(4, 3).eval()}, "module must be in training mode"),
+        ({"model": nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))}, "module must compute each example by itself"),
+        ({"method": "both"}, "method must be one of"),
+        ({"grad_sample_mode": "no_op"}, "grad_sample_mode must be one of"),
+        ({"method": "combined"}, "sample_weight must be given"),
+        ({"sample_weight": 0.5}, "sample_weight must be given"),
+        ({"budgets": BUDGETS[:-1]}, r"target_epsilons must have shape \(60,\)"),
+        ({"epochs": 0}, "epochs must"),
+        ({"budgets": -BUDGETS}, "target_epsilons must lie in"),
+        ({"target_delta": 1.0}, "target_delta must lie in"),
+        ({"max_grad_norm": 0.0}, "max_grad_norm must lie in"),
+    ],
+)
 def test_bad_input_is_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         private(**change)
@@ -598,14 +659,18 @@ def test_the_data_set_may_yield_anything_and_keeps_its_attributes():
 
 def test_an_empty_batch_has_the_structure_of_the_others_even_if_it_is_the_first():
     tensors = data().tensors[0]
-    for dataset, structure in ((Dictionaries(), {"x": (0, 4), "y": (0,)}), (data(), [(0, 4), (0,)]),
-                               (tensors, (0, 4))):
+    for dataset, structure in ((Dictionaries(), {"x": (0, 4), "y": (0,)}), (data(), [(0, 4), (0,)]), (tensors, (0, 4))):
         loader = private(dataset=dataset)[-1]
         loader.batch_sampler.sample_rate.zero_()
         first = next(iter(loader))
         assert loader.dataset.handed_out == []
-        shapes = ({name: value.shape for name, value in first.items()} if isinstance(first, dict) else
-                  first.shape if torch.is_tensor(first) else [value.shape for value in first])
+        shapes = (
+            {name: value.shape for name, value in first.items()}
+            if isinstance(first, dict)
+            else first.shape
+            if torch.is_tensor(first)
+            else [value.shape for value in first]
+        )
         assert shapes == structure
     loader = private(dataset=Sequences(), collate_fn=padded)[-1]
     loader.batch_sampler.sample_rate.zero_()
@@ -634,7 +699,7 @@ def test_a_parameter_without_dimensions_is_clipped_with_the_others():
     steps(model, optimizer, [(x, y)])
     assert torch.allclose(before - weights(model), expected / 15.0, rtol=1e-3, atol=1e-6)
     loader.batch_sampler.sample_rate.zero_()
-    steps(model, optimizer, [next(iter(loader))])                       # nobody at all
+    steps(model, optimizer, [next(iter(loader))])  # nobody at all
     assert len(engine.accountant) == 2
 
 
@@ -651,8 +716,16 @@ def moved(method, spoil=None):
     seen = {"in": [], "out": []}
     for seed in range(ROUNDS):
         engine, model, optimizer, loader = private(
-            model=nn.Linear(4 * CANARIES, 1, bias=False), dataset=dataset, batch_size=200, budgets=budgets, epochs=1,
-            method=method, seed=seed, lr=1.0, max_grad_norm=1.0)
+            model=nn.Linear(4 * CANARIES, 1, bias=False),
+            dataset=dataset,
+            batch_size=200,
+            budgets=budgets,
+            epochs=1,
+            method=method,
+            seed=seed,
+            lr=1.0,
+            max_grad_norm=1.0,
+        )
         with torch.no_grad():
             next(model.parameters()).zero_()
         if spoil:
@@ -663,8 +736,8 @@ def moved(method, spoil=None):
             optimizer.step()
         unit = optimizer.noise_multiplier * math.sqrt(len(loader)) / optimizer.expected_batch_size
         total = next(model.parameters()).detach()[0] / unit
-        seen["in"].append(total[:2 * CANARIES].view(2, -1))
-        seen["out"].append(total[2 * CANARIES:].view(2, -1))
+        seen["in"].append(total[: 2 * CANARIES].view(2, -1))
+        seen["out"].append(total[2 * CANARIES :].view(2, -1))
     return torch.cat(seen["in"], dim=1), torch.cat(seen["out"], dim=1), torch.tensor([0.5, 3.0])
 
 
@@ -672,10 +745,17 @@ def audited(inside, outside):
     count = inside.shape[1]
     best = torch.zeros(2, dtype=torch.float64)
     for threshold in (1.0, THRESHOLD):
-        best = torch.maximum(best, epsilon_lower_bound(
-            true_positives=(inside > threshold).sum(dim=1), positives=count,
-            false_positives=(outside > threshold).sum(dim=1),
-            negatives=count, delta=DELTA, confidence=0.999))
+        best = torch.maximum(
+            best,
+            epsilon_lower_bound(
+                true_positives=(inside > threshold).sum(dim=1),
+                positives=count,
+                false_positives=(outside > threshold).sum(dim=1),
+                negatives=count,
+                delta=DELTA,
+                confidence=0.999,
+            ),
+        )
     return best
 
 

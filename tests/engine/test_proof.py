@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpcompanion.idp import IndividualizedPrivacyEngine
 
-pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty",
-                                        "ignore:.*multi-threaded, use of fork")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Full backward hook", "ignore:mean of empty", "ignore:.*multi-threaded, use of fork"
+)
 N, DELTA = 48, 1e-5
 BUDGETS = torch.tensor([1.0, 2.0, 4.0]).repeat_interleave(16)
 MODES = ["hooks", "functorch", "ew", "ghost"]
@@ -35,12 +36,22 @@ def private(model, dataset=None, *, optimizer=None, mode="hooks", num_workers=0,
     """(engine, model, optimizer, criterion, loader)."""
     engine = IndividualizedPrivacyEngine()
     optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-    options = {"target_delta": DELTA, "epochs": 4, "max_grad_norm": 0.5, "method": "scale",
-               "noise_generator": torch.Generator().manual_seed(3), **options}
+    options = {
+        "target_delta": DELTA,
+        "epochs": 4,
+        "max_grad_norm": 0.5,
+        "method": "scale",
+        "noise_generator": torch.Generator().manual_seed(3),
+        **options,
+    }
     module, optimizer, *rest = engine.make_private_with_budgets(
-        module=model, optimizer=optimizer, target_epsilons=BUDGETS, grad_sample_mode=mode,
+        module=model,
+        optimizer=optimizer,
+        target_epsilons=BUDGETS,
+        grad_sample_mode=mode,
         data_loader=DataLoader(vectors() if dataset is None else dataset, batch_size=12, num_workers=num_workers),
-        **options)
+        **options,
+    )
     return engine, module, optimizer, *(rest if mode == "ghost" else (nn.CrossEntropyLoss(), *rest))
 
 
@@ -96,7 +107,7 @@ def test_a_module_that_mixes_examples_is_refused_before_any_step(mix, mode):
     before = weights(model)
     with pytest.raises((UnsupportedModuleError, RuntimeError)) as refused:
         train(model, optimizer, criterion, loader)
-    assert isinstance(refused.value, ValueError) or mode == "ew"       # which knows few functions of tensors
+    assert isinstance(refused.value, ValueError) or mode == "ew"  # which knows few functions of tensors
     assert torch.equal(before, weights(model)) and engine.accountant.steps == 0
 
 
@@ -165,8 +176,11 @@ def test_rows_that_are_not_finite_do_not_switch_the_proof_off(bad):
 class Sequence(nn.Module):
     def __init__(self, batch_first=True):
         super().__init__()
-        self.embedding, self.recurrent, self.head = nn.Embedding(12, 4), DPLSTM(4, 4, batch_first=batch_first), \
-            nn.Linear(4, 12)
+        self.embedding, self.recurrent, self.head = (
+            nn.Embedding(12, 4),
+            DPLSTM(4, 4, batch_first=batch_first),
+            nn.Linear(4, 12),
+        )
 
     def forward(self, x):
         return self.head(self.recurrent(self.embedding(x))[0][:, -1])
@@ -176,10 +190,16 @@ GOOD = {
     "linear": (lambda: nn.Linear(4, 3), vectors),
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 3)), vectors),
     "functional dropout": (lambda: Mixing(lambda h: F.dropout(h, 0.5)), vectors),
-    "a layer used twice": (lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)))(
-        nn.Linear(4, 4)), vectors),
-    "convolution": (lambda: nn.Sequential(nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.GroupNorm(1, 3), nn.ReLU(),
-                                          nn.Flatten(), nn.Linear(9, 3)), vectors),
+    "a layer used twice": (
+        lambda: (lambda layer: nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(4, 3)))(nn.Linear(4, 4)),
+        vectors,
+    ),
+    "convolution": (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 3, 2), nn.GroupNorm(1, 3), nn.ReLU(), nn.Flatten(), nn.Linear(9, 3)
+        ),
+        vectors,
+    ),
     "recurrent": (Sequence, tokens),
 }
 
@@ -201,7 +221,8 @@ def test_the_proof_leaves_no_trace(mode):
     def trained(prove):
         torch.manual_seed(0)
         _, model, optimizer, criterion, loader = private(
-            nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 3)), mode=mode, prove=prove)
+            nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.3), nn.Linear(6, 3)), mode=mode, prove=prove
+        )
         train(model, optimizer, criterion, loader)
         return weights(model)
 
@@ -232,8 +253,9 @@ def test_parameters_frozen_or_set_free_between_steps_are_refused(mode, freeze):
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     for p in model[0].parameters():
         p.requires_grad = freeze
-    _, module, optimizer, criterion, loader = private(model, mode=mode,
-                                                      optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    _, module, optimizer, criterion, loader = private(
+        model, mode=mode, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
     train(module, optimizer, criterion, loader, 1)
     for p in model[0].parameters():
         p.requires_grad = not freeze
@@ -264,11 +286,14 @@ def test_an_optimizer_that_lacks_trainable_parameters_is_refused():
         private(model, optimizer=torch.optim.LBFGS(model.parameters()))
 
 
-@pytest.mark.parametrize("extra", [
-    lambda model, x, y: F.cross_entropy(model(x), y).backward(),                  # another loss
-    lambda model, x, y: [p.grad.mul_(100) for p in model.parameters()],
-    lambda model, x, y: [setattr(p, "grad", 100 * p.grad) for p in model.parameters()],
-])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        lambda model, x, y: F.cross_entropy(model(x), y).backward(),  # another loss
+        lambda model, x, y: [p.grad.mul_(100) for p in model.parameters()],
+        lambda model, x, y: [setattr(p, "grad", 100 * p.grad) for p in model.parameters()],
+    ],
+)
 def test_in_ghost_mode_gradients_stay_as_the_criterion_left_them(extra):
     _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), mode="ghost")
     x, y = next(iter(loader))
@@ -282,8 +307,9 @@ def test_in_ghost_mode_gradients_stay_as_the_criterion_left_them(extra):
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_no_gradient_in_evaluation_mode_or_of_a_batch_before(mode):
-    _, model, optimizer, criterion, loader = private(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)),
-                                                     mode=mode)
+    _, model, optimizer, criterion, loader = private(
+        nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), mode=mode
+    )
     train(model, optimizer, criterion, loader, 1)
     before = weights(model)
     layers = model._module
@@ -301,9 +327,15 @@ def test_what_the_engine_shows_may_be_written_to():
     engine = IndividualizedPrivacyEngine()
     model = nn.Linear(4, 3)
     model, optimizer, loader = engine.make_private_with_budgets(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=DataLoader(vectors(), batch_size=12), target_epsilons=budgets, target_delta=DELTA, epochs=1,
-        max_grad_norm=0.5, method="scale")
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(vectors(), batch_size=12),
+        target_epsilons=budgets,
+        target_delta=DELTA,
+        epochs=1,
+        max_grad_norm=0.5,
+        method="scale",
+    )
     train(model, optimizer, nn.CrossEntropyLoss(), loader)
     spent, norms = engine.get_epsilons(DELTA), engine.max_grad_norms.clone()
     for shown in (budgets, engine.max_grad_norms, engine.noise_multipliers):
@@ -345,7 +377,7 @@ def test_per_layer_clipping_gives_each_parameter_its_share_of_each_examples_norm
     for k, p in enumerate(optimizer.params):
         expected = torch.zeros_like(p)
         for i in range(len(x)):
-            g = torch.autograd.grad(F.cross_entropy(plain(x[i:i + 1]), y[i:i + 1]), list(plain.parameters()))[k]
+            g = torch.autograd.grad(F.cross_entropy(plain(x[i : i + 1]), y[i : i + 1]), list(plain.parameters()))[k]
             expected += g * min(1.0, float(own[i]) * layers[k] / mean / float(g.norm()))
         assert torch.allclose(p.summed_grad, expected, rtol=1e-3, atol=1e-6)
     with pytest.raises(ValueError, match="list of 4 norms"):

@@ -28,15 +28,29 @@ def every_strategy(pairs, costs, budget, epsilon, direction, stages):
                 allowed = False
                 break
             for output in range(outputs):
-                stack.append(((*node, output), p * pairs[move][0][output], q * pairs[move][1][output],
-                              spent + costs[move]))
+                stack.append(
+                    ((*node, output), p * pairs[move][0][output], q * pairs[move][1][output], spent + costs[move])
+                )
         if allowed:
             found.append(delta)
     return found
 
 
-def played(strategy, *, sample_rate, noise_multiplier, levels, costs, budget, epsilon, direction, proposals,
-           runs=200_000, seed=0, groups=1):
+def played(
+    strategy,
+    *,
+    sample_rate,
+    noise_multiplier,
+    levels,
+    costs,
+    budget,
+    epsilon,
+    direction,
+    proposals,
+    runs=200_000,
+    seed=0,
+    groups=1,
+):
     """Delta of a strategy on the sampled Gaussian mechanism, by importance sampling: (estimate, standard error).
 
     Args:
@@ -66,7 +80,7 @@ def played(strategy, *, sample_rate, noise_multiplier, levels, costs, budget, ep
             else:
                 y = generator.standard_normal(len(who)) - np.where(pushed, push, 0.0)
                 push = -push
-            ratio = np.log1p(q * np.expm1(y * shift - shift**2 / 2))       # ln of mixture over N(0, 1)
+            ratio = np.log1p(q * np.expm1(y * shift - shift**2 / 2))  # ln of mixture over N(0, 1)
             target = ratio if direction == "remove" else 0.0
             log_push = y * push - push**2 / 2
             log_weight[who] += target - np.logaddexp(np.log1p(-rate) + target, np.log(rate) + log_push)
@@ -74,20 +88,23 @@ def played(strategy, *, sample_rate, noise_multiplier, levels, costs, budget, ep
             left[who] -= costs[move]
         going = left >= costs.min()
     values = np.exp(log_weight) * np.maximum(-np.expm1(epsilon - loss), 0)
-    values = values.reshape(-1, groups)              # run i belongs to group i modulo their number
+    values = values.reshape(-1, groups)  # run i belongs to group i modulo their number
     mean, deviation = values.mean(axis=0), values.std(axis=0) / math.sqrt(len(values))
     return (mean, deviation) if groups > 1 else (mean[0], deviation[0])
 
 
 def maximising(game):
     """The strategy that a `Game` with choices found."""
+
     def strategy(left, loss, who):
         place = np.rint(loss / game.interval).astype(int) - game.first
         return game.choices[left, place.clip(0, game.choices.shape[1] - 1)].astype(int)
+
     return strategy
 
 
 def constant(level, costs):
     def strategy(left, loss, who):
         return np.where(left >= costs[level], level, -1)
+
     return strategy

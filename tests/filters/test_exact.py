@@ -17,8 +17,11 @@ LEVELS = [0.25, 0.5, 1.0]
 FILTER = dict(RUN, max_grad_norm=0.5, levels=LEVELS, costs=[1, 4, 16], steps=100)
 
 
-@given(st.lists(st.lists(st.floats(0, 2) | st.just(0.0), min_size=3, max_size=3), min_size=1, max_size=30),
-       st.integers(1, 3), st.lists(st.integers(1, 60), min_size=3, max_size=3))
+@given(
+    st.lists(st.lists(st.floats(0, 2) | st.just(0.0), min_size=3, max_size=3), min_size=1, max_size=30),
+    st.integers(1, 3),
+    st.lists(st.integers(1, 60), min_size=3, max_size=3),
+)
 @settings(max_examples=60, deadline=None)
 def test_nobody_spends_more_than_the_budget_and_everybody_stays_while_something_is_left(history, block, budgets):
     filter = ExactFilter(3, **FILTER, budget=budgets, block=block)
@@ -28,7 +31,7 @@ def test_nobody_spends_more_than_the_budget_and_everybody_stays_while_something_
         left = [budget - used for budget, used in zip(budgets, spent)]
         before, limits = limits, filter.clip_norms(norms).tolist()
         if step % block:
-            assert limits == before                   # a level holds for its block
+            assert limits == before  # a level holds for its block
             continue
         for i, (norm, limit) in enumerate(zip(norms, limits)):
             spent[i] += cost[limit]
@@ -43,7 +46,7 @@ def test_levels_are_recorded_at_what_they_cost_and_refused_where_they_cannot_be_
     filter = ExactFilter(2, **FILTER, budget=20, block=5)
     levels = filter.levels_for([0.2, 9.0])
     assert levels.tolist() == [0.25, 0.5] and filter.spent.tolist() == [0, 0]
-    filter.record(levels, steps=3)                    # a block that is begun is paid
+    filter.record(levels, steps=3)  # a block that is begun is paid
     assert filter.spent.tolist() == [4, 16]
     with pytest.raises(ValueError, match="1 cannot"):
         filter.record(levels, steps=5)
@@ -59,7 +62,8 @@ def test_the_budget_is_the_largest_that_keeps_the_target_and_about_that_of_the_p
     found = calibrate_filter(**target, **RUN, levels=levels, costs=[1, 4, 17], steps=10_000, block=5)
     game = dict(RUN, levels=levels, costs=found.costs, block=5)
     assert found.delta <= 1e-5 and adaptive_delta(**game, budget=found.budget, epsilon=1.0) == pytest.approx(
-        found.delta, rel=0.05)
+        found.delta, rel=0.05
+    )
     assert adaptive_delta(**game, budget=found.budget + 17, epsilon=1.0) > 1e-5
     plain = find_steps(**target, **RUN)
     renyi = find_steps(**target, **RUN, accountant="rdp")
@@ -96,8 +100,10 @@ def test_promises_differ_between_people_and_thresholds_below_the_budget_have_sma
     threshold = int(filter.budget[0]) // 2
     little = filter.epsilon(1e-5, spent=threshold)
     assert (little < 0.9).all() and little[0] == little[1] and filter.epsilon(1e-5, spent=0).tolist() == [0.0] * 3
-    assert adaptive_delta(**RUN, levels=LEVELS, costs=filter.costs, budget=threshold, epsilon=float(little[0]), block=5
-                          ) <= 1e-5
+    assert (
+        adaptive_delta(**RUN, levels=LEVELS, costs=filter.costs, budget=threshold, epsilon=float(little[0]), block=5)
+        <= 1e-5
+    )
     plain = ExactFilter(2, **FILTER, budget=32)
     constant = compute_epsilon(**RUN, steps=2, delta=1e-5)
     assert constant * 0.999 <= float(plain.epsilon(1e-5)[0]) <= 1.15 * constant
@@ -125,25 +131,42 @@ def test_states_go_on_and_foreign_ones_are_refused():
     for change, words in ((dict(budget=[20, 41]), "same budgets"), (dict(max_grad_norm=1.0), "filter with")):
         with pytest.raises(ValueError, match=words):
             ExactFilter(2, **{**FILTER, "budget": [20, 40], "block": 3, **change}).load_state_dict(filter.state_dict())
-    for name, value in (("spent", torch.tensor([21, 0])), ("spent", torch.tensor([-1, 0])), ("spent", torch.zeros(3)),
-                        ("current", torch.tensor([4, 0])), ("steps_left", 3)):
+    for name, value in (
+        ("spent", torch.tensor([21, 0])),
+        ("spent", torch.tensor([-1, 0])),
+        ("spent", torch.zeros(3)),
+        ("current", torch.tensor([4, 0])),
+        ("steps_left", 3),
+    ):
         with pytest.raises(ValueError, match="state|current|steps_left"):
             other.load_state_dict({**filter.state_dict(), name: value})
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(n=0), "n must"), (dict(levels=[0.5, 2.0]), "levels"), (dict(levels=[1.0, 0.5, 0.2]), "ascending"),
-    (dict(costs=[1, 2]), "costs"), (dict(costs=[0, 4, 16]), "costs"), (dict(costs=[1, 4.5, 16]), "costs"),
-    (dict(costs=None), "costs must be given"), (dict(budget=None), "either budget"),
-    (dict(budget=[3, 4, 5]), r"shape \(2,\)"),
-    (dict(budget=2.5), "whole"), (dict(costs=[4, 8, 16], budget=[3, 20]), "least cost, 4, got 3"),
-    (dict(steps=0), "steps"),
-    (dict(block=0), "block"), (dict(max_grad_norm=0.0), "max_grad_norm"), (dict(sample_rate=1.5), "sample_rate"),
-    (dict(noise_multiplier=0.0), "noise_multiplier"), (dict(target_epsilon=1.0), "either budget"),
-    (dict(budget=None, target_epsilon=1e-6, target_delta=1e-9), "target_epsilon=1e-06 cannot be met"),
-    (dict(budget=None, target_epsilon=1.0), "either budget"),
-    (dict(budget=None, target_epsilon=-1.0, target_delta=0.1), "target_eps"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(n=0), "n must"),
+        (dict(levels=[0.5, 2.0]), "levels"),
+        (dict(levels=[1.0, 0.5, 0.2]), "ascending"),
+        (dict(costs=[1, 2]), "costs"),
+        (dict(costs=[0, 4, 16]), "costs"),
+        (dict(costs=[1, 4.5, 16]), "costs"),
+        (dict(costs=None), "costs must be given"),
+        (dict(budget=None), "either budget"),
+        (dict(budget=[3, 4, 5]), r"shape \(2,\)"),
+        (dict(budget=2.5), "whole"),
+        (dict(costs=[4, 8, 16], budget=[3, 20]), "least cost, 4, got 3"),
+        (dict(steps=0), "steps"),
+        (dict(block=0), "block"),
+        (dict(max_grad_norm=0.0), "max_grad_norm"),
+        (dict(sample_rate=1.5), "sample_rate"),
+        (dict(noise_multiplier=0.0), "noise_multiplier"),
+        (dict(target_epsilon=1.0), "either budget"),
+        (dict(budget=None, target_epsilon=1e-6, target_delta=1e-9), "target_epsilon=1e-06 cannot be met"),
+        (dict(budget=None, target_epsilon=1.0), "either budget"),
+        (dict(budget=None, target_epsilon=-1.0, target_delta=0.1), "target_eps"),
+    ],
+)
 def test_bad_parameters_are_refused_by_name(change, words):
     with pytest.raises(ValueError, match=words):
         ExactFilter(**{**dict(FILTER, n=2, budget=20), **change})
@@ -171,11 +194,28 @@ def test_training_clips_everybody_to_what_they_can_pay():
     model = torch.nn.Linear(3, 2).double()
 
     def filtered():
-        filter = ExactFilter(80, sample_rate=0.2, noise_multiplier=2.0, max_grad_norm=1.0, levels=[0.25, 0.5, 1.0],
-                             target_epsilon=1.5, target_delta=1e-3, steps=30, block=2)
+        filter = ExactFilter(
+            80,
+            sample_rate=0.2,
+            noise_multiplier=2.0,
+            max_grad_norm=1.0,
+            levels=[0.25, 0.5, 1.0],
+            target_epsilon=1.5,
+            target_delta=1e-3,
+            steps=30,
+            block=2,
+        )
         account = IndividualAccountant.for_plan(plan, rounding=None, accountant="rdp")
-        return filter, NormTracker(account, model, cross_entropy, (x, y), steps_per_epoch=4, updates_per_epoch=2,
-                                   clipping="individual", budget=filter)
+        return filter, NormTracker(
+            account,
+            model,
+            cross_entropy,
+            (x, y),
+            steps_per_epoch=4,
+            updates_per_epoch=2,
+            clipping="individual",
+            budget=filter,
+        )
 
     filter, tracker = filtered()
     active, shortened = [], []
@@ -186,8 +226,16 @@ def test_training_clips_everybody_to_what_they_can_pay():
         shortened.append(int((run.norms > limits).sum()))
         active.append(int(filter.active.sum()))
 
-    train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), seed=1,
-          trackers=[tracker], callbacks=Callbacks(on_step=check))
+    train(
+        model,
+        cross_entropy,
+        (x, y),
+        plan,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
+        seed=1,
+        trackers=[tracker],
+        callbacks=Callbacks(on_step=check),
+    )
     assert active[0] == 80 > active[-1] and active == sorted(active, reverse=True) and sum(shortened) > 0
     # Everybody's account along the run, and their promise, which holds for every run.
     assert (filter.epsilon(1e-3) == 1.5).all() and plan.epsilon() > 1.5

@@ -22,14 +22,27 @@ def run_of(config, folder=""):
 
 
 def test_what_a_filter_does_is_noted_at_each_pass():
-    filter = ExactFilter(4, sample_rate=0.1, noise_multiplier=2.0, max_grad_norm=1.0, levels=[0.5, 1.0], costs=[1, 4],
-                         budget=[5, 5, 9, 1], steps=6, block=2)
+    filter = ExactFilter(
+        4,
+        sample_rate=0.1,
+        noise_multiplier=2.0,
+        max_grad_norm=1.0,
+        levels=[0.5, 1.0],
+        costs=[1, 4],
+        budget=[5, 5, 9, 1],
+        steps=6,
+        block=2,
+    )
     watched = exact_filters.Watched(filter, 2)
     norms = torch.tensor([1.0, 0.3, 1.0, 1.0], dtype=torch.float64)
     limits = [watched.clip_norms(norms).tolist() for _ in range(6)]
     assert limits[0] == [1.0, 0.5, 1.0, 0.5] and limits[2] == [0.5, 0.5, 1.0, 0.0] and limits[4] == [0.0, 0.5, 0.5, 0.0]
-    assert watched.seen == {"held": [0.25, 0.5, 0.75], "out": [0.0, 0.25, 0.5], "cut": [0.75, 0.75, 0.75],
-                            "reached": [0.25, 0.5, 0.75]}
+    assert watched.seen == {
+        "held": [0.25, 0.5, 0.75],
+        "out": [0.0, 0.25, 0.5],
+        "cut": [0.75, 0.75, 0.75],
+        "reached": [0.25, 0.5, 0.75],
+    }
     assert watched.n == 4 and torch.equal(watched.state_dict()["spent"], filter.spent)
 
 
@@ -60,7 +73,7 @@ def test_everybody_has_the_same_promise_and_at_the_same_noise_only_the_renyi_fil
 def test_who_spends_little_has_a_smaller_promise_fixed_beforehand(runs):
     config, found = runs
     for kind in ("exact", "renyi"):
-        (half, people), = found[kind]["spared"]
+        ((half, people),) = found[kind]["spared"]
         assert 0 < half < config.epsilon and 0 <= people < 1
     filter = RenyiFilter(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, orders=8, budgets=0.4)
     filter.spent[:, 0] = torch.tensor([0.05, 0.1, 0.3])
@@ -72,28 +85,41 @@ def test_who_spends_little_has_a_smaller_promise_fixed_beforehand(runs):
 def test_table_4_by_the_exact_filter_keeps_both_halves_and_full_norms_stay_as_long_as_by_pld(tmp_path):
     config = exact_filters.Table4(TINY, Descent(1.0, 1.0, 6, 1.0), levels=LEVELS, seeds=(0,))
     plain, alone, assigned = (exact_filters.again(config, kind, 0, run_of(config, tmp_path)) for kind in config.kinds)
-    assert plain["promise"] <= 0.3 and plain["steps"] == 7        # by RDP the same noise pays for 6
+    assert plain["promise"] <= 0.3 and plain["steps"] == 7  # by RDP the same noise pays for 6
     assert compute_epsilon(sample_rate=1.0, noise_multiplier=plain["noise_multiplier"], steps=8, delta=1e-5) > 0.3
     assert alone["promise"] == alone["least_promise"] == 0.3
     assert (assigned["least_promise"], assigned["promise"]) == (0.3, 0.31)
     assert alone["held"][:7] == [0.0] * 7 and len(alone["held"]) == 9
-    assert alone["course"][:7] == plain["course"]                 # levels cut nobody whom the clip norm does not
+    assert alone["course"][:7] == plain["course"]  # levels cut nobody whom the clip norm does not
 
 
 def test_values_are_gathered_and_findings_judged_by_them(tmp_path):
     config = exact_filters.Promised(TINY, kinds=("dpsgd", "exact", "renyi"), seeds=(0, 1))
-    steady = {"final": 90.0, "course": [80.0, 90.0], "promise": 1.0, "least_promise": 1.0, "noise_multiplier": 2.0,
-              "steps": 10, "full_norm": 1.0, "full_norm_rdp": 1.1}
+    steady = {
+        "final": 90.0,
+        "course": [80.0, 90.0],
+        "promise": 1.0,
+        "least_promise": 1.0,
+        "noise_multiplier": 2.0,
+        "steps": 10,
+        "full_norm": 1.0,
+        "full_norm_rdp": 1.1,
+    }
     values = {}
     for kind, final, reached in (("dpsgd", 90.0, None), ("exact", 89.0, 0.0), ("renyi", 85.0, 0.4)):
-        each = [{**steady, "final": final + seed * 0.1} | ({} if reached is None else {
-            key: [0.0, reached] for key in ("held", "out", "cut", "reached")}) for seed in (0, 1)]
+        each = [
+            {**steady, "final": final + seed * 0.1}
+            | ({} if reached is None else {key: [0.0, reached] for key in ("held", "out", "cut", "reached")})
+            for seed in (0, 1)
+        ]
         values |= exact_filters.gathered(each, kind)
     assert values["dpsgd.accuracy"].mean == pytest.approx(90.05) and "dpsgd.held" not in values
     assert [at.mean for at in values["renyi.reached"]] == [0.0, 0.4] and values["renyi.reached_in_the_end"] == [0.4] * 2
     record = dataclasses.make_dataclass("Record", ["config", "values"])(dataclasses.asdict(config), values)
-    outcomes = [[row[2] for row in judge(record)] for judge in (
-        exact_filters.fewer_reach_it, exact_filters.ahead_of_renyi, exact_filters.ahead_of_dpsgd)]
+    outcomes = [
+        [row[2] for row in judge(record)]
+        for judge in (exact_filters.fewer_reach_it, exact_filters.ahead_of_renyi, exact_filters.ahead_of_dpsgd)
+    ]
     assert [str(getattr(one[0], "outcome", one[0])) for one in outcomes] == ["holds", "holds", "fails"]
 
 
@@ -105,14 +131,18 @@ def test_records_keep_their_promises(name):
     for kind in config["kinds"]:
         assert len(values[f"{kind}.final"]) == len(record.seeds)
         promised = max(config.get("assigned", {}).get(kind, [config["epsilon"]]))
-        run = {"sample_rate": config.get("descent", {}).get("sample_rate", 1 / 118), "delta": config["delta"],
-               "noise_multiplier": values[f"{kind}.noise_multiplier"]}
+        run = {
+            "sample_rate": config.get("descent", {}).get("sample_rate", 1 / 118),
+            "delta": config["delta"],
+            "noise_multiplier": values[f"{kind}.noise_multiplier"],
+        }
         # DP-SGD takes whole steps, and where they are few leaves a part of its budget, less than one more would cost.
         most = compute_epsilon(steps=values[f"{kind}.steps"] + 1, **run) if kind == "dpsgd" else 0.0
         assert values[f"{kind}.promise"] <= promised < max(most, 1.01 * values[f"{kind}.promise"])
         if f"{kind}.reached" in values:
             reached = [at.mean for at in values[f"{kind}.reached"]]
             assert reached == sorted(reached) and np.mean(values[f"{kind}.reached_in_the_end"]) == pytest.approx(
-                reached[-1])
+                reached[-1]
+            )
         again = compute_epsilon(steps=values[f"{kind}.steps"], **run)
         assert values[f"{kind}.full_norm"] == pytest.approx(again, rel=1e-3)

@@ -23,15 +23,20 @@ def coin(loss):
     return [1 - p, p], [p, 1 - p]
 
 
-@pytest.mark.parametrize("run", [dict(sample_rate=0.01, noise_multiplier=1.0),
-                                 dict(sample_rate=0.1, noise_multiplier=2.0),
-                                 dict(sample_rate=512 / 60_000, noise_multiplier=3.425)])
+@pytest.mark.parametrize(
+    "run",
+    [
+        dict(sample_rate=0.01, noise_multiplier=1.0),
+        dict(sample_rate=0.1, noise_multiplier=2.0),
+        dict(sample_rate=512 / 60_000, noise_multiplier=3.425),
+    ],
+)
 @pytest.mark.parametrize("steps, block, epsilon", [(1, 1, 0.05), (60, 1, 0.3), (60, 20, 0.3), (400, 40, 1.5)])
 def test_one_level_is_the_account_by_loss_distributions(run, steps, block, epsilon):
     games = play(**run, levels=[1.0], costs=[3], budget=3 * (steps // block) + 2, epsilon=epsilon, block=block)
     exact = compute_delta(**run, steps=steps, epsilon=epsilon)
     found, error = max((game.delta, game.error) for game in games)
-    assert found >= exact * (1 - 1e-3)       # the reference adds up to 1e-4 of epsilon itself
+    assert found >= exact * (1 - 1e-3)  # the reference adds up to 1e-4 of epsilon itself
     assert found <= compute_delta(**run, steps=steps, epsilon=epsilon - error) * (1 + 1e-3) + 1e-30
     assert error <= 0.04 * epsilon
 
@@ -39,20 +44,30 @@ def test_one_level_is_the_account_by_loss_distributions(run, steps, block, epsil
 @pytest.mark.parametrize("direction", ["remove", "add"])
 def test_on_short_games_it_is_the_best_of_all_strategies(direction):
     # A weak and a strong coin that is biased, so that the directions differ; three outputs as well.
-    games = [([coin(0.4), ([0.2, 0.8], [0.7, 0.3])], [1, 2], 3, 3), ([coin(0.3), coin(0.6)], [1, 2], 3, 3),
-             ([([0.2, 0.3, 0.5], [0.3, 0.4, 0.3]), ([0.05, 0.05, 0.9], [0.6, 0.2, 0.2])], [1, 2], 2, 2)]
+    games = [
+        ([coin(0.4), ([0.2, 0.8], [0.7, 0.3])], [1, 2], 3, 3),
+        ([coin(0.3), coin(0.6)], [1, 2], 3, 3),
+        ([([0.2, 0.3, 0.5], [0.3, 0.4, 0.3]), ([0.05, 0.05, 0.9], [0.6, 0.2, 0.2])], [1, 2], 2, 2),
+    ]
     for pairs, costs, budget, stages in games:
         for epsilon in (0.0, 0.2, 0.7):
             deltas = every_strategy(pairs, costs, budget, epsilon, direction, stages)
-            found = worst_case([Discrete(*pair) for pair in pairs], costs=costs, budget=budget, epsilon=epsilon,
-                               direction=direction, interval=1e-3)
+            found = worst_case(
+                [Discrete(*pair) for pair in pairs],
+                costs=costs,
+                budget=budget,
+                epsilon=epsilon,
+                direction=direction,
+                interval=1e-3,
+            )
             assert found.delta >= max(deltas) * (1 - 1e-12)
             assert found.delta <= max(deltas) + 1e-4
     # Losses on the grid: equal to the last digits.
     pairs, costs = [coin(0.25), coin(0.75)], [1, 3]
     deltas = every_strategy(pairs, costs, 3, 0.5, direction, 3)
-    exact = worst_case([Discrete(*pair) for pair in pairs], costs=costs, budget=3, epsilon=0.5, direction=direction,
-                       interval=0.25)
+    exact = worst_case(
+        [Discrete(*pair) for pair in pairs], costs=costs, budget=3, epsilon=0.5, direction=direction, interval=0.25
+    )
     assert exact.delta == pytest.approx(max(deltas), rel=1e-12)
 
 
@@ -60,19 +75,31 @@ def test_adaptivity_is_worth_something():
     # Two coins whose constant strategies are equally bad; changing between them is worse.
     pairs = [coin(0.5), coin(1.5)]
     found = worst_case([Discrete(*pair) for pair in pairs], costs=[1, 4], budget=18, epsilon=3.0, interval=0.25)
-    best = max(worst_case([Discrete(*pair)], costs=[cost], budget=18, epsilon=3.0, interval=0.25).delta
-               for pair, cost in zip(pairs, [1, 4]))
+    best = max(
+        worst_case([Discrete(*pair)], costs=[cost], budget=18, epsilon=3.0, interval=0.25).delta
+        for pair, cost in zip(pairs, [1, 4])
+    )
     assert found.delta > 1.25 * best
 
 
-@given(st.lists(st.tuples(st.floats(0.05, 0.95), st.floats(0.05, 0.95)), min_size=2, max_size=2),
-       st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from(["remove", "add"]), st.floats(0.003, 0.3))
+@given(
+    st.lists(st.tuples(st.floats(0.05, 0.95), st.floats(0.05, 0.95)), min_size=2, max_size=2),
+    st.sampled_from([0.0, 0.3, 1.0]),
+    st.sampled_from(["remove", "add"]),
+    st.floats(0.003, 0.3),
+)
 @settings(max_examples=25, deadline=None)
 def test_never_below_any_strategy_whatever_the_mechanism_and_the_grid(biases, epsilon, direction, interval):
     pairs = [([1 - p, p], [1 - q, q]) for p, q in biases]
     worst = max(every_strategy(pairs, [1, 2], 3, epsilon, direction, 3))
-    found = worst_case([Discrete(*pair) for pair in pairs], costs=[1, 2], budget=3, epsilon=epsilon,
-                       direction=direction, interval=interval)
+    found = worst_case(
+        [Discrete(*pair) for pair in pairs],
+        costs=[1, 2],
+        budget=3,
+        epsilon=epsilon,
+        direction=direction,
+        interval=interval,
+    )
     assert found.delta >= worst * (1 - 1e-12) - 1e-15
 
 
@@ -80,8 +107,9 @@ def test_infinite_losses_count_as_delta():
     pairs = [([0.9, 0.1], [1.0, 0.0]), coin(0.5)]
     for direction in ("remove", "add"):
         worst = max(every_strategy(pairs, [1, 1], 3, 0.5, direction, 3))
-        found = worst_case([Discrete(*pair) for pair in pairs], costs=[1, 1], budget=3, epsilon=0.5,
-                           direction=direction, interval=1e-3)
+        found = worst_case(
+            [Discrete(*pair) for pair in pairs], costs=[1, 1], budget=3, epsilon=0.5, direction=direction, interval=1e-3
+        )
         assert worst * (1 - 1e-12) <= found.delta <= worst + 3 * 0.1
 
 
@@ -95,19 +123,28 @@ def test_full_batches_with_costs_of_the_square_pay_nothing_for_adaptivity(epsilo
     assert games[0].error < 0.01 * epsilon
 
 
-@pytest.mark.parametrize("direction, proposals", [("remove", [(0.9, 0.2), (1.3, 0.35)]),
-                                                  ("add", [(0.6, 0.5), (0.9, 0.7)])])
+@pytest.mark.parametrize(
+    "direction, proposals", [("remove", [(0.9, 0.2), (1.3, 0.35)]), ("add", [(0.6, 0.5), (0.9, 0.7)])]
+)
 def test_the_maximising_strategy_played_on_the_mechanism_attains_the_value(direction, proposals):
     epsilon = 1.2 if direction == "remove" else 0.7
     pairs = [SampledGaussian(ADAPTIVE["sample_rate"], ADAPTIVE["noise_multiplier"] / z) for z in ADAPTIVE["levels"]]
-    game = worst_case(pairs, costs=ADAPTIVE["costs"], budget=ADAPTIVE["budget"], epsilon=epsilon, direction=direction,
-                      interval=1e-3, choices=True)
+    game = worst_case(
+        pairs,
+        costs=ADAPTIVE["costs"],
+        budget=ADAPTIVE["budget"],
+        epsilon=epsilon,
+        direction=direction,
+        interval=1e-3,
+        choices=True,
+    )
     found, deviation = played(maximising(game), **ADAPTIVE, epsilon=epsilon, direction=direction, proposals=proposals)
     assert deviation < 0.02 * found
     assert found - 4 * deviation <= game.delta <= found * 1.02 + 4 * deviation
     for level in (0, 1):
-        other, deviation = played(constant(level, ADAPTIVE["costs"]), **ADAPTIVE, epsilon=epsilon, direction=direction,
-                                  proposals=proposals)
+        other, deviation = played(
+            constant(level, ADAPTIVE["costs"]), **ADAPTIVE, epsilon=epsilon, direction=direction, proposals=proposals
+        )
         assert other - 4 * deviation <= game.delta
 
 
@@ -121,8 +158,17 @@ def test_never_below_random_strategies():
         def strategy(left, loss, who):
             move = tables[whose[who], left // 9, (loss * 3).astype(int).clip(-2, 5) + 2]
             return np.where(left >= 5, move, 0)
-        found, deviation = played(strategy, **ADAPTIVE, epsilon=epsilon, direction="remove",
-                                  proposals=[(0.8, 0.2), (1.2, 0.3)], runs=20_000, seed=seed, groups=50)
+
+        found, deviation = played(
+            strategy,
+            **ADAPTIVE,
+            epsilon=epsilon,
+            direction="remove",
+            proposals=[(0.8, 0.2), (1.2, 0.3)],
+            runs=20_000,
+            seed=seed,
+            groups=50,
+        )
         assert (found - 5 * deviation <= bound).all() and len(found) == 50
 
 
@@ -133,13 +179,28 @@ def test_the_natural_filter_breaks_its_promise():
     levels, costs, budget = [0.6, 1.0], [1, 20], 200
     histories = [(budget - 20 * full, full) for full in range(11)]
     noises = [run["noise_multiplier"] / z for z in levels]
-    promised = float(epsilon_of_histories(histories, sample_rate=run["sample_rate"], noise_multipliers=noises,
-                                          delta=delta).max())
+    promised = float(
+        epsilon_of_histories(histories, sample_rate=run["sample_rate"], noise_multipliers=noises, delta=delta).max()
+    )
     # Each history keeps (promised, delta), so the natural filter admits all that the budget admits.
-    game = worst_case([SampledGaussian(run["sample_rate"], noise) for noise in noises], costs=costs, budget=budget,
-                      epsilon=promised, choices=True)
-    found, deviation = played(maximising(game), **run, levels=levels, costs=costs, budget=budget, epsilon=promised,
-                              direction="remove", proposals=[(1.7, 0.01), (2.9, 0.15)], runs=400_000)
+    game = worst_case(
+        [SampledGaussian(run["sample_rate"], noise) for noise in noises],
+        costs=costs,
+        budget=budget,
+        epsilon=promised,
+        choices=True,
+    )
+    found, deviation = played(
+        maximising(game),
+        **run,
+        levels=levels,
+        costs=costs,
+        budget=budget,
+        epsilon=promised,
+        direction="remove",
+        proposals=[(1.7, 0.01), (2.9, 0.15)],
+        runs=400_000,
+    )
     assert found - 4 * deviation > 1.1 * delta
     assert found - 4 * deviation <= game.delta
 
@@ -163,7 +224,7 @@ def test_a_level_that_nobody_can_pay_for_changes_nothing():
     assert adaptive_delta(levels=levels, costs=costs, **run) == without < 1e-5
     coins = [Discrete([0.1, 0.9], [0.9, 0.1]), Discrete([0.4, 0.6], [0.6, 0.4])]
     game = worst_case(coins, costs=[4, 1], budget=3, epsilon=0.2, choices=True)
-    assert set(np.unique(game.choices)) == {-1, 1}                 # levels keep their numbers
+    assert set(np.unique(game.choices)) == {-1, 1}  # levels keep their numbers
     assert game.delta == worst_case(coins[1:], costs=[1], budget=3, epsilon=0.2).delta
 
 
@@ -183,11 +244,22 @@ def test_rounding_is_accounted_for_far_below_the_smallest_relative_difference():
         assert exact < 1e-12 and exact * (1 - 1e-3) <= found <= 1.5 * exact
 
 
-@pytest.mark.parametrize("run", [
-    dict(sample_rate=0.0025, noise_multiplier=3.1, levels=[0.2, 0.46], costs=[3, 8], budget=40, epsilon=0.707),
-    dict(sample_rate=0.0012, noise_multiplier=3.0, levels=[0.18, 0.45], costs=[2, 9], budget=47, epsilon=0.095,
-         block=10),
-    dict(sample_rate=512 / 60_000, noise_multiplier=3.4, levels=[1.0], costs=[1], budget=10, epsilon=1.5, block=40)])
+@pytest.mark.parametrize(
+    "run",
+    [
+        dict(sample_rate=0.0025, noise_multiplier=3.1, levels=[0.2, 0.46], costs=[3, 8], budget=40, epsilon=0.707),
+        dict(
+            sample_rate=0.0012,
+            noise_multiplier=3.0,
+            levels=[0.18, 0.45],
+            costs=[2, 9],
+            budget=47,
+            epsilon=0.095,
+            block=10,
+        ),
+        dict(sample_rate=512 / 60_000, noise_multiplier=3.4, levels=[1.0], costs=[1], budget=10, epsilon=1.5, block=40),
+    ],
+)
 def test_deltas_that_floats_hardly_hold_are_bounded_by_next_to_nothing(run):
     assert 0 <= adaptive_delta(**run) < 1e-50
 
@@ -200,14 +272,27 @@ def test_mechanisms_of_different_kinds_share_a_budget():
         assert part.delta <= value * (1 + 0.05)
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(levels=[0.0, 1.0]), "levels must lie"), (dict(levels=[0.5, 1.1]), "levels must lie"),
-    (dict(levels=[1.0, 0.5]), "ascending"), (dict(levels=[0.5, 0.5]), "ascending"), (dict(levels=[]), "levels"),
-    (dict(costs=[0, 5]), "costs"), (dict(costs=[1.5, 5]), "costs"), (dict(costs=[1]), "each of the 2 levels"),
-    (dict(costs=[60, 70]), "budget must be at least the least cost, 60"), (dict(budget=0), "budget"),
-    (dict(budget=2.5), "budget"), (dict(sample_rate=0.0), "sample_rate"),
-    (dict(noise_multiplier=0.0), "noise_multiplier"), (dict(epsilon=-1.0), "epsilon"), (dict(block=0), "block"),
-    (dict(interval=0.0), "interval")])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(levels=[0.0, 1.0]), "levels must lie"),
+        (dict(levels=[0.5, 1.1]), "levels must lie"),
+        (dict(levels=[1.0, 0.5]), "ascending"),
+        (dict(levels=[0.5, 0.5]), "ascending"),
+        (dict(levels=[]), "levels"),
+        (dict(costs=[0, 5]), "costs"),
+        (dict(costs=[1.5, 5]), "costs"),
+        (dict(costs=[1]), "each of the 2 levels"),
+        (dict(costs=[60, 70]), "budget must be at least the least cost, 60"),
+        (dict(budget=0), "budget"),
+        (dict(budget=2.5), "budget"),
+        (dict(sample_rate=0.0), "sample_rate"),
+        (dict(noise_multiplier=0.0), "noise_multiplier"),
+        (dict(epsilon=-1.0), "epsilon"),
+        (dict(block=0), "block"),
+        (dict(interval=0.0), "interval"),
+    ],
+)
 def test_bad_arguments_are_refused_by_name(change, words):
     with pytest.raises(ValueError, match=words):
         adaptive_delta(**{**ADAPTIVE, "epsilon": 1.0, **change})

@@ -8,8 +8,15 @@ import pytest
 
 from dpcompanion.filters import ExactFilter, calibrate_filter, calibration, kept
 
-QUESTION = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0, steps=100,
-                levels=[0.5, 1.0], costs=[1, 8])
+QUESTION = dict(
+    target_epsilon=1.0,
+    target_delta=1e-5,
+    sample_rate=0.01,
+    noise_multiplier=1.0,
+    steps=100,
+    levels=[0.5, 1.0],
+    costs=[1, 8],
+)
 
 
 @pytest.fixture
@@ -42,23 +49,32 @@ def test_an_answer_survives_the_memory_and_belongs_to_its_question(folder):
     assert len(list(folder.iterdir())) == 4 and not list(folder.glob("*.part"))
 
 
-@pytest.mark.parametrize("damage", [
-    lambda text: text.replace('9.0', '1.0'),                        # a smaller answer under the old seal
-    lambda text: text[:-20], lambda text: "", lambda text: "[]", lambda text: "{}", lambda text: "\0" * 10,
-    lambda text: json.dumps({"sha256": kept._digest({"answer": 3}), "answer": 3}),
-    lambda text: json.dumps({"sha256": kept._digest({"question": {"x": 4.0}, "answer": [1]}), "question": {"x": 4.0},
-                             "answer": [1]})])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text.replace("9.0", "1.0"),  # a smaller answer under the old seal
+        lambda text: text[:-20],
+        lambda text: "",
+        lambda text: "[]",
+        lambda text: "{}",
+        lambda text: "\0" * 10,
+        lambda text: json.dumps({"sha256": kept._digest({"answer": 3}), "answer": 3}),
+        lambda text: json.dumps(
+            {"sha256": kept._digest({"question": {"x": 4.0}, "answer": [1]}), "question": {"x": 4.0}, "answer": [1]}
+        ),
+    ],
+)
 def test_a_damaged_or_foreign_entry_is_computed_again_and_replaced(folder, damage):
     square, calls = counted()
     square(3.0)
-    entry, = folder.iterdir()
+    (entry,) = folder.iterdir()
     whole = entry.read_text()
     entry.write_text(damage(whole))
     assert entry.read_text() != whole
     square.forget()
     assert square(3.0) == (9.0, 0) and calls == [3.0, 3.0]
     square.forget()
-    assert square(3.0) == (9.0, 0) and len(calls) == 2                 # mended
+    assert square(3.0) == (9.0, 0) and len(calls) == 2  # mended
 
 
 def test_other_code_and_other_libraries_answer_anew(folder, monkeypatch):
@@ -80,7 +96,7 @@ def test_notebooks_compute_anew(folder, monkeypatch):
     square(3.0)
     monkeypatch.setenv("DPCOMPANION_FILTERS", "anew")
     square.forget()
-    entry, = folder.iterdir()
+    (entry,) = folder.iterdir()
     entry.write_text(entry.read_text().replace("9.0", "1.0"))
     assert square(3.0) == (9.0, 0) and len(calls) == 2 and "1.0" in entry.read_text()
 
@@ -99,18 +115,29 @@ def test_what_took_no_time_is_not_written_and_without_a_folder_all_is_computed(t
 
 
 def test_a_calibration_is_kept_with_its_promise_and_errors_are_not(folder, monkeypatch):
-    monkeypatch.setattr(kept, "_answer", lambda name, question, work, shortest, real=kept._answer:
-                        real(name, question, work, 0.0))
+    monkeypatch.setattr(
+        kept, "_answer", lambda name, question, work, shortest, real=kept._answer: real(name, question, work, 0.0)
+    )
     for function in (calibration._largest_budget, calibration._least_epsilon):
         function.forget()
     first = calibrate_filter(**QUESTION)
-    promised = float(ExactFilter(2, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, levels=[0.5, 1.0],
-                                 costs=[1, 8], budget=16, steps=100).epsilon(1e-5)[0])
+    promised = float(
+        ExactFilter(
+            2,
+            sample_rate=0.01,
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            levels=[0.5, 1.0],
+            costs=[1, 8],
+            budget=16,
+            steps=100,
+        ).epsilon(1e-5)[0]
+    )
     names = sorted(os.listdir(folder))
     assert [name.partition(".")[0] for name in names] == ["largest_budget", "least_epsilon"]
     for function in (calibration._largest_budget, calibration._least_epsilon):
         function.forget()
-    monkeypatch.setattr(calibration, "worst_case", None)               # nothing is played again
+    monkeypatch.setattr(calibration, "worst_case", None)  # nothing is played again
     monkeypatch.setattr(calibration, "adaptive_delta", None)
     assert calibrate_filter(**QUESTION) == first
     assert calibration.epsilon_of_budget(1e-5, 0.01, 1.0, (0.5, 1.0), (1, 8), 16, 1) == promised

@@ -18,16 +18,30 @@ RUN = dict(sample_rate=0.1, noise_multiplier=2.0, max_grad_norm=0.5)
 
 def exact(norm, orders, run=RUN):
     """The divergence of a step at this norm."""
-    return rdp_sampled_gaussian(sample_rate=run["sample_rate"], orders=orders,
-                                noise_multiplier=run["noise_multiplier"] * run["max_grad_norm"] / norm)
+    return rdp_sampled_gaussian(
+        sample_rate=run["sample_rate"],
+        orders=orders,
+        noise_multiplier=run["noise_multiplier"] * run["max_grad_norm"] / norm,
+    )
 
 
-@pytest.mark.parametrize("run", [RUN, dict(sample_rate=1.0, noise_multiplier=10.0, max_grad_norm=1.0),
-                                 dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=2.0)])
+@pytest.mark.parametrize(
+    "run",
+    [
+        RUN,
+        dict(sample_rate=1.0, noise_multiplier=10.0, max_grad_norm=1.0),
+        dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=2.0),
+    ],
+)
 @pytest.mark.parametrize("epsilon", [2.0, 3.0])
 def test_at_the_full_norm_everybody_leaves_after_find_steps(run, epsilon):
-    steps = find_steps(target_epsilon=epsilon, target_delta=1e-5, accountant="rdp", sample_rate=run["sample_rate"],
-                       noise_multiplier=run["noise_multiplier"])
+    steps = find_steps(
+        target_epsilon=epsilon,
+        target_delta=1e-5,
+        accountant="rdp",
+        sample_rate=run["sample_rate"],
+        noise_multiplier=run["noise_multiplier"],
+    )
     filter = RenyiFilter.for_epsilon(2, target_epsilons=epsilon, target_delta=1e-5, **run)
     admitted = [bool(filter.admit([run["max_grad_norm"]] * 2).all()) for _ in range(steps + 3)]
     assert admitted == [True] * steps + [False] * 3
@@ -37,7 +51,7 @@ def test_norms_that_float32_rounded_up_pay_the_full_share_and_longer_ones_are_re
     run = dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.1)
     rounded, full = (RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, **run) for _ in range(2))
     norms = torch.tensor([3.0, 0.2]).clamp(max=0.1)
-    assert norms.double().max() > 0.1                          # float32's 0.1
+    assert norms.double().max() > 0.1  # float32's 0.1
     assert rounded.admit(norms).all() and full.admit([0.1, 0.1]).all()
     assert torch.equal(rounded.spent, full.spent)
     with pytest.raises(ValueError, match="norms must lie in"):
@@ -57,7 +71,7 @@ def test_no_budget_is_exceeded_and_whoever_left_stays_away(history, order, budge
         for i in range(3):
             if stays[i] and norms[i] > 0:
                 truth[i] += exact(norms[i], [order])[0]
-            elif before[i] and not stays[i]:   # with this step it would have exceeded, but for the chord's hair
+            elif before[i] and not stays[i]:  # with this step it would have exceeded, but for the chord's hair
                 assert truth[i] + exact(norms[i], [order])[0] > budget * (1 - 2e-3)
         assert not (stays & ~before).any() and (truth <= budget).all() and (filter.spent <= budget).all()
         assert (filter.spent[:, 0] >= truth * (1 - 1e-12)).all()
@@ -70,7 +84,7 @@ def test_a_curve_of_budgets_holds_at_every_order():
     filter = RenyiFilter(3, **RUN, orders=orders, budgets=budgets)
     norms = torch.tensor([0.5, 0.2, 0.01], dtype=torch.float64)
     admitted = sum(filter.admit(norms).int() for _ in range(300)).tolist()
-    assert 39 <= admitted[0] <= 40               # a hair of the chord may cost the last step
+    assert 39 <= admitted[0] <= 40  # a hair of the chord may cost the last step
     assert admitted[2] == 300 and 40 * 2 < admitted[1] < 300
     for i in range(3):
         assert (admitted[i] * exact(float(norms[i]), orders) <= budgets).all()
@@ -88,8 +102,8 @@ def adaptive_divergence(order, budget, direction, run, points=161):
     width = float(grid[1] - grid[0])
 
     def densities(norm):
-        without = torch.exp(-grid**2 / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
-        moved = torch.exp(-(grid - norm)**2 / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
+        without = torch.exp(-(grid**2) / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
+        moved = torch.exp(-((grid - norm) ** 2) / (2 * s**2)) / (s * math.sqrt(2 * math.pi))
         return (1 - q) * without + q * moved, without
 
     def integrand(norm):
@@ -127,11 +141,11 @@ def test_the_whole_adaptive_run_keeps_to_the_budget(direction, sample_rate):
     run = dict(sample_rate=sample_rate, noise_multiplier=1.5, max_grad_norm=1.0)
     order = 3
     one = float(exact(1.0, [order], run)[0])
-    budget = 2.2 * one                           # two steps at the full norm, or one and two short ones
+    budget = 2.2 * one  # two steps at the full norm, or one and two short ones
     divergence = adaptive_divergence(order, budget, direction, run)
     assert divergence <= budget
     if direction == "remove":
-        assert divergence > 1.5 * one            # the bound is not vacuous
+        assert divergence > 1.5 * one  # the bound is not vacuous
     assert adaptive_divergence(order, 100 * one, direction, run) > divergence
 
 
@@ -141,8 +155,10 @@ def test_budgets_differ_between_examples_and_are_their_guarantee():
     assert torch.allclose(filter.epsilon(1e-5), targets.double(), rtol=1e-6) and (filter.epsilon(1e-5) <= targets).all()
     admitted = sum(filter.admit([0.5] * 4).int() for _ in range(300)).tolist()
     assert admitted[0] < admitted[1] == admitted[3] < admitted[2]
-    assert admitted == [find_steps(target_epsilon=e, target_delta=1e-5, sample_rate=0.1, noise_multiplier=2.0,
-                                   accountant="rdp") for e in targets.tolist()]
+    assert admitted == [
+        find_steps(target_epsilon=e, target_delta=1e-5, sample_rate=0.1, noise_multiplier=2.0, accountant="rdp")
+        for e in targets.tolist()
+    ]
     at_order = RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, order=16, **RUN)
     assert at_order.orders.tolist() == [16.0] and (at_order.epsilon(1e-5) <= 2).all()
 
@@ -163,11 +179,20 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
     model = torch.nn.Linear(3, 2).double()
 
     def filtered():
-        filter = RenyiFilter.for_epsilon(80, target_epsilons=1.5, target_delta=1e-3, sample_rate=0.2,
-                                         noise_multiplier=2.0, max_grad_norm=1.0)
+        filter = RenyiFilter.for_epsilon(
+            80, target_epsilons=1.5, target_delta=1e-3, sample_rate=0.2, noise_multiplier=2.0, max_grad_norm=1.0
+        )
         account = IndividualAccountant.for_plan(plan, rounding=None, accountant="rdp")
-        return filter, NormTracker(account, model, cross_entropy, (x, y), steps_per_epoch=5, updates_per_epoch=5,
-                                   clipping="individual", budget=filter)
+        return filter, NormTracker(
+            account,
+            model,
+            cross_entropy,
+            (x, y),
+            steps_per_epoch=5,
+            updates_per_epoch=5,
+            clipping="individual",
+            budget=filter,
+        )
 
     filter, tracker = filtered()
     present = []
@@ -176,8 +201,16 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
         assert filter.active[run.indices].all()
         present.append(int(filter.active.sum()))
 
-    train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.3), seed=1,
-          trackers=[tracker], callbacks=Callbacks(on_step=check))
+    train(
+        model,
+        cross_entropy,
+        (x, y),
+        plan,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.3),
+        seed=1,
+        trackers=[tracker],
+        callbacks=Callbacks(on_step=check),
+    )
     assert present[0] == 80 > present[-1] > 0 and present == sorted(present, reverse=True)
     assert (tracker.epsilon(1e-3) <= 1.5).all() and plan.epsilon(accountant="rdp") > 1.7
     _, fresh = filtered()
@@ -185,13 +218,18 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
     assert torch.equal(fresh.budget.active, filter.active) and torch.equal(fresh.epsilon(1e-3), tracker.epsilon(1e-3))
 
 
-@pytest.mark.parametrize("name, spoilt, words", [
-    ("spent", lambda spent: spent - 5, "spent from 0 to the budget, got -5"),
-    ("spent", lambda spent: spent + 1, "spent from 0 to the budget, got 1"),
-    ("spent", lambda spent: spent * math.nan, "spent from 0 to the budget, got nan"),
-    ("spent", lambda spent: spent[:1], "spent of"), ("spent", lambda spent: spent.float(), "spent of"),
-    ("active", lambda active: active[:1], "active of"), ("active", lambda active: active.double(), "active of"),
-])
+@pytest.mark.parametrize(
+    "name, spoilt, words",
+    [
+        ("spent", lambda spent: spent - 5, "spent from 0 to the budget, got -5"),
+        ("spent", lambda spent: spent + 1, "spent from 0 to the budget, got 1"),
+        ("spent", lambda spent: spent * math.nan, "spent from 0 to the budget, got nan"),
+        ("spent", lambda spent: spent[:1], "spent of"),
+        ("spent", lambda spent: spent.float(), "spent of"),
+        ("active", lambda active: active[:1], "active of"),
+        ("active", lambda active: active.double(), "active of"),
+    ],
+)
 def test_a_state_that_no_filter_can_have_is_refused(name, spoilt, words):
     filter = RenyiFilter(2, **RUN, orders=4, budgets=0.1)
     state = filter.state_dict()
@@ -200,12 +238,20 @@ def test_a_state_that_no_filter_can_have_is_refused(name, spoilt, words):
     assert filter.spent.eq(0).all() and filter.active.all()
 
 
-@pytest.mark.parametrize("change, words", [
-    (dict(orders=1.0), "orders"), (dict(orders=[2, 2]), "distinct"), (dict(budgets=0.0), "budgets"),
-    (dict(budgets=math.inf), "finite at one"), (dict(budgets=[0.1, 0.2]), r"to \(3, 1\)"), (dict(n=0), "n must"),
-    (dict(sample_rate=0.0), "sample_rate"), (dict(noise_multiplier=0.0), "noise_multiplier"),
-    (dict(max_grad_norm=math.inf), "max_grad_norm"),
-])
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (dict(orders=1.0), "orders"),
+        (dict(orders=[2, 2]), "distinct"),
+        (dict(budgets=0.0), "budgets"),
+        (dict(budgets=math.inf), "finite at one"),
+        (dict(budgets=[0.1, 0.2]), r"to \(3, 1\)"),
+        (dict(n=0), "n must"),
+        (dict(sample_rate=0.0), "sample_rate"),
+        (dict(noise_multiplier=0.0), "noise_multiplier"),
+        (dict(max_grad_norm=math.inf), "max_grad_norm"),
+    ],
+)
 def test_bad_parameters_are_refused_by_name(change, words):
     with pytest.raises(ValueError, match=words):
         RenyiFilter(**{**dict(n=3, orders=4, budgets=0.1), **RUN, **change})
@@ -227,5 +273,11 @@ def test_bad_norms_targets_and_states_are_refused():
         filter.load_state_dict(RenyiFilter(2, **RUN, orders=4, budgets=0.2).state_dict())
     plan = DPSGDPlan(n=2, sample_rate=0.1, steps=9, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-3)
     with pytest.raises(ValueError, match="budget needs"):
-        NormTracker(IndividualAccountant.for_plan(plan), torch.nn.Linear(1, 2), cross_entropy,
-                    (torch.ones(2, 1), torch.tensor([0, 1])), steps_per_epoch=3, budget=filter)
+        NormTracker(
+            IndividualAccountant.for_plan(plan),
+            torch.nn.Linear(1, 2),
+            cross_entropy,
+            (torch.ones(2, 1), torch.tensor([0, 1])),
+            steps_per_epoch=3,
+            budget=filter,
+        )

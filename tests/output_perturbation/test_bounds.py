@@ -11,8 +11,17 @@ from sklearn.covariance import ledoit_wolf
 from dpcompanion.reproduction import experiments, published
 from dpcompanion.output_perturbation.grids import train_grid
 from dpcompanion.output_perturbation import (
-    augmented_sigma, empirical_sensitivity, intrinsic_epsilon, intrinsic_sigma, mahalanobis, noise_covariance,
-    pairwise_sensitivity, seed_sigma, sgd_sensitivity, sgd_sensitivity_estimate)
+    augmented_sigma,
+    empirical_sensitivity,
+    intrinsic_epsilon,
+    intrinsic_sigma,
+    mahalanobis,
+    noise_covariance,
+    pairwise_sensitivity,
+    seed_sigma,
+    sgd_sensitivity,
+    sgd_sensitivity_estimate,
+)
 
 TABLE_3 = published.exhibit("intrinsic-privacy/table-3")
 TASKS = ("mnist-binary", "forest", "adult")
@@ -33,12 +42,20 @@ def test_the_bound_rounds_passes_up_and_the_papers_value_does_not(task, ceiling)
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_classical_formula_reproduces_table_3_from_its_own_columns(task):
-    row = {key: TABLE_3[f"{task}.{key}"] for key in ("delta_theory", "delta_empirical", "delta", "sigma_i", "eps_i",
-                                                    "eps_i_star")}
+    row = {
+        key: TABLE_3[f"{task}.{key}"]
+        for key in ("delta_theory", "delta_empirical", "delta", "sigma_i", "eps_i", "eps_i_star")
+    }
     for sensitivity, epsilon in (("delta_theory", "eps_i"), ("delta_empirical", "eps_i_star")):
-        low, high = (intrinsic_epsilon(row[sensitivity] + sign * row[sensitivity].rounding,
-                                       row["sigma_i"] - sign * row["sigma_i"].rounding, float(row["delta"]),
-                                       mechanism="classical") for sign in (-1, 1))
+        low, high = (
+            intrinsic_epsilon(
+                row[sensitivity] + sign * row[sensitivity].rounding,
+                row["sigma_i"] - sign * row["sigma_i"].rounding,
+                float(row["delta"]),
+                mechanism="classical",
+            )
+            for sign in (-1, 1)
+        )
         assert low - row[epsilon].rounding <= row[epsilon] <= high + row[epsilon].rounding
 
 
@@ -47,8 +64,9 @@ def test_runs_keep_the_bound_against_the_base_set_and_twice_the_bound_against_ea
     features = torch.randn(30, 4, generator=generator, dtype=torch.float64)
     features = features / features.norm(dim=1, keepdim=True)
     labels = torch.randint(2, (30,), generator=generator)
-    weights = train_grid(features, labels, data_sets=range(30), seeds=range(8), steps=20, batch_size=7,
-                         learning_rate=4.0)
+    weights = train_grid(
+        features, labels, data_sets=range(30), seeds=range(8), steps=20, batch_size=7, learning_rate=4.0
+    )
     bound = sgd_sensitivity(passes=20 / 5, lipschitz=2**0.5, learning_rate=4.0, batch_size=7)
     apart = (weights[1:] - weights[:1]).norm(dim=-1)
     assert 0.1 * bound < apart.max() <= bound
@@ -61,10 +79,11 @@ def test_beyond_the_condition_of_the_theorem_two_runs_drift_apart_and_the_learni
     given = dict(passes=3, lipschitz=4.0, batch_size=1)
 
     def apart(rate):
-        one, other = 1.0, -1.0                     # the replaced example pulled them so far apart
+        one, other = 1.0, -1.0  # the replaced example pulled them so far apart
         for _ in range(5):
             one, other = one - rate * one, other - rate * other
         return abs(one - other) / 2
+
     assert apart(2.0) <= 1 < apart(2.01)
     assert sgd_sensitivity(learning_rate=2.0, smoothness=1.0, **given) == sgd_sensitivity(learning_rate=2.0, **given)
     with pytest.raises(ValueError, match="learning_rate must be at most 2 / smoothness = 2 for theorem 2 to hold, got"):
@@ -74,12 +93,18 @@ def test_beyond_the_condition_of_the_theorem_two_runs_drift_apart_and_the_learni
 
 
 def test_the_learning_rates_of_the_experiments_meet_the_condition_for_two_classes_and_rows_of_norm_1():
-    tasks = [task for name in experiments.names() if name.startswith("intrinsic-privacy/")
-             for config in experiments.get(name).presets.values() for task in getattr(config, "tasks", {}).values()]
+    tasks = [
+        task
+        for name in experiments.names()
+        if name.startswith("intrinsic-privacy/")
+        for config in experiments.get(name).presets.values()
+        for task in getattr(config, "tasks", {}).values()
+    ]
     assert tasks
     for task in tasks:
-        sgd_sensitivity(passes=1, lipschitz=2**0.5, learning_rate=task.learning_rate, batch_size=task.batch_size,
-                        smoothness=0.5)
+        sgd_sensitivity(
+            passes=1, lipschitz=2**0.5, learning_rate=task.learning_rate, batch_size=task.batch_size, smoothness=0.5
+        )
 
 
 def test_the_bound_is_tight_at_the_first_step():
@@ -130,8 +155,7 @@ def test_without_noise_epsilon_is_infinite_and_without_sensitivity_it_is_0():
 def test_intrinsic_and_augmented_noise_together_meet_the_target(mechanism):
     for target in (0.5, 1.0, 6.0):
         own = torch.tensor([0.0, 0.01, 0.02], dtype=torch.float64)
-        added = augmented_sigma(0.05, own, target_epsilon=target, target_delta=1e-4,
-                                mechanism=mechanism)
+        added = augmented_sigma(0.05, own, target_epsilon=target, target_delta=1e-4, mechanism=mechanism)
         total = torch.hypot(added, own)
         epsilon = intrinsic_epsilon(0.05, total, 1e-4, mechanism=mechanism)
         assert (epsilon <= target * (1 + 1e-12)).all()
@@ -171,24 +195,29 @@ def test_mahalanobis_is_the_distance_after_whitening():
     torch.testing.assert_close(mahalanobis(differences, root @ root.T), expected)
 
 
-@pytest.mark.parametrize("call,said", [
-    (lambda: sgd_sensitivity(passes=0, lipschitz=1, learning_rate=1, batch_size=1), "passes must lie in"),
-    (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=0.5), "batch_size must lie in"),
-    (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=1, smoothness=0),
-     "smoothness must lie"),
-    (lambda: sgd_sensitivity(passes=1, lipschitz=math.inf, learning_rate=1, batch_size=1), "lipschitz must lie in"),
-    (lambda: empirical_sensitivity(torch.zeros(1, 5, 2)), "weights must hold 2 data sets or more"),
-    (lambda: intrinsic_sigma(torch.zeros(3, 1, 2)), "weights must hold 2 seeds or more"),
-    (lambda: intrinsic_sigma(torch.zeros(3, 2)), "weights must be (data sets, seeds, parameters)"),
-    (lambda: intrinsic_sigma(torch.full((2, 2, 2), math.nan)), "weights must lie in"),
-    (lambda: intrinsic_epsilon(-1, 1, 1e-5), "sensitivity must lie in"),
-    (lambda: intrinsic_epsilon(1, 1, 0), "delta must lie in"),
-    (lambda: intrinsic_epsilon(1, 1, 1e-5, mechanism="laplace"), "mechanism must be one of"),
-    (lambda: augmented_sigma(1, 0, target_epsilon=0, target_delta=1e-5), "target_epsilon must lie in"),
-    (lambda: mahalanobis(torch.zeros(3), torch.eye(2)), "covariance must be 3 x 3"),
-    (lambda: mahalanobis(torch.zeros(2), torch.zeros(2, 2)), "covariance must be positive definite"),
-    (lambda: noise_covariance(torch.zeros(2, 3, 2), shrinkage=2), "shrinkage must lie in"),
-])
+@pytest.mark.parametrize(
+    "call,said",
+    [
+        (lambda: sgd_sensitivity(passes=0, lipschitz=1, learning_rate=1, batch_size=1), "passes must lie in"),
+        (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=0.5), "batch_size must lie in"),
+        (
+            lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=1, smoothness=0),
+            "smoothness must lie",
+        ),
+        (lambda: sgd_sensitivity(passes=1, lipschitz=math.inf, learning_rate=1, batch_size=1), "lipschitz must lie in"),
+        (lambda: empirical_sensitivity(torch.zeros(1, 5, 2)), "weights must hold 2 data sets or more"),
+        (lambda: intrinsic_sigma(torch.zeros(3, 1, 2)), "weights must hold 2 seeds or more"),
+        (lambda: intrinsic_sigma(torch.zeros(3, 2)), "weights must be (data sets, seeds, parameters)"),
+        (lambda: intrinsic_sigma(torch.full((2, 2, 2), math.nan)), "weights must lie in"),
+        (lambda: intrinsic_epsilon(-1, 1, 1e-5), "sensitivity must lie in"),
+        (lambda: intrinsic_epsilon(1, 1, 0), "delta must lie in"),
+        (lambda: intrinsic_epsilon(1, 1, 1e-5, mechanism="laplace"), "mechanism must be one of"),
+        (lambda: augmented_sigma(1, 0, target_epsilon=0, target_delta=1e-5), "target_epsilon must lie in"),
+        (lambda: mahalanobis(torch.zeros(3), torch.eye(2)), "covariance must be 3 x 3"),
+        (lambda: mahalanobis(torch.zeros(2), torch.zeros(2, 2)), "covariance must be positive definite"),
+        (lambda: noise_covariance(torch.zeros(2, 3, 2), shrinkage=2), "shrinkage must lie in"),
+    ],
+)
 def test_bad_input_names_the_argument(call, said):
     with pytest.raises(ValueError) as error:
         call()

@@ -35,12 +35,18 @@ def reference(features, labels, *, data_set, seed, steps, batch_size, learning_r
             layer.bias.copy_(block[:, -1])
 
     def flat():
-        return torch.cat([torch.cat((layer.weight, layer.bias[:, None]), 1).flatten()
-                          for layer in linear]).detach().clone()
+        return (
+            torch.cat([torch.cat((layer.weight, layer.bias[:, None]), 1).flatten() for layer in linear])
+            .detach()
+            .clone()
+        )
 
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-    batches = [batch for order in epoch_orders(N, seed, steps, features=D, hidden=hidden)
-               for batch in (order - 1).split(batch_size)]
+    batches = [
+        batch
+        for order in epoch_orders(N, seed, steps, features=D, hidden=hidden)
+        for batch in (order - 1).split(batch_size)
+    ]
     snapshots = {0: flat()}
     for step, batch in enumerate(batches[:steps], 1):
         optimizer.zero_grad()
@@ -82,8 +88,9 @@ def test_snapshots_are_the_weights_on_the_way():
     at = (0, 1, 9, 12, 9)
     grid = train_grid(features, labels, data_sets=(0, 3), seeds=(1, 2), snapshots=at, **settings)
     assert grid.shape == (5, 2, 2, D + 1)
-    torch.testing.assert_close(grid[:, 1, 0], reference(features, labels, data_set=3, seed=1, at=at, **settings),
-                               rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        grid[:, 1, 0], reference(features, labels, data_set=3, seed=1, at=at, **settings), rtol=0, atol=1e-12
+    )
 
 
 def test_a_grid_trained_in_parts_is_the_grid_trained_at_once(monkeypatch):
@@ -113,28 +120,32 @@ def test_initial_weights_are_those_of_keras():
     assert weights[:, :-1].var().item() == pytest.approx(limit**2 / 3, rel=0.03)
 
 
-@pytest.mark.parametrize("change,said", [
-    (dict(labels=torch.full((N + 1,), 2)), "labels must be 0 or 1, got 2"),
-    (dict(features=problem(scale=1.01)[0]), "features must have row norms of at most 1"),
-    (dict(features=problem()[0] * float("nan")), "features must be finite"),
-    (dict(features=problem()[0].half()), "features must be a float32 or float64"),
-    (dict(labels=torch.zeros(3)), "features and labels must have the same length"),
-    (dict(batch_size=N + 1), f"batch_size must be at most the {N} examples"),
-    (dict(batch_size=0), "batch_size must lie in"),
-    (dict(learning_rate=4.01), "learning_rate must be at most 2 / beta = 4"),
-    (dict(learning_rate=0.0), "learning_rate must lie in"),
-    (dict(seeds=[1]), "seeds must be two or more different numbers"),
-    (dict(seeds=[1, 1]), "seeds must be two or more different numbers"),
-    (dict(data_sets=[1]), "data_sets must be two or more different numbers"),
-    (dict(data_sets=[1, N + 1]), "data_sets must lie in"),
-    (dict(steps=0), "steps must lie in"),
-    (dict(snapshots=[11]), "snapshots must lie in"),
-    (dict(initialisation="random"), "initialisation must be one of"),
-])
+@pytest.mark.parametrize(
+    "change,said",
+    [
+        (dict(labels=torch.full((N + 1,), 2)), "labels must be 0 or 1, got 2"),
+        (dict(features=problem(scale=1.01)[0]), "features must have row norms of at most 1"),
+        (dict(features=problem()[0] * float("nan")), "features must be finite"),
+        (dict(features=problem()[0].half()), "features must be a float32 or float64"),
+        (dict(labels=torch.zeros(3)), "features and labels must have the same length"),
+        (dict(batch_size=N + 1), f"batch_size must be at most the {N} examples"),
+        (dict(batch_size=0), "batch_size must lie in"),
+        (dict(learning_rate=4.01), "learning_rate must be at most 2 / beta = 4"),
+        (dict(learning_rate=0.0), "learning_rate must lie in"),
+        (dict(seeds=[1]), "seeds must be two or more different numbers"),
+        (dict(seeds=[1, 1]), "seeds must be two or more different numbers"),
+        (dict(data_sets=[1]), "data_sets must be two or more different numbers"),
+        (dict(data_sets=[1, N + 1]), "data_sets must lie in"),
+        (dict(steps=0), "steps must lie in"),
+        (dict(snapshots=[11]), "snapshots must lie in"),
+        (dict(initialisation="random"), "initialisation must be one of"),
+    ],
+)
 def test_bad_input_names_the_argument_or_the_condition_that_fails(change, said):
     features, labels = problem()
-    given = dict(features=features, labels=labels, data_sets=(0, 1), seeds=(0, 1), steps=10, batch_size=8,
-                 learning_rate=1.0)
+    given = dict(
+        features=features, labels=labels, data_sets=(0, 1), seeds=(0, 1), steps=10, batch_size=8, learning_rate=1.0
+    )
     with pytest.raises(ValueError, match=re.escape(said)):
         train_grid(**{**given, **change})
 

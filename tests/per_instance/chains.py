@@ -19,10 +19,10 @@ class Chain:
         self.steps, self.rate, self.noise = steps, rate, noise
         self.line = torch.linspace(-reach, reach, nodes, dtype=torch.float64)
         self.cell = float(self.line[1] - self.line[0])
-        gap = self.line[None] - self.line[:, None]                     # from the row's state to the column's
+        gap = self.line[None] - self.line[:, None]  # from the row's state to the column's
         gain = GAIN(self.line)[:, None]
-        self.log_q = -(gap / noise) ** 2 / 2 - math.log(noise * math.sqrt(2 * math.pi))
-        shifted = -((gap - gain) / noise) ** 2 / 2 - math.log(noise * math.sqrt(2 * math.pi))
+        self.log_q = -((gap / noise) ** 2) / 2 - math.log(noise * math.sqrt(2 * math.pi))
+        shifted = -(((gap - gain) / noise) ** 2) / 2 - math.log(noise * math.sqrt(2 * math.pi))
         self.log_p = torch.logaddexp(math.log1p(-rate) + self.log_q, math.log(rate) + shifted)
 
     def _sides(self, direction):

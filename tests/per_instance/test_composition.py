@@ -7,7 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion.per_instance import (
-    compose, compose_sensitivities, holder_order, log_runs_needed, smallest_exponent, step_divergence,
+    compose,
+    compose_sensitivities,
+    holder_order,
+    log_runs_needed,
+    smallest_exponent,
+    step_divergence,
 )
 
 
@@ -67,7 +72,8 @@ def test_data_independent_divergences_add_up_at_their_orders_and_plainly_for_a_l
 
     orders = holder_order(4, 30, torch.arange(10.0)).tolist()
     assert float(compose(worst, steps=10, order=4, p=30)) == pytest.approx(
-        sum(float(worst(1, a)[0]) for a in orders), rel=1e-9)
+        sum(float(worst(1, a)[0]) for a in orders), rel=1e-9
+    )
     assert float(compose(worst, steps=10, order=4, p=1e7)) == pytest.approx(10 * float(worst(1, 4)[0]), rel=1e-5)
 
 
@@ -79,12 +85,14 @@ def test_theorem_3_3_lies_above_the_truth_of_a_chain_with_the_printed_recursion_
     states = chain.states(3, direction, count=500)
 
     def divergence(step, order):
-        return step_divergence(sample_rate=0.3, noise_multiplier=1.0, sensitivity=GAIN(states[step - 1]), orders=order,
-                               direction=direction)
+        return step_divergence(
+            sample_rate=0.3, noise_multiplier=1.0, sensitivity=GAIN(states[step - 1]), orders=order, direction=direction
+        )
 
     for p in (2, 4, 9, 30):
-        proof, statement = (float(compose(divergence, steps=3, order=3, p=p, recursion=r))
-                            for r in ("proof", "statement"))
+        proof, statement = (
+            float(compose(divergence, steps=3, order=3, p=p, recursion=r)) for r in ("proof", "statement")
+        )
         assert truth < proof <= statement
 
 
@@ -105,8 +113,13 @@ def test_the_table_of_moments_is_a_tight_upper_bound(rate, noise, order, steps, 
     sensitivities = torch.rand(steps, 3, 2, generator=generator, dtype=torch.float64)
     sensitivities[0, 0, 0] = 0.0
     options = dict(order=order, p=3.0 * steps)
-    exact = compose(lambda t, a: step_divergence(sample_rate=10**rate, noise_multiplier=10**noise, orders=a,
-                                                 sensitivity=sensitivities[t - 1]), steps=steps, **options)
+    exact = compose(
+        lambda t, a: step_divergence(
+            sample_rate=10**rate, noise_multiplier=10**noise, orders=a, sensitivity=sensitivities[t - 1]
+        ),
+        steps=steps,
+        **options,
+    )
     found = compose_sensitivities(sensitivities, sample_rate=10**rate, noise_std=10**noise, **options)
     assert (found >= exact * (1 - 1e-12)).all()
     assert (found <= exact * 1.003 + 1e-300).all()
@@ -116,15 +129,23 @@ def test_sensitivities_of_zero_cost_nothing_and_single_precision_will_do():
     assert float(compose_sensitivities(torch.zeros(4, 2), sample_rate=0.1, noise_std=1.0, order=3)) == 0.0
     values = torch.rand(10, 2, 4, generator=torch.Generator().manual_seed(0))
     options = dict(sample_rate=0.1, noise_std=1.0, order=3)
-    torch.testing.assert_close(compose_sensitivities(values, **options),
-                               compose_sensitivities(values.double(), **options))
+    torch.testing.assert_close(
+        compose_sensitivities(values, **options), compose_sensitivities(values.double(), **options)
+    )
 
 
-@pytest.mark.parametrize("shape, options, message", [
-    ((3,), {}, "sensitivities must be"), ((0, 2), {}, "sensitivities must be"),
-    ((3, 2), {"order": 1}, "order must lie in"), ((3, 2), {"p": 1.0}, "p must lie in"),
-    ((30, 2), {"p": 1.5}, "p must keep every order"), ((3, 2), {"sample_rate": 0}, "sample_rate must lie in"),
-    ((3, 2), {"recursion": "book"}, "recursion must be one of")])
+@pytest.mark.parametrize(
+    "shape, options, message",
+    [
+        ((3,), {}, "sensitivities must be"),
+        ((0, 2), {}, "sensitivities must be"),
+        ((3, 2), {"order": 1}, "order must lie in"),
+        ((3, 2), {"p": 1.0}, "p must lie in"),
+        ((30, 2), {"p": 1.5}, "p must keep every order"),
+        ((3, 2), {"sample_rate": 0}, "sample_rate must lie in"),
+        ((3, 2), {"recursion": "book"}, "recursion must be one of"),
+    ],
+)
 def test_bad_runs_are_refused_by_name(shape, options, message):
     with pytest.raises(ValueError, match=message):
         compose_sensitivities(torch.ones(shape), **{"sample_rate": 0.1, "noise_std": 1.0, "order": 4, **options})

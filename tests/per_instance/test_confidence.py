@@ -13,7 +13,7 @@ def samples(kind, draws, repeats, seed=0):
     generator = torch.Generator().manual_seed(seed)
     u = torch.rand(draws, repeats, generator=generator, dtype=torch.float64)
     top = math.exp(LARGEST)
-    if kind == "two ends":                            # rarely the largest value, else the least
+    if kind == "two ends":  # rarely the largest value, else the least
         return torch.where(u < 0.05, LARGEST, 0.0), math.log(0.95 + 0.05 * top)
     if kind == "narrow":
         return torch.log(8 + u), math.log(8.5)
@@ -42,8 +42,9 @@ def test_the_bound_is_tighter_than_hoeffdings_and_closes_in_on_the_mean(kind):
 
 def test_draws_at_the_lower_end_leave_about_what_nobody_could_exclude():
     for draws in (1, 5, 50):
-        share = float(torch.expm1(log_mean_bound(torch.zeros(draws), 1.0, confidence=0.95, log_smallest=0.0))
-                      / math.expm1(1))
+        share = float(
+            torch.expm1(log_mean_bound(torch.zeros(draws), 1.0, confidence=0.95, log_smallest=0.0)) / math.expm1(1)
+        )
         least = 1 - 0.05 ** (1 / draws)
         assert least < share < 1 - 0.024 ** (1 / draws)
 
@@ -67,9 +68,15 @@ def test_moments_beyond_float64_are_no_obstacle():
     assert 4990 < bound < 5000
 
 
-@pytest.mark.parametrize("values, options, message", [
-    ([0.5, 2.0], {}, "log_values must lie in"), ([-0.1], {"log_smallest": 0.0}, "log_values must lie in"),
-    ([math.nan], {}, "log_values must lie in"), ([0.5], {"confidence": 0.0}, "confidence must lie in")])
+@pytest.mark.parametrize(
+    "values, options, message",
+    [
+        ([0.5, 2.0], {}, "log_values must lie in"),
+        ([-0.1], {"log_smallest": 0.0}, "log_values must lie in"),
+        ([math.nan], {}, "log_values must lie in"),
+        ([0.5], {"confidence": 0.0}, "confidence must lie in"),
+    ],
+)
 def test_bad_draws_are_refused_by_name(values, options, message):
     with pytest.raises(ValueError, match=message):
         log_mean_bound(values, 1.0, **{"confidence": 0.9, **options})

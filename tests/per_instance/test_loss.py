@@ -6,8 +6,16 @@ from chains import GAIN, Chain
 
 from dpcompanion.accounting import pld
 from dpcompanion.per_instance import (
-    exact_composition, law_counts, law_log_density, log_mass, loss_delta, loss_divergence, loss_epsilon, step_loss,
-    tilted_counts, tilted_noise,
+    exact_composition,
+    law_counts,
+    law_log_density,
+    log_mass,
+    loss_delta,
+    loss_divergence,
+    loss_epsilon,
+    step_loss,
+    tilted_counts,
+    tilted_noise,
 )
 
 DIRECTIONS = ("remove", "add")
@@ -33,10 +41,14 @@ def runs_of(direction, each, seed, gain=GAIN, laws=None):
         here = step_loss(moved[..., None], gradient[..., None], direction=direction, **STEP)
         losses += here
         pair = moved[..., None], gradient[..., None]
-        densities += torch.stack([
-            law_log_density(*pair, order=a, jumps=jumps, max_sensitivity=LARGEST, **STEP) if direction == "remove"
-            else (a - 1) * here - log_mass(gradient, order=a, direction="add", **STEP)
-            for a, jumps in laws])
+        densities += torch.stack(
+            [
+                law_log_density(*pair, order=a, jumps=jumps, max_sensitivity=LARGEST, **STEP)
+                if direction == "remove"
+                else (a - 1) * here - log_mass(gradient, order=a, direction="add", **STEP)
+                for a, jumps in laws
+            ]
+        )
         state = state + moved
     return losses.flatten(), densities.flatten(1).T
 
@@ -45,8 +57,10 @@ def many(direction, each, times, seed):
     """The same as `times` small ensembles: (runs, times) and (runs, laws, times)."""
     losses, densities = runs_of(direction, each * times, seed)
     laws = densities.shape[1]
-    return (losses.view(laws, times, each).transpose(1, 2).reshape(laws * each, times),
-            densities.T.reshape(laws, laws, times, each).permute(1, 3, 0, 2).reshape(laws * each, laws, times))
+    return (
+        losses.view(laws, times, each).transpose(1, 2).reshape(laws * each, times),
+        densities.T.reshape(laws, laws, times, each).permute(1, 3, 0, 2).reshape(laws * each, laws, times),
+    )
 
 
 def delta_by_quadrature(direction, epsilon, nodes=161, reach=9.0):
@@ -60,8 +74,14 @@ def delta_by_quadrature(direction, epsilon, nodes=161, reach=9.0):
 
 
 def floors(direction, size=LARGEST):
-    return [(a, STEPS * ((float(log_mass(size, order=a, direction=direction, **STEP)) if a > 1 else 0)
-                         - math.log1p(-jumps))) for a, jumps in LAWS[direction]]
+    return [
+        (
+            a,
+            STEPS
+            * ((float(log_mass(size, order=a, direction=direction, **STEP)) if a > 1 else 0) - math.log1p(-jumps)),
+        )
+        for a, jumps in LAWS[direction]
+    ]
 
 
 def everybody(size, delta):
@@ -90,10 +110,12 @@ def test_delta_is_unbiased_over_small_ensembles_and_scatters_as_its_standard_err
 @pytest.mark.parametrize("delta", [1e-2, 1e-5])
 def test_where_norms_are_constant_epsilon_is_that_of_the_privacy_loss_distribution(direction, delta):
     losses, densities = runs_of(direction, 1_000, seed=3, gain=torch.ones_like)
-    truth = pld.compose(sample_rate=RATE, noise_multiplier=NOISE, steps=STEPS, delta=delta,
-                        direction=direction).epsilon(delta)
-    found = loss_epsilon(losses, densities, delta=delta, worst_case=everybody(LARGEST, delta), floors=floors(direction),
-                         confidence=0.999)
+    truth = pld.compose(
+        sample_rate=RATE, noise_multiplier=NOISE, steps=STEPS, delta=delta, direction=direction
+    ).epsilon(delta)
+    found = loss_epsilon(
+        losses, densities, delta=delta, worst_case=everybody(LARGEST, delta), floors=floors(direction), confidence=0.999
+    )
     assert float(found.low) <= truth <= float(found.high)
     assert float(found.estimate) == pytest.approx(truth, rel=0.03, abs=0.015)
     assert truth <= float(found.upper_bound) <= float(found.worst_case)
@@ -129,9 +151,14 @@ def test_epsilon_is_far_below_everybodys_where_gradients_fade():
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_upper_bounds_hold_as_often_as_they_say(direction):
     delta = delta_by_quadrature(direction, 0.5)
-    found = loss_epsilon(*many(direction, 20, 100, seed=6), delta=delta, worst_case=everybody(1.2, delta),
-                         floors=floors(direction), confidence=0.8)
-    assert int((found.upper_bound < 0.5).sum()) <= 34                # 20 in the mean
+    found = loss_epsilon(
+        *many(direction, 20, 100, seed=6),
+        delta=delta,
+        worst_case=everybody(1.2, delta),
+        floors=floors(direction),
+        confidence=0.8,
+    )
+    assert int((found.upper_bound < 0.5).sum()) <= 34  # 20 in the mean
     assert bool((found.upper_bound <= found.worst_case).all())
     assert float(found.upper_bound.mean()) < 0.99 * everybody(1.2, delta)
 
@@ -149,8 +176,11 @@ def test_jumps_find_what_orders_alone_miss():
             count = law_counts(gradient[:, 0], order=order, jumps=jumps, generator=generator, **step)
             moved = count[:, None] * gradient + torch.randn(gradient.shape, generator=generator, dtype=torch.float64)
             losses.append(step_loss(moved, gradient, **step).view(each, times))
-            densities.append(torch.stack([law_log_density(moved, gradient, order=a, jumps=j, **step)
-                                          for a, j in laws]).view(len(laws), each, times).transpose(0, 1))
+            densities.append(
+                torch.stack([law_log_density(moved, gradient, order=a, jumps=j, **step) for a, j in laws])
+                .view(len(laws), each, times)
+                .transpose(0, 1)
+            )
         return loss_epsilon(torch.cat(losses), torch.cat(densities), delta=delta, worst_case=5.0).estimate
 
     alone, jumping = estimate([(2, 0.0), (6, 0.0), (13, 0.0)]), estimate([(2, 0.5), (6, 0.5), (13, 0.0)])
@@ -215,8 +245,9 @@ def test_one_run_excludes_nothing_and_no_floors_bound_nothing():
 
 
 def test_no_number_exceeds_everybodys_epsilon():
-    found = loss_epsilon(torch.tensor([9.0, 9.5]), torch.full((2, 1), -10.0), delta=1e-5, worst_case=2.0,
-                         floors=[(2, 21.0)])
+    found = loss_epsilon(
+        torch.tensor([9.0, 9.5]), torch.full((2, 1), -10.0), delta=1e-5, worst_case=2.0, floors=[(2, 21.0)]
+    )
     assert float(found.estimate) == float(found.high) == float(found.upper_bound) == 2
 
 
@@ -248,30 +279,56 @@ def test_a_steps_loss_is_its_likelihood_ratio():
     assert float(step_loss([1e4], [1.0], sample_rate=0.1, noise_std=1.0)) == pytest.approx(9999.5 + math.log(0.1))
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"losses": []}, "losses must be"), ({"losses": [math.nan, 1.0]}, "losses must lie in"),
-    ({"losses": [math.inf, 1.0]}, "losses must lie in"), ({"log_densities": [[0.5], [math.nan]]}, "log_densities must"),
-    ({"log_densities": [0.5, 0.5]}, "log_densities must have the shape"),
-    ({"log_densities": [[0.5]]}, "log_densities must have the shape"),
-    ({"log_densities": [[], []]}, "log_densities must"), ({"shares": [0.5]}, "shares must be"),
-    ({"shares": [0.5, 0.5]}, "shares must be"), ({"shares": [0.0]}, "shares must"),
-    ({"delta": 0.0}, "delta must lie in"), ({"delta": 1.0}, "delta must lie in"),
-    ({"worst_case": -1.0}, "worst_case must lie in"), ({"worst_case": math.inf}, "worst_case must lie in"),
-    ({"floors": [(2, 0.1)]}, "floors must lie below"), ({"floors": [2.0, 1.0]}, "floors must be a pair"),
-    ({"floors": [(0.5, 1.0)]}, "floors must lie in"), ({"confidence": 1.0}, "confidence must lie in")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"losses": []}, "losses must be"),
+        ({"losses": [math.nan, 1.0]}, "losses must lie in"),
+        ({"losses": [math.inf, 1.0]}, "losses must lie in"),
+        ({"log_densities": [[0.5], [math.nan]]}, "log_densities must"),
+        ({"log_densities": [0.5, 0.5]}, "log_densities must have the shape"),
+        ({"log_densities": [[0.5]]}, "log_densities must have the shape"),
+        ({"log_densities": [[], []]}, "log_densities must"),
+        ({"shares": [0.5]}, "shares must be"),
+        ({"shares": [0.5, 0.5]}, "shares must be"),
+        ({"shares": [0.0]}, "shares must"),
+        ({"delta": 0.0}, "delta must lie in"),
+        ({"delta": 1.0}, "delta must lie in"),
+        ({"worst_case": -1.0}, "worst_case must lie in"),
+        ({"worst_case": math.inf}, "worst_case must lie in"),
+        ({"floors": [(2, 0.1)]}, "floors must lie below"),
+        ({"floors": [2.0, 1.0]}, "floors must be a pair"),
+        ({"floors": [(0.5, 1.0)]}, "floors must lie in"),
+        ({"confidence": 1.0}, "confidence must lie in"),
+    ],
+)
 def test_bad_runs_are_refused_by_name(change, message):
-    arguments = {"losses": [1.0, 2.0], "log_densities": [[0.5], [1.4]], "delta": 1e-5, "worst_case": 3.0,
-                 "floors": [(2, 1.0)], **change}
+    arguments = {
+        "losses": [1.0, 2.0],
+        "log_densities": [[0.5], [1.4]],
+        "delta": 1e-5,
+        "worst_case": 3.0,
+        "floors": [(2, 1.0)],
+        **change,
+    }
     with pytest.raises(ValueError, match=message):
         loss_epsilon(arguments.pop("losses"), arguments.pop("log_densities"), **arguments)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"sample_rate": 0.0}, "sample_rate must lie in"), ({"noise_std": 0.0}, "noise_std must lie in"),
-    ({"moved": [1.0, 2.0]}, "moved and gradient must have"), ({"moved": 1.0}, "moved and gradient must have"),
-    ({"order": 0}, "order must lie in"), ({"order": 2.5}, "order must be a whole number"),
-    ({"jumps": 1.0}, "jumps must lie in"), ({"max_sensitivity": 0.0}, "max_sensitivity must lie in"),
-    ({"gradient": [1.5]}, "sensitivity must lie in")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"sample_rate": 0.0}, "sample_rate must lie in"),
+        ({"noise_std": 0.0}, "noise_std must lie in"),
+        ({"moved": [1.0, 2.0]}, "moved and gradient must have"),
+        ({"moved": 1.0}, "moved and gradient must have"),
+        ({"order": 0}, "order must lie in"),
+        ({"order": 2.5}, "order must be a whole number"),
+        ({"jumps": 1.0}, "jumps must lie in"),
+        ({"max_sensitivity": 0.0}, "max_sensitivity must lie in"),
+        ({"gradient": [1.5]}, "sensitivity must lie in"),
+    ],
+)
 def test_bad_steps_are_refused_by_name(change, message):
     arguments = {"moved": [1.0], "gradient": [0.5], "sample_rate": 0.1, "noise_std": 1.0, "order": 2, **change}
     with pytest.raises(ValueError, match=message):

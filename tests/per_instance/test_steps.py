@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.per_instance import (
-    coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon, log_mass, step_divergence, update_divergence,
+    coupled_delta,
+    coupled_divergence,
+    coupled_epsilon,
+    holder_epsilon,
+    log_mass,
+    step_divergence,
+    update_divergence,
 )
 
 
@@ -21,9 +27,10 @@ def theorem_3_2(q, s, size, order, power_of_q=True):
     """The sum of the theorem in 50 digits, or that of equation 21, which has no q^k."""
     with mp.workdps(50):
         q, x = mp.mpf(q), (mp.mpf(size) / s) ** 2
-        terms = (mp.binomial(order, k) * (1 - q) ** (order - k) * (q**k if power_of_q else 1)
-                 * mp.exp((k * k - k) * x / 2)
-                 for k in range(order + 1))
+        terms = (
+            mp.binomial(order, k) * (1 - q) ** (order - k) * (q**k if power_of_q else 1) * mp.exp((k * k - k) * x / 2)
+            for k in range(order + 1)
+        )
         return float(mp.log(mp.fsum(terms)) / (order - 1))
 
 
@@ -40,8 +47,9 @@ def other_direction(q, s, size, order):
         return float(mp.log1p(mp.quad(integrand, mp.linspace(ends[0], ends[-1], 60), maxdegree=4)) / b)
 
 
-@pytest.mark.parametrize("q, s, size, order", [
-    (0.01, 1.0, 0.3, 2), (0.002, 0.6, 1.0, 8), (0.3, 2.0, 5.0, 17), (1e-5, 3.0, 0.1, 64)])
+@pytest.mark.parametrize(
+    "q, s, size, order", [(0.01, 1.0, 0.3, 2), (0.002, 0.6, 1.0, 8), (0.3, 2.0, 5.0, 17), (1e-5, 3.0, 0.1, 64)]
+)
 def test_theorem_3_2_agrees_with_its_sum_in_high_precision(q, s, size, order):
     assert step(q, s, size, order) == pytest.approx(theorem_3_2(q, s, size, order), rel=1e-9)
 
@@ -50,9 +58,18 @@ def test_equation_21_without_the_power_of_q_is_another_number():
     assert theorem_3_2(0.01, 1.0, 1.0, 8, power_of_q=False) > 100 * step(0.01, 1.0, 1.0, 8)
 
 
-@pytest.mark.parametrize("q, s, size, order", [
-    (1e-5, 1.0, 1.0, 8), (0.01, 1.0, 0.01, 2), (0.01, 0.5, 1.0, 1.5), (0.3, 1.0, 1.0, 1.01), (0.3, 3.0, 1.0, 40),
-    (0.9, 2.0, 5.0, 8), (0.999, 1.0, 1.0, 8.5)])
+@pytest.mark.parametrize(
+    "q, s, size, order",
+    [
+        (1e-5, 1.0, 1.0, 8),
+        (0.01, 1.0, 0.01, 2),
+        (0.01, 0.5, 1.0, 1.5),
+        (0.3, 1.0, 1.0, 1.01),
+        (0.3, 3.0, 1.0, 40),
+        (0.9, 2.0, 5.0, 8),
+        (0.999, 1.0, 1.0, 8.5),
+    ],
+)
 def test_the_other_direction_agrees_with_quadrature(q, s, size, order):
     found = step(q, s, size, order, direction="add")
     assert found == pytest.approx(other_direction(q, s, size, order), rel=1e-9)
@@ -73,8 +90,13 @@ def test_a_point_that_enters_always_makes_both_directions_the_gaussian_mechanism
 def test_parameters_broadcast_and_an_unmoved_sum_costs_nothing():
     sizes, orders = torch.tensor([[0.0, 0.5], [1.0, 2.0]]), [1.5, 8, 1024]
     for direction in ("remove", "add"):
-        found = step_divergence(sample_rate=0.01, noise_multiplier=torch.tensor([1.0, 2.0]), sensitivity=sizes,
-                                orders=orders, direction=direction)
+        found = step_divergence(
+            sample_rate=0.01,
+            noise_multiplier=torch.tensor([1.0, 2.0]),
+            sensitivity=sizes,
+            orders=orders,
+            direction=direction,
+        )
         assert found.shape == (2, 2, 3) and found.isfinite().all() and (found[0, 0] == 0).all()
         assert float(found[1, 1, 1]) == pytest.approx(step(0.01, 2.0, 2.0, 8, direction=direction), rel=1e-12)
     assert log_mass(sizes, sample_rate=0.01, noise_std=1.0, order=3).shape == (2, 2)
@@ -82,7 +104,8 @@ def test_parameters_broadcast_and_an_unmoved_sum_costs_nothing():
 
 def test_only_the_ratio_of_sensitivity_and_noise_counts():
     assert step(0.1, 4.0, 2.0, 5) == pytest.approx(
-        float(rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=2.0, orders=5)))
+        float(rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=2.0, orders=5))
+    )
 
 
 # A data set of three points and x with gradients in the plane: everything about one step can be computed.
@@ -129,8 +152,10 @@ def true_divergences(rule, order):
     p, q, cell = densities(rule)
     keep = (p > 1e-250) & (q > 1e-250)
     log_p, log_q = p[keep].log(), q[keep].log()
-    return [float(torch.logsumexp(order * a + (1 - order) * b, 0) + math.log(cell)) / (order - 1)
-            for a, b in ((log_p, log_q), (log_q, log_p))]
+    return [
+        float(torch.logsumexp(order * a + (1 - order) * b, 0) + math.log(cell)) / (order - 1)
+        for a, b in ((log_p, log_q), (log_q, log_p))
+    ]
 
 
 @pytest.mark.parametrize("rule", [sum_rule, mean_rule])
@@ -139,8 +164,11 @@ def test_the_coupled_bound_lies_between_the_truth_and_the_worst_batch(rule, orde
     chances, without, with_x = batches(rule)
     sizes = (without - with_x).norm(dim=1)
     for truth, direction in zip(true_divergences(rule, order), ("remove", "add")):
-        bound = float(coupled_divergence(sizes, sample_rate=RATE, noise_std=NOISE, order=order, probabilities=chances,
-                                         direction=direction))
+        bound = float(
+            coupled_divergence(
+                sizes, sample_rate=RATE, noise_std=NOISE, order=order, probabilities=chances, direction=direction
+            )
+        )
         worst = step(RATE, NOISE, sizes.max(), order, direction=direction)
         assert truth <= bound <= worst * (1 + 1e-12)
         if rule is mean_rule:
@@ -155,8 +183,9 @@ def test_the_coupled_bound_of_the_sum_is_theorem_3_2():
     assert float(coupled_divergence(sizes, probabilities=chances, **settings_)) == pytest.approx(exact, rel=1e-12)
     assert float(coupled_divergence(sizes, **settings_)) == pytest.approx(exact, rel=1e-12)
     largest = float(X.norm()) * (1 + 1e-12)
-    assert float(coupled_divergence(
-        sizes, max_sensitivity=largest, confidence=0.99, **settings_)) == pytest.approx(exact, rel=1e-9)
+    assert float(coupled_divergence(sizes, max_sensitivity=largest, confidence=0.99, **settings_)) == pytest.approx(
+        exact, rel=1e-9
+    )
 
 
 def draws(rule, count, seed):
@@ -173,10 +202,11 @@ def test_coupled_confidence_bounds_hold_as_often_as_they_say_and_shrink_to_the_e
     sizes = (without - with_x).norm(dim=1)
     exact = float(coupled_divergence(sizes, sample_rate=RATE, noise_std=NOISE, order=3, probabilities=chances))
     options = dict(sample_rate=RATE, noise_std=NOISE, order=3, max_sensitivity=float(sizes.max()), confidence=0.9)
-    sampled = torch.stack([(a - b).norm(dim=1)
-                           for a, b, _ in (draws(mean_rule, 200, seed) for seed in range(100))], dim=1)
+    sampled = torch.stack(
+        [(a - b).norm(dim=1) for a, b, _ in (draws(mean_rule, 200, seed) for seed in range(100))], dim=1
+    )
     bounds = coupled_divergence(sampled[:20], **options), coupled_divergence(sampled, **options)
-    assert all(int((b < exact).sum()) <= 18 for b in bounds)        # 10 in the mean; 19 or more has a chance below 1%
+    assert all(int((b < exact).sum()) <= 18 for b in bounds)  # 10 in the mean; 19 or more has a chance below 1%
     assert exact < float(bounds[1].mean()) < float(bounds[0].mean()) <= step(RATE, NOISE, sizes.max(), 3)
     few = coupled_divergence(sampled[:1], **options)
     assert (few >= exact).float().mean() >= 0.85 and (few <= step(RATE, NOISE, sizes.max(), 3) * (1 + 1e-12)).all()
@@ -186,8 +216,8 @@ def test_coupled_confidence_bounds_hold_as_often_as_they_say_and_shrink_to_the_e
 def test_the_delta_of_one_sensitivity_is_that_of_a_step(direction):
     found = float(coupled_delta([0.8, 0.8], sample_rate=0.2, noise_std=0.8, epsilon=0.15, direction=direction))
     line = torch.linspace(-12, 14, 400_001, dtype=torch.float64)
-    without = torch.exp(-line**2 / 2) / math.sqrt(2 * math.pi)
-    with_x = 0.8 * without + 0.2 * torch.exp(-(line - 1) ** 2 / 2) / math.sqrt(2 * math.pi)
+    without = torch.exp(-(line**2) / 2) / math.sqrt(2 * math.pi)
+    with_x = 0.8 * without + 0.2 * torch.exp(-((line - 1) ** 2) / 2) / math.sqrt(2 * math.pi)
     p, q = (with_x, without) if direction == "remove" else (without, with_x)
     assert found == pytest.approx(float(torch.trapezoid((p - math.exp(0.15) * q).clamp(min=0), line)), rel=1e-6)
 
@@ -231,16 +261,26 @@ def instances(count, seed):
     # Few values of what the Gaussian mechanism's epsilon depends on, since that is what takes the time.
     chances, without = uniform(4) + 0.05, 2 * uniform(4, count)
     with_x = without + one_of(3 * uniform(8) ** 3, 4, count)
-    return (chances / chances.sum(), without, with_x,
-            one_of(0.01 + 0.9 * uniform(4), count), one_of(0.3 + 2 * uniform(3), count))
+    return (
+        chances / chances.sum(),
+        without,
+        with_x,
+        one_of(0.01 + 0.9 * uniform(4), count),
+        one_of(0.3 + 2 * uniform(3), count),
+    )
 
 
 def hockey_sticks(epsilons, chances, without, with_x, rate, noise):
     """sup_S P(M(X') in S) - e^epsilon P(M(X) in S): for each of the epsilons, one for each instance."""
     width = 5 + 16 * noise
     line = torch.linspace(0, 1, 500, dtype=torch.float64) * width[:, None] - 8 * noise[:, None]
-    alone, both = (sum(chance * torch.exp((-((line - centre[:, None]) / noise[:, None]) ** 2 / 2).clamp(min=-500))
-                       for chance, centre in zip(chances, centres)) for centres in (without, with_x))
+    alone, both = (
+        sum(
+            chance * torch.exp((-(((line - centre[:, None]) / noise[:, None]) ** 2) / 2).clamp(min=-500))
+            for chance, centre in zip(chances, centres)
+        )
+        for centres in (without, with_x)
+    )
     p = (1 - rate[:, None]) * alone + rate[:, None] * both
     scale = width / (499 * noise * math.sqrt(2 * math.pi))
     return [(p - epsilon.exp()[:, None] * alone).clamp(min=0).sum(1) * scale for epsilon in epsilons]
@@ -248,8 +288,20 @@ def hockey_sticks(epsilons, chances, without, with_x, rate, noise):
 
 def test_corollary_3_1_holds_on_ten_thousand_instances_and_the_form_with_inverted_exponents_does_not():
     corrected = inverted = 0
-    for seed, (p, delta) in enumerate([(1.3, 1e-3), (1.5, 0.03), (2, 1e-5), (2, 0.1), (3, 1e-3), (4, 1e-2), (8, 1e-4),
-                                       (16, 1e-6), (40, 1e-3), (100, 1e-2)]):
+    for seed, (p, delta) in enumerate(
+        [
+            (1.3, 1e-3),
+            (1.5, 0.03),
+            (2, 1e-5),
+            (2, 0.1),
+            (3, 1e-3),
+            (4, 1e-2),
+            (8, 1e-4),
+            (16, 1e-6),
+            (40, 1e-3),
+            (100, 1e-2),
+        ]
+    ):
         chances, without, with_x, rate, noise = case = instances(1000, seed)
         sizes = (with_x - without).round(decimals=12)
         epsilon = holder_epsilon(sizes, sample_rate=rate, noise_std=noise, delta=delta, p=p, probabilities=chances)
@@ -314,8 +366,11 @@ def test_theorem_3_6_is_a_bound_looser_than_ours_and_its_estimate_comes_near_it(
     order = 3
     exact = theorem_3_6(mean_rule, order)
     chances, without, with_x = batches(mean_rule)
-    ours = float(coupled_divergence((without - with_x).norm(dim=1), sample_rate=RATE, noise_std=NOISE, order=order,
-                                    probabilities=chances))
+    ours = float(
+        coupled_divergence(
+            (without - with_x).norm(dim=1), sample_rate=RATE, noise_std=NOISE, order=order, probabilities=chances
+        )
+    )
     assert true_divergences(mean_rule, order)[0] < ours < exact
     alone, _, mixed = draws(mean_rule, 150, 5)
     estimate = float(update_divergence(alone, mixed, noise_std=NOISE, order=order, tuples=200, direction="remove"))
@@ -336,44 +391,66 @@ def test_the_confidence_bound_of_theorem_3_6_is_mostly_the_trivial_one_and_never
 
 def test_both_directions_are_the_larger_of_the_two():
     alone, _, mixed = draws(mean_rule, 50, 1)
-    one, other, both = (float(update_divergence(alone, mixed, noise_std=NOISE, order=3, direction=d, tuples=300))
-                        for d in ("remove", "add", "both"))
+    one, other, both = (
+        float(update_divergence(alone, mixed, noise_std=NOISE, order=3, direction=d, tuples=300))
+        for d in ("remove", "add", "both")
+    )
     assert both == pytest.approx(max(one, other), rel=0.1)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"sample_rate": 0.0}, "sample_rate must lie in"), ({"noise_multiplier": 0.0}, "noise_multiplier must lie in"),
-    ({"sensitivity": -1.0}, "sensitivity must lie in"), ({"sensitivity": math.nan}, "sensitivity must lie in"),
-    ({"sensitivity": math.inf}, "sensitivity must lie in"), ({"orders": 1.0}, "orders must lie in"),
-    ({"direction": "both"}, "direction must be one of")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"sample_rate": 0.0}, "sample_rate must lie in"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier must lie in"),
+        ({"sensitivity": -1.0}, "sensitivity must lie in"),
+        ({"sensitivity": math.nan}, "sensitivity must lie in"),
+        ({"sensitivity": math.inf}, "sensitivity must lie in"),
+        ({"orders": 1.0}, "orders must lie in"),
+        ({"direction": "both"}, "direction must be one of"),
+    ],
+)
 def test_bad_steps_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         step_divergence(**{"sample_rate": 0.1, "noise_multiplier": 1.0, "sensitivity": 1.0, "orders": 2, **change})
 
 
-@pytest.mark.parametrize("sizes, options, message", [
-    ([], {}, "one batch or more"), (0.5, {}, "sensitivities must be"), ([-0.1], {}, "sensitivities must lie in"),
-    ([0.5], {"confidence": 0.9}, "max_sensitivity must be given"),
-    ([0.5], {"confidence": 1.0, "max_sensitivity": 1.0}, "confidence must"),
-    ([0.5], {"max_sensitivity": 0.4}, "sensitivities must lie in"),
-    ([0.5, 0.6], {"probabilities": [0.5, 0.6]}, "sum to 1"),
-    ([0.5, 0.6], {"probabilities": [1.0]}, "probabilities must be 2"),
-    ([0.5], {"probabilities": [1.0], "max_sensitivity": 1.0, "confidence": 0.9}, "confidence must be None")])
+@pytest.mark.parametrize(
+    "sizes, options, message",
+    [
+        ([], {}, "one batch or more"),
+        (0.5, {}, "sensitivities must be"),
+        ([-0.1], {}, "sensitivities must lie in"),
+        ([0.5], {"confidence": 0.9}, "max_sensitivity must be given"),
+        ([0.5], {"confidence": 1.0, "max_sensitivity": 1.0}, "confidence must"),
+        ([0.5], {"max_sensitivity": 0.4}, "sensitivities must lie in"),
+        ([0.5, 0.6], {"probabilities": [0.5, 0.6]}, "sum to 1"),
+        ([0.5, 0.6], {"probabilities": [1.0]}, "probabilities must be 2"),
+        ([0.5], {"probabilities": [1.0], "max_sensitivity": 1.0, "confidence": 0.9}, "confidence must be None"),
+    ],
+)
 def test_bad_batches_are_refused_by_name(sizes, options, message):
-    for function, extra in ((coupled_divergence, {"order": 2}), (coupled_delta, {"epsilon": 1.0}),
-                            (holder_epsilon, {"p": 2.0, "delta": 1e-5})):
+    for function, extra in (
+        (coupled_divergence, {"order": 2}),
+        (coupled_delta, {"epsilon": 1.0}),
+        (holder_epsilon, {"p": 2.0, "delta": 1e-5}),
+    ):
         with pytest.raises(ValueError, match=message):
             function(sizes, sample_rate=0.1, noise_std=1.0, **extra, **options)
 
 
-@pytest.mark.parametrize("pools, options, message", [
-    ((torch.zeros(3, 2), torch.zeros(3, 2)), {"order": 4}, "must hold 4 updates or more"),
-    ((torch.zeros(3, 2), torch.zeros(3, 1)), {"order": 2}, "updates_with must be"),
-    ((torch.zeros(3), torch.zeros(3, 1)), {"order": 2}, "updates must be"),
-    ((torch.zeros(3, 2), torch.full((3, 2), math.nan)), {"order": 2}, "updates_with must lie in"),
-    ((torch.zeros(3, 2), torch.zeros(3, 2)), {"order": 2.5}, "order must be a whole number"),
-    ((torch.zeros(3, 2), torch.ones(3, 2)), {"order": 2, "confidence": 0.9}, "max_distance, a bound"),
-    ((torch.zeros(3, 2), torch.ones(3, 2)), {"order": 2, "confidence": 0.9, "max_distance": 1.0}, "further apart")])
+@pytest.mark.parametrize(
+    "pools, options, message",
+    [
+        ((torch.zeros(3, 2), torch.zeros(3, 2)), {"order": 4}, "must hold 4 updates or more"),
+        ((torch.zeros(3, 2), torch.zeros(3, 1)), {"order": 2}, "updates_with must be"),
+        ((torch.zeros(3), torch.zeros(3, 1)), {"order": 2}, "updates must be"),
+        ((torch.zeros(3, 2), torch.full((3, 2), math.nan)), {"order": 2}, "updates_with must lie in"),
+        ((torch.zeros(3, 2), torch.zeros(3, 2)), {"order": 2.5}, "order must be a whole number"),
+        ((torch.zeros(3, 2), torch.ones(3, 2)), {"order": 2, "confidence": 0.9}, "max_distance, a bound"),
+        ((torch.zeros(3, 2), torch.ones(3, 2)), {"order": 2, "confidence": 0.9, "max_distance": 1.0}, "further apart"),
+    ],
+)
 def test_bad_pools_are_refused_by_name(pools, options, message):
     with pytest.raises(ValueError, match=message):
         update_divergence(*pools, noise_std=1.0, **options)

@@ -6,9 +6,7 @@ import torch
 from chains import GAIN, Chain
 from scipy.stats import kstest
 
-from dpcompanion.per_instance import (
-    compose, exact_composition, log_mass, step_divergence, tilted_counts, tilted_noise,
-)
+from dpcompanion.per_instance import compose, exact_composition, log_mass, step_divergence, tilted_counts, tilted_noise
 
 
 def generator(seed=0):
@@ -16,8 +14,10 @@ def generator(seed=0):
 
 
 def weights(q, s, size, order):
-    terms = [math.comb(order, k) * (1 - q) ** (order - k) * q**k * math.exp((k * k - k) * size**2 / (2 * s * s))
-             for k in range(order + 1)]
+    terms = [
+        math.comb(order, k) * (1 - q) ** (order - k) * q**k * math.exp((k * k - k) * size**2 / (2 * s * s))
+        for k in range(order + 1)
+    ]
     return np.array(terms) / sum(terms), sum(terms)
 
 
@@ -33,10 +33,10 @@ def test_counts_follow_their_weights(q, s, size, order):
 def test_counts_at_the_ends():
     sizes = torch.tensor([0.0, 1.0, 50.0]).expand(1000, 3)
     always = tilted_counts(sizes, sample_rate=1.0, noise_std=1.0, order=5, generator=generator())
-    assert (always == 5).all()        # r is a power of e: a shift by order times the gradient
+    assert (always == 5).all()  # r is a power of e: a shift by order times the gradient
     counts = tilted_counts(sizes, sample_rate=0.2, noise_std=1.0, order=5, generator=generator())
     assert (counts[:, 2] == 5).all() and counts.max() <= 5
-    assert float(counts[:, 0].double().mean()) == pytest.approx(1.0, abs=0.12)        # binomial
+    assert float(counts[:, 0].double().mean()) == pytest.approx(1.0, abs=0.12)  # binomial
     assert counts.shape == (1000, 3) and counts.dtype == torch.int64
 
 
@@ -53,8 +53,9 @@ def add_density(q, s, size, order):
     return line, below / below[-1]
 
 
-@pytest.mark.parametrize("q, s, size, order", [
-    (0.3, 1.0, 1.0, 4), (0.9, 0.5, 1.0, 6), (0.01, 2.0, 1.0, 2), (0.99, 1.0, 2.0, 2.5)])
+@pytest.mark.parametrize(
+    "q, s, size, order", [(0.3, 1.0, 1.0, 4), (0.9, 0.5, 1.0, 6), (0.01, 2.0, 1.0, 2), (0.99, 1.0, 2.0, 2.5)]
+)
 def test_noise_the_other_way_round_has_its_density_along_the_gradient_and_no_other_change(q, s, size, order):
     noise = s * torch.randn(20_000, 3, generator=generator(1), dtype=torch.float64)
     direction = torch.tensor([0.6, 0.0, 0.8], dtype=torch.float64)
@@ -93,8 +94,9 @@ def tilted_runs(order, direction, runs, seed):
 
 
 def worst(order, direction):
-    return STEPS * float(step_divergence(
-        sample_rate=RATE, noise_multiplier=NOISE, sensitivity=1.2, orders=order, direction=direction))
+    return STEPS * float(
+        step_divergence(sample_rate=RATE, noise_multiplier=NOISE, sensitivity=1.2, orders=order, direction=direction)
+    )
 
 
 @pytest.mark.parametrize("direction", ["remove", "add"])
@@ -102,15 +104,30 @@ def worst(order, direction):
 def test_exact_composition_is_the_truth_by_quadrature_below_theorem_3_3_and_the_worst_case(order, direction):
     chain = Chain(STEPS, RATE, NOISE)
     truth = chain.divergence(order, direction)
-    found = exact_composition(tilted_runs(order, direction, 8_000, seed=1), order=order,
-                              worst_case=worst(order, direction), confidence=0.999)
+    found = exact_composition(
+        tilted_runs(order, direction, 8_000, seed=1), order=order, worst_case=worst(order, direction), confidence=0.999
+    )
     assert float(found.low) <= truth <= float(found.high)
     assert float(found.estimate) == pytest.approx(truth, rel=0.03)
     assert truth <= float(found.upper_bound) <= float(found.worst_case)
     states = chain.states(STEPS, direction, 500)
-    holder = min(float(compose(lambda t, a: step_divergence(
-        sample_rate=RATE, noise_multiplier=NOISE, sensitivity=GAIN(states[t - 1]), orders=a, direction=direction),
-        steps=STEPS, order=order, p=p)) for p in (2 * STEPS, 3 * STEPS))
+    holder = min(
+        float(
+            compose(
+                lambda t, a: step_divergence(
+                    sample_rate=RATE,
+                    noise_multiplier=NOISE,
+                    sensitivity=GAIN(states[t - 1]),
+                    orders=a,
+                    direction=direction,
+                ),
+                steps=STEPS,
+                order=order,
+                p=p,
+            )
+        )
+        for p in (2 * STEPS, 3 * STEPS)
+    )
     assert truth < holder
 
 
@@ -118,7 +135,7 @@ def test_upper_bounds_from_a_handful_of_runs_hold_as_often_as_they_say():
     truth, bound = Chain(STEPS, RATE, NOISE).divergence(3, "remove"), worst(3, "remove")
     sums = tilted_runs(3, "remove", 12 * 300, seed=5).view(12, 300)
     found = exact_composition(sums, order=3, worst_case=bound, confidence=0.9, resamples=200)
-    assert int((found.upper_bound < truth).sum()) <= 44                 # 30 in the mean
+    assert int((found.upper_bound < truth).sum()) <= 44  # 30 in the mean
     assert (found.upper_bound <= bound).all() and (found.estimate <= found.upper_bound).all()
     assert (found.low <= found.estimate + 1e-12).all() and (found.estimate <= found.high + 1e-12).all()
     assert float((found.high - found.low).mean()) < 0.4 * float(found.estimate.mean())
@@ -144,19 +161,33 @@ def test_sums_beyond_float64_are_no_obstacle():
     assert float(found.estimate) == pytest.approx(5000 - math.log(3)) and found.upper_bound.isfinite()
 
 
-@pytest.mark.parametrize("sums, options, message", [
-    ([0.5], {"order": 1}, "order must lie in"), ([-0.5], {}, "log_masses must lie in"), ([], {}, "log_masses must be"),
-    ([0.5], {"worst_case": 0.4}, "must not exceed"), ([0.5], {"worst_case": -1.0}, "worst_case must lie in"),
-    ([math.inf], {}, "log_masses must lie in"), ([0.5], {"confidence": 1.0}, "confidence must lie in")])
+@pytest.mark.parametrize(
+    "sums, options, message",
+    [
+        ([0.5], {"order": 1}, "order must lie in"),
+        ([-0.5], {}, "log_masses must lie in"),
+        ([], {}, "log_masses must be"),
+        ([0.5], {"worst_case": 0.4}, "must not exceed"),
+        ([0.5], {"worst_case": -1.0}, "worst_case must lie in"),
+        ([math.inf], {}, "log_masses must lie in"),
+        ([0.5], {"confidence": 1.0}, "confidence must lie in"),
+    ],
+)
 def test_bad_sums_are_refused_by_name(sums, options, message):
     with pytest.raises(ValueError, match=message):
         exact_composition(sums, **{"order": 2, **options})
 
 
-@pytest.mark.parametrize("options, message", [
-    ({"order": 2.5}, "order must be a whole number"), ({"order": 1}, "order must lie in"),
-    ({"sample_rate": 0.0}, "sample_rate must"), ({"noise_std": 0.0}, "noise_std must lie in"),
-    ({"sensitivity": -1.0}, "sensitivity must lie in")])
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"order": 2.5}, "order must be a whole number"),
+        ({"order": 1}, "order must lie in"),
+        ({"sample_rate": 0.0}, "sample_rate must"),
+        ({"noise_std": 0.0}, "noise_std must lie in"),
+        ({"sensitivity": -1.0}, "sensitivity must lie in"),
+    ],
+)
 def test_bad_counts_are_refused_by_name(options, message):
     arguments = {"sensitivity": 1.0, "sample_rate": 0.1, "noise_std": 1.0, "order": 2, **options}
     with pytest.raises(ValueError, match=message):

@@ -19,8 +19,9 @@ def test_whatever_is_decided_the_model_stays_within_the_budget_of_retraining(mov
     centres = [0.0]
     for move in moves:
         centres.append(centres[-1] + move)
-    decisions = naive_unlearning(lambda t, a: gaussian(centres[t - 1], centres[t], a),
-                                 requests=len(moves), order=order, budget=budget)
+    decisions = naive_unlearning(
+        lambda t, a: gaussian(centres[t - 1], centres[t], a), requests=len(moves), order=order, budget=budget
+    )
     trained = 0
     for decision in decisions:
         t = decision.request
@@ -48,9 +49,15 @@ def test_the_printed_constant_is_larger_than_the_proofs():
         assert (order - 1) / (order - 2) > (order - 0.5) / (order - 1)
 
 
-@pytest.mark.parametrize("change, message", [
-    ({"order": 1.0}, "order must lie in"), ({"budget": -1}, "budget must lie in"),
-    ({"requests": 1.5}, "requests must be"), ({"budget": math.nan}, "budget must lie in")])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"order": 1.0}, "order must lie in"),
+        ({"budget": -1}, "budget must lie in"),
+        ({"requests": 1.5}, "requests must be"),
+        ({"budget": math.nan}, "budget must lie in"),
+    ],
+)
 def test_bad_arguments_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
         naive_unlearning(lambda t, a: 0.0, **{"requests": 2, "order": 2, "budget": 1.0, **change})

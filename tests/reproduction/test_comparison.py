@@ -14,12 +14,14 @@ def test_the_table_puts_published_recorded_and_live_side_by_side():
     table = compare(TABLE_2, recorded={"mnist.A.sample": MeanSD(97.7, 0.1, 10)}, live={"mnist.A.sample": 91.23456})
     assert repr(table) == (
         "                   published      recorded     live    verdict\n"
-        "mnist.A.sample    97.81±0.09    97.70±0.10    91.23    matches, -0.11 points")
+        "mnist.A.sample    97.81±0.09    97.70±0.10    91.23    matches, -0.11 points"
+    )
     assert table._repr_markdown_() == (
         "|   | published | recorded | live | verdict |\n"
         "|:--|--:|--:|--:|:--|\n"
         "| mnist.A.sample | [97.81±0.09]{.published} | [97.70±0.10]{.recorded} | [91.23]{.live} |"
-        " [matches]{.matches} -0.11 points |")
+        " [matches]{.matches} -0.11 points |"
+    )
 
 
 def test_a_column_without_a_number_is_left_out_and_none_has_more_than_five():
@@ -39,8 +41,12 @@ def test_a_record_is_judged_first_unless_it_is_stale():
 
 
 def test_lists_become_one_row_for_each_entry():
-    table = compare("idp-sgd/table-7", live={"svhn.A.c_p": [0.5613, 0.9701, 1.2699], "svhn.A.sigma_scale": 1.712},
-                    verdicts={"svhn.A.sigma_scale": "wrong in the paper"}, labels={"svhn.A.c_p": "c"})
+    table = compare(
+        "idp-sgd/table-7",
+        live={"svhn.A.c_p": [0.5613, 0.9701, 1.2699], "svhn.A.sigma_scale": 1.712},
+        verdicts={"svhn.A.sigma_scale": "wrong in the paper"},
+        labels={"svhn.A.c_p": "c"},
+    )
     assert [row.label for row in table.rows] == ["svhn.A.sigma_scale", "c[1]", "c[2]", "c[3]"]
     assert table.counts() == {"matches": 3, "wrong in the paper": 1}
     assert "wrong in the paper, -9.7%" in repr(table)
@@ -87,17 +93,28 @@ def test_a_table_shows_each_column_as_the_kind_that_it_is():
 
 
 def test_a_row_can_say_what_its_numbers_are():
-    table = Table(["what", "paper", "ours"], [["a", "1", 2], ["b", "3", 4]], kinds=["published", "row"],
-                  row_kinds=["recorded", "live"])
-    assert table._repr_markdown_().splitlines()[2:] == ["| a | [1]{.published} | [2]{.recorded} |",
-                                                        "| b | [3]{.published} | [4]{.live} |"]
+    table = Table(
+        ["what", "paper", "ours"],
+        [["a", "1", 2], ["b", "3", 4]],
+        kinds=["published", "row"],
+        row_kinds=["recorded", "live"],
+    )
+    assert table._repr_markdown_().splitlines()[2:] == [
+        "| a | [1]{.published} | [2]{.recorded} |",
+        "| b | [3]{.published} | [4]{.live} |",
+    ]
     with pytest.raises(ValueError, match="row_kinds must be one of"):
         Table(["what", "ours"], [["a", 1]], kinds=["row"])
 
 
-@pytest.mark.parametrize("heads, rows, kinds, words", [
-    (["a", "b"], [["x"]], ["live"], "same length"), (["a", "b"], [], [], "same length"),
-    (["a", "b"], [], ["dead"], "kinds")])
+@pytest.mark.parametrize(
+    "heads, rows, kinds, words",
+    [
+        (["a", "b"], [["x"]], ["live"], "same length"),
+        (["a", "b"], [], [], "same length"),
+        (["a", "b"], [], ["dead"], "kinds"),
+    ],
+)
 def test_a_table_that_does_not_fit_is_refused(heads, rows, kinds, words):
     with pytest.raises(ValueError, match=words):
         Table(heads, rows, kinds=kinds)
@@ -110,20 +127,28 @@ def test_numbers_that_are_proved_wrong_are_called_so_without_being_asked_for():
 
 
 def test_findings_say_where_by_what_and_with_which_outcome():
-    rows = [Finding("Forest", "above one half", "98%", True), Finding("Adult", "above one half", "2%", False),
-            Finding("Iris", "above one half", "51%", "undecided")]
+    rows = [
+        Finding("Forest", "above one half", "98%", True),
+        Finding("Adult", "above one half", "2%", False),
+        Finding("Iris", "above one half", "51%", "undecided"),
+    ]
     found = Findings(rows, kind="live")
     assert found.counts() == {"holds": 1, "fails": 1, "undecided": 1}
     first, *lines = repr(found).splitlines()
     assert first == "above one half: \u2713 1 holds, \u2717 1 fails, ? 1 undecided", "a criterion is said once"
-    assert [line.split() for line in lines] == [["Forest", "98%", "holds"], ["Adult", "2%", "fails"],
-                                                ["Iris", "51%", "undecided"]]
+    assert [line.split() for line in lines] == [
+        ["Forest", "98%", "holds"],
+        ["Adult", "2%", "fails"],
+        ["Iris", "51%", "undecided"],
+    ]
     first, *lines, last = filter(None, found._repr_markdown_().splitlines())
     assert first.startswith("<details") and first.endswith("</summary>") and last == "</details>"
     assert 'above one half: <span class="holds">\u2713 1 holds</span>, <span class="fails">' in first
-    assert lines[2:] == ["| Forest | [98%]{.live} | [\u2713 holds]{.holds} |",
-                         "| Adult | [2%]{.live} | [\u2717 fails]{.fails} |",
-                         "| Iris | [51%]{.live} | [? undecided]{.undecided} |"]
+    assert lines[2:] == [
+        "| Forest | [98%]{.live} | [\u2713 holds]{.holds} |",
+        "| Adult | [2%]{.live} | [\u2717 fails]{.fails} |",
+        "| Iris | [51%]{.live} | [? undecided]{.undecided} |",
+    ]
     alone = Findings(rows[:1], kind="live")
     assert repr(alone) == "above one half: \u2713 holds (Forest, 98%)" and "details" not in alone._repr_markdown_()
     with pytest.raises(ValueError, match="same length"):
@@ -144,15 +169,22 @@ def test_own_results_and_refutations_are_no_claims_of_the_paper():
 
 
 def test_numbers_of_a_stand_in_stand_beside_the_print_and_are_not_held_against_it():
-    table = compare("idp-sgd/table-5", recorded={"mnist.sigma": 3.42529, "own": 1.0}, stand_in=True,
-                    keys=["mnist.sigma", "svhn.sigma", "own"])
+    table = compare(
+        "idp-sgd/table-5",
+        recorded={"mnist.sigma": 3.42529, "own": 1.0},
+        stand_in=True,
+        keys=["mnist.sigma", "svhn.sigma", "own"],
+    )
     assert table.counts() == {"stand-in": 1, "not run": 1} and "%" not in repr(table)
 
 
 def test_an_exhibit_says_how_near_is_close():
     exhibit = "idp-sgd/table-5"  # where two readings of the setting lie 0.3% apart
     assert [compare(exhibit, live={"mnist.sigma": sigma}).rows[0].verdict for sigma in (3.4255, 3.4245, 3.415)] == [
-        "close", "close", "differs"]
+        "close",
+        "close",
+        "differs",
+    ]
     assert compare("idp-sgd/table-9", live={"sample": 97.3}).rows[0].verdict == "close", "points have no share"
 
 
@@ -164,17 +196,20 @@ def test_a_bar_in_a_cell_does_not_end_it():
 
 def test_accuracies_that_are_printed_as_fractions_are_judged_by_points():
     key = "noiseless_accuracy.mnist-binary"
-    row, = compare("intrinsic-privacy/table-4", recorded={key: 0.882}).rows
+    (row,) = compare("intrinsic-privacy/table-4", recorded={key: 0.882}).rows
     assert (row.verdict, row.deviation) == ("differs", "-4.50 points")
-    row, = compare("intrinsic-privacy/table-4", recorded={"theory.percent_of_gap.forest": 11.0}).rows
+    (row,) = compare("intrinsic-privacy/table-4", recorded={"theory.percent_of_gap.forest": 11.0}).rows
     assert (row.verdict, row.deviation) == ("close", "+9.2%")
 
 
 def test_text_from_records_stays_text():
     tag = "<script>alert(1)</script>|![x](http://x)"
     record = records.make("idp-sgd/table-5", "paper", {tag: 1.0, "name": tag}, config={})
-    shown = [compare("idp-sgd/table-5", recorded=record), Table([tag, tag], [[tag, tag]], kinds=["live"]),
-             Findings([Finding(tag, tag, tag, True)] * 2, kind="recorded")]
+    shown = [
+        compare("idp-sgd/table-5", recorded=record),
+        Table([tag, tag], [[tag, tag]], kinds=["live"]),
+        Findings([Finding(tag, tag, tag, True)] * 2, kind="recorded"),
+    ]
     lines = [shown[-1], Findings([Finding(tag, tag, tag, True)], kind=["live"])]
     assert not any(mark in text._repr_markdown_() for text in lines for mark in ("<script", "</script", "]("))
     for table in (*shown[:-1], shown[-1]._table({"recorded": shown[-1].rows}, str)):

@@ -46,6 +46,7 @@ def registered(monkeypatch):
 def forbid_work(monkeypatch, name):
     def never(config, run):
         pytest.fail("it ran")
+
     found = experiments.get(name)
     monkeypatch.setitem(experiments._REGISTRY, name, dataclasses.replace(found, function=never))
 
@@ -70,6 +71,7 @@ def test_a_record_names_the_code_that_ran_though_its_file_is_edited_meanwhile(re
     def edit():
         file.write_text(file.read_text().replace("'one': 1", "'three': 3"))
         commits[:] = ["after+changes"]
+
     space = {"edit": edit}
     exec(compile(file.read_text(), file, "exec"), space)
     monkeypatch.setattr(provenance, "commit", lambda: commits[0])
@@ -96,9 +98,10 @@ def test_an_interrupted_run_is_continued_by_the_next_one(registered, tmp_path, m
                 raise KeyboardInterrupt
             calls.append(name)
             return 1.0
+
         return {"sum": sum(run.pieces(piece, ["seed-0", "seed-1"]).values())}
-    monkeypatch.setitem(experiments._REGISTRY, NAME,
-                        experiments.Experiment(NAME, broken, {"quick": Config()}))
+
+    monkeypatch.setitem(experiments._REGISTRY, NAME, experiments.Experiment(NAME, broken, {"quick": Config()}))
     with pytest.raises(KeyboardInterrupt):
         experiments.run(NAME, preset="quick", out=tmp_path)
     record = experiments.run(NAME, preset="quick", out=tmp_path)
@@ -107,8 +110,9 @@ def test_an_interrupted_run_is_continued_by_the_next_one(registered, tmp_path, m
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["table-1.quick.json"]
 
 
-@pytest.mark.parametrize("name, shared", [("seed-{}", ["seed-0", "seed-1", "seed-2"]),
-                                          ("part-{}", ["part-0", "part-1", "part-1", "part-2"])])
+@pytest.mark.parametrize(
+    "name, shared", [("seed-{}", ["seed-0", "seed-1", "seed-2"]), ("part-{}", ["part-0", "part-1", "part-1", "part-2"])]
+)
 def test_other_seeds_share_pieces_only_where_their_names_tell_the_seed(tmp_path, name, shared):
     calls = []
     for seeds in [(0, 1), (1, 2)]:
@@ -121,6 +125,7 @@ def test_other_seeds_share_pieces_only_where_their_names_tell_the_seed(tmp_path,
 def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(registered, tmp_path, monkeypatch):
     def state():
         return next(entry for entry in experiments.catalogue(tmp_path) if entry.name == registered).records
+
     assert state() == {"quick": "missing", "paper": "missing"}
     experiments.run(registered, preset="quick", out=tmp_path, seeds=[5])
     assert state() == {"quick": "fresh", "paper": "missing"}
@@ -154,18 +159,22 @@ def test_seeds_are_replaced_and_named_in_the_command(registered):
     assert record.values["mean"].n == 3
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"name": "idp-sgd/table-55"}, "name must be one of .*'idp-sgd/table-5'.*got 'idp-sgd/table-55'"),
-    ({"preset": "full"}, "preset must be one of 'quick', 'paper', got 'full'"),
-    ({"device": "abacus"}, "device must be a torch device"),
-    ({"device": "meta"}, "device must be one that computes here, got 'meta'"),
-    ({"device": "cuda:99"}, "device must be one that computes here, got 'cuda:99'"),
-    ({"out": __file__}, "out must be a folder that can be written to, got .*test_experiments.py"),
-    ({"out": "/proc/results"}, "out must be a folder that can be written to, got '/proc/results'"),
-    ({"seeds": []}, "seeds must be different"),
-    ({"seeds": [1, 1]}, "seeds must be different"), ({"seeds": [0.5]}, "seeds must be a whole number"),
-    ({"seeds": [-1]}, "seeds must lie in"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"name": "idp-sgd/table-55"}, "name must be one of .*'idp-sgd/table-5'.*got 'idp-sgd/table-55'"),
+        ({"preset": "full"}, "preset must be one of 'quick', 'paper', got 'full'"),
+        ({"device": "abacus"}, "device must be a torch device"),
+        ({"device": "meta"}, "device must be one that computes here, got 'meta'"),
+        ({"device": "cuda:99"}, "device must be one that computes here, got 'cuda:99'"),
+        ({"out": __file__}, "out must be a folder that can be written to, got .*test_experiments.py"),
+        ({"out": "/proc/results"}, "out must be a folder that can be written to, got '/proc/results'"),
+        ({"seeds": []}, "seeds must be different"),
+        ({"seeds": [1, 1]}, "seeds must be different"),
+        ({"seeds": [0.5]}, "seeds must be a whole number"),
+        ({"seeds": [-1]}, "seeds must lie in"),
+    ],
+)
 def test_bad_arguments_are_named_before_any_work(registered, monkeypatch, arguments, message):
     forbid_work(monkeypatch, registered)
     with pytest.raises(ValueError, match=message):
@@ -180,6 +189,7 @@ def test_seeds_are_refused_where_nothing_is_random():
 def test_several_seeds_are_refused_before_any_work_where_one_is_used(registered, monkeypatch):
     def one(config, run):
         return {"the seed": config.seed}
+
     experiments._REGISTRY.pop(NAME)
     experiments.experiment(NAME, quick=OneSeed())(one)
     assert experiments.run(NAME, preset="quick").seeds == [0]
@@ -195,8 +205,13 @@ def test_several_seeds_are_refused_before_any_work_where_one_is_used(registered,
 
 
 def keeping(run, names, calls, **options):
-    return run.keep(lambda name: calls.append(name) or {"of": name}, names, by=keeping, under="runs/some",
-                    **{"config": {"task": OneSeed()}, "seconds": 1, **options})
+    return run.keep(
+        lambda name: calls.append(name) or {"of": name},
+        names,
+        by=keeping,
+        under="runs/some",
+        **{"config": {"task": OneSeed()}, "seconds": 1, **options},
+    )
 
 
 def test_what_is_short_is_kept_for_the_process_and_shared_by_exhibits(tmp_path, monkeypatch):
@@ -233,7 +248,7 @@ def test_what_takes_long_is_kept_on_the_disk_and_goes_on_where_it_stopped(tmp_pa
         done = run.keep(broken, ["a", "b"], **long)
     assert calls == ["a", "stop", "b"] and done["a"][1]["array"].tolist() == [0, 1, 2]
     assert [each["pieces"] for each in kept] == [1]
-    folder, = (tmp_path / "runs").iterdir()
+    (folder,) = (tmp_path / "runs").iterdir()
     assert folder.name.startswith("some-")
 
 

@@ -22,17 +22,27 @@ def test_an_outcome_is_decided_where_the_whole_interval_lies_on_one_side(a, b, l
         assert outcome in intervals.OUTCOMES and (outcome == "undecided") >= inside
     if low > limit:
         assert (found.above(limit), found.at_least(limit), found.below(limit), found.at_most(limit)) == (
-            "holds", "holds", "fails", "fails")
+            "holds",
+            "holds",
+            "fails",
+            "fails",
+        )
     # Opposite criteria are never both true, and never both false.
     for one, other in ((found.above(limit), found.at_most(limit)), (found.at_least(limit), found.below(limit))):
         assert {one, other} in ({"holds", "fails"}, {"undecided"})
 
 
 def test_what_has_no_interval_decides_nothing():
-    for nothing in (intervals.unknown(3.0), intervals.unknown(math.nan), intervals.mean([3.0]),
-                    intervals.difference([3.0], [2.0]), intervals.unpaired((3.0, math.nan, 1), (2.0, 0.1, 5)),
-                    intervals.rank_correlation(0.9, 3), intervals.rank_correlation(math.nan, 10),
-                    intervals.pearson([1.0, 1.0, 1.0], [1.0, 2.0, 3.0])):
+    for nothing in (
+        intervals.unknown(3.0),
+        intervals.unknown(math.nan),
+        intervals.mean([3.0]),
+        intervals.difference([3.0], [2.0]),
+        intervals.unpaired((3.0, math.nan, 1), (2.0, 0.1, 5)),
+        intervals.rank_correlation(0.9, 3),
+        intervals.rank_correlation(math.nan, 10),
+        intervals.pearson([1.0, 1.0, 1.0], [1.0, 2.0, 3.0]),
+    ):
         assert {nothing.above(0), nothing.below(0), nothing.at_least(0), nothing.at_most(0)} == {"undecided"}
         assert "no interval" in f"{nothing:.2f}"
 
@@ -51,10 +61,14 @@ def test_parts_of_a_criterion_must_all_hold():
 
 def test_means_and_differences_are_those_of_student_and_welch():
     first, second = np.array([3.1, 2.9, 3.4, 3.3]), np.array([2.0, 2.4, 2.2, 2.1])
-    for found, test in ((intervals.mean(first), stats.ttest_1samp(first, 0)),
-                        (intervals.difference(first, second), stats.ttest_rel(first, second)),
-                        (intervals.unpaired(mean_and_sd(first), mean_and_sd(second[:3])),
-                         stats.ttest_ind(first, second[:3], equal_var=False))):
+    for found, test in (
+        (intervals.mean(first), stats.ttest_1samp(first, 0)),
+        (intervals.difference(first, second), stats.ttest_rel(first, second)),
+        (
+            intervals.unpaired(mean_and_sd(first), mean_and_sd(second[:3])),
+            stats.ttest_ind(first, second[:3], equal_var=False),
+        ),
+    ):
         assert (found.low, found.high) == pytest.approx(tuple(test.confidence_interval(0.95)), rel=1e-9)
     wider = intervals.mean(first, confidence=0.99)
     assert wider.low < intervals.mean(first).low
@@ -88,8 +102,9 @@ def coverage(draw, truth, trials=400):
 
 def test_intervals_cover_the_truth_as_often_as_they_say():
     assert coverage(lambda r: intervals.mean(r.normal(1, 2, 3)), 1) == pytest.approx(0.95, abs=0.03)
-    assert coverage(lambda r: intervals.unpaired(mean_and_sd(r.normal(1, 2, 4)), mean_and_sd(r.normal(0, 1, 5))),
-                    1) == pytest.approx(0.95, abs=0.03)
+    assert coverage(
+        lambda r: intervals.unpaired(mean_and_sd(r.normal(1, 2, 4)), mean_and_sd(r.normal(0, 1, 5))), 1
+    ) == pytest.approx(0.95, abs=0.03)
     assert coverage(lambda r: intervals.share(r.binomial(50, 0.9), 50), 0.9) >= 0.93
     assert coverage(lambda r: intervals.quantile(r.exponential(size=60), 0.5), math.log(2)) >= 0.93
     skewed = coverage(lambda r: intervals.bootstrap(lambda x: x.mean(-1), r.exponential(size=100), resamples=400), 1)
@@ -103,6 +118,7 @@ def test_the_interval_of_a_rank_correlation_of_ten_groups_covers_it():
         x = random.normal(size=10)
         y = rho * x + math.sqrt(1 - rho**2) * random.normal(size=10)
         return intervals.rank_correlation(stats.spearmanr(x, y).statistic, 10)
+
     assert coverage(draw, 6 / math.pi * math.asin(rho / 2)) == pytest.approx(0.95, abs=0.03)
 
 
@@ -110,6 +126,7 @@ def test_pearson_over_examples_covers_it_and_is_the_same_every_time():
     def draw(random):
         x = random.normal(size=150)
         return intervals.pearson(x, 0.9 * x + math.sqrt(1 - 0.81) * random.normal(size=150))
+
     assert coverage(draw, 0.9, trials=100) == pytest.approx(0.95, abs=0.06)
     random = np.random.RandomState(1)
     x, y = random.normal(size=(2, 50))
@@ -133,8 +150,12 @@ def test_rounding_does_not_move_an_interval():
     random = np.random.RandomState(0)
     x = random.exponential(size=200)
     again = x * (1 + 1e-12 * random.normal(size=200))
-    for make in (intervals.mean, lambda v: intervals.quantile(v, 0.5), lambda v: intervals.pearson(v, np.log(v)),
-                 lambda v: intervals.bootstrap(lambda s: s.mean(-1), v)):
+    for make in (
+        intervals.mean,
+        lambda v: intervals.quantile(v, 0.5),
+        lambda v: intervals.pearson(v, np.log(v)),
+        lambda v: intervals.bootstrap(lambda s: s.mean(-1), v),
+    ):
         one, other = make(x), make(again)
         assert (one.low, one.high) == pytest.approx((other.low, other.high), rel=1e-9)
 
@@ -145,17 +166,21 @@ def test_differences_and_ratios_of_intervals_are_no_narrower_than_both_allow():
     assert (one / Interval(0.0, 0.0, 1.0)).high == math.inf
 
 
-@pytest.mark.parametrize("call, words", [
-    (lambda: intervals.mean([]), "values must be a vector"),
-    (lambda: intervals.mean([[1.0]]), "values must be a vector"),
-    (lambda: intervals.mean([1.0, 2.0], confidence=1.0), "confidence"),
-    (lambda: intervals.difference([1.0], [1.0, 2.0]), "same length"),
-    (lambda: intervals.share(11, 10), "count must be at most n = 10, got 11"),
-    (lambda: intervals.share(1.5, 10), "count must be a whole number"),
-    (lambda: intervals.share(0, 0), "n must"),
-    (lambda: intervals.quantile([1.0], 1.0), "q must"),
-    (lambda: intervals.rank_correlation(1.5, 10), "r must"),
-    (lambda: intervals.bootstrap(np.mean, [1.0], [1.0, 2.0]), "same length")])
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: intervals.mean([]), "values must be a vector"),
+        (lambda: intervals.mean([[1.0]]), "values must be a vector"),
+        (lambda: intervals.mean([1.0, 2.0], confidence=1.0), "confidence"),
+        (lambda: intervals.difference([1.0], [1.0, 2.0]), "same length"),
+        (lambda: intervals.share(11, 10), "count must be at most n = 10, got 11"),
+        (lambda: intervals.share(1.5, 10), "count must be a whole number"),
+        (lambda: intervals.share(0, 0), "n must"),
+        (lambda: intervals.quantile([1.0], 1.0), "q must"),
+        (lambda: intervals.rank_correlation(1.5, 10), "r must"),
+        (lambda: intervals.bootstrap(np.mean, [1.0], [1.0, 2.0]), "same length"),
+    ],
+)
 def test_bad_input_is_refused(call, words):
     with pytest.raises(ValueError, match=words):
         call()

@@ -61,8 +61,11 @@ def test_states_are_told_apart_by_their_marks_and_the_legend_counts_them():
     assert set(mosaic.MARKS) == set(scoreboard.STATES) and len(set(mosaic.MARKS.values())) == len(mosaic.MARKS)
     shown = mosaic.Mosaic(STANDINGS)
     text = Reader(shown._repr_html_()).text
-    counted = {state: int(re.search(rf"{state}: (\d+)", text)[1]) for state, count in
-               scoreboard.counts(STANDINGS).items() if count}
+    counted = {
+        state: int(re.search(rf"{state}: (\d+)", text)[1])
+        for state, count in scoreboard.counts(STANDINGS).items()
+        if count
+    }
     assert sum(counted.values()) == len(STANDINGS)
     assert sum(repr(shown).count(mark) for mark in mosaic.MARKS.values()) == len(STANDINGS) + len(counted)
 
@@ -71,7 +74,7 @@ def test_a_title_cannot_break_the_markup():
     one = STANDINGS[0]
     title = '<b>"&'
     odd = dataclasses.replace(one, exhibit=dataclasses.replace(one.exhibit, title=title), place=None)
-    (tag, attributes, _), = Reader(mosaic.Mosaic([odd])._repr_html_()).cells
+    ((tag, attributes, _),) = Reader(mosaic.Mosaic([odd])._repr_html_()).cells
     assert tag == "span" and title in attributes["aria-label"]
 
 

@@ -13,8 +13,10 @@ EVERYBODY = {f"epoch {k}": 0.4 * k for k in (1, 2, 3)}
 
 
 def made(**changes):
-    return MovingHistogram(**{"moments": MOMENTS, "everybody": EVERYBODY, "bins": 20, "alt": "Bars & a <line>.",
-                              "caption": "What it is."} | changes)
+    return MovingHistogram(
+        **{"moments": MOMENTS, "everybody": EVERYBODY, "bins": 20, "alt": "Bars & a <line>.", "caption": "What it is."}
+        | changes
+    )
 
 
 def frames(picture):
@@ -41,11 +43,18 @@ def test_without_a_script_the_last_moment_stands_whole_and_says_what_it_is():
     assert '<p class="control" hidden>' in source and made().said("epoch 3") in source
 
 
-@pytest.mark.parametrize("changes", [
-    {"moments": {}, "everybody": {}}, {"everybody": {"epoch 1": 1.0}}, {"bins": 0},
-    {"moments": {**MOMENTS, "epoch 2": [float("nan")]}}, {"moments": {**MOMENTS, "epoch 2": [0.9]}},
-    {"moments": {**MOMENTS, "epoch 2": [-0.1]}}, {"moments": {**MOMENTS, "epoch 2": []}},
-])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"moments": {}, "everybody": {}},
+        {"everybody": {"epoch 1": 1.0}},
+        {"bins": 0},
+        {"moments": {**MOMENTS, "epoch 2": [float("nan")]}},
+        {"moments": {**MOMENTS, "epoch 2": [0.9]}},
+        {"moments": {**MOMENTS, "epoch 2": [-0.1]}},
+        {"moments": {**MOMENTS, "epoch 2": []}},
+    ],
+)
 def test_what_is_no_account_is_refused(changes):
     with pytest.raises(ValueError, match="must"):
         made(**changes)

@@ -15,6 +15,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
             raise KeyboardInterrupt
         calls.append(name)
         return {"accuracy": float(name[-1])}, {"norms": np.full(3, float(name[-1]))}
+
     names = [f"seed-{seed}" for seed in range(4)]
     with pytest.raises(KeyboardInterrupt):
         pieces.resumable(lambda name: work(name, "seed-2"), names, folder=tmp_path, config={"lr": 1})
@@ -45,10 +46,11 @@ def test_a_record_lists_what_it_took_over_and_from_which_code(tmp_path, monkeypa
             for _ in range(2):  # a piece that is asked for twice counts once, one's own never
                 pieces.resumable(lambda name: name, names, folder=tmp_path, config={})
         return kept
+
     monkeypatch.setattr(provenance, "commit", lambda: "first")
     assert gathered(["a", "b"]) == []
     monkeypatch.setattr(provenance, "commit", lambda: "second")
-    first, = gathered(["a", "b", "c"])
+    (first,) = gathered(["a", "b", "c"])
     assert (first["pieces"], first["commit"], first["versions"]) == (2, "first", provenance.versions())
     monkeypatch.setattr(provenance, "commit", lambda: "third")
     kept = gathered(["a", "b", "c"])
@@ -61,7 +63,7 @@ def test_a_piece_that_does_not_say_what_made_it_is_counted_as_unknown(tmp_path):
     pieces.resumable(len, ["a"], folder=tmp_path, config={})
     path = tmp_path / "a.piece.json"
     piece = json.loads(path.read_text())
-    del piece["sha256"]     # as earlier versions wrote it
+    del piece["sha256"]  # as earlier versions wrote it
     assert piece.pop("made")["seconds"] >= 0
     path.write_text(json.dumps(piece))
     with pieces.taken_over() as kept:

@@ -9,9 +9,13 @@ from dpcompanion.reproduction import plotting
 
 
 def test_notions_that_meet_in_a_figure_have_different_colours():
-    for together in (("published", "recorded", "live"), ("rdp", "pld", "gaussian", "opacus", "dp-accounting", "clt"),
-                     ("worst case", "individual", "per-instance", "intrinsic", "estimate"),
-                     ("non-private", "dp-sgd", "sample", "scale", "combined"), ("group 1", "group 2", "group 3")):
+    for together in (
+        ("published", "recorded", "live"),
+        ("rdp", "pld", "gaussian", "opacus", "dp-accounting", "clt"),
+        ("worst case", "individual", "per-instance", "intrinsic", "estimate"),
+        ("non-private", "dp-sgd", "sample", "scale", "combined"),
+        ("group 1", "group 2", "group 3"),
+    ):
         assert len({plotting.COLORS[notion] for notion in together}) == len(together)
 
 
@@ -70,15 +74,17 @@ def test_a_digest_is_an_output_of_its_own_type_in_a_notebook(monkeypatch):
 
 def luminance(colour):
     """Relative luminance by WCAG 2."""
-    channels = [int(colour[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def test_the_three_kinds_of_number_can_be_read_on_light_and_dark_pages():
     css = (pathlib.Path(__file__).resolve().parents[2] / "book" / "_static" / "custom.css").read_text()
-    light, dark = (dict(re.findall(r"--(\w+): (#\w{6})", line))
-                   for line in re.findall(r"^(?::root|html\[data-theme).*--live.*$", css, re.MULTILINE))
+    light, dark = (
+        dict(re.findall(r"--(\w+): (#\w{6})", line))
+        for line in re.findall(r"^(?::root|html\[data-theme).*--live.*$", css, re.MULTILINE)
+    )
     assert light.keys() == dark.keys() >= {"live", "recorded", "published"}
     # the theme's shaded surfaces, the worse case
     for colours, page in ((light, "#f3f4f5"), (dark, "#29313d")):

@@ -9,11 +9,21 @@ from dpcompanion.reproduction import published
 from dpcompanion.reproduction.published import Printed, verdict
 
 
-@pytest.mark.parametrize("text, value, sd, rounding", [
-    ("3.42529", 3.42529, 0, 5e-6), ("96.75±0.15", 96.75, 0.15, 0.005), ("96.75 ± 0.15", 96.75, 0.15, 0.005),
-    ("0.927(2)", 0.927, 0.002, 5e-4), ("0.64(1)", 0.64, 0.01, 5e-3), ("9.62e-5", 9.62e-5, 0, 5e-8),
-    ("9375", 9375, 0, 0.5), ("+0.015", 0.015, 0, 5e-4), ("1e7", 1e7, 0, 5e6), ("2.10", 2.1, 0, 5e-3),
-])
+@pytest.mark.parametrize(
+    "text, value, sd, rounding",
+    [
+        ("3.42529", 3.42529, 0, 5e-6),
+        ("96.75±0.15", 96.75, 0.15, 0.005),
+        ("96.75 ± 0.15", 96.75, 0.15, 0.005),
+        ("0.927(2)", 0.927, 0.002, 5e-4),
+        ("0.64(1)", 0.64, 0.01, 5e-3),
+        ("9.62e-5", 9.62e-5, 0, 5e-8),
+        ("9375", 9375, 0, 0.5),
+        ("+0.015", 0.015, 0, 5e-4),
+        ("1e7", 1e7, 0, 5e6),
+        ("2.10", 2.1, 0, 5e-3),
+    ],
+)
 def test_a_printed_number_knows_its_digits_and_its_deviation(text, value, sd, rounding):
     number = Printed(text)
     assert number == value and isinstance(number, float) and str(number) == text
@@ -28,7 +38,7 @@ def test_what_is_no_plain_number_is_refused_as_one(text):
         Printed(text)
 
 
-@given(st.integers(-10**6, 10**6), st.integers(0, 6))
+@given(st.integers(-(10**6), 10**6), st.integers(0, 6))
 def test_whatever_rounds_to_the_print_matches_it(units, places):
     text = f"{units / 10**places:.{places}f}"
     if text.startswith("-0") and float(text) == 0:
@@ -80,11 +90,14 @@ def test_every_exhibit_is_complete():
 
 
 def test_text_stands_only_where_the_paper_prints_no_plain_number():
-    texts = {(e.name, key): value for e in published.exhibits() for key, value in e.flat().items()
-             if isinstance(value, str)}
-    assert texts == {("per-instance-accounting/figure-7", "with_dp"): "about 0.5",
-                     ("individual-accounting/table-1", "with_rounding.seconds"): "< 3",
-                     ("individual-accounting/table-1", "without_rounding.seconds"): "~ 2.6e4"}
+    texts = {
+        (e.name, key): value for e in published.exhibits() for key, value in e.flat().items() if isinstance(value, str)
+    }
+    assert texts == {
+        ("per-instance-accounting/figure-7", "with_dp"): "about 0.5",
+        ("individual-accounting/table-1", "with_rounding.seconds"): "< 3",
+        ("individual-accounting/table-1", "without_rounding.seconds"): "~ 2.6e4",
+    }
 
 
 def test_the_papers_own_arithmetic_holds_where_it_is_consistent():

@@ -36,8 +36,9 @@ def task_of(record, name, kind):
 
 def test_parameters_of_budgets_on_mnist():
     values = recorded("idp-sgd/table-7").values
-    config = dataclasses.replace(idp_sgd.Accounts(), training={"mnist": idp_sgd.TABLE_5["mnist"]},
-                                 groups={"B": idp_sgd.GROUPS["B"]})
+    config = dataclasses.replace(
+        idp_sgd.Accounts(), training={"mnist": idp_sgd.TABLE_5["mnist"]}, groups={"B": idp_sgd.GROUPS["B"]}
+    )
     again = idp_sgd.table_7(config, run_of(config))
     assert {"mnist.B.sigma_sample", "mnist.B.c_p"} <= set(again)
     for key, value in again.items():
@@ -56,10 +57,20 @@ def test_trials_kept_their_budgets_and_were_all_there():
 def test_histograms_of_individual_epsilons_hold_everybody():
     record = recorded("individual-accounting/figure-1")
     for name in individual_accounting.reported(record):
-        task, value = record.config["tasks"][name], {key: record.values[f"{name}.{key}"] for key in (
-            "worst_case", "noise_multiplier", "steps", "mean", "pld.mean", "max")}
-        worst = compute_epsilon(sample_rate=task["batch_size"] / 60_000, noise_multiplier=value["noise_multiplier"],
-                                steps=value["steps"], delta=task["delta"], accountant="rdp")
+        task, value = (
+            record.config["tasks"][name],
+            {
+                key: record.values[f"{name}.{key}"]
+                for key in ("worst_case", "noise_multiplier", "steps", "mean", "pld.mean", "max")
+            },
+        )
+        worst = compute_epsilon(
+            sample_rate=task["batch_size"] / 60_000,
+            noise_multiplier=value["noise_multiplier"],
+            steps=value["steps"],
+            delta=task["delta"],
+            accountant="rdp",
+        )
         assert value["worst_case"] == pytest.approx(worst, rel=1e-6) and value["max"] <= worst * (1 + 1e-9)
         for counts, mean in (("rdp", value["mean"]), ("pld", value["pld.mean"])):
             histogram = record.arrays[f"{name}.{counts}"]
@@ -68,11 +79,19 @@ def test_histograms_of_individual_epsilons_hold_everybody():
             assert histogram @ centres / 60_000 == pytest.approx(mean, abs=worst / 240)
 
 
-@pytest.mark.parametrize("name, exact, estimate, r", [
-    ("individual-accounting/figures-13-14", "mnist_cnn.hinge.exact", "mnist_cnn.hinge.estimate",
-     "mnist_cnn.hinge.pearson_estimate"),
-    ("per-instance-accounting/figure-3", "k0.actual", "k0.estimate", "k0.pearson"),
-    ("per-instance-accounting/figure-3", "k2.actual", "k2.estimate", "k2.pearson")])
+@pytest.mark.parametrize(
+    "name, exact, estimate, r",
+    [
+        (
+            "individual-accounting/figures-13-14",
+            "mnist_cnn.hinge.exact",
+            "mnist_cnn.hinge.estimate",
+            "mnist_cnn.hinge.pearson_estimate",
+        ),
+        ("per-instance-accounting/figure-3", "k0.actual", "k0.estimate", "k0.pearson"),
+        ("per-instance-accounting/figure-3", "k2.actual", "k2.estimate", "k2.pearson"),
+    ],
+)
 def test_correlations_of_estimates_are_those_of_the_recorded_points(name, exact, estimate, r):
     record = recorded(name)
     found = np.corrcoef(record.arrays[exact], record.arrays[estimate])[0, 1]
@@ -96,12 +115,20 @@ def test_intrinsic_epsilons_follow_from_recorded_noise_and_sensitivity(task):
     value = {key.removeprefix(f"{task}."): v for key, v in record.values.items()}
     examples = round(1 / value["delta"])
     passes = math.ceil(setting["steps"] * setting["batch_size"] / examples)
-    bound = float(sgd_sensitivity(passes=passes, lipschitz=math.sqrt(2), learning_rate=setting["learning_rate"],
-                                  batch_size=setting["batch_size"]))
+    bound = float(
+        sgd_sensitivity(
+            passes=passes,
+            lipschitz=math.sqrt(2),
+            learning_rate=setting["learning_rate"],
+            batch_size=setting["batch_size"],
+        )
+    )
     assert value["delta_bound"] == pytest.approx(bound, rel=1e-9)
     for sensitivity, mechanism, key in (
-            ("delta_theory", "classical", "eps_i"), ("delta_bound", "analytic", "eps_i.analytic"),
-            ("delta_empirical", "analytic", "eps_i_star.analytic")):
+        ("delta_theory", "classical", "eps_i"),
+        ("delta_bound", "analytic", "eps_i.analytic"),
+        ("delta_empirical", "analytic", "eps_i_star.analytic"),
+    ):
         epsilon = intrinsic_epsilon(value[sensitivity], value["sigma_i"], value["delta"], mechanism=mechanism)
         assert float(epsilon) == pytest.approx(value[key], rel=1e-6)
     more = augmented_sigma(value["delta_bound"], value["sigma_i"], target_epsilon=1.0, target_delta=value["delta"])
@@ -124,9 +151,10 @@ def test_bounds_of_the_mean_update_that_need_no_data():
 def test_exact_compositions_lie_within_their_intervals_and_below_the_bounds():
     values = recorded("gradients-look-alike/theorem-3.3").values
     for direction in ("remove", "add"):
-        low, exact, high, upper = (np.array(values[f"{direction}.{key}"])
-                                   for key in ("low", "exact", "high", "upper_bound"))
-        slack = 1 + 1e-9                   # where all runs agree, the four are equal up to rounding
+        low, exact, high, upper = (
+            np.array(values[f"{direction}.{key}"]) for key in ("low", "exact", "high", "upper_bound")
+        )
+        slack = 1 + 1e-9  # where all runs agree, the four are equal up to rounding
         assert (low <= exact * slack).all() and (exact <= high * slack).all() and (exact <= upper * slack).all()
         assert (upper <= values["worst_case"] * (1 + 1e-9)).all()
     assert (np.array(values["epsilon.upper_bound"]) <= values["epsilon.worst_case"] * (1 + 1e-9)).all()
@@ -135,8 +163,10 @@ def test_exact_compositions_lie_within_their_intervals_and_below_the_bounds():
 def test_the_exact_composition_of_lenet_keeps_to_its_bounds_and_has_the_epsilon_of_its_order():
     record = recorded("gradients-look-alike/figure-1")
     for name, tilted in record.config["exact"].items():
-        value = {key: np.array(record.values[f"{name}.exact.{key}"]) for key in (
-            "low", "exact", "high", "upper_bound", "worst_case", "theorem_3_3", "epsilon")}
+        value = {
+            key: np.array(record.values[f"{name}.exact.{key}"])
+            for key in ("low", "exact", "high", "upper_bound", "worst_case", "theorem_3_3", "epsilon")
+        }
         task = task_of(record, name, gradients_look_alike.Task)
         plan = gradients_look_alike.plan_of(task, 60_000)
         worst = plan.steps * float(gradients_look_alike.divergence(task.max_grad_norm, plan, tilted["order"]))
@@ -146,7 +176,8 @@ def test_the_exact_composition_of_lenet_keeps_to_its_bounds_and_has_the_epsilon_
         assert (value["exact"] < value["theorem_3_3"]).all()
         exact = torch.as_tensor(value["exact"])[:, None]
         assert value["epsilon"] == pytest.approx(
-            rdp_to_epsilon(exact, [tilted["order"]], task.delta)[0].numpy(), rel=1e-9)
+            rdp_to_epsilon(exact, [tilted["order"]], task.delta)[0].numpy(), rel=1e-9
+        )
 
 
 def test_findings_can_be_judged_from_every_record():

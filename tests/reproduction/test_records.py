@@ -29,22 +29,41 @@ def unsealed(text):
 
 
 def record(values=None, **kwargs):
-    return records.make(NAME, "paper", values or {"mnist.sigma": 3.4247}, config={"delta": 1e-5, "seeds": [1, 2]},
-                        **kwargs)
+    return records.make(
+        NAME, "paper", values or {"mnist.sigma": 3.4247}, config={"delta": 1e-5, "seeds": [1, 2]}, **kwargs
+    )
 
 
 def test_a_record_comes_back_as_it_was_written(tmp_path):
-    values = {"nan": math.nan, "inf": math.inf, "low": -math.inf, "zero": -0.0, "tiny": 5e-324, "third": 1 / 3,
-              "text": "ä <b>", "list": [1, 2.5, None, True], "seeds": MeanSD(96.75, math.nan, 1), "nest": {"a": {}}}
+    values = {
+        "nan": math.nan,
+        "inf": math.inf,
+        "low": -math.inf,
+        "zero": -0.0,
+        "tiny": 5e-324,
+        "third": 1 / 3,
+        "text": "ä <b>",
+        "list": [1, 2.5, None, True],
+        "seeds": MeanSD(96.75, math.nan, 1),
+        "nest": {"a": {}},
+    }
     arrays = {"norms": np.arange(6, dtype=np.float32).reshape(2, 3), "nan": np.array([np.nan, np.inf])}
-    made = record(values, arrays=arrays, code_hash="abc", wall_time=1.5, command="dpcompanion run",
-                  data=[{"name": "mnist", "sha256": "0"}])
+    made = record(
+        values,
+        arrays=arrays,
+        code_hash="abc",
+        wall_time=1.5,
+        command="dpcompanion run",
+        data=[{"name": "mnist", "sha256": "0"}],
+    )
     path = records.write(made, tmp_path)
     assert path == tmp_path / "idp-sgd" / "table-5.paper.json"
     text, content = path.read_text(), arrays_of(path).read_bytes()
     named = hashlib.sha256(content).hexdigest()
-    assert sorted(file.name for file in path.parent.iterdir()) == [f"table-5.paper.{named[:16]}.npz",
-                                                                   "table-5.paper.json"]
+    assert sorted(file.name for file in path.parent.iterdir()) == [
+        f"table-5.paper.{named[:16]}.npz",
+        "table-5.paper.json",
+    ]
     assert named in text
     back = records.find(NAME, "paper", tmp_path)
     for field in dataclasses.fields(made):
@@ -66,8 +85,9 @@ def test_a_record_says_what_it_was_made_with():
 
 
 def test_values_of_numpy_and_torch_are_unpacked_and_others_refused():
-    made = record({"a": np.float64(1.5), "b": torch.tensor([1.0, 2.0], dtype=torch.float64), "c": np.int64(3),
-                   "d": (1, 2)})
+    made = record(
+        {"a": np.float64(1.5), "b": torch.tensor([1.0, 2.0], dtype=torch.float64), "c": np.int64(3), "d": (1, 2)}
+    )
     assert made.values == {"a": 1.5, "b": [1.0, 2.0], "c": 3, "d": [1, 2]}
     with pytest.raises(ValueError, match="a record holds numbers, strings, lists and dicts"):
         record({"a": object()})
@@ -75,10 +95,15 @@ def test_values_of_numpy_and_torch_are_unpacked_and_others_refused():
         record({"a": {1: 2}})
 
 
-@pytest.mark.parametrize("name, preset, message", [
-    ("idp-sgd/table-55", "paper", "name must be one of"), ("../x/table-5", "paper", "paper must be one of"),
-    (NAME, "../paper", "preset must consist of"), (NAME, None, "preset must consist of"),
-])
+@pytest.mark.parametrize(
+    "name, preset, message",
+    [
+        ("idp-sgd/table-55", "paper", "name must be one of"),
+        ("../x/table-5", "paper", "paper must be one of"),
+        (NAME, "../paper", "preset must consist of"),
+        (NAME, None, "preset must consist of"),
+    ],
+)
 def test_a_record_belongs_to_a_published_exhibit(name, preset, message):
     with pytest.raises(ValueError, match=message):
         records.make(name, preset, {}, config={})
@@ -94,16 +119,20 @@ def test_a_record_is_stale_when_configuration_or_code_changed_but_not_for_other_
     assert dataclasses.replace(made, config={"seed": 3}).seeds == [3]
 
 
-@pytest.mark.parametrize("damage, message", [
-    (lambda text: text[:-20], "is damaged"), (lambda text: "[]", "is no record of schema"),
-    (lambda text: unsealed(text).replace('"schema": 1', '"schema": 2'), "is no record of schema"),
-    (lambda text: unsealed(text).replace('"device"', '"gadget"'), "device, gadget missing or unknown"),
-    (lambda text: text.replace('"seeds"', "Infinity"), "is damaged"),
-    (lambda text: unsealed(text).replace('"command": ""', '"command": 3'), "command is a int"),
-    (lambda text: text.replace('"command": ""', '"command": "x"'), "is damaged: its values are not those"),
-    (lambda text: text.replace("1e-05", "1e-06"), "is damaged: its values are not those"),
-    (lambda text: text.replace('"sha256"', '"sha257"'), "sha257 missing or unknown"),
-])
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        (lambda text: text[:-20], "is damaged"),
+        (lambda text: "[]", "is no record of schema"),
+        (lambda text: unsealed(text).replace('"schema": 1', '"schema": 2'), "is no record of schema"),
+        (lambda text: unsealed(text).replace('"device"', '"gadget"'), "device, gadget missing or unknown"),
+        (lambda text: text.replace('"seeds"', "Infinity"), "is damaged"),
+        (lambda text: unsealed(text).replace('"command": ""', '"command": 3'), "command is a int"),
+        (lambda text: text.replace('"command": ""', '"command": "x"'), "is damaged: its values are not those"),
+        (lambda text: text.replace("1e-05", "1e-06"), "is damaged: its values are not those"),
+        (lambda text: text.replace('"sha256"', '"sha257"'), "sha257 missing or unknown"),
+    ],
+)
 def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path, damage, message):
     path = records.write(record(), tmp_path)
     path.write_text(damage(path.read_text()))
@@ -138,6 +167,7 @@ def test_a_failed_write_leaves_the_old_record_and_no_litter(tmp_path, monkeypatc
 
     def fail(*_):
         raise OSError("disk full")
+
     monkeypatch.setattr(storage._files.os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         records.write(record({"a": 2}), tmp_path)
@@ -162,14 +192,17 @@ def test_a_writer_that_ends_anywhere_leaves_the_old_record_or_the_new(tmp_path, 
                 raise Killed
             done += 1
             return change(*arguments, **options)
+
         return changed
+
     with monkeypatch.context() as patched, contextlib.suppress(Killed):
         patched.setattr(storage._files.os, "replace", until_killed(storage._files.os.replace))
         patched.setattr(pathlib.Path, "unlink", until_killed(pathlib.Path.unlink))
         records.write(record({"which": 1}, arrays={"a": np.zeros(3)}), tmp_path)
     found = records.read(path)
     assert {key: array.tolist() for key, array in found.arrays.items()} == (
-        {"a": [0, 0, 0]} if found.values["which"] else {key: array.tolist() for key, array in old.items()})
+        {"a": [0, 0, 0]} if found.values["which"] else {key: array.tolist() for key, array in old.items()}
+    )
     # The next writer removes what the killed one left, except what may still be written.
     records.write(record({"which": 2}, arrays={"a": np.full(3, 2.0)}), tmp_path)
     assert {arrays_of(path), path} == {file for file in path.parent.iterdir() if file.suffix != ".part"}

@@ -26,8 +26,12 @@ def checkout(tmp_path):
         shutil.copy(ROOT / "results" / f"{name}.paper.json", path)
 
     def git(*arguments):
-        subprocess.run(["git", "-C", folder, "-c", "user.name=t", "-c", "user.email=t@t", *arguments], check=True,
-                       capture_output=True)
+        subprocess.run(
+            ["git", "-C", folder, "-c", "user.name=t", "-c", "user.email=t@t", *arguments],
+            check=True,
+            capture_output=True,
+        )
+
     git("init", "-q")
     git("add", "-A")
     git("commit", "-qm", "before")
@@ -35,8 +39,9 @@ def checkout(tmp_path):
 
 
 def restamp(checkout):
-    return subprocess.run([sys.executable, "tools/restamp.py", "--from", "HEAD"], cwd=checkout, capture_output=True,
-                          text=True)
+    return subprocess.run(
+        [sys.executable, "tools/restamp.py", "--from", "HEAD"], cwd=checkout, capture_output=True, text=True
+    )
 
 
 def edit(path, old, new):
@@ -47,8 +52,11 @@ def edit(path, old, new):
 
 def test_records_that_were_fresh_are_restamped_and_others_named(checkout):
     papers = checkout / "dpcompanion" / "reproduction" / "papers"
-    edit(papers / "intrinsic_privacy" / "sensitivity.py", "    places = np.arange(n)\n    fixed = np.array([[(random",
-         "    positions = places = np.arange(n)\n    fixed = np.array([[(random")
+    edit(
+        papers / "intrinsic_privacy" / "sensitivity.py",
+        "    places = np.arange(n)\n    fixed = np.array([[(random",
+        "    positions = places = np.arange(n)\n    fixed = np.array([[(random",
+    )
     # A preset changed as well: the record is of another configuration, and stays stale.
     edit(papers / "idp_sgd" / "settings.py", "epsilon_tolerance: float = ", "epsilon_tolerance: float = 2 * ")
     path, other = (checkout / "results" / f"{name}.paper.json" for name in (NAME, OTHER))
@@ -61,9 +69,11 @@ def test_records_that_were_fresh_are_restamped_and_others_named(checkout):
     assert other.read_bytes() == untouched
     # A record of another run than the one that was fresh is left.
     edit(papers / "intrinsic_privacy" / "sensitivity.py", "    positions = places", "    position = places")
-    code = ("import pathlib, sys; from dpcompanion.reproduction import storage; path = pathlib.Path(sys.argv[1]); "
-            "fields = storage.read_json(path); fields['values']['mean'] += 1; "
-            "storage.write_json(path, fields, indent=1)")
+    code = (
+        "import pathlib, sys; from dpcompanion.reproduction import storage; path = pathlib.Path(sys.argv[1]); "
+        "fields = storage.read_json(path); fields['values']['mean'] += 1; "
+        "storage.write_json(path, fields, indent=1)"
+    )
     subprocess.run([sys.executable, "-c", code, path], check=True, cwd=checkout)
     changed = path.read_bytes()
     assert restamp(checkout).stdout.splitlines() == ["0 restamped", f"left stale: {NAME} (paper), {OTHER} (paper)"]
@@ -78,5 +88,9 @@ def test_one_seed_gets_its_new_name_wherever_the_configuration_has_it():
         sys.path.pop(0)
     then = {"seeds": [3], "many": {"seeds": [1, 2]}, "one": {"seeds": [0], "tasks": {}}, "task": {"seeds": 99}}
     today = {"seed": 0, "many": {"seeds": [0]}, "one": {"seed": 0, "tasks": {}}, "task": {"seeds": 99}}
-    assert renamed(then, today) == {"seed": 3, "many": {"seeds": [1, 2]}, "one": {"seed": 0, "tasks": {}},
-                                    "task": {"seeds": 99}}
+    assert renamed(then, today) == {
+        "seed": 3,
+        "many": {"seeds": [1, 2]},
+        "one": {"seed": 0, "tasks": {}},
+        "task": {"seeds": 99},
+    }

@@ -14,15 +14,18 @@ BY_NAME = {one.exhibit.name: one for one in EVERYTHING}
 def test_every_exhibit_of_the_five_papers_has_its_row():
     assert [one.exhibit.name for one in EVERYTHING] == [exhibit.name for exhibit in published.exhibits()]
     assert {one.state for one in EVERYTHING} <= set(scoreboard.STATES)
-    shown = [row for slug in published.PAPERS
-             for row in scoreboard.Board(scoreboard.standings(slug))._repr_markdown_().splitlines()[2:]]
+    shown = [
+        row
+        for slug in published.PAPERS
+        for row in scoreboard.Board(scoreboard.standings(slug))._repr_markdown_().splitlines()[2:]
+    ]
     assert len(shown) == len(EVERYTHING) and not [row for row in shown if row.count("|") != 5]
 
 
 def test_every_record_is_on_the_board():
     for path in (ROOT / "results").glob("*/*.paper.json"):
         name = f"{path.parent.name}/{path.name.removesuffix('.paper.json')}"
-        if published.exhibit(name).kind == published.OURS:      # no paper prints it
+        if published.exhibit(name).kind == published.OURS:  # no paper prints it
             assert name not in BY_NAME
             continue
         one = BY_NAME[name]
@@ -40,8 +43,11 @@ def shown_in(page, calls="compare|run|live|recorded|findings|show"):
     return {name for name in names if name in BY_NAME}
 
 
-PAGES = sorted(path for path in (ROOT / "book").rglob("*.md") if path.stem not in ("scoreboard", "intro")
-               and "_static" not in path.parts)
+PAGES = sorted(
+    path
+    for path in (ROOT / "book").rglob("*.md")
+    if path.stem not in ("scoreboard", "intro") and "_static" not in path.parts
+)
 
 
 def test_what_a_chapter_holds_against_the_paper_is_on_the_board_with_its_place():
@@ -85,35 +91,73 @@ def standing(folder, values, preset="paper", name=NAME):
     return next(one for one in scoreboard.standings(name.partition("/")[0], folder=folder) if one.exhibit.name == name)
 
 
-@pytest.mark.parametrize("values, preset, state, verdicts", [
-    ({"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 98.0}, "paper",
-     "reproduced", "3 match, 1 close"),
-    ({"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 90.0}, "paper",
-     "in part", "3 match, 1 differs"),
-    ({"cifar10.individual": 74.1}, "paper", "in part", "1 matches, 3 not run"),
-    ({"cifar10.individual": 60.0, "cifar10.maximum": float("nan"), "mnist.individual": 90.0, "mnist.maximum": 90.0},
-     "paper", "contradicted", "4 differ"),
-    ({"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 97.2}, "quick",
-     "in part", "4 match"),
-])
+@pytest.mark.parametrize(
+    "values, preset, state, verdicts",
+    [
+        (
+            {"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 98.0},
+            "paper",
+            "reproduced",
+            "3 match, 1 close",
+        ),
+        (
+            {"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 90.0},
+            "paper",
+            "in part",
+            "3 match, 1 differs",
+        ),
+        ({"cifar10.individual": 74.1}, "paper", "in part", "1 matches, 3 not run"),
+        (
+            {
+                "cifar10.individual": 60.0,
+                "cifar10.maximum": float("nan"),
+                "mnist.individual": 90.0,
+                "mnist.maximum": 90.0,
+            },
+            "paper",
+            "contradicted",
+            "4 differ",
+        ),
+        (
+            {"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 97.2},
+            "quick",
+            "in part",
+            "4 match",
+        ),
+    ],
+)
 def test_a_state_follows_from_the_verdicts(tmp_path, values, preset, state, verdicts):
     one = standing(tmp_path, values, preset)
     assert (one.state, one.verdicts) == (state, verdicts)
     assert one.basis.startswith(f"{preset} record")
 
 
-@pytest.mark.parametrize("data, tasks, not_run, state, basis", [
-    (["mnist", "cifar10"], {"a": "resnet20", "b": "wrn16-4"}, [], "reproduced", "paper record, stale"),
-    (["mnist"], {"a": "resnet20", "b": "wrn16-4"}, [], "in part", "paper record, stale, without cifar10"),
-    (["mnist", "cifar10"], {"a": "resnet20", "b": "cnn"}, [], "in part", "paper record, stale, without wrn16-4"),
-    (["mnist", "cifar10"], {"a": "resnet20", "b": "wrn16-4"}, ["b"], "in part", "paper record, stale, without wrn16-4"),
-    ([], {}, [], "reproduced", "paper record, stale"),
-])
+@pytest.mark.parametrize(
+    "data, tasks, not_run, state, basis",
+    [
+        (["mnist", "cifar10"], {"a": "resnet20", "b": "wrn16-4"}, [], "reproduced", "paper record, stale"),
+        (["mnist"], {"a": "resnet20", "b": "wrn16-4"}, [], "in part", "paper record, stale, without cifar10"),
+        (["mnist", "cifar10"], {"a": "resnet20", "b": "cnn"}, [], "in part", "paper record, stale, without wrn16-4"),
+        (
+            ["mnist", "cifar10"],
+            {"a": "resnet20", "b": "wrn16-4"},
+            ["b"],
+            "in part",
+            "paper record, stale, without wrn16-4",
+        ),
+        ([], {}, [], "reproduced", "paper record, stale"),
+    ],
+)
 def test_a_record_without_a_data_set_or_network_of_the_paper_is_a_part(tmp_path, data, tasks, not_run, state, basis):
     values = {"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 98.0}
     config = {"tasks": {name: {"model": model} for name, model in tasks.items()}}
-    record = records.make(NAME, "paper", {**values, **({"not_run": not_run} if not_run else {})}, config=config,
-                          data=[{"name": name} for name in data])
+    record = records.make(
+        NAME,
+        "paper",
+        {**values, **({"not_run": not_run} if not_run else {})},
+        config=config,
+        data=[{"name": name} for name in data],
+    )
     records.write(record, tmp_path)
     one = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
     assert (one.state, one.basis) == (state, basis)
@@ -121,16 +165,20 @@ def test_a_record_without_a_data_set_or_network_of_the_paper_is_a_part(tmp_path,
 
 def test_a_record_of_a_part_that_disagrees_contradicts_nothing(tmp_path):
     values = {key: 10.0 for key in published.exhibit(NAME).flat()}
-    record = records.make(NAME, "paper", values, config={"tasks": {"a": {"model": "resnet20"}}},
-                          data=[{"name": "mnist"}])
+    record = records.make(
+        NAME, "paper", values, config={"tasks": {"a": {"model": "resnet20"}}}, data=[{"name": "mnist"}]
+    )
     records.write(record, tmp_path)
     one = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
     assert (one.state, one.verdicts) == ("undecided", "4 differ")
 
 
 def test_the_networks_of_exhibits_are_spelled_as_in_configurations():
-    configs = [dataclasses.asdict(experiments.get(name).presets[preset])
-               for name in experiments.names() for preset in experiments.get(name).presets]
+    configs = [
+        dataclasses.asdict(experiments.get(name).presets[preset])
+        for name in experiments.names()
+        for preset in experiments.get(name).presets
+    ]
     known = {name for config in configs for name in experiments._networks(config)}
     named = {name for exhibit in published.exhibits() for name in exhibit.networks}
     plain = {re.sub(r"[^a-z0-9]", "", name.lower()): name for name in known}
@@ -139,15 +187,19 @@ def test_the_networks_of_exhibits_are_spelled_as_in_configurations():
 
 
 def test_an_exhibit_with_an_error_in_it_is_called_wrong_and_the_rest_is_counted(tmp_path):
-    one = standing(tmp_path, {"mnist.A.sigma_scale": 2.063, "mnist.A.sigma_p": [3.425, 1.92, 1.424]},
-                   name="idp-sgd/table-7")
+    one = standing(
+        tmp_path, {"mnist.A.sigma_scale": 2.063, "mnist.A.sigma_p": [3.425, 1.92, 1.424]}, name="idp-sgd/table-7"
+    )
     assert one.state == "wrong in the paper" and one.verdicts == "1 matches, 16 wrong in the paper, 58 not run"
 
 
 def judged(folder, monkeypatch, outcomes, preset="paper", kind="claim", exhibit="figure-5"):
     """The standing of an exhibit with these outcomes and no numbers, judged by a record of another one."""
-    monkeypatch.setattr(experiments, "_CRITERIA", [one for one in experiments._CRITERIA
-                                                   if one.exhibit != f"individual-accounting/{exhibit}"])
+    monkeypatch.setattr(
+        experiments,
+        "_CRITERIA",
+        [one for one in experiments._CRITERIA if one.exhibit != f"individual-accounting/{exhibit}"],
+    )
     for i, outcome in enumerate(outcomes):
         register = experiments.finding(f"individual-accounting/{exhibit}", f"number {i}", of=NAME, kind=kind)
         register(lambda record, outcome=outcome: [("here", "", outcome)])
@@ -155,16 +207,20 @@ def judged(folder, monkeypatch, outcomes, preset="paper", kind="claim", exhibit=
     return {one.exhibit.id: one for one in scoreboard.standings("individual-accounting", folder=folder)}[exhibit]
 
 
-@pytest.mark.parametrize("outcomes, state, verdicts", [
-    ([True, False], "in part", "1 holds, 1 fails"),
-    ([True, "undecided"], "in part", "1 holds, 1 undecided"),
-    ([True, True], "reproduced", "2 hold"),
-    (["undecided"], "undecided", "1 undecided"),
-    ([False], "contradicted", "1 fails"),
-    ([False, "undecided"], "contradicted", "1 fails, 1 undecided"),
-])
-def test_findings_count_as_numbers_do_and_what_is_open_is_not_reproduced(tmp_path, monkeypatch, outcomes, state,
-                                                                        verdicts):
+@pytest.mark.parametrize(
+    "outcomes, state, verdicts",
+    [
+        ([True, False], "in part", "1 holds, 1 fails"),
+        ([True, "undecided"], "in part", "1 holds, 1 undecided"),
+        ([True, True], "reproduced", "2 hold"),
+        (["undecided"], "undecided", "1 undecided"),
+        ([False], "contradicted", "1 fails"),
+        ([False, "undecided"], "contradicted", "1 fails, 1 undecided"),
+    ],
+)
+def test_findings_count_as_numbers_do_and_what_is_open_is_not_reproduced(
+    tmp_path, monkeypatch, outcomes, state, verdicts
+):
     one = judged(tmp_path, monkeypatch, outcomes)
     assert (one.state, one.verdicts) == (state, verdicts) and one.record.name == NAME
 
@@ -192,8 +248,11 @@ def test_a_stand_in_runs_none_of_the_numbers_of_the_paper():
 
 
 def test_statements_that_are_refuted_are_wrong_and_not_reproduced():
-    for name in ("per-instance-accounting/algorithm-1", "individual-accounting/theorem-3.1",
-                 "gradients-look-alike/corollary-3.1"):
+    for name in (
+        "per-instance-accounting/algorithm-1",
+        "individual-accounting/theorem-3.1",
+        "gradients-look-alike/corollary-3.1",
+    ):
         assert BY_NAME[name].state == "wrong in the paper", name
         assert BY_NAME[name].findings == {}, name
     for one in EVERYTHING:
@@ -212,8 +271,9 @@ def test_nothing_that_is_open_is_called_reproduced_and_the_sums_are_those_of_the
 
 def test_without_a_record_and_an_experiment_an_exhibit_says_what_it_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(experiments, "names", tuple)
-    one = next(one for one in scoreboard.standings("per-instance-accounting", folder=tmp_path)
-               if one.exhibit.id == "figure-4")
+    one = next(
+        one for one in scoreboard.standings("per-instance-accounting", folder=tmp_path) if one.exhibit.id == "figure-4"
+    )
     assert (one.state, one.basis) == ("not run", "needs an experiment")
     assert one.to_do == ("the paper's scale (a GPU, utkface)", "needs an experiment")
 
@@ -222,13 +282,16 @@ def test_a_place_is_found_by_heading_first_and_by_code_else(tmp_path):
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "individual-accounting.md").write_text(
         "# A chapter\n\n```{code-cell} ipython3\n# Table 3 in a comment\n"
-        "run(\"individual-accounting/table-3\")\n```\n\n"
-        "## What it costs\n\n```{code-cell} ipython3\ncompare(\"individual-accounting/table-1\")\n```\n\n"
-        "## Figures 7 and 8, Table 3: more\n")
+        'run("individual-accounting/table-3")\n```\n\n'
+        '## What it costs\n\n```{code-cell} ipython3\ncompare("individual-accounting/table-1")\n```\n\n'
+        "## Figures 7 and 8, Table 3: more\n"
+    )
     places = scoreboard._places("individual-accounting", tmp_path)
     assert {id: place.anchor for id, place in places.items()} == {
-        "table-1": "what-it-costs", "table-3": "figures-7-and-8-table-3-more",
-        "figures-7-8": "figures-7-and-8-table-3-more"}
+        "table-1": "what-it-costs",
+        "table-3": "figures-7-and-8-table-3-more",
+        "figures-7-8": "figures-7-and-8-table-3-more",
+    }
 
 
 def test_a_gap_names_the_command_that_fills_it_or_what_has_to_be_written(tmp_path):
@@ -243,8 +306,7 @@ def test_a_gap_names_the_command_that_fills_it_or_what_has_to_be_written(tmp_pat
     empty = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
     assert empty.to_do == ("all of it (cifar10, mnist)", command)
     config = {"tasks": {"cifar10": {"model": "wrn16-4", "needs": "a GPU, a day"}, "mnist": {"model": "cnn"}}}
-    record = records.make(NAME, "paper", {"not_run": ["cifar10"]}, config=config,
-                          data=[{"name": "mnist"}])
+    record = records.make(NAME, "paper", {"not_run": ["cifar10"]}, config=config, data=[{"name": "mnist"}])
     records.write(record, tmp_path)
     part = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
     assert part.to_do == ("cifar10 (a GPU, a day)", command)

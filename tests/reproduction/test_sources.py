@@ -129,29 +129,59 @@ def standin(tmp_path, monkeypatch):
 
 def test_the_closure_is_what_is_used_by_name_through_modules_and_methods(standin):
     _, found = standin()
-    assert found == {"standin.paper.exhibit", "standin.paper.helper", "standin.paper.tidy", "standin.shared.Trained",
-                     "standin.shared.STEPS", "standin.shared.LOADERS", "standin.shared.load", "standin.shared.Task()"}
+    assert found == {
+        "standin.paper.exhibit",
+        "standin.paper.helper",
+        "standin.paper.tidy",
+        "standin.shared.Trained",
+        "standin.shared.STEPS",
+        "standin.shared.LOADERS",
+        "standin.shared.load",
+        "standin.shared.Task()",
+    }
     assert standin(of="another")[1] == found | {"standin.paper.another"}
 
 
-@pytest.mark.parametrize("old, new", [
-    ("helper(None)", "None"), ("range(n)", "range(n + 1)"), ("self.steps * factor", "self.steps + factor"),
-    ("STEPS = (1, 2)", "STEPS = (1, 3)"), ("load(3)", "load(4)"), ("1 / self.size", "2 / self.size"),
-    ("@functools.cache\n", ""), ("steps: int = 1", "steps: int = 2"), ("root(4)", "root(9)"),
-    ("factor=len(STEPS)", "factor=max(STEPS)")])
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("helper(None)", "None"),
+        ("range(n)", "range(n + 1)"),
+        ("self.steps * factor", "self.steps + factor"),
+        ("STEPS = (1, 2)", "STEPS = (1, 3)"),
+        ("load(3)", "load(4)"),
+        ("1 / self.size", "2 / self.size"),
+        ("@functools.cache\n", ""),
+        ("steps: int = 1", "steps: int = 2"),
+        ("root(4)", "root(9)"),
+        ("factor=len(STEPS)", "factor=max(STEPS)"),
+    ],
+)
 def test_a_change_of_what_an_experiment_uses_changes_its_hash(standin, old, new):
     assert standin()[0] != standin(old, new)[0]
     assert standin(of="another")[0] != standin(old, new, of="another")[0]
 
 
-@pytest.mark.parametrize("old, new", [
-    ('"unused"', '"changed"'), ("return unused()", "return 3"), ("# so many", "# as many as asked for"),
-    ('"""Loads."""', '"""Loads numbers."""'), ('    """The exhibit."""\n', ""), ("found: int = ", "found = "),
-    ("size: int = 10", "size: int = 20"), ("runs: int = 3", "runs: int = 4"), ("Task()}", "Task(size=3)}"),
-    ('PRESETS = {"small": 1}', 'PRESETS = {"small": 2}'), ("(config, run):", "(config, run) -> dict:"),
-    ("steps: int = 1", "steps: float = 1"), ("root(4)", "root( 4 )"),
-    ("    return list(range(n))", "\n    return list(range(n))"),
-    ('@experiment("exhibit", quick=Config(QUICK))', '@experiment("exhibit", quick=Config({}))')])
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ('"unused"', '"changed"'),
+        ("return unused()", "return 3"),
+        ("# so many", "# as many as asked for"),
+        ('"""Loads."""', '"""Loads numbers."""'),
+        ('    """The exhibit."""\n', ""),
+        ("found: int = ", "found = "),
+        ("size: int = 10", "size: int = 20"),
+        ("runs: int = 3", "runs: int = 4"),
+        ("Task()}", "Task(size=3)}"),
+        ('PRESETS = {"small": 1}', 'PRESETS = {"small": 2}'),
+        ("(config, run):", "(config, run) -> dict:"),
+        ("steps: int = 1", "steps: float = 1"),
+        ("root(4)", "root( 4 )"),
+        ("    return list(range(n))", "\n    return list(range(n))"),
+        ('@experiment("exhibit", quick=Config(QUICK))', '@experiment("exhibit", quick=Config({}))'),
+    ],
+)
 def test_what_an_experiment_does_not_use_and_presets_and_layout_leave_the_hash(standin, old, new):
     assert standin()[0] == standin(old, new)[0]
 
@@ -193,7 +223,7 @@ def test_what_was_missed_when_it_was_typed_is_found():
     figure_6 = names("gradients-look-alike/figure-6")
     assert {f"gradients_look_alike.runs.{one}" for one in ("contributions", "ORDERS", "_inputs")} <= figure_6
     assert "idp_sgd.training.parameters" in names("idp-sgd/table-6")
-    assert "intrinsic_privacy.grids._adult" in names("intrinsic-privacy/table-3")   # through a table of loaders
+    assert "intrinsic_privacy.grids._adult" in names("intrinsic-privacy/table-3")  # through a table of loaders
     for name in experiments.names():
         assert not [one for one in names(name) if one.rpartition(".")[2] in ("QUICK", "QUICK_MEANS", "FIGURE_1")], name
 
@@ -204,12 +234,20 @@ def test_all_hashes_together_take_less_than_a_second():
         cache.cache_clear()
     started = time.process_time()
     assert len({experiment.code_hash for experiment in found}) > 60
-    assert time.process_time() - started < 3     # 0.6 on the machine that this was written on, with slack for slow ones
+    assert time.process_time() - started < 3  # 0.6 on the machine that this was written on, with slack for slow ones
 
 
 def test_the_hash_is_the_same_in_every_process():
     name = "intrinsic-privacy/table-3"
     code = f"from dpcompanion.reproduction import experiments; print(experiments.get({name!r}).code_hash)"
-    said = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
-                           env={"PYTHONHASHSEED": seed, "PATH": ""}).stdout.strip() for seed in "12"]
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed, "PATH": ""},
+        ).stdout.strip()
+        for seed in "12"
+    ]
     assert said == [experiments.get(name).code_hash] * 2

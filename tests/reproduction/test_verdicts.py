@@ -15,10 +15,18 @@ for _criterion in experiments._CRITERIA:
     JUDGES.setdefault(_criterion.of, {})[_criterion.exhibit] = None
 RECORDED = [name for name in JUDGES if records.find(name) is not None]
 # Quick runs of a few seconds; among them those whose verdicts were seen to turn with the rounding of the machine.
-LIVE = ("intrinsic-privacy/theorem-2", "intrinsic-privacy/figure-2", "intrinsic-privacy/figure-3",
-        "intrinsic-privacy/figure-4", "per-instance-accounting/figure-6", "per-instance-accounting/figure-7",
-        "per-instance-accounting/algorithm-1", "individual-accounting/figure-6", "individual-accounting/figure-11",
-        "idp-sgd/figure-4")
+LIVE = (
+    "intrinsic-privacy/theorem-2",
+    "intrinsic-privacy/figure-2",
+    "intrinsic-privacy/figure-3",
+    "intrinsic-privacy/figure-4",
+    "per-instance-accounting/figure-6",
+    "per-instance-accounting/figure-7",
+    "per-instance-accounting/algorithm-1",
+    "individual-accounting/figure-6",
+    "individual-accounting/figure-11",
+    "idp-sgd/figure-4",
+)
 
 
 def moved(value, random, size=1e-9):
@@ -42,10 +50,14 @@ def stands(record):
         found = outcomes(record, exhibit)
         for seed in range(3):
             random = np.random.RandomState(seed)
-            values = {key: value if key.endswith("targets") else moved(value, random)  # a setting
-                      for key, value in record.values.items()}
-            arrays = {key: moved(array.astype(np.float64) if array.dtype.kind == "f" else array, random)
-                      for key, array in record.arrays.items()}
+            values = {
+                key: value if key.endswith("targets") else moved(value, random)  # a setting
+                for key, value in record.values.items()
+            }
+            arrays = {
+                key: moved(array.astype(np.float64) if array.dtype.kind == "f" else array, random)
+                for key, array in record.arrays.items()
+            }
             again = outcomes(dataclasses.replace(record, values=values, arrays=arrays), exhibit)
             assert again == found, f"{exhibit}: a verdict turned"
         yield exhibit, found
@@ -71,8 +83,11 @@ def test_every_outcome_comes_from_an_interval_or_is_not_random():
     exact = {"theorem-2", "algorithm-1", "figure-4", "theorem-3.1", "theorem-3.2", "figure-9"}
     for criterion in experiments._CRITERIA:
         source = inspect.getsource(criterion.judge)
-        code = source + "".join(inspect.getsource(function) for name, function in inspect.getmembers(
-            inspect.getmodule(criterion.judge), inspect.isfunction) if name in source)
+        code = source + "".join(
+            inspect.getsource(function)
+            for name, function in inspect.getmembers(inspect.getmodule(criterion.judge), inspect.isfunction)
+            if name in source
+        )
         by_interval = "intervals." in code or "_gain(" in code
         assert by_interval or criterion.exhibit.partition("/")[2] in exact, f"{criterion.exhibit}: {criterion.text}"
 

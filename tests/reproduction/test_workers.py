@@ -16,12 +16,14 @@ NAMES = [f"seed-{number}" for number in range(6)]
 
 def noting(folder, killed=(), times=1):
     """Work that leaves a file for each start, and whose process is killed at some pieces, the first `times` times."""
+
     def work(name):
         starts = len(list(folder.glob(f"{name}.start.*")))
         (folder / f"{name}.start.{starts}.{os.getpid()}").touch()
         if name in killed and starts < times:
             os.kill(os.getpid(), signal.SIGKILL)
         return {"seed": int(name[-1]), "square": int(name[-1]) ** 2}
+
     return work
 
 
@@ -52,6 +54,7 @@ def ray():
     """A real cluster of Ray on this machine, of two processes."""
     ray = pytest.importorskip("ray", reason="pip install 'dpcompanion[cluster]'")
     from ray.util.joblib import register_ray
+
     register_ray()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
     try:
@@ -95,6 +98,7 @@ def test_a_piece_that_kills_every_worker_is_given_up(tmp_path):
 def test_a_mistake_in_a_piece_is_raised_when_the_others_are_done(tmp_path):
     def work(name):
         return 1 / int(name[-1])
+
     found = workers.each(work, NAMES[:3])
     with own(), pytest.raises(ZeroDivisionError):
         assert dict(next(found) for _ in range(2)) == {"seed-1": 1, "seed-2": 1 / 2}
@@ -105,6 +109,7 @@ def test_pieces_within_a_piece_are_done_in_its_own_process(tmp_path):
     def work(name):
         inner = resumable(lambda part: os.getpid(), tmp_path / name, ["a", "b"])
         return [os.getpid(), *inner.values()]
+
     with workers.processes(2):
         assert all(len(set(found)) == 1 for found in resumable(work, tmp_path, NAMES[:2]).values())
 
@@ -144,6 +149,7 @@ def test_what_another_run_does_meanwhile_is_taken_over(tmp_path):
         if name == "seed-5":
             other()
         return noting(tmp_path)(name)
+
     with workers.share(2, 2):
         assert resumable(work, tmp_path) == EXPECTED
 
@@ -158,13 +164,16 @@ def test_a_share_that_there_is_not_is_refused(which, of):
 def table(monkeypatch):
     """An experiment of four short pieces, under the name of table 8, as (its name, what was done)."""
     from dpcompanion.reproduction import experiments
+
     found, done = experiments.get("idp-sgd/table-8"), []
 
     def function(config, run):
         def work(name):
             done.append(name)
             return float(name[-1])
+
         return {f"mnist.A.{name}": value for name, value in run.pieces(work, NAMES[:4]).items()}
+
     monkeypatch.setitem(experiments._REGISTRY, found.name, experiments.Experiment(found.name, function, found.presets))
     return found.name, done
 
@@ -175,6 +184,7 @@ def test_the_command_line_shards_and_merges(capsys, tmp_path, table):
     def said(command, *options, status=0):
         assert cli.main([command, name, "--preset", "paper", "--out", str(tmp_path), *options]) == status
         return capsys.readouterr()
+
     assert "the share 1/3 is done; 2 pieces" in said("run", "--shard", "1/3").out
     assert "seed-1, seed-2" in said("merge", status=2).err and not list(tmp_path.rglob("*.paper.json"))
     assert "the share 3/3 is done; 1 pieces" in said("run", "--shard", "3/3").out
@@ -187,6 +197,7 @@ def test_the_command_line_merges_what_shards_have_done(capsys, tmp_path, table):
     for which in (1, 2):
         with contextlib.suppress(workers.Missing), workers.share(which, 2):
             from dpcompanion.reproduction import experiments
+
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(experiments.records, "write", lambda *a: None)
                 patch.setattr(pieces, "discard", lambda folder: None)

@@ -6,5 +6,12 @@ README.md; a short seeded part is in `make test` (test_soundness.py).
 """
 
 #: Piece -> (how many cases the whole trial has, how many the short part).
-PIECES = {"accounts": (10_000, 4), "histories": (500, 1), "filters": (500, 5), "clippings": (3_000, 20),
-          "crashes": (200, 6), "bits": (300, 40), "calculator": (2000, 2)}
+PIECES = {
+    "accounts": (10_000, 4),
+    "histories": (500, 1),
+    "filters": (500, 5),
+    "clippings": (3_000, 20),
+    "crashes": (200, 6),
+    "bits": (300, 40),
+    "calculator": (2000, 2),
+}

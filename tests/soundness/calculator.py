@@ -18,17 +18,24 @@ def cases(seed, count):
 
     def logarithmic(low, high):
         return math.exp(generator.uniform(math.log(low), math.log(high)))
+
     for _ in range(count):
-        yield [1.0 if generator.random() < 0.03 else logarithmic(1e-5, 1),
-               logarithmic(0.3, 100) / generator.uniform(0.02, 1), round(logarithmic(1, 1e6)), logarithmic(1e-9, 1e-2)]
+        yield [
+            1.0 if generator.random() < 0.03 else logarithmic(1e-5, 1),
+            logarithmic(0.3, 100) / generator.uniform(0.02, 1),
+            round(logarithmic(1, 1e6)),
+            logarithmic(1e-9, 1e-2),
+        ]
 
 
 def violations(case):
     if shutil.which("node") is None:
         return None
-    script = (f"const a = require({str(SCRIPT)!r}), run = {json.dumps(case)};"
-              "console.log(JSON.stringify([[a.epsilonByRenyi(...run), a.epsilonByLosses(...run).epsilon,"
-              "a.epsilonByLosses(...run, 1 << 14).epsilon], a.profileOf(...run.slice(0, 3))]))")
+    script = (
+        f"const a = require({str(SCRIPT)!r}), run = {json.dumps(case)};"
+        "console.log(JSON.stringify([[a.epsilonByRenyi(...run), a.epsilonByLosses(...run).epsilon,"
+        "a.epsilonByLosses(...run, 1 << 14).epsilon], a.profileOf(...run.slice(0, 3))]))"
+    )
     said = subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout
     answers, profile = json.loads(said)
     rate, noise, steps, delta = case

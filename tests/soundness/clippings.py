@@ -45,11 +45,22 @@ class Scaled(nn.Module):
 
 def activation(draw):
     place = draw.random() < 0.6
-    return draw.choice([
-        lambda: nn.ReLU(inplace=place), lambda: nn.ELU(inplace=place), lambda: nn.SiLU(inplace=place),
-        lambda: nn.LeakyReLU(0.2, inplace=place), lambda: nn.Hardtanh(-0.9, 0.9, inplace=place), nn.Tanh, nn.GELU,
-        nn.Softplus, nn.Identity, lambda: nn.PReLU(), lambda: Bent(lambda x: x.mul_(0.9) if place else x * 0.9),
-        lambda: Bent(lambda x: x.add_(0.1) if place else x + 0.1)])()
+    return draw.choice(
+        [
+            lambda: nn.ReLU(inplace=place),
+            lambda: nn.ELU(inplace=place),
+            lambda: nn.SiLU(inplace=place),
+            lambda: nn.LeakyReLU(0.2, inplace=place),
+            lambda: nn.Hardtanh(-0.9, 0.9, inplace=place),
+            nn.Tanh,
+            nn.GELU,
+            nn.Softplus,
+            nn.Identity,
+            lambda: nn.PReLU(),
+            lambda: Bent(lambda x: x.mul_(0.9) if place else x * 0.9),
+            lambda: Bent(lambda x: x.add_(0.1) if place else x + 0.1),
+        ]
+    )()
 
 
 def vectors(draw):
@@ -59,14 +70,18 @@ def vectors(draw):
     for _ in range(draw.randint(1, 4)):
         after = draw.randint(2, 6)
         linear = nn.Linear(now, after, bias=draw.random() < 0.7)
-        layers.append(draw.choice([
-            lambda: linear,
-            lambda: nn.utils.parametrizations.weight_norm(linear),
-            lambda: Scaled(linear),
-            lambda: nn.Sequential(linear, nn.LayerNorm(after, elementwise_affine=draw.random() < 0.8)),
-            lambda: Bent(lambda x, f: f(x) + f(x * 0.5), linear),
-            lambda: Bent(lambda x, f: f(x)[..., :], linear),
-        ])())
+        layers.append(
+            draw.choice(
+                [
+                    lambda: linear,
+                    lambda: nn.utils.parametrizations.weight_norm(linear),
+                    lambda: Scaled(linear),
+                    lambda: nn.Sequential(linear, nn.LayerNorm(after, elementwise_affine=draw.random() < 0.8)),
+                    lambda: Bent(lambda x, f: f(x) + f(x * 0.5), linear),
+                    lambda: Bent(lambda x, f: f(x)[..., :], linear),
+                ]
+            )()
+        )
         layers.append(activation(draw))
         if draw.random() < 0.2:
             twice = nn.Linear(after, after)
@@ -109,8 +124,12 @@ def images(draw):
         if draw.random() < 0.15:
             layers.append(Bent(lambda x, f: x + f(x), nn.Conv2d(now, now, 3, padding=1)))
         if draw.random() < 0.15:
-            layers += [Bent(lambda x: x.movedim(1, -1)), nn.Linear(now, now), activation(draw),
-                       Bent(lambda x: x.movedim(-1, 1))]
+            layers += [
+                Bent(lambda x: x.movedim(1, -1)),
+                nn.Linear(now, now),
+                activation(draw),
+                Bent(lambda x: x.movedim(-1, 1)),
+            ]
         if draw.random() < 0.1:
             layers.append(nn.ConvTranspose2d(now, now, 1))
     layers += [nn.Flatten(), nn.Linear(now * side * side, CLASSES)]
@@ -122,12 +141,17 @@ def sequences(draw):
     width, length, words = draw.choice([2, 4]), draw.randint(2, 5), 7
     layers = [nn.Embedding(words, width, padding_idx=draw.choice([None, 0]))]
     for _ in range(draw.randint(0, 2)):
-        layers.append(draw.choice([
-            lambda: nn.Linear(width, width), lambda: nn.LayerNorm(width),
-            lambda: Bent(lambda x, f: f(x.mT).mT, nn.Conv1d(width, width, 3, padding=1)),
-            lambda: Bent(lambda x, f: f(x)[0], nn.GRU(width, width, batch_first=True)),
-            lambda: Bent(lambda x, f: f(x)[0], nn.LSTM(width, width, batch_first=True)),
-        ])())
+        layers.append(
+            draw.choice(
+                [
+                    lambda: nn.Linear(width, width),
+                    lambda: nn.LayerNorm(width),
+                    lambda: Bent(lambda x, f: f(x.mT).mT, nn.Conv1d(width, width, 3, padding=1)),
+                    lambda: Bent(lambda x, f: f(x)[0], nn.GRU(width, width, batch_first=True)),
+                    lambda: Bent(lambda x, f: f(x)[0], nn.LSTM(width, width, batch_first=True)),
+                ]
+            )()
+        )
         layers.append(activation(draw))
     if draw.random() < 0.3:  # the embedding's matrix once more, as a head
         head = layers[0]
@@ -139,13 +163,15 @@ def sequences(draw):
 
 def mixing(draw):
     """A layer that mixes examples, without saying so by its type."""
-    return draw.choice([
-        lambda: Bent(lambda x: x - x.mean(0, keepdim=True)),
-        lambda: Bent(lambda x: x / (1e-3 + x.abs().amax(0, keepdim=True))),
-        lambda: Bent(lambda x: x + 0.3 * x.roll(1, 0)),
-        lambda: Bent(lambda x: F.batch_norm(x, None, None, training=True)),
-        lambda: Bent(lambda x: torch.cumsum(x, 0)),
-    ])()
+    return draw.choice(
+        [
+            lambda: Bent(lambda x: x - x.mean(0, keepdim=True)),
+            lambda: Bent(lambda x: x / (1e-3 + x.abs().amax(0, keepdim=True))),
+            lambda: Bent(lambda x: x + 0.3 * x.roll(1, 0)),
+            lambda: Bent(lambda x: F.batch_norm(x, None, None, training=True)),
+            lambda: Bent(lambda x: torch.cumsum(x, 0)),
+        ]
+    )()
 
 
 def network(draw):
@@ -174,7 +200,7 @@ def oracle(model, x, y, jitter=0.0):
     parameters = [p for p in model.parameters() if p.requires_grad]
     rows = []
     for i in range(len(x)):
-        loss = clipping.cross_entropy(model(x[i:i + 1].clone()), y[i:i + 1]).sum()
+        loss = clipping.cross_entropy(model(x[i : i + 1].clone()), y[i : i + 1]).sum()
         found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         rows.append(torch.cat([g.flatten().double() for g in found]))
     return torch.stack(rows)
@@ -223,8 +249,10 @@ def tried(seed):
         return []
     if mixed and method != "func":  # which puts each example through the network alone
         return [f"{who}: a network that mixes examples was accepted"]
-    if any(type(after) is not type(before) or not torch.equal(after, before)
-           for after, before in zip(model.parameters(), untouched.parameters(), strict=True)):
+    if any(
+        type(after) is not type(before) or not torch.equal(after, before)
+        for after, before in zip(model.parameters(), untouched.parameters(), strict=True)
+    ):
         return [f"{who}: the network's parameters are not what they were"]
     truth, steady = truth_of(untouched, x, y, tolerance)
     finite = truth.isfinite().all(1)
@@ -238,8 +266,9 @@ def tried(seed):
     if not steady[finite].all():
         return None
     shares = torch.where(finite[:, None], truth, 0.0) * (limits / norms).clamp(max=1).nan_to_num(0.0)[:, None]
-    got = torch.cat([found.gradients[name].flatten().double() for name, p in model.named_parameters()
-                     if p.requires_grad])
+    got = torch.cat(
+        [found.gradients[name].flatten().double() for name, p in model.named_parameters() if p.requires_grad]
+    )
     error = (got - shares.sum(0)).norm().item()
     if not error <= tolerance * float(torch.minimum(limits, norms.nan_to_num(0.0)).sum()) + 1e-300:
         return [f"{who}: the clipped sum is off by {error:.3g}"]

@@ -16,8 +16,11 @@ from dpcompanion.training.checkpoints import read_checkpoint, write_checkpoint
 def cases(seed, count):
     generator = random.Random(seed)
     for i in range(count):
-        yield {"what": "record" if i % 2 else "checkpoint", "after": generator.uniform(0, 0.04),
-               "arrays": generator.random() < 0.7}
+        yield {
+            "what": "record" if i % 2 else "checkpoint",
+            "after": generator.uniform(0, 0.04),
+            "arrays": generator.random() < 0.7,
+        }
 
 
 def violations(case):
@@ -25,7 +28,7 @@ def violations(case):
         write, read = _record(folder, case["arrays"]) if case["what"] == "record" else _checkpoint(folder)
         write(0)
         writer = os.fork()
-        if not writer:           # the child writes until it is killed
+        if not writer:  # the child writes until it is killed
             try:
                 for number in range(1, 10**6):
                     write(number)
@@ -37,7 +40,7 @@ def violations(case):
         try:
             number, content = read()
             found = [] if content is None or set(content) == {float(number)} else [f"{number} with arrays of {content}"]
-            write(number + 1)    # and the next writer is not in the way of what the killed one left
+            write(number + 1)  # and the next writer is not in the way of what the killed one left
             found += [] if read()[0] == number + 1 else ["the next write is lost"]
         except (ValueError, OSError) as error:
             found = [f"{type(error).__name__}: {error}"]
@@ -46,13 +49,22 @@ def violations(case):
 
 def _record(folder, arrays):
     def write(number):
-        records.write(records.make("idp-sgd/table-5", "paper", {"number": number}, config={},
-                                   made_with={"versions": {}, "commit": None},
-                                   arrays={"a": np.full(2000, float(number))} if arrays else {}), folder)
+        records.write(
+            records.make(
+                "idp-sgd/table-5",
+                "paper",
+                {"number": number},
+                config={},
+                made_with={"versions": {}, "commit": None},
+                arrays={"a": np.full(2000, float(number))} if arrays else {},
+            ),
+            folder,
+        )
 
     def read():
         found = records.find("idp-sgd/table-5", "paper", folder)
         return found.values["number"], found.arrays["a"].tolist() if arrays else None
+
     return write, read
 
 
@@ -65,4 +77,5 @@ def _checkpoint(folder):
     def read():
         content = read_checkpoint(path, ("identity", "number", "a"))
         return content["number"], content["a"].tolist()
+
     return write, read

@@ -12,9 +12,9 @@ import math
 import numpy as np
 from scipy import fft, optimize, special
 
-SPAN = 1 << 20           # values of the sum that are told apart, at most
-LOST = 3e-5              # the share of delta that rounding may hide, where SPAN allows
-NEGLIGIBLE = 32.0        # tilted probabilities below e^-32 are left outside of the window
+SPAN = 1 << 20  # values of the sum that are told apart, at most
+LOST = 3e-5  # the share of delta that rounding may hide, where SPAN allows
+NEGLIGIBLE = 32.0  # tilted probabilities below e^-32 are left outside of the window
 
 
 def delta_from_below(runs, epsilon, remove, scale):
@@ -26,7 +26,7 @@ def delta_from_below(runs, epsilon, remove, scale):
     total, sign = sum(steps for _, _, steps in runs), 1 if remove else -1
     most = -sum(steps * (math.log1p(-rate) if rate < 1 else -math.inf) for rate, _, steps in runs)
     if not remove and epsilon >= most:
-        return 0.0           # adding never costs a step more than -ln(1 - q)
+        return 0.0  # adding never costs a step more than -ln(1 - q)
     tops = [_top(rate, noise, 1e-6 * scale / total) for rate, noise, _ in runs]
 
     # The tilt, and how wide the tilted sum is, from coarse laws of single steps.
@@ -41,14 +41,23 @@ def delta_from_below(runs, epsilon, remove, scale):
     def exponent(log_tilt):
         tilt = math.exp(log_tilt)
         return cumulants(tilt) - tilt * epsilon - math.log(tilt) - math.log1p(tilt)
-    tilt = math.exp(optimize.minimize_scalar(exponent, bounds=(math.log(1e-3), math.log(1e6)), method="bounded",
-                                             options={"xatol": 0.02}).x)
+
+    tilt = math.exp(
+        optimize.minimize_scalar(
+            exponent, bounds=(math.log(1e-3), math.log(1e6)), method="bounded", options={"xatol": 0.02}
+        ).x
+    )
 
     def reach(direction):
         """How far above or below epsilon the tilted sum gets, by Chernoff's bound."""
         shares = direction * tilt * np.geomspace(1e-3, 1e3 if direction > 0 else 1, 40)
-        return max(0.0, min((NEGLIGIBLE + cumulants(tilt + more) - cumulants(tilt) - more * epsilon) / abs(more)
-                            for more in shares))
+        return max(
+            0.0,
+            min(
+                (NEGLIGIBLE + cumulants(tilt + more) - cumulants(tilt) - more * epsilon) / abs(more) for more in shares
+            ),
+        )
+
     left, right = reach(-1), reach(1)
     spacing = math.sqrt(24 * LOST / (tilt * (1 + tilt) * total))
     span = fft.next_fast_len(min(SPAN, max(64, math.ceil((left + right) / spacing) + 2)), real=True)
@@ -66,12 +75,12 @@ def delta_from_below(runs, epsilon, remove, scale):
         weight = special.softmax(logs[0])
         moved += steps * float(weight @ np.where(weight > 1e-20, gap, 0.0))
         laws.append((sign * numbers, logs, steps))
-    middle = round((epsilon - moved) / spacing)     # about here lies the best threshold
-    first = middle - math.ceil(left / spacing)      # the window begins here
+    middle = round((epsilon - moved) / spacing)  # about here lies the best threshold
+    first = middle - math.ceil(left / spacing)  # the window begins here
     near = max(0, middle - first - math.ceil(4 / (tilt * spacing)))
     thresholds = np.arange(first + near, first + span) * spacing
     tails = []
-    for more in (0, 1):      # under P and under Q, with what the rounding of transforms may be taken off and added
+    for more in (0, 1):  # under P and under Q, with what the rounding of transforms may be taken off and added
         height, transform = 0.0, 1.0
         for numbers, logs, steps in laws:
             top = special.logsumexp(logs[more])
@@ -98,8 +107,11 @@ def verdict(runs, epsilon, delta):
     asked for would have been seen. At epsilon 0 an upper end tells.
     """
     lower = {word: delta_from_below(runs, epsilon, word == "remove", delta) for word in ("remove", "add")}
-    wrong = [f"epsilon {epsilon} has delta {found} or more, to {word}" for word, found in lower.items()
-             if found > delta * (1 + 1e-6)]
+    wrong = [
+        f"epsilon {epsilon} has delta {found} or more, to {word}"
+        for word, found in lower.items()
+        if found > delta * (1 + 1e-6)
+    ]
     if wrong:
         return "; ".join(wrong)
     told = max(lower.values()) >= 0.95 * delta or (epsilon == 0 and delta_at_zero_from_above(runs) <= delta)
@@ -129,9 +141,10 @@ def _masses(rate, noise, edges, remove):
     """P and Q of the cells between edges of the log ratio; the first and the last cell are open."""
     t = np.concatenate(([-np.inf], _output(rate, noise, edges), [np.inf]))
 
-    def between(t):          # of a standard Gaussian, from the side where nothing cancels
+    def between(t):  # of a standard Gaussian, from the side where nothing cancels
         low, high = t[:-1], t[1:]
         return np.where(low > 0, special.ndtr(-low) - special.ndtr(-high), special.ndtr(high) - special.ndtr(low))
+
     without, with_it = between(t), between(t - 1 / noise)
     mixed = (1 - rate) * without + rate * with_it
     return (mixed, without) if remove else (without, mixed)

@@ -32,6 +32,7 @@ def test_the_oracle_tells_a_bound_that_is_too_small():
 
 def test_the_oracle_is_a_lower_end_and_close_to_delta():
     """One step, and steps that everybody is in, have closed forms."""
+
     def one_step(rate, noise, epsilon):
         at = noise**2 * math.log1p(math.expm1(epsilon) / rate) + 0.5
         with_it = (1 - rate) * special.ndtr(-at / noise) + rate * special.ndtr((1 - at) / noise)

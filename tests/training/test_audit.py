@@ -26,8 +26,15 @@ def released(plan):
     torch.nn.init.zeros_(model.weight)
     canary = (torch.arange(N) % 2).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=plan.expected_batch_size)
-    train(model, lambda row, slope: -5 * row.squeeze(1) * slope, (torch.arange(N), canary), plan, optimizer=optimizer,
-          seed=11, physical_batch_size=N)
+    train(
+        model,
+        lambda row, slope: -5 * row.squeeze(1) * slope,
+        (torch.arange(N), canary),
+        plan,
+        optimizer=optimizer,
+        seed=11,
+        physical_batch_size=N,
+    )
     weights = model.weight.detach().squeeze(1)
     return weights[1::2], weights[0::2]
 

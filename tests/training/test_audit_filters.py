@@ -42,7 +42,7 @@ class Adversary:
         place = (self.loss / self.game.interval).round().long() - self.game.first
         place = place.clamp(0, self.choices.shape[1] - 1)
         asked, left = self.choices[self.left, place], self.left.clone()
-        for _ in range(BUDGET):          # leaving a unit unspent takes no step
+        for _ in range(BUDGET):  # leaving a unit unspent takes no step
             waits = (asked < 0) & (left > 0)
             left -= waits.long()
             asked = torch.where(waits, self.choices[left, place], asked)
@@ -60,8 +60,16 @@ class Adversary:
 
 def audited(greedy=False):
     """(promised epsilon, lower bound on it by the attack)."""
-    filter = ExactFilter(N, sample_rate=0.3, noise_multiplier=1.0, max_grad_norm=1.0, levels=LEVELS, costs=COSTS,
-                         budget=BUDGET, steps=STEPS)
+    filter = ExactFilter(
+        N,
+        sample_rate=0.3,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        levels=LEVELS,
+        costs=COSTS,
+        budget=BUDGET,
+        steps=STEPS,
+    )
     promised = float(filter.epsilon(DELTA)[0])
     pairs = [SampledGaussian(0.3, 1.0 / level) for level in LEVELS]
     game = worst_case(pairs, costs=COSTS, budget=BUDGET, epsilon=promised, choices=True)
@@ -69,9 +77,16 @@ def audited(greedy=False):
     torch.nn.init.zeros_(model.weight)
     canary = (torch.arange(N) % 2).double()
     adversary = Adversary(filter, game, model, greedy)
-    train(model, lambda row, slope: -5 * row.squeeze(1) * slope, (torch.arange(N), canary), PLAN,
-          optimizer=torch.optim.SGD(model.parameters(), lr=PLAN.expected_batch_size), seed=5, physical_batch_size=N,
-          trackers=[adversary])
+    train(
+        model,
+        lambda row, slope: -5 * row.squeeze(1) * slope,
+        (torch.arange(N), canary),
+        PLAN,
+        optimizer=torch.optim.SGD(model.parameters(), lr=PLAN.expected_batch_size),
+        seed=5,
+        physical_batch_size=N,
+        trackers=[adversary],
+    )
     with_canary, without = adversary.loss[1::2], adversary.loss[0::2]
     half = N // 4
 

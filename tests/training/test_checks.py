@@ -18,11 +18,22 @@ def fit(model, x=X, y=Y, loss=cross_entropy, optimizer=None, **options):
     return train(model, loss, (x, y), PLAN, optimizer=optimizer, seed=0, progress=False, **options)
 
 
-@pytest.mark.parametrize("x, y, message", [
-    (X.numpy(), Y, "tensors"), (X, Y.numpy(), "tensors"), (X.tolist(), Y, "tensors"), (X[:19], Y, "plan.n = 20"),
-    (X, Y[:19], "plan.n = 20"), (X.double(), Y, "torch.float64"), (X, Y.float(), "must accept the data"),
-    (X, Y.int(), "must accept the data"), (X[:, :3], Y, "must accept the data"), (X.long(), Y, "must accept the data"),
-    (X, torch.tensor(1), "shape")])
+@pytest.mark.parametrize(
+    "x, y, message",
+    [
+        (X.numpy(), Y, "tensors"),
+        (X, Y.numpy(), "tensors"),
+        (X.tolist(), Y, "tensors"),
+        (X[:19], Y, "plan.n = 20"),
+        (X, Y[:19], "plan.n = 20"),
+        (X.double(), Y, "torch.float64"),
+        (X, Y.float(), "must accept the data"),
+        (X, Y.int(), "must accept the data"),
+        (X[:, :3], Y, "must accept the data"),
+        (X.long(), Y, "must accept the data"),
+        (X, torch.tensor(1), "shape"),
+    ],
+)
 def test_data_that_the_model_cannot_take_are_refused(x, y, message):
     """They ended in an error of some layer, or of numpy, in the middle of the work."""
     model = nn.Linear(4, 3)
@@ -125,6 +136,6 @@ def test_call_with_replaces_a_shared_parameter_everywhere_and_matches_autograd()
     norms = gradient_norms(model, cross_entropy, X, Y, method="func")
     for i in range(3):
         model.zero_grad()
-        cross_entropy(model(X[i:i + 1]), Y[i:i + 1]).sum().backward()
+        cross_entropy(model(X[i : i + 1]), Y[i : i + 1]).sum().backward()
         alone = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
         assert float((norms[i] / alone - 1).abs()) < 1e-5

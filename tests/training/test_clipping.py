@@ -17,8 +17,9 @@ def oracle(model, loss, x, y, max_grad_norm):
     limits = torch.as_tensor(max_grad_norm, dtype=torch.float64).expand(len(x))
     total, norms = [torch.zeros_like(p) for p in parameters], []
     for i in range(len(x)):
-        gradient = torch.autograd.grad(loss(model(x[i:i + 1]), y[i:i + 1]).sum(), parameters, materialize_grads=True,
-                                       allow_unused=True)
+        gradient = torch.autograd.grad(
+            loss(model(x[i : i + 1]), y[i : i + 1]).sum(), parameters, materialize_grads=True, allow_unused=True
+        )
         norms.append(torch.cat([g.flatten() for g in gradient]).norm())
         for t, g in zip(total, gradient):
             t += g * min(1.0, limits[i].item() / norms[-1].item())
@@ -69,29 +70,50 @@ def images(*shape):
 
 MODELS = {
     "linear": (lambda: nn.Linear(4, 3), lambda: images(4)),
-    "mlp without biases": (lambda: nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)),
-                           lambda: images(4)),
+    "mlp without biases": (
+        lambda: nn.Sequential(nn.Linear(4, 6, bias=False), nn.Tanh(), nn.Linear(6, 3, bias=False)),
+        lambda: images(4),
+    ),
     "mnist cnn": (models.mnist_cnn, lambda: images(1, 28, 28)),
     "positions few and channels many": (
-        lambda: nn.Sequential(nn.Conv2d(16, 24, 3), nn.Flatten(), nn.Linear(96, 3)), lambda: images(16, 4, 4)),
+        lambda: nn.Sequential(nn.Conv2d(16, 24, 3), nn.Flatten(), nn.Linear(96, 3)),
+        lambda: images(16, 4, 4),
+    ),
     "strided, dilated, grouped, reflected": (
-        lambda: nn.Sequential(nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 2), groups=2,
-                                        padding_mode="reflect"), nn.Tanh(),
-                              nn.Conv2d(6, 6, 3, padding="same", groups=6), nn.Flatten(), nn.LazyLinear(3)),
-        lambda: images(4, 7, 8)),
+        lambda: nn.Sequential(
+            nn.Conv2d(4, 6, (3, 2), stride=(2, 1), padding=(2, 1), dilation=(1, 2), groups=2, padding_mode="reflect"),
+            nn.Tanh(),
+            nn.Conv2d(6, 6, 3, padding="same", groups=6),
+            nn.Flatten(),
+            nn.LazyLinear(3),
+        ),
+        lambda: images(4, 7, 8),
+    ),
     "steps of one pixel, many positions": (
-        lambda: nn.Sequential(nn.Conv2d(2, 4, (3, 2), dilation=(1, 2), padding=(1, 2), padding_mode="reflect"),
-                              nn.Tanh(), nn.Conv2d(4, 6, 3, padding=1, groups=2), nn.Flatten(), nn.LazyLinear(3)),
-        lambda: images(2, 7, 8)),
-    "linear over positions": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(30, 3)),
-                              lambda: images(6, 4)),
+        lambda: nn.Sequential(
+            nn.Conv2d(2, 4, (3, 2), dilation=(1, 2), padding=(1, 2), padding_mode="reflect"),
+            nn.Tanh(),
+            nn.Conv2d(4, 6, 3, padding=1, groups=2),
+            nn.Flatten(),
+            nn.LazyLinear(3),
+        ),
+        lambda: images(2, 7, 8),
+    ),
+    "linear over positions": (
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(30, 3)),
+        lambda: images(6, 4),
+    ),
     "repeated layers": (Repeated, lambda: images(2, 16, 4)[:, :, :8]),
     "embedding": (Tokens, lambda: torch.randint(7, (5, 6))),
     "own layer": (lambda: nn.Sequential(nn.Linear(4, 3), Scale(), nn.PReLU(3), nn.Linear(3, 3)), lambda: images(4)),
-    "inplace activation": (lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
-                           lambda: images(4)),
-    "convolution in one dimension": (lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(18, 3)),
-                                     lambda: images(2, 8)),
+    "inplace activation": (
+        lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 3)),
+        lambda: images(4),
+    ),
+    "convolution in one dimension": (
+        lambda: nn.Sequential(nn.Conv1d(2, 3, 3), nn.Flatten(), nn.Linear(18, 3)),
+        lambda: images(2, 8),
+    ),
 }
 
 
@@ -162,7 +184,7 @@ def test_frozen_parameters_do_not_count(method):
 def test_in_float32_no_clipped_gradient_is_longer_than_the_clip_norm(method):
     model, x, y = models.mnist_cnn(seed=3), torch.randn(64, 1, 28, 28) * 3, torch.randint(10, (64,))
     for i in range(64):
-        result = clipped_sum(model, cross_entropy, x[i:i + 1], y[i:i + 1], 0.1, method=method)
+        result = clipped_sum(model, cross_entropy, x[i : i + 1], y[i : i + 1], 0.1, method=method)
         length = math.sqrt(sum(g.double().square().sum().item() for g in result.gradients.values()))
         assert result.norms.item() < 0.1 or 0.1 * (1 - 1e-5) < length <= 0.1 * (1 + 1e-6)
 
@@ -182,15 +204,23 @@ def test_a_gradient_that_is_not_finite_contributes_nothing(method, bad):
     model, x, y = build("positions few and channels many")
     expected = clipped_sum(model, cross_entropy, x[1:], y[1:], 0.5, method=method)
     x[0] = bad
-    result = clipped_sum(model, lambda out, y: cross_entropy(out, y) + out.square().sum(1) * (out.abs() > 1e9).any(1),
-                         x, y, 0.5, method=method)
+    result = clipped_sum(
+        model,
+        lambda out, y: cross_entropy(out, y) + out.square().sum(1) * (out.abs() > 1e9).any(1),
+        x,
+        y,
+        0.5,
+        method=method,
+    )
     assert result.norms[0] == math.inf and result.norms[1:].isfinite().all()
     for name, g in result.gradients.items():
         torch.testing.assert_close(g, expected.gradients[name])
 
 
-@pytest.mark.parametrize("layer", [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.LazyBatchNorm1d(),
-                                   nn.InstanceNorm1d(3, track_running_stats=True)])
+@pytest.mark.parametrize(
+    "layer",
+    [nn.BatchNorm1d(3), nn.SyncBatchNorm(3), nn.LazyBatchNorm1d(), nn.InstanceNorm1d(3, track_running_stats=True)],
+)
 def test_layers_that_mix_examples_are_refused_by_name(layer):
     model = nn.ModuleDict({"first": nn.Linear(3, 3), "mixer": layer})
     with pytest.raises(ValueError, match=f"'mixer' is a {type(layer).__name__}"):
@@ -252,7 +282,7 @@ def test_a_model_that_layers_cannot_explain_is_left_to_torch_func(make, message)
     for method in ("mixed", "ghost"):
         with pytest.raises(ValueError, match=message):
             clipped_sum(model, cross_entropy, x, y, 1.0, method=method)
-    if make is Overwritten:             # autograd cannot differentiate it either
+    if make is Overwritten:  # autograd cannot differentiate it either
         with pytest.raises(ValueError, match="in.?place"):
             clipping.resolve_method(model, cross_entropy, x, y)
     else:
@@ -272,10 +302,17 @@ def test_a_layer_whose_weight_is_used_beside_it_is_found_out():
     assert clipping.resolve_method(model, cross_entropy, x, y) == "func"
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ({"max_grad_norm": 0.0}, "max_grad_norm"), ({"max_grad_norm": torch.ones(3)}, "max_grad_norm"),
-    ({"method": "magic"}, "method"), ({"chunk": 0}, "chunk"), ({"y": torch.zeros(4, dtype=torch.int64)}, "y"),
-    ({"loss": F.cross_entropy}, "reduction='none'")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"max_grad_norm": 0.0}, "max_grad_norm"),
+        ({"max_grad_norm": torch.ones(3)}, "max_grad_norm"),
+        ({"method": "magic"}, "method"),
+        ({"chunk": 0}, "chunk"),
+        ({"y": torch.zeros(4, dtype=torch.int64)}, "y"),
+        ({"loss": F.cross_entropy}, "reduction='none'"),
+    ],
+)
 def test_bad_input_is_refused_by_name(arguments, message):
     model, x, y = build("linear")
     given = {"loss": cross_entropy, "y": y, "max_grad_norm": 1.0, "method": "mixed", **arguments}
@@ -302,11 +339,29 @@ class Seen(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["mixed", "ghost"])
-@pytest.mark.parametrize("make", [
-    lambda: nn.Sequential(Seen(), nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(),
-                          nn.MaxPool2d(2), Seen(), nn.Conv2d(8, 6, 3, stride=2, groups=2), nn.Flatten()),
-    lambda: nn.Sequential(Seen(), nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.ReLU(), Seen(),
-                          models.StandardisedConv2d(4, 6, 3, padding=1), nn.Flatten())])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Sequential(
+            Seen(),
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.GroupNorm(2, 8),
+            nn.Tanh(),
+            nn.MaxPool2d(2),
+            Seen(),
+            nn.Conv2d(8, 6, 3, stride=2, groups=2),
+            nn.Flatten(),
+        ),
+        lambda: nn.Sequential(
+            Seen(),
+            nn.Conv2d(3, 4, 3, padding=1, bias=False),
+            nn.ReLU(),
+            Seen(),
+            models.StandardisedConv2d(4, 6, 3, padding=1),
+            nn.Flatten(),
+        ),
+    ],
+)
 def test_colour_images_go_through_with_channels_last_and_nothing_else_changes(make, method, monkeypatch):
     torch.manual_seed(0)
     model, x, y = make(), torch.randn(6, 3, 12, 12), torch.randint(3, (6,))
@@ -323,8 +378,12 @@ def test_colour_images_go_through_with_channels_last_and_nothing_else_changes(ma
 
 def test_other_inputs_stay_as_they_are():
     conv, linear = nn.Conv2d(3, 2, 3), nn.Linear(8, 2)
-    for model, x in ((conv, torch.randn(2, 3, 8, 8).double()), (nn.Conv2d(1, 2, 3), torch.randn(2, 1, 8, 8)),
-                     (linear, torch.randn(2, 3, 8, 8)), (linear, torch.randn(2, 8))):
+    for model, x in (
+        (conv, torch.randn(2, 3, 8, 8).double()),
+        (nn.Conv2d(1, 2, 3), torch.randn(2, 1, 8, 8)),
+        (linear, torch.randn(2, 3, 8, 8)),
+        (linear, torch.randn(2, 8)),
+    ):
         assert clipping.in_best_format(model, x) is x
 
 
@@ -367,7 +426,7 @@ def test_norms_of_large_layers_do_not_come_out_too_small_and_sums_keep_to_the_cl
     norms = gradient_norms(model, cross_entropy, x, y, method=method).double()
     assert (norms / exact - 1).abs().max() < 7e-7
     for i in range(3):
-        total = clipped_sum(model, cross_entropy, x[i:i + 1], y[i:i + 1], 1.0, method=method)
+        total = clipped_sum(model, cross_entropy, x[i : i + 1], y[i : i + 1], 1.0, method=method)
         assert torch.cat([g.double().flatten() for g in total.gradients.values()]).norm() <= 1
 
 
@@ -382,8 +441,9 @@ def test_a_sum_of_squares_of_many_equal_numbers_is_right_to_single_precision():
 def test_func_holds_no_more_gradients_than_fit_however_many_are_asked_for(monkeypatch):
     seen, work = [], clipping._functional
     monkeypatch.setattr(clipping, "_BUDGET", 60)
-    monkeypatch.setattr(clipping, "_functional",
-                        lambda *args, **options: seen.append(len(args[2])) or work(*args, **options))
+    monkeypatch.setattr(
+        clipping, "_functional", lambda *args, **options: seen.append(len(args[2])) or work(*args, **options)
+    )
     model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.arange(10) % 3
     norms = gradient_norms(model, cross_entropy, x, y, method="func", chunk=10)
     assert seen == [4, 4, 2] and len(norms) == 10
@@ -398,7 +458,7 @@ class Inplace(nn.Module):
         self.first, self.norm = nn.Linear(5, 5), nn.InstanceNorm2d(3, affine=True)
         self.act, self.head = nn.ReLU(inplace=True), nn.Linear(60, 3)
 
-    def forward(self, x):                                     # (n, 3, 4, 5)
+    def forward(self, x):  # (n, 3, 4, 5)
         if self.kind == "used before":
             hidden = self.first(x)
             before = hidden * 2
@@ -467,12 +527,22 @@ def test_no_gradient_but_zero_has_norm_zero(method, dtype, scale):
     x, y = torch.ones(3, 4, dtype=dtype), torch.arange(3) % 3
     x[2] = 0
     factors = torch.tensor([scale, scale, 0], dtype=dtype)
-    norms = gradient_norms(model, lambda out, y: cross_entropy(out, y[:, 0].long()) * y[:, 1],
-                           x, torch.stack([y.to(dtype), factors], 1), method=method)
-    exact = gradient_norms(copy.deepcopy(model).double(), lambda out, y: cross_entropy(out, y[:, 0].long()) * y[:, 1],
-                           x.double(), torch.stack([y.double(), factors.double() * 2.0**400], 1), method="func")
+    norms = gradient_norms(
+        model,
+        lambda out, y: cross_entropy(out, y[:, 0].long()) * y[:, 1],
+        x,
+        torch.stack([y.to(dtype), factors], 1),
+        method=method,
+    )
+    exact = gradient_norms(
+        copy.deepcopy(model).double(),
+        lambda out, y: cross_entropy(out, y[:, 0].long()) * y[:, 1],
+        x.double(),
+        torch.stack([y.double(), factors.double() * 2.0**400], 1),
+        method="func",
+    )
     assert (norms[:2] > 0).all() and norms[2] == 0
-    assert (norms.double() * (1 + 1e-6) >= exact / 2.0**400).all() or scale == 1e-44   # a subnormal has few digits
+    assert (norms.double() * (1 + 1e-6) >= exact / 2.0**400).all() or scale == 1e-44  # a subnormal has few digits
 
 
 def test_sums_of_squares_of_small_numbers_are_rounded_up():
@@ -486,12 +556,19 @@ def test_sums_of_squares_of_small_numbers_are_rounded_up():
 
 def test_a_batched_gradient_that_the_framework_gets_wrong_is_refused():
     """Instance norm whose output has its channels moved: PyTorch's gradient of a batch is not that of its examples."""
+
     class Last(torch.nn.Module):
         def forward(self, x):
             return x.movedim(1, -1)
+
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Conv2d(1, 2, 1), torch.nn.InstanceNorm2d(2, affine=True), Last(),
-                                torch.nn.Flatten(), torch.nn.Linear(18, 3)).double()
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 2, 1),
+        torch.nn.InstanceNorm2d(2, affine=True),
+        Last(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(18, 3),
+    ).double()
     x, y = torch.randn(9, 1, 3, 3).double(), torch.arange(9) % 3
     for method in clipping.METHODS:
         try:
@@ -499,6 +576,10 @@ def test_a_batched_gradient_that_the_framework_gets_wrong_is_refused():
         except ValueError:
             continue
         found = clipping.gradient_norms(model, clipping.cross_entropy, x, y, method=used)
-        alone = torch.cat([clipping.gradient_norms(model, clipping.cross_entropy, x[i:i + 1], y[i:i + 1], method=used)
-                           for i in range(9)])
+        alone = torch.cat(
+            [
+                clipping.gradient_norms(model, clipping.cross_entropy, x[i : i + 1], y[i : i + 1], method=used)
+                for i in range(9)
+            ]
+        )
         torch.testing.assert_close(found, alone)

@@ -12,7 +12,16 @@ from dpcompanion import _checks
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.output_perturbation import noise_covariance
 from dpcompanion.training import (
-    clipped_sum, cross_entropy, DPSGDPlan, gradient_norms, layers, loop, models, NormTracker, runs, train,
+    clipped_sum,
+    cross_entropy,
+    DPSGDPlan,
+    gradient_norms,
+    layers,
+    loop,
+    models,
+    NormTracker,
+    runs,
+    train,
 )
 
 READS = {"_local_scalar_dense", "is_nonzero", "equal", "nonzero", "_unique2", "unique_dim", "masked_select"}
@@ -76,7 +85,8 @@ def test_clipping_and_norms_read_nothing_back(name, method):
             found = clipped_sum(model, cross_entropy, x, y, limit, method=method, chunk=3)
         assert not copies.seen
         assert {name: g.shape for name, g in found.gradients.items()} == {
-            name: p.shape for name, p in model.named_parameters()}
+            name: p.shape for name, p in model.named_parameters()
+        }
         assert all(g.device.type == "meta" for g in (*found.gradients.values(), found.norms, found.losses))
     with CopiesToHost() as copies:
         gradient_norms(model, cross_entropy, x, y, method=method)
@@ -97,8 +107,20 @@ PLAN = DPSGDPlan(n=64, sample_rate=0.25, steps=8, max_grad_norm=0.4, noise_multi
 def begun(optimizer=torch.optim.SGD, **options):
     """The loop of a run that was proved on the processor, and is on the meta device from its first step on."""
     model = models.mnist_cnn(seed=0)
-    found = loop._Loop(model, cross_entropy, (X, Y), PLAN, optimizer(model.parameters(), lr=0.1, **options), 0, None,
-                       "auto", 512, (), {}, "cpu")
+    found = loop._Loop(
+        model,
+        cross_entropy,
+        (X, Y),
+        PLAN,
+        optimizer(model.parameters(), lr=0.1, **options),
+        0,
+        None,
+        "auto",
+        512,
+        (),
+        {},
+        "cpu",
+    )
     model.to("meta")
     found.run.optimizer = optimizer(model.parameters(), lr=0.1, **options)
     found.parameters, found.device = dict(model.named_parameters()), torch.device("meta")
@@ -109,8 +131,9 @@ def begun(optimizer=torch.optim.SGD, **options):
     return found
 
 
-@pytest.mark.parametrize("optimizer, options", [(torch.optim.SGD, {"momentum": 0.9}),
-                                                (torch.optim.Adam, {"foreach": True})])
+@pytest.mark.parametrize(
+    "optimizer, options", [(torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"foreach": True})]
+)
 def test_a_step_of_a_run_reads_nothing_back(optimizer, options):
     found = begun(optimizer, **options)
     with CopiesToHost() as copies:
@@ -120,11 +143,12 @@ def test_a_step_of_a_run_reads_nothing_back(optimizer, options):
 
 
 TRACKERS = {
-    "observed": {}, "individual clipping": {"clipping": "individual"},
-    "running": {"running": True, "updates_per_epoch": 0}, "running and clipping": {
-        "running": True, "clipping": "individual"},
-    "some examples": {"running": True, "examples": list(range(0, 64, 3))}, "without rounding": {
-        "rounding": None, "accountant": "rdp", "clipping": "individual"},
+    "observed": {},
+    "individual clipping": {"clipping": "individual"},
+    "running": {"running": True, "updates_per_epoch": 0},
+    "running and clipping": {"running": True, "clipping": "individual"},
+    "some examples": {"running": True, "examples": list(range(0, 64, 3))},
+    "without rounding": {"rounding": None, "accountant": "rdp", "clipping": "individual"},
 }
 
 
@@ -134,8 +158,9 @@ def test_a_step_with_a_tracker_reads_nothing_back(name):
     own = found.examples.x, found.examples.y
     if "examples" in options:
         own = tuple(part[options["examples"]] for part in own)
-    tracker = NormTracker.for_plan(PLAN, found.run.model, cross_entropy, own, device="meta", method="mixed",
-                                   **{"updates_per_epoch": 2, **options})
+    tracker = NormTracker.for_plan(
+        PLAN, found.run.model, cross_entropy, own, device="meta", method="mixed", **{"updates_per_epoch": 2, **options}
+    )
     tracker._proved, found.trackers = True, (tracker,)
     with CopiesToHost() as copies:
         for _ in range(PLAN.steps):
@@ -146,8 +171,9 @@ def test_a_step_with_a_tracker_reads_nothing_back(name):
 
 @pytest.mark.parametrize("options", [{}, {"accountant": "rdp"}, {"accountant": "rdp", "rounding": None}])
 def test_a_record_reads_nothing_back(options):
-    account = IndividualAccountant(64, sample_rate=0.25, noise_multiplier=1.0, max_grad_norm=1.0, device="meta",
-                                   **options)
+    account = IndividualAccountant(
+        64, sample_rate=0.25, noise_multiplier=1.0, max_grad_norm=1.0, device="meta", **options
+    )
     norms, some = torch.zeros(64, device="meta"), torch.zeros(5, dtype=torch.int64, device="meta")
     with CopiesToHost() as copies:
         account.record(norms)
@@ -158,8 +184,16 @@ def test_a_record_reads_nothing_back(options):
 
 
 def test_a_step_of_runs_side_by_side_reads_nothing_back():
-    found = runs.Ensemble(models.mnist_cnn(seed=0), cross_entropy, (X, Y), PLAN, seeds=[0, 1], learning_rate=0.1,
-                          momentum=0.5, members=torch.arange(64) % 3 > torch.tensor([[0], [1]]))
+    found = runs.Ensemble(
+        models.mnist_cnn(seed=0),
+        cross_entropy,
+        (X, Y),
+        PLAN,
+        seeds=[0, 1],
+        learning_rate=0.1,
+        momentum=0.5,
+        members=torch.arange(64) % 3 > torch.tensor([[0], [1]]),
+    )
     found.device = torch.device("meta")
     found._template.to("meta")
     for name, value in vars(found).items():
@@ -186,9 +220,17 @@ class Away(IndividualAccountant):
         return True
 
 
-@pytest.mark.parametrize("norms, steps, examples", [
-    ([0.1, -1.0], 1, [0, 1]), ([0.1, math.nan], 1, [0, 1]), ([0.1, math.inf], 1, [0, 1]),
-    ([0.1, 0.1], [1, -1], [0, 1]), ([0.1, 0.1], 1, [0, 3]), ([0.1, 0.1], 1, [0, -1])])
+@pytest.mark.parametrize(
+    "norms, steps, examples",
+    [
+        ([0.1, -1.0], 1, [0, 1]),
+        ([0.1, math.nan], 1, [0, 1]),
+        ([0.1, math.inf], 1, [0, 1]),
+        ([0.1, 0.1], [1, -1], [0, 1]),
+        ([0.1, 0.1], 1, [0, 3]),
+        ([0.1, 0.1], 1, [0, -1]),
+    ],
+)
 def test_what_is_not_looked_at_is_refused_when_the_account_is_read_and_charged_in_full(norms, steps, examples):
     account = Away(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5)
     norms = torch.tensor(norms, dtype=torch.float64)
@@ -202,8 +244,9 @@ def test_what_is_not_looked_at_is_refused_when_the_account_is_read_and_charged_i
 
 
 def test_what_is_not_looked_at_is_accounted_for_the_same():
-    one, other = (kind(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5)
-                  for kind in (IndividualAccountant, Away))
+    one, other = (
+        kind(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5) for kind in (IndividualAccountant, Away)
+    )
     for account in (one, other):
         account.record(torch.tensor([0.1, 0.2, 0.7]), steps=torch.tensor([3, 5, 7]))
         account.record(torch.tensor([0.1]), examples=torch.tensor([2]))
@@ -224,12 +267,20 @@ def test_who_takes_no_part_counts_nothing_whether_it_is_left_out_or_multiplied_b
     ends = []
     for away in (False, True):
         monkeypatch.setattr(loop, "_is_away", lambda tensor, away=away: away)
-        if away:        # where limits are not looked at
+        if away:  # where limits are not looked at
             monkeypatch.setattr(_checks, "in_interval", lambda name, value, *limits, **how: value)
         model = models.linear(8, 10, seed=0).double()
         tracker = Leaving.for_plan(PLAN, model, cross_entropy, (x, Y), clipping="individual")
-        history = train(model, cross_entropy, (x, Y), PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                        seed=0, trackers=[tracker], progress=False)
+        history = train(
+            model,
+            cross_entropy,
+            (x, Y),
+            PLAN,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            seed=0,
+            trackers=[tracker],
+            progress=False,
+        )
         ends.append((model.weight.detach(), history.losses, history.batch_sizes, tracker.epsilon(1e-3)))
     for one, other in zip(*ends):
         torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)

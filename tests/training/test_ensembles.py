@@ -13,8 +13,19 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
-from dpcompanion.training import (Callbacks, Checkpoint, DPSGDPlan, clipped_sum, cross_entropy,
-                                  generators, gradient_norms, models, stacking, train, train_ensemble)
+from dpcompanion.training import (
+    Callbacks,
+    Checkpoint,
+    DPSGDPlan,
+    clipped_sum,
+    cross_entropy,
+    generators,
+    gradient_norms,
+    models,
+    stacking,
+    train,
+    train_ensemble,
+)
 from dpcompanion.training.layers import Unfit
 from dpcompanion.training.secure import grid_of, snapped
 
@@ -65,17 +76,28 @@ def reused():
 
 
 def images():
-    return nn.Sequential(nn.Conv2d(2, 4, 3, padding=1, groups=2), nn.GroupNorm(2, 4), nn.Tanh(), models.MaxPool2d(2),
-                         models.StandardisedConv2d(4, 3, 2), nn.Flatten(), nn.Linear(3, 3))
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, groups=2),
+        nn.GroupNorm(2, 4),
+        nn.Tanh(),
+        models.MaxPool2d(2),
+        models.StandardisedConv2d(4, 3, 2),
+        nn.Flatten(),
+        nn.Linear(3, 3),
+    )
 
 
 ARCHITECTURES = {
-    "linear": (lambda: nn.Linear(4, 3), (4,)), "convolutions": (images, (2, 4, 4)),
-    "one bias frozen": (frozen_bias, (4,)), "a layer used twice": (reused, (4,)), "layers in layers": (Pair, (4,)),
+    "linear": (lambda: nn.Linear(4, 3), (4,)),
+    "convolutions": (images, (2, 4, 4)),
+    "one bias frozen": (frozen_bias, (4,)),
+    "a layer used twice": (reused, (4,)),
+    "layers in layers": (Pair, (4,)),
     "a weight's shape": (Peeking, (4,)),
     "an LSTM": (lambda: models.char_rnn(3, tokens=7, embedding=2, hidden=3, layers=2), None),
     "positions": (lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Flatten(), nn.Linear(10, 3)), (2, 4)),
-    "tokens": (Tokens, None)}
+    "tokens": (Tokens, None),
+}
 
 
 def networks(build, count=RUNS):
@@ -92,19 +114,35 @@ def networks(build, count=RUNS):
 
 def examples(shape, n=N, seed=1):
     g = torch.Generator().manual_seed(seed)
-    x = (torch.randint(7, (n, 6), generator=g) if shape is None
-         else torch.randn(n, *shape, dtype=torch.float64, generator=g))
+    x = (
+        torch.randint(7, (n, 6), generator=g)
+        if shape is None
+        else torch.randn(n, *shape, dtype=torch.float64, generator=g)
+    )
     return x, torch.randint(3, (n,), generator=g)
 
 
 def plan(**changes):
-    return DPSGDPlan(**{"n": N, "sample_rate": 0.1, "steps": 8, "max_grad_norm": 0.5, "noise_multiplier": 1.0,
-                        "delta": 1e-3, **changes})
+    return DPSGDPlan(
+        **{
+            "n": N,
+            "sample_rate": 0.1,
+            "steps": 8,
+            "max_grad_norm": 0.5,
+            "noise_multiplier": 1.0,
+            "delta": 1e-3,
+            **changes,
+        }
+    )
 
 
 # Different in rate, in norm and in noise; the third is often empty.
-PLANS = [plan(), plan(sample_rate=torch.linspace(0.05, 0.6, N), noise_multiplier=0.3),
-         plan(sample_rate=0.02, max_grad_norm=torch.linspace(0.01, 2, N)), plan(sample_rate=1.0, noise_multiplier=0.0)]
+PLANS = [
+    plan(),
+    plan(sample_rate=torch.linspace(0.05, 0.6, N), noise_multiplier=0.3),
+    plan(sample_rate=0.02, max_grad_norm=torch.linspace(0.01, 2, N)),
+    plan(sample_rate=1.0, noise_multiplier=0.0),
+]
 SGD = {"momentum": 0.9, "weight_decay": 0.1}
 
 
@@ -119,18 +157,30 @@ def alone(model, data, plan, seed, lr, **sgd):
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("method, size, workers", [
-    ("auto", 512, 1), ("mixed", 7, 2), ("ghost", 60, 1), ("func", 23, 2)])
+@pytest.mark.parametrize(
+    "method, size, workers", [("auto", 512, 1), ("mixed", 7, 2), ("ghost", 60, 1), ("func", 23, 2)]
+)
 def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
     build, shape = ARCHITECTURES[name]
     if name in ("layers in layers", "a weight's shape") and method in ("mixed", "ghost"):
         method = "auto"
     data, made, rates = examples(shape), networks(build), [0.3, 0.2, 0.5, 0.1]
-    ensemble = train_ensemble(made, cross_entropy, data, PLANS, seeds=[5, 6, 7, 5], learning_rate=rates, method=method,
-                              physical_batch_size=size, workers=workers, **SGD)
+    ensemble = train_ensemble(
+        made,
+        cross_entropy,
+        data,
+        PLANS,
+        seeds=[5, 6, 7, 5],
+        learning_rate=rates,
+        method=method,
+        physical_batch_size=size,
+        workers=workers,
+        **SGD,
+    )
     assert (ensemble.batch_sizes == 0).any()
-    assert ensemble.method == ("func" if method == "func" or build in (Pair, Peeking) else
-                               "mixed" if method == "auto" else method)
+    assert ensemble.method == (
+        "func" if method == "func" or build in (Pair, Peeking) else "mixed" if method == "auto" else method
+    )
     for run, (model, seed) in enumerate(zip(made, [5, 6, 7, 5])):
         expected, history = alone(model, data, PLANS[run], seed, rates[run], **SGD)
         torch.testing.assert_close(ensemble.vectors[run], vector(expected), rtol=1e-10, atol=1e-12)
@@ -142,8 +192,13 @@ def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
 
 def small(shape=(4,), **changes):
     """Two runs of logistic regression, of few steps."""
-    return train_ensemble(nn.Linear(4, 3).double(), cross_entropy, examples(shape), changes.pop("plans", plan(steps=4)),
-                          **{"seeds": [1, 2], "learning_rate": 0.5, **changes})
+    return train_ensemble(
+        nn.Linear(4, 3).double(),
+        cross_entropy,
+        examples(shape),
+        changes.pop("plans", plan(steps=4)),
+        **{"seeds": [1, 2], "learning_rate": 0.5, **changes},
+    )
 
 
 @settings(max_examples=15, deadline=None)
@@ -153,10 +208,18 @@ def test_stacked_sums_are_the_sums_of_each_run_whatever_the_batches(batches, siz
     chosen = torch.randperm(N, generator=torch.Generator().manual_seed(seed))
     members = torch.zeros(len(batches), N, dtype=torch.bool)
     for run, count in enumerate(batches):
-        members[run, chosen[run:run + count]] = True
+        members[run, chosen[run : run + count]] = True
     one = plan(sample_rate=1.0, steps=1, noise_multiplier=0.0)
-    ensemble = train_ensemble(made, cross_entropy, data, one, seeds=range(len(batches)), learning_rate=one.n,
-                              members=members, physical_batch_size=size)
+    ensemble = train_ensemble(
+        made,
+        cross_entropy,
+        data,
+        one,
+        seeds=range(len(batches)),
+        learning_rate=one.n,
+        members=members,
+        physical_batch_size=size,
+    )
     for run, model in enumerate(made):
         total = clipped_sum(model, cross_entropy, data[0][members[run]], data[1][members[run]], 0.5)
         moved = torch.cat([g.flatten() for g in total.gradients.values()])
@@ -173,10 +236,17 @@ def test_who_is_no_member_tosses_a_coin_and_counts_nothing():
 
     def masked(outputs, targets):
         return cross_entropy(outputs, targets[:, 0]) * targets[:, 1]
+
     for run, seed in enumerate([1, 2]):
         expected = copy.deepcopy(model)
-        train(expected, masked, (x, torch.stack([y, members[run].long()], 1)), one, seed=seed,
-              optimizer=torch.optim.SGD(expected.parameters(), lr=0.5))
+        train(
+            expected,
+            masked,
+            (x, torch.stack([y, members[run].long()], 1)),
+            one,
+            seed=seed,
+            optimizer=torch.optim.SGD(expected.parameters(), lr=0.5),
+        )
         torch.testing.assert_close(ensemble.vectors[run], vector(expected), rtol=1e-10, atol=1e-12)
 
 
@@ -184,7 +254,8 @@ def test_what_is_trained_beside_a_run_plays_no_part():
     both = small(plans=PLANS[:2])
     for run in range(2):
         one = train_ensemble(
-            both._template, cross_entropy, examples((4,)), PLANS[run], seeds=[run + 1], learning_rate=0.5)
+            both._template, cross_entropy, examples((4,)), PLANS[run], seeds=[run + 1], learning_rate=0.5
+        )
         torch.testing.assert_close(one.vectors[0], both.vectors[run], rtol=1e-12, atol=1e-14)
 
 
@@ -192,14 +263,21 @@ def test_what_is_trained_beside_a_run_plays_no_part():
 def test_gradients_and_norms_at_given_points_are_those_of_each_run(name):
     build, shape = ARCHITECTURES[name]
     data, made = examples(shape), networks(build)
-    ensemble = train_ensemble(made, cross_entropy, data, plan(steps=1, noise_multiplier=0.1), seeds=range(RUNS),
-                              learning_rate=0.5, physical_batch_size=11)
+    ensemble = train_ensemble(
+        made,
+        cross_entropy,
+        data,
+        plan(steps=1, noise_multiplier=0.1),
+        seeds=range(RUNS),
+        learning_rate=0.5,
+        physical_batch_size=11,
+    )
     norms, gradients = ensemble.norms_of(*data), ensemble.gradients_of(data[0][:3], data[1][:3], chunk=3)
     for run in range(RUNS):
         model = ensemble.model(run)
         torch.testing.assert_close(norms[run], gradient_norms(model, cross_entropy, *data))
         for k in range(3):
-            loss = cross_entropy(model(data[0][k:k + 1]), data[1][k:k + 1]).sum()
+            loss = cross_entropy(model(data[0][k : k + 1]), data[1][k : k + 1]).sum()
             expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
             torch.testing.assert_close(gradients[run, k], expected)
         named = ensemble.split(gradients[run])
@@ -230,8 +308,9 @@ def test_what_add_returns_joins_the_clipped_sum_before_noise_and_division():
             extra = clipped_sum(theta, cross_entropy, *point, 0.5)
             draw = one.noise((15,), streams["noise"])
             with torch.no_grad():
-                for p, g, x, z in zip(theta.parameters(), total.gradients.values(), extra.gradients.values(),
-                                      (draw[:12], draw[12:])):
+                for p, g, x, z in zip(
+                    theta.parameters(), total.gradients.values(), extra.gradients.values(), (draw[:12], draw[12:])
+                ):
                     p -= 0.5 * (snapped(g + counts[step][run] * x, grid_of(one.noise_std)) + z.view_as(p)) / 4.0
         torch.testing.assert_close(ensemble.vectors[run], vector(theta), rtol=1e-9, atol=1e-11)
 
@@ -240,11 +319,15 @@ def test_a_callback_may_change_each_runs_learning_rate_and_report_epochs():
     def slower(ensemble):
         ensemble.learning_rate *= torch.tensor([0.5, 1.0])
 
-    ensemble = small(plans=plan(steps=25, sample_rate=0.1),
-                     callbacks=Callbacks(slower, on_epoch=lambda e: {"seen": e.step * len(e)}))
-    assert ensemble.epochs == [{"epoch": 1, "step": 10, "seen": 20}, {"epoch": 2, "step": 20, "seen": 40},
-                               {"epoch": 3, "step": 25, "seen": 50}]
-    assert ensemble.learning_rate.tolist() == pytest.approx([0.5 ** 26, 0.5])
+    ensemble = small(
+        plans=plan(steps=25, sample_rate=0.1), callbacks=Callbacks(slower, on_epoch=lambda e: {"seen": e.step * len(e)})
+    )
+    assert ensemble.epochs == [
+        {"epoch": 1, "step": 10, "seen": 20},
+        {"epoch": 2, "step": 20, "seen": 40},
+        {"epoch": 3, "step": 25, "seen": 50},
+    ]
+    assert ensemble.learning_rate.tolist() == pytest.approx([0.5**26, 0.5])
 
 
 class Total:
@@ -272,10 +355,17 @@ def test_an_ensemble_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended
                 left.pop(0)
                 os.kill(os.getpid(), signal.SIGINT)
 
-        return total, train_ensemble(model, cross_entropy, examples((4,)), PLANS[:2], seeds=[1, 2], learning_rate=0.5,
-                                     checkpoint=path and Checkpoint(path, every=100, stateful={"total": total}), **SGD,
-                                     callbacks=Callbacks(note, lambda e: {
-                                         "loss": float(e.losses[:, e.step - 1].nansum())}))
+        return total, train_ensemble(
+            model,
+            cross_entropy,
+            examples((4,)),
+            PLANS[:2],
+            seeds=[1, 2],
+            learning_rate=0.5,
+            checkpoint=path and Checkpoint(path, every=100, stateful={"total": total}),
+            **SGD,
+            callbacks=Callbacks(note, lambda e: {"loss": float(e.losses[:, e.step - 1].nansum())}),
+        )
 
     total, whole = attempt()
     before = signal.getsignal(signal.SIGINT)
@@ -289,11 +379,24 @@ def test_an_ensemble_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended
     assert torch.equal(whole.losses.nan_to_num(-1), resumed.losses.nan_to_num(-1)) and whole.epochs == resumed.epochs
     assert torch.equal(total.total, again.total)
     kept = Checkpoint(tmp_path / "runs.pt", stateful={"total": again})
-    read = train_ensemble(model, cross_entropy, examples((4,)), PLANS[:2], seeds=[1, 2], learning_rate=0.5, **SGD,
-                          callbacks=Callbacks(on_step=lambda e: 1 / 0), checkpoint=kept)
+    read = train_ensemble(
+        model,
+        cross_entropy,
+        examples((4,)),
+        PLANS[:2],
+        seeds=[1, 2],
+        learning_rate=0.5,
+        **SGD,
+        callbacks=Callbacks(on_step=lambda e: 1 / 0),
+        checkpoint=kept,
+    )
     assert torch.equal(read.vectors, whole.vectors)
-    for other in ({"seeds": [1, 3]}, {"plans": PLANS[0]}, {"members": torch.ones(2, N, dtype=torch.bool)},
-                  {"learning_rate": 0.4}):
+    for other in (
+        {"seeds": [1, 3]},
+        {"plans": PLANS[0]},
+        {"members": torch.ones(2, N, dtype=torch.bool)},
+        {"learning_rate": 0.4},
+    ):
         with pytest.raises(ValueError, match="checkpoint must come from"):
             small(**{"plans": PLANS[:2], **SGD, **other}, checkpoint=kept)
     with pytest.raises(ValueError, match="stateful"):
@@ -311,8 +414,16 @@ def test_gradients_that_are_not_finite_contribute_nothing_to_any_run_and_are_cou
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ensemble = train_ensemble(nn.Linear(4, 3).double(), cross_entropy, (x, y), PLANS[:2], seeds=[9, 10],
-                                  learning_rate=0.5, method=method, callbacks=Callbacks(on_step=note))
+        ensemble = train_ensemble(
+            nn.Linear(4, 3).double(),
+            cross_entropy,
+            (x, y),
+            PLANS[:2],
+            seeds=[9, 10],
+            learning_rate=0.5,
+            method=method,
+            callbacks=Callbacks(on_step=note),
+        )
     assert ensemble.vectors.isfinite().all()
     assert torch.equal(ensemble.dropped, hits) and hits.sum() > 0
     assert len([w for w in caught if "not finite" in str(w.message)]) == 1
@@ -345,9 +456,11 @@ def test_sampling_clipping_and_noise_of_each_run_are_as_its_plan_says():
     x, y = torch.arange(n), torch.zeros(n)
     norms, rates = torch.linspace(0.5, 2, n, dtype=torch.float64), torch.linspace(0.1, 0.7, n, dtype=torch.float64)
     common = {"n": n, "steps": steps, "delta": 1e-3}
-    plans = [DPSGDPlan(**common, sample_rate=0.3, max_grad_norm=1.0, noise_multiplier=0.0),
-             DPSGDPlan(**common, sample_rate=rates, max_grad_norm=norms, noise_multiplier=0.0),
-             DPSGDPlan(**common, sample_rate=0.3, max_grad_norm=norms, noise_multiplier=2.0)]
+    plans = [
+        DPSGDPlan(**common, sample_rate=0.3, max_grad_norm=1.0, noise_multiplier=0.0),
+        DPSGDPlan(**common, sample_rate=rates, max_grad_norm=norms, noise_multiplier=0.0),
+        DPSGDPlan(**common, sample_rate=0.3, max_grad_norm=norms, noise_multiplier=2.0),
+    ]
     model = nn.Embedding(n + free, 1, dtype=torch.float64)
     nn.init.zeros_(model.weight)
     moves = []
@@ -355,11 +468,19 @@ def test_sampling_clipping_and_noise_of_each_run_are_as_its_plan_says():
     def note(ensemble):
         moves.append(ensemble.vectors - note.before)
         note.before = ensemble.vectors.clone()
+
     note.before = torch.zeros(3, n + free, dtype=torch.float64)
 
-    train_ensemble(model, lambda row, _: 10 * row.squeeze(1), (x, y), plans, seeds=[1, 2, 3],
-                   callbacks=Callbacks(on_step=note), learning_rate=[plan.expected_batch_size for plan in plans])
-    moves = -torch.stack(moves, 1)                                       # (runs, steps, parameters): the noisy sums
+    train_ensemble(
+        model,
+        lambda row, _: 10 * row.squeeze(1),
+        (x, y),
+        plans,
+        seeds=[1, 2, 3],
+        callbacks=Callbacks(on_step=note),
+        learning_rate=[plan.expected_batch_size for plan in plans],
+    )
+    moves = -torch.stack(moves, 1)  # (runs, steps, parameters): the noisy sums
     level = FALSE_ALARM / 5
     for run, plan in enumerate(plans[:2]):
         q, clip = (torch.as_tensor(v, dtype=torch.float64).expand(n) for v in (plan.sample_rate, plan.max_grad_norm))
@@ -401,26 +522,44 @@ class Counting(nn.Linear):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("message, changes", [
-    ("plans", {"plans": [plan()] * 3}), ("plans must agree in n and steps", {"plans": [plan(steps=3), plan()]}),
-    ("data must hold", {"plans": plan(n=39)}), ("members", {"members": torch.ones(2, N)}),
-    ("members", {"members": torch.ones(3, N, dtype=torch.bool)}), ("seeds must be a whole number", {"seeds": [0.5, 1]}),
-    ("seeds must name one run", {"seeds": []}), ("learning_rate must lie", {"learning_rate": -0.1}),
-    ("learning_rate must be a number or", {"learning_rate": [0.1, 0.2, 0.3]}), ("momentum", {"momentum": -1.0}),
-    ("weight_decay", {"weight_decay": math.inf}), ("method", {"method": "magic"}), ("workers", {"workers": 0}),
-    ("physical_batch_size", {"physical_batch_size": 0}), ("checkpoint", {"checkpoint": "runs.pt"}),
-    ("add must return", {"add": lambda ensemble: torch.zeros(2, 3)}),
-    ("add must return", {"add": lambda ensemble: None})])
+@pytest.mark.parametrize(
+    "message, changes",
+    [
+        ("plans", {"plans": [plan()] * 3}),
+        ("plans must agree in n and steps", {"plans": [plan(steps=3), plan()]}),
+        ("data must hold", {"plans": plan(n=39)}),
+        ("members", {"members": torch.ones(2, N)}),
+        ("members", {"members": torch.ones(3, N, dtype=torch.bool)}),
+        ("seeds must be a whole number", {"seeds": [0.5, 1]}),
+        ("seeds must name one run", {"seeds": []}),
+        ("learning_rate must lie", {"learning_rate": -0.1}),
+        ("learning_rate must be a number or", {"learning_rate": [0.1, 0.2, 0.3]}),
+        ("momentum", {"momentum": -1.0}),
+        ("weight_decay", {"weight_decay": math.inf}),
+        ("method", {"method": "magic"}),
+        ("workers", {"workers": 0}),
+        ("physical_batch_size", {"physical_batch_size": 0}),
+        ("checkpoint", {"checkpoint": "runs.pt"}),
+        ("add must return", {"add": lambda ensemble: torch.zeros(2, 3)}),
+        ("add must return", {"add": lambda ensemble: None}),
+    ],
+)
 def test_what_does_not_fit_together_is_refused(message, changes):
     with pytest.raises(ValueError, match=message):
         small(**changes)
 
 
-@pytest.mark.parametrize("message, model", [
-    ("BatchNorm1d", lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))),
-    ("must not draw at random", lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1))), ("'seen'", Counting),
-    ("parameters differ", lambda: [nn.Linear(4, 3), nn.Linear(4, 2)]),
-    ("frozen", lambda: [frozen_bias(), frozen_bias()]), ("model must be one", lambda: [nn.Linear(4, 3)] * 3)])
+@pytest.mark.parametrize(
+    "message, model",
+    [
+        ("BatchNorm1d", lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))),
+        ("must not draw at random", lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1))),
+        ("'seen'", Counting),
+        ("parameters differ", lambda: [nn.Linear(4, 3), nn.Linear(4, 2)]),
+        ("frozen", lambda: [frozen_bias(), frozen_bias()]),
+        ("model must be one", lambda: [nn.Linear(4, 3)] * 3),
+    ],
+)
 def test_a_model_that_will_not_do_is_refused_with_the_reason(message, model):
     made = model()
     made = [one.double() for one in made] if isinstance(made, list) else made.double()

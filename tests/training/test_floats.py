@@ -14,8 +14,16 @@ from dpcompanion.accounting import compute_epsilon
 from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, layers, models, floats, train, train_ensemble
 from dpcompanion.training.secure import grid_of, snapped
 
-GOOD = dict(n=100, sample_rate=0.2, steps=10, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5, arithmetic="float",
-            parameters=18)
+GOOD = dict(
+    n=100,
+    sample_rate=0.2,
+    steps=10,
+    max_grad_norm=1.0,
+    noise_multiplier=1.0,
+    delta=1e-5,
+    arithmetic="float",
+    parameters=18,
+)
 
 
 def fractions_of(tensor):
@@ -24,8 +32,13 @@ def fractions_of(tensor):
 
 def norm(values):
     with mpmath.workdps(60):
-        return mpmath.sqrt(mpmath.mpf(sum(v * v for v in values).numerator) /
-                           mpmath.mpf(sum(v * v for v in values).denominator)) if any(values) else mpmath.mpf(0)
+        return (
+            mpmath.sqrt(
+                mpmath.mpf(sum(v * v for v in values).numerator) / mpmath.mpf(sum(v * v for v in values).denominator)
+            )
+            if any(values)
+            else mpmath.mpf(0)
+        )
 
 
 class Words(nn.Module):
@@ -65,9 +78,10 @@ def test_what_is_added_is_what_was_measured_and_is_the_gradient(method):
     assert all(g.dtype == torch.float64 for g in total.gradients.values())
     for i in range(len(x)):
         model.zero_grad()
-        cross_entropy(model(x[i:i + 1]), y[i:i + 1]).sum().backward()
-        torch.testing.assert_close(each[i].float(), torch.cat([p.grad.flatten() for p in model.parameters()]),
-                                   rtol=1e-4, atol=1e-6)
+        cross_entropy(model(x[i : i + 1]), y[i : i + 1]).sum().backward()
+        torch.testing.assert_close(
+            each[i].float(), torch.cat([p.grad.flatten() for p in model.parameters()]), rtol=1e-4, atol=1e-6
+        )
 
 
 @pytest.mark.parametrize("method, chunk", [("mixed", None), ("mixed", 5), ("func", 4)])
@@ -86,8 +100,13 @@ def test_the_sum_is_off_by_no_more_than_its_bound(method, chunk):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), st.integers(1, 700), st.integers(0, 2**31),
-       st.floats(-6, 3), st.booleans())
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    st.integers(1, 700),
+    st.integers(0, 2**31),
+    st.floats(-6, 3),
+    st.booleans(),
+)
 def test_a_clipped_vector_is_no_longer_than_the_account_says(dtype, size, seed, power, constant):
     generator = torch.Generator().manual_seed(seed)
     g = (torch.ones(1, size) if constant else torch.randn(1, size, generator=generator)) * 10.0**power
@@ -127,9 +146,11 @@ def test_neighbours_move_the_snapped_sum_by_no_more_than_the_sensitivity():
     bound = floats.sensitivity(1.0, n=n, noise_std=std, parameters=size)
 
     def released(keep):
-        total = clipping.clipped_sum(model, lambda outputs, _: outputs, x[keep], y[keep], 1.0, method="mixed",
-                                     precise=True)
+        total = clipping.clipped_sum(
+            model, lambda outputs, _: outputs, x[keep], y[keep], 1.0, method="mixed", precise=True
+        )
         return fractions_of(snapped(total.gradients["weight.weight"], grid_of(std)))
+
     everybody, worst = released(torch.arange(n)), 0
     for one in range(20):
         others = torch.arange(n)[torch.arange(n) != one]
@@ -137,10 +158,14 @@ def test_neighbours_move_the_snapped_sum_by_no_more_than_the_sensitivity():
     assert 1 - 1e-6 < worst <= bound
 
 
-@pytest.mark.parametrize("n, batch, steps, parameters, sigma", [
-    (60_000, 512, 9375, 26_010, 3.42529),      # MNIST, the small CNN, epsilon 1
-    (50_000, 1000, 2500, 268_346, 1.5),        # CIFAR-10, ResNet-20
-    (1497, 128, 300, 2410, 1.3)])              # digits, the page on your own model
+@pytest.mark.parametrize(
+    "n, batch, steps, parameters, sigma",
+    [
+        (60_000, 512, 9375, 26_010, 3.42529),  # MNIST, the small CNN, epsilon 1
+        (50_000, 1000, 2500, 268_346, 1.5),  # CIFAR-10, ResNet-20
+        (1497, 128, 300, 2410, 1.3),
+    ],
+)  # digits, the page on your own model
 def test_the_account_of_floats_costs_less_than_a_thousandth_at_the_books_sizes(n, batch, steps, parameters, sigma):
     plan = dict(n=n, sample_rate=batch / n, steps=steps, max_grad_norm=1.0, noise_multiplier=sigma, delta=1e-5)
     real = DPSGDPlan(**plan).epsilon()
@@ -153,8 +178,9 @@ def test_the_account_is_that_of_the_larger_sensitivity():
     delta = 1 + 2.0**-15 + math.sqrt(18) * 2.0**-24
     assert plan.sensitivity == pytest.approx(delta, rel=1e-9) and plan.sensitivity > delta
     assert plan.effective_noise_multiplier == 1 / plan.sensitivity
-    expected = compute_epsilon(sample_rate=0.2, noise_multiplier=1 / plan.sensitivity, steps=10, delta=1e-5,
-                               accountant="rdp")
+    expected = compute_epsilon(
+        sample_rate=0.2, noise_multiplier=1 / plan.sensitivity, steps=10, delta=1e-5, accountant="rdp"
+    )
     assert plan.epsilon(accountant="rdp") == pytest.approx(float(expected), rel=1e-6)
     assert plan.epsilon(accountant="rdp") > (1 - 1e-9) * expected
     norms = torch.linspace(0.1, 2, 100)
@@ -165,8 +191,17 @@ def test_the_account_is_that_of_the_larger_sensitivity():
 
 @pytest.mark.parametrize("target", [0.3, 8.0])
 def test_a_calibrated_plan_meets_its_target(target):
-    plan = DPSGDPlan.for_epsilon(target, n=1000, sample_rate=0.05, steps=200, max_grad_norm=0.3, delta=1e-5,
-                                 arithmetic="float", parameters=10**6, accountant="rdp")
+    plan = DPSGDPlan.for_epsilon(
+        target,
+        n=1000,
+        sample_rate=0.05,
+        steps=200,
+        max_grad_norm=0.3,
+        delta=1e-5,
+        arithmetic="float",
+        parameters=10**6,
+        accountant="rdp",
+    )
     assert 0.998 * target < plan.epsilon(accountant="rdp") <= target
 
 
@@ -176,6 +211,7 @@ def test_the_distance_of_the_sampler_is_paid_for():
     def epsilon_at(delta):
         calls.append(delta)
         return 2.0
+
     numbers, delta = int(2.0**100 * 1e-9), 1e-5
     assert floats.paid_for(epsilon_at, delta, numbers) == 2.0
     # What is left for the exact mechanism, and what its law costs, are no more than delta.
@@ -185,9 +221,16 @@ def test_the_distance_of_the_sampler_is_paid_for():
     assert "what floats add" in DPSGDPlan(**GOOD).statement()
 
 
-@pytest.mark.parametrize("bad, match", [
-    ({"arithmetic": "binary"}, "arithmetic"), ({"parameters": None}, "parameters"), ({"parameters": 0}, "parameters"),
-    ({"arithmetic": "real"}, "parameters"), ({"noise_multiplier": 0.0}, "noise_multiplier")])
+@pytest.mark.parametrize(
+    "bad, match",
+    [
+        ({"arithmetic": "binary"}, "arithmetic"),
+        ({"parameters": None}, "parameters"),
+        ({"parameters": 0}, "parameters"),
+        ({"arithmetic": "real"}, "parameters"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier"),
+    ],
+)
 def test_a_bad_plan_is_refused(bad, match):
     with pytest.raises(ValueError, match=match):
         DPSGDPlan(**{**GOOD, **bad})
@@ -201,19 +244,30 @@ def data(dtype=torch.float32):
 @pytest.mark.parametrize("method", ["auto", "func"])
 def test_training_adds_in_float64_and_steps_in_the_models_type(dtype, method, monkeypatch):
     model, seen, noisy = models.linear(5, 3, seed=0).to(dtype), [], DPSGDPlan.noisy
-    monkeypatch.setattr(DPSGDPlan, "noisy", lambda self, total, generator: seen.append(
-        (total.dtype, noisy(self, total, generator))) or seen[-1][1])
+    monkeypatch.setattr(
+        DPSGDPlan,
+        "noisy",
+        lambda self, total, generator: seen.append((total.dtype, noisy(self, total, generator))) or seen[-1][1],
+    )
     before = [p.clone() for p in model.parameters()]
-    train(model, cross_entropy, data(dtype), DPSGDPlan(**GOOD), method=method,
-          optimizer=torch.optim.SGD(model.parameters(), lr=0.1), progress=False)
+    train(
+        model,
+        cross_entropy,
+        data(dtype),
+        DPSGDPlan(**GOOD),
+        method=method,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        progress=False,
+    )
     assert len(seen) == 10 and all(p.dtype == dtype for p in model.parameters())
     assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))
     for given_type, out in seen:
         assert given_type == torch.float64 and torch.equal(out / grid_of(1.0), (out / grid_of(1.0)).round())
 
 
-@pytest.mark.parametrize("arguments, match", [
-    (dict(seed=1), "seed 1"), (dict(method="ghost"), "ghost"), (dict(parameters=17), "parameters")])
+@pytest.mark.parametrize(
+    "arguments, match", [(dict(seed=1), "seed 1"), (dict(method="ghost"), "ghost"), (dict(parameters=17), "parameters")]
+)
 def test_a_run_that_the_account_does_not_cover_is_refused(arguments, match):
     model = models.linear(5, 3, seed=0)
     plan = DPSGDPlan(**{**GOOD, "parameters": arguments.pop("parameters", 18)})
@@ -225,11 +279,18 @@ def test_a_run_that_the_account_does_not_cover_is_refused(arguments, match):
 
 def test_gradients_change_with_their_company_in_the_last_bits_only():
     model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 3))
-    error = floats.company_error(model, cross_entropy, *data(), examples=4, batches=6,
-                                    generator=torch.Generator().manual_seed(0))
+    error = floats.company_error(
+        model, cross_entropy, *data(), examples=4, batches=6, generator=torch.Generator().manual_seed(0)
+    )
     assert 0 <= error < 1e-5
-    double = floats.company_error(model.double(), cross_entropy, *data(torch.float64), examples=2, batches=4,
-                                     generator=torch.Generator().manual_seed(0))
+    double = floats.company_error(
+        model.double(),
+        cross_entropy,
+        *data(torch.float64),
+        examples=2,
+        batches=4,
+        generator=torch.Generator().manual_seed(0),
+    )
     assert double < 1e-13
 
 
@@ -237,6 +298,14 @@ def test_company_that_matters_is_seen():
     class Mixing(nn.Sequential):
         def forward(self, x):
             return super().forward(x - 0.01 * x.mean(0))
-    error = floats.company_error(Mixing(nn.Linear(5, 3)), cross_entropy, *data(), examples=2, batches=4,
-                                    method="mixed", generator=torch.Generator().manual_seed(0))
+
+    error = floats.company_error(
+        Mixing(nn.Linear(5, 3)),
+        cross_entropy,
+        *data(),
+        examples=2,
+        batches=4,
+        method="mixed",
+        generator=torch.Generator().manual_seed(0),
+    )
     assert error > 1e-4

@@ -36,11 +36,13 @@ def optimizer_of(model):
 def test_a_step_waits_for_nothing(data, watched, options):
     x, y = (part.cuda() for part in data)
     model = models.mnist_cnn(seed=0).cuda()
-    trackers = [] if options is None else [
-        NormTracker.for_plan(PLAN, model, cross_entropy, (x, y), device="cuda", **options)]
-    found = loop._Loop(model, cross_entropy, (x, y), PLAN, optimizer_of(model), 0, "cuda", "auto", 512, trackers, {},
-                       "cpu")
-    found.step()                                     # which proves the passes
+    trackers = (
+        [] if options is None else [NormTracker.for_plan(PLAN, model, cross_entropy, (x, y), device="cuda", **options)]
+    )
+    found = loop._Loop(
+        model, cross_entropy, (x, y), PLAN, optimizer_of(model), 0, "cuda", "auto", 512, trackers, {}, "cpu"
+    )
+    found.step()  # which proves the passes
     watched()
     for _ in range(PLAN.steps - 1):
         found.step()
@@ -62,17 +64,41 @@ def test_a_run_ends_where_that_of_the_processor_does(data, clipping):
         model = copy.deepcopy(models.mnist_cnn(seed=0)).double()
         own = (data[0].double(), data[1])
         tracker = NormTracker.for_plan(PLAN, model, cross_entropy, own, device=device, clipping=clipping)
-        history = train(model, cross_entropy, own, PLAN, optimizer=optimizer_of(model.to(device)), seed=0,
-                        device=device, trackers=[tracker], progress=False)
-        ends.append([*(p.detach().cpu() for p in model.parameters()), history.losses.cpu(),
-                     tracker.estimated_epsilon(1e-3).cpu()])
+        history = train(
+            model,
+            cross_entropy,
+            own,
+            PLAN,
+            optimizer=optimizer_of(model.to(device)),
+            seed=0,
+            device=device,
+            trackers=[tracker],
+            progress=False,
+        )
+        ends.append(
+            [
+                *(p.detach().cpu() for p in model.parameters()),
+                history.losses.cpu(),
+                tracker.estimated_epsilon(1e-3).cpu(),
+            ]
+        )
     for one, other in zip(*ends):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
 
 
 def test_runs_side_by_side_end_where_those_of_the_processor_do(data):
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    one, other = (train_ensemble(models.mnist_cnn(seed=0).double(), cross_entropy, (data[0].double(), data[1]), PLAN,
-                                 seeds=[0, 1], learning_rate=0.1, device=device, progress=False).vectors.cpu()
-                  for device in ("cpu", "cuda"))
+    one, other = (
+        train_ensemble(
+            models.mnist_cnn(seed=0).double(),
+            cross_entropy,
+            (data[0].double(), data[1]),
+            PLAN,
+            seeds=[0, 1],
+            learning_rate=0.1,
+            device=device,
+            progress=False,
+        ).vectors.cpu()
+        for device in ("cpu", "cuda")
+    )
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)

@@ -13,8 +13,18 @@ from scipy import stats
 from torch import nn
 
 from dpcompanion.training import (
-    Callbacks, Checkpoint, DPSGDPlan, checkpoints, clipping, cross_entropy, gaussian_noise, generators, gradient_norms,
-    loop, train)
+    Callbacks,
+    Checkpoint,
+    DPSGDPlan,
+    checkpoints,
+    clipping,
+    cross_entropy,
+    gaussian_noise,
+    generators,
+    gradient_norms,
+    loop,
+    train,
+)
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
 
@@ -23,8 +33,17 @@ def problem(n=40, steps=30, sample_rate=0.05, dtype=torch.float64, **changes):
     """A small classification problem whose draws are often empty, and a plan for it."""
     g = torch.Generator().manual_seed(1)
     x, y = torch.randn(n, 4, dtype=dtype, generator=g), torch.randint(3, (n,), generator=g)
-    plan = DPSGDPlan(**{"n": n, "sample_rate": sample_rate, "steps": steps, "max_grad_norm": 0.5,
-                        "noise_multiplier": 1.0, "delta": 1e-3, **changes})
+    plan = DPSGDPlan(
+        **{
+            "n": n,
+            "sample_rate": sample_rate,
+            "steps": steps,
+            "max_grad_norm": 0.5,
+            "noise_multiplier": 1.0,
+            "delta": 1e-3,
+            **changes,
+        }
+    )
     return (x, y), plan
 
 
@@ -64,7 +83,7 @@ def test_a_step_is_the_noisy_clipped_sum_over_the_public_constant():
     assert len(indices) != plan.expected_batch_size
     total = torch.zeros(15, dtype=torch.float64)
     for i in indices:
-        value = cross_entropy(model(data[0][i:i + 1]), data[1][i:i + 1]).sum()
+        value = cross_entropy(model(data[0][i : i + 1]), data[1][i : i + 1]).sum()
         g = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(model.parameters()))])
         total += g * min(1, 0.5 / g.norm().item())
     noise = gaussian_noise((15,), 0.5, streams["noise"])
@@ -73,8 +92,9 @@ def test_a_step_is_the_noisy_clipped_sum_over_the_public_constant():
 
 
 def test_an_empty_draw_is_a_step_of_noise_alone_with_the_promised_spread():
-    data, plan = problem(n=4, steps=300, sample_rate=1e-9, max_grad_norm=torch.tensor([1.0, 2.0, 3.0, 6.0]),
-                         noise_multiplier=0.7)
+    data, plan = problem(
+        n=4, steps=300, sample_rate=1e-9, max_grad_norm=torch.tensor([1.0, 2.0, 3.0, 6.0]), noise_multiplier=0.7
+    )
     seen = []
 
     def note(run):
@@ -135,14 +155,14 @@ def test_what_a_step_reads_is_its_own_draw_and_nothing_of_another():
 
     def check(run):
         expected = data[0][sampler.draw()]
-        if run.step == 1:              # before the first step the method is proved on some examples
+        if run.step == 1:  # before the first step the method is proved on some examples
             while sum(map(len, read)) > len(expected):
                 read.pop(0)
         assert torch.equal(torch.cat(read), expected) and max(map(len, read)) <= 4
         read.clear()
         run.model.eval()
         for i in range(0, 40, 7):
-            run.model(data[0][i:i + 7])
+            run.model(data[0][i : i + 7])
         read.clear()
 
     model = nn.Linear(4, 3).double()
@@ -225,8 +245,15 @@ def test_a_run_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended(tmp_p
                 cuts.remove(run.step)
                 raise KeyboardInterrupt
 
-        history = train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5,
-                        **extras(on_step, None, path, every, {"counter": counter, "scheduler": scheduler}))
+        history = train(
+            model,
+            cross_entropy,
+            data,
+            plan,
+            optimizer=optimizer,
+            seed=5,
+            **extras(on_step, None, path, every, {"counter": counter, "scheduler": scheduler}),
+        )
         return model, optimizer, counter.total, history
 
     model, optimizer, total, history = attempt(None, [], None)
@@ -288,8 +315,10 @@ def test_a_finished_run_is_read_back_without_training(tmp_path):
     assert same(model, again) and torch.equal(history.batch_sizes, read.batch_sizes)
 
 
-@pytest.mark.parametrize("change", [{"seed": 6}, {"noise_multiplier": 0.9}, {"n": 41}, {"dtype": torch.float32},
-                                    {"stateful": {"counter": Counter()}}])
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 6}, {"noise_multiplier": 0.9}, {"n": 41}, {"dtype": torch.float32}, {"stateful": {"counter": Counter()}}],
+)
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, change):
     data, plan = problem()
     run(data, plan, path=tmp_path / "run.pt")
@@ -305,11 +334,13 @@ def test_a_checkpoint_of_other_numbers_is_refused(tmp_path, change):
     run((x, y), plan, path=tmp_path / "run.pt")
     data = {"data": (2 * x, y), "labels": (x, y.flip(0))}.get(change, (x, y))
     model = nn.Linear(4, 3).double() if change == "architecture" else network()
-    optimizer = (torch.optim.Adam(model.parameters(), lr=0.3) if change == "optimizer" else
-                 torch.optim.SGD(model.parameters(), lr=0.2 if change == "learning rate" else 0.3, momentum=0.9))
+    optimizer = (
+        torch.optim.Adam(model.parameters(), lr=0.3)
+        if change == "optimizer"
+        else torch.optim.SGD(model.parameters(), lr=0.2 if change == "learning rate" else 0.3, momentum=0.9)
+    )
     with pytest.raises(ValueError, match="checkpoint must come from a run of the same"):
-        train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5,
-              checkpoint=Checkpoint(tmp_path / "run.pt"))
+        train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, checkpoint=Checkpoint(tmp_path / "run.pt"))
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", {"weights": torch.ones(2)}])
@@ -396,7 +427,7 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path, monkeypatch)
 
     def failing(part, path):
         calls.append(1)
-        if len(calls) == 4:          # after the note of the seed and two checkpoints
+        if len(calls) == 4:  # after the note of the seed and two checkpoints
             raise OSError("disk full")
         replace(part, path)
 
@@ -414,8 +445,9 @@ def test_gradients_that_are_not_finite_are_dropped_counted_and_warned_of_once(tm
     hits = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model, history = run(data, plan, on_step=lambda run: hits.append((run.indices == 3).sum().item()),
-                             path=tmp_path / "run.pt")
+        model, history = run(
+            data, plan, on_step=lambda run: hits.append((run.indices == 3).sum().item()), path=tmp_path / "run.pt"
+        )
     assert weights(model).isfinite().all()
     assert history.dropped == sum(hits) > 1
     assert [str(w.message) for w in caught if "not finite" in str(w.message)] != []
@@ -457,16 +489,27 @@ def test_what_does_not_fit_together_is_refused_before_any_work():
         run((data[0][1:], data[1][1:]), plan)
     with pytest.raises(ValueError, match="BatchNorm1d"):
         run(data, plan, model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
-    for bad in ({"method": "magic"}, {"physical_batch_size": 0}, {"seed": -1}, {"checkpoint": "run.pt"},
-                {"callbacks": print}):
+    for bad in (
+        {"method": "magic"},
+        {"physical_batch_size": 0},
+        {"seed": -1},
+        {"checkpoint": "run.pt"},
+        {"callbacks": print},
+    ):
         with pytest.raises(ValueError, match=next(iter(bad))):
             run(data, plan, **bad)
 
 
-@pytest.mark.parametrize("name, make", [
-    ("every", lambda: Checkpoint("run.pt", every=0)), ("path", lambda: Checkpoint(3)),
-    ("stateful", lambda: Checkpoint("run.pt", stateful={"rate": 0.1})), ("on_step", lambda: Callbacks(on_step=3)),
-    ("on_epoch", lambda: Callbacks(on_epoch={"epsilon": 1.0}))])
+@pytest.mark.parametrize(
+    "name, make",
+    [
+        ("every", lambda: Checkpoint("run.pt", every=0)),
+        ("path", lambda: Checkpoint(3)),
+        ("stateful", lambda: Checkpoint("run.pt", stateful={"rate": 0.1})),
+        ("on_step", lambda: Callbacks(on_step=3)),
+        ("on_epoch", lambda: Callbacks(on_epoch={"epsilon": 1.0})),
+    ],
+)
 def test_callbacks_and_checkpoints_that_cannot_be_are_refused_by_name(name, make):
     with pytest.raises(ValueError, match=f"^{name} must"):
         make()
@@ -482,12 +525,14 @@ def test_bars_are_silent_off_a_terminal_and_can_be_forced_or_switched_off(capsys
 
 
 def test_training_imports_nothing_but_torch_numpy_and_scipy():
-    code = ("import sys; sys.modules.update(dict.fromkeys(['opacus', 'dp_accounting', 'mlxtend', 'tqdm']))\n"
-            "import torch; from dpcompanion.training import *\n"
-            "plan = DPSGDPlan(n=9, sample_rate=.5, steps=2, max_grad_norm=1., noise_multiplier=1., delta=.1)\n"
-            "model = torch.nn.Linear(2, 2)\n"
-            "train(model, cross_entropy, (torch.randn(9, 2), torch.ones(9).long()), plan, seed=0, progress=True,\n"
-            "      optimizer=torch.optim.Adam(model.parameters()))")
+    code = (
+        "import sys; sys.modules.update(dict.fromkeys(['opacus', 'dp_accounting', 'mlxtend', 'tqdm']))\n"
+        "import torch; from dpcompanion.training import *\n"
+        "plan = DPSGDPlan(n=9, sample_rate=.5, steps=2, max_grad_norm=1., noise_multiplier=1., delta=.1)\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "train(model, cross_entropy, (torch.randn(9, 2), torch.ones(9).long()), plan, seed=0, progress=True,\n"
+        "      optimizer=torch.optim.Adam(model.parameters()))"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
@@ -499,7 +544,7 @@ def test_two_runs_with_one_seed_share_batches_and_noise():
     other[7] += 1
     one, two = (torch.cat([p.detach().flatten() for p in run((data, y), plan)[0].parameters()]) for data in (x, other))
     alone = torch.cat([p.detach().flatten() for p in network().parameters()])
-    sensitivity = 2 * plan.max_grad_norm / plan.expected_batch_size * 0.3         # the learning rate of `run`
+    sensitivity = 2 * plan.max_grad_norm / plan.expected_batch_size * 0.3  # the learning rate of `run`
     assert 0 < (one - two).norm() <= sensitivity * (1 + 1e-9) < (one - alone).norm() / 10
 
 
@@ -548,11 +593,14 @@ def test_augmentation_is_repeatable_changes_no_draw_and_leaves_the_generator_alo
     assert same(again[0], augmented[0][0])
 
 
-@pytest.mark.parametrize("data, words", [
-    (torch.utils.data.TensorDataset(torch.zeros(3, 4), torch.zeros(3)), "plan.n = 40"),
-    (torch.utils.data.TensorDataset(torch.zeros(40, 4)), r"items \(x, y\)"),
-    (torch.utils.data.ChainDataset([]), "map-style"),
-])
+@pytest.mark.parametrize(
+    "data, words",
+    [
+        (torch.utils.data.TensorDataset(torch.zeros(3, 4), torch.zeros(3)), "plan.n = 40"),
+        (torch.utils.data.TensorDataset(torch.zeros(40, 4)), r"items \(x, y\)"),
+        (torch.utils.data.ChainDataset([]), "map-style"),
+    ],
+)
 def test_a_data_set_that_does_not_fit_is_refused(data, words):
     _, plan = problem()
     with pytest.raises(ValueError, match=words):

@@ -4,10 +4,13 @@ import torch
 from dpcompanion.training import clipping, cross_entropy, gradient_norms, models
 
 NETWORKS = [
-    (models.mnist_cnn, {}, 26_010, (1, 28, 28)), (models.cifar_cnn, {}, 550_570, (3, 32, 32)),
-    (models.lenet5, {}, 61_706, (1, 32, 32)), (models.resnet20, {}, 268_346, (3, 32, 32)),
+    (models.mnist_cnn, {}, 26_010, (1, 28, 28)),
+    (models.cifar_cnn, {}, 550_570, (3, 32, 32)),
+    (models.lenet5, {}, 61_706, (1, 32, 32)),
+    (models.resnet20, {}, 268_346, (3, 32, 32)),
     (models.resnet20, {"groups": 16, "affine": True}, 269_722, (3, 32, 32)),
-    (models.wrn16_4, {}, 2_753_402, (3, 32, 32))]
+    (models.wrn16_4, {}, 2_753_402, (3, 32, 32)),
+]
 
 
 @pytest.mark.parametrize("build, options, count, shape", NETWORKS)
@@ -104,9 +107,10 @@ def test_the_jitter_moves_every_fresh_weight_in_its_last_places_and_only_when_it
     wide = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert models.jittered(wide) is wide
     monkeypatch.setenv("DPCOMPANION_JITTER", "1e-12")
-    for before, after, least in [(wide, models.jittered(wide), 1e-12),
-                                 *((p, q, 2**-23) for p, q in zip(plain.parameters(),
-                                                                  models.mnist_cnn(seed=0).parameters()))]:
+    for before, after, least in [
+        (wide, models.jittered(wide), 1e-12),
+        *((p, q, 2**-23) for p, q in zip(plain.parameters(), models.mnist_cnn(seed=0).parameters())),
+    ]:
         moved = (after.double() / before.double() - 1).abs()
         assert 0.4 * least <= moved.min() and moved.max() <= 2.1 * least
     assert torch.equal(models.jittered(torch.zeros(3)), torch.zeros(3))

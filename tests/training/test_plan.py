@@ -12,12 +12,28 @@ from dpcompanion.training import DPSGDPlan, PoissonSampler, cross_entropy, train
 GOOD = dict(n=10, sample_rate=0.5, steps=20, max_grad_norm=2.0, noise_multiplier=1.5, delta=1e-5)
 
 
-@pytest.mark.parametrize("change", [
-    {"n": 0}, {"n": 2.5}, {"sample_rate": 0.0}, {"sample_rate": 1.1}, {"sample_rate": [0.5] * 9}, {"steps": -1},
-    {"sample_rate": float("nan")}, {"max_grad_norm": 0.0}, {"max_grad_norm": float("inf")},
-    {"max_grad_norm": [1.0] * 11}, {"max_grad_norm": torch.ones(10, 1)}, {"noise_multiplier": -1.0},
-    {"noise_multiplier": [1.0] * 10},
-    {"noise_multiplier": float("nan")}, {"delta": 0.0}, {"delta": 1.0}, {"delta": [0.1]}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"n": 0},
+        {"n": 2.5},
+        {"sample_rate": 0.0},
+        {"sample_rate": 1.1},
+        {"sample_rate": [0.5] * 9},
+        {"steps": -1},
+        {"sample_rate": float("nan")},
+        {"max_grad_norm": 0.0},
+        {"max_grad_norm": float("inf")},
+        {"max_grad_norm": [1.0] * 11},
+        {"max_grad_norm": torch.ones(10, 1)},
+        {"noise_multiplier": -1.0},
+        {"noise_multiplier": [1.0] * 10},
+        {"noise_multiplier": float("nan")},
+        {"delta": 0.0},
+        {"delta": 1.0},
+        {"delta": [0.1]},
+    ],
+)
 def test_a_bad_argument_is_refused_by_name(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         DPSGDPlan(**{**GOOD, **change})
@@ -45,8 +61,12 @@ def test_epsilon_is_that_of_the_accounting_for_each_pair_of_rate_and_norm():
     epsilons = plan.epsilon(steps=7, accountant="rdp")
     assert epsilons.shape == (4,) and epsilons.dtype == torch.float64
     for epsilon, rate, norm in zip(epsilons.tolist(), rates.tolist(), norms.tolist()):
-        assert epsilon == pytest.approx(accounting.compute_epsilon(
-            sample_rate=rate, noise_multiplier=3.0 / norm, steps=7, delta=1e-5, accountant="rdp"), rel=1e-12)
+        assert epsilon == pytest.approx(
+            accounting.compute_epsilon(
+                sample_rate=rate, noise_multiplier=3.0 / norm, steps=7, delta=1e-5, accountant="rdp"
+            ),
+            rel=1e-12,
+        )
 
 
 def test_each_distinct_pair_is_accounted_once(monkeypatch):
@@ -99,13 +119,19 @@ def test_the_divisor_is_public_under_the_relation_that_the_plan_states():
     plan = DPSGDPlan(**GOOD, expected_batch_size=4)
     assert plan.relation == "add-remove" and plan.expected_batch_size == 4.0 and "10" not in plan.statement()
     assert DPSGDPlan(**GOOD, expected_batch_size=4, relation="zero-out").expected_batch_size == 4.0
-    assert DPSGDPlan.for_epsilon(2.0, n=10, sample_rate=0.5, steps=20, max_grad_norm=1.0, delta=1e-5,
-                                 expected_batch_size=5).relation == "add-remove"
-    for bad, message in ({"relation": "add-remove"}, "expected_batch_size must be given"), (
-            {"expected_batch_size": 0}, "expected_batch_size"), (
-            {"expected_batch_size": math.nan}, "expected_batch_size"), (
-            {"relation": "replace"}, "relation"), (
-            {"expected_batch_size": 5, "max_grad_norm": [1.0] * 10}, "max_grad_norm must be one number"):
+    assert (
+        DPSGDPlan.for_epsilon(
+            2.0, n=10, sample_rate=0.5, steps=20, max_grad_norm=1.0, delta=1e-5, expected_batch_size=5
+        ).relation
+        == "add-remove"
+    )
+    for bad, message in (
+        ({"relation": "add-remove"}, "expected_batch_size must be given"),
+        ({"expected_batch_size": 0}, "expected_batch_size"),
+        ({"expected_batch_size": math.nan}, "expected_batch_size"),
+        ({"relation": "replace"}, "relation"),
+        ({"expected_batch_size": 5, "max_grad_norm": [1.0] * 10}, "max_grad_norm must be one number"),
+    ):
         with pytest.raises(ValueError, match=message):
             DPSGDPlan(**{**GOOD, **bad})
 
@@ -120,9 +146,12 @@ def test_what_is_replaced_in_a_plan_takes_the_divisor_along_only_where_it_was_gi
 
 def test_the_scale_of_the_noise_tells_n_from_its_neighbour_unless_the_divisor_is_given():
     """Two plans of n and n + 1 examples: what a step does to the model without any gradient."""
+
     def scales(**options):
-        return [plan.noise_std / plan.expected_batch_size for plan in (
-            DPSGDPlan(**{**GOOD, "n": n}, **options) for n in (10, 11))]
+        return [
+            plan.noise_std / plan.expected_batch_size
+            for plan in (DPSGDPlan(**{**GOOD, "n": n}, **options) for n in (10, 11))
+        ]
 
     summed, given = scales(), scales(expected_batch_size=5)
     assert summed[0] / summed[1] == pytest.approx(1.1) and given[0] == given[1]

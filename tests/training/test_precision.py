@@ -8,7 +8,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from dpcompanion.training import (
-    Callbacks, Checkpoint, DPSGDPlan, clipped_sum, clipping, cross_entropy, gradient_norms, models, NormTracker, train,
+    Callbacks,
+    Checkpoint,
+    DPSGDPlan,
+    clipped_sum,
+    clipping,
+    cross_entropy,
+    gradient_norms,
+    models,
+    NormTracker,
+    train,
 )
 from dpcompanion.training.models import StandardisedConv2d
 
@@ -42,12 +51,29 @@ class Block(nn.Module):
 
 
 MODELS = {
-    "convolutions": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Tanh(),
-                                           nn.Conv2d(8, 8, 3, stride=2), nn.Tanh(), nn.Flatten(), nn.LazyLinear(3)),
-                     lambda n: torch.randn(n, 3, 9, 9)),
-    "standardised": (lambda: nn.Sequential(StandardisedConv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(),
-                                           StandardisedConv2d(8, 8, 3), nn.Flatten(), nn.LazyLinear(3)),
-                     lambda n: torch.randn(n, 3, 9, 9)),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1),
+            nn.GroupNorm(2, 8),
+            nn.Tanh(),
+            nn.Conv2d(8, 8, 3, stride=2),
+            nn.Tanh(),
+            nn.Flatten(),
+            nn.LazyLinear(3),
+        ),
+        lambda n: torch.randn(n, 3, 9, 9),
+    ),
+    "standardised": (
+        lambda: nn.Sequential(
+            StandardisedConv2d(3, 8, 3),
+            nn.GroupNorm(2, 8),
+            nn.ReLU(),
+            StandardisedConv2d(8, 8, 3),
+            nn.Flatten(),
+            nn.LazyLinear(3),
+        ),
+        lambda n: torch.randn(n, 3, 9, 9),
+    ),
     "transformer": (Block, lambda n: torch.randint(11, (n, 6))),
     "linear": (lambda: nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 3)), lambda n: torch.randn(n, 40)),
 }
@@ -70,7 +96,9 @@ def test_no_share_is_longer_than_the_clip_norm(name, method):
     for scale in (1.0, 30.0):
         given = x * scale if x.is_floating_point() else x
         for i in range(len(x)):
-            found = clipped_sum(model, cross_entropy, given[i:i + 1], y[i:i + 1], 0.01, method=method, precision="bf16")
+            found = clipped_sum(
+                model, cross_entropy, given[i : i + 1], y[i : i + 1], 0.01, method=method, precision="bf16"
+            )
             length = math.sqrt(sum(g.double().square().sum().item() for g in found.gradients.values()))
             assert length <= 0.01
             assert found.norms.item() < 0.01 or length > 0.01 * (1 - 1e-5)
@@ -83,10 +111,13 @@ def test_the_sum_is_made_of_the_shares_and_is_that_of_float32_but_for_a_few_hund
     whole = clipped_sum(model, cross_entropy, x, y, 0.1, precision="bf16")
     full = clipped_sum(model, cross_entropy, x, y, 0.1)
     assert all(g.dtype == torch.float32 for g in whole.gradients.values()) and whole.norms.dtype == torch.float32
-    shares = [clipped_sum(model, cross_entropy, x[i:i + 1], y[i:i + 1], 0.1, precision="bf16") for i in range(len(x))]
+    shares = [
+        clipped_sum(model, cross_entropy, x[i : i + 1], y[i : i + 1], 0.1, precision="bf16") for i in range(len(x))
+    ]
 
     def joined(total):
         return torch.cat([g.flatten() for g in total.gradients.values()])
+
     added = sum(joined(share) for share in shares)
     assert (joined(whole) - added).norm() < 5e-3 * 0.1 * len(x)
     assert (joined(whole) - joined(full)).norm() < 0.03 * joined(full).norm()
@@ -102,6 +133,7 @@ def test_norms_are_proved_in_the_lower_precision_too(monkeypatch):
 
     def wrong(module, tensor):
         return 0.9 * tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+
     monkeypatch.setattr("dpcompanion.training.layers.in_full", wrong)
     assert clipping.resolve_method(model, cross_entropy, x, y) == "mixed"
     with pytest.raises(ValueError, match="wrong by up to"):
@@ -144,9 +176,18 @@ def test_a_run_says_what_it_was_computed_in_and_goes_on_in_that(tmp_path):
         def on_step(state):
             if state.step == stop:
                 raise InterruptedError
-        return model, train(model, cross_entropy, (x, y), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                            seed=0, precision=precision, callbacks=Callbacks(on_step=on_step),
-                            checkpoint=checkpoint and Checkpoint(checkpoint, every=1))
+
+        return model, train(
+            model,
+            cross_entropy,
+            (x, y),
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            seed=0,
+            precision=precision,
+            callbacks=Callbacks(on_step=on_step),
+            checkpoint=checkpoint and Checkpoint(checkpoint, every=1),
+        )
 
     model, history = run(4, "bf16")
     assert history.precision == "bf16" and run(4, None)[1].precision == "float32"
@@ -192,5 +233,6 @@ def test_a_tracker_measures_in_bf16_what_it_would_in_float32():
 def test_a_tracker_of_an_unknown_precision_is_refused():
     plan = DPSGDPlan(n=4, sample_rate=0.25, steps=4, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
     with pytest.raises(ValueError, match="precision must be one of"):
-        NormTracker.for_plan(plan, nn.Linear(2, 2), cross_entropy, (torch.zeros(4, 2), torch.zeros(4).long()),
-                             precision="fp8")
+        NormTracker.for_plan(
+            plan, nn.Linear(2, 2), cross_entropy, (torch.zeros(4, 2), torch.zeros(4).long()), precision="fp8"
+        )

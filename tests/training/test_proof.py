@@ -115,11 +115,14 @@ def test_prove_accepts_what_is_right_and_leaves_the_model_as_it_was():
     assert [module.training for module in model] == [False, True, True]
 
 
-@pytest.mark.parametrize("wrong, message", [
-    (lambda norms, sums: (norms * 0.95, sums), "norms"),
-    (lambda norms, sums: (norms * math.nan, sums), "norms"),
-    (lambda norms, sums: (norms, sums | {"bias": sums["bias"] * 0.9}), "'bias'"),
-])
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        (lambda norms, sums: (norms * 0.95, sums), "norms"),
+        (lambda norms, sums: (norms * math.nan, sums), "norms"),
+        (lambda norms, sums: (norms, sums | {"bias": sums["bias"] * 0.9}), "'bias'"),
+    ],
+)
 def test_prove_refuses_what_is_wrong(wrong, message):
     model, (x, y) = nn.Linear(4, 3), examples()
 

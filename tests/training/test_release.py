@@ -22,8 +22,9 @@ def data():
 
 
 def plan(**changes):
-    return DPSGDPlan(**{**dict(n=N, sample_rate=0.2, steps=STEPS, max_grad_norm=1.0, noise_multiplier=1.0,
-                               delta=1e-3), **changes})
+    return DPSGDPlan(
+        **{**dict(n=N, sample_rate=0.2, steps=STEPS, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3), **changes}
+    )
 
 
 def run(stop_at=None, path=None, every=None, **arguments):
@@ -32,20 +33,30 @@ def run(stop_at=None, path=None, every=None, **arguments):
     def stop(state):
         if state.step == stop_at:
             raise InterruptedError
-    history = train(model, cross_entropy, data(), plan(), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-                    callbacks=Callbacks(on_step=stop), progress=False,
-                    checkpoint=None if path is None else Checkpoint(path, every), **arguments)
+
+    history = train(
+        model,
+        cross_entropy,
+        data(),
+        plan(),
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        callbacks=Callbacks(on_step=stop),
+        progress=False,
+        checkpoint=None if path is None else Checkpoint(path, every),
+        **arguments,
+    )
     return torch.cat([p.detach().flatten() for p in model.parameters()]), history
 
 
 @pytest.fixture
 def known_entropy(monkeypatch):
     """The operating system's entropy, replaced by what a test knows: the same again after `begin`."""
-    run()                        # what a first run imports draws random numbers too
+    run()  # what a first run imports draws random numbers too
 
     def begin():
         numbers = itertools.count(1)
         monkeypatch.setattr(secure.os, "urandom", lambda size: next(numbers).to_bytes(size, "little"))
+
     return begin
 
 
@@ -106,8 +117,17 @@ def test_a_seed_that_is_used_on_other_data_in_the_same_folder_is_warned_of_once(
         x, y = data()
         x = x + 1.0 * changed
         model = models.linear(5, 3, seed=0).double()
-        train(model, cross_entropy, (x, y), plan(steps=1), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-              seed=seed, checkpoint=Checkpoint(tmp_path / f"run {number}.pt"), progress=False)
+        train(
+            model,
+            cross_entropy,
+            (x, y),
+            plan(steps=1),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            seed=seed,
+            checkpoint=Checkpoint(tmp_path / f"run {number}.pt"),
+            progress=False,
+        )
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         begin(1), begin(1), begin(2), begin(3, seed=2, changed=True), begin(4, seed=None), begin(5, seed=None)
@@ -122,9 +142,18 @@ def test_a_seed_that_is_used_on_other_data_in_the_same_folder_is_warned_of_once(
 
 def test_an_ensemble_warns_of_seeds_that_were_used_on_other_data(tmp_path):
     def begin(number, seeds=(1, 2), **options):
-        train_ensemble(models.linear(5, 3, seed=0).double(), cross_entropy, data(), plan(steps=1), seeds=seeds,
-                       learning_rate=0.1, checkpoint=Checkpoint(tmp_path / f"runs {number}.pt"), progress=False,
-                       **options)
+        train_ensemble(
+            models.linear(5, 3, seed=0).double(),
+            cross_entropy,
+            data(),
+            plan(steps=1),
+            seeds=seeds,
+            learning_rate=0.1,
+            checkpoint=Checkpoint(tmp_path / f"runs {number}.pt"),
+            progress=False,
+            **options,
+        )
+
     members = torch.ones(2, len(data()[0]), dtype=torch.bool)
     members[1, 3] = False
     with warnings.catch_warnings():
@@ -138,8 +167,16 @@ def test_an_ensemble_warns_of_seeds_that_were_used_on_other_data(tmp_path):
         warnings.simplefilter("error")
         x, y = data()
         model = models.linear(5, 3, seed=0).double()
-        train(model, cross_entropy, (x, y), plan(steps=1), optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-              seed=1, checkpoint=Checkpoint(tmp_path / "one.pt"), progress=False)
+        train(
+            model,
+            cross_entropy,
+            (x, y),
+            plan(steps=1),
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            seed=1,
+            checkpoint=Checkpoint(tmp_path / "one.pt"),
+            progress=False,
+        )
 
 
 def test_a_checkpoint_with_a_seed_does_not_serve_a_run_without_one(tmp_path):
@@ -165,10 +202,15 @@ def test_a_step_moves_by_exactly_its_noise_where_nobody_is_clipped_to_anything()
     model = torch.nn.Linear(100, 40, bias=False).double()
     moves = []
     before = model.weight.detach().clone()
-    train(model, lambda out, y: 0.0 * out.sum(1), (torch.randn(50, 100).double(), torch.zeros(50)),
-          plan(n=50, steps=3, max_grad_norm=0.5, noise_multiplier=2.0),
-          optimizer=torch.optim.SGD(model.parameters(), lr=1.0), progress=False,
-          callbacks=Callbacks(on_step=lambda state: moves.append(model.weight.detach().clone())))
+    train(
+        model,
+        lambda out, y: 0.0 * out.sum(1),
+        (torch.randn(50, 100).double(), torch.zeros(50)),
+        plan(n=50, steps=3, max_grad_norm=0.5, noise_multiplier=2.0),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        progress=False,
+        callbacks=Callbacks(on_step=lambda state: moves.append(model.weight.detach().clone())),
+    )
     for last, now in itertools.pairwise([before, *moves]):
         assert stats.kstest(((now - last) * 0.2 * 50).numpy().ravel(), "norm").pvalue > 1e-5
 

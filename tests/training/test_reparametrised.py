@@ -39,8 +39,9 @@ CONVOLUTIONS = {
     "no bias": lambda: StandardisedConv2d(4, 6, 3, bias=False),
     "stride 2": lambda: StandardisedConv2d(4, 6, 3, stride=2, padding=1),
     "1 x 1, stride 2": lambda: StandardisedConv2d(4, 6, 1, stride=2),
-    "oblong, dilated, reflected": lambda: StandardisedConv2d(4, 6, (3, 2), stride=(1, 2), padding=(2, 1),
-                                                             dilation=(1, 2), padding_mode="reflect"),
+    "oblong, dilated, reflected": lambda: StandardisedConv2d(
+        4, 6, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(1, 2), padding_mode="reflect"
+    ),
     "same": lambda: StandardisedConv2d(4, 6, 3, padding="same"),
     "groups": lambda: StandardisedConv2d(4, 6, 3, padding=1, groups=2),
     "depthwise": lambda: StandardisedConv2d(4, 4, 3, padding=1, groups=4),
@@ -56,8 +57,10 @@ def network(layer):
 
 def examples(n=5):
     generator = torch.Generator().manual_seed(1)
-    return (torch.randn(n, 4, 8, 8, dtype=torch.float64, generator=generator),
-            torch.randint(3, (n,), generator=generator))
+    return (
+        torch.randn(n, 4, 8, 8, dtype=torch.float64, generator=generator),
+        torch.randint(3, (n,), generator=generator),
+    )
 
 
 def agree(model, x, y, method):
@@ -172,8 +175,9 @@ def test_runs_side_by_side_each_use_their_own_weights(name):
             for p in model.parameters():
                 p += 0.1 * run * torch.randn_like(p)
     together = StackedNetwork(runs[0])
-    together.load({n: torch.stack([dict(m.named_parameters())[n].detach() for m in runs])
-                   for n, _ in runs[0].named_parameters()})
+    together.load(
+        {n: torch.stack([dict(m.named_parameters())[n].detach() for m in runs]) for n, _ in runs[0].named_parameters()}
+    )
     found = clipping._layerwise(together.module, cross_entropy, x, y, 0.1, "mixed", runs=3)
     for run, model in enumerate(runs):
         mine = slice(2 * run, 2 * run + 2)

@@ -42,10 +42,12 @@ class Told(SecureStream):
 
 def test_the_first_call_is_the_key_stream_of_rfc_8439():
     # RFC 8439, appendix A.1, test vectors 1 and 2: key 0, nonce 0, block counters 0 and 1.
-    expected = ("76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
-                "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
-                "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
-                "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f")
+    expected = (
+        "76b8e0ada0f13d90405d6ae55386bd28bdd219b8a08ded1aa836efcc8b770dc7"
+        "da41597c5157488d7724e03fb8d84a376a43b8f41518a11cc387b669b2ee6586"
+        "9f07e7be5551387a98ba977c732d080dcb0f29a048e3656912c6533e32ee7aed"
+        "29b721769ce64e43d57133b074d839d531ed1f28510afb45ace10a1f4b794d6f"
+    )
     assert stream().words(16).tobytes().hex() == expected
 
 
@@ -117,8 +119,9 @@ def test_a_bad_key_is_refused(key):
 
 def test_the_inverse_distribution_function_is_as_good_as_is_assumed():
     rng = np.random.default_rng(0)
-    probabilities = np.concatenate([2.0 ** -rng.uniform(1, 65, 1500), rng.uniform(0.05, 0.5, 1000),
-                                    0.5 - 2.0 ** -rng.uniform(2, 40, 500)])
+    probabilities = np.concatenate(
+        [2.0 ** -rng.uniform(1, 65, 1500), rng.uniform(0.05, 0.5, 1000), 0.5 - 2.0 ** -rng.uniform(2, 40, 500)]
+    )
     with mpmath.workdps(60):
         for t in probabilities:
             truth = mpmath.sqrt(2) * mpmath.erfinv(1 - 2 * mpmath.mpf(float(t)))
@@ -130,8 +133,10 @@ def test_fast_and_exact_multiples_are_the_same(std):
     words = stream(5).words(300)
     scale = std / grid_of(std)
     fast = SecureStream(key=bytes(32))._multiples(words, scale)
-    exact = [secure._rounded_quantile(2 * int(w >> np.uint64(1)) + 1, 65, scale) * (-1 if w & np.uint64(1) else 1)
-             for w in words]
+    exact = [
+        secure._rounded_quantile(2 * int(w >> np.uint64(1)) + 1, 65, scale) * (-1 if w & np.uint64(1) else 1)
+        for w in words
+    ]
     assert fast.tolist() == exact
 
 
@@ -155,7 +160,7 @@ def test_the_tail_is_not_cut_off():
 
 def test_ten_million_draws_have_the_law_of_a_rounded_gaussian_far_tails_included():
     """Against each cell's exact probability: chi-square where cells are full, Poisson counts where they are not."""
-    draws, grid, far, noise = 10_000_000, 0.0625, 112, stream(11)           # 112 cells are 7 standard deviations
+    draws, grid, far, noise = 10_000_000, 0.0625, 112, stream(11)  # 112 cells are 7 standard deviations
     counts = np.zeros(2 * far + 1, dtype=np.int64)
     for _ in range(10):
         multiples = (noise.normal((draws // 10,), 1.0, grid=grid) / grid).numpy()
@@ -167,8 +172,12 @@ def test_ten_million_draws_have_the_law_of_a_rounded_gaussian_far_tails_included
     expected = draws * np.concatenate([upper[:0:-1], upper])
     assert expected.sum() == pytest.approx(draws, rel=1e-12)
     full = expected >= 25
-    assert stats.chisquare(np.append(counts[full], counts[~full].sum()),
-                           np.append(expected[full], expected[~full].sum())).pvalue > 1e-4
+    assert (
+        stats.chisquare(
+            np.append(counts[full], counts[~full].sum()), np.append(expected[full], expected[~full].sum())
+        ).pvalue
+        > 1e-4
+    )
     sparse = np.flatnonzero(~full)
     assert min(np.abs(sparse - far)) * grid > 4 and len(sparse) > 50
     for side in (sparse[sparse < far], sparse[sparse > far]):
@@ -207,9 +216,16 @@ def test_coins_come_up_as_often_as_they_should():
     assert stream(14).coins(3, 1.0).all()
 
 
-@pytest.mark.parametrize("bad, match", [
-    (dict(std=-1.0), "std"), (dict(std=math.inf), "std"), (dict(std=1.0, grid=0.3), "grid"),
-    (dict(std=1.0, grid=2.0**-41), "grid"), (dict(std=1.0, grid=0.0), "grid")])
+@pytest.mark.parametrize(
+    "bad, match",
+    [
+        (dict(std=-1.0), "std"),
+        (dict(std=math.inf), "std"),
+        (dict(std=1.0, grid=0.3), "grid"),
+        (dict(std=1.0, grid=2.0**-41), "grid"),
+        (dict(std=1.0, grid=0.0), "grid"),
+    ],
+)
 def test_bad_noise_is_refused(bad, match):
     with pytest.raises(ValueError, match=match):
         stream().normal((2,), **bad)
@@ -228,6 +244,7 @@ def test_no_noise_is_no_noise():
 
 # The attack of Mironov (2012), on low bits ----------------------------------------------------------------------------
 
+
 def success(release, canary=1.0, runs=400, coordinates=64):
     """The share of right guesses about runs of which half hold the canary in every coordinate."""
     holds = torch.arange(runs) % 2 == 0
@@ -242,6 +259,7 @@ def test_low_bits_of_float_noise_give_a_canary_away(dtype):
 
     def release(total):
         return total.to(dtype) + torch.randn(total.shape, generator=generator, dtype=dtype)
+
     assert success(release) > 0.9
 
 
@@ -251,6 +269,7 @@ def test_low_bits_of_noise_on_a_grid_tell_nothing(dtype):
 
     def release(total):
         return (secure.snapped(total, grid) + noise.normal(total.shape, 1.0, grid=grid)).to(dtype)
+
     # 400 fair coins: from 43% to 57% with a probability of 99.5%; the canary itself moves what is near 0.
     right = success(release)
     assert 0.4 < right < 0.6

@@ -10,8 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.training import (Callbacks, Checkpoint, DPSGDPlan, clipped_sum, cross_entropy, generators,
-                                  gradient_norms, train)
+from dpcompanion.training import (
+    Callbacks,
+    Checkpoint,
+    DPSGDPlan,
+    clipped_sum,
+    cross_entropy,
+    generators,
+    gradient_norms,
+    train,
+)
 from dpcompanion.training.tracking import NormTracker
 
 
@@ -19,8 +27,17 @@ def problem(n=60, steps=30, sample_rate=0.1, **changes):
     generator = torch.Generator().manual_seed(1)
     y = torch.randint(3, (n,), generator=generator)
     x = torch.randn(n, 4, dtype=torch.float64, generator=generator) + 2 * nn.functional.one_hot(y, 4)
-    plan = DPSGDPlan(**{"n": n, "sample_rate": sample_rate, "steps": steps, "max_grad_norm": 1.0,
-                        "noise_multiplier": 1.0, "delta": 1e-3, **changes})
+    plan = DPSGDPlan(
+        **{
+            "n": n,
+            "sample_rate": sample_rate,
+            "steps": steps,
+            "max_grad_norm": 1.0,
+            "noise_multiplier": 1.0,
+            "delta": 1e-3,
+            **changes,
+        }
+    )
     return (x, y), plan
 
 
@@ -36,8 +53,17 @@ def tracked(data, plan, model, *, rounding=None, accountant="rdp", **options):
 
 def run(data, plan, model, *trackers, on_step=None, on_epoch=None, **arguments):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    return train(model, cross_entropy, data, plan, optimizer=optimizer, seed=5, trackers=trackers,
-                 callbacks=Callbacks(on_step, on_epoch), **arguments)
+    return train(
+        model,
+        cross_entropy,
+        data,
+        plan,
+        optimizer=optimizer,
+        seed=5,
+        trackers=trackers,
+        callbacks=Callbacks(on_step, on_epoch),
+        **arguments,
+    )
 
 
 def true_norms(data, plan, **arguments):
@@ -49,7 +75,7 @@ def true_norms(data, plan, **arguments):
         norms.append(gradient_norms(run.model, cross_entropy, *data))
 
     run(data, plan, model, on_step=note, **arguments)
-    return torch.stack(norms[:plan.steps])
+    return torch.stack(norms[: plan.steps])
 
 
 def direct(norms, plan):
@@ -60,10 +86,16 @@ def direct(norms, plan):
     return account.epsilon(1e-3)
 
 
-@pytest.mark.parametrize("per_epoch, expected", [
-    (0.5, [0, 20]), (1, [0, 10, 20]), (2, [0, 5, 10, 15, 20, 25]), (3, [0, 4, 7, 10, 14, 17, 20, 24, 27]),
-    (math.inf, list(range(30))),
-])
+@pytest.mark.parametrize(
+    "per_epoch, expected",
+    [
+        (0.5, [0, 20]),
+        (1, [0, 10, 20]),
+        (2, [0, 5, 10, 15, 20, 25]),
+        (3, [0, 4, 7, 10, 14, 17, 20, 24, 27]),
+        (math.inf, list(range(30))),
+    ],
+)
 def test_passes_are_evenly_spaced_and_the_first_precedes_the_first_step(per_epoch, expected):
     data, plan = problem()
     model = network()
@@ -123,8 +155,11 @@ def histories(draw, n=6):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     norms = torch.rand(2, steps, n, dtype=torch.float64, generator=generator) ** 2 * 1.5
     sampled = torch.rand(steps, n, generator=generator) < draw(st.sampled_from([0.0, 0.1, 0.5, 1.0]))
-    return draw(st.sampled_from([0, 0.5, 1, 3])), norms[0], [(row.nonzero()[:, 0], norms[1, step, row])
-                                                             for step, row in enumerate(sampled)]
+    return (
+        draw(st.sampled_from([0, 0.5, 1, 3])),
+        norms[0],
+        [(row.nonzero()[:, 0], norms[1, step, row]) for step, row in enumerate(sampled)],
+    )
 
 
 @pytest.mark.parametrize("mode", [dict(rounding=None), dict(rounding=0.1)])
@@ -136,8 +171,16 @@ def test_running_estimates_charge_as_if_everybody_were_charged_at_every_step(mod
     (x, y), plan = problem(n=6)
 
     def fresh():
-        tracker = tracked((x, y), plan, network(), running=True, updates_per_epoch=per_epoch, clipping=clipping,
-                          steps_per_epoch=10, **mode)
+        tracker = tracked(
+            (x, y),
+            plan,
+            network(),
+            running=True,
+            updates_per_epoch=per_epoch,
+            clipping=clipping,
+            steps_per_epoch=10,
+            **mode,
+        )
         tracker.__class__, tracker.found = Drawn, found
         return tracker
 
@@ -153,7 +196,7 @@ def test_running_estimates_charge_as_if_everybody_were_charged_at_every_step(mod
         plainly.record(latest)
         if clipping == "individual":
             assert torch.equal(limits, plainly.charged(latest))
-        if step in looks:                # asking in between changes nothing
+        if step in looks:  # asking in between changes nothing
             torch.testing.assert_close(tracker.estimated_epsilon(1e-3), plainly.epsilon(1e-3), rtol=1e-9, atol=0)
         tracker.after_step(indices, norms)
         latest = latest.clone()
@@ -184,8 +227,13 @@ def test_watching_changes_nothing_about_the_run():
     data, plan = problem()
     plain, watched = network(dropout=0.3), network(dropout=0.3)
     run(data, plan, plain)
-    run(data, plan, watched, tracked(data, plan, watched, updates_per_epoch=3),
-        tracked(data, plan, watched, updates_per_epoch=0, running=True))
+    run(
+        data,
+        plan,
+        watched,
+        tracked(data, plan, watched, updates_per_epoch=3),
+        tracked(data, plan, watched, updates_per_epoch=0, running=True),
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), watched.parameters())) and watched.training
 
 
@@ -213,7 +261,7 @@ def test_individual_clipping_enforces_what_is_charged(rounding):
         indices = sampler.draw()
         total = torch.zeros(parameters, dtype=torch.float64)
         for i in indices:
-            value = cross_entropy(before(data[0][i:i + 1]), data[1][i:i + 1]).sum()
+            value = cross_entropy(before(data[0][i : i + 1]), data[1][i : i + 1]).sum()
             g = torch.cat([g.flatten() for g in torch.autograd.grad(value, list(before.parameters()))])
             total += g * min(1, (limit[i] / g.norm()).item())
         noise = plan.noise((parameters,), streams["noise"])
@@ -237,8 +285,9 @@ def test_individual_clipping_to_norms_of_every_step_is_plain_dp_sgd():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [dict(), dict(clipping="individual", running=True),
-                                     dict(updates_per_epoch=math.inf)])
+@pytest.mark.parametrize(
+    "options", [dict(), dict(clipping="individual", running=True), dict(updates_per_epoch=math.inf)]
+)
 def test_an_estimate_is_never_given_out_as_an_epsilon(options):
     data, plan = problem()
     tracker = tracked(data, plan, network(), **options)
@@ -248,9 +297,14 @@ def test_an_estimate_is_never_given_out_as_an_epsilon(options):
         tracker.epsilon(1e-3)
 
 
-@pytest.mark.parametrize("options", [dict(updates_per_epoch=2, clipping="individual"),
-                                     dict(updates_per_epoch=1, running=True, clipping="individual"),
-                                     dict(updates_per_epoch=0, running=True)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(updates_per_epoch=2, clipping="individual"),
+        dict(updates_per_epoch=1, running=True, clipping="individual"),
+        dict(updates_per_epoch=0, running=True),
+    ],
+)
 @pytest.mark.parametrize("mode", [dict(rounding=None), dict(rounding=0.05, accountant="pld")])
 def test_an_interrupted_run_ends_bit_for_bit_where_it_would_have_ended(tmp_path, options, mode):
     class Enough(Exception):
@@ -277,9 +331,10 @@ def test_an_interrupted_run_ends_bit_for_bit_where_it_would_have_ended(tmp_path,
     if mode["rounding"]:
         assert torch.equal(reference.estimated_epsilon(1e-3), tracker.estimated_epsilon(1e-3))
         assert torch.equal(reference.trajectory, tracker.trajectory)
-    else:                                # unrounded accounts are sums of floats, and an interruption splits the sum
-        torch.testing.assert_close(reference.estimated_epsilon(1e-3), tracker.estimated_epsilon(1e-3),
-                                   rtol=1e-12, atol=0)
+    else:  # unrounded accounts are sums of floats, and an interruption splits the sum
+        torch.testing.assert_close(
+            reference.estimated_epsilon(1e-3), tracker.estimated_epsilon(1e-3), rtol=1e-12, atol=0
+        )
     assert all(torch.equal(a, b) for a, b in zip(reference.norms_of_passes, tracker.norms_of_passes))
 
 
@@ -299,10 +354,12 @@ def test_a_tracker_of_some_examples_keeps_their_accounts():
     for options in (dict(updates_per_epoch=1), dict(updates_per_epoch=0, running=True)):
         model = network()
         everybody = tracked((x, y), plan, model, **options)
-        account = IndividualAccountant(4, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, rounding=None,
-                                       accountant="rdp")
-        few = NormTracker(account, model, cross_entropy, (x[some], y[some]), steps_per_epoch=10, examples=some,
-                          **options)
+        account = IndividualAccountant(
+            4, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, rounding=None, accountant="rdp"
+        )
+        few = NormTracker(
+            account, model, cross_entropy, (x[some], y[some]), steps_per_epoch=10, examples=some, **options
+        )
         run((x, y), plan, model, everybody, few)
         assert torch.allclose(few.estimated_epsilon(1e-3), everybody.estimated_epsilon(1e-3)[some], rtol=1e-9)
 
@@ -337,11 +394,19 @@ def test_in_a_loop_with_opacus_it_tracks_what_opacus_computes():
 
     (x, y), plan = problem()
     model = GradSampleModule(network(), loss_reduction="sum")
-    optimizer = DPOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), noise_multiplier=1.0, max_grad_norm=1.0,
-                            expected_batch_size=6, loss_reduction="sum", generator=torch.Generator().manual_seed(3))
+    optimizer = DPOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=6,
+        loss_reduction="sum",
+        generator=torch.Generator().manual_seed(3),
+    )
     sampler = plan.sampler(torch.Generator().manual_seed(4))
-    passes, running = (tracked((x, y), plan, model, **options) for options in (
-        dict(updates_per_epoch=math.inf, keep_norms=True), dict(updates_per_epoch=0, running=True)))
+    passes, running = (
+        tracked((x, y), plan, model, **options)
+        for options in (dict(updates_per_epoch=math.inf, keep_norms=True), dict(updates_per_epoch=0, running=True))
+    )
     latest, charged = torch.ones(60, dtype=torch.float64), []
     for _ in range(12):
         indices = sampler.draw()
@@ -360,12 +425,20 @@ def test_in_a_loop_with_opacus_it_tracks_what_opacus_computes():
     assert torch.allclose(passes.estimated_epsilon(1e-3), direct(passes.norms_of_passes[1], plan), rtol=1e-5)
 
 
-@pytest.mark.parametrize("options, words", [
-    (dict(updates_per_epoch=0), "running=True"), (dict(updates_per_epoch=-1), "updates_per_epoch"),
-    (dict(steps_per_epoch=0), "steps_per_epoch"), (dict(clipping="both"), "clipping"), (dict(method="magic"), "method"),
-    (dict(examples=[0], clipping="individual"), "some examples"), (dict(examples=[0, 1]), "60 distinct"),
-    (dict(trajectory_delta=0), "trajectory_delta"), (dict(chunk=0), "chunk"),
-])
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (dict(updates_per_epoch=0), "running=True"),
+        (dict(updates_per_epoch=-1), "updates_per_epoch"),
+        (dict(steps_per_epoch=0), "steps_per_epoch"),
+        (dict(clipping="both"), "clipping"),
+        (dict(method="magic"), "method"),
+        (dict(examples=[0], clipping="individual"), "some examples"),
+        (dict(examples=[0, 1]), "60 distinct"),
+        (dict(trajectory_delta=0), "trajectory_delta"),
+        (dict(chunk=0), "chunk"),
+    ],
+)
 def test_bad_options_are_refused_by_name(options, words):
     data, plan = problem()
     with pytest.raises(ValueError, match=words):
@@ -396,7 +469,7 @@ def test_a_tracker_that_nobody_stepped_gives_no_epsilon(clipping):
     data, plan = problem()
     tracker = tracked(data, plan, network(), clipping=clipping)
     run(data, plan, network())
-    for epsilon in (tracker.estimated_epsilon, tracker.epsilon)[:1 + (clipping == "individual")]:
+    for epsilon in (tracker.estimated_epsilon, tracker.epsilon)[: 1 + (clipping == "individual")]:
         with pytest.raises(ValueError, match="no step was begun"):
             epsilon(1e-3)
 
@@ -412,15 +485,25 @@ def test_a_tracker_of_another_model_loss_or_data_is_refused():
     with pytest.raises(ValueError, match="model that is trained"):
         run((x, y), plan, model, tracked((x, y), plan, other))
     with pytest.raises(ValueError, match="loss that is trained"):
-        run((x, y), plan, model, NormTracker(IndividualAccountant.for_plan(plan), model, lambda out, y: out.sum(1),
-                                             (x, y), steps_per_epoch=10))
+        run(
+            (x, y),
+            plan,
+            model,
+            NormTracker(
+                IndividualAccountant.for_plan(plan), model, lambda out, y: out.sum(1), (x, y), steps_per_epoch=10
+            ),
+        )
     for changed in ((x.flip(0), y), (x, y.flip(0)), (x + 1e-12, y), (x.float(), y), (x[:, :3], y)):
         with pytest.raises(ValueError, match="data that are trained on"):
             attempt(*changed)
     with pytest.raises(ValueError, match="other inputs"):
         some = IndividualAccountant(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
-        run((x, y), plan, model, NormTracker(some, model, cross_entropy, (x[:3], y[:3]), steps_per_epoch=10,
-                                             examples=[0, 1, 3]))
+        run(
+            (x, y),
+            plan,
+            model,
+            NormTracker(some, model, cross_entropy, (x[:3], y[:3]), steps_per_epoch=10, examples=[0, 1, 3]),
+        )
     attempt(x.clone(), y.clone())
     x[0] = math.nan
     with pytest.warns(RuntimeWarning, match="not finite"):
@@ -446,7 +529,7 @@ def test_an_exact_account_wants_to_see_that_its_limits_were_kept():
             tracker.after_step([3, 4], clipped=bad)
     with pytest.raises(ValueError, match="same length"):
         tracker.after_step([3, 4], clipped=[0.0])
-    with pytest.raises(ValueError, match="distinct"):            # twice as long as was allowed, in the sum
+    with pytest.raises(ValueError, match="distinct"):  # twice as long as was allowed, in the sum
         tracker.after_step([3, 3], clipped=limits[[3, 3]])
     tracker.after_step([3, 4], clipped=limits[[3, 4]].float())
     tracker.before_step()
@@ -467,7 +550,7 @@ def test_a_loop_of_ones_own_in_whole_steps_gives_the_account_of_train():
     for _ in range(plan.steps):
         with tracker.step() as limits:
             drawn, total = sampler.draw(), torch.zeros(sum(pieces), dtype=torch.float64)
-            for part in drawn.split(4) or [drawn]:                # a draw that is cut for memory
+            for part in drawn.split(4) or [drawn]:  # a draw that is cut for memory
                 found = clipped_sum(ours, cross_entropy, data[0][part], data[1][part], limits[part])
                 total += torch.cat([g.flatten() for g in found.gradients.values()])
                 tracker.observe(part, clipped=torch.minimum(found.norms, limits[part]))

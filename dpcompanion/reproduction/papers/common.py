@@ -26,8 +26,12 @@ def _all(config):
 def reported(record):
     """The tasks that a record has values of."""
     left = record.values.get("not_run", ())
-    return [name for kind in ("tasks", "larger") for name in record.config.get(kind, ())
-            if name not in left and any(key.startswith(f"{name}.") for key in record.values)]
+    return [
+        name
+        for kind in ("tasks", "larger")
+        for name in record.config.get(kind, ())
+        if name not in left and any(key.startswith(f"{name}.") for key in record.values)
+    ]
 
 
 def named(prefix, **values):

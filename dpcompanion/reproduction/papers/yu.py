@@ -63,6 +63,7 @@ class Study(Tasks):
 
 # Data and models ---------------------------------------------------------------------------------------------------
 
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
     """Training and test examples, the group of each (class, or race), the groups' names, and where all came from."""
@@ -100,7 +101,7 @@ def _balanced(labels, groups, count):
     random, kept = np.random.RandomState(0), []
     for group in range(count):
         sides = [random.permutation(np.flatnonzero((groups == group) & (labels == label))) for label in (0, 1)]
-        kept += [side[:min(map(len, sides))] for side in sides]
+        kept += [side[: min(map(len, sides))] for side in sides]
     return torch.as_tensor(np.sort(np.concatenate(kept)))
 
 
@@ -114,9 +115,18 @@ def mlp(inputs, classes):
 def two_layer_cnn(channels, classes):
     """Two tanh convolutions, as `training.models.mnist_cnn`, for any size of image."""
     return nn.Sequential(
-        nn.Conv2d(channels, 16, 8, stride=2, padding=2), nn.Tanh(), models.MaxPool2d(2, stride=1),
-        nn.Conv2d(16, 32, 4, stride=2), nn.Tanh(), models.MaxPool2d(2, stride=1),
-        nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(512, 32), nn.Tanh(), nn.Linear(32, classes))
+        nn.Conv2d(channels, 16, 8, stride=2, padding=2),
+        nn.Tanh(),
+        models.MaxPool2d(2, stride=1),
+        nn.Conv2d(16, 32, 4, stride=2),
+        nn.Tanh(),
+        models.MaxPool2d(2, stride=1),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(512, 32),
+        nn.Tanh(),
+        nn.Linear(32, classes),
+    )
 
 
 def build(model, found, seed):
@@ -153,7 +163,7 @@ def outcome(model, loss, x, y):
     return loss(outputs, y), outputs.argmax(1) == y
 
 
-WORST = 0.99     # an epsilon from this share of the worst case on has reached it
+WORST = 0.99  # an epsilon from this share of the worst case on has reached it
 
 
 def correlation_with_extremes(accuracy, epsilon):
@@ -162,11 +172,15 @@ def correlation_with_extremes(accuracy, epsilon):
     accuracy, epsilon = np.array(accuracy), np.array(epsilon)
 
     def percent(right, cost):
-        worst, best = (np.take_along_axis(cost, np.expand_dims(pick(right, -1), -1), -1)[..., 0]
-                       for pick in (np.argmin, np.argmax))
+        worst, best = (
+            np.take_along_axis(cost, np.expand_dims(pick(right, -1), -1), -1)[..., 0] for pick in (np.argmin, np.argmax)
+        )
         return 100 * (worst / best - 1)
-    return (intervals.rank_correlation(rank(accuracy, epsilon), len(accuracy)),
-            intervals.bootstrap(percent, accuracy, epsilon))
+
+    return (
+        intervals.rank_correlation(rank(accuracy, epsilon), len(accuracy)),
+        intervals.bootstrap(percent, accuracy, epsilon),
+    )
 
 
 def timed(seconds):
@@ -179,8 +193,12 @@ STATISTICS = ("mean", "q10", "q30", "median", "q70", "q90")
 
 def released(epsilon, upper, delta, config, method, seed):
     """The six statistics, with noise."""
-    budget = {"upper": upper, "epsilon": release.split(config.epsilon, delta, 2), "delta": delta,
-              "generator": torch.Generator().manual_seed(seed)}
+    budget = {
+        "upper": upper,
+        "epsilon": release.split(config.epsilon, delta, 2),
+        "delta": delta,
+        "generator": torch.Generator().manual_seed(seed),
+    }
     mean = release.private_mean(epsilon, **budget)
     return [mean, *release.private_quantiles(epsilon, config.quantiles, method=method, **budget).tolist()]
 
@@ -196,8 +214,11 @@ def clip_key(multiple):
 
 def falls(shares):
     """Whether shares (intervals) fall one after the other, from more than half to less than a tenth."""
-    return intervals.every(shares[0].above(0.5), shares[-1].below(0.1),
-                           *((before - after).at_least(0) for before, after in zip(shares, shares[1:])))
+    return intervals.every(
+        shares[0].above(0.5),
+        shares[-1].below(0.1),
+        *((before - after).at_least(0) for before, after in zip(shares, shares[1:])),
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,23 +249,31 @@ def overfitted(task, config, seed, device):
             optimizer.step()
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
-    return ({"accuracy": float(right.double().mean()), "test_accuracy": float(test_right.double().mean())},
-            {"losses": losses.cpu().numpy(), "test_losses": test_losses.cpu().numpy()})
+    return (
+        {"accuracy": float(right.double().mean()), "test_accuracy": float(test_right.double().mean())},
+        {"losses": losses.cpu().numpy(), "test_losses": test_losses.cpu().numpy()},
+    )
 
 
 def trained_without_privacy(task, config, seed, run):
     """`overfitted`, kept."""
     settings = {key: getattr(config, key) for key in ("epochs", "batch_size", "learning_rate")}
-    done = run.keep(lambda _: overfitted(task, config, seed, run.device), [f"seed-{seed}"], by=overfitted,
-                    config={"task": dataclasses.replace(task, needs=""), **settings},
-                    seconds=seconds(len(examples(task.data, task.dtype).y), 10 * config.epochs),
-                    under=f"runs/{task.data}-{task.model}-overfitted", label=f"{task.data}, {task.model}")
+    done = run.keep(
+        lambda _: overfitted(task, config, seed, run.device),
+        [f"seed-{seed}"],
+        by=overfitted,
+        config={"task": dataclasses.replace(task, needs=""), **settings},
+        seconds=seconds(len(examples(task.data, task.dtype).y), 10 * config.epochs),
+        under=f"runs/{task.data}-{task.model}-overfitted",
+        label=f"{task.data}, {task.model}",
+    )
     return done[f"seed-{seed}"]
 
 
 def near_one_half(values, prefix):
     """Whether every group's success, by its own interval, lies within five points of one half; and the widest ends."""
-    groups = [intervals.Interval(*ends) for ends in zip(*(values[f"{prefix}.{key}"]
-                                                          for key in ("success", "low", "high")))]
+    groups = [
+        intervals.Interval(*ends) for ends in zip(*(values[f"{prefix}.{key}"] for key in ("success", "low", "high")))
+    ]
     said = f"{min(group.low for group in groups):.0%} to {max(group.high for group in groups):.0%}"
     return said, intervals.every(*(part for group in groups for part in (group.at_least(0.45), group.at_most(0.55))))

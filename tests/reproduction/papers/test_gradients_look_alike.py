@@ -35,18 +35,29 @@ def run(tmp_path):
 
 def tiny(config):
     if isinstance(config, g.OwnEpsilons):
-        return dataclasses.replace(config, larger={}, tasks={
-            name: dataclasses.replace(task, points=2, runs=2, runs_add=2, epochs=0.1, together=1, resamples=5)
-            for name, task in config.tasks.items()})
+        return dataclasses.replace(
+            config,
+            larger={},
+            tasks={
+                name: dataclasses.replace(task, points=2, runs=2, runs_add=2, epochs=0.1, together=1, resamples=5)
+                for name, task in config.tasks.items()
+            },
+        )
     if hasattr(config, "tasks"):
-        changes = {"tasks": {name: dataclasses.replace(TINY, epochs=0.5, epsilon=task.epsilon,
-                                                       batch_size=task.batch_size) for name,
-                             task in list(config.tasks.items())[:2]}}
+        changes = {
+            "tasks": {
+                name: dataclasses.replace(TINY, epochs=0.5, epsilon=task.epsilon, batch_size=task.batch_size)
+                for name, task in list(config.tasks.items())[:2]
+            }
+        }
     else:
         changes = {"points": 1 if hasattr(config, "requests") else 2, "runs": 3, "epochs": 0.1}
-    for field, value in (("pool", 9), ("tuples", 3),
-                         ("batch_sizes", config.batch_sizes[:2] if hasattr(config, "batch_sizes") else ()),
-                         ("resamples", 20)):
+    for field, value in (
+        ("pool", 9),
+        ("tuples", 3),
+        ("batch_sizes", config.batch_sizes[:2] if hasattr(config, "batch_sizes") else ()),
+        ("resamples", 20),
+    ):
         if hasattr(config, field):
             changes[field] = value
     if hasattr(config, "exact"):
@@ -68,10 +79,17 @@ def test_every_exhibit_gives_the_same_numbers_twice_and_meets_all_its_criteria(n
     for key, value in flat(first.values).items():
         np.testing.assert_array_equal(value, flat(again.values)[key], err_msg=key)
         assert "correct" in key or "relevance" in key or "norms" in key or np.isfinite(value).all(), key
-    judged = [row for exhibit in NAMES + ["gradients-look-alike/theorem-3.6"]
-              for row in experiments.findings(first, exhibit).rows]
-    expected = {c.text for exhibit in NAMES + ["gradients-look-alike/theorem-3.6"]
-                for c in experiments.criteria(exhibit) if c.of == name}
+    judged = [
+        row
+        for exhibit in NAMES + ["gradients-look-alike/theorem-3.6"]
+        for row in experiments.findings(first, exhibit).rows
+    ]
+    expected = {
+        c.text
+        for exhibit in NAMES + ["gradients-look-alike/theorem-3.6"]
+        for c in experiments.criteria(exhibit)
+        if c.of == name
+    }
     assert {row.criterion for row in judged} == expected
     assert expected or published.exhibit(name).kind == published.OURS
 
@@ -105,14 +123,16 @@ def test_a_run_that_takes_long_is_kept_and_read_again(run, monkeypatch):
 def test_the_sum_over_moments_is_theorem_3_3_over_all_steps(run, direction):
     found = g.watched(TINY, run)
     norms = found.seen(direction).repeat_interleave(torch.as_tensor(np.diff(found.moments + [found.moments[-1]])), 1)
-    by_library = compose_sensitivities(norms.movedim(1, 0), sample_rate=found.plan.sample_rate,
-                                       noise_std=found.plan.noise_std, order=8)
+    by_library = compose_sensitivities(
+        norms.movedim(1, 0), sample_rate=found.plan.sample_rate, noise_std=found.plan.noise_std, order=8
+    )
     # The orders are those of the first step after each moment, so the sum lies above.
     ours = g.composed(found, direction, 8)
     assert (ours >= by_library * (1 - 1e-4)).all()
     torch.testing.assert_close(ours, by_library, rtol=0.15, atol=0)
-    every = dataclasses.replace(found, moments=list(range(32)),
-                                norms=torch.cat((norms, norms[:, -1:]), 1).repeat(1, 1, 2))
+    every = dataclasses.replace(
+        found, moments=list(range(32)), norms=torch.cat((norms, norms[:, -1:]), 1).repeat(1, 1, 2)
+    )
     torch.testing.assert_close(g.composed(every, direction, 8), by_library, rtol=1e-3, atol=0)
     torch.testing.assert_close(g.theorem_3_3(norms.movedim(1, 0), found.plan, 8), by_library, rtol=1e-3, atol=0)
 
@@ -158,9 +178,10 @@ def test_a_step_of_softmax_regression_is_that_of_autograd():
     for point in range(2):
         weights = torch.zeros(4, 10, dtype=torch.float64)
         for step in range(3):
-            rows, labels = torch.cat((x, point_x[point:point + 1])), torch.cat((y, point_y[point:point + 1]))
-            gradients = torch.func.vmap(torch.func.grad(lambda w, a, b: cross_entropy((a @ w)[None], b[None])[0]),
-                                        (None, 0, 0))(weights, rows, labels)
+            rows, labels = torch.cat((x, point_x[point : point + 1])), torch.cat((y, point_y[point : point + 1]))
+            gradients = torch.func.vmap(
+                torch.func.grad(lambda w, a, b: cross_entropy((a @ w)[None], b[None])[0]), (None, 0, 0)
+            )(weights, rows, labels)
             lengths = gradients.flatten(1).norm(dim=1)
             torch.testing.assert_close(found[step, :, point], lengths[-1].clamp(max=0.7).expand(2), rtol=1e-6, atol=0)
             weights = weights - 2.0 / 30 * (gradients * (0.7 / lengths).clamp(max=1)[:, None, None]).sum(0)
@@ -172,8 +193,9 @@ def test_one_step_composes_exactly_to_theorem_3_2_and_the_other_direction_is_no_
     for direction in g.DIRECTIONS:
         norms = g.side_by_side(x, y, point_x, point_y, plan, kind=direction, runs=3, order=4, learning_rate=1.0, seed=0)
         found = g.composed_exactly(norms, plan, 4, direction)
-        alone = step_divergence(sample_rate=0.2, noise_multiplier=plan.noise_std, sensitivity=norms[0, 0], orders=4,
-                                direction=direction)
+        alone = step_divergence(
+            sample_rate=0.2, noise_multiplier=plan.noise_std, sensitivity=norms[0, 0], orders=4, direction=direction
+        )
         torch.testing.assert_close(found.estimate, alone)
         assert (found.estimate <= found.upper_bound * (1 + 1e-9)).all()
 
@@ -186,14 +208,15 @@ def test_tilted_runs_weigh_every_count_of_the_first_step_as_they_should(monkeypa
     tilted = g.composed_exactly(norms, plan, 3, "remove").estimate
     size, expected = norms[0, 0] / plan.noise_std, torch.zeros(2, dtype=torch.float64)
     for k in range(4):
-        monkeypatch.setattr(g.compositions, "tilted_counts",
-                            lambda length, **options: torch.full_like(length, k, dtype=torch.int64))
+        monkeypatch.setattr(
+            g.compositions, "tilted_counts", lambda length, **options: torch.full_like(length, k, dtype=torch.int64)
+        )
         second = g.side_by_side(x, y, point_x, point_y, plan, kind="remove", seed=2 + k, **common)[1]
         weight = math.comb(3, k) * 0.7 ** (3 - k) * 0.3**k * torch.exp((k * k - k) * size**2 / 2)
         expected += weight * torch.exp(2 * g.divergence(second, plan, 3)).mean(0)
     torch.testing.assert_close(tilted, torch.log(expected) / 2, rtol=0.01, atol=0)
     plain = (2 * g.divergence(norms, plan, 3)).sum(0).mean(0) / 2
-    assert (tilted > plain).all()                          # the mean of an exponential is above that of its exponent
+    assert (tilted > plain).all()  # the mean of an exponential is above that of its exponent
 
 
 def test_the_bound_for_means_lies_above_every_enumerated_data_set():
@@ -209,8 +232,9 @@ def test_the_bound_for_means_lies_above_every_enumerated_data_set():
             mean = chosen.mean(0) if len(chosen) else torch.zeros(3, dtype=torch.float64)
             distances.append((point - mean).norm() / (len(chosen) + 1))
             weights.append(0.4 ** sum(mask) * 0.6 ** (6 - sum(mask)))
-        exact = coupled_divergence(torch.stack(distances), probabilities=weights, sample_rate=0.4, noise_std=0.8,
-                                   order=5)
+        exact = coupled_divergence(
+            torch.stack(distances), probabilities=weights, sample_rate=0.4, noise_std=0.8, order=5
+        )
         bound = g.mean_update_bound(point.norm()[None], plan, 5)[0]
         assert exact <= bound <= g.mean_update_bound(torch.ones(1, dtype=torch.float64), plan, 5)[0]
 
@@ -228,8 +252,12 @@ def test_sums_and_single_gradients_are_clipped_the_same_way(run):
     masks = torch.zeros(3, len(y), dtype=torch.bool)
     masks[0, :4], masks[1, 2:9] = True, True
     single = g.clipped_gradients(model, x[:9], y[:9], 0.5)
-    torch.testing.assert_close(g.batch_sums(model, x, y, masks, 0.5),
-                               torch.stack((single[:4].sum(0), single[2:].sum(0), 0 * single[0])), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(
+        g.batch_sums(model, x, y, masks, 0.5),
+        torch.stack((single[:4].sum(0), single[2:].sum(0), 0 * single[0])),
+        rtol=1e-3,
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize("exhibit", ["figure-3", "figure-6", "figure-7", "figure-9"])
@@ -244,8 +272,19 @@ def test_tasks_that_need_a_gpu_run_on_one_and_are_named_elsewhere(exhibit):
 def test_cifar_10_runs_through_on_a_few_images(exhibit, run, monkeypatch):
     def load(name, *, split="train", **options):
         generator = torch.Generator().manual_seed(len(split))
-        return data.Dataset(name, split, torch.rand(24, 3, 32, 32, generator=generator), torch.arange(24) % 10,
-                            data.CIFAR10_CLASSES, (), {}, {}, "made up", "", False)
+        return data.Dataset(
+            name,
+            split,
+            torch.rand(24, 3, 32, 32, generator=generator),
+            torch.arange(24) % 10,
+            data.CIFAR10_CLASSES,
+            (),
+            {},
+            {},
+            "made up",
+            "",
+            False,
+        )
 
     monkeypatch.setattr(data, "load", load)
     config = experiments.get(f"gradients-look-alike/{exhibit}").presets["paper"]
@@ -271,9 +310,17 @@ def test_tilted_runs_at_rate_one_are_runs_with_the_point_alpha_times(monkeypatch
         norms.append(ensemble.norms_of(x[5:6], y[5:6])[:, 0].clamp(max=3.0))
         return torch.zeros_like(ensemble.vectors)
 
-    train_ensemble(g.runs._MODELS["softmax"](seed=0), cross_entropy, (x[copies], y[copies]),
-                   dataclasses.replace(plan, n=22), seeds=[1], learning_rate=task.learning_rate * 22 / 20,
-                   momentum=0.5, add=note, progress=False)
+    train_ensemble(
+        g.runs._MODELS["softmax"](seed=0),
+        cross_entropy,
+        (x[copies], y[copies]),
+        dataclasses.replace(plan, n=22),
+        seeds=[1],
+        learning_rate=task.learning_rate * 22 / 20,
+        momentum=0.5,
+        add=note,
+        progress=False,
+    )
     assert plan.sample_rate == 1 and len(found) == plan.steps == 4
     assert found[0] == 3 and found.max() > found.min()
     torch.testing.assert_close(found, torch.cat(norms).double(), rtol=1e-4, atol=1e-4)
@@ -295,8 +342,11 @@ def test_without_learning_a_points_own_epsilon_is_that_of_its_one_norm(run):
     run.config = g.OwnEpsilons({"still": task})
     values = g.own_epsilon(run.config, run)
     norm, noise, steps = (float(np.squeeze(values[f"still.{key}"])) for key in ("norm", "noise_multiplier", "steps"))
-    truth = float(compute_epsilon(sample_rate=values["still.sample_rate"], noise_multiplier=noise / norm,
-                                  steps=int(steps), delta=task.delta))
+    truth = float(
+        compute_epsilon(
+            sample_rate=values["still.sample_rate"], noise_multiplier=noise / norm, steps=int(steps), delta=task.delta
+        )
+    )
     assert float(values["still.estimate"][0]) == pytest.approx(truth, rel=0.1)
     assert float(values["still.low"][0]) <= truth * 1.02 and truth * 0.98 <= float(values["still.high"][0])
     assert float(values["still.upper_bound"][0]) >= truth * 0.999
@@ -311,7 +361,8 @@ def test_the_recorded_epsilons_by_the_loss_lie_within_their_intervals_and_below_
     for name in record.config["tasks"]:
         low, estimate, high, bound, exact, loose = (
             np.array(record.values[f"{name}.{key}"])
-            for key in ("low", "estimate", "high", "upper_bound", "exact", "theorem_3_3"))
+            for key in ("low", "estimate", "high", "upper_bound", "exact", "theorem_3_3")
+        )
         everybody = record.values[f"{name}.everybody"]
         assert (low <= estimate).all() and (estimate <= high).all() and (high <= everybody).all()
         assert (bound <= everybody).all() and (estimate < exact).all() and (exact < loose).all()
@@ -321,8 +372,9 @@ def test_the_recorded_epsilons_by_the_loss_lie_within_their_intervals_and_below_
 @pytest.mark.parametrize("direction", g.DIRECTIONS)
 def test_the_chains_truth_is_the_sum_of_its_steps_where_gradients_do_not_depend_on_the_state(direction, monkeypatch):
     monkeypatch.setattr(chain, "gain", lambda theta: torch.full_like(theta, 0.4))
-    steps = chain.STEPS * float(step_divergence(**chain.DIVERGENCE, sensitivity=0.4, orders=chain.ORDER,
-                                                direction=direction))
+    steps = chain.STEPS * float(
+        step_divergence(**chain.DIVERGENCE, sensitivity=0.4, orders=chain.ORDER, direction=direction)
+    )
     assert chain.truth(direction) == pytest.approx(steps, rel=1e-4)
     assert float(chain.tilted(direction, 3, seed=0)[0]) / (chain.ORDER - 1) == pytest.approx(steps, rel=1e-9)
 
@@ -330,7 +382,11 @@ def test_the_chains_truth_is_the_sum_of_its_steps_where_gradients_do_not_depend_
 @pytest.mark.parametrize("direction", g.DIRECTIONS)
 def test_the_chains_truth_lies_below_every_bound_and_tilted_runs_find_it(direction):
     truth = chain.truth(direction)
-    found = exact_composition(chain.tilted(direction, 4000, seed=0), order=chain.ORDER, confidence=0.999,
-                              worst_case=chain.worst_case(direction))
+    found = exact_composition(
+        chain.tilted(direction, 4000, seed=0),
+        order=chain.ORDER,
+        confidence=0.999,
+        worst_case=chain.worst_case(direction),
+    )
     assert found.low <= truth <= found.high
     assert truth < min(chain.worst_case(direction), *(chain.by_holder(direction, p) for p in (2, 12)))

@@ -33,8 +33,12 @@ def test_table_5_is_reproduced_to_four_digits_with_whole_steps_in_an_epoch(table
         assert table_5[f"{name}.sigma"] == pytest.approx(printed, rel=3e-4)
         assert table_5[f"{name}.sigma"] <= printed  # the paper's search stops on the safe side
         assert abs(table_5[f"{name}.sigma_B_over_N"] / printed - 1) > 1.5e-3
-        assert published.verdict(table_5[f"{name}.iterations"], published.exhibit("idp-sgd/table-5")[
-            f"{name}.iterations"], rounding=1) == "matches"
+        assert (
+            published.verdict(
+                table_5[f"{name}.iterations"], published.exhibit("idp-sgd/table-5")[f"{name}.iterations"], rounding=1
+            )
+            == "matches"
+        )
 
 
 def test_the_papers_search_gives_the_printed_digits_of_table_5(table_5):
@@ -112,8 +116,10 @@ def test_groups_have_the_shares_of_the_paper_and_another_order_for_each_seed():
     assert torch.bincount(chapter.assign(10, (1,) * 3, seed=0)).tolist() == [3, 4, 3]
 
 
-@pytest.mark.parametrize("method,accountant", [
-    ("dpsgd", "rdp"), ("sample", "rdp"), ("scale", "rdp"), ("combined-50", "rdp"), ("scale", "pld")])
+@pytest.mark.parametrize(
+    "method,accountant",
+    [("dpsgd", "rdp"), ("sample", "rdp"), ("scale", "rdp"), ("combined-50", "rdp"), ("scale", "pld")],
+)
 def test_no_method_exceeds_anybodys_budget_and_all_but_dpsgd_use_it_up(method, accountant):
     budgets = torch.tensor(chapter.BUDGETS, dtype=torch.float64)
     groups = chapter.assign(1000, chapter.GROUPS["B"], seed=0)
@@ -148,7 +154,8 @@ def test_larger_tasks_are_named_where_there_is_no_gpu_and_trained_with_each_meth
     longer = dataclasses.replace(TINY, training=dataclasses.replace(TINY.training, epochs=3))
     values = chapter.larger_tasks(config, run, lambda task, kind: longer if kind == "A.sample" else task)
     assert {key for key in values if not key.endswith("final")} == {
-        f"mnist-5k.{setup}.{method}" for setup in "AB" for method in ("dpsgd", "sample", "scale")}
+        f"mnist-5k.{setup}.{method}" for setup in "AB" for method in ("dpsgd", "sample", "scale")
+    }
     for kind, task in (("dpsgd", TINY), ("A.sample", longer)):
         own = chapter.trial(dataclasses.replace(config, task=task), kind, 0, run)["final"]
         assert values[f"mnist-5k.{kind}.final"] == [float(own)]
@@ -160,8 +167,9 @@ def test_the_larger_tasks_have_the_noise_that_table_6_prints():
         assert chapter.network(task, 0)(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
         for kind in ("A.sample", "B.sample", "A.scale", "B.scale"):
             setup, method = kind.split(".")
-            noise, _, norms = chapter.parameters(method, chapter.BUDGETS, chapter.GROUPS[setup],
-                                                 chapter.tuned(task, kind).training, 1e-5)
+            noise, _, norms = chapter.parameters(
+                method, chapter.BUDGETS, chapter.GROUPS[setup], chapter.tuned(task, kind).training, 1e-5
+            )
             assert noise == pytest.approx(printed[f"{task.data}.{method}_{setup}.sigma"], rel=2e-3), kind
             if method == "sample":
                 assert set(norms.tolist()) == {float(printed[f"{task.data}.{method}_{setup}.clip"])}
@@ -196,30 +204,42 @@ def test_all_groups_use_up_their_budgets_at_the_last_epoch_and_not_before():
             assert spent == sorted(spent) and spent[-2] < 0.99 * budget
 
 
-@pytest.mark.parametrize("exhibit,function,config,shared", [
-    ("table-9", chapter.table_9, {"number": 3}, ("dpsgd", "dpsgd.final")),
-    ("table-14", chapter.table_14, {"kinds": ("combined-50", "sample")}, ("A.sample", "weight_100.final"))])
-def test_what_is_shared_with_other_tables_trials_is_what_runs_side_by_side_reach(exhibit, function, config, shared,
-                                                                                 tmp_path):
-    config = dataclasses.replace(experiments.get(f"idp-sgd/{exhibit}").presets["quick"], task=TINY, seeds=(4,),
-                                 **config)
+@pytest.mark.parametrize(
+    "exhibit,function,config,shared",
+    [
+        ("table-9", chapter.table_9, {"number": 3}, ("dpsgd", "dpsgd.final")),
+        ("table-14", chapter.table_14, {"kinds": ("combined-50", "sample")}, ("A.sample", "weight_100.final")),
+    ],
+)
+def test_what_is_shared_with_other_tables_trials_is_what_runs_side_by_side_reach(
+    exhibit, function, config, shared, tmp_path
+):
+    config = dataclasses.replace(
+        experiments.get(f"idp-sgd/{exhibit}").presets["quick"], task=TINY, seeds=(4,), **config
+    )
     together = function(config, run_of(config, tmp_path))
     alone = function(dataclasses.replace(config, together=1), run_of(config, tmp_path))
     assert set(together) == set(alone) and len(together) == 2 * len(config.kinds)
     for key in together:
         if key.endswith(".final"):
-            assert alone[key] == pytest.approx(together[key], abs=0.11)   # one test example of 1,000
+            assert alone[key] == pytest.approx(together[key], abs=0.11)  # one test example of 1,000
     kind, key = shared
     known = len(experiments._TRAINED)
     trials = chapter.trials(chapter.Trials(TINY, (kind,), (4,)), run_of(config, tmp_path))
-    assert len(experiments._TRAINED) == known                             # none was trained again
+    assert len(experiments._TRAINED) == known  # none was trained again
     assert alone[key] == [one["final"] for one in trials[kind]]
 
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)])
-@pytest.mark.parametrize("kinds,judged", [
-    (("dpsgd", "A.sample"), (1, 0, 0)), (("A.sample", "loosest"), (0, 0, 0)),
-    (("dpsgd", "loosest", "A.scale"), (1, 1, 0)), (("dpsgd", "B.sample", "B.scale", "B.alone"), (2, 0, 1))])
+@pytest.mark.parametrize(
+    "kinds,judged",
+    [
+        (("dpsgd", "A.sample"), (1, 0, 0)),
+        (("A.sample", "loosest"), (0, 0, 0)),
+        (("dpsgd", "loosest", "A.scale"), (1, 1, 0)),
+        (("dpsgd", "B.sample", "B.scale", "B.alone"), (2, 0, 1)),
+    ],
+)
 def test_findings_are_judged_by_the_kinds_and_seeds_that_a_record_has(kinds, judged, seeds):
     values = {f"{kind}.final": [90.0 + k + seed for seed in seeds] for k, kind in enumerate(kinds)}
     values |= {f"{kind}.group_loss": [records.mean_and_sd([0.1])] for kind in kinds}
@@ -274,7 +294,7 @@ def test_nobody_is_in_a_filtered_run_beyond_their_budget_and_the_larger_budget_s
     alone = chapter.filtered(config, descent, "accounting", 0, run)
     assigned = chapter.filtered(config, descent, "accounting_and_assignment", 0, run)
     assert plain["active"] == [1.0] * 6 and plain["largest"] <= 0.3
-    assert alone["active"][:6] == [1.0] * 6          # at the full norm the budget lasts as long as DP-SGD's
+    assert alone["active"][:6] == [1.0] * 6  # at the full norm the budget lasts as long as DP-SGD's
     assert len(alone["active"]) == 9 and alone["active"][-1] < 1
     assert alone["largest"] <= 0.3 and 0.3 < assigned["largest"] <= 0.31
     assert [len(one["course"]) for one in (plain, alone, assigned)] == [6, 9, 9]  # the accuracy after each step
@@ -292,11 +312,21 @@ def test_the_audit_refutes_joined_draws_and_not_the_method(method):
 @pytest.fixture
 def few_texts(tmp_path, monkeypatch):
     """Data sets of 60 names and 40 reviews, in a data folder of their own."""
-    lines = ["name\tlanguage", *(f"{name}{'aeiou'[k % 5]}\t{language}" for k in range(20) for name, language in (
-        ("Kowalsk", "Polish"), ("Takahash", "Japanese"), ("O'Neill", "Irish")))]
+    lines = [
+        "name\tlanguage",
+        *(
+            f"{name}{'aeiou'[k % 5]}\t{language}"
+            for k in range(20)
+            for name, language in (("Kowalsk", "Polish"), ("Takahash", "Japanese"), ("O'Neill", "Irish"))
+        ),
+    ]
     (tmp_path / "names.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    lines = [f"{split}\t{label}\t{k}\t{stars}\tA {word} film<br />{k}" for split in ("train", "test")
-             for k in range(10) for label, stars, word in (("pos", 9, "good"), ("neg", 2, "bad"))]
+    lines = [
+        f"{split}\t{label}\t{k}\t{stars}\tA {word} film<br />{k}"
+        for split in ("train", "test")
+        for k in range(10)
+        for label, stars, word in (("pos", 9, "good"), ("neg", 2, "bad"))
+    ]
     (tmp_path / "imdb.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
     monkeypatch.setattr(data, "load", functools.partial(data.load, verify=False))
@@ -305,8 +335,10 @@ def few_texts(tmp_path, monkeypatch):
 def test_texts_are_learned_within_each_groups_budget(few_texts, tmp_path, monkeypatch):
     paper = experiments.get("idp-sgd/table-3").presets["paper"]
     names, reviews = paper.rows.values()
-    rows = {"charrnn_surnames": dataclasses.replace(names, training=chapter.Training(48, 12, 2, 1.0)),
-            "embedding_imdb": dataclasses.replace(reviews, training=chapter.Training(20, 5, 2, 1.0))}
+    rows = {
+        "charrnn_surnames": dataclasses.replace(names, training=chapter.Training(48, 12, 2, 1.0)),
+        "embedding_imdb": dataclasses.replace(reviews, training=chapter.Training(20, 5, 2, 1.0)),
+    }
     config = dataclasses.replace(paper, rows=rows, kinds=("dpsgd", "scale"), seeds=(0, 1))
     plans = []
 
@@ -320,13 +352,14 @@ def test_texts_are_learned_within_each_groups_budget(few_texts, tmp_path, monkey
     for plan, budgets in zip(plans, [chapter.BUDGETS] * 4 + [(5.0, 7.5, 10.0)] * 4):
         spent = plan.epsilon(accountant="rdp")
         assert plan.n == {1.0: 48, 5.0: 20}[budgets[0]] and plan.steps == 8
-        assert (spent.unique() <= torch.tensor(budgets, dtype=torch.float64)[:len(spent.unique())]).all()
+        assert (spent.unique() <= torch.tensor(budgets, dtype=torch.float64)[: len(spent.unique())]).all()
     for row, classes in (("charrnn_surnames", 3), ("embedding_imdb", 2)):
         assert values[f"{row}.majority"] >= 100 / classes and values[f"{row}.scale"].n == 2
         assert values[f"{row}.scale"].mean == pytest.approx(sum(values[f"{row}.scale.final"]) / 2)
         assert len(values[f"{row}.scale.accuracy"]) == 2 and values[f"{row}.scale.dropped"] == 0
-    record = records.make("idp-sgd/table-3", "paper", values | {
-        f"{row}.sample.final": [100.0, 100.0] for row in rows}, config=config)
+    record = records.make(
+        "idp-sgd/table-3", "paper", values | {f"{row}.sample.final": [100.0, 100.0] for row in rows}, config=config
+    )
     assert sum(experiments.findings(record).counts().values()) == 2
     resumed = chapter.table_3(config, run_of(config, tmp_path / "parts"))
     assert resumed == values and len(plans) == 8
@@ -373,7 +406,7 @@ def test_weighted_votes_beat_plain_ones_on_the_small_task(tmp_path):
 def test_the_attack_that_the_chapter_writes_by_hand_is_the_librarys():
     page = (pathlib.Path(__file__).resolve().parents[3] / "book" / "papers" / "idp-sgd.md").read_text(encoding="utf-8")
     room = {}
-    exec(page[page.index("def lira_by_hand("):].partition("\n```")[0], room)
+    exec(page[page.index("def lira_by_hand(") :].partition("\n```")[0], room)
     generator = torch.Generator().manual_seed(0)
     inside = torch.rand(24, 50, generator=generator) < 0.5
     scores = torch.randn(24, 50, generator=generator, dtype=torch.float64) + inside

@@ -8,8 +8,7 @@ from dpcompanion.reproduction.papers.idp_sgd.settings import Training
 from dpcompanion.reproduction.papers.idp_sgd.training import GROUPS, Task, trial
 
 TINY = Task("mnist-5k", "softmax", Training(4000, 400, 2, 1.0), 2.0)
-CONFIG = cifar.Cifar(TINY, ("dpsgd", "B.sample"), seeds=(0,), look=1, group_look=1, precision=None,
-                     together=512)
+CONFIG = cifar.Cifar(TINY, ("dpsgd", "B.sample"), seeds=(0,), look=1, group_look=1, precision=None, together=512)
 
 
 def run_of(folder, config=CONFIG):
@@ -26,9 +25,13 @@ def kept(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["dpsgd", "loosest", "A.scale", "B.sample"])
 def test_a_trial_is_the_one_of_table_2(tmp_path, kind):
-    ours, theirs = (function(tmp_path) for function in (
-        lambda folder: cifar.kept_trial(CONFIG, TINY, kind, 3, run_of(folder)),
-        lambda folder: trial(CONFIG, kind, 3, run_of(folder))))
+    ours, theirs = (
+        function(tmp_path)
+        for function in (
+            lambda folder: cifar.kept_trial(CONFIG, TINY, kind, 3, run_of(folder)),
+            lambda folder: trial(CONFIG, kind, 3, run_of(folder)),
+        )
+    )
     assert records.plain(ours) == records.plain(theirs)
 
 
@@ -57,13 +60,17 @@ def test_a_trial_that_was_cut_off_goes_on_from_its_last_epoch_and_ends_the_same(
 
 
 def test_dpsgd_is_trained_once_for_both_tables_and_a_tuned_method_for_its_own(kept, monkeypatch):
-    monkeypatch.setattr(cifar, "tuned", lambda task, kind: dataclasses.replace(task, learning_rate=1.0)
-                        if kind == "B.sample" else task)
+    monkeypatch.setattr(
+        cifar, "tuned", lambda task, kind: dataclasses.replace(task, learning_rate=1.0) if kind == "B.sample" else task
+    )
     same = cifar.kept_trials(CONFIG, run_of(kept))
     tuned = cifar.kept_trials(dataclasses.replace(CONFIG, tuned=True), run_of(kept))
     assert same["dpsgd"] == tuned["dpsgd"] and same["B.sample"] != tuned["B.sample"]
     assert sorted(path.name for path in kept.glob("trials/*/*.piece.json")) == [
-        "B.sample.seed-0.piece.json", "B.sample.tuned.seed-0.piece.json", "dpsgd.seed-0.piece.json"]
+        "B.sample.seed-0.piece.json",
+        "B.sample.tuned.seed-0.piece.json",
+        "dpsgd.seed-0.piece.json",
+    ]
 
 
 def test_the_configurations_have_every_kind_that_the_tables_print_and_the_papers_epochs():
@@ -76,14 +83,30 @@ def test_the_configurations_have_every_kind_that_the_tables_print_and_the_papers
 
 def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
     mnist = {key: value for key, value in published.exhibit("idp-sgd/table-8").flat().items() if key[:5] == "mnist"}
-    records.write(records.make("idp-sgd/table-8", "paper", {**mnist, "not_run": ["svhn", "cifar10"]},
-                               config={"kinds": []}, data=[{"name": "mnist"}]), tmp_path)
+    records.write(
+        records.make(
+            "idp-sgd/table-8",
+            "paper",
+            {**mnist, "not_run": ["svhn", "cifar10"]},
+            config={"kinds": []},
+            data=[{"name": "mnist"}],
+        ),
+        tmp_path,
+    )
     before = scoreboard.standing("idp-sgd/table-8", folder=tmp_path)
     assert before.verdicts == "6 match, 12 not run" and "table-8-cifar10" in before.to_do[1]
     values = {key: value for key, value in published.exhibit("idp-sgd/table-8").flat().items() if key[:5] == "cifar"}
     values |= {f"{kind}.final": [50.0 + 5 * (kind != "dpsgd")] * 3 for kind in ("dpsgd", "A.sample")}
-    records.write(records.make("idp-sgd/table-8-cifar10", "paper", values, config={"kinds": ["dpsgd", "A.sample"]},
-                               data=[{"name": "cifar10"}]), tmp_path)
+    records.write(
+        records.make(
+            "idp-sgd/table-8-cifar10",
+            "paper",
+            values,
+            config={"kinds": ["dpsgd", "A.sample"]},
+            data=[{"name": "cifar10"}],
+        ),
+        tmp_path,
+    )
     after = scoreboard.standing("idp-sgd/table-8", folder=tmp_path)
     assert after.verdicts == "12 match, 1 holds, 6 not run" and after.state == "in part"
     assert after.to_do == ("svhn", "dpcompanion run idp-sgd/table-8 --preset paper --device cuda")

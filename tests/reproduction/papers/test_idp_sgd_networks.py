@@ -25,7 +25,7 @@ def images():
 
 def sentences(n=8):
     tokens = torch.randint(1, 40, (n, 7), generator=torch.Generator().manual_seed(2))
-    tokens[:n // 2, 5:] = 0                                   # some are shorter than others
+    tokens[: n // 2, 5:] = 0  # some are shorter than others
     return tokens, torch.arange(n) % 3
 
 
@@ -36,8 +36,14 @@ def small_encoder(seed=0):
 def alone(model, x, y):
     """The norm of each example's gradient by plain autograd, one after the other."""
     own = [p for p in model.parameters() if p.requires_grad]
-    return torch.stack([torch.cat([g.flatten() for g in torch.autograd.grad(
-        cross_entropy(model(x[i:i + 1]), y[i:i + 1]).sum(), own)]).norm() for i in range(len(x))])
+    return torch.stack(
+        [
+            torch.cat(
+                [g.flatten() for g in torch.autograd.grad(cross_entropy(model(x[i : i + 1]), y[i : i + 1]).sum(), own)]
+            ).norm()
+            for i in range(len(x))
+        ]
+    )
 
 
 def plan_for(method, n, *, steps=1, max_grad_norm=0.5):
@@ -51,7 +57,8 @@ def plan_for(method, n, *, steps=1, max_grad_norm=0.5):
         found = idp.scale_parameters(budgets, [1] * n, max_grad_norm=max_grad_norm, **run)
         rates, norms = 0.5, found.max_grad_norms
     return torch.tensor(budgets, dtype=torch.float64), DPSGDPlan(
-        n=n, sample_rate=rates, steps=steps, max_grad_norm=norms, noise_multiplier=found.noise_multiplier, delta=1e-5)
+        n=n, sample_rate=rates, steps=steps, max_grad_norm=norms, noise_multiplier=found.noise_multiplier, delta=1e-5
+    )
 
 
 def weights(model, frozen):
@@ -87,9 +94,16 @@ def test_resnet18_takes_a_step_of_idp_sgd_by_the_engine(method):
     model, data = networks.resnet18(), TensorDataset(*images())
     engine = IndividualizedPrivacyEngine()
     private, optimizer, loader = engine.make_private_with_budgets(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=2),
-        target_epsilons=BUDGETS, target_delta=1e-5, epochs=1, max_grad_norm=0.5, method=method,
-        noise_generator=torch.Generator().manual_seed(0))
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=2),
+        target_epsilons=BUDGETS,
+        target_delta=1e-5,
+        epochs=1,
+        max_grad_norm=0.5,
+        method=method,
+        noise_generator=torch.Generator().manual_seed(0),
+    )
     before = weights(model, frozen=False)
     for x, y in loader:
         optimizer.zero_grad()
@@ -115,9 +129,16 @@ def test_fine_tuning_by_the_trainer_meets_budgets_and_leaves_the_backbone_alone(
     budgets, plan = plan_for(method, len(x), steps=3)
     frozen, trained = weights(model, frozen=True), weights(model, frozen=False)
     seen = []
-    train(model, cross_entropy, (x, y), plan, method="func", seed=0,
-          callbacks=Callbacks(on_step=lambda run: seen.append(len(run.indices))),
-          optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1))
+    train(
+        model,
+        cross_entropy,
+        (x, y),
+        plan,
+        method="func",
+        seed=0,
+        callbacks=Callbacks(on_step=lambda run: seen.append(len(run.indices))),
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+    )
     assert len(seen) == 3 and len(frozen) > 10
     assert all(torch.equal(frozen[name], p) for name, p in weights(model, frozen=True).items())
     assert all(not torch.equal(trained[name], p) for name, p in weights(model, frozen=False).items())
@@ -142,9 +163,16 @@ def test_fine_tuning_by_the_engine_meets_budgets_and_leaves_the_backbone_alone(m
     engine = IndividualizedPrivacyEngine()
     budgets = torch.tensor(BUDGETS * 2, dtype=torch.float64)
     private, optimizer, loader = engine.make_private_with_budgets(
-        module=model, optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=4), target_epsilons=budgets, target_delta=1e-5, epochs=2,
-        max_grad_norm=0.5, method=method, noise_generator=torch.Generator().manual_seed(0))
+        module=model,
+        optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=4),
+        target_epsilons=budgets,
+        target_delta=1e-5,
+        epochs=2,
+        max_grad_norm=0.5,
+        method=method,
+        noise_generator=torch.Generator().manual_seed(0),
+    )
     for _ in range(2):
         for tokens, labels in loader:
             optimizer.zero_grad()

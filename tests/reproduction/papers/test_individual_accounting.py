@@ -38,8 +38,11 @@ def short(run):
 def test_every_exhibit_gives_finite_numbers_and_its_findings_are_judged(name, monkeypatch):
     found = experiments.get(name)
     config = found.presets["quick"]
-    changes = {field: value for field, value in (
-        ("examples", 50), ("updates", 3), ("evaluations", 2), ("draws", 3), ("owners", 2)) if hasattr(config, field)}
+    changes = {
+        field: value
+        for field, value in (("examples", 50), ("updates", 3), ("evaluations", 2), ("draws", 3), ("owners", 2))
+        if hasattr(config, field)
+    }
     if name.endswith("figure-11"):
         changes["epochs"] = 1
     if not name.endswith("algorithms-1-2-3"):
@@ -106,14 +109,17 @@ def test_without_a_gpu_the_papers_own_networks_are_left_out_and_listed(run):
 
 def test_one_long_run_serves_the_exhibits_of_a_single_run_and_the_sweeps_are_short():
     def epochs(exhibit):
-        return {name: task.epochs
-                for name, task in experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks.items()}
+        return {
+            name: task.epochs for name, task in experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks.items()
+        }
 
-    single = [experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks["mnist_cnn"]
-              for exhibit in ("figure-1", "figure-3", "figure-4", "figure-5", "figure-6", "table-2")]
+    single = [
+        experiments.get(f"{ia.NAME}/{exhibit}").presets["paper"].tasks["mnist_cnn"]
+        for exhibit in ("figure-1", "figure-3", "figure-4", "figure-5", "figure-6", "table-2")
+    ]
     assert set(single) == {ia.MNIST_LONG} and ia.MNIST_LONG.epochs == 20
     assert epochs("table-3")["mnist_cnn"] == epochs("figures-7-8")["mnist_cnn"] == 4
-    assert epochs("figure-1")["mnist"] == epochs("figures-7-8")["mnist"] == 100       # the paper's own are left alone
+    assert epochs("figure-1")["mnist"] == epochs("figures-7-8")["mnist"] == 100  # the paper's own are left alone
 
 
 def fake_images(monkeypatch, shape):
@@ -122,10 +128,17 @@ def fake_images(monkeypatch, shape):
     monkeypatch.setattr(ia.runs, "examples", lambda *arguments: found)
 
 
-@pytest.mark.parametrize("task,shape", [
-    (ia.MNIST, (1, 28, 28)), (ia.MNIST_CNN, (1, 28, 28)), (ia.CIFAR10, (3, 32, 32)), (ia.UTKFACE_GENDER, (3, 64, 64)),
-    (dataclasses.replace(ia.CIFAR10, model="two-layer-cnn"), (3, 32, 32)),
-    (dataclasses.replace(ia.CIFAR10_RESNET, loss="hinge"), (3, 32, 32))])
+@pytest.mark.parametrize(
+    "task,shape",
+    [
+        (ia.MNIST, (1, 28, 28)),
+        (ia.MNIST_CNN, (1, 28, 28)),
+        (ia.CIFAR10, (3, 32, 32)),
+        (ia.UTKFACE_GENDER, (3, 64, 64)),
+        (dataclasses.replace(ia.CIFAR10, model="two-layer-cnn"), (3, 32, 32)),
+        (dataclasses.replace(ia.CIFAR10_RESNET, loss="hinge"), (3, 32, 32)),
+    ],
+)
 def test_the_papers_networks_train_on_a_few_images(task, shape, run, monkeypatch):
     fake_images(monkeypatch, shape)
     few = dataclasses.replace(task, batch_size=3, epochs=1, reference=2)
@@ -149,7 +162,7 @@ def test_nearest_rounds_half_of_the_norms_down_and_never_to_zero():
 
 def test_the_delta_of_two_gaussians_is_found_by_counting_cells():
     z = torch.linspace(-12, 12, 200001, dtype=torch.float64)
-    a, b = (torch.exp(-(z - shift)**2 / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi) for shift in (0.0, 1.0))
+    a, b = (torch.exp(-((z - shift) ** 2) / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi) for shift in (0.0, 1.0))
     assert ia.excess(a, b, 0.7) == pytest.approx(float(gaussian_delta(1.0, 0.7)), rel=1e-3)
 
 
@@ -197,9 +210,13 @@ def test_a_record_that_leaves_the_papers_networks_out_neither_reproduces_nor_con
     losses = np.random.RandomState(0).lognormal(size=500)
     for slope, state, outcome in ((1.0, "in part", "holds"), (0.0, "undecided", "fails")):
         epsilon = slope * np.log(losses) + 0.1 * np.random.RandomState(1).normal(size=500)
-        record = records.make(f"{ia.NAME}/figure-5", "paper", {"not_run": ["mnist"], "mnist_cnn.pearson": slope},
-                              config={"tasks": {"mnist_cnn": {}, "mnist": {}}},
-                              arrays={"mnist_cnn.epsilon": epsilon, "mnist_cnn.losses": losses})
+        record = records.make(
+            f"{ia.NAME}/figure-5",
+            "paper",
+            {"not_run": ["mnist"], "mnist_cnn.pearson": slope},
+            config={"tasks": {"mnist_cnn": {}, "mnist": {}}},
+            arrays={"mnist_cnn.epsilon": epsilon, "mnist_cnn.losses": losses},
+        )
         records.write(record, tmp_path)
         board = {one.exhibit.id: one for one in scoreboard.standings(ia.NAME, folder=tmp_path)}
         assert (board["figure-5"].state, board["figure-5"].findings) == (state, {outcome: 1})

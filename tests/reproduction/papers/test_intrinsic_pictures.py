@@ -31,8 +31,12 @@ def test_a_claim_is_called_refuted_where_its_finding_fails():
 def test_rows_name_every_task_and_start_once_and_say_which_run_they_are_of():
     found = {"recorded": recorded("algorithm-1")["recorded"]}
     both = {**found, "live": found["recorded"]}
-    for rows in (pictures.claim_rows(both), pictures.tail_rows(both), pictures.mu_rows(both, "natural"),
-                 pictures.mu_rows(both, "canary")):
+    for rows in (
+        pictures.claim_rows(both),
+        pictures.tail_rows(both),
+        pictures.mu_rows(both, "natural"),
+        pictures.mu_rows(both, "canary"),
+    ):
         names = [cells[0] for _, cells in rows]
         assert len(set(names)) == len(names) == 2 * 2 * len(found["recorded"].config["tasks"])
         assert all(name.endswith("(live)") == (kind == "live") for (kind, _), name in zip(rows, names))
@@ -45,13 +49,17 @@ def test_noise_that_the_covariance_finds_too_little_is_less_than_what_is_needed(
         assert short == (float(empirical) < float(needed))
 
 
-@pytest.mark.parametrize("draw, exhibit", [
-    (pictures.answer, "algorithm-1"), (pictures.paths, "figure-1"),
-    (lambda found: pictures.distances(found, [("recorded", "adult")]), "figure-2"),
-    (lambda found: pictures.normality(found["recorded"]), "figure-3"),
-    (lambda found: pictures.spectra(found["recorded"], ["adult"]), "algorithm-1"),
-    (lambda found: pictures.needed(found["recorded"]), "algorithm-2"),
-])
+@pytest.mark.parametrize(
+    "draw, exhibit",
+    [
+        (pictures.answer, "algorithm-1"),
+        (pictures.paths, "figure-1"),
+        (lambda found: pictures.distances(found, [("recorded", "adult")]), "figure-2"),
+        (lambda found: pictures.normality(found["recorded"]), "figure-3"),
+        (lambda found: pictures.spectra(found["recorded"], ["adult"]), "algorithm-1"),
+        (lambda found: pictures.needed(found["recorded"]), "algorithm-2"),
+    ],
+)
 def test_a_figure_gives_the_digest_of_what_it_draws(draw, exhibit):
     import matplotlib.pyplot as plt
 

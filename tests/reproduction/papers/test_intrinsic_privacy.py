@@ -31,8 +31,16 @@ def run():
 def test_every_exhibit_gives_the_same_finite_numbers_twice(name, monkeypatch):
     found = experiments.get(name)
     config = found.presets["quick"]
-    changes = {"tasks": {key: dataclasses.replace(task, steps=30, seeds=min(task.seeds, 140), data_sets=4)
-                         for key, task in config.tasks.items()}} if hasattr(config, "tasks") else {"draws": 200}
+    changes = (
+        {
+            "tasks": {
+                key: dataclasses.replace(task, steps=30, seeds=min(task.seeds, 140), data_sets=4)
+                for key, task in config.tasks.items()
+            }
+        }
+        if hasattr(config, "tasks")
+        else {"draws": 200}
+    )
     for field, value in (("models", 10), ("neighbours", 2), ("points", 5), ("targets", (1.0,))):
         if hasattr(config, field):
             changes[field] = value
@@ -113,7 +121,8 @@ def test_an_audit_finds_what_is_there_and_no_more(make):
 
     def clouds(mu):
         return torch.randn(8000, 3, generator=generator, dtype=torch.float64), torch.randn(
-            8000, 3, generator=generator, dtype=torch.float64) + torch.tensor([mu, 0, 0])
+            8000, 3, generator=generator, dtype=torch.float64
+        ) + torch.tensor([mu, 0, 0])
 
     fit, trial = clouds(1.5), clouds(1.5)
     epsilon, mu = ip.counted(make(*fit), fit, trial, delta=1e-4, confidence=0.95)
@@ -126,7 +135,8 @@ def test_an_audit_finds_what_is_there_and_no_more(make):
 
 def test_more_noise_never_reads_as_less(run):
     values = experiments.get("intrinsic-privacy/algorithm-2").function(
-        ip.Audit({"digits": dataclasses.replace(SMALL, seeds=200)}, 2, 1), run)
+        ip.Audit({"digits": dataclasses.replace(SMALL, seeds=200)}, 2, 1), run
+    )
     for row in (f"digits.{initialisation}.{kind}" for initialisation in ip.INITIALISATIONS for kind in ip.KINDS):
         assert (values[f"{row}.needed.added"].diff() <= 0).all()
         assert (values[f"{row}.theory.added"] >= values[f"{row}.empirical.added"]).all()
@@ -136,9 +146,11 @@ def test_more_noise_never_reads_as_less(run):
 
 def test_a_canary_moves_the_weights_further_in_units_of_the_noise_than_natural_neighbours(run):
     config = ip.Audit({"digits": dataclasses.replace(SMALL, seeds=300)}, 2, 2)
-    (_, task), = config.tasks.items()
-    mu = {kind: ip.gaussian_view(ip.audits._clouds("digits", task, run, config, "fixed", kind)[0])["mu"].max()
-          for kind in ip.KINDS}
+    ((_, task),) = config.tasks.items()
+    mu = {
+        kind: ip.gaussian_view(ip.audits._clouds("digits", task, run, config, "fixed", kind)[0])["mu"].max()
+        for kind in ip.KINDS
+    }
     assert mu["canary"] > 1.5 * mu["natural"]
 
 

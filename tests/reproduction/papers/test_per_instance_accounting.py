@@ -13,8 +13,11 @@ from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers import per_instance_accounting as chapter
 
-NAMES = [name for name in experiments.names()
-         if name.startswith(chapter.NAME + "/") and "quick" in experiments.get(name).presets]
+NAMES = [
+    name
+    for name in experiments.names()
+    if name.startswith(chapter.NAME + "/") and "quick" in experiments.get(name).presets
+]
 SMALL = {"batch_size": 60, "epochs": 2, "reference": 20, "looks": 2}
 
 
@@ -26,7 +29,7 @@ def few_digits(monkeypatch, tmp_path):
     experiments.forget()
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
     yield
-    experiments.forget()   # these are runs on other digits
+    experiments.forget()  # these are runs on other digits
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,7 +80,7 @@ def test_the_divergence_of_a_mixture_of_histories_is_that_of_quadrature():
         first, second_ = np.meshgrid(grid, grid, indexing="ij")
 
         def density(shift):
-            return np.exp(-((first - shift[0])**2 + (second_ - shift[1])**2) / (2 * 0.64)) / (2 * math.pi * 0.64)
+            return np.exp(-((first - shift[0]) ** 2 + (second_ - shift[1]) ** 2) / (2 * 0.64)) / (2 * math.pi * 0.64)
 
         without = density((0.0, 0.0))
         with_it = sum(p * density(shift) for p, shift in zip(probabilities, added))
@@ -92,6 +95,7 @@ def test_running_estimates_lag_and_passes_do_not():
     assert by_history[(1, 0, 1)].tolist() == [1.0, 0.2, 0.2] and by_history[(0, 1, 1)].tolist() == [1.0, 1.0, 1.0]
     probabilities, added, charged = chapter.histories(config, running=False)
     assert (charged == [0.2, 1.0, 0.5]).all()
-    exact = sum(float(rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=1 / norm, orders=[3]))
-                for norm in config.norms)
+    exact = sum(
+        float(rdp_sampled_gaussian(sample_rate=0.1, noise_multiplier=1 / norm, orders=[3])) for norm in config.norms
+    )
     assert chapter.true_divergence(probabilities, added, 1.0) == pytest.approx(exact, rel=1e-9)

@@ -19,6 +19,7 @@ def test_a_setting_that_names_a_network_trains_it_and_one_that_does_not_trains_t
     def build(model, found, seed):
         asked.append(model)
         raise RuntimeError
+
     monkeypatch.setattr(yu, "build", build)
     for setting in (runs.DIGITS, resnets.Resnet()):
         with pytest.raises(RuntimeError):
@@ -35,8 +36,11 @@ def test_shares_and_distributions_are_of_each_setting():
 
 
 def test_steps_and_noise_are_those_of_appendix_b():
-    for setting, name, sizes in ((resnets.CIFAR10, "cifar10", 50_000), (resnets.MNIST_RESNET, "mnist", 60_000),
-                                 (resnets.UTKFACE_AGE, "utkface", 15_000)):
+    for setting, name, sizes in (
+        (resnets.CIFAR10, "cifar10", 50_000),
+        (resnets.MNIST_RESNET, "mnist", 60_000),
+        (resnets.UTKFACE_AGE, "utkface", 15_000),
+    ):
         rate, noise, steps = runs.SETTINGS[name]
         plan = runs.make_plan(setting, sizes, 1.0)
         assert plan.sample_rate == rate and plan.noise_multiplier == noise

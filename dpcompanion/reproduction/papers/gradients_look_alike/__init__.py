@@ -14,8 +14,18 @@ training; corollary 3.1 is taken at p = 10^4 with half of delta for each part.
 from . import runs, costs, stages, mean_updates, compositions, by_loss
 from ..common import left_out, reported, runnable
 from .runs import (
-    CIFAR10, DIRECTIONS, STAGES, Task, composed, composed_exactly, divergence, plan_of,
-    soft_maximum, watch, watched, weighted_costs,
+    CIFAR10,
+    DIRECTIONS,
+    STAGES,
+    Task,
+    composed,
+    composed_exactly,
+    divergence,
+    plan_of,
+    soft_maximum,
+    watch,
+    watched,
+    weighted_costs,
 )
 from .costs import Tilted, exactly, tilted_norms
 from .mean_updates import batch_sums, clipped_gradients, coordinates, mean_update_bound, mean_update_bounds

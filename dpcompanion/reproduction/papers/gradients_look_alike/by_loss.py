@@ -10,7 +10,13 @@ import torch.nn.functional as F
 from dpcompanion.accounting import rdp_to_epsilon
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.per_instance import (
-    law_counts, law_log_density, log_mass, loss_divergence, loss_epsilon, step_loss, tilted_noise,
+    law_counts,
+    law_log_density,
+    log_mass,
+    loss_divergence,
+    loss_epsilon,
+    step_loss,
+    tilted_noise,
 )
 from dpcompanion.reproduction.experiments import experiment
 from dpcompanion.reproduction.papers.common import left_out, runnable
@@ -20,6 +26,7 @@ from dpcompanion.training import cross_entropy, models, train_ensemble
 from dpcompanion.training.noise import derive_seed, gaussian_noise
 
 # A point's own epsilon by the loss ------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Own:
@@ -70,9 +77,12 @@ def own_inputs(task, run):
             features = F.interpolate(digits.normalised().features, size=task.side, mode="bilinear", align_corners=False)
         found += [features, digits.labels]
     x, y, test_x, test_y = found
-    chosen = torch.as_tensor(np.random.RandomState(0).permutation(len(test_y))[:task.points])
-    model = (torch.nn.Sequential(torch.nn.Flatten(), models.linear(task.side**2, 10, seed=0))
-             if task.model == "softmax" else _MODELS[task.model](seed=0))
+    chosen = torch.as_tensor(np.random.RandomState(0).permutation(len(test_y))[: task.points])
+    model = (
+        torch.nn.Sequential(torch.nn.Flatten(), models.linear(task.side**2, 10, seed=0))
+        if task.model == "softmax"
+        else _MODELS[task.model](seed=0)
+    )
     return model.to(dtype), (x, y), (test_x[chosen], test_y[chosen])
 
 
@@ -112,30 +122,54 @@ def tilted_losses(task, model, digits, points, direction, seed, device):
         return moved.to(ensemble.vectors)
 
     seeds = [derive_seed(seed, "run", direction, k) for k in range(len(losses))]
-    train_ensemble(model, cross_entropy, digits, dataclasses.replace(plan, noise_multiplier=0.0), seeds=seeds,
-                   learning_rate=task.learning_rate, add=their_shares, device=device,
-                   physical_batch_size=8192, progress=False)
+    train_ensemble(
+        model,
+        cross_entropy,
+        digits,
+        dataclasses.replace(plan, noise_multiplier=0.0),
+        seeds=seeds,
+        learning_rate=task.learning_rate,
+        add=their_shares,
+        device=device,
+        physical_batch_size=8192,
+        progress=False,
+    )
     norms = torch.stack(norms)
     if not removing:
         for row, (order, _) in zip(densities, laws):
             row += (order - 1) * losses - log_mass(norms, order=order, direction=direction, **step).sum(0)
-    return (losses.view(-1, many), densities.view(len(laws), -1, many).transpose(0, 1),
-            norms.view(plan.steps, -1, many))
+    return (
+        losses.view(-1, many),
+        densities.view(len(laws), -1, many).transpose(0, 1),
+        norms.view(plan.steps, -1, many),
+    )
 
 
 def exactly_by_losses(losses, densities, task):
     """Epsilon by exact composition at its best order, from all runs, and its 95% bootstrap interval: (3, points)."""
+
     def divergences(rows):
         return torch.stack([loss_divergence(losses[rows], densities[rows], order=order) for order in task.moments], -1)
 
     epsilon, best = rdp_to_epsilon(divergences(torch.arange(len(losses))).clamp(min=1e-9), task.moments, task.delta)
     place = torch.tensor([task.moments.index(int(order)) for order in best])[:, None]
     generator = torch.Generator().manual_seed(0)
-    again = torch.stack([divergences(torch.randint(len(losses), (len(losses),), generator=generator)).gather(-1, place)
-                         for _ in range(task.resamples)])
+    again = torch.stack(
+        [
+            divergences(torch.randint(len(losses), (len(losses),), generator=generator)).gather(-1, place)
+            for _ in range(task.resamples)
+        ]
+    )
     ends = again.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0).clamp(min=1e-9)
-    return torch.stack([epsilon, *(torch.stack([rdp_to_epsilon(one, [order], task.delta)[0]
-                                                for one, order in zip(end, best.tolist())]) for end in ends)])
+    return torch.stack(
+        [
+            epsilon,
+            *(
+                torch.stack([rdp_to_epsilon(one, [order], task.delta)[0] for one, order in zip(end, best.tolist())])
+                for end in ends
+            ),
+        ]
+    )
 
 
 def scheduled(norms, plan):
@@ -147,18 +181,37 @@ def scheduled(norms, plan):
     first, others = norms.tensor_split(2, 1)
     levels = torch.ceil(first.amax(1) / plan.max_grad_norm * 20 - 1e-9).clamp(min=1)
     counts = torch.bincount(levels.long(), minlength=21)[None, 1:]
-    epsilon = epsilon_of_histories(counts, sample_rate=plan.sample_rate, delta=plan.delta,
-                                   noise_multipliers=plan.noise_multiplier / torch.arange(1, 21) * 20)
+    epsilon = epsilon_of_histories(
+        counts,
+        sample_rate=plan.sample_rate,
+        delta=plan.delta,
+        noise_multipliers=plan.noise_multiplier / torch.arange(1, 21) * 20,
+    )
     return epsilon[0], (others > levels[:, None] / 20 * plan.max_grad_norm).double().mean()
 
 
-@experiment("gradients-look-alike/own-epsilon",
-            quick=OwnEpsilons({"softmax regression, 7 x 7": Own("mnist-5k", "softmax", 7, points=4, runs=16, runs_add=4,
-                                                                learning_rate=4.0, epochs=4)}),
-            paper=OwnEpsilons({"softmax regression, 14 x 14": Own("mnist-5k", "softmax", 14, points=8, runs=24,
-                                                                  runs_add=6, learning_rate=2.0, epochs=5)},
-                              larger={"LeNet-5": Own("mnist", "lenet5", 32, points=4, runs=24, runs_add=6,
-                                                     learning_rate=0.1, epochs=10, precision="float32")}))
+@experiment(
+    "gradients-look-alike/own-epsilon",
+    quick=OwnEpsilons(
+        {
+            "softmax regression, 7 x 7": Own(
+                "mnist-5k", "softmax", 7, points=4, runs=16, runs_add=4, learning_rate=4.0, epochs=4
+            )
+        }
+    ),
+    paper=OwnEpsilons(
+        {
+            "softmax regression, 14 x 14": Own(
+                "mnist-5k", "softmax", 14, points=8, runs=24, runs_add=6, learning_rate=2.0, epochs=5
+            )
+        },
+        larger={
+            "LeNet-5": Own(
+                "mnist", "lenet5", 32, points=4, runs=24, runs_add=6, learning_rate=0.1, epochs=10, precision="float32"
+            )
+        },
+    ),
+)
 def own_epsilon(config, run):
     """Epsilon of single test points, were they in the training set, by several accounts of the same runs.
 
@@ -173,41 +226,75 @@ def own_epsilon(config, run):
         model, digits, (point_x, point_y) = own_inputs(task, run)
         plan = plan_of(task, len(digits[1]))
         groups = torch.arange(task.points).split(task.together)
-        names = {f"task-{number}.{direction}.points-{k}": (direction, group) for direction in DIRECTIONS
-                 for k, group in enumerate(groups)}
+        names = {
+            f"task-{number}.{direction}.points-{k}": (direction, group)
+            for direction in DIRECTIONS
+            for k, group in enumerate(groups)
+        }
 
         def work(piece):
             direction, group = names[piece]
-            found = tilted_losses(task, model, digits, (point_x[group], point_y[group]), direction,
-                                  derive_seed(config.seed, int(group[0])), run.device)
+            found = tilted_losses(
+                task,
+                model,
+                digits,
+                (point_x[group], point_y[group]),
+                direction,
+                derive_seed(config.seed, int(group[0])),
+                run.device,
+            )
             return {}, {key: one.numpy() for key, one in zip(("losses", "densities", "norms"), found)}
 
         done, everybody = run.pieces(work, names, label="tilted runs"), plan.epsilon(accountant="pld")
-        values |= {f"{name}.steps": plan.steps, f"{name}.noise_multiplier": plan.noise_multiplier,
-                   f"{name}.sample_rate": plan.sample_rate, f"{name}.everybody": everybody,
-                   f"{name}.everybody_rdp": plan.epsilon(accountant="rdp")}
+        values |= {
+            f"{name}.steps": plan.steps,
+            f"{name}.noise_multiplier": plan.noise_multiplier,
+            f"{name}.sample_rate": plan.sample_rate,
+            f"{name}.everybody": everybody,
+            f"{name}.everybody_rdp": plan.epsilon(accountant="rdp"),
+        }
         for direction in DIRECTIONS:
             losses, densities, norms = (
-                torch.as_tensor(np.concatenate([done[piece][1][key] for piece in names
-                                                if names[piece][0] == direction], -1))
-                for key in ("losses", "densities", "norms"))
+                torch.as_tensor(
+                    np.concatenate([done[piece][1][key] for piece in names if names[piece][0] == direction], -1)
+                )
+                for key in ("losses", "densities", "norms")
+            )
             laws = task.laws if direction == "remove" else [(order, 0.0) for order in task.orders_add]
             step = {"sample_rate": plan.sample_rate, "noise_std": plan.noise_std, "direction": direction}
-            floors = [(a, plan.steps * ((float(log_mass(task.max_grad_norm, order=a, **step)) if a > 1 else 0.0)
-                                        - math.log1p(-jumps))) for a, jumps in laws]
-            found = loss_epsilon(losses, densities, delta=task.delta, worst_case=everybody, floors=floors,
-                                 confidence=1 - 0.05 / len(DIRECTIONS))
-            values |= {f"{name}.{direction}.{key}": getattr(found, key)
-                       for key in ("estimate", "low", "high", "upper_bound")}
+            floors = [
+                (
+                    a,
+                    plan.steps
+                    * ((float(log_mass(task.max_grad_norm, order=a, **step)) if a > 1 else 0.0) - math.log1p(-jumps)),
+                )
+                for a, jumps in laws
+            ]
+            found = loss_epsilon(
+                losses,
+                densities,
+                delta=task.delta,
+                worst_case=everybody,
+                floors=floors,
+                confidence=1 - 0.05 / len(DIRECTIONS),
+            )
+            values |= {
+                f"{name}.{direction}.{key}": getattr(found, key) for key in ("estimate", "low", "high", "upper_bound")
+            }
             if direction == "remove":
-                ordinary = norms[:, :task.runs]
+                ordinary = norms[:, : task.runs]
                 exact = exactly_by_losses(losses, densities, task)
-        values |= {f"{name}.{key}": torch.maximum(*(values[f"{name}.{direction}.{key}"] for direction in DIRECTIONS))
-                   for key in ("estimate", "low", "high", "upper_bound")}
+        values |= {
+            f"{name}.{key}": torch.maximum(*(values[f"{name}.{direction}.{key}"] for direction in DIRECTIONS))
+            for key in ("estimate", "low", "high", "upper_bound")
+        }
         values |= {f"{name}.{key}": one for key, one in zip(("exact", "exact_low", "exact_high"), exact)}
         loose = torch.stack([theorem_3_3(ordinary, plan, order) for order in task.moments], -1)
         schedules = [scheduled(ordinary[..., k], plan) for k in range(task.points)]
-        values |= {f"{name}.theorem_3_3": rdp_to_epsilon(loose, task.moments, task.delta)[0],
-                   f"{name}.norm": ordinary.mean((0, 1)), f"{name}.schedule": [epsilon for epsilon, _ in schedules],
-                   f"{name}.clipped": [share for _, share in schedules]}
+        values |= {
+            f"{name}.theorem_3_3": rdp_to_epsilon(loose, task.moments, task.delta)[0],
+            f"{name}.norm": ordinary.mean((0, 1)),
+            f"{name}.schedule": [epsilon for epsilon, _ in schedules],
+            f"{name}.clipped": [share for _, share in schedules],
+        }
     return values

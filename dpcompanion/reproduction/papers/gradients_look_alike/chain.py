@@ -48,8 +48,9 @@ def truth(direction, order=ORDER):
 
 def worst_case(direction, order=ORDER):
     """The sum of the steps' worst cases, nats."""
-    return STEPS * float(per_instance.step_divergence(**DIVERGENCE, sensitivity=LARGEST, orders=order,
-                                                      direction=direction))
+    return STEPS * float(
+        per_instance.step_divergence(**DIVERGENCE, sensitivity=LARGEST, orders=order, direction=direction)
+    )
 
 
 def states(direction, count=400):
@@ -68,10 +69,17 @@ def states(direction, count=400):
 def by_holder(direction, p, recursion="proof"):
     """Theorem 3.3, nats, its expectations by quadrature."""
     where = states(direction)
-    return float(per_instance.compose(
-        lambda step, order: per_instance.step_divergence(**DIVERGENCE, sensitivity=gain(where[step - 1]), orders=order,
-                                                         direction=direction),
-        steps=STEPS, order=ORDER, p=p, recursion=recursion))
+    return float(
+        per_instance.compose(
+            lambda step, order: per_instance.step_divergence(
+                **DIVERGENCE, sensitivity=gain(where[step - 1]), orders=order, direction=direction
+            ),
+            steps=STEPS,
+            order=ORDER,
+            p=p,
+            recursion=recursion,
+        )
+    )
 
 
 def tilted(direction, runs, seed, order=ORDER):
@@ -83,9 +91,16 @@ def tilted(direction, runs, seed, order=ORDER):
         total += per_instance.log_mass(gradient, direction=direction, order=order, **STEP)
         noise = S * torch.randn(runs, generator=generator, dtype=torch.float64)
         if direction == "remove":
-            theta = theta + noise + gradient * per_instance.tilted_counts(gradient, order=order, generator=generator,
-                                                                          **STEP)
+            theta = (
+                theta
+                + noise
+                + gradient * per_instance.tilted_counts(gradient, order=order, generator=generator, **STEP)
+            )
         else:
-            theta = theta + per_instance.tilted_noise(noise[:, None], gradient[:, None], order=order,
-                                                      generator=generator, **STEP)[:, 0]
+            theta = (
+                theta
+                + per_instance.tilted_noise(
+                    noise[:, None], gradient[:, None], order=order, generator=generator, **STEP
+                )[:, 0]
+            )
     return total

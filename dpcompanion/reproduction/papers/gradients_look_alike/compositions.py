@@ -12,10 +12,15 @@ from dpcompanion.per_instance import holder_order, naive_unlearning, tilted_coun
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    composed_exactly, DIRECTIONS, divergence, plan_of, soft_maximum,
+    composed_exactly,
+    DIRECTIONS,
+    divergence,
+    plan_of,
+    soft_maximum,
 )
 
 # Theorem 3.3 beside the exact composition, and unlearning: many runs of softmax regression side by side --------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Regression:
@@ -50,7 +55,7 @@ def shrunk(config, run):
         rows = F.adaptive_avg_pool2d(digits.features, config.side).flatten(1)
         found += [torch.cat((rows, torch.ones(len(rows), 1, dtype=rows.dtype)), 1), digits.labels]
     x, y, test_x, test_y = found
-    chosen = torch.as_tensor(np.random.RandomState(0).permutation(len(test_y))[:config.points])
+    chosen = torch.as_tensor(np.random.RandomState(0).permutation(len(test_y))[: config.points])
     return x, y, test_x[chosen], test_y[chosen]
 
 
@@ -59,8 +64,10 @@ def batches(runs, n, rate, generator):
 
     The gaps between the examples that are drawn are geometric.
     """
-    width, log_missed = (int(n * rate + 6 * (n * rate) ** 0.5 + 10),
-                         torch.log1p(-torch.tensor(rate, dtype=torch.float64)))
+    width, log_missed = (
+        int(n * rate + 6 * (n * rate) ** 0.5 + 10),
+        torch.log1p(-torch.tensor(rate, dtype=torch.float64)),
+    )
     places = torch.full((runs, 1), -1, dtype=torch.int64)
     while int(places[:, -1].min()) < n:
         uniform = torch.rand(runs, width, generator=generator, dtype=torch.float64)
@@ -81,7 +88,10 @@ def side_by_side(x, y, point_x, point_y, plan, *, kind, runs, order, learning_ra
     who = torch.arange(points).repeat(runs)
     weights = torch.zeros(lanes, x.shape[1], 10, dtype=x.dtype)
     one_hot, own_x, own_hot = (
-        F.one_hot(y, 10).to(x.dtype), point_x[who, None], F.one_hot(point_y, 10).to(x.dtype)[who, None])
+        F.one_hot(y, 10).to(x.dtype),
+        point_x[who, None],
+        F.one_hot(point_y, 10).to(x.dtype)[who, None],
+    )
     lengths, own_length = x.norm(dim=1), own_x.norm(dim=2)
     common = {"sample_rate": plan.sample_rate, "noise_std": noise_std, "order": order, "generator": generator}
     norms = []
@@ -119,9 +129,11 @@ def theorem_3_3(norms, plan, order):
     return soft_maximum(costs, 3 * n * (orders - 1)).sum(0)
 
 
-@experiment("gradients-look-alike/theorem-3.3",
-            quick=Composition("mnist-5k", 7, 3.0, epochs=8, points=10, runs=8),
-            paper=Composition("mnist-5k", 7, 3.0, epochs=8, points=10, runs=50))
+@experiment(
+    "gradients-look-alike/theorem-3.3",
+    quick=Composition("mnist-5k", 7, 3.0, epochs=8, points=10, runs=8),
+    paper=Composition("mnist-5k", 7, 3.0, epochs=8, points=10, runs=50),
+)
 def composition(config, run):
     """Theorem 3.3, the exact composition, the worst case, and the account along each trajectory, for the same points.
 
@@ -134,64 +146,94 @@ def composition(config, run):
 
     def runs_of(kind, order=config.order):
         def work(_):
-            found = side_by_side(x, y, point_x, point_y, plan, kind=kind, runs=config.runs, order=order,
-                                 learning_rate=config.learning_rate, seed=config.seed + order)
+            found = side_by_side(
+                x,
+                y,
+                point_x,
+                point_y,
+                plan,
+                kind=kind,
+                runs=config.runs,
+                order=order,
+                learning_rate=config.learning_rate,
+                seed=config.seed + order,
+            )
             return {}, {"norms": found.numpy()}
-        (_, arrays), = run.pieces(work, [f"{kind}-{order}"]).values()
+
+        ((_, arrays),) = run.pieces(work, [f"{kind}-{order}"]).values()
         return torch.as_tensor(arrays["norms"])
 
     seen = {"remove": runs_of("with"), "add": runs_of("without")}
-    tilted = {order: composed_exactly(runs_of("remove", order), plan, order, "remove",
-                                      1 - 0.05 / len(config.orders)) for order in config.orders}
-    at_order = {"remove": composed_exactly(runs_of("remove"), plan, config.order, "remove"),
-                "add": composed_exactly(runs_of("add"), plan, config.order, "add")}
+    tilted = {
+        order: composed_exactly(runs_of("remove", order), plan, order, "remove", 1 - 0.05 / len(config.orders))
+        for order in config.orders
+    }
+    at_order = {
+        "remove": composed_exactly(runs_of("remove"), plan, config.order, "remove"),
+        "add": composed_exactly(runs_of("add"), plan, config.order, "add"),
+    }
     worst = plan.steps * divergence(1.0, plan, torch.tensor(config.orders, dtype=torch.float64))
-    values = {"steps": plan.steps, "noise_multiplier": plan.noise_multiplier,
-              "worst_case": plan.steps * divergence(1.0, plan, config.order)}
+    values = {
+        "steps": plan.steps,
+        "noise_multiplier": plan.noise_multiplier,
+        "worst_case": plan.steps * divergence(1.0, plan, config.order),
+    }
     for direction, found in at_order.items():
-        values |= {f"{direction}.theorem_3_3": theorem_3_3(seen[direction], plan, config.order),
-                   f"{direction}.exact": found.estimate,
-                   f"{direction}.low": found.low, f"{direction}.high": found.high,
-                   f"{direction}.upper_bound": found.upper_bound,
-                   f"{direction}.mean_norm": seen[direction].mean((0, 1))}
+        values |= {
+            f"{direction}.theorem_3_3": theorem_3_3(seen[direction], plan, config.order),
+            f"{direction}.exact": found.estimate,
+            f"{direction}.low": found.low,
+            f"{direction}.high": found.high,
+            f"{direction}.upper_bound": found.upper_bound,
+            f"{direction}.mean_norm": seen[direction].mean((0, 1)),
+        }
 
     def epsilon(rdp):
         return rdp_to_epsilon(rdp, config.orders, config.delta)[0]
 
     trajectory = torch.stack([divergence(seen["remove"], plan, order).sum(0) for order in config.orders], -1)
-    values |= {"epsilon.worst_case": epsilon(worst),
-               "epsilon.trajectory": records.mean_and_sd(epsilon(trajectory).mean(1)),
-               "epsilon.theorem_3_3": epsilon(torch.stack([theorem_3_3(seen["remove"], plan,
-                                                                       order) for order in config.orders], -1)),
-               "epsilon.exact": epsilon(torch.stack([found.estimate for found in tilted.values()], -1)),
-               "epsilon.upper_bound": epsilon(torch.stack([found.upper_bound for found in tilted.values()], -1)),
-               "epsilon.trajectory_mean": epsilon(trajectory).mean(0),
-               "epsilon.trajectory_max": epsilon(trajectory).amax(0)}
+    values |= {
+        "epsilon.worst_case": epsilon(worst),
+        "epsilon.trajectory": records.mean_and_sd(epsilon(trajectory).mean(1)),
+        "epsilon.theorem_3_3": epsilon(
+            torch.stack([theorem_3_3(seen["remove"], plan, order) for order in config.orders], -1)
+        ),
+        "epsilon.exact": epsilon(torch.stack([found.estimate for found in tilted.values()], -1)),
+        "epsilon.upper_bound": epsilon(torch.stack([found.upper_bound for found in tilted.values()], -1)),
+        "epsilon.trajectory_mean": epsilon(trajectory).mean(0),
+        "epsilon.trajectory_max": epsilon(trajectory).amax(0),
+    }
     return values
 
 
-@finding("gradients-look-alike/theorem-3.3",
-         "theorem 3.3 is at least the exact composition, for every point and both ways")
+@finding(
+    "gradients-look-alike/theorem-3.3", "theorem 3.3 is at least the exact composition, for every point and both ways"
+)
 def _no_less_than_exact(record):
     for direction in DIRECTIONS:
-        loose, exact, low, high = (np.array(record.values[f"{direction}.{key}"])
-                                   for key in ("theorem_3_3", "exact", "low", "high"))
+        loose, exact, low, high = (
+            np.array(record.values[f"{direction}.{key}"]) for key in ("theorem_3_3", "exact", "low", "high")
+        )
         factors = loose / exact
         points = [intervals.Interval(*ends).at_most(bound) for *ends, bound in zip(exact, low, high, loose)]
         yield DIRECTIONS[direction], f"{factors.min():.1f} to {factors.max():.1f} times", intervals.every(*points)
 
 
-@finding("gradients-look-alike/theorem-3.3",
-         "theorem 3.3 gives a smaller epsilon than the worst case, for half of the points or more")
+@finding(
+    "gradients-look-alike/theorem-3.3",
+    "theorem 3.3 gives a smaller epsilon than the worst case, for half of the points or more",
+)
 def _below_worst_case(record):
     found = np.array(record.values["epsilon.theorem_3_3"]) < 0.99 * record.values["epsilon.worst_case"]
     share = intervals.share(int(found.sum()), found.size)
     yield "all points", f"{share:.0%}", share.at_least(0.5)
 
 
-@finding("gradients-look-alike/theorem-3.3",
-         "the exact composition gives a smaller epsilon than the worst case, for half of the points or more",
-         kind="own")
+@finding(
+    "gradients-look-alike/theorem-3.3",
+    "the exact composition gives a smaller epsilon than the worst case, for half of the points or more",
+    kind="own",
+)
 def _exact_below_worst_case(record):
     found = np.array(record.values["epsilon.exact"]) < 0.99 * record.values["epsilon.worst_case"]
     share = intervals.share(int(found.sum()), found.size)
@@ -206,9 +248,11 @@ class Unlearning(Regression):
     budget: float = 0.1
 
 
-@experiment("gradients-look-alike/definition-5.1-fact-5.2",
-            quick=Unlearning("mnist-5k", 7, 1.0, epochs=8, points=1, runs=20, order=2),
-            paper=Unlearning("mnist", 14, 1.0, epochs=1, points=1, runs=20, order=2))
+@experiment(
+    "gradients-look-alike/definition-5.1-fact-5.2",
+    quick=Unlearning("mnist-5k", 7, 1.0, epochs=8, points=1, runs=20, order=2),
+    paper=Unlearning("mnist", 14, 1.0, epochs=1, points=1, runs=20, order=2),
+)
 def unlearning(config, run):
     """Naive per-instance unlearning of training examples: bounds and decisions, by divergences of three kinds.
 
@@ -216,35 +260,49 @@ def unlearning(config, run):
     `norms` the mean gradient norm of each example.
     """
     x, y, _, _ = shrunk(config, run)
-    asking = torch.as_tensor(np.random.RandomState(0).permutation(len(y))[:config.requests])
+    asking = torch.as_tensor(np.random.RandomState(0).permutation(len(y))[: config.requests])
     plan, found, norms = plan_of(config, len(y)), {}, [math.nan] * config.requests
 
     def exact(request, order):
         if (request, order) not in found:
             rest = torch.ones(len(y), dtype=torch.bool)
             rest[asking[:request]] = False
-            one = asking[request - 1:request]
-            seen = side_by_side(x[rest], y[rest], x[one], y[one], plan, kind="remove", runs=config.runs,
-                                order=int(order),
-                                learning_rate=config.learning_rate, seed=1000 * request + int(order))
+            one = asking[request - 1 : request]
+            seen = side_by_side(
+                x[rest],
+                y[rest],
+                x[one],
+                y[one],
+                plan,
+                kind="remove",
+                runs=config.runs,
+                order=int(order),
+                learning_rate=config.learning_rate,
+                seed=1000 * request + int(order),
+            )
             norms[request - 1] = float(seen.mean())
             found[request, order] = composed_exactly(seen, plan, int(order), "remove")
         return found[request, order]
 
-    kinds = {"worst_case": lambda request, order: plan.steps * float(divergence(1.0, plan, order)),
-             "estimate": lambda request, order: float(exact(request, order).estimate[0]),
-             "upper_bound": lambda request, order: float(exact(request, order).upper_bound[0])}
+    kinds = {
+        "worst_case": lambda request, order: plan.steps * float(divergence(1.0, plan, order)),
+        "estimate": lambda request, order: float(exact(request, order).estimate[0]),
+        "upper_bound": lambda request, order: float(exact(request, order).upper_bound[0]),
+    }
     values = {"noise_multiplier": plan.noise_multiplier, "steps": plan.steps}
     for kind, divergences in kinds.items():
         decisions = naive_unlearning(divergences, requests=config.requests, order=config.order, budget=config.budget)
-        values |= {f"{kind}.bound_if_kept": [d.bound_if_kept for d in decisions],
-                   f"{kind}.keep": [d.keep for d in decisions],
-                   f"{kind}.retrained": sum(not d.keep for d in decisions)}
+        values |= {
+            f"{kind}.bound_if_kept": [d.bound_if_kept for d in decisions],
+            f"{kind}.keep": [d.keep for d in decisions],
+            f"{kind}.retrained": sum(not d.keep for d in decisions),
+        }
     return values | {"norms": norms, "divergences_needed": len(found)}
 
 
-@finding("gradients-look-alike/definition-5.1-fact-5.2",
-         "per-instance divergences retrain less often than worst-case ones")
+@finding(
+    "gradients-look-alike/definition-5.1-fact-5.2", "per-instance divergences retrain less often than worst-case ones"
+)
 def _keeps_longer(record):
     worst, own = (record.values[f"{kind}.retrained"] for kind in ("worst_case", "estimate"))
     requests = record.config["requests"]

@@ -12,14 +12,35 @@ from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, reported, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    _inputs, _mean_of, _MODELS, _points, CIFAR10, composed, composed_exactly, contributions, DIGITS, DIRECTIONS,
-    divergence, epsilons, MNIST, PLAIN_DIGITS, PLAIN_MNIST, plan_of, seconds, soft_maximum, Watch, watched, WatchMore,
-    weighted_costs, worst_case,
+    _inputs,
+    _mean_of,
+    _MODELS,
+    _points,
+    CIFAR10,
+    composed,
+    composed_exactly,
+    contributions,
+    DIGITS,
+    DIRECTIONS,
+    divergence,
+    epsilons,
+    MNIST,
+    PLAIN_DIGITS,
+    PLAIN_MNIST,
+    plan_of,
+    seconds,
+    soft_maximum,
+    Watch,
+    watched,
+    WatchMore,
+    weighted_costs,
+    worst_case,
 )
 from dpcompanion.training import cross_entropy, train_ensemble
 from dpcompanion.training.noise import derive_seed
 
 # Figures 1, 5 and 6: the cost of steps over training -----------------------------------------------------------------
+
 
 def _vary(task, **changes):
     return dataclasses.replace(task, **changes)
@@ -41,8 +62,9 @@ class Compositions(Watch):
     exact: dict = dataclasses.field(default_factory=dict)
 
 
-FIGURE_1 = Compositions({"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=2)},
-                        exact={"eps 10": Tilted(3), "eps 1": Tilted(12)})
+FIGURE_1 = Compositions(
+    {"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=2)}, exact={"eps 10": Tilted(3), "eps 1": Tilted(12)}
+)
 FIGURE_1_QUICK = Compositions({"eps 10": DIGITS, "eps 1": _vary(DIGITS, epsilon=1.0, runs=1)})
 
 
@@ -55,16 +77,28 @@ def tilted_norms(task, order, point, seed, run):
     generator = torch.Generator().manual_seed(derive_seed(seed, "tilted", point))
 
     def its_share(ensemble):
-        gradient = ensemble.gradients_of(x[point:point + 1], y[point:point + 1])[:, 0]
+        gradient = ensemble.gradients_of(x[point : point + 1], y[point : point + 1])[:, 0]
         length = gradient.norm(dim=1).double()
         norms.append(length.clamp(max=task.max_grad_norm).cpu())
-        count = tilted_counts(norms[-1], sample_rate=plan.sample_rate, noise_std=plan.noise_std, order=order,
-                              generator=generator).to(length)
+        count = tilted_counts(
+            norms[-1], sample_rate=plan.sample_rate, noise_std=plan.noise_std, order=order, generator=generator
+        ).to(length)
         return (count / (length / task.max_grad_norm).clamp(min=1)).to(gradient.dtype)[:, None] * gradient
 
-    train_ensemble(_MODELS[task.model](seed=0), cross_entropy, (x, y), plan, seeds=[seed], members=others,
-                   learning_rate=task.learning_rate, momentum=task.momentum, weight_decay=task.weight_decay,
-                   add=its_share, device=run.device, progress=False)
+    train_ensemble(
+        _MODELS[task.model](seed=0),
+        cross_entropy,
+        (x, y),
+        plan,
+        seeds=[seed],
+        members=others,
+        learning_rate=task.learning_rate,
+        momentum=task.momentum,
+        weight_decay=task.weight_decay,
+        add=its_share,
+        device=run.device,
+        progress=False,
+    )
     return torch.cat(norms)
 
 
@@ -72,9 +106,15 @@ def kept_norms(task, order, points, runs, run):
     """`tilted_norms` of every point, (steps, runs, points), kept in the data folder, each run as it ends."""
     pieces = {f"point-{point}.seed-{seed}": (point, seed) for seed in range(runs) for point in points}
     each = seconds(dataclasses.replace(task, runs=1), plan_of(task, len(run.load(task.data, split="train"))))
-    done = run.keep(lambda piece: ({}, {"norms": tilted_norms(task, order, *pieces[piece], run).numpy()}), pieces,
-                    by=tilted_norms, config={"task": dataclasses.replace(task, runs=1), "order": order},
-                    seconds=each * len(pieces), under=f"watched/{task.data}-{task.model}-tilted", label="tilted runs")
+    done = run.keep(
+        lambda piece: ({}, {"norms": tilted_norms(task, order, *pieces[piece], run).numpy()}),
+        pieces,
+        by=tilted_norms,
+        config={"task": dataclasses.replace(task, runs=1), "order": order},
+        seconds=each * len(pieces),
+        under=f"watched/{task.data}-{task.model}-tilted",
+        label="tilted runs",
+    )
     found = torch.stack([torch.as_tensor(arrays["norms"]) for _, arrays in done.values()], 1)
     return found.view(len(found), runs, len(points))
 
@@ -87,22 +127,29 @@ def exactly(task, tilted, run):
     along = (divergence(found.seen("remove")[:, :-1], found.plan, order) * steps[:, None]).sum(1).mean(0)
     ranked = along.argsort(stable=True)
     chosen = ranked[[round(rank * (len(ranked) - 1)) for rank in tilted.ranks]]
-    members = np.random.RandomState(0).permutation(found.plan.n)[:task.points]
+    members = np.random.RandomState(0).permutation(found.plan.n)[: task.points]
     norms = kept_norms(task, order, members[chosen].tolist(), tilted.runs, run)
     exact = composed_exactly(norms, found.plan, order, "remove")
 
     def epsilon(rdp):
         return rdp_to_epsilon(torch.as_tensor(rdp)[..., None], [order], task.delta)[0]
 
-    return {"order": order, "along_runs": along[chosen], "theorem_3_3": composed(found, "remove", order)[chosen],
-            "exact": exact.estimate, "low": exact.low, "high": exact.high, "upper_bound": exact.upper_bound,
-            "worst_case": found.plan.steps * divergence(task.max_grad_norm, found.plan, order),
-            "epsilon": epsilon(exact.estimate), "epsilon_bound": epsilon(exact.upper_bound),
-            "epsilon_theorem_3_3": epsilons(found, "remove")[0][chosen]}
+    return {
+        "order": order,
+        "along_runs": along[chosen],
+        "theorem_3_3": composed(found, "remove", order)[chosen],
+        "exact": exact.estimate,
+        "low": exact.low,
+        "high": exact.high,
+        "upper_bound": exact.upper_bound,
+        "worst_case": found.plan.steps * divergence(task.max_grad_norm, found.plan, order),
+        "epsilon": epsilon(exact.estimate),
+        "epsilon_bound": epsilon(exact.upper_bound),
+        "epsilon_theorem_3_3": epsilons(found, "remove")[0][chosen],
+    }
 
 
-@experiment("gradients-look-alike/figure-1",
-            quick=FIGURE_1_QUICK, paper=FIGURE_1)
+@experiment("gradients-look-alike/figure-1", quick=FIGURE_1_QUICK, paper=FIGURE_1)
 def figure_1(config, run):
     """Contributions of the steps over the data-independent cost at one order, and epsilon of the whole run at the best.
 
@@ -115,28 +162,45 @@ def figure_1(config, run):
         found = watched(task, run)
         baseline = divergence(task.max_grad_norm, found.plan, config.order)
         epsilon, order = worst_case(found.plan)
-        values |= {f"{name}.accuracy": records.mean_and_sd(found.accuracy),
-                   f"{name}.noise_multiplier": found.plan.noise_multiplier,
-                   f"{name}.steps": found.plan.steps, f"{name}.worst_case.rdp": found.plan.steps * baseline,
-                   f"{name}.worst_case.epsilon": epsilon, f"{name}.worst_case.order": order}
+        values |= {
+            f"{name}.accuracy": records.mean_and_sd(found.accuracy),
+            f"{name}.noise_multiplier": found.plan.noise_multiplier,
+            f"{name}.steps": found.plan.steps,
+            f"{name}.worst_case.rdp": found.plan.steps * baseline,
+            f"{name}.worst_case.epsilon": epsilon,
+            f"{name}.worst_case.order": order,
+        }
         arrays[f"{name}.moments"] = np.array(found.moments)
         for direction in DIRECTIONS:
             row = f"{name}.{direction}"
             share = contributions(found, direction, config.order) / baseline
             mean, low = share.mean(1), share.quantile(0.1, dim=1)
             middle = found.stages[1]
-            values |= {f"{row}.first": mean[0], f"{row}.middle": mean[middle], f"{row}.last": mean[-1],
-                       f"{row}.first_p10": low[0], f"{row}.middle_p10": low[middle], f"{row}.last_p10": low[-1],
-                       f"{row}.last_p10_cost": low[-1] * baseline}
+            values |= {
+                f"{row}.first": mean[0],
+                f"{row}.middle": mean[middle],
+                f"{row}.last": mean[-1],
+                f"{row}.first_p10": low[0],
+                f"{row}.middle_p10": low[middle],
+                f"{row}.last_p10": low[-1],
+                f"{row}.last_p10_cost": low[-1] * baseline,
+            }
             epsilon, best = epsilons(found, direction)
             total = composed(found, direction, config.order) / (found.plan.steps * baseline)
             quantiles = torch.tensor([0.0, 0.1, 0.5, 0.9, 1.0], dtype=torch.float64)
-            values |= {f"{row}.total": total.mean(), f"{row}.total_p10": total.quantile(0.1),
-                       f"{row}.epsilon": epsilon.quantile(quantiles),
-                       f"{row}.orders": [best.min(), best.max()],
-                       f"{row}.above_worst_case": (epsilon > values[f"{name}.worst_case.epsilon"]).double().mean()}
-            arrays |= {f"{row}.mean": mean.numpy(), f"{row}.p10": low.numpy(), f"{row}.epsilon": epsilon.numpy(),
-                       f"{row}.total": total.numpy()}
+            values |= {
+                f"{row}.total": total.mean(),
+                f"{row}.total_p10": total.quantile(0.1),
+                f"{row}.epsilon": epsilon.quantile(quantiles),
+                f"{row}.orders": [best.min(), best.max()],
+                f"{row}.above_worst_case": (epsilon > values[f"{name}.worst_case.epsilon"]).double().mean(),
+            }
+            arrays |= {
+                f"{row}.mean": mean.numpy(),
+                f"{row}.p10": low.numpy(),
+                f"{row}.epsilon": epsilon.numpy(),
+                f"{row}.total": total.numpy(),
+            }
     for name, tilted in config.exact.items():
         values |= {f"{name}.exact.{key}": value for key, value in exactly(config.tasks[name], tilted, run).items()}
     return values, arrays
@@ -164,21 +228,31 @@ def _long_tail(record):
     # The record holds the percentile and no points: it has no interval.
     for name, direction, row in _rows(record):
         low, mean = (record.values[f"{row}.{key}"] for key in ("last_p10", "last"))
-        yield (f"{name}, {direction}", f"{low:.0e} of {mean:.2f} (no interval)",
-               intervals.unknown(low).below(mean / 10))
+        yield (
+            f"{name}, {direction}",
+            f"{low:.0e} of {mean:.2f} (no interval)",
+            intervals.unknown(low).below(mean / 10),
+        )
 
 
-@finding("gradients-look-alike/figure-1",
-         "with less noise (eps 10) the 10th percentile of the last step's cost is smaller than at eps 1")
+@finding(
+    "gradients-look-alike/figure-1",
+    "with less noise (eps 10) the 10th percentile of the last step's cost is smaller than at eps 1",
+)
 def _noise_is_not_always_better(record):
     for direction in DIRECTIONS:
         loud, quiet = (record.values[f"{name}.{direction}.last_p10_cost"] for name in ("eps 1", "eps 10"))
-        yield (DIRECTIONS[direction], f"{quiet:.0e} against {loud:.0e} (no interval)",
-               intervals.unknown(quiet).below(loud))
+        yield (
+            DIRECTIONS[direction],
+            f"{quiet:.0e} against {loud:.0e} (no interval)",
+            intervals.unknown(quiet).below(loud),
+        )
 
 
-@finding("gradients-look-alike/figure-1",
-         "theorem 3.3, at the best order, gives the median point at most half of the data-independent epsilon")
+@finding(
+    "gradients-look-alike/figure-1",
+    "theorem 3.3, at the best order, gives the median point at most half of the data-independent epsilon",
+)
 def _epsilon_halved(record):
     for name, direction, row in _rows(record):
         median = intervals.quantile(record.arrays[f"{row}.epsilon"], 0.5)
@@ -186,17 +260,24 @@ def _epsilon_halved(record):
         yield f"{name}, {direction}", f"{median:.2f} of {worst:.2f}", median.at_most(worst / 2)
 
 
-@finding("gradients-look-alike/figure-1",
-         "the exact composition, at one order, gives the median point a smaller epsilon than theorem 3.3 at its best",
-         kind="own")
+@finding(
+    "gradients-look-alike/figure-1",
+    "the exact composition, at one order, gives the median point a smaller epsilon than theorem 3.3 at its best",
+    kind="own",
+)
 def _exact_below_theorem(record):
     for name, tilted in record.config.get("exact", {}).items():
         # At the median rank of those that were composed exactly; the upper end is its 95% bound.
-        exact, bound, loose = (dict(zip(tilted["ranks"], record.values[f"{name}.exact.{key}"]))[0.5]
-                               for key in ("epsilon", "epsilon_bound", "epsilon_theorem_3_3"))
+        exact, bound, loose = (
+            dict(zip(tilted["ranks"], record.values[f"{name}.exact.{key}"]))[0.5]
+            for key in ("epsilon", "epsilon_bound", "epsilon_theorem_3_3")
+        )
         found = intervals.Interval(exact, -math.inf, bound)
-        yield (f"{name}, {DIRECTIONS['remove']}", f"{exact:.2f}, at most {bound:.2f}, against {loose:.2f}",
-               found.below(loose))
+        yield (
+            f"{name}, {DIRECTIONS['remove']}",
+            f"{exact:.2f}, at most {bound:.2f}, against {loose:.2f}",
+            found.below(loose),
+        )
 
 
 def _rows(record):
@@ -214,41 +295,62 @@ class Intervals(Watch):
     resamples: int = 400
 
 
-@experiment("gradients-look-alike/figure-5", quick=Intervals({"eps 10": DIGITS}),
-            paper=Intervals({"eps 10": MNIST}))
+@experiment("gradients-look-alike/figure-5", quick=Intervals({"eps 10": DIGITS}), paper=Intervals({"eps 10": MNIST}))
 def figure_5(config, run):
     """Contributions of the steps for single training points, with 95% bootstrap intervals over the runs."""
-    (name, task), = config.tasks.items()
+    ((name, task),) = config.tasks.items()
     found = watched(task, run)
     baseline = divergence(task.max_grad_norm, found.plan, config.order)
     costs, weights = weighted_costs(found, "remove", config.order)
-    costs = costs[..., :config.shown]
+    costs = costs[..., : config.shown]
     draws = torch.randint(task.runs, (config.resamples, task.runs), generator=torch.Generator().manual_seed(0))
     again = torch.stack([soft_maximum(costs[:, draw], weights) for draw in draws]) / baseline
     low, high = again.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64), dim=0)
     share = soft_maximum(costs, weights) / baseline
     steps = torch.as_tensor(np.diff(found.moments), dtype=torch.float64) / found.plan.steps
-    values = {f"{name}.runs": task.runs, f"{name}.width": steps @ (high - low), f"{name}.widest": (high - low).amax(0),
-              f"{name}.last": share[-1]}
-    return values, {"moments": np.array(found.moments), "share": share.numpy(), "low": low.numpy(),
-                    "high": high.numpy()}
+    values = {
+        f"{name}.runs": task.runs,
+        f"{name}.width": steps @ (high - low),
+        f"{name}.widest": (high - low).amax(0),
+        f"{name}.last": share[-1],
+    }
+    return values, {
+        "moments": np.array(found.moments),
+        "share": share.numpy(),
+        "low": low.numpy(),
+        "high": high.numpy(),
+    }
 
 
-@finding("gradients-look-alike/figure-5",
-         "the mean width of the 95% interval, over points and steps, is below a fifth of the data-independent cost")
+@finding(
+    "gradients-look-alike/figure-5",
+    "the mean width of the 95% interval, over points and steps, is below a fifth of the data-independent cost",
+)
 def _narrow(record):
     for name in record.config["tasks"]:
         width = intervals.mean(record.values[f"{name}.width"])
         yield name, f"{width:.2f}", width.below(0.2)
 
 
-FIGURE_6 = WatchMore({"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=2),
-                      "batch 64": _vary(PLAIN_MNIST, batch_size=64, runs=1),
-                      "batch 512": _vary(PLAIN_MNIST, batch_size=512, runs=1), "softmax regression": PLAIN_MNIST},
-                     larger={"ResNet-20, CIFAR-10": CIFAR10})
-FIGURE_6_QUICK = WatchMore({"eps 10": DIGITS, "eps 1": _vary(DIGITS, epsilon=1.0, runs=1),
-                            "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
-                            "batch 512": _vary(PLAIN_DIGITS, batch_size=512), "softmax regression": PLAIN_DIGITS})
+FIGURE_6 = WatchMore(
+    {
+        "eps 10": MNIST,
+        "eps 1": _vary(MNIST, epsilon=1.0, runs=2),
+        "batch 64": _vary(PLAIN_MNIST, batch_size=64, runs=1),
+        "batch 512": _vary(PLAIN_MNIST, batch_size=512, runs=1),
+        "softmax regression": PLAIN_MNIST,
+    },
+    larger={"ResNet-20, CIFAR-10": CIFAR10},
+)
+FIGURE_6_QUICK = WatchMore(
+    {
+        "eps 10": DIGITS,
+        "eps 1": _vary(DIGITS, epsilon=1.0, runs=1),
+        "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
+        "batch 512": _vary(PLAIN_DIGITS, batch_size=512),
+        "softmax regression": PLAIN_DIGITS,
+    }
+)
 
 
 @experiment("gradients-look-alike/figure-6", quick=FIGURE_6_QUICK, paper=FIGURE_6)
@@ -261,10 +363,13 @@ def figure_6(config, run):
         share = contributions(found, "remove", config.order).mean(1) / baseline
         tenths = np.searchsorted(found.moments, [found.plan.steps * k / 10 for k in range(10)], side="right") - 1
         epsilon, _ = epsilons(found, "remove")
-        values |= {f"{name}.share": share[tenths], f"{name}.last": share[-1],
-                   f"{name}.accuracy": np.mean(found.accuracy),
-                   f"{name}.worst_case.epsilon": worst_case(found.plan)[0],
-                   f"{name}.epsilon": epsilon.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))}
+        values |= {
+            f"{name}.share": share[tenths],
+            f"{name}.last": share[-1],
+            f"{name}.accuracy": np.mean(found.accuracy),
+            f"{name}.worst_case.epsilon": worst_case(found.plan)[0],
+            f"{name}.epsilon": epsilon.quantile(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)),
+        }
     return values
 
 

@@ -11,12 +11,23 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.gradients_look_alike.costs import _vary
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    _inputs, _MODELS, CIFAR10, DIGITS, DIRECTIONS, divergence, MNIST, plan_of, STAGES, Watch, watched,
+    _inputs,
+    _MODELS,
+    CIFAR10,
+    DIGITS,
+    DIRECTIONS,
+    divergence,
+    MNIST,
+    plan_of,
+    STAGES,
+    Watch,
+    watched,
 )
 from dpcompanion.training import clipped_sum, cross_entropy
 from dpcompanion.training.clipping import per_example_gradients
 
 # Figures 4 and 8: the mean of the clipped gradients ------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Means(Watch):
@@ -59,7 +70,7 @@ def mean_update_bounds(sums, sizes, gradients, *, sample_rate, noise_std, order,
     """
     sizes, points = sizes.double()[:, None], len(gradients)
     flat = coordinates(torch.cat((sums, gradients)))
-    sums, gradients = flat[:len(sums)], flat[len(sums):]
+    sums, gradients = flat[: len(sums)], flat[len(sums) :]
     means = sums / sizes.clamp(min=1)
     half = len(sums) // 2
     found = {key: [] for key in ("remove", "add", "alone", "coupled", "sensitivity")}
@@ -88,18 +99,20 @@ def mean_update_bound(norms, plan, order):
     sizes = torch.arange(int(mean + 12 * mean**0.5 + 30) + 1, dtype=torch.float64)
     law = stats.binom(plan.n - 1, plan.sample_rate)
     weights = torch.as_tensor(law.pmf(sizes.numpy()))
-    weights[-1] = (1 - weights[:-1].sum()).clamp(min=0)       # larger batches count as the largest of these
+    weights[-1] = (1 - weights[:-1].sum()).clamp(min=0)  # larger batches count as the largest of these
     limit = plan.max_grad_norm
     distances = torch.where(sizes[:, None] == 0, norms, (norms + limit) / (sizes[:, None] + 1)).clamp(max=limit)
-    return coupled_divergence(distances, probabilities=weights, sample_rate=plan.sample_rate, noise_std=plan.noise_std,
-                              order=order)
+    return coupled_divergence(
+        distances, probabilities=weights, sample_rate=plan.sample_rate, noise_std=plan.noise_std, order=order
+    )
 
 
 QUICK_MEANS = Means({"LeNet-5": DIGITS}, batch_sizes=(16, 64, 256), pool=20, shown=20)
 
 
-@experiment("gradients-look-alike/figure-8", quick=QUICK_MEANS,
-            paper=Means({"LeNet-5": _vary(MNIST, runs=1)}, shown=50))
+@experiment(
+    "gradients-look-alike/figure-8", quick=QUICK_MEANS, paper=Means({"LeNet-5": _vary(MNIST, runs=1)}, shown=50)
+)
 def figure_8(config, run):
     """The mean update by theorem 3.6 and by the coupled bound, for batches of several sizes.
 
@@ -112,41 +125,56 @@ def figure_8(config, run):
     for name, task in config.tasks.items():
         found = watched(task, run)
         x, y = _inputs(task.data, task.model, "train", run)
-        members = torch.as_tensor(np.random.RandomState(0).permutation(len(y))[:config.shown])
+        members = torch.as_tensor(np.random.RandomState(0).permutation(len(y))[: config.shown])
         rest = torch.ones(len(y), dtype=torch.bool)
         rest[members] = False
         model, generator = _MODELS[task.model](seed=0), torch.Generator().manual_seed(config.seed)
         for stage, weights in zip(STAGES, found.weights[0]):
             torch.nn.utils.vector_to_parameters(weights, model.parameters())
             model.eval().to(run.device)
-            gradients = clipped_gradients(model, x[members].to(run.device), y[members].to(run.device),
-                                          task.max_grad_norm).cpu()
+            gradients = clipped_gradients(
+                model, x[members].to(run.device), y[members].to(run.device), task.max_grad_norm
+            ).cpu()
             for size in config.batch_sizes:
                 plan = plan_of(_vary(task, batch_size=size), len(y))
-                masks = (torch.rand(2 * config.pool, len(y), generator=generator,
-                                    dtype=torch.float64) < plan.sample_rate) & rest
+                masks = (
+                    torch.rand(2 * config.pool, len(y), generator=generator, dtype=torch.float64) < plan.sample_rate
+                ) & rest
                 sums = batch_sums(model, x.to(run.device), y.to(run.device), masks, task.max_grad_norm).cpu()
-                bounds = mean_update_bounds(sums, masks.sum(1), gradients, sample_rate=plan.sample_rate,
-                                            noise_std=plan.noise_std,
-                                            order=config.order, tuples=config.tuples, generator=generator)
+                bounds = mean_update_bounds(
+                    sums,
+                    masks.sum(1),
+                    gradients,
+                    sample_rate=plan.sample_rate,
+                    noise_std=plan.noise_std,
+                    order=config.order,
+                    tuples=config.tuples,
+                    generator=generator,
+                )
                 bounds["bound"] = mean_update_bound(gradients.norm(dim=1), plan, config.order)
                 worst = divergence(task.max_grad_norm, plan, config.order)
-                any_data = mean_update_bound(torch.full((1,), task.max_grad_norm, dtype=torch.float64), plan,
-                                             config.order)
+                any_data = mean_update_bound(
+                    torch.full((1,), task.max_grad_norm, dtype=torch.float64), plan, config.order
+                )
                 row = f"{name}.{stage}.batch {size}"
                 quantiles = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
                 for key in ("remove", "add", "alone", "coupled", "bound"):
                     values[f"{row}.{key}"] = (bounds[key] / worst).quantile(quantiles)
                     arrays[f"{row}.{key}"] = (bounds[key] / worst).numpy()
                 pair = torch.stack((bounds["remove"], bounds["sensitivity"]))
-                values |= {f"{row}.worst_case": worst, f"{row}.any_data": any_data[0] / worst,
-                           f"{row}.relevance": torch.corrcoef(pair)[0, 1]}
+                values |= {
+                    f"{row}.worst_case": worst,
+                    f"{row}.any_data": any_data[0] / worst,
+                    f"{row}.relevance": torch.corrcoef(pair)[0, 1],
+                }
     return values, arrays
 
 
-@experiment("gradients-look-alike/figure-4",
-            quick=dataclasses.replace(QUICK_MEANS, batch_sizes=(128,)),
-            paper=Means({"ResNet-20": _vary(CIFAR10, runs=1)}, batch_sizes=(32, 64, 128, 256, 512), shown=500))
+@experiment(
+    "gradients-look-alike/figure-4",
+    quick=dataclasses.replace(QUICK_MEANS, batch_sizes=(128,)),
+    paper=Means({"ResNet-20": _vary(CIFAR10, runs=1)}, batch_sizes=(32, 64, 128, 256, 512), shown=500),
+)
 def figure_4(config, run):
     """As figure 8, for CIFAR-10."""
     return figure_8(config, run)
@@ -155,9 +183,17 @@ def figure_4(config, run):
 def _each_mean(record):
     for name in record.config["tasks"]:
         for stage in STAGES:
-            yield name, stage, {size: {key: record.values[f"{name}.{stage}.batch {size}.{key}"]
-                                       for key in ("remove", "add", "alone", "coupled", "bound", "relevance")}
-                                for size in record.config["batch_sizes"]}
+            yield (
+                name,
+                stage,
+                {
+                    size: {
+                        key: record.values[f"{name}.{stage}.batch {size}.{key}"]
+                        for key in ("remove", "add", "alone", "coupled", "bound", "relevance")
+                    }
+                    for size in record.config["batch_sizes"]
+                },
+            )
 
 
 def _median_of(record, name, stage, size, key, over=None):
@@ -169,15 +205,19 @@ def _median_of(record, name, stage, size, key, over=None):
     return intervals.quantile(values, 0.5)
 
 
-@finding("gradients-look-alike/figure-4",
-         "theorem 3.6 gives the median point less than a tenth of the worst case in the middle and at the end, both"
-         " ways")
+@finding(
+    "gradients-look-alike/figure-4",
+    "theorem 3.6 gives the median point less than a tenth of the worst case in the middle and at the end, both ways",
+)
 def _tenth(record):
     for name, stage, sizes in _each_mean(record):
         for size in sizes if stage != "initial" else ():
             both = [_median_of(record, name, stage, size, direction) for direction in DIRECTIONS]
-            yield (f"{name}, {stage}, batch {size}", f"{max(one.high for one in both):.2g} at most",
-                   intervals.every(*(one.below(0.1) for one in both)))
+            yield (
+                f"{name}, {stage}, batch {size}",
+                f"{max(one.high for one in both):.2g} at most",
+                intervals.every(*(one.below(0.1) for one in both)),
+            )
 
 
 @finding("gradients-look-alike/figure-8", "theorem 3.6's median falls from the smallest batch to the largest")
@@ -188,9 +228,12 @@ def _larger_batches(record):
         yield f"{name}, {stage}", f"{ratio:.1%} of it", ratio.below(1)
 
 
-@finding("gradients-look-alike/theorem-3.6",
-         "theorem 3.6 tells points apart: its correlation with how far a point moves the update is above 0.5",
-         of="gradients-look-alike/figure-8", kind="own")
+@finding(
+    "gradients-look-alike/theorem-3.6",
+    "theorem 3.6 tells points apart: its correlation with how far a point moves the update is above 0.5",
+    of="gradients-look-alike/figure-8",
+    kind="own",
+)
 def _relevant(record):
     points = record.config["shown"]
     for name, stage, sizes in _each_mean(record):
@@ -200,11 +243,17 @@ def _relevant(record):
         yield f"{name}, {stage}", f"{typical:.1f}", typical.above(0.5)
 
 
-@finding("gradients-look-alike/theorem-3.6",
-         "the coupled bound's estimate is below theorem 3.6's for every batch size (median point)",
-         of="gradients-look-alike/figure-8", kind="own")
+@finding(
+    "gradients-look-alike/theorem-3.6",
+    "the coupled bound's estimate is below theorem 3.6's for every batch size (median point)",
+    of="gradients-look-alike/figure-8",
+    kind="own",
+)
 def _coupled_smaller(record):
     for name, stage, sizes in _each_mean(record):
         ratios = [_median_of(record, name, stage, size, "remove", over=(size, "coupled")) for size in sizes]
-        yield (f"{name}, {stage}", f"{min(ratio.estimate for ratio in ratios):.0e} times or more",
-               intervals.every(*(ratio.above(1) for ratio in ratios)))
+        yield (
+            f"{name}, {stage}",
+            f"{min(ratio.estimate for ratio in ratios):.0e} times or more",
+            intervals.every(*(ratio.above(1) for ratio in ratios)),
+        )

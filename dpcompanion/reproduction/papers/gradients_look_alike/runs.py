@@ -32,7 +32,7 @@ class Task:
     learning_rate: float = 0.1
     momentum: float = 0.0
     weight_decay: float = 0.0
-    drops: tuple = ()                      # epochs at which the learning rate drops tenfold
+    drops: tuple = ()  # epochs at which the learning rate drops tenfold
     delta: float = 1e-5
     max_grad_norm: float = 1.0
     runs: int = 4
@@ -42,8 +42,9 @@ class Task:
 
 MNIST = Task("mnist", "lenet5", runs=5, points=200)
 PLAIN_MNIST = dataclasses.replace(MNIST, model="softmax", runs=2)
-CIFAR10 = Task("cifar10", "resnet20", epochs=200, momentum=0.9, weight_decay=1e-4, drops=(100, 150), runs=10,
-               points=500)
+CIFAR10 = Task(
+    "cifar10", "resnet20", epochs=200, momentum=0.9, weight_decay=1e-4, drops=(100, 150), runs=10, points=500
+)
 DIGITS = Task("mnist-5k", "lenet5", learning_rate=1.0, runs=3, points=60, stops=31)
 PLAIN_DIGITS = dataclasses.replace(DIGITS, model="softmax", runs=1)
 
@@ -85,8 +86,15 @@ def _inputs(name, model, split, run):
 def plan_of(task, examples):
     """The plan that spends the task's epsilon, by RDP (add or remove one example, Poisson sampling)."""
     rate = task.batch_size / examples
-    return DPSGDPlan.for_epsilon(task.epsilon, n=examples, sample_rate=rate, steps=round(task.epochs / rate),
-                                 max_grad_norm=task.max_grad_norm, delta=task.delta, accountant="rdp")
+    return DPSGDPlan.for_epsilon(
+        task.epsilon,
+        n=examples,
+        sample_rate=rate,
+        steps=round(task.epochs / rate),
+        max_grad_norm=task.max_grad_norm,
+        delta=task.delta,
+        accountant="rdp",
+    )
 
 
 def moments(task, steps):
@@ -99,13 +107,17 @@ def watch(task, seed, run):
     x, y = _inputs(task.data, task.model, "train", run)
     test_x, test_y = _inputs(task.data, task.model, "test", run)
     plan = plan_of(task, len(y))
-    members, others = (torch.as_tensor(np.random.RandomState(0).permutation(n)[:task.points])
-                       for n in (len(y), len(test_y)))
-    points = (torch.cat((x[members], test_x[others])).to(run.device),
-              torch.cat((y[members], test_y[others])).to(run.device))
+    members, others = (
+        torch.as_tensor(np.random.RandomState(0).permutation(n)[: task.points]) for n in (len(y), len(test_y))
+    )
+    points = (
+        torch.cat((x[members], test_x[others])).to(run.device),
+        torch.cat((y[members], test_y[others])).to(run.device),
+    )
     model = _MODELS[task.model](seed=0).to(run.device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum,
-                                weight_decay=task.weight_decay)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=task.learning_rate, momentum=task.momentum, weight_decay=task.weight_decay
+    )
     stops = set(moments(task, plan.steps))
     norms, correct, weights, started = [], [], [], time.perf_counter()
 
@@ -124,11 +136,23 @@ def watch(task, seed, run):
         optimizer.param_groups[0]["lr"] = task.learning_rate * 0.1**drops
 
     look(0)
-    train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=seed, device=run.device, method="mixed",
-          callbacks=Callbacks(on_step=on_step), progress=False)
+    train(
+        model,
+        cross_entropy,
+        (x, y),
+        plan,
+        optimizer=optimizer,
+        seed=seed,
+        device=run.device,
+        method="mixed",
+        callbacks=Callbacks(on_step=on_step),
+        progress=False,
+    )
     with torch.no_grad():
-        right = sum((model(part.to(run.device)).argmax(1).cpu() == labels).sum()
-                    for part, labels in zip(test_x.split(1000), test_y.split(1000)))
+        right = sum(
+            (model(part.to(run.device)).argmax(1).cpu() == labels).sum()
+            for part, labels in zip(test_x.split(1000), test_y.split(1000))
+        )
     arrays = {"norms": norms, "correct": correct, "weights": weights}
     values = {"accuracy": float(right) / len(test_y), "seconds": time.perf_counter() - started}
     return values, {key: torch.stack(value).numpy() for key, value in arrays.items()}
@@ -165,22 +189,31 @@ def watched(task, run):
     """The runs of a task, `Watched`, seeds 0, 1, ...; long ones are kept in the data folder, each as it ends."""
     plan = plan_of(task, len(run.load(task.data, split="train")))
     pieces = {f"seed-{seed}": seed for seed in range(task.runs)}
-    parts = run.keep(lambda piece: watch(task, pieces[piece], run), pieces, by=watch,
-                     config={"task": dataclasses.replace(task, runs=1)}, seconds=seconds(task, plan),
-                     under=f"watched/{task.data}-{task.model}", label=f"{task.data}, {task.model}").values()
+    parts = run.keep(
+        lambda piece: watch(task, pieces[piece], run),
+        pieces,
+        by=watch,
+        config={"task": dataclasses.replace(task, runs=1)},
+        seconds=seconds(task, plan),
+        under=f"watched/{task.data}-{task.model}",
+        label=f"{task.data}, {task.model}",
+    ).values()
     run.load(task.data, split="test")
-    arrays = {name: torch.as_tensor(np.stack([found[name] for _, found in parts]))
-              for name in ("norms", "correct", "weights")}
+    arrays = {
+        name: torch.as_tensor(np.stack([found[name] for _, found in parts])) for name in ("norms", "correct", "weights")
+    }
     arrays["norms"] = arrays["norms"].double().clamp(max=task.max_grad_norm)
     return Watched(plan, moments(task, plan.steps), **arrays, accuracy=[values["accuracy"] for values, _ in parts])
 
 
 # Theorems 3.2 and 3.3 ------------------------------------------------------------------------------------------------
 
+
 def divergence(norms, plan, order):
     """Theorem 3.2 for one step, of clipped gradients of these norms: the shape of `norms`."""
-    return step_divergence(sample_rate=plan.sample_rate, noise_multiplier=plan.noise_std, sensitivity=norms,
-                           orders=order)
+    return step_divergence(
+        sample_rate=plan.sample_rate, noise_multiplier=plan.noise_std, sensitivity=norms, orders=order
+    )
 
 
 def share_of(norms, plan, order):
@@ -248,6 +281,7 @@ def _mean_of(share, n):
 
 
 # Figures 2, 3, 7 and 9: points at three stages of one run ------------------------------------------------------------
+
 
 def stages_of(found, order):
     """The cost of one step over the data-independent one, and who is classified correctly, (stages, points).

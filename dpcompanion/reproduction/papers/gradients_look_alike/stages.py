@@ -11,7 +11,17 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, reported, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.costs import _vary
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    _mean_of, _points, CIFAR10, DIGITS, MNIST, PLAIN_DIGITS, PLAIN_MNIST, STAGES, stages_of, Watch, watched,
+    _mean_of,
+    _points,
+    CIFAR10,
+    DIGITS,
+    MNIST,
+    PLAIN_DIGITS,
+    PLAIN_MNIST,
+    STAGES,
+    stages_of,
+    Watch,
+    watched,
     WatchMore,
 )
 
@@ -27,8 +37,13 @@ def step_epsilon(norms, plan):
 
 _BATCHES = {f"batch {size}": _vary(CIFAR10, batch_size=size, runs=1) for size in (32, 64, 256, 512)}
 FIGURE_2 = Watch({"batch 128": _vary(CIFAR10, runs=1), **_BATCHES})
-FIGURE_2_QUICK = Watch({"batch 128": DIGITS, "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
-                        "batch 512": _vary(PLAIN_DIGITS, batch_size=512)})
+FIGURE_2_QUICK = Watch(
+    {
+        "batch 128": DIGITS,
+        "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
+        "batch 512": _vary(PLAIN_DIGITS, batch_size=512),
+    }
+)
 
 
 @experiment("gradients-look-alike/figure-2", quick=FIGURE_2_QUICK, paper=FIGURE_2)
@@ -40,19 +55,24 @@ def figure_2(config, run):
         found = watched(task, run)
         share, _ = stages_of(found, config.order)
         epsilon = step_epsilon(found.norms[0, found.stages], found.plan)
-        values[f"{name}.worst_case.epsilon"] = step_epsilon(torch.full((1,), task.max_grad_norm, dtype=torch.float64),
-                                                            found.plan)[0]
+        values[f"{name}.worst_case.epsilon"] = step_epsilon(
+            torch.full((1,), task.max_grad_norm, dtype=torch.float64), found.plan
+        )[0]
         for stage, costs, eps in zip(STAGES, share, epsilon):
-            values |= {f"{name}.{stage}.share": costs.quantile(quantiles),
-                       f"{name}.{stage}.below_tenth": (costs < 0.1).double().mean(),
-                       f"{name}.{stage}.below_thousandth": (costs < 1e-3).double().mean(),
-                       f"{name}.{stage}.epsilon": eps.quantile(quantiles)}
+            values |= {
+                f"{name}.{stage}.share": costs.quantile(quantiles),
+                f"{name}.{stage}.below_tenth": (costs < 0.1).double().mean(),
+                f"{name}.{stage}.below_thousandth": (costs < 1e-3).double().mean(),
+                f"{name}.{stage}.epsilon": eps.quantile(quantiles),
+            }
         arrays[f"{name}.share"] = share.numpy()
     return values, arrays
 
 
-@finding("gradients-look-alike/figure-2",
-         "at the final stage, a tenth of the points or more cost less than a thousandth of the data-independent step")
+@finding(
+    "gradients-look-alike/figure-2",
+    "at the final stage, a tenth of the points or more cost less than a thousandth of the data-independent step",
+)
 def _tail_at_the_end(record):
     for name in record.config["tasks"]:
         n = _points(record, name)
@@ -78,26 +98,29 @@ def correct_and_not(found, order):
 def _correct_more_private(record):
     for name in reported(record):
         for stage in STAGES[1:]:
-            right, wrong = (_mean_of(record.values[f"{name}.{stage}.{word}.mean"],
-                                     record.values[f"{name}.{stage}.{word}.points"])
-                            for word in ("correct", "incorrect"))
+            right, wrong = (
+                _mean_of(record.values[f"{name}.{stage}.{word}.mean"], record.values[f"{name}.{stage}.{word}.points"])
+                for word in ("correct", "incorrect")
+            )
             yield f"{name}, {stage}", f"{right:.2f} against {wrong:.2f}", (wrong - right).above(0)
 
 
 ON_A_GPU = {"ResNet-20, CIFAR-10": _vary(CIFAR10, runs=1)}
 
 
-@experiment("gradients-look-alike/figure-3", quick=WatchMore({"LeNet-5": DIGITS}),
-            paper=WatchMore({}, larger=ON_A_GPU))
+@experiment("gradients-look-alike/figure-3", quick=WatchMore({"LeNet-5": DIGITS}), paper=WatchMore({}, larger=ON_A_GPU))
 def figure_3(config, run):
     """Costs of one step over the data-independent one, of points that are classified correctly and of the others."""
     return left_out(config, run) | {
-        f"{name}.{key}": value for name, task in runnable(config, run).items()
-        for key, value in correct_and_not(watched(task, run), config.order).items()}
+        f"{name}.{key}": value
+        for name, task in runnable(config, run).items()
+        for key, value in correct_and_not(watched(task, run), config.order).items()
+    }
 
 
-FIGURE_7 = WatchMore({"LeNet-5": _vary(MNIST, runs=1), "softmax regression": _vary(PLAIN_MNIST, runs=1)},
-                     larger=ON_A_GPU)
+FIGURE_7 = WatchMore(
+    {"LeNet-5": _vary(MNIST, runs=1), "softmax regression": _vary(PLAIN_MNIST, runs=1)}, larger=ON_A_GPU
+)
 FIGURE_7_QUICK = WatchMore({"LeNet-5": DIGITS, "softmax regression": PLAIN_DIGITS})
 
 
@@ -108,11 +131,14 @@ def figure_7(config, run):
 
 
 for _name in ("figure-3", "figure-7"):
-    finding(f"gradients-look-alike/{_name}", "in the middle and at the end, correct points cost less on average than"
-            " incorrect ones")(_correct_more_private)
+    finding(
+        f"gradients-look-alike/{_name}",
+        "in the middle and at the end, correct points cost less on average than incorrect ones",
+    )(_correct_more_private)
 
 
 # Figure 9: corollary 3.1 ---------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Corollary(WatchMore):
@@ -122,8 +148,11 @@ class Corollary(WatchMore):
     others: tuple = (3.0, 10.0, 30.0, 100.0, 300.0, 1e3, 3e3, 1e4, 1e5, 1e6)
 
 
-@experiment("gradients-look-alike/figure-9",
-            quick=Corollary(FIGURE_7_QUICK.tasks), paper=Corollary(FIGURE_7.tasks, larger=ON_A_GPU))
+@experiment(
+    "gradients-look-alike/figure-9",
+    quick=Corollary(FIGURE_7_QUICK.tasks),
+    paper=Corollary(FIGURE_7.tasks, larger=ON_A_GPU),
+)
 def figure_9(config, run):
     """Epsilon of one step at delta 1e-5 by corollary 3.1, corrected, for the sum.
 
@@ -139,12 +168,16 @@ def figure_9(config, run):
         step = {"sample_rate": found.plan.sample_rate, "noise_std": found.plan.noise_std, "delta": task.delta}
 
         def three(norms):
-            return {"paper_p": holder_epsilon(norms[None], p=config.p, **step),
-                    "best_p": holder_epsilon(norms[None], p=config.others, **step),
-                    "exact": coupled_epsilon(norms[None], **step)}
+            return {
+                "paper_p": holder_epsilon(norms[None], p=config.p, **step),
+                "best_p": holder_epsilon(norms[None], p=config.others, **step),
+                "exact": coupled_epsilon(norms[None], **step),
+            }
 
-        values |= {f"{name}.worst_case.{key}": value for key,
-                   value in three(torch.tensor(task.max_grad_norm, dtype=torch.float64)).items()}
+        values |= {
+            f"{name}.worst_case.{key}": value
+            for key, value in three(torch.tensor(task.max_grad_norm, dtype=torch.float64)).items()
+        }
         for kind, epsilon in three(norms).items():
             for stage, eps, right in zip(STAGES, epsilon, correct):
                 for word, chosen in (("correct", right), ("incorrect", ~right)):
@@ -167,5 +200,8 @@ def _corollary_better(record):
         for stage in STAGES[1:]:
             # No point lies above the worst case; how many are correct is in the record of figure 7, not in this one.
             right, wrong = (record.values[f"{name}.{stage}.{word}.paper_p"] for word in ("correct", "incorrect"))
-            yield (f"{name}, {stage}", f"{right:.2f} against {wrong:.2f} (no interval)",
-                   intervals.unknown(wrong - right).above(0))
+            yield (
+                f"{name}, {stage}",
+                f"{right:.2f} against {wrong:.2f} (no interval)",
+                intervals.unknown(wrong - right).above(0),
+            )

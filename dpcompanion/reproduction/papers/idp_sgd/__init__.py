@@ -6,14 +6,40 @@ covers T = epochs ceil(N / B) steps.  Epsilon is by RDP, at delta 1e-5.
 """
 
 from . import (
-    settings, accounts, training, accuracy_tables, cifar, resnet18, many_groups, classes, membership, with_filters,
-    exact_filters, pate_students, beyond_the_paper,
+    settings,
+    accounts,
+    training,
+    accuracy_tables,
+    cifar,
+    resnet18,
+    many_groups,
+    classes,
+    membership,
+    with_filters,
+    exact_filters,
+    pate_students,
+    beyond_the_paper,
 )
 from .settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
 from .accounts import bisected_noise_multiplier, table_7
 from .training import (
-    Accuracies, CIFAR10, DIGITS, MNIST, MNIST_5K, SVHN, Trials, assign, larger_tasks, network, parameters, plan_of,
-    problem, train_all, trial, trials, tuned,
+    Accuracies,
+    CIFAR10,
+    DIGITS,
+    MNIST,
+    MNIST_5K,
+    SVHN,
+    Trials,
+    assign,
+    larger_tasks,
+    network,
+    parameters,
+    plan_of,
+    problem,
+    train_all,
+    trial,
+    trials,
+    tuned,
 )
 from .accuracy_tables import ahead, table_2, table_3, text_trial, texts
 from .many_groups import Baselines, exclude, in_sequence, table_14, table_9

@@ -12,7 +12,14 @@ from dpcompanion.reproduction import published
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    assign, CIFAR10, MNIST_5K, network, parameters, plan_of, problem, Task,
+    assign,
+    CIFAR10,
+    MNIST_5K,
+    network,
+    parameters,
+    plan_of,
+    problem,
+    Task,
 )
 from dpcompanion.training import cross_entropy, train
 
@@ -23,9 +30,12 @@ def bisected_noise_multiplier(*, target_epsilon, target_delta, sample_rate, step
     Double sigma from 10 until the budget holds, then bisect [0, sigma] until epsilon is within the tolerance below
     its target.  It returns a point of a dyadic grid, with up to the tolerance of the budget left unspent.
     """
+
     def epsilon(sigma):
-        return compute_epsilon(sample_rate=sample_rate, noise_multiplier=sigma, steps=steps, delta=target_delta,
-                               accountant="rdp")
+        return compute_epsilon(
+            sample_rate=sample_rate, noise_multiplier=sigma, steps=steps, delta=target_delta, accountant="rdp"
+        )
+
     low, high, reached = 0.0, 10.0, math.inf
     while reached > target_epsilon:
         high *= 2
@@ -48,18 +58,20 @@ def table_5(config, run):
     values = {}
     for name, training in config.training.items():
         run_of = {"sample_rate": training.sample_rate, "steps": training.steps}
-        plain = {"sample_rate": training.batch / training.examples,
-                 "steps": round(training.epochs * training.examples / training.batch)}
+        plain = {
+            "sample_rate": training.batch / training.examples,
+            "steps": round(training.epochs * training.examples / training.batch),
+        }
         values[f"{name}.iterations"] = plain["steps"]
         values[f"{name}.sigma"] = find_noise_multiplier(**target, **run_of, accountant="rdp")
         values[f"{name}.sigma_bisected"] = bisected_noise_multiplier(
-            **target, **run_of, epsilon_tolerance=config.epsilon_tolerance)
+            **target, **run_of, epsilon_tolerance=config.epsilon_tolerance
+        )
         values[f"{name}.sigma_B_over_N"] = find_noise_multiplier(**target, **plain, accountant="rdp")
     return values
 
 
-@experiment("idp-sgd/table-7", quick=Accounts(),
-            paper=Accounts())
+@experiment("idp-sgd/table-7", quick=Accounts(), paper=Accounts())
 def table_7(config, run):
     """Parameters of Scale and Sample for each data set and each distribution of groups.
 
@@ -82,18 +94,19 @@ def table_7(config, run):
             values[f"{row}.sigma_sample"] = sample.noise_multiplier
             values[f"{row}.q_p"] = sample.sample_rates
             values[f"{row}.sigma_scale_arithmetic"] = sum(
-                share * sigma for share, sigma in zip(shares, scale.noise_multipliers.tolist())) / sum(shares)
+                share * sigma for share, sigma in zip(shares, scale.noise_multipliers.tolist())
+            ) / sum(shares)
             if name == "mnist":
                 short = dataclasses.replace(training, epochs=30)
-                found = idp.scale_parameters(config.budgets, shares, max_grad_norm=short.clip,
-                                             **{**run_of, "steps": short.steps})
+                found = idp.scale_parameters(
+                    config.budgets, shares, max_grad_norm=short.clip, **{**run_of, "steps": short.steps}
+                )
                 values[f"{row}.sigma_p_30_epochs"] = found.noise_multipliers
                 values[f"{row}.c_p_30_epochs"] = found.max_grad_norms
     return values
 
 
-@experiment("idp-sgd/table-6", quick=Accounts(),
-            paper=Accounts())
+@experiment("idp-sgd/table-6", quick=Accounts(), paper=Accounts())
 def table_6(config, run):
     """The noise multiplier of every row, as what it is: that of Sample, or the pooled one of Scale, not that of eps 1.
 
@@ -104,8 +117,9 @@ def table_6(config, run):
         for method in ("sample", "scale"):
             for setup, shares in config.groups.items():
                 row = published.exhibit("idp-sgd/table-6").numbers[name][f"{method}_{setup}"]
-                tuned = dataclasses.replace(training, batch=int(row["batch"]), epochs=int(row["epochs"]),
-                                            clip=float(row["clip"]))
+                tuned = dataclasses.replace(
+                    training, batch=int(row["batch"]), epochs=int(row["epochs"]), clip=float(row["clip"])
+                )
                 noise, _, _ = parameters(method, config.budgets, shares, tuned, config.delta)
                 strictest, _, _ = parameters("dpsgd", config.budgets, shares, tuned, config.delta)
                 key = f"{name}.{method}_{setup}"
@@ -125,10 +139,19 @@ def figure_4(config, run):
     for method in ("sample", "scale"):
         noise, rates, norms = parameters(method, config.budgets, shares, training, config.delta)
         multipliers = noise * training.clip / norms
-        values[method] = [[compute_epsilon(sample_rate=rate, noise_multiplier=sigma,
-                                           steps=epoch * training.steps // training.epochs,
-                                           delta=config.delta, accountant="rdp") for epoch in epochs]
-                          for rate, sigma in zip(rates.tolist(), multipliers.tolist())]
+        values[method] = [
+            [
+                compute_epsilon(
+                    sample_rate=rate,
+                    noise_multiplier=sigma,
+                    steps=epoch * training.steps // training.epochs,
+                    delta=config.delta,
+                    accountant="rdp",
+                )
+                for epoch in epochs
+            ]
+            for rate, sigma in zip(rates.tolist(), multipliers.tolist())
+        ]
     return values
 
 
@@ -157,8 +180,10 @@ def table_15(config, run):
     run_of = {"target_delta": config.delta, "sample_rate": config.training.sample_rate, "steps": config.training.steps}
     for number in config.groups:
         budgets = torch.linspace(1, 3, number, dtype=torch.float64).tolist()
-        for method, search, options in (("sample", idp.sample_parameters, {}),
-                                        ("scale", idp.scale_parameters, {"max_grad_norm": config.training.clip})):
+        for method, search, options in (
+            ("sample", idp.sample_parameters, {}),
+            ("scale", idp.scale_parameters, {"max_grad_norm": config.training.clip}),
+        ):
             started = time.perf_counter()
             search(budgets, [1] * number, **run_of, **options)
             values[f"precision_1e-4.groups_{number}.{method}"] = time.perf_counter() - started
@@ -177,22 +202,25 @@ class Steps:
     delta: float = 1e-5
 
 
-@experiment("idp-sgd/table-16",
-            quick=Steps(MNIST_5K, 6, rounds=2), paper=Steps(CIFAR10, 49))
+@experiment("idp-sgd/table-16", quick=Steps(MNIST_5K, 6, rounds=2), paper=Steps(CIFAR10, 49))
 def table_16(config, run):
     """Milliseconds of a step of DP-SGD, Sample and Scale with the paper's network: the shortest of a few turns."""
     task, found = config.task, problem(config.task, run)
     groups = assign(len(found.labels), config.groups, 0)
     shortest = dict.fromkeys(("dpsgd", "sample", "scale"), math.inf)
-    plans = {method: dataclasses.replace(plan_of(method, groups, config.budgets, task.training, delta=config.delta),
-                                         steps=config.steps)
-             for method in shortest}
+    plans = {
+        method: dataclasses.replace(
+            plan_of(method, groups, config.budgets, task.training, delta=config.delta), steps=config.steps
+        )
+        for method in shortest
+    }
     for _ in range(config.rounds):
         for method, plan in plans.items():
             model = network(task, 0).to(run.device)
             optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate)
             started = time.perf_counter()
-            train(model, cross_entropy, (found.features, found.labels), plan, optimizer=optimizer, seed=0,
-                  progress=False)
+            train(
+                model, cross_entropy, (found.features, found.labels), plan, optimizer=optimizer, seed=0, progress=False
+            )
             shortest[method] = min(shortest[method], 1000 * (time.perf_counter() - started) / config.steps)
     return {f"{task.data}.{method}": value for method, value in shortest.items()}

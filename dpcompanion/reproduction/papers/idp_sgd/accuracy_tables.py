@@ -10,8 +10,22 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    Accuracies, accuracy, assign, CIFAR10, DIGITS, MNIST, network, plan_of,
-    predictions, Problem, SVHN, Task, trials, Trials, tuned, with_larger,
+    Accuracies,
+    accuracy,
+    assign,
+    CIFAR10,
+    DIGITS,
+    MNIST,
+    network,
+    plan_of,
+    predictions,
+    Problem,
+    SVHN,
+    Task,
+    trials,
+    Trials,
+    tuned,
+    with_larger,
 )
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import Callbacks, cross_entropy, train
@@ -19,8 +33,9 @@ from dpcompanion.training import Callbacks, cross_entropy, train
 _PAPER_TRIALS = Accuracies(MNIST, seeds=(0, 1, 2), larger={"svhn": SVHN, "cifar10": CIFAR10})
 
 
-@experiment("idp-sgd/table-2", paper=_PAPER_TRIALS,
-            quick=Accuracies(DIGITS, seeds=tuple(range(4)), look=1, group_look=2))
+@experiment(
+    "idp-sgd/table-2", paper=_PAPER_TRIALS, quick=Accuracies(DIGITS, seeds=tuple(range(4)), look=1, group_look=2)
+)
 def table_2(config, run):
     """Accuracy of DP-SGD, Sample and Scale, with the curves of figure 1.
 
@@ -71,21 +86,26 @@ def between_the_two(record):
                 middle = intervals.difference(record.values[f"{kind}.final"], (low + high) / 2)
                 top = intervals.difference(record.values[f"{kind}.final"], high)
                 share = (np.mean(record.values[f"{kind}.final"]) - low.mean()) / (high - low).mean()
-                yield (kind, f"{share:.0%} of the way; past the middle by {middle:+.1f}, of the end by {top:+.1f}",
-                       intervals.every(middle.above(0), top.at_most(0)))
+                yield (
+                    kind,
+                    f"{share:.0%} of the way; past the middle by {middle:+.1f}, of the end by {top:+.1f}",
+                    intervals.every(middle.above(0), top.at_most(0)),
+                )
 
 
-@finding("idp-sgd/table-d7",
-         "the strictest group's own loss ends lowest with Sample and Scale, then DP-SGD on all, then DP-SGD on it"
-         " alone", of="idp-sgd/table-2")
+@finding(
+    "idp-sgd/table-d7",
+    "the strictest group's own loss ends lowest with Sample and Scale, then DP-SGD on all, then DP-SGD on it alone",
+    of="idp-sgd/table-2",
+)
 def strictest_gain(record):
     kinds = ("B.sample", "B.scale", "dpsgd", "B.alone")
     if set(kinds) <= set(record.config["kinds"]):
         sample, scale, everybody, alone = (record.values[f"{kind}.group_loss"][-1] for kind in kinds)
-        steps = [intervals.unpaired(*pair).above(0)
-                 for pair in ((everybody, sample), (everybody, scale), (alone, everybody))]
-        yield ("B", ", ".join(f"{one.mean:.2f}" for one in (sample, scale, everybody, alone)),
-               intervals.every(*steps))
+        steps = [
+            intervals.unpaired(*pair).above(0) for pair in ((everybody, sample), (everybody, scale), (alone, everybody))
+        ]
+        yield ("B", ", ".join(f"{one.mean:.2f}" for one in (sample, scale, everybody, alone)), intervals.every(*steps))
 
 
 _D7 = {"sample": "B.sample", "scale": "B.scale", "dpsgd_54": "B.alone", "dpsgd_100": "dpsgd"}
@@ -104,6 +124,7 @@ def table_d7(config, run):
 
 
 # Other networks ----------------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class TextTask(Task):
@@ -136,24 +157,39 @@ def texts(task, run):
 
 def text_trial(task, found, kind, seed, config, run):
     """Test accuracy after each epoch of one run.  Runs of one seed share groups, first weights and random streams."""
-    plan = plan_of(kind, assign(len(found.labels), config.groups, seed), task.budgets, task.training,
-                   delta=config.delta)
+    plan = plan_of(
+        kind, assign(len(found.labels), config.groups, seed), task.budgets, task.training, delta=config.delta
+    )
     model = network(task, seed).to(run.device)
     options = {"momentum": task.momentum} if task.optimizer == "SGD" else {}
     optimizer = getattr(torch.optim, task.optimizer)(model.parameters(), lr=task.learning_rate, **options)
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
-    history = train(model, cross_entropy, (found.features, found.labels), plan, optimizer=optimizer, seed=seed,
-                    callbacks=Callbacks(on_epoch=lambda _: {
-                        "accuracy": float(accuracy(predictions(model, test_features), test_labels))}),
-                    progress=False)
+    history = train(
+        model,
+        cross_entropy,
+        (found.features, found.labels),
+        plan,
+        optimizer=optimizer,
+        seed=seed,
+        callbacks=Callbacks(
+            on_epoch=lambda _: {"accuracy": float(accuracy(predictions(model, test_features), test_labels))}
+        ),
+        progress=False,
+    )
     return {"accuracy": [epoch["accuracy"] for epoch in history.epochs], "dropped": history.dropped}
 
 
-@experiment("idp-sgd/table-3",
-            paper=Texts({
-                "charrnn_surnames": TextTask("surnames", "char_rnn", Training(16_038, 256, 4, 1.0), 2.0, 0.0, 14),
-                "embedding_imdb": TextTask("imdb", "word_mean", Training(25_000, 512, 10, 1.0), 0.02, 0.0, 256, "Adam",
-                                           (5.0, 7.5, 10.0))}))
+@experiment(
+    "idp-sgd/table-3",
+    paper=Texts(
+        {
+            "charrnn_surnames": TextTask("surnames", "char_rnn", Training(16_038, 256, 4, 1.0), 2.0, 0.0, 14),
+            "embedding_imdb": TextTask(
+                "imdb", "word_mean", Training(25_000, 512, 10, 1.0), 0.02, 0.0, 256, "Adam", (5.0, 7.5, 10.0)
+            ),
+        }
+    ),
+)
 def table_3(config, run):
     """The character RNN on surnames and the embedding model on IMDB, at the paper's budgets and distribution A.
 
@@ -166,8 +202,12 @@ def table_3(config, run):
     most common class.
     """
     problems = {row: texts(task, run) for row, task in config.rows.items()}
-    pieces = {f"{row}.{kind}.seed-{seed}": (row, kind, seed) for row in config.rows for seed in config.seeds
-              for kind in config.kinds}
+    pieces = {
+        f"{row}.{kind}.seed-{seed}": (row, kind, seed)
+        for row in config.rows
+        for seed in config.seeds
+        for kind in config.kinds
+    }
 
     def work(piece):
         row, kind, seed = pieces[piece]

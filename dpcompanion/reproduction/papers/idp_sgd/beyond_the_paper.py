@@ -10,11 +10,19 @@ from dpcompanion import attacks
 from dpcompanion.reproduction.experiments import Run
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    ALL, assign, compared, Compared, DIGITS, parameters, plan_of, problem,
+    ALL,
+    assign,
+    compared,
+    Compared,
+    DIGITS,
+    parameters,
+    plan_of,
+    problem,
 )
 from dpcompanion.training import derive_seed, DPSGDPlan
 
 # Beyond the paper --------------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Beyond(Compared):
@@ -32,8 +40,9 @@ def beyond(config, device="cpu"):
         who, method, *accountant = kind.split(".")
         options = {"delta": config.delta, "accountant": accountant[0] if accountant else "rdp"}
         if who in config.groups:
-            return plan_of(method, assign(examples, config.groups[who], seed), config.budgets, config.task.training,
-                           **options)
+            return plan_of(
+                method, assign(examples, config.groups[who], seed), config.budgets, config.task.training, **options
+            )
         generator = torch.Generator().manual_seed(derive_seed(seed, "people"))
         low, high = config.between
         own = low + (high - low) * torch.rand(examples, dtype=torch.float64, generator=generator)
@@ -46,14 +55,38 @@ def beyond(config, device="cpu"):
         return compared(config, Run(config, torch.device(device), pathlib.Path(folder), ""), plan)
 
 
-BEYOND = Beyond(DIGITS, ("A.dpsgd.rdp", "A.dpsgd.pld", "A.sample.rdp", "A.sample.pld", "A.scale.rdp", "A.scale.pld",
-                         "people.sample", "people.scale", "rounded.sample", "rounded.scale"), seeds=(0, 1),
-                together=ALL)
+BEYOND = Beyond(
+    DIGITS,
+    (
+        "A.dpsgd.rdp",
+        "A.dpsgd.pld",
+        "A.sample.rdp",
+        "A.sample.pld",
+        "A.scale.rdp",
+        "A.scale.pld",
+        "people.sample",
+        "people.scale",
+        "rounded.sample",
+        "rounded.scale",
+    ),
+    seeds=(0, 1),
+    together=ALL,
+)
 
 
-def audit(method, *, budgets=BUDGETS, shares=GROUPS["A"], sample_rate=0.5, steps=20, delta=1e-5, runs=60_000, draws=1,
-          seed=0,
-          confidence=0.95):
+def audit(
+    method,
+    *,
+    budgets=BUDGETS,
+    shares=GROUPS["A"],
+    sample_rate=0.5,
+    steps=20,
+    delta=1e-5,
+    runs=60_000,
+    draws=1,
+    seed=0,
+    confidence=0.95,
+):
     """Lower bounds on the epsilon of a canary in each group, (groups,) float64.
 
     A canary's gradient is as long as its clip norm in every step, in a direction of its own, and the attacker sees
@@ -64,8 +97,9 @@ def audit(method, *, budgets=BUDGETS, shares=GROUPS["A"], sample_rate=0.5, steps
     training = Training(round(1000), round(1000 * sample_rate), 1, 1.0)
     training = dataclasses.replace(training, epochs=steps * training.batch // training.examples)
     noise, rates, norms = parameters(method, tuple(budgets), tuple(shares), training, delta)
-    plan = DPSGDPlan(n=len(budgets), sample_rate=rates, steps=training.steps, max_grad_norm=norms, noise_multiplier=1.0,
-                     delta=delta)
+    plan = DPSGDPlan(
+        n=len(budgets), sample_rate=rates, steps=training.steps, max_grad_norm=norms, noise_multiplier=1.0, delta=delta
+    )
     std = noise * training.clip
     streams = {name: torch.Generator().manual_seed(derive_seed(seed, name)) for name in ("sampling", "noise")}
     ratios = []
@@ -83,9 +117,14 @@ def audit(method, *, budgets=BUDGETS, shares=GROUPS["A"], sample_rate=0.5, steps
 
         def bound(threshold, part):
             counts = [int((values[part] > threshold).sum()) for values in (inside, outside)]
-            return attacks.epsilon_lower_bound(true_positives=counts[0], positives=half, false_positives=counts[1],
-                                               negatives=half,
-                                               delta=delta, confidence=confidence)
+            return attacks.epsilon_lower_bound(
+                true_positives=counts[0],
+                positives=half,
+                false_positives=counts[1],
+                negatives=half,
+                delta=delta,
+                confidence=confidence,
+            )
 
         best = max(candidates, key=lambda threshold: float(bound(threshold, slice(0, half))))
         bounds.append(bound(best, slice(half, 2 * half)))

@@ -14,7 +14,17 @@ import torch
 from dpcompanion.reproduction import pieces
 from dpcompanion.reproduction.experiments import experiment
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    accuracies, accuracy, assign, CIFAR10, class_accuracy, network, plan_of, predictions, problem, Trials, tuned,
+    accuracies,
+    accuracy,
+    assign,
+    CIFAR10,
+    class_accuracy,
+    network,
+    plan_of,
+    predictions,
+    problem,
+    Trials,
+    tuned,
 )
 from dpcompanion.training import Callbacks, Checkpoint, cross_entropy, train
 
@@ -53,41 +63,71 @@ def kept_trial(config, task, kind, seed, run):
         return seen
 
     state = pieces.unfinished()
-    history = train(model, cross_entropy, (found.features, found.labels), plan, seed=seed, precision=config.precision,
-                    optimizer=torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum),
-                    physical_batch_size=config.together,
-                    callbacks=Callbacks(on_epoch=look), checkpoint=state and Checkpoint(state), progress=False)
+    history = train(
+        model,
+        cross_entropy,
+        (found.features, found.labels),
+        plan,
+        seed=seed,
+        precision=config.precision,
+        optimizer=torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum),
+        physical_batch_size=config.together,
+        callbacks=Callbacks(on_epoch=look),
+        checkpoint=state and Checkpoint(state),
+        progress=False,
+    )
 
     def looks(name):
         return [epoch[name] for epoch in history.epochs if name in epoch]
 
     logits = predictions(model, test_features)
-    return {"epochs": [epoch["epoch"] for epoch in history.epochs if "accuracy" in epoch],
-            "accuracy": looks("accuracy"),
-            "group_epochs": [epoch["epoch"] for epoch in history.epochs if "group_loss" in epoch],
-            "group_loss": looks("group_loss"), "group_accuracy": looks("group_accuracy"),
-            "final": accuracy(logits, test_labels), "classes": class_accuracy(logits, test_labels),
-            "dropped": history.dropped}
+    return {
+        "epochs": [epoch["epoch"] for epoch in history.epochs if "accuracy" in epoch],
+        "accuracy": looks("accuracy"),
+        "group_epochs": [epoch["epoch"] for epoch in history.epochs if "group_loss" in epoch],
+        "group_loss": looks("group_loss"),
+        "group_accuracy": looks("group_accuracy"),
+        "final": accuracy(logits, test_labels),
+        "classes": class_accuracy(logits, test_labels),
+        "dropped": history.dropped,
+    }
 
 
 def kept_trials(config, run):
     """{kind: [what `kept_trial` returns for each seed]}, each kept in the data folder for whatever shares it."""
     problem(config.task, run)
     tasks = {kind: tuned(config.task, kind) if config.tuned else config.task for kind in config.kinds}
-    names = {(kind, seed): f"{kind}{'' if tasks[kind] == config.task else '.tuned'}.seed-{seed}"
-             for seed in config.seeds for kind in config.kinds}
+    names = {
+        (kind, seed): f"{kind}{'' if tasks[kind] == config.task else '.tuned'}.seed-{seed}"
+        for seed in config.seeds
+        for kind in config.kinds
+    }
     asked = {name: pair for pair, name in names.items()}
-    key = {"task": config.task, "budgets": config.budgets, "groups": config.groups, "delta": config.delta,
-           "look": config.look, "group_look": config.group_look, "precision": config.precision,
-           "together": config.together}
+    key = {
+        "task": config.task,
+        "budgets": config.budgets,
+        "groups": config.groups,
+        "delta": config.delta,
+        "look": config.look,
+        "group_look": config.group_look,
+        "precision": config.precision,
+        "together": config.together,
+    }
 
     def work(piece):
         kind, seed = asked[piece]
         return kept_trial(config, tasks[kind], kind, seed, run)
 
     examples = sum(tasks[kind].training.epochs * tasks[kind].training.examples for kind, _ in names)
-    done = run.keep(work, asked, by=kept_trial, config=key, seconds=examples / 300, under=f"trials/{config.task.data}",
-                    label="trials")
+    done = run.keep(
+        work,
+        asked,
+        by=kept_trial,
+        config=key,
+        seconds=examples / 300,
+        under=f"trials/{config.task.data}",
+        label="trials",
+    )
     return {kind: [done[names[kind, seed]] for seed in config.seeds] for kind in config.kinds}
 
 

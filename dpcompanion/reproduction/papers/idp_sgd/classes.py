@@ -9,13 +9,24 @@ from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    ALL, CIFAR10, class_accuracy, compared, Compared, DIGITS, MNIST, as_printed, parameters, plan_of, problem,
+    ALL,
+    CIFAR10,
+    class_accuracy,
+    compared,
+    Compared,
+    DIGITS,
+    MNIST,
+    as_printed,
+    parameters,
+    plan_of,
+    problem,
     train_all,
 )
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import derive_seed
 
 # Classes -----------------------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Classes(Compared):
@@ -35,19 +46,27 @@ def by_class(config, run):
         own, _, level = kind.partition(".")
         if kind == "same":
             return plan_of("dpsgd", torch.zeros_like(labels), (config.rest,), config.task.training, delta=config.delta)
-        return plan_of(config.method, (labels == int(own)).long(), (config.rest, config.levels[level]),
-                       config.task.training,
-                       delta=config.delta)
+        return plan_of(
+            config.method,
+            (labels == int(own)).long(),
+            (config.rest, config.levels[level]),
+            config.task.training,
+            delta=config.delta,
+        )
 
     kinds = ("same", *(f"{c}.{level}" for c in range(10) for level in config.levels))
     outcomes = compared(dataclasses.replace(config, kinds=kinds), run, plan)
-    return {(None if kind == "same" else int(kind.partition(".")[0]), kind.rpartition(".")[2]):
-            torch.tensor([one["classes"] for one in each]) for kind, each in outcomes.items()}
+    return {
+        (None if kind == "same" else int(kind.partition(".")[0]), kind.rpartition(".")[2]): torch.tensor(
+            [one["classes"] for one in each]
+        )
+        for kind, each in outcomes.items()
+    }
 
 
-@experiment("idp-sgd/figures-5-6",
-            quick=Classes(DIGITS, seeds=tuple(range(2)), together=ALL),
-            paper=Classes(MNIST, seeds=(0,)))
+@experiment(
+    "idp-sgd/figures-5-6", quick=Classes(DIGITS, seeds=tuple(range(2)), together=ALL), paper=Classes(MNIST, seeds=(0,))
+)
 def figures_5_6(config, run):
     """`changes.lower` and `changes.higher`: how far the accuracy of the class in the column moves when the class in
     the row gets another budget, in points, mean over seeds (10 x 10)."""
@@ -61,18 +80,22 @@ def figures_5_6(config, run):
     return values, {f"changes.{level}": change.numpy() for level, change in changes.items()}
 
 
-@finding("idp-sgd/figures-5-6",
-         "with a higher budget the class itself gains, with a lower one it loses: on average, and most of the classes")
+@finding(
+    "idp-sgd/figures-5-6",
+    "with a higher budget the class itself gains, with a lower one it loses: on average, and most of the classes",
+)
 def own_budget_matters(record):
     for level, sign in (("higher", 1), ("lower", -1)):
         moved = sign * np.array(record.values[f"{level}.own"])
         gain, gaining = intervals.mean(moved), intervals.share(int((moved > 1e-9).sum()), len(moved))
-        yield (level, f"{sign * gain.estimate:+.1f} points, {gaining.estimate * len(moved):.0f} of {len(moved)}",
-               intervals.every(gain.above(0), gaining.above(0.5)))
+        yield (
+            level,
+            f"{sign * gain.estimate:+.1f} points, {gaining.estimate * len(moved):.0f} of {len(moved)}",
+            intervals.every(gain.above(0), gaining.above(0.5)),
+        )
 
 
-@experiment("idp-sgd/table-10", paper=Classes(CIFAR10, seeds=tuple(range(10)),
-                                                                           together=10))
+@experiment("idp-sgd/table-10", paper=Classes(CIFAR10, seeds=tuple(range(10)), together=10))
 def table_10(config, run):
     """Accuracy of the class with another budget and of the other nine, as the paper prints it."""
     found = by_class(config, run)
@@ -124,14 +147,17 @@ def search_cost(config, examples, budgets):
     total = 0
     for row in budgets[:-1]:
         noise, rates, _ = parameters("sample", tuple(row.tolist()), tuple(examples), training, config.delta)
-        total = total + config.runs * training.steps * rdp_sampled_gaussian(sample_rate=rates, noise_multiplier=noise,
-                                                                            orders=orders)
+        total = total + config.runs * training.steps * rdp_sampled_gaussian(
+            sample_rate=rates, noise_multiplier=noise, orders=orders
+        )
     return rdp_to_epsilon(total, orders, config.delta)[0]
 
 
-@experiment("idp-sgd/table-11",
-            quick=Levelled(DIGITS, ("baseline", "sample", "scale", "paper.sample"), seeds=(0, 1, 2), together=ALL),
-            paper=Levelled(MNIST, ("baseline", "sample", "scale", "paper.sample", "paper.scale"), seeds=(0, 1, 2)))
+@experiment(
+    "idp-sgd/table-11",
+    quick=Levelled(DIGITS, ("baseline", "sample", "scale", "paper.sample"), seeds=(0, 1, 2), together=ALL),
+    paper=Levelled(MNIST, ("baseline", "sample", "scale", "paper.sample", "paper.scale"), seeds=(0, 1, 2)),
+)
 def table_11(config, run):
     """Accuracy of each class at one budget for all, at budgets that our search found, and at the paper's
     (`paper.sample`)."""
@@ -156,8 +182,10 @@ def table_11(config, run):
     return as_printed(values, config.task, "mnist"), arrays
 
 
-@finding("idp-sgd/table-11",
-         "the searched budgets narrow the gap between the best and the worst class, for Sample and for Scale")
+@finding(
+    "idp-sgd/table-11",
+    "the searched budgets narrow the gap between the best and the worst class, for Sample and for Scale",
+)
 @finding("idp-sgd/figure-7", "the classes end closer together than with one budget for all", of="idp-sgd/table-11")
 def gap_narrows(record):
     prefix = "" if "gap.baseline" in record.values else f"{record.config['task']['data']}."

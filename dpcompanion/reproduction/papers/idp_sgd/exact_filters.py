@@ -10,7 +10,14 @@ from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    accuracy, assign, DIGITS, MNIST, network, predictions, problem, Task,
+    accuracy,
+    assign,
+    DIGITS,
+    MNIST,
+    network,
+    predictions,
+    problem,
+    Task,
 )
 from dpcompanion.reproduction.papers.idp_sgd.with_filters import Descent
 from dpcompanion.reproduction.records import mean_and_sd
@@ -55,12 +62,17 @@ class Watched:
 
 def make_filter(kind, plan, targets, levels, block):
     """The "exact" or the "renyi" filter of a plan's run, for everybody's epsilon, one number or (n,)."""
-    own = {"sample_rate": plan.sample_rate, "max_grad_norm": plan.max_grad_norm, "target_delta": plan.delta,
-           "noise_multiplier": plan.noise_multiplier}
+    own = {
+        "sample_rate": plan.sample_rate,
+        "max_grad_norm": plan.max_grad_norm,
+        "target_delta": plan.delta,
+        "noise_multiplier": plan.noise_multiplier,
+    }
     if kind == "renyi":
         return RenyiFilter.for_epsilon(plan.n, target_epsilons=targets, **own)
-    return ExactFilter(plan.n, target_epsilon=targets, levels=levels, steps=plan.steps, block=block, progress=False,
-                       **own)
+    return ExactFilter(
+        plan.n, target_epsilon=targets, levels=levels, steps=plan.steps, block=block, progress=False, **own
+    )
 
 
 def trained(task, plan, filter, learning_rate, seed, run):
@@ -73,30 +85,51 @@ def trained(task, plan, filter, learning_rate, seed, run):
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
     budget, trackers, course = filter and Watched(filter, plan.steps_per_epoch), [], []
     if filter:
-        trackers = [NormTracker.for_plan(plan, model, cross_entropy, examples, clipping="individual", budget=budget,
-                                         accountant="rdp")]
+        trackers = [
+            NormTracker.for_plan(
+                plan, model, cross_entropy, examples, clipping="individual", budget=budget, accountant="rdp"
+            )
+        ]
 
     def look(now):
         if now.step % plan.steps_per_epoch == 0:
             course.append(accuracy(predictions(model, test_features), test_labels))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=task.momentum)
-    train(model, cross_entropy, examples, plan, optimizer=optimizer, seed=seed, trackers=trackers,
-          callbacks=Callbacks(on_step=look), progress=False)
+    train(
+        model,
+        cross_entropy,
+        examples,
+        plan,
+        optimizer=optimizer,
+        seed=seed,
+        trackers=trackers,
+        callbacks=Callbacks(on_step=look),
+        progress=False,
+    )
     everybody = plan.epsilon()
     promise = filter.epsilon(plan.delta).tolist() if filter else [everybody]
-    return {"final": accuracy(predictions(model, test_features), test_labels), "course": course,
-            "noise_multiplier": plan.noise_multiplier, "steps": plan.steps, "least_promise": min(promise),
-            "promise": max(promise), "full_norm": everybody, "full_norm_rdp": plan.epsilon(accountant="rdp"),
-            **(budget.seen if filter else {})}
+    return {
+        "final": accuracy(predictions(model, test_features), test_labels),
+        "course": course,
+        "noise_multiplier": plan.noise_multiplier,
+        "steps": plan.steps,
+        "least_promise": min(promise),
+        "promise": max(promise),
+        "full_norm": everybody,
+        "full_norm_rdp": plan.epsilon(accountant="rdp"),
+        **(budget.seen if filter else {}),
+    }
 
 
 def gathered(each, name):
     """A kind's values from its runs: what each seed came to, means of what goes over the passes, and the promises."""
-    values = {f"{name}.final": [one["final"] for one in each],
-              f"{name}.accuracy": mean_and_sd(one["final"] for one in each),
-              f"{name}.promise": max(one["promise"] for one in each),
-              f"{name}.least_promise": min(one["least_promise"] for one in each)}
+    values = {
+        f"{name}.final": [one["final"] for one in each],
+        f"{name}.accuracy": mean_and_sd(one["final"] for one in each),
+        f"{name}.promise": max(one["promise"] for one in each),
+        f"{name}.least_promise": min(one["least_promise"] for one in each),
+    }
     values |= {f"{name}.{key}": each[0][key] for key in ("noise_multiplier", "steps", "full_norm", "full_norm_rdp")}
     courses = [key for key in ("course", "held", "out", "cut", "reached") if key in each[0]]
     values |= {f"{name}.{key}": [mean_and_sd(at) for at in zip(*(one[key] for one in each))] for key in courses}
@@ -106,6 +139,7 @@ def gathered(each, name):
 
 
 # One promise, the same noise or less ---------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Promised:
@@ -140,10 +174,12 @@ def promised(config, kind, seed, run):
     """One run, as `trained` returns it, and `spared` for each of the shares."""
     task, training = config.task, config.task.training
     setting = {"sample_rate": training.sample_rate, "steps": training.steps}
-    noise = find_noise_multiplier(target_epsilon=config.less if kind.endswith(".less") else config.epsilon,
-                                  target_delta=config.delta, **setting)
-    plan = DPSGDPlan(n=len(problem(task).labels), max_grad_norm=training.clip, noise_multiplier=noise,
-                     delta=config.delta, **setting)
+    noise = find_noise_multiplier(
+        target_epsilon=config.less if kind.endswith(".less") else config.epsilon, target_delta=config.delta, **setting
+    )
+    plan = DPSGDPlan(
+        n=len(problem(task).labels), max_grad_norm=training.clip, noise_multiplier=noise, delta=config.delta, **setting
+    )
     filter = None
     if kind != "dpsgd":
         filter = make_filter(kind.partition(".")[0], plan, config.epsilon, config.levels, plan.steps_per_epoch)
@@ -151,9 +187,11 @@ def promised(config, kind, seed, run):
     return outcome | ({"spared": [spared(filter, share, config.delta) for share in config.shares]} if filter else {})
 
 
-@experiment("idp-sgd/exact-filter",
-            quick=Promised(DIGITS, seeds=(0, 1)),
-            paper=Promised(dataclasses.replace(MNIST, training=dataclasses.replace(MNIST.training, epochs=12))))
+@experiment(
+    "idp-sgd/exact-filter",
+    quick=Promised(DIGITS, seeds=(0, 1)),
+    paper=Promised(dataclasses.replace(MNIST, training=dataclasses.replace(MNIST.training, epochs=12))),
+)
 def exact_filter(config, run):
     """Accuracy, who reaches the budget and when, and the promises, of each kind; `spared_promise` and `spared_people`
     for each of the shares."""
@@ -165,8 +203,10 @@ def exact_filter(config, run):
         values |= gathered(each, kind)
         if kind != "dpsgd":
             promises, people = zip(*(zip(*one["spared"]) for one in each))
-            values |= {f"{kind}.spared_promise": [max(at) for at in zip(*promises)],
-                       f"{kind}.spared_people": [mean_and_sd(at) for at in zip(*people)]}
+            values |= {
+                f"{kind}.spared_promise": [max(at) for at in zip(*promises)],
+                f"{kind}.spared_people": [mean_and_sd(at) for at in zip(*people)],
+            }
     return values
 
 
@@ -178,8 +218,11 @@ def pairs(record):
             yield f"{record.config['task']['data']}, {noise}", kind, kind.replace("exact", "renyi")
 
 
-@finding("idp-sgd/exact-filter", "fewer people reach their budget with the exact filter than with the Renyi filter: "
-                                 "paired over the seeds", kind="own")
+@finding(
+    "idp-sgd/exact-filter",
+    "fewer people reach their budget with the exact filter than with the Renyi filter: paired over the seeds",
+    kind="own",
+)
 def fewer_reach_it(record):
     for where, exact, renyi in pairs(record):
         ends = [[100 * share for share in record.values[f"{kind}.reached_in_the_end"]] for kind in (exact, renyi)]
@@ -198,8 +241,9 @@ def ahead_of_renyi(record):
         yield where, f"{ahead:+.1f} points", ahead.above(0)
 
 
-@finding("idp-sgd/exact-filter", "the exact filter is ahead of DP-SGD at the same promise: paired over the seeds",
-         kind="own")
+@finding(
+    "idp-sgd/exact-filter", "the exact filter is ahead of DP-SGD at the same promise: paired over the seeds", kind="own"
+)
 def ahead_of_dpsgd(record):
     for where, exact, _ in pairs(record):
         ahead = gain(record, exact, "dpsgd")
@@ -207,6 +251,7 @@ def ahead_of_dpsgd(record):
 
 
 # Table 4 again ------------------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Table4:
@@ -219,8 +264,9 @@ class Table4:
     task: Task
     descent: Descent
     kinds: tuple = ("dpsgd", "accounting", "accounting_and_assignment")
-    assigned: dict = dataclasses.field(default_factory=lambda: {
-        "accounting": (0.3, 0.3), "accounting_and_assignment": (0.3, 0.31)})
+    assigned: dict = dataclasses.field(
+        default_factory=lambda: {"accounting": (0.3, 0.3), "accounting_and_assignment": (0.3, 0.31)}
+    )
     epsilon: float = 0.3
     longer: float = 1.5
     levels: tuple = SIXTEENTHS
@@ -232,8 +278,9 @@ def again(config, kind, seed, run):
     """One run, as `trained` returns it."""
     task, descent, n = config.task, config.descent, len(problem(config.task).labels)
     own = {"sample_rate": descent.sample_rate}
-    noise = find_noise_multiplier(target_epsilon=config.epsilon, target_delta=config.delta, steps=descent.steps,
-                                  accountant="rdp", **own)
+    noise = find_noise_multiplier(
+        target_epsilon=config.epsilon, target_delta=config.delta, steps=descent.steps, accountant="rdp", **own
+    )
     steps = round(config.longer * descent.steps)
     if kind == "dpsgd":
         steps = find_steps(target_epsilon=config.epsilon, target_delta=config.delta, noise_multiplier=noise, **own)
@@ -245,9 +292,11 @@ def again(config, kind, seed, run):
     return trained(task, plan, filter, descent.learning_rate, seed, run)
 
 
-@experiment("idp-sgd/table-4-exact",
-            quick=Table4(DIGITS, Descent(1.0, 1.0, 20, 1.0), levels=EIGHTHS, seeds=(0, 1)),
-            paper=Table4(MNIST, Descent(1.0, 1.0, 30, 4.0), seeds=(0,)))
+@experiment(
+    "idp-sgd/table-4-exact",
+    quick=Table4(DIGITS, Descent(1.0, 1.0, 20, 1.0), levels=EIGHTHS, seeds=(0, 1)),
+    paper=Table4(MNIST, Descent(1.0, 1.0, 30, 4.0), seeds=(0,)),
+)
 def table_4_exact(config, run):
     """The kinds of table 4, each pass a step."""
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
@@ -258,11 +307,16 @@ def table_4_exact(config, run):
     return values
 
 
-@finding("idp-sgd/table-4-exact",
-         "the exact filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired over the seeds",
-         kind="own")
+@finding(
+    "idp-sgd/table-4-exact",
+    "the exact filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired over the seeds",
+    kind="own",
+)
 def exact_filter_gains(record):
     kinds = record.config["kinds"]
     gains = [gain(record, more, less) for less, more in zip(kinds, kinds[1:])]
-    yield (record.config["task"]["data"], ", ".join(f"{one:+.1f}" for one in gains),
-           intervals.every(*(one.above(0) for one in gains)))
+    yield (
+        record.config["task"]["data"],
+        ", ".join(f"{one:+.1f}" for one in gains),
+        intervals.every(*(one.above(0) for one in gains)),
+    )

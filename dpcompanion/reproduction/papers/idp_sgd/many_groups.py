@@ -9,8 +9,19 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import _gain
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    accuracy, ALL, assign, compared, Compared, DIGITS, final_accuracies, final_values, MNIST,
-    network, plan_of, predictions, problem,
+    accuracy,
+    ALL,
+    assign,
+    compared,
+    Compared,
+    DIGITS,
+    final_accuracies,
+    final_values,
+    MNIST,
+    network,
+    plan_of,
+    predictions,
+    problem,
 )
 from dpcompanion.training import cross_entropy, derive_seed, DPSGDPlan, train
 
@@ -23,8 +34,11 @@ class Groups100(Compared):
     between: tuple = (1.0, 6.0)
 
 
-@experiment("idp-sgd/table-9", quick=Groups100(DIGITS, ("dpsgd", "sample", "scale"), together=ALL),
-            paper=Groups100(MNIST, ("dpsgd", "sample", "scale"), seeds=(0, 1, 2)))
+@experiment(
+    "idp-sgd/table-9",
+    quick=Groups100(DIGITS, ("dpsgd", "sample", "scale"), together=ALL),
+    paper=Groups100(MNIST, ("dpsgd", "sample", "scale"), seeds=(0, 1, 2)),
+)
 def table_9(config, run):
     """A hundred groups of the same size, each with a budget drawn uniformly; DP-SGD gives all the lower end.
 
@@ -38,8 +52,13 @@ def table_9(config, run):
         return (low + (high - low) * torch.rand(config.number, dtype=torch.float64, generator=generator)).tolist()
 
     def plan(kind, seed):
-        return plan_of(kind, assign(examples, shares, seed), (low,) * config.number if kind == "dpsgd" else
-                       budgets(seed), config.task.training, delta=config.delta)
+        return plan_of(
+            kind,
+            assign(examples, shares, seed),
+            (low,) * config.number if kind == "dpsgd" else budgets(seed),
+            config.task.training,
+            delta=config.delta,
+        )
 
     if config.together > 1:
         final = {kind: [one["final"] for one in each] for kind, each in compared(config, run, plan).items()}
@@ -47,8 +66,14 @@ def table_9(config, run):
         final = {kind: [] for kind in config.kinds}
         for seed in config.seeds:
             final["dpsgd"] += final_accuracies(config, ("dpsgd",), (seed,), run)["dpsgd"]
-            others = final_accuracies(config, ("hundred.sample", "hundred.scale"), (seed,), run, budgets=budgets(seed),
-                                      groups={"hundred": shares})
+            others = final_accuracies(
+                config,
+                ("hundred.sample", "hundred.scale"),
+                (seed,),
+                run,
+                budgets=budgets(seed),
+                groups={"hundred": shares},
+            )
             for kind, found in others.items():
                 final[kind.partition(".")[2]] += found
     return final_values(config, final)
@@ -61,17 +86,20 @@ def many_groups_gain(record):
         yield kind.capitalize(), f"{gain:+.1f}", gain.above(0)
 
 
-@experiment("idp-sgd/table-14",
-            quick=Compared(DIGITS, ("scale", "combined-25", "combined-50", "combined-75", "sample"), together=ALL),
-            paper=Compared(MNIST, ("scale", "combined-25", "combined-50", "combined-75", "sample"), seeds=(0, 1, 2)))
+@experiment(
+    "idp-sgd/table-14",
+    quick=Compared(DIGITS, ("scale", "combined-25", "combined-50", "combined-75", "sample"), together=ALL),
+    paper=Compared(MNIST, ("scale", "combined-25", "combined-50", "combined-75", "sample"), seeds=(0, 1, 2)),
+)
 def table_14(config, run):
     """Sample and Scale at once, each group's own budget met; the weight is how much of Sample's change of rates is
     made.  With the paper's network the two ends are the runs of table 2."""
     examples = len(problem(config.task, run).labels)
 
     def plan(kind, seed):
-        return plan_of(kind, assign(examples, config.groups["A"], seed), config.budgets, config.task.training,
-                       delta=config.delta)
+        return plan_of(
+            kind, assign(examples, config.groups["A"], seed), config.budgets, config.task.training, delta=config.delta
+        )
 
     if config.together > 1:
         final = {kind: [one["final"] for one in each] for kind, each in compared(config, run, plan).items()}
@@ -79,12 +107,14 @@ def table_14(config, run):
         final = final_accuracies(config, [f"A.{kind}" for kind in config.kinds], config.seeds, run)
     weights = {"scale": "weight_0", "sample": "weight_100"}
     final = {kind.removeprefix("A."): each for kind, each in final.items()}
-    return final_values(config, {weights.get(kind, kind.replace("combined-", "weight_")): each
-                                 for kind, each in final.items()})
+    return final_values(
+        config, {weights.get(kind, kind.replace("combined-", "weight_")): each for kind, each in final.items()}
+    )
 
 
-@finding("idp-sgd/table-14",
-         "accuracy rises from Scale to Sample: the 95% interval of the paired difference lies above 0")
+@finding(
+    "idp-sgd/table-14", "accuracy rises from Scale to Sample: the 95% interval of the paired difference lies above 0"
+)
 def progression(record):
     gain = _gain(record, "weight_100", "weight_0")
     yield "Sample less Scale", f"{gain:+.2f}", gain.above(0)
@@ -101,8 +131,9 @@ def exclude(config, found, groups):
     """DP-SGD at the second budget on those whose budget is no smaller: (features, labels, plan)."""
     kept = groups > 0
     training = dataclasses.replace(config.task.training, examples=int(kept.sum()))
-    plan = plan_of("dpsgd", torch.zeros(training.examples, dtype=torch.long), config.budgets[1:2], training,
-                   delta=config.delta)
+    plan = plan_of(
+        "dpsgd", torch.zeros(training.examples, dtype=torch.long), config.budgets[1:2], training, delta=config.delta
+    )
     return found.features[kept], found.labels[kept], plan
 
 
@@ -112,12 +143,25 @@ def in_sequence(config, found, groups, order):
     for p in order:
         own = groups == p
         training = dataclasses.replace(config.task.training, examples=int(own.sum()))
-        steps = find_steps(target_epsilon=config.budgets[p], target_delta=config.delta,
-                           sample_rate=training.sample_rate,
-                           noise_multiplier=config.noise_multiplier, accountant="rdp")
-        yield found.features[own], found.labels[own], DPSGDPlan(
-            n=training.examples, sample_rate=training.sample_rate, steps=steps, max_grad_norm=training.clip,
-            noise_multiplier=config.noise_multiplier, delta=config.delta)
+        steps = find_steps(
+            target_epsilon=config.budgets[p],
+            target_delta=config.delta,
+            sample_rate=training.sample_rate,
+            noise_multiplier=config.noise_multiplier,
+            accountant="rdp",
+        )
+        yield (
+            found.features[own],
+            found.labels[own],
+            DPSGDPlan(
+                n=training.examples,
+                sample_rate=training.sample_rate,
+                steps=steps,
+                max_grad_norm=training.clip,
+                noise_multiplier=config.noise_multiplier,
+                delta=config.delta,
+            ),
+        )
 
 
 def baseline(config, kind, seed, run):
@@ -130,17 +174,26 @@ def baseline(config, kind, seed, run):
     model = network(task, seed).to(run.device)
     for number, (features, labels, plan) in enumerate(stages):
         optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum)
-        train(model, cross_entropy, (features, labels), plan, optimizer=optimizer,
-              seed=derive_seed(seed, "stage", number) % 2**31,
-              progress=False)
+        train(
+            model,
+            cross_entropy,
+            (features, labels),
+            plan,
+            optimizer=optimizer,
+            seed=derive_seed(seed, "stage", number) % 2**31,
+            progress=False,
+        )
     return accuracy(predictions(model, found.test_features.to(run.device)), found.test_labels.to(run.device))
 
 
 _BASELINES = ("A.exclude_low", "A.sequential", "A.reversed", "B.exclude_low", "B.sequential", "B.reversed")
 
 
-@experiment("idp-sgd/table-17",
-            quick=Baselines(DIGITS, _BASELINES, seeds=(0, 1, 2)), paper=Baselines(MNIST, _BASELINES, seeds=(0, 1, 2)))
+@experiment(
+    "idp-sgd/table-17",
+    quick=Baselines(DIGITS, _BASELINES, seeds=(0, 1, 2)),
+    paper=Baselines(MNIST, _BASELINES, seeds=(0, 1, 2)),
+)
 def table_17(config, run):
     """Two ways to use different budgets with DP-SGD alone; `reversed` takes the groups in the other order."""
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for kind in config.kinds for seed in config.seeds}
@@ -151,11 +204,16 @@ def table_17(config, run):
     return final_values(config, final | final_accuracies(config, methods, config.seeds, run))
 
 
-@finding("idp-sgd/table-17",
-         "Sample and Scale are ahead of leaving groups out and of going through them: each 95% interval above 0")
+@finding(
+    "idp-sgd/table-17",
+    "Sample and Scale are ahead of leaving groups out and of going through them: each 95% interval above 0",
+)
 def ahead_of_baselines(record):
     for setup in record.config["groups"]:
         for other in ("exclude_low", "sequential"):
             gains = [_gain(record, f"{setup}.{method}", f"{setup}.{other}") for method in ("sample", "scale")]
-            yield (f"{setup}, {other.replace('_', ' ')}", ", ".join(f"{gain:+.1f}" for gain in gains),
-                   intervals.every(*(gain.above(0) for gain in gains)))
+            yield (
+                f"{setup}, {other.replace('_', ' ')}",
+                ", ".join(f"{gain:+.1f}" for gain in gains),
+                intervals.every(*(gain.above(0) for gain in gains)),
+            )

@@ -11,13 +11,21 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    ALL, assign, CIFAR10, HALVES, as_printed, plan_of, problem, Task,
+    ALL,
+    assign,
+    CIFAR10,
+    HALVES,
+    as_printed,
+    plan_of,
+    problem,
+    Task,
     train_all,
 )
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import derive_seed
 
 # Membership inference ----------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Shadows:
@@ -48,8 +56,12 @@ def attacked(config, kind, run):
     features, labels = found.features[:n].to(run.device), found.labels[:n].to(run.device)
     groups = assign(n, (1, 1), seed)
     generator = torch.Generator().manual_seed(derive_seed(seed, "shadow"))
-    masks = torch.cat((attacks.shadow_masks(config.shadows, n, generator=generator),
-                       torch.rand(config.targets, n, generator=generator) < 0.5))
+    masks = torch.cat(
+        (
+            attacks.shadow_masks(config.shadows, n, generator=generator),
+            torch.rand(config.targets, n, generator=generator) < 0.5,
+        )
+    )
     method, _, budget = kind.partition("-")
     budgets = (float(budget),) * 2 if budget else config.budgets
     plan = plan_of("dpsgd" if budget else method, groups, budgets, task.training, delta=config.delta)
@@ -60,8 +72,12 @@ def attacked(config, kind, run):
         trained = train_all(task, [plan] * len(seeds), seeds, features, labels, device=run.device, members=masks)
         logits = trained.predict(features)
         right = (logits.argmax(-1) == labels).double().cpu()
-        accuracies.extend(zip((100 * (right * masks).sum(1) / masks.sum(1)).tolist(),
-                              (100 * (right * ~masks).sum(1) / (~masks).sum(1)).tolist()))
+        accuracies.extend(
+            zip(
+                (100 * (right * masks).sum(1) / masks.sum(1)).tolist(),
+                (100 * (right * ~masks).sum(1) / (~masks).sum(1)).tolist(),
+            )
+        )
         return attacks.log_odds(logits, labels).cpu()
 
     scores = attacks.shadow_scores(fit, masks, size=config.size)
@@ -92,22 +108,28 @@ def attack_values(config, groups, masks, scores, accuracies):
         values[f"auc.{name}"], *values[f"auc_interval.{name}"] = attacks.auc(inside, outside)
         values[f"tpr_at_1%.{name}"], *values[f"tpr_interval.{name}"] = attacks.tpr_at_fpr(inside, outside, fpr=0.01)
         values[f"auc_all.{name}"] = mean_and_sd(areas[budget])
-    values |= {"t_test.t": tests[0].statistic, "t_test.p": tests[0].pvalue, "accuracy.train": accuracies[shadows][0],
-               "accuracy.test": accuracies[shadows][1], "t": [test.statistic for test in tests],
-               "p": [test.pvalue for test in tests]}
+    values |= {
+        "t_test.t": tests[0].statistic,
+        "t_test.p": tests[0].pvalue,
+        "accuracy.train": accuracies[shadows][0],
+        "accuracy.test": accuracies[shadows][1],
+        "t": [test.statistic for test in tests],
+        "p": [test.pvalue for test in tests],
+    }
     return values
 
 
 def curves(config, groups, masks, scores, rates):
     """True positive rates of the targets' mean ROC curve at the given false positive rates, for all and for each
     group."""
-    targets = attacks.lira(scores[config.shadows:], scores[:config.shadows], masks[:config.shadows],
-                           variance=config.variance)
+    targets = attacks.lira(
+        scores[config.shadows :], scores[: config.shadows], masks[: config.shadows], variance=config.variance
+    )
     found = {}
     parts = {"all": groups >= 0} | {f"eps_{budget:g}": groups == p for p, budget in enumerate(config.budgets)}
     for name, part in parts.items():
         each = []
-        for ratios, members in zip(targets, masks[config.shadows:]):
+        for ratios, members in zip(targets, masks[config.shadows :]):
             fpr, tpr = attacks.roc(ratios[members & part], ratios[~members & part])
             each.append(np.interp(rates, fpr.numpy(), tpr.numpy()))
         found[name] = np.mean(each, axis=0)
@@ -117,8 +139,11 @@ def curves(config, groups, masks, scores, rates):
 RATES = np.concatenate((np.logspace(-3, -1, 41), np.linspace(0.11, 1, 90)))
 
 
-@experiment("idp-sgd/figure-2", quick=Shadows(HALVES, examples=2000, shadows=24),
-            paper=Shadows(dataclasses.replace(CIFAR10, training=Training(25_000, 1024, 30, 0.4)), size=16))
+@experiment(
+    "idp-sgd/figure-2",
+    quick=Shadows(HALVES, examples=2000, shadows=24),
+    paper=Shadows(dataclasses.replace(CIFAR10, training=Training(25_000, 1024, 30, 0.4)), size=16),
+)
 def figure_2(config, run):
     """LiRA against Sample (figure 2, table 12), Scale (figure 8) and DP-SGD at either budget for all (figure 10)."""
     values, arrays = {}, {"rates": RATES}
@@ -143,8 +168,11 @@ def looser_leaks_more(record):
         yield (method, f"areas {strict.mean:.3f}, {loose.mean:.3f}", intervals.unpaired(loose, strict).above(0))
 
 
-@finding("idp-sgd/table-12", "the t-test tells the groups apart (p < 0.05) for four target models of five, or more",
-         of="idp-sgd/figure-2")
+@finding(
+    "idp-sgd/table-12",
+    "the t-test tells the groups apart (p < 0.05) for four target models of five, or more",
+    of="idp-sgd/figure-2",
+)
 def groups_differ(record):
     prefix = "" if "p" in record.values else f"{record.config['task']['data']}."
     below = intervals.share(sum(p < 0.05 for p in record.values[f"{prefix}p"]), record.config["targets"])

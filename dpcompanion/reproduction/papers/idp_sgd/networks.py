@@ -40,8 +40,9 @@ def resnet18(classes=10, *, groups=32):
             shortcut = x if self.downsample is None else self.downsample(x)
             return F.relu(shortcut + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
 
-    model = resnet.ResNet(ResidualBlock, [2, 2, 2, 2], num_classes=classes,
-                          norm_layer=lambda width: nn.GroupNorm(groups, width))
+    model = resnet.ResNet(
+        ResidualBlock, [2, 2, 2, 2], num_classes=classes, norm_layer=lambda width: nn.GroupNorm(groups, width)
+    )
     model.relu.inplace = False
     return model
 

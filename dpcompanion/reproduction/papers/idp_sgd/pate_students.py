@@ -16,6 +16,7 @@ from dpcompanion.training import derive_seed
 
 # PATE --------------------------------------------------------------------------------------------------------------
 
+
 @dataclasses.dataclass(frozen=True)
 class Teachers:
     """Table 13: how many teachers, for how many steps of plain gradient descent, and how many public inputs they label.
@@ -57,13 +58,16 @@ def students(config, setup, seed, run):
     All examples of a teacher belong to one group.
     """
     found = problem(config.task, run)
-    features, labels, test_features, test_labels = (part.to(run.device) for part in (
-        found.features, found.labels, found.test_features, found.test_labels))
+    features, labels, test_features, test_labels = (
+        part.to(run.device) for part in (found.features, found.labels, found.test_features, found.test_labels)
+    )
     n, half = len(labels), len(test_labels) // 2
     generator = torch.Generator().manual_seed(derive_seed(seed, "teachers"))
-    parts = torch.randperm(n, generator=generator)[:n - n % config.teachers].view(config.teachers, -1)
+    parts = torch.randperm(n, generator=generator)[: n - n % config.teachers].view(config.teachers, -1)
     teachers = softmax_regressions(features[parts], labels[parts], config.steps, config.learning_rate)
-    public, judged = (F.pad(part, (0, 1), value=1.0) for part in (test_features[:config.queries], test_features[half:]))
+    public, judged = (
+        F.pad(part, (0, 1), value=1.0) for part in (test_features[: config.queries], test_features[half:])
+    )
     votes = (public @ teachers).argmax(-1).cpu()
     group, reached = assign(config.teachers, config.groups[setup], seed), []
     counts = torch.bincount(group, minlength=len(config.budgets)).tolist()
@@ -72,16 +76,19 @@ def students(config, setup, seed, run):
         chosen = _weighted(budgets, tuple(sizes), config.delta, config.queries)
         histogram = pate.histograms(votes, chosen.weights[own], classes=10)
         answers = pate.noisy_labels(histogram, chosen.noise_std, generator).to(run.device)
-        student = softmax_regressions(public[None, :, :-1], answers[None], config.student_steps,
-                                      config.learning_rate)[0]
+        student = softmax_regressions(public[None, :, :-1], answers[None], config.student_steps, config.learning_rate)[
+            0
+        ]
         reached.append(accuracy(judged @ student, test_labels[half:]))
     return reached
 
 
-@experiment("idp-sgd/table-13",
-            quick=Teachers(DIGITS, teachers=100, queries=50),
-            # The paper's data by our teachers, regressions of digits of 14 x 14 pixels, as many as it has of them.
-            paper=Teachers(dataclasses.replace(DIGITS, data="mnist"), teachers=250, queries=200, seeds=(0, 1, 2)))
+@experiment(
+    "idp-sgd/table-13",
+    quick=Teachers(DIGITS, teachers=100, queries=50),
+    # The paper's data by our teachers, regressions of digits of 14 x 14 pixels, as many as it has of them.
+    paper=Teachers(dataclasses.replace(DIGITS, data="mnist"), teachers=250, queries=200, seeds=(0, 1, 2)),
+)
 def table_13(config, run):
     """Accuracy of the student of PATE at the smallest budget, and of PATE with weighted votes (A and B)."""
     found = {setup: [students(config, setup, seed, run) for seed in config.seeds] for setup in config.groups}
@@ -91,8 +98,10 @@ def table_13(config, run):
     return values | {f"{config.task.data}.{kind}": mean_and_sd(each) for kind, each in final.items()}
 
 
-@finding("idp-sgd/table-13",
-         "weighted votes beat votes at the smallest budget: the 95% interval of the paired difference lies above 0")
+@finding(
+    "idp-sgd/table-13",
+    "weighted votes beat votes at the smallest budget: the 95% interval of the paired difference lies above 0",
+)
 def weights_help(record):
     for kind in ("ipate_A", "ipate_B"):
         gain = _gain(record, kind, "pate")

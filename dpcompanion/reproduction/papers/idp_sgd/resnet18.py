@@ -28,21 +28,29 @@ class Images:
 def image_trial(config, kind, seed, run):
     """Test accuracy after each epoch of one run, which goes on from its last whole epoch if it was cut off."""
     task, found = config.task, problem(config.task, run)
-    plan = plan_of(kind, assign(len(found.labels), config.groups, seed), config.budgets, task.training,
-                   delta=config.delta)
+    plan = plan_of(
+        kind, assign(len(found.labels), config.groups, seed), config.budgets, task.training, delta=config.delta
+    )
     model = resnet18(seed=seed).to(run.device)
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
     state = pieces.unfinished()
-    history = train(model, cross_entropy, (found.features, found.labels), plan, seed=seed,
-                    optimizer=torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum),
-                    callbacks=Callbacks(on_epoch=lambda _: {
-                        "accuracy": float(accuracy(predictions(model, test_features), test_labels))}),
-                    checkpoint=state and Checkpoint(state), progress=False)
+    history = train(
+        model,
+        cross_entropy,
+        (found.features, found.labels),
+        plan,
+        seed=seed,
+        optimizer=torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum),
+        callbacks=Callbacks(
+            on_epoch=lambda _: {"accuracy": float(accuracy(predictions(model, test_features), test_labels))}
+        ),
+        checkpoint=state and Checkpoint(state),
+        progress=False,
+    )
     return {"accuracy": [epoch["accuracy"] for epoch in history.epochs], "dropped": history.dropped}
 
 
-@experiment("idp-sgd/table-3-resnet18",
-            paper=Images(Task("cifar10", "resnet18", Training(50_000, 1024, 30, 0.4), 0.7)))
+@experiment("idp-sgd/table-3-resnet18", paper=Images(Task("cifar10", "resnet18", Training(50_000, 1024, 30, 0.4), 0.7)))
 def table_3_resnet18(config, run):
     """The paper prints no hyperparameters for this table: ours are those of table 5 for CIFAR-10."""
     names = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}

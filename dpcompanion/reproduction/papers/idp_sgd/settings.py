@@ -25,8 +25,11 @@ class Training:
         return self.epochs * math.ceil(self.examples / self.batch)
 
 
-TABLE_5 = {"mnist": Training(60000, 512, 80, 0.2), "svhn": Training(73257, 1024, 30, 0.9),
-           "cifar10": Training(50000, 1024, 30, 0.4)}
+TABLE_5 = {
+    "mnist": Training(60000, 512, 80, 0.2),
+    "svhn": Training(73257, 1024, 30, 0.9),
+    "cifar10": Training(50000, 1024, 30, 0.4),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,6 +16,7 @@ from dpcompanion.training import Callbacks, cross_entropy, derive_seed, DPSGDPla
 
 # Training ----------------------------------------------------------------------------------------------------------
 
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What is trained: a data set, a network, plain SGD with momentum, and the plan of DP-SGD that budgets start
@@ -81,7 +82,7 @@ def assign(examples, shares, seed):
     >>> torch.bincount(assign(1000, (34, 43, 23), seed=0)).tolist()
     [340, 430, 230]
     """
-    ends = [round(examples * sum(shares[:i + 1]) / sum(shares)) for i in range(len(shares))]
+    ends = [round(examples * sum(shares[: i + 1]) / sum(shares)) for i in range(len(shares))]
     groups = torch.bucketize(torch.arange(examples), torch.tensor(ends), right=True)
     generator = torch.Generator().manual_seed(derive_seed(seed, "groups"))
     return groups[torch.randperm(examples, generator=generator)]
@@ -92,8 +93,12 @@ def parameters(method, budgets, counts, training, delta, accountant="rdp"):
     """(noise multiplier, each group's rate, each group's clip norm) of "dpsgd", "sample", "scale" or "combined-50",
     which takes half of what Sample changes and leaves the rest to Scale.  DP-SGD gives everybody the smallest
     budget."""
-    run_of = {"target_delta": delta, "sample_rate": training.sample_rate, "steps": training.steps,
-              "accountant": accountant}
+    run_of = {
+        "target_delta": delta,
+        "sample_rate": training.sample_rate,
+        "steps": training.steps,
+        "accountant": accountant,
+    }
     same = torch.ones(len(budgets), dtype=torch.float64)
     if method == "sample":
         found = idp.sample_parameters(budgets, counts, **run_of)
@@ -102,8 +107,9 @@ def parameters(method, budgets, counts, training, delta, accountant="rdp"):
         found = idp.scale_parameters(budgets, counts, max_grad_norm=training.clip, **run_of)
         return found.noise_multiplier, same * training.sample_rate, found.max_grad_norms
     if method.startswith("combined-"):
-        found = idp.combined_parameters(budgets, counts, max_grad_norm=training.clip,
-                                        sample_weight=int(method.partition("-")[2]) / 100, **run_of)
+        found = idp.combined_parameters(
+            budgets, counts, max_grad_norm=training.clip, sample_weight=int(method.partition("-")[2]) / 100, **run_of
+        )
         return found.noise_multiplier, found.sample_rates, found.max_grad_norms
     noise = find_noise_multiplier(target_epsilon=min(budgets), **run_of)
     return noise, same * training.sample_rate, same * training.clip
@@ -113,8 +119,14 @@ def plan_of(method, groups, budgets, training, *, delta, accountant="rdp"):
     """The plan of a method for examples in `groups`, (n,) numbers of entries of `budgets`."""
     counts = tuple(torch.bincount(groups, minlength=len(budgets)).tolist())
     noise, rates, norms = parameters(method, tuple(budgets), counts, training, delta, accountant)
-    return DPSGDPlan(n=len(groups), sample_rate=rates[groups], steps=training.steps, max_grad_norm=norms[groups],
-                     noise_multiplier=noise, delta=delta)
+    return DPSGDPlan(
+        n=len(groups),
+        sample_rate=rates[groups],
+        steps=training.steps,
+        max_grad_norm=norms[groups],
+        noise_multiplier=noise,
+        delta=delta,
+    )
 
 
 def predictions(model, features):
@@ -135,6 +147,7 @@ def class_accuracy(logits, labels, classes=10):
 
 
 # Accuracy ----------------------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
@@ -190,31 +203,64 @@ def trial(config, kind, seed, run):
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
     own_features, own_labels = (part[strictest].to(run.device) for part in (found.features, found.labels))
     optimizer = torch.optim.SGD(model.to(run.device).parameters(), lr=task.learning_rate, momentum=task.momentum)
-    history = train(model, cross_entropy, (features, labels), plan, optimizer=optimizer, seed=seed,
-                    callbacks=Callbacks(on_epoch=look), progress=False)
+    history = train(
+        model,
+        cross_entropy,
+        (features, labels),
+        plan,
+        optimizer=optimizer,
+        seed=seed,
+        callbacks=Callbacks(on_epoch=look),
+        progress=False,
+    )
     logits = predictions(model, test_features)
-    return {**seen, "final": accuracy(logits, test_labels), "classes": class_accuracy(logits, test_labels),
-            "dropped": history.dropped}
+    return {
+        **seen,
+        "final": accuracy(logits, test_labels),
+        "classes": class_accuracy(logits, test_labels),
+        "dropped": history.dropped,
+    }
 
 
 def trials(config, run):
     """{kind: [what `trial` returns for each seed]}.  Trials that take minutes are kept in the data folder, so that more
     seeds or kinds, and other exhibits, go on from them."""
-    key = {"task": config.task, "budgets": config.budgets, "groups": config.groups, "delta": config.delta,
-           "look": config.look, "group_look": config.group_look}
+    key = {
+        "task": config.task,
+        "budgets": config.budgets,
+        "groups": config.groups,
+        "delta": config.delta,
+        "look": config.look,
+        "group_look": config.group_look,
+    }
     pieces = {f"{kind}.seed-{seed}": (kind, seed) for seed in config.seeds for kind in config.kinds}
     problem(config.task, run)
     steps = config.task.training.steps * len(pieces)
-    done = run.keep(lambda piece: trial(config, *pieces[piece], run), pieces, by=trial, config=key,
-                    seconds=steps / (1000 if config.task.model == "softmax" else 10),
-                    under=f"trials/{config.task.data}", label="trials")
+    done = run.keep(
+        lambda piece: trial(config, *pieces[piece], run),
+        pieces,
+        by=trial,
+        config=key,
+        seconds=steps / (1000 if config.task.model == "softmax" else 10),
+        under=f"trials/{config.task.data}",
+        label="trials",
+    )
     return {kind: [done[f"{kind}.seed-{seed}"] for seed in config.seeds] for kind in config.kinds}
 
 
 def final_accuracies(config, kinds, seeds, run, *, budgets=None, groups=None):
     """{kind: final accuracy for each seed} of trials that other exhibits may have made already, or will share."""
-    found = trials(Trials(config.task, tuple(kinds), tuple(seeds), tuple(budgets or config.budgets),
-                          groups or config.groups, config.delta), run)
+    found = trials(
+        Trials(
+            config.task,
+            tuple(kinds),
+            tuple(seeds),
+            tuple(budgets or config.budgets),
+            groups or config.groups,
+            config.delta,
+        ),
+        run,
+    )
     return {kind: [one["final"] for one in each] for kind, each in found.items()}
 
 
@@ -253,8 +299,12 @@ def tuned(task, kind):
     printed, row = published.exhibit("idp-sgd/table-6").flat(), f"{task.data}.{method}_{setup}"
     if f"{row}.lr" not in printed:
         return task
-    training = dataclasses.replace(task.training, batch=int(printed[f"{row}.batch"]),
-                                   epochs=int(printed[f"{row}.epochs"]), clip=float(printed[f"{row}.clip"]))
+    training = dataclasses.replace(
+        task.training,
+        batch=int(printed[f"{row}.batch"]),
+        epochs=int(printed[f"{row}.epochs"]),
+        clip=float(printed[f"{row}.clip"]),
+    )
     return dataclasses.replace(task, training=training, learning_rate=float(printed[f"{row}.lr"]))
 
 
@@ -280,6 +330,7 @@ def with_larger(config, run, hyperparameters):
 
 
 # Many runs side by side --------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
@@ -309,11 +360,20 @@ def train_all(task, plans, seeds, features, labels, *, device="cpu", members=Non
     """
     rate = task.learning_rate if members is None else task.learning_rate / float(members.double().mean())
     return train_ensemble(
-        [network(task, seed) for seed in seeds], cross_entropy, (features, labels), plans, seeds=seeds,
+        [network(task, seed) for seed in seeds],
+        cross_entropy,
+        (features, labels),
+        plans,
+        seeds=seeds,
         learning_rate=rate,
-        momentum=task.momentum, members=members, device=device, progress=False,
-        callbacks=Callbacks(on_epoch=watch and (
-            lambda ensemble: watch(math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble))))
+        momentum=task.momentum,
+        members=members,
+        device=device,
+        progress=False,
+        callbacks=Callbacks(
+            on_epoch=watch and (lambda ensemble: watch(math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble))
+        ),
+    )
 
 
 def compared(config, run, plan):
@@ -324,7 +384,7 @@ def compared(config, run, plan):
     """
     task, found = config.task, problem(config.task, run)
     runs = [(kind, seed) for kind in config.kinds for seed in config.seeds]
-    parts = [runs[i:i + config.together] for i in range(0, len(runs), config.together)]
+    parts = [runs[i : i + config.together] for i in range(0, len(runs), config.together)]
     parts = {records.hash_of(part)[:12]: part for part in parts}
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
 
@@ -338,10 +398,17 @@ def compared(config, run, plan):
 
         plans, seeds = [plan(kind, seed) for kind, seed in part], [seed for _, seed in part]
         trained = train_all(task, plans, seeds, found.features, found.labels, device=run.device, watch=watch)
-        return {"outcomes": [
-            {"final": accuracy(logits, test_labels), "classes": class_accuracy(logits, test_labels),
-             "epochs": list(course),
-             "accuracy": [at[r] for at in course.values()]} for r, logits in enumerate(trained.predict(test_features))]}
+        return {
+            "outcomes": [
+                {
+                    "final": accuracy(logits, test_labels),
+                    "classes": class_accuracy(logits, test_labels),
+                    "epochs": list(course),
+                    "accuracy": [at[r] for at in course.values()],
+                }
+                for r, logits in enumerate(trained.predict(test_features))
+            ]
+        }
 
     done = run.pieces(work, parts, label="runs")
     outcomes = {name: outcome for piece, part in parts.items() for name, outcome in zip(part, done[piece]["outcomes"])}

@@ -12,12 +12,21 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import _gain
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    accuracy, assign, DIGITS, MNIST, as_printed, network, predictions, problem, Task,
+    accuracy,
+    assign,
+    DIGITS,
+    MNIST,
+    as_printed,
+    network,
+    predictions,
+    problem,
+    Task,
 )
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, NormTracker, train
 
 # Accounting and assignment together --------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Descent:
@@ -40,8 +49,9 @@ class Filtered:
     task: Task
     descents: dict
     kinds: tuple = ("dpsgd", "accounting", "accounting_and_assignment")
-    assigned: dict = dataclasses.field(default_factory=lambda: {
-        "accounting": (0.3, 0.3), "accounting_and_assignment": (0.3, 0.31)})
+    assigned: dict = dataclasses.field(
+        default_factory=lambda: {"accounting": (0.3, 0.3), "accounting_and_assignment": (0.3, 0.31)}
+    )
     epsilon: float = 0.3
     longer: float = 1.5
     seeds: tuple = (0, 1)
@@ -52,9 +62,13 @@ def filtered(config, descent, kind, seed, run):
     """One run: the accuracy, and the share of examples that are still in, after each step and at the end."""
     task, found = config.task, problem(config.task, run)
     n, steps = len(found.labels), descent.steps
-    noise = find_noise_multiplier(target_epsilon=config.epsilon, target_delta=config.delta,
-                                  sample_rate=descent.sample_rate,
-                                  steps=steps, accountant="rdp")
+    noise = find_noise_multiplier(
+        target_epsilon=config.epsilon,
+        target_delta=config.delta,
+        sample_rate=descent.sample_rate,
+        steps=steps,
+        accountant="rdp",
+    )
     own = {"sample_rate": descent.sample_rate, "max_grad_norm": descent.clip, "noise_multiplier": noise}
     plan = DPSGDPlan(n=n, steps=steps if kind == "dpsgd" else round(config.longer * steps), delta=config.delta, **own)
     model = network(task, seed).to(run.device)
@@ -65,34 +79,65 @@ def filtered(config, descent, kind, seed, run):
         budgets = torch.tensor(config.assigned[kind], dtype=torch.float64)[assign(n, (1, 1), seed)]
         budget = RenyiFilter.for_epsilon(n, target_epsilons=budgets, target_delta=config.delta, **own)
     # Norms are renewed once an epoch, which in full batches is every step; gradients are clipped to them.
-    tracker = budget and NormTracker(IndividualAccountant.for_plan(plan), model, cross_entropy, examples,
-                                     clipping="individual",
-                                     steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=1, budget=budget)
+    tracker = budget and NormTracker(
+        IndividualAccountant.for_plan(plan),
+        model,
+        cross_entropy,
+        examples,
+        clipping="individual",
+        steps_per_epoch=plan.steps_per_epoch,
+        updates_per_epoch=1,
+        budget=budget,
+    )
 
     def note(_):
         active.append(float(budget.active.double().mean()) if budget else 1.0)
         course.append(accuracy(predictions(model, test_features), test_labels))
 
     optimizer = torch.optim.SGD(model.parameters(), lr=descent.learning_rate, momentum=task.momentum)
-    train(model, cross_entropy, examples, plan, optimizer=optimizer, seed=seed, trackers=[tracker] if tracker else [],
-          callbacks=Callbacks(on_step=note), progress=False)
-    return {"final": course[-1], "course": course, "active": active,
-            "largest": float(budget.epsilon(config.delta).max()) if budget else plan.epsilon(accountant="rdp")}
+    train(
+        model,
+        cross_entropy,
+        examples,
+        plan,
+        optimizer=optimizer,
+        seed=seed,
+        trackers=[tracker] if tracker else [],
+        callbacks=Callbacks(on_step=note),
+        progress=False,
+    )
+    return {
+        "final": course[-1],
+        "course": course,
+        "active": active,
+        "largest": float(budget.epsilon(config.delta).max()) if budget else plan.epsilon(accountant="rdp"),
+    }
 
 
-@experiment("idp-sgd/table-4",
-            quick=Filtered(DIGITS, {"full": Descent(1.0, 1.0, 20, 1.0), "full_long": Descent(1.0, 6.0, 30, 0.5),
-                                    "poisson_long": Descent(0.05, 6.0, 60, 0.5)}),
-            paper=Filtered(MNIST, {"full": Descent(1.0, 1.0, 30, 4.0)}, seeds=(0, 1, 2)))
+@experiment(
+    "idp-sgd/table-4",
+    quick=Filtered(
+        DIGITS,
+        {
+            "full": Descent(1.0, 1.0, 20, 1.0),
+            "full_long": Descent(1.0, 6.0, 30, 0.5),
+            "poisson_long": Descent(0.05, 6.0, 60, 0.5),
+        },
+    ),
+    paper=Filtered(MNIST, {"full": Descent(1.0, 1.0, 30, 4.0)}, seeds=(0, 1, 2)),
+)
 def table_4(config, run):
     """Accuracy with a filter, alone and with individual budgets; over the steps the mean accuracy, `course`, and with
     the first seed who is left, `active` (figure 3).
 
     The first descent has the published names; `full_long` and `poisson_long` clip where few gradients reach.
     """
-    pieces = {f"{descent}.{kind}.seed-{seed}": (descent, kind, seed) for descent in config.descents
-              for kind in config.kinds
-              for seed in config.seeds}
+    pieces = {
+        f"{descent}.{kind}.seed-{seed}": (descent, kind, seed)
+        for descent in config.descents
+        for kind in config.kinds
+        for seed in config.seeds
+    }
     problem(config.task, run)
 
     def work(piece):
@@ -105,21 +150,27 @@ def table_4(config, run):
             each = [done[f"{descent}.{kind}.seed-{seed}"] for seed in config.seeds]
             name = f"{descent}.{kind}" if number else kind
             values |= as_printed({name: mean_and_sd(one["final"] for one in each)}, config.task, "mnist")
-            values |= {f"{descent}.{kind}.final": [one["final"] for one in each],
-                       f"{descent}.{kind}.course": [mean_and_sd(at) for at in zip(*(one["course"] for one in each))],
-                       f"{descent}.{kind}.active": each[0]["active"],
-                       f"{descent}.{kind}.largest": max(one["largest"] for one in each)}
+            values |= {
+                f"{descent}.{kind}.final": [one["final"] for one in each],
+                f"{descent}.{kind}.course": [mean_and_sd(at) for at in zip(*(one["course"] for one in each))],
+                f"{descent}.{kind}.active": each[0]["active"],
+                f"{descent}.{kind}.largest": max(one["largest"] for one in each),
+            }
     return values
 
 
-@finding("idp-sgd/table-4",
-         "the filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired over the seeds")
+@finding(
+    "idp-sgd/table-4", "the filter alone is ahead of DP-SGD, and assignment ahead of the filter: paired over the seeds"
+)
 def filter_gains(record):
     for descent in record.config["descents"]:
         kinds = [f"{descent}.{kind}" for kind in record.config["kinds"]]
         gains = [_gain(record, more, less) for less, more in zip(kinds, kinds[1:])]
-        yield (descent.replace("_", ", "), ", ".join(f"{gain:+.1f}" for gain in gains),
-               intervals.every(*(gain.above(0) for gain in gains)))
+        yield (
+            descent.replace("_", ", "),
+            ", ".join(f"{gain:+.1f}" for gain in gains),
+            intervals.every(*(gain.above(0) for gain in gains)),
+        )
 
 
 @finding("idp-sgd/figure-3", "with assignment more examples are active, on average over the run", of="idp-sgd/table-4")
@@ -127,7 +178,12 @@ def more_stay(record):
     examples = next(entry["examples"] for entry in record.data)
     for descent in record.config["descents"]:
         # Each example is active for a share of the run: no such average varies more than that of zeros and ones.
-        shares = [intervals.share(round(float(np.mean(record.values[f"{descent}.{kind}.active"])) * examples), examples)
-                  for kind in ("accounting", "accounting_and_assignment")]
-        yield (descent.replace("_", ", "), ", ".join(f"{share:.1%}" for share in shares),
-               (shares[1] - shares[0]).above(0))
+        shares = [
+            intervals.share(round(float(np.mean(record.values[f"{descent}.{kind}.active"])) * examples), examples)
+            for kind in ("accounting", "accounting_and_assignment")
+        ]
+        yield (
+            descent.replace("_", ", "),
+            ", ".join(f"{share:.1%}" for share in shares),
+            (shares[1] - shares[0]).above(0),
+        )

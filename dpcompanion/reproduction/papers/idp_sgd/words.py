@@ -4,11 +4,21 @@ import math
 
 from dpcompanion.reproduction.records import mean_and_sd
 
-WORDS = {"mnist": "MNIST", "svhn": "SVHN", "cifar10": "CIFAR-10", "dpsgd": "DP-SGD",
-         "sample": "Sample", "scale": "Scale",
-         **{f"{method.lower()}_{setup}": f"{method} {setup}" for method in ("Sample", "Scale") for setup in "AB"},
-         "sigma": "σ", "sigma_scale": "σ of Scale", "sigma_sample": "σ of Sample", "sigma_p": "σ of group",
-         "c_p": "clip norm of group", "q_p": "rate of group"}
+WORDS = {
+    "mnist": "MNIST",
+    "svhn": "SVHN",
+    "cifar10": "CIFAR-10",
+    "dpsgd": "DP-SGD",
+    "sample": "Sample",
+    "scale": "Scale",
+    **{f"{method.lower()}_{setup}": f"{method} {setup}" for method in ("Sample", "Scale") for setup in "AB"},
+    "sigma": "σ",
+    "sigma_scale": "σ of Scale",
+    "sigma_sample": "σ of Sample",
+    "sigma_p": "σ of group",
+    "c_p": "clip norm of group",
+    "q_p": "rate of group",
+}
 
 
 def labelled(keys):

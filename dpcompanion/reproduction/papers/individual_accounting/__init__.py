@@ -19,8 +19,20 @@ from . import runs, accounts, estimates, releases, clipping, membership, traject
 from ..common import left_out, pearson, reported, runnable
 from ..yu import Examples, MNIST_5K, Membership, STABLE, Task, build, clip_key, examples, outcome, overfitted
 from .runs import (
-    CIFAR10, CIFAR10_RESNET, LABELS, MNIST, MNIST_CNN, MNIST_LONG, NAME, PAPER, UTKFACE_GENDER, make_plan, run_task,
-    schedule, trained, with_log_loss,
+    CIFAR10,
+    CIFAR10_RESNET,
+    LABELS,
+    MNIST,
+    MNIST_CNN,
+    MNIST_LONG,
+    NAME,
+    PAPER,
+    UTKFACE_GENDER,
+    make_plan,
+    run_task,
+    schedule,
+    trained,
+    with_log_loss,
 )
 from .accounts import figure_1
 from .estimates import nearest

@@ -8,11 +8,21 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import histogram, left_out, named, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    at_length, CIFAR10_RESNET, LABELS, LONG, NAME, PAPER, QUICK, subset, trained, with_log_loss,
+    at_length,
+    CIFAR10_RESNET,
+    LABELS,
+    LONG,
+    NAME,
+    PAPER,
+    QUICK,
+    subset,
+    trained,
+    with_log_loss,
 )
 from dpcompanion.reproduction.papers.yu import correlation_with_extremes, examples, Study, WORST
 
 # Exhibits ----------------------------------------------------------------------------------------------------------
+
 
 @experiment(f"{NAME}/figure-1", quick=Study(QUICK), paper=Study(at_length(PAPER)))
 def figure_1(config, run):
@@ -22,13 +32,27 @@ def figure_1(config, run):
         found = trained(task, config.seed, run)
         epsilon, tighter, top = found.epsilon(), found.epsilon(accountant="pld"), found.worst_case
         values |= named(
-            name, max=epsilon.max(), min=epsilon.min(), mean=epsilon.mean(), worst_case=top, accuracy=found.accuracy,
-            share_at_worst_case=(epsilon >= WORST * top).mean(), below_90_percent=(epsilon < 0.9 * top).mean(),
-            quantiles=np.quantile(epsilon, (0.3, 0.5, 0.7)), noise_multiplier=found.plan.noise_multiplier,
-            max_grad_norm=found.plan.max_grad_norm, steps=found.plan.steps, seconds=found.seconds)
-        values |= named(f"{name}.pld", worst_case=found.plan.epsilon(accountant="pld"), mean=tighter.mean(),
-                        median=np.median(tighter),
-                        over_rdp=np.quantile(tighter / epsilon, (0.1, 0.5, 0.9)))
+            name,
+            max=epsilon.max(),
+            min=epsilon.min(),
+            mean=epsilon.mean(),
+            worst_case=top,
+            accuracy=found.accuracy,
+            share_at_worst_case=(epsilon >= WORST * top).mean(),
+            below_90_percent=(epsilon < 0.9 * top).mean(),
+            quantiles=np.quantile(epsilon, (0.3, 0.5, 0.7)),
+            noise_multiplier=found.plan.noise_multiplier,
+            max_grad_norm=found.plan.max_grad_norm,
+            steps=found.plan.steps,
+            seconds=found.seconds,
+        )
+        values |= named(
+            f"{name}.pld",
+            worst_case=found.plan.epsilon(accountant="pld"),
+            mean=tighter.mean(),
+            median=np.median(tighter),
+            over_rdp=np.quantile(tighter / epsilon, (0.1, 0.5, 0.9)),
+        )
         arrays |= named(name, rdp=histogram(epsilon, top), pld=histogram(tighter, top))
     return values, arrays
 
@@ -36,8 +60,9 @@ def figure_1(config, run):
 def of_examples(record, name, share):
     """The interval of a share of a task's training examples."""
     source = record.config["tasks"][name]["data"].partition("-")[0] if "tasks" in record.config else ""
-    sizes = [entry["examples"] for entry in record.data
-             if entry["split"] == "train" and entry["name"].startswith(source)]
+    sizes = [
+        entry["examples"] for entry in record.data if entry["split"] == "train" and entry["name"].startswith(source)
+    ]
     return intervals.share(round(share * sizes[0]), sizes[0]) if sizes else intervals.unknown(share)
 
 
@@ -55,14 +80,22 @@ def by_groups(config, run, **changes):
         found = trained(dataclasses.replace(task, **changes), config.seed, run)
         epsilon, accuracy = found.by_group(found.epsilon()), found.by_group(found.test_right, test=True)
         worst, best = int(accuracy.argmin()), int(accuracy.argmax())
-        values |= named(name, accuracy=accuracy, mean_epsilon=epsilon, rank_correlation=rank(accuracy, epsilon),
-                        worst_group=worst, best_group=best, worst_case=found.worst_case,
-                        worst_over_best_percent=100 * (epsilon[worst] / epsilon[best] - 1))
+        values |= named(
+            name,
+            accuracy=accuracy,
+            mean_epsilon=epsilon,
+            rank_correlation=rank(accuracy, epsilon),
+            worst_group=worst,
+            best_group=best,
+            worst_case=found.worst_case,
+            worst_over_best_percent=100 * (epsilon[worst] / epsilon[best] - 1),
+        )
     return values
 
 
-@experiment(f"{NAME}/figure-2", quick=Study(QUICK),
-            paper=Study({name: PAPER[name] for name in ("cifar10", "utkface_gender")}))
+@experiment(
+    f"{NAME}/figure-2", quick=Study(QUICK), paper=Study({name: PAPER[name] for name in ("cifar10", "utkface_gender")})
+)
 def figure_2(config, run):
     """Test accuracy and mean epsilon by class or race."""
     values = by_groups(config, run)
@@ -75,26 +108,33 @@ def figure_2(config, run):
     return values
 
 
-@experiment(f"{NAME}/figure-6", quick=Study(QUICK),
-            paper=Study(at_length(subset("mnist", "utkface_age"))))
+@experiment(f"{NAME}/figure-6", quick=Study(QUICK), paper=Study(at_length(subset("mnist", "utkface_age"))))
 def figure_6(config, run):
     """Test accuracy and mean epsilon by class or race."""
     return by_groups(config, run)
 
 
-@finding(f"{NAME}/figure-6", "groups: accuracy and mean epsilon have a rank correlation of -0.5 or less, and the least "
-         "accurate has a higher mean than the most accurate")
-@finding(f"{NAME}/figure-2", "groups: accuracy and mean epsilon have a rank correlation of -0.5 or less, and the least "
-         "accurate has a higher mean than the most accurate")
+@finding(
+    f"{NAME}/figure-6",
+    "groups: accuracy and mean epsilon have a rank correlation of -0.5 or less, and the least "
+    "accurate has a higher mean than the most accurate",
+)
+@finding(
+    f"{NAME}/figure-2",
+    "groups: accuracy and mean epsilon have a rank correlation of -0.5 or less, and the least "
+    "accurate has a higher mean than the most accurate",
+)
 def underserved(record):
     for name in reported(record):
         r, more = correlation_with_extremes(*(record.values[f"{name}.{key}"] for key in ("accuracy", "mean_epsilon")))
-        yield (LABELS[name], f"rank correlation {r:.1f}, {more.estimate:+.0f}%",
-               intervals.every(r.at_most(-0.5), more.above(0)))
+        yield (
+            LABELS[name],
+            f"rank correlation {r:.1f}, {more.estimate:+.0f}%",
+            intervals.every(r.at_most(-0.5), more.above(0)),
+        )
 
 
-@experiment(f"{NAME}/figure-3", quick=Study(QUICK),
-            paper=Study({**LONG, "cifar10": CIFAR10_RESNET}))
+@experiment(f"{NAME}/figure-3", quick=Study(QUICK), paper=Study({**LONG, "cifar10": CIFAR10_RESNET}))
 def figure_3(config, run):
     """Median gradient norm of each class in the reference sample, in units of C: at first, and after each epoch."""
     values, arrays = left_out(config, run), {}
@@ -102,26 +142,38 @@ def figure_3(config, run):
         found = trained(task, config.seed, run)
         medians = found.medians / found.plan.max_grad_norm
         spread = medians.max(1) / medians.min(1)
-        values |= named(name, least_spread=spread[1:].min(), spread_at_end=spread[-1],
-                        half_time_to_end=rank(medians[len(medians) // 2], medians[-1]))
+        values |= named(
+            name,
+            least_spread=spread[1:].min(),
+            spread_at_end=spread[-1],
+            half_time_to_end=rank(medians[len(medians) // 2], medians[-1]),
+        )
         arrays[f"{name}.medians"] = medians
     return values, arrays
 
 
-@finding(f"{NAME}/figure-3", "after every epoch the largest class median is at least 1.5 times the smallest, and the "
-         "order at half time predicts that at the end (rank correlation 0.7 or more)")
+@finding(
+    f"{NAME}/figure-3",
+    "after every epoch the largest class median is at least 1.5 times the smallest, and the "
+    "order at half time predicts that at the end (rank correlation 0.7 or more)",
+)
 def stratified(record):
     for name in reported(record):
         medians = record.arrays[f"{name}.medians"][1:]
         spread = intervals.bootstrap(  # over the classes
-            lambda chosen, medians=medians: (medians.T[chosen.astype(int)].max(-2) /
-                                             medians.T[chosen.astype(int)].min(-2)).min(-1),
-            np.arange(medians.shape[1]))
+            lambda chosen, medians=medians: (
+                medians.T[chosen.astype(int)].max(-2) / medians.T[chosen.astype(int)].min(-2)
+            ).min(-1),
+            np.arange(medians.shape[1]),
+        )
         # Classes that are drawn again never lie further apart than all of them: as far up as down.
         spread = intervals.Interval(spread.estimate, spread.low, 2 * spread.estimate - spread.low)
         order = intervals.rank_correlation(record.values[f"{name}.half_time_to_end"], medians.shape[1])
-        yield (LABELS[name], f"{spread:.1f} times; rank correlation {order:.1f}",
-               intervals.every(spread.at_least(1.5), order.at_least(0.7)))
+        yield (
+            LABELS[name],
+            f"{spread:.1f} times; rank correlation {order:.1f}",
+            intervals.every(spread.at_least(1.5), order.at_least(0.7)),
+        )
 
 
 def against_loss(config, run, points=1500, **changes):
@@ -131,14 +183,17 @@ def against_loss(config, run, points=1500, **changes):
         found = trained(dataclasses.replace(task, **changes), config.seed, run)
         epsilon = found.epsilon()
         some = np.random.RandomState(0).permutation(len(epsilon))[:points]
-        values |= named(name, pearson=with_log_loss(epsilon, found.losses), spearman=rank(epsilon, found.losses),
-                        worst_case=found.worst_case)
+        values |= named(
+            name,
+            pearson=with_log_loss(epsilon, found.losses),
+            spearman=rank(epsilon, found.losses),
+            worst_case=found.worst_case,
+        )
         arrays |= named(name, epsilon=np.float32(epsilon[some]), losses=np.float32(found.losses[some]))
     return values, arrays
 
 
-@experiment(f"{NAME}/figure-5", quick=Study(QUICK),
-            paper=Study(at_length(PAPER)))
+@experiment(f"{NAME}/figure-5", quick=Study(QUICK), paper=Study(at_length(PAPER)))
 def figure_5(config, run):
     """Epsilon against the final training loss."""
     return against_loss(config, run)

@@ -9,7 +9,16 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import histogram, left_out, named, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.accounts import against_loss, by_groups, of_examples
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    CIFAR10, CIFAR10_RESNET, LABELS, MNIST_CNN, NAME, PAPER, QUICK, subset, trained, with_log_loss,
+    CIFAR10,
+    CIFAR10_RESNET,
+    LABELS,
+    MNIST_CNN,
+    NAME,
+    PAPER,
+    QUICK,
+    subset,
+    trained,
+    with_log_loss,
 )
 from dpcompanion.reproduction.papers.yu import clip_key, falls, Study, Tasks, WORST
 
@@ -30,8 +39,7 @@ def clipped(task, clipping, seed, run):
     return trained(dataclasses.replace(task, **changes), seed, run)
 
 
-@experiment(f"{NAME}/table-3", quick=Clippings(QUICK),
-            paper=Clippings(subset("mnist", "cifar10")))
+@experiment(f"{NAME}/table-3", quick=Clippings(QUICK), paper=Clippings(subset("mnist", "cifar10")))
 def table_3(config, run):
     """Test accuracy in percent, clipped to everybody's own threshold and to the maximum."""
     values = left_out(config, run)
@@ -49,8 +57,7 @@ def clipping_is_free(record):
         yield LABELS[name], f"{cost:+z.1f} points", cost.at_most(0.5)
 
 
-@experiment(f"{NAME}/figures-7-8",
-            quick=Study(QUICK), paper=Study(PAPER))
+@experiment(f"{NAME}/figures-7-8", quick=Study(QUICK), paper=Study(PAPER))
 def figures_7_8(config, run):
     """Epsilon against loss, and by group, with individual clipping; the same groups without it."""
     changes = {**ONCE, "clipping": "individual"}
@@ -59,8 +66,12 @@ def figures_7_8(config, run):
     for name, task in runnable(config, run).items():
         plain = trained(task, config.seed, run)
         maximum, individual = plain.by_group(plain.epsilon()), values[f"{name}.mean_epsilon"]
-        values |= named(name, same_order=bool((np.argsort(maximum) == np.argsort(individual)).all()),
-                        orders_agree=rank(maximum, individual), largest_shift=np.abs(individual / maximum - 1).max())
+        values |= named(
+            name,
+            same_order=bool((np.argsort(maximum) == np.argsort(individual)).all()),
+            orders_agree=rank(maximum, individual),
+            largest_shift=np.abs(individual / maximum - 1).max(),
+        )
         values[f"{name}.maximum.mean_epsilon"] = maximum
     return values, arrays
 
@@ -84,8 +95,7 @@ class Sweep(Study):
     multiples: tuple = (0.1, 0.3, 0.5, 1.5)
 
 
-@experiment(f"{NAME}/figures-9-10", quick=Sweep(QUICK),
-            paper=Sweep({**HALF_TIME, "cifar10": CIFAR10_RESNET}))
+@experiment(f"{NAME}/figures-9-10", quick=Sweep(QUICK), paper=Sweep({**HALF_TIME, "cifar10": CIFAR10_RESNET}))
 def figures_9_10(config, run):
     """Distribution of epsilon, test accuracy and mean epsilon by class for clip norms around the median."""
     values, arrays = left_out(config, run), {}
@@ -95,8 +105,15 @@ def figures_9_10(config, run):
             epsilon, key = found.epsilon(), clip_key(multiple)
             groups, accuracy = found.by_group(epsilon), found.by_group(found.test_right, test=True)
             at_worst = (epsilon >= WORST * found.worst_case).mean()
-            values |= named(f"{name}.{key}", share_at_worst_case=at_worst, mean=epsilon.mean(), accuracy=found.accuracy,
-                            class_accuracy=accuracy, mean_epsilon=groups, rank_correlation=rank(accuracy, groups))
+            values |= named(
+                f"{name}.{key}",
+                share_at_worst_case=at_worst,
+                mean=epsilon.mean(),
+                accuracy=found.accuracy,
+                class_accuracy=accuracy,
+                mean_epsilon=groups,
+                rank_correlation=rank(accuracy, groups),
+            )
             values[f"{name}.worst_case"] = found.worst_case
             arrays[f"{name}.{key}"] = histogram(epsilon, found.worst_case)
             if name == "cifar10":
@@ -104,22 +121,30 @@ def figures_9_10(config, run):
     return values, arrays
 
 
-@finding(f"{NAME}/figures-9-10", "the share at the worst case falls as C grows, from more than half to less than a "
-         "tenth")
+@finding(
+    f"{NAME}/figures-9-10", "the share at the worst case falls as C grows, from more than half to less than a tenth"
+)
 def fewer_at_the_worst_case(record):
     for name in reported(record):
-        shares = [of_examples(record, name, record.values[f"{name}.{clip_key(c)}.share_at_worst_case"])
-                  for c in record.config["multiples"]]
+        shares = [
+            of_examples(record, name, record.values[f"{name}.{clip_key(c)}.share_at_worst_case"])
+            for c in record.config["multiples"]
+        ]
         yield LABELS[name], ", ".join(f"{share.estimate:.0%}" for share in shares), falls(shares)
 
 
-@finding(f"{NAME}/figures-9-10", "from 1.5 M to 0.5 M the mean epsilon of the least accurate class grows by more than "
-         "that of the most accurate")
+@finding(
+    f"{NAME}/figures-9-10",
+    "from 1.5 M to 0.5 M the mean epsilon of the least accurate class grows by more than that of the most accurate",
+)
 def the_underserved_pay_more(record):
     def more(right, growth):
-        worst, best = (np.take_along_axis(growth, np.expand_dims(pick(right, -1), -1), -1)[..., 0]
-                       for pick in (np.argmin, np.argmax))
+        worst, best = (
+            np.take_along_axis(growth, np.expand_dims(pick(right, -1), -1), -1)[..., 0]
+            for pick in (np.argmin, np.argmax)
+        )
         return worst - best
+
     for name in reported(record):
         before, after = (np.array(record.values[f"{name}.{key}.mean_epsilon"]) for key in ("c15", "c05"))
         gap = intervals.bootstrap(more, np.array(record.values[f"{name}.c15.class_accuracy"]), after - before)
@@ -136,8 +161,11 @@ class Large(Study):
     multiples: dict = dataclasses.field(default_factory=lambda: {"c5": 1.5, "c10": 3.0})
 
 
-@experiment(f"{NAME}/figure-12", quick=Large(QUICK),
-            paper=Large({**HALF_TIME, "cifar10": dataclasses.replace(CIFAR10, normalised=True)}))
+@experiment(
+    f"{NAME}/figure-12",
+    quick=Large(QUICK),
+    paper=Large({**HALF_TIME, "cifar10": dataclasses.replace(CIFAR10, normalised=True)}),
+)
 def figure_12(config, run):
     """Pearson's r of epsilon with log loss for large clip norms; on CIFAR-10 these are the paper's."""
     values = left_out(config, run)
@@ -157,5 +185,8 @@ def large_clip_norms_too(record):
     # The record holds r and no examples: losses have heavy tails, for which r alone has no honest interval.
     for name in reported(record):
         found = [intervals.unknown(record.values[f"{name}.{key}"]) for key in record.config["multiples"]]
-        yield (LABELS[name], ", ".join(f"{r.estimate:.2f}" for r in found) + " (no interval)",
-               intervals.every(*(r.above(0.85) for r in found)))
+        yield (
+            LABELS[name],
+            ", ".join(f"{r.estimate:.2f}" for r in found) + " (no interval)",
+            intervals.every(*(r.above(0.85) for r in found)),
+        )

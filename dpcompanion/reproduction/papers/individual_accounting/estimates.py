@@ -13,7 +13,16 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, named, pearson, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    account, at_length, CIFAR10, CPU, LABELS, MNIST_CNN, NAME, PAPER, QUICK, trained,
+    account,
+    at_length,
+    CIFAR10,
+    CPU,
+    LABELS,
+    MNIST_CNN,
+    NAME,
+    PAPER,
+    QUICK,
+    trained,
 )
 from dpcompanion.reproduction.papers.yu import Study, timed
 
@@ -30,13 +39,21 @@ def estimate_errors(found, refreshes):
     """Accounts of the reference examples with norms refreshed so often, beside those with norms at every step."""
     exact, estimate = found.reference_epsilon(), found.reference_epsilon(refreshes)
     error = estimate - exact
-    return {"pearson": pearson(estimate, exact), "mean_error": np.abs(error).mean(), "worst_error": np.abs(error).max(),
-            "understated": (error < -1e-3 * exact).mean(), "worst_understatement": (-error / exact.clip(1e-9)).max(),
-            "understated_by_10_percent": (error < -0.1 * exact).mean()}, exact, estimate
+    return (
+        {
+            "pearson": pearson(estimate, exact),
+            "mean_error": np.abs(error).mean(),
+            "worst_error": np.abs(error).max(),
+            "understated": (error < -1e-3 * exact).mean(),
+            "worst_understatement": (-error / exact.clip(1e-9)).max(),
+            "understated_by_10_percent": (error < -0.1 * exact).mean(),
+        },
+        exact,
+        estimate,
+    )
 
 
-@experiment(f"{NAME}/figure-4", quick=Estimates(QUICK),
-            paper=Estimates(at_length(PAPER)))
+@experiment(f"{NAME}/figure-4", quick=Estimates(QUICK), paper=Estimates(at_length(PAPER)))
 def figure_4(config, run):
     """Estimates with norms refreshed now and then, beside norms at every step, for examples drawn beforehand.
 
@@ -68,11 +85,17 @@ def more_refreshes_help(record):
     for name in reported(record):
         exact, estimates = (record.arrays[f"{name}.{key}"] for key in ("exact", "estimates"))
         rises = [
-            intervals.bootstrap(lambda x, few, many: intervals.correlation(x, many) - intervals.correlation(x, few),
-                                exact, *pair) for pair in zip(estimates, estimates[1:])]
+            intervals.bootstrap(
+                lambda x, few, many: intervals.correlation(x, many) - intervals.correlation(x, few), exact, *pair
+            )
+            for pair in zip(estimates, estimates[1:])
+        ]
         found = [record.values[f"{name}.gamma_{g:g}.pearson"] for g in record.config["refreshes"]]
-        yield (LABELS[name], ", ".join(f"{r:.4f}" for r in found),
-               intervals.every(*(rise.at_least(0) for rise in rises)))
+        yield (
+            LABELS[name],
+            ", ".join(f"{r:.4f}" for r in found),
+            intervals.every(*(rise.at_least(0) for rise in rises)),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,8 +115,7 @@ def nearest(norms, max_grad_norm, rounding):
     return levels[np.clip(places, 1, len(levels)) - 1]
 
 
-@experiment(f"{NAME}/table-1",
-            quick=Cost(QUICK, examples=10000), paper=Cost(CPU))
+@experiment(f"{NAME}/table-1", quick=Cost(QUICK, examples=10000), paper=Cost(CPU))
 def table_1(config, run):
     """Processor seconds for the accounts of many examples with and without rounding; what rounding does to epsilon."""
     norms = torch.rand(config.updates, config.examples, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -102,14 +124,15 @@ def table_1(config, run):
     values = {"with_rounding.evaluations": 100, "without_rounding.evaluations": norms.numel()}
     for kind, rounding in (("with_rounding", 0.01), ("without_rounding", None)):
         started = time.process_time()
-        accounts = IndividualAccountant(config.examples, max_grad_norm=1.0, rounding=rounding, accountant="rdp",
-                                        **parameters)
+        accounts = IndividualAccountant(
+            config.examples, max_grad_norm=1.0, rounding=rounding, accountant="rdp", **parameters
+        )
         for row in norms:
             accounts.record(row, steps=12)
         accounts.epsilon(1e-5)
         values[f"{kind}.seconds"] = time.process_time() - started
     started = time.process_time()
-    for norm in norms[0, :config.evaluations].clamp(min=0.01).tolist():
+    for norm in norms[0, : config.evaluations].clamp(min=0.01).tolist():
         rdp_sampled_gaussian(**{**parameters, "noise_multiplier": parameters["noise_multiplier"] / norm})
     one = (time.process_time() - started) / config.evaluations
     values["one_by_one.seconds_estimate"] = one * norms.numel()
@@ -119,17 +142,23 @@ def table_1(config, run):
         for precision in config.precisions:
             shares = nearest(found.norms, plan.max_grad_norm, precision)
             # With C = 1 the shares lie on the accountant's own levels, and none of them moves up.
-            rounded = account(dataclasses.replace(plan, max_grad_norm=1.0), shares, found.passes, steps=plan.steps,
-                              rounding=precision)
+            rounded = account(
+                dataclasses.replace(plan, max_grad_norm=1.0), shares, found.passes, steps=plan.steps, rounding=precision
+            )
             for kind, epsilon in (("nearest", rounded), ("up", found.epsilon(rounding=precision))):
                 ratio = epsilon / exact
-                values |= named(f"{name}.{kind}_{precision:g}", understated=(ratio < 1 - 1e-3).mean(),
-                                lowest=ratio.min(), median=np.median(ratio))
+                values |= named(
+                    f"{name}.{kind}_{precision:g}",
+                    understated=(ratio < 1 - 1e-3).mean(),
+                    lowest=ratio.min(),
+                    median=np.median(ratio),
+                )
     return values
 
 
-@finding(f"{NAME}/table-1", "accounts of all examples with rounding take less than 3 seconds, even on a machine half as"
-         " fast")
+@finding(
+    f"{NAME}/table-1", "accounts of all examples with rounding take less than 3 seconds, even on a machine half as fast"
+)
 def rounding_is_cheap(record):
     seconds = record.values["with_rounding.seconds"]
     said = "less than 1.5 s" if seconds < 1.5 else f"{seconds:.1f} s"
@@ -141,11 +170,13 @@ class Variants(Study):
     """Figures 13 and 14: how each variant changes a task."""
 
     variants: dict = dataclasses.field(
-        default_factory=lambda: {"hinge": {"loss": "hinge"}, "small": {"model": "linear"}})
+        default_factory=lambda: {"hinge": {"loss": "hinge"}, "small": {"model": "linear"}}
+    )
 
 
-@experiment(f"{NAME}/figures-13-14", quick=Variants(QUICK),
-            paper=Variants({"mnist_cnn": MNIST_CNN, "cifar10": CIFAR10}))
+@experiment(
+    f"{NAME}/figures-13-14", quick=Variants(QUICK), paper=Variants({"mnist_cnn": MNIST_CNN, "cifar10": CIFAR10})
+)
 def figures_13_14(config, run):
     """Another loss and a smaller model: estimates against exact values, accuracy and mean epsilon by class.
 
@@ -163,9 +194,16 @@ def figures_13_14(config, run):
             epsilon, accuracy = found.epsilon(), found.by_group(found.test_right, test=True)
             groups = found.by_group(epsilon)
             values |= named(
-                f"{name}.{kind}", pearson_estimate=errors["pearson"], understated=errors["understated"],
-                accuracy=found.accuracy, class_accuracy=accuracy, rank_correlation=rank(accuracy, groups),
-                mean=epsilon.mean(), mean_epsilon=groups, paid_little=(epsilon <= 0.1 * found.worst_case).mean())
+                f"{name}.{kind}",
+                pearson_estimate=errors["pearson"],
+                understated=errors["understated"],
+                accuracy=found.accuracy,
+                class_accuracy=accuracy,
+                rank_correlation=rank(accuracy, groups),
+                mean=epsilon.mean(),
+                mean_epsilon=groups,
+                paid_little=(epsilon <= 0.1 * found.worst_case).mean(),
+            )
             arrays |= named(f"{name}.{kind}", exact=np.float32(exact), estimate=np.float32(estimate))
             if name == "cifar10" and kind == "small":
                 values |= {"cat_mean_eps.wrn": values["cifar10.plain.mean_epsilon"][3], "cat_mean_eps.cnn": groups[3]}
@@ -190,6 +228,7 @@ def estimates_hold_up(record):
 @finding(f"{NAME}/figures-13-14", "accuracy and mean epsilon of classes have a rank correlation of -0.5 or less")
 def underserved_still(record):
     for where, row in _of_variants(record):
-        r = intervals.rank_correlation(record.values[f"{row}.rank_correlation"],
-                                       len(record.values[f"{row}.mean_epsilon"]))
+        r = intervals.rank_correlation(
+            record.values[f"{row}.rank_correlation"], len(record.values[f"{row}.mean_epsilon"])
+        )
         yield where, f"{r:.1f}", r.at_most(-0.5)

@@ -20,18 +20,27 @@ def attacked(found, members, others, config):
     return dict(zip(("success", "low", "high"), np.mean(rates, axis=1).T))
 
 
-@experiment(f"{NAME}/figure-11",
-            quick=Membership(QUICK, **STABLE), paper=Membership(subset("cifar10", "utkface_gender"), epochs=10))
+@experiment(
+    f"{NAME}/figure-11",
+    quick=Membership(QUICK, **STABLE),
+    paper=Membership(subset("cifar10", "utkface_gender"), epochs=10),
+)
 def figure_11(config, run):
     """Success of the loss-threshold attack on each group with and without DP, beside its mean epsilon."""
     values, seed = left_out(config, run), config.seed
     for name, task in runnable(config, run).items():
         found = trained(task, seed, run)
         accuracies, losses = trained_without_privacy(task, config, seed, run)
-        values |= named(name, mean_epsilon=found.by_group(found.epsilon()), nonprivate_accuracy=accuracies["accuracy"],
-                        nonprivate_test_accuracy=accuracies["test_accuracy"])
-        for kind, (members, others) in {"private": (found.losses, found.test_losses),
-                                        "nonprivate": (losses["losses"], losses["test_losses"])}.items():
+        values |= named(
+            name,
+            mean_epsilon=found.by_group(found.epsilon()),
+            nonprivate_accuracy=accuracies["accuracy"],
+            nonprivate_test_accuracy=accuracies["test_accuracy"],
+        )
+        for kind, (members, others) in {
+            "private": (found.losses, found.test_losses),
+            "nonprivate": (losses["losses"], losses["test_losses"]),
+        }.items():
             values |= named(f"{name}.{kind}", **attacked(found.found, members, others, config))
         if name == "cifar10":
             success = dict(zip(found.found.names, values["cifar10.nonprivate.success"]))
@@ -39,8 +48,10 @@ def figure_11(config, run):
     return values
 
 
-@finding(f"{NAME}/figure-11", "without privacy, groups with a higher mean epsilon are attacked with more success (rank "
-         "correlation 0.5 or more)")
+@finding(
+    f"{NAME}/figure-11",
+    "without privacy, groups with a higher mean epsilon are attacked with more success (rank correlation 0.5 or more)",
+)
 def risk_follows_epsilon(record):
     for name in reported(record):
         epsilon, success = (record.values[f"{name}.{key}"] for key in ("mean_epsilon", "nonprivate.success"))

@@ -22,8 +22,7 @@ class Release(Study):
     draws: int = 20
 
 
-@experiment(f"{NAME}/table-2", quick=Release(QUICK),
-            paper=Release(at_length(subset("mnist", "cifar10"))))
+@experiment(f"{NAME}/table-2", quick=Release(QUICK), paper=Release(at_length(subset("mnist", "cifar10"))))
 def table_2(config, run):
     """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over draws."""
     values = left_out(config, run)
@@ -33,8 +32,9 @@ def table_2(config, run):
         true = [float(epsilon.mean()), *np.quantile(epsilon, config.quantiles)]
         values |= named(f"{name}.non_private", **dict(zip(STATISTICS, true)))
         for method in release.METHODS:
-            drawn = np.array([released(epsilon, found.worst_case, task.delta, config, method, draw)
-                              for draw in range(config.draws)])
+            drawn = np.array(
+                [released(epsilon, found.worst_case, task.delta, config, method, draw) for draw in range(config.draws)]
+            )
             error = records.mean_and_sd(100 * np.abs(drawn / true - 1).mean(1))
             if method == "cdf":
                 values |= named(f"{name}.released", **dict(zip(STATISTICS, map(records.mean_and_sd, drawn.T))))

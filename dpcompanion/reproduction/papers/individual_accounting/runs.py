@@ -19,8 +19,9 @@ MNIST_CNN = Task("mnist", "two-layer-cnn", 1024, 4, 2.4, 1.5)
 MNIST_LONG = dataclasses.replace(MNIST_CNN, epochs=20, learning_rate=1.0)
 RESNET = {"momentum": 0.9, "weight_decay": 1e-3, "cosine": True, "normalised": False, "learning_rate": 0.1}
 MNIST = Task("mnist", "resnet20", 1024, 100, 2.4, needs="a GPU, about an hour", **RESNET)
-CIFAR10 = Task("cifar10", "wrn16-4", 4096, 300, 7.8, 4.0, max_grad_norm=1.0, normalised=False,
-               needs="a GPU of 32 GB, about a day")
+CIFAR10 = Task(
+    "cifar10", "wrn16-4", 4096, 300, 7.8, 4.0, max_grad_norm=1.0, normalised=False, needs="a GPU of 32 GB, about a day"
+)
 CIFAR10_RESNET = Task("cifar10", "resnet20", 1024, 100, 7.8, needs="a GPU, about two hours", **RESNET)
 UTKFACE_GENDER = Task("utkface-gender", "resnet20", 1024, 100, 4.5, needs="a GPU, about an hour", **RESNET)
 UTKFACE_AGE = dataclasses.replace(UTKFACE_GENDER, data="utkface-age")
@@ -32,6 +33,7 @@ PAPER = {**CPU, "mnist": MNIST, "cifar10": CIFAR10, "utkface_gender": UTKFACE_GE
 
 
 # Runs --------------------------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
@@ -95,8 +97,9 @@ def schedule(plan, refreshes):
 
 def account(plan, norms, passes, *, steps, accountant="rdp", rounding=0.01):
     """Epsilon of each example whose norms (passes, n) hold from their pass to the next, (n,) numpy."""
-    accounts = IndividualAccountant.for_plan(dataclasses.replace(plan, n=norms.shape[1]), rounding=rounding,
-                                             accountant=accountant)
+    accounts = IndividualAccountant.for_plan(
+        dataclasses.replace(plan, n=norms.shape[1]), rounding=rounding, accountant=accountant
+    )
     ends = [*passes[1:], steps]
     for start, end, row in zip(passes, ends, norms):
         if start < steps:
@@ -112,20 +115,41 @@ def run_task(task, seed, device):
     x, y = found.x.to(device), found.y.to(device)
     limit = task.max_grad_norm or task.median_multiple * float(gradient_norms(model, loss, x, y).median())
     plan = make_plan(task, len(y), limit)
-    optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate / (limit if task.normalised else 1),
-                                momentum=task.momentum, weight_decay=task.weight_decay)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=task.learning_rate / (limit if task.normalised else 1),
+        momentum=task.momentum,
+        weight_decay=task.weight_decay,
+    )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps) if task.cosine else None
 
-    everybody = NormTracker(IndividualAccountant.for_plan(plan), model, loss, (x, y),
-                            steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=task.refreshes,
-                            clipping=task.clipping, keep_norms=True)
+    everybody = NormTracker(
+        IndividualAccountant.for_plan(plan),
+        model,
+        loss,
+        (x, y),
+        steps_per_epoch=plan.steps_per_epoch,
+        updates_per_epoch=task.refreshes,
+        clipping=task.clipping,
+        keep_norms=True,
+    )
     trackers = [everybody]
-    chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[:task.reference])
+    chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[: task.reference])
     some = x[chosen.to(device)], y[chosen.to(device)]
     if task.reference:
         theirs = IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen)))
-        trackers.append(NormTracker(theirs, model, loss, some, steps_per_epoch=plan.steps_per_epoch,
-                                    updates_per_epoch=math.inf, examples=chosen, keep_norms=True))
+        trackers.append(
+            NormTracker(
+                theirs,
+                model,
+                loss,
+                some,
+                steps_per_epoch=plan.steps_per_epoch,
+                updates_per_epoch=math.inf,
+                examples=chosen,
+                keep_norms=True,
+            )
+        )
     medians, groups = [], found.groups[chosen]
 
     def watch(_):
@@ -134,16 +158,32 @@ def run_task(task, seed, device):
             medians.append([float(norms[groups == group].median()) for group in range(len(found.names))])
 
     watch(None)
-    train(model, loss, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers,
-          callbacks=Callbacks(on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None))
+    train(
+        model,
+        loss,
+        (x, y),
+        plan,
+        optimizer=optimizer,
+        seed=seed,
+        trackers=trackers,
+        callbacks=Callbacks(on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None),
+    )
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
     passes, norms = everybody.norms_of_passes
     exact = trackers[-1].norms_of_passes[1] if task.reference else torch.zeros(0, 0)
     values = {"max_grad_norm": limit, "seconds": time.perf_counter() - started}
-    arrays = {"passes": passes, "norms": norms, "reference": chosen, "reference_norms": exact,
-              "medians": np.array(medians), "losses": losses.cpu(), "test_losses": test_losses.cpu(),
-              "right": right.cpu(), "test_right": test_right.cpu()}
+    arrays = {
+        "passes": passes,
+        "norms": norms,
+        "reference": chosen,
+        "reference_norms": exact,
+        "medians": np.array(medians),
+        "losses": losses.cpu(),
+        "test_losses": test_losses.cpu(),
+        "right": right.cpu(),
+        "test_right": test_right.cpu(),
+    }
     return values, {key: np.asarray(array) for key, array in arrays.items()}
 
 
@@ -151,8 +191,14 @@ def make_plan(task, n, max_grad_norm):
     """The plan of a task on n examples: the noise that makes its epochs cost its epsilon (RDP)."""
     rate = task.batch_size / n
     return DPSGDPlan.for_epsilon(
-        task.target_epsilon, n=n, sample_rate=rate, steps=task.epochs * max(1, round(1 / rate)),
-        max_grad_norm=max_grad_norm, delta=task.delta, accountant="rdp")
+        task.target_epsilon,
+        n=n,
+        sample_rate=rate,
+        steps=task.epochs * max(1, round(1 / rate)),
+        max_grad_norm=max_grad_norm,
+        delta=task.delta,
+        accountant="rdp",
+    )
 
 
 def trained(task, seed, run):
@@ -160,9 +206,15 @@ def trained(task, seed, run):
     found = examples(task.data, task.dtype)
     run.note(found.provenance)
     plan = make_plan(task, len(found.y), 1.0)
-    done = run.keep(lambda _: run_task(task, seed, run.device), [f"seed-{seed}"], by=run_task,
-                    config={"task": dataclasses.replace(task, needs="")}, seconds=seconds(len(found.y), plan.steps),
-                    under=f"runs/{task.data}-{task.model}", label=f"{task.data}, {task.model}")
+    done = run.keep(
+        lambda _: run_task(task, seed, run.device),
+        [f"seed-{seed}"],
+        by=run_task,
+        config={"task": dataclasses.replace(task, needs="")},
+        seconds=seconds(len(found.y), plan.steps),
+        under=f"runs/{task.data}-{task.model}",
+        label=f"{task.data}, {task.model}",
+    )
     values, arrays = done[f"seed-{seed}"]
     plan = dataclasses.replace(plan, max_grad_norm=values["max_grad_norm"])
     return Trained(task, plan, found, **arrays, seconds=values["seconds"])
@@ -170,8 +222,14 @@ def trained(task, seed, run):
 
 # What exhibits share -----------------------------------------------------------------------------------------------
 
-LABELS = {"mnist-5k": "digits", "mnist_cnn": "MNIST, two-layer CNN", "mnist": "MNIST", "cifar10": "CIFAR-10",
-          "utkface_gender": "UTKFace, gender", "utkface_age": "UTKFace, age"}
+LABELS = {
+    "mnist-5k": "digits",
+    "mnist_cnn": "MNIST, two-layer CNN",
+    "mnist": "MNIST",
+    "cifar10": "CIFAR-10",
+    "utkface_gender": "UTKFace, gender",
+    "utkface_age": "UTKFace, age",
+}
 
 
 def with_log_loss(epsilon, losses):

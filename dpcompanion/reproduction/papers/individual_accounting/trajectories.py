@@ -12,13 +12,21 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import named, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.clipping import clipped
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    account, CPU, LABELS, make_plan, NAME, PAPER, QUICK, schedule,
+    account,
+    CPU,
+    LABELS,
+    make_plan,
+    NAME,
+    PAPER,
+    QUICK,
+    schedule,
 )
 from dpcompanion.reproduction.papers.yu import build, examples, LOSSES, MNIST_5K, Study, Tasks
 from dpcompanion.training import Callbacks, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
 # What an account along a trajectory means --------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Trajectories(Tasks):
@@ -45,7 +53,7 @@ def two_steps(config, points=1201, reach=9.0):
     q, s = config.sample_rate, config.noise
 
     def density(shift):
-        return torch.exp(-((z - shift) / s) ** 2 / 2) / (s * math.sqrt(2 * math.pi))
+        return torch.exp(-(((z - shift) / s) ** 2) / 2) / (s * math.sqrt(2 * math.pi))
 
     second = config.low + (1 - config.low) * torch.sigmoid((z - config.turn) / config.width)
     without = density(0.0)[:, None] * density(0.0)
@@ -70,8 +78,7 @@ def variance_shares(values):
     return between / (between + within), math.sqrt(within)
 
 
-@experiment(f"{NAME}/theorem-3.1",
-            quick=Trajectories(QUICK), paper=Trajectories(CPU))
+@experiment(f"{NAME}/theorem-3.1", quick=Trajectories(QUICK), paper=Trajectories(CPU))
 def theorem_3_1(config, run):
     """What the account promises, by quadrature, on sets of trajectories that were fixed beforehand and on all of them;
     and how much of an example's account is the example's own, over seeds.
@@ -94,14 +101,23 @@ def theorem_3_1(config, run):
         pairs = [(a, b) for a in range(len(epsilons)) for b in range(a)]
         share, spread = variance_shares(epsilons)
         ratio = epsilons.max(0) / epsilons.min(0)
-        values |= named(name, share_of_the_example=share, sd_between_runs=spread, mean_of_each_run=epsilons.mean(1),
-                        rank_correlation=np.mean([rank(epsilons[a], epsilons[b]) for a, b in pairs]),
-                        largest_over_smallest=np.quantile(ratio, (0.1, 0.5, 0.9)))
+        values |= named(
+            name,
+            share_of_the_example=share,
+            sd_between_runs=spread,
+            mean_of_each_run=epsilons.mean(1),
+            rank_correlation=np.mean([rank(epsilons[a], epsilons[b]) for a, b in pairs]),
+            largest_over_smallest=np.quantile(ratio, (0.1, 0.5, 0.9)),
+        )
     return values
 
 
-@finding(f"{NAME}/theorem-3.1", "on every set of trajectories whose account at a fixed order stays below a threshold, "
-         "that threshold holds with the stated delta", kind="own")
+@finding(
+    f"{NAME}/theorem-3.1",
+    "on every set of trajectories whose account at a fixed order stays below a threshold, "
+    "that threshold holds with the stated delta",
+    kind="own",
+)
 def thresholds_hold(record):
     worst, delta = max(record.values["toy.on_set"]), record.values["toy.delta"]
     yield "two steps, by quadrature", f"delta {worst:.1e} of {delta:.0e}", worst <= delta
@@ -114,8 +130,9 @@ class Owners(Study):
     owners: int = 20
 
 
-@experiment(f"{NAME}/theorem-3.2",
-            quick=Owners({"mnist-5k": dataclasses.replace(MNIST_5K, epochs=2)}), paper=Owners(CPU))
+@experiment(
+    f"{NAME}/theorem-3.2", quick=Owners({"mnist-5k": dataclasses.replace(MNIST_5K, epochs=2)}), paper=Owners(CPU)
+)
 def theorem_3_2(config, run):
     """Owners compute their epsilons from the models that training went through and their own example, nothing else."""
     values = {}
@@ -124,9 +141,15 @@ def theorem_3_2(config, run):
         run.note(found.provenance)
         model = build(task.model, found, config.seed)
         plan = make_plan(task, len(found.y), float(gradient_norms(model, loss, found.x, found.y).median()))
-        tracker = NormTracker(IndividualAccountant.for_plan(plan), model, loss, (found.x, found.y),
-                              clipping="individual", steps_per_epoch=plan.steps_per_epoch,
-                              updates_per_epoch=task.refreshes)
+        tracker = NormTracker(
+            IndividualAccountant.for_plan(plan),
+            model,
+            loss,
+            (found.x, found.y),
+            clipping="individual",
+            steps_per_epoch=plan.steps_per_epoch,
+            updates_per_epoch=task.refreshes,
+        )
         optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate / plan.max_grad_norm)
         passes, seen = schedule(plan, task.refreshes), []
 
@@ -135,9 +158,17 @@ def theorem_3_2(config, run):
                 seen.append({key: value.clone() for key, value in model.state_dict().items()})
 
         keep(0)
-        train(model, loss, (found.x, found.y), plan, optimizer=optimizer, seed=config.seed, trackers=[tracker],
-              callbacks=Callbacks(on_step=lambda state, keep=keep: keep(state.step)))
-        told = tracker.epsilon(plan.delta)[:config.owners].numpy()
+        train(
+            model,
+            loss,
+            (found.x, found.y),
+            plan,
+            optimizer=optimizer,
+            seed=config.seed,
+            trackers=[tracker],
+            callbacks=Callbacks(on_step=lambda state, keep=keep: keep(state.step)),
+        )
+        told = tracker.epsilon(plan.delta)[: config.owners].numpy()
         private = build(task.model, found, config.seed)
         alone = np.zeros(config.owners)
         for owner in range(config.owners):
@@ -167,6 +198,11 @@ def algorithms_1_2_3(config, run):
     sizes, values = {"mnist": 60000, "cifar10": 50000, "utkface_gender": 15000, "utkface_age": 15000}, {}
     for name, task in config.tasks.items():
         plan = make_plan(task, sizes[name], 1.0)
-        values |= named(name, noise_multiplier=plan.noise_multiplier, steps=plan.steps,
-                        epsilon_rdp=plan.epsilon(accountant="rdp"), epsilon_pld=plan.epsilon(accountant="pld"))
+        values |= named(
+            name,
+            noise_multiplier=plan.noise_multiplier,
+            steps=plan.steps,
+            epsilon_rdp=plan.epsilon(accountant="rdp"),
+            epsilon_pld=plan.epsilon(accountant="pld"),
+        )
     return values

@@ -13,11 +13,19 @@ from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    Grids, INITIALISATIONS, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
+    Grids,
+    INITIALISATIONS,
+    PAPER,
+    problem,
+    QUICK,
+    sensitivities,
+    trained,
+    UNSCALED,
 )
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import _bounded, NAMES
 
 # Beyond the paper --------------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Audit(Grids):
@@ -60,9 +68,14 @@ def gaussian_view(weights):
 
     covariance, _ = op.noise_covariance(weights, shrinkage=0.0)
     shrunk, shrinkage = op.noise_covariance(weights)
-    return {"mu": mu(covariance), "mu_shrunk": mu(shrunk),
-            "mu_pooled": differences.norm(dim=1) / op.intrinsic_sigma(weights),
-            "covariance": covariance, "shrinkage": shrinkage, "differences": differences}
+    return {
+        "mu": mu(covariance),
+        "mu_shrunk": mu(shrunk),
+        "mu_pooled": differences.norm(dim=1) / op.intrinsic_sigma(weights),
+        "covariance": covariance,
+        "shrinkage": shrinkage,
+        "differences": differences,
+    }
 
 
 def gaussian_ratio(first, second):
@@ -75,8 +88,11 @@ def gaussian_ratio(first, second):
         fits.append((cloud.mean(0), covariance, torch.linalg.slogdet(covariance).logabsdet))
 
     def score(weights):
-        logs = [-op.mahalanobis(weights - mean, covariance)**2 / 2 - volume / 2 for mean, covariance, volume in fits]
+        logs = [
+            -(op.mahalanobis(weights - mean, covariance) ** 2) / 2 - volume / 2 for mean, covariance, volume in fits
+        ]
         return logs[1] - logs[0]
+
     return score
 
 
@@ -99,18 +115,22 @@ def counted(score, fit, trial, *, delta, confidence):
 
     Both are pairs (weights of data set 0, weights of its neighbour), each (seeds, parameters).
     """
+
     def counts(clouds, thresholds):
         negative, positive = (score(cloud).sort().values for cloud in clouds)
         above = [len(s) - torch.searchsorted(s, thresholds) for s in (positive, negative)]
         return dict(true_positives=above[0], positives=len(positive), false_positives=above[1], negatives=len(negative))
 
     thresholds = torch.cat([score(cloud) for cloud in fit]).quantile(
-        torch.linspace(0.001, 0.999, 999, dtype=torch.float64))
+        torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
+    )
     seen = counts(fit, thresholds)
     at_epsilon = thresholds[attacks.epsilon_lower_bound(**seen, delta=delta, confidence=confidence).argmax()]
     at_mu = thresholds[attacks.mu_lower_bound(**seen, confidence=confidence).argmax()]
-    return (attacks.epsilon_lower_bound(**counts(trial, at_epsilon[None]), delta=delta, confidence=confidence)[0],
-            attacks.mu_lower_bound(**counts(trial, at_mu[None]), confidence=confidence)[0])
+    return (
+        attacks.epsilon_lower_bound(**counts(trial, at_epsilon[None]), delta=delta, confidence=confidence)[0],
+        attacks.mu_lower_bound(**counts(trial, at_mu[None]), confidence=confidence)[0],
+    )
 
 
 def canary(found, weights, count):
@@ -147,16 +167,22 @@ def _clouds(name, task, run, config, initialisation, kind):
     weights = trained(name, task, run, initialisation, data_sets=(0, *chosen), first_seed=first)
     if kind == "canary":
         held_out, chosen = canary(problem(name, run), weights, config.canaries)
-        weights = trained(name, task, run, initialisation, data_sets=(0, *chosen), first_seed=2 * first,
-                          held_out=held_out)
+        weights = trained(
+            name, task, run, initialisation, data_sets=(0, *chosen), first_seed=2 * first, held_out=held_out
+        )
     return weights, grid, chosen
 
 
 _QUICK_AUDIT = Audit({"digits": dataclasses.replace(QUICK["digits"], seeds=2000)}, 3, 2)
-_PAPER_AUDIT = Audit({
-    "mnist-binary": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
-    "mnist-binary-unscaled": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
-    "adult": dataclasses.replace(PAPER["adult"], seeds=1600)}, 7, 3)
+_PAPER_AUDIT = Audit(
+    {
+        "mnist-binary": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
+        "mnist-binary-unscaled": dataclasses.replace(PAPER["mnist-binary"], seeds=16000),
+        "adult": dataclasses.replace(PAPER["adult"], seeds=1600),
+    },
+    7,
+    3,
+)
 KINDS = ("natural", "canary")
 
 
@@ -185,22 +211,37 @@ def algorithm_1(config, run):
         view, sigma, star = gaussian_view(fit), op.intrinsic_sigma(grid), op.empirical_sensitivity(grid[1:])
         spectrum = torch.linalg.eigvalsh(view["covariance"]).flip(0).sqrt()
         each = 1 - (1 - config.confidence) / (2 * len(chosen))
-        found = {kind: torch.stack([torch.stack(counted(make(fit[0], other), (fit[0], other), (trial[0], fresh),
-                                                        delta=delta, confidence=each))
-                                    for other, fresh in zip(fit[1:], trial[1:])]).T
-                 for kind, make in (("gaussian_ratio", gaussian_ratio), ("linear", linear_classifier))}
+        found = {
+            kind: torch.stack(
+                [
+                    torch.stack(
+                        counted(make(fit[0], other), (fit[0], other), (trial[0], fresh), delta=delta, confidence=each)
+                    )
+                    for other, fresh in zip(fit[1:], trial[1:])
+                ]
+            ).T
+            for kind, make in (("gaussian_ratio", gaussian_ratio), ("linear", linear_classifier))
+        }
         epsilon, mu = torch.stack(list(found.values())).amax(0)
         # The direction that tells the worst neighbour apart, in the half that it was not chosen on: tails decide delta.
         worst = int(view["mu"].argmax())
         projected = trial[0] @ torch.linalg.solve(view["covariance"], view["differences"][worst])
         z = (projected - projected.mean()) / projected.std()
         values |= {
-            f"{row}.neighbours": chosen, f"{row}.sigma_i": sigma, f"{row}.shrinkage": view["shrinkage"],
-            f"{row}.sigma_largest": spectrum[0], f"{row}.sigma_smallest": spectrum[-1],
-            f"{row}.moved": view["differences"].norm(dim=1), f"{row}.mu_pooled": view["mu_pooled"],
-            f"{row}.mu_shrunk": view["mu_shrunk"], f"{row}.mu_covariance": view["mu"], f"{row}.mu_audited": mu,
-            f"{row}.mu_claimed": bound / sigma, f"{row}.mu_claimed_star": star / sigma,
-            f"{row}.epsilon_audited": epsilon, f"{row}.epsilon_of_mu_audited": gaussian_epsilon(mu, delta),
+            f"{row}.neighbours": chosen,
+            f"{row}.sigma_i": sigma,
+            f"{row}.shrinkage": view["shrinkage"],
+            f"{row}.sigma_largest": spectrum[0],
+            f"{row}.sigma_smallest": spectrum[-1],
+            f"{row}.moved": view["differences"].norm(dim=1),
+            f"{row}.mu_pooled": view["mu_pooled"],
+            f"{row}.mu_shrunk": view["mu_shrunk"],
+            f"{row}.mu_covariance": view["mu"],
+            f"{row}.mu_audited": mu,
+            f"{row}.mu_claimed": bound / sigma,
+            f"{row}.mu_claimed_star": star / sigma,
+            f"{row}.epsilon_audited": epsilon,
+            f"{row}.epsilon_of_mu_audited": gaussian_epsilon(mu, delta),
             f"{row}.epsilon_pooled": gaussian_epsilon(view["mu_pooled"], delta),
             f"{row}.epsilon_covariance": gaussian_epsilon(view["mu"], delta),
             f"{row}.epsilon_claimed": op.intrinsic_epsilon(bound, sigma, delta),
@@ -242,13 +283,17 @@ def algorithm_2(config, run):
 
         def report(kind, added):
             epsilons, audits = torch.stack([mus(a).max() for a in added]), torch.stack([audited(a) for a in added]).T
-            return {f"{row}.{kind}.added": added, f"{row}.{kind}.epsilon_covariance": gaussian_epsilon(epsilons, delta),
-                    f"{row}.{kind}.epsilon_audited": audits[0],
-                    f"{row}.{kind}.epsilon_of_mu_audited": gaussian_epsilon(audits[1], delta)}
+            return {
+                f"{row}.{kind}.added": added,
+                f"{row}.{kind}.epsilon_covariance": gaussian_epsilon(epsilons, delta),
+                f"{row}.{kind}.epsilon_audited": audits[0],
+                f"{row}.{kind}.epsilon_of_mu_audited": gaussian_epsilon(audits[1], delta),
+            }
 
         for kind, sensitivity in (("theory", bound), ("empirical", op.empirical_sensitivity(grid[1:]))):
             values |= report(
-                kind, op.augmented_sigma(sensitivity, sigma, target_epsilon=config.targets, target_delta=delta))
+                kind, op.augmented_sigma(sensitivity, sigma, target_epsilon=config.targets, target_delta=delta)
+            )
         needed = []
         for target in config.targets:
             low, high = 0.0, 10.0
@@ -261,8 +306,10 @@ def algorithm_2(config, run):
     return values
 
 
-@finding("intrinsic-privacy/algorithm-1", "epsilon is at most what is claimed with theorem 2's sensitivity: an attack"
-         " can refute that, and never prove it")
+@finding(
+    "intrinsic-privacy/algorithm-1",
+    "epsilon is at most what is claimed with theorem 2's sensitivity: an attack can refute that, and never prove it",
+)
 def _claim_stands(record):
     yield from _attacked(record, _bounded(record), "mu_claimed", "epsilon_claimed")
 
@@ -279,13 +326,17 @@ def _attacked(record, tasks, mu, epsilon):
             # What an attack shows, at 95% for all attacks together, is a lower end and nothing else.
             seen = max(record.values[f"{row}.mu_audited"])
             shown = max(record.values[f"{row}.epsilon_of_mu_audited"])
-            yield (f"{NAMES[name]}, {start} start",
-                   f"at least {shown:.2f}; claimed {record.values[f'{row}.{epsilon}']:.2f}",
-                   intervals.Interval(seen, seen, math.inf).at_most(record.values[f"{row}.{mu}"]))
+            yield (
+                f"{NAMES[name]}, {start} start",
+                f"at least {shown:.2f}; claimed {record.values[f'{row}.{epsilon}']:.2f}",
+                intervals.Interval(seen, seen, math.inf).at_most(record.values[f"{row}.{mu}"]),
+            )
 
 
-@finding("intrinsic-privacy/algorithm-2", "at target 1, epsilon is at most 1 with theorem 2's sensitivity: an attack"
-         " can refute that, and never prove it")
+@finding(
+    "intrinsic-privacy/algorithm-2",
+    "at target 1, epsilon is at most 1 with theorem 2's sensitivity: an attack can refute that, and never prove it",
+)
 def _augmented_stands(record):
     yield from _augmented(record, _bounded(record), "theory")
 
@@ -300,6 +351,10 @@ def _augmented(record, tasks, sensitivity):
         for start in INITIALISATIONS:
             row = f"{name}.{start}.canary"
             shown = record.values[f"{row}.{sensitivity}.epsilon_of_mu_audited"][
-                record.values[f"{row}.targets"].index(1.0)]
-            yield (f"{NAMES[name]}, {start} start", f"at least {shown:.2f}",
-                   intervals.Interval(shown, shown, math.inf).at_most(1.0))
+                record.values[f"{row}.targets"].index(1.0)
+            ]
+            yield (
+                f"{NAMES[name]}, {start} start",
+                f"at least {shown:.2f}",
+                intervals.Interval(shown, shown, math.inf).at_most(1.0),
+            )

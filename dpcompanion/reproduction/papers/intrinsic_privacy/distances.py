@@ -11,7 +11,15 @@ from dpcompanion import output_perturbation as op
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    between_seeds, Grids, INITIALISATIONS, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
+    between_seeds,
+    Grids,
+    INITIALISATIONS,
+    PAPER,
+    problem,
+    QUICK,
+    sensitivities,
+    trained,
+    UNSCALED,
 )
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
 
@@ -19,8 +27,9 @@ LOG_EDGES = np.linspace(-5, 2, 141)
 
 
 def _log_histogram(values):
-    return np.histogram(np.log10(np.clip(values.numpy().ravel(), 1e-300, None)).clip(-5, 2),
-                        LOG_EDGES)[0].astype(np.int32)
+    return np.histogram(np.log10(np.clip(values.numpy().ravel(), 1e-300, None)).clip(-5, 2), LOG_EDGES)[0].astype(
+        np.int32
+    )
 
 
 def _distances(name, weights, bound):
@@ -31,30 +40,36 @@ def _distances(name, weights, bound):
     for initialisation, grid in weights.items():
         sets, seeds = grid.shape[:2]
         found[f"seed.{initialisation}"] = between_seeds(grid[1:])
-        pairs = (torch.randint(1, sets, (2, 20000), generator=generator),
-                 torch.randint(seeds, (2, 20000), generator=generator))
+        pairs = (
+            torch.randint(1, sets, (2, 20000), generator=generator),
+            torch.randint(seeds, (2, 20000), generator=generator),
+        )
         differ = (pairs[0][0] != pairs[0][1]) & (pairs[1][0] != pairs[1][1])
         (a, b), (r, s) = (pair[:, differ] for pair in pairs)
         found[f"both.{initialisation}"] = (grid[a, r] - grid[b, s]).norm(dim=-1)
     for kind, distances in found.items():
         arrays[f"{name}.{kind}"] = _log_histogram(distances)
-        values |= {f"{name}.{kind}.median": distances.median(), f"{name}.{kind}.max": distances.max(),
-                   f"{name}.{kind}.min": distances.min()}
+        values |= {
+            f"{name}.{kind}.median": distances.median(),
+            f"{name}.{kind}.max": distances.max(),
+            f"{name}.{kind}.min": distances.min(),
+        }
     largest = found["data"].max()
     for initialisation in weights:
         values[f"{name}.seed_above_all_data.{initialisation}"] = (
-            found[f"seed.{initialisation}"] > largest).double().mean()
+            (found[f"seed.{initialisation}"] > largest).double().mean()
+        )
         if bound is not None:
             values[f"{name}.seed_above_bound.{initialisation}"] = (
-                found[f"seed.{initialisation}"] > bound).double().mean()
+                (found[f"seed.{initialisation}"] > bound).double().mean()
+            )
     values[f"{name}.varying_over_fixed"] = found["seed.varying"].median() / found["seed.fixed"].median()
     if bound is not None:
         values |= {f"{name}.bound": bound, f"{name}.bound_over_data": bound / largest}
     return values, arrays
 
 
-@experiment("intrinsic-privacy/figure-2",
-            quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
+@experiment("intrinsic-privacy/figure-2", quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
 def figure_2(config, run):
     """Distances between runs that differ in data, in seed, or in both; histograms over `LOG_EDGES` of log10."""
     values, arrays = {}, {}
@@ -73,8 +88,11 @@ class Normality(Grids):
     data_sets: int = 25
 
 
-@experiment("intrinsic-privacy/figure-3", quick=Normality(QUICK, 5),
-            paper=Normality({"mnist-binary": PAPER["mnist-binary"], **UNSCALED}))
+@experiment(
+    "intrinsic-privacy/figure-3",
+    quick=Normality(QUICK, 5),
+    paper=Normality({"mnist-binary": PAPER["mnist-binary"], **UNSCALED}),
+)
 def figure_3(config, run):
     """Shapiro-Wilk for each weight over seeds: shares of p-values below 0.05, and below 0.05 / d.
 
@@ -84,20 +102,23 @@ def figure_3(config, run):
     values, arrays = {}, {}
     for name, task in config.tasks.items():
         for initialisation in INITIALISATIONS:
-            weights = trained(name, task, run, initialisation)[1:config.data_sets + 1].numpy()
-            p = np.array([[stats.shapiro(weights[i, :, j]).pvalue for j in range(weights.shape[2])]
-                          for i in range(len(weights))])
+            weights = trained(name, task, run, initialisation)[1 : config.data_sets + 1].numpy()
+            p = np.array(
+                [[stats.shapiro(weights[i, :, j]).pvalue for j in range(weights.shape[2])] for i in range(len(weights))]
+            )
             row = f"{name}.{initialisation}"
             arrays[row] = p.astype(np.float32)
-            values |= {f"{row}.below_5_percent": (p < 0.05).mean(),
-                       f"{row}.below_bonferroni": (p < 0.05 / p.shape[1]).mean(),
-                       f"{row}.smallest": p.min(), f"{row}.one_set_below_5_percent": (p[0] < 0.05).mean(),
-                       f"{row}.kurtosis": np.median(stats.kurtosis(weights, axis=1))}
+            values |= {
+                f"{row}.below_5_percent": (p < 0.05).mean(),
+                f"{row}.below_bonferroni": (p < 0.05 / p.shape[1]).mean(),
+                f"{row}.smallest": p.min(),
+                f"{row}.one_set_below_5_percent": (p[0] < 0.05).mean(),
+                f"{row}.kurtosis": np.median(stats.kurtosis(weights, axis=1)),
+            }
     return values, arrays
 
 
-@experiment("intrinsic-privacy/table-3", quick=Grids(QUICK),
-            paper=Grids(PAPER | UNSCALED))
+@experiment("intrinsic-privacy/table-3", quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
 def table_3(config, run):
     """Algorithm 1 as the paper computes it (fractional passes, the classical formula), and as the theorems allow:
     `delta_bound` with whole passes, and `.analytic`."""
@@ -107,23 +128,34 @@ def table_3(config, run):
         bound, fractional, _ = sensitivities(task, examples)
         grids = {initialisation: trained(name, task, run, initialisation)[1:] for initialisation in INITIALISATIONS}
         sigma, star, delta = (
-            op.intrinsic_sigma(grids["varying"]), op.empirical_sensitivity(grids["varying"]), 1 / examples)
+            op.intrinsic_sigma(grids["varying"]),
+            op.empirical_sensitivity(grids["varying"]),
+            1 / examples,
+        )
 
         def epsilon(sensitivity, sigma=sigma, mechanism="analytic"):
             return op.intrinsic_epsilon(sensitivity, sigma, delta, mechanism=mechanism)
 
         values |= {
-            f"{name}.delta_theory": fractional, f"{name}.delta_empirical": star, f"{name}.delta": delta,
-            f"{name}.sigma_i": sigma, f"{name}.eps_i": epsilon(fractional, mechanism="classical"),
-            f"{name}.eps_i_star": epsilon(star, mechanism="classical"), f"{name}.delta_bound": bound,
-            f"{name}.eps_i.analytic": epsilon(bound), f"{name}.eps_i_star.analytic": epsilon(star),
+            f"{name}.delta_theory": fractional,
+            f"{name}.delta_empirical": star,
+            f"{name}.delta": delta,
+            f"{name}.sigma_i": sigma,
+            f"{name}.eps_i": epsilon(fractional, mechanism="classical"),
+            f"{name}.eps_i_star": epsilon(star, mechanism="classical"),
+            f"{name}.delta_bound": bound,
+            f"{name}.eps_i.analytic": epsilon(bound),
+            f"{name}.eps_i_star.analytic": epsilon(star),
             f"{name}.sigma_i_smallest": op.seed_sigma(grids["varying"]).min(),
             f"{name}.sigma_i_largest": op.seed_sigma(grids["varying"]).max(),
         }
         sigma_fixed = op.intrinsic_sigma(grids["fixed"])
         star_fixed = op.empirical_sensitivity(grids["fixed"])
-        values |= {f"{name}.sigma_i_fixed": sigma_fixed, f"{name}.eps_i_fixed.analytic": epsilon(bound, sigma_fixed),
-                   f"{name}.eps_i_star_fixed.analytic": epsilon(star_fixed, sigma_fixed)}
+        values |= {
+            f"{name}.sigma_i_fixed": sigma_fixed,
+            f"{name}.eps_i_fixed.analytic": epsilon(bound, sigma_fixed),
+            f"{name}.eps_i_star_fixed.analytic": epsilon(star_fixed, sigma_fixed),
+        }
     return values
 
 
@@ -136,8 +168,11 @@ def _pairwise_epsilon(name, weights, delta):
     for mechanism in ("classical", "analytic"):
         curve = op.intrinsic_epsilon(knots, sigma, delta, mechanism=mechanism)
         epsilon = torch.as_tensor(np.interp(distances.numpy(), knots.numpy(), curve.numpy()))
-        values |= {f"{name}.{mechanism}.median": epsilon.median(), f"{name}.{mechanism}.max": epsilon.max(),
-                   f"{name}.{mechanism}.skew": stats.skew(epsilon.numpy().ravel())}
+        values |= {
+            f"{name}.{mechanism}.median": epsilon.median(),
+            f"{name}.{mechanism}.max": epsilon.max(),
+            f"{name}.{mechanism}.skew": stats.skew(epsilon.numpy().ravel()),
+        }
         arrays[f"{name}.{mechanism}"] = _log_histogram(epsilon)
     return values, arrays
 
@@ -146,14 +181,14 @@ def _figure_of_pairs(config, run, initialisation):
     values, arrays = {}, {}
     for name, task in config.tasks.items():
         delta = 1 / problem(name, run).examples
-        for mine, new in zip((values, arrays),
-                             _pairwise_epsilon(name, trained(name, task, run, initialisation), delta)):
+        for mine, new in zip(
+            (values, arrays), _pairwise_epsilon(name, trained(name, task, run, initialisation), delta)
+        ):
             mine |= new
     return values, arrays
 
 
-@experiment("intrinsic-privacy/figure-4",
-            quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
+@experiment("intrinsic-privacy/figure-4", quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
 def figure_4(config, run):
     """Pairwise epsilon, the initialisation varying; histograms over `LOG_EDGES` of log10."""
     return _figure_of_pairs(config, run, "varying")
@@ -170,9 +205,11 @@ _NETWORKS = {name: dataclasses.replace(PAPER[name], seeds=32, data_sets=24) for 
 _NETWORKS["mnist-binary-unscaled"] = _NETWORKS["mnist-binary"]
 
 
-@experiment("intrinsic-privacy/figures-6-7",
-            quick=Networks({"digits": dataclasses.replace(QUICK["digits"], seeds=24, data_sets=12)}, {"digits": (10,)}),
-            paper=Networks(_NETWORKS, {"mnist-binary": (10, 16), "mnist-binary-unscaled": (10, 16), "adult": (8,)}))
+@experiment(
+    "intrinsic-privacy/figures-6-7",
+    quick=Networks({"digits": dataclasses.replace(QUICK["digits"], seeds=24, data_sets=12)}, {"digits": (10,)}),
+    paper=Networks(_NETWORKS, {"mnist-binary": (10, 16), "mnist-binary-unscaled": (10, 16), "adult": (8,)}),
+)
 def figures_6_7(config, run):
     """Distances and pairwise epsilon of networks with one hidden layer, the hyperparameters those of table II."""
     values, arrays = {}, {}
@@ -187,8 +224,10 @@ def figures_6_7(config, run):
                 arrays |= new[1]
         # The number of hidden units that fits the printed number of parameters is the one held against the paper.
         row = f"{name}.hidden_{config.hidden[name][0]}"
-        values |= {f"pairwise_eps_centre.{name}": values[f"{row}.classical.median"],
-                   f"pairwise_eps_max.{name}": values[f"{row}.classical.max"]}
+        values |= {
+            f"pairwise_eps_centre.{name}": values[f"{row}.classical.median"],
+            f"pairwise_eps_max.{name}": values[f"{row}.classical.max"],
+        }
     return values, arrays
 
 
@@ -205,8 +244,9 @@ def _share_of_pairs(record, name, key):
 def _median(record, name, key, what, median):
     """The interval of a median of distances or epsilons between pairs, from their histogram, to the width of a bin."""
     counts = record.arrays[f"{name}.{key}"].cumsum()
-    low, high = (np.searchsorted(counts, level * counts[-1])
-                 for level in intervals.level(0.5, _independent(record, name, what)))
+    low, high = (
+        np.searchsorted(counts, level * counts[-1]) for level in intervals.level(0.5, _independent(record, name, what))
+    )
     return intervals.Interval(median, 10 ** LOG_EDGES[low], 10 ** LOG_EDGES[min(high, len(counts) - 1) + 1])
 
 
@@ -228,8 +268,10 @@ def _seeds_above_bound(record):
 @finding("intrinsic-privacy/figure-2", "a varying start raises the median by 1 to 5 times")
 def _start_matters(record):
     for name in record.config["tasks"]:
-        varying, fixed = (_median(record, name, f"seed.{start}", "seeds", record.values[f"{name}.seed.{start}.median"])
-                          for start in INITIALISATIONS)
+        varying, fixed = (
+            _median(record, name, f"seed.{start}", "seeds", record.values[f"{name}.seed.{start}.median"])
+            for start in INITIALISATIONS
+        )
         factor = varying / fixed
         yield NAMES[name], f"{factor:.1f}", intervals.every(factor.at_least(1), factor.at_most(5.5))
 
@@ -241,8 +283,11 @@ def _looks_normal(record):
             p = record.arrays[f"{name}.{start}"]
             low = intervals.bootstrap(lambda share: share.mean(-1), (p < 0.05).mean(0))  # over the weights
             corrected = record.values[f"{name}.{start}.below_bonferroni"]
-            yield (f"{NAMES[name]}, {start} start", f"{low:.1%}; {corrected:.1%}",
-                   intervals.every(low.below(0.5), corrected == 0))
+            yield (
+                f"{NAMES[name]}, {start} start",
+                f"{low:.1%}; {corrected:.1%}",
+                intervals.every(low.below(0.5), corrected == 0),
+            )
 
 
 @finding("intrinsic-privacy/figure-4", "largest above twice the median, skewed to the right (classical)")
@@ -254,5 +299,8 @@ def _right_tail(record):
         pairs, counts = _independent(record, name, "data_sets"), record.arrays[f"{name}.classical"].cumsum()
         even = 10 ** LOG_EDGES[1 + np.searchsorted(counts, (np.arange(pairs) + 0.5) / pairs * counts[-1])]
         skew = intervals.bootstrap(lambda x: ((x - x.mean(-1, keepdims=True)) ** 3).mean(-1), even)
-        yield (NAMES[name], f"median {median:.2f}, up to {largest:.2f}",
-               intervals.every(intervals.Interval(largest, largest, math.inf).above(2 * median.high), skew.above(0)))
+        yield (
+            NAMES[name],
+            f"median {median:.2f}, up to {largest:.2f}",
+            intervals.every(intervals.Interval(largest, largest, math.inf).above(2 * median.high), skew.above(0)),
+        )

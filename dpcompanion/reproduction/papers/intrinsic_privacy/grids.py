@@ -63,6 +63,7 @@ class Problem:
 
 # Data --------------------------------------------------------------------------------------------------------------
 
+
 @functools.cache
 def _digits(source, unscaled):
     """3 against 5, projected from 784 to 50 features."""
@@ -85,7 +86,7 @@ def _forest():
     features, labels = found.features[kept], found.labels[kept]
     features = features[:, features.amin(0) < features.amax(0)]
     order = torch.as_tensor(np.random.RandomState(0).permutation(len(labels)))
-    test, train = order[:math.ceil(0.15 * len(order))], order[math.ceil(0.15 * len(order)):]
+    test, train = order[: math.ceil(0.15 * len(order))], order[math.ceil(0.15 * len(order)) :]
     return _problem(features[train], labels[train], features[test], labels[test]), [found.provenance()]
 
 
@@ -128,8 +129,12 @@ def _problem(features, labels, test_features, test_labels, *, rescale=True, unit
 
 
 _SOURCES = {
-    "mnist-binary": lambda: _digits("mnist", False), "mnist-binary-unscaled": lambda: _digits("mnist", True),
-    "forest": _forest, "adult": _adult, "digits": lambda: _digits("mnist-5k", False), "breast-cancer": _breast_cancer,
+    "mnist-binary": lambda: _digits("mnist", False),
+    "mnist-binary-unscaled": lambda: _digits("mnist", True),
+    "forest": _forest,
+    "adult": _adult,
+    "digits": lambda: _digits("mnist-5k", False),
+    "breast-cancer": _breast_cancer,
 }
 
 
@@ -142,6 +147,7 @@ def problem(name, run=None):
 
 
 # Grids -------------------------------------------------------------------------------------------------------------
+
 
 def trained(name, task, run, initialisation="varying", **options):
     """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first. See `_grid`."""
@@ -156,39 +162,70 @@ def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_se
     """
     found = problem(name, run)
     data_sets = tuple(range(task.data_sets + 1)) if data_sets is None else tuple(data_sets)
-    key = {"task": name, "batch_size": task.batch_size, "learning_rate": task.learning_rate, "steps": task.steps,
-           "initialisation": initialisation, "hidden": hidden, "data_sets": data_sets}
+    key = {
+        "task": name,
+        "batch_size": task.batch_size,
+        "learning_rate": task.learning_rate,
+        "steps": task.steps,
+        "initialisation": initialisation,
+        "hidden": hidden,
+        "data_sets": data_sets,
+    }
     if held_out is not None:
         key["held_out"] = [held_out[0].tolist(), held_out[1]]
-        found = dataclasses.replace(found, features=torch.cat((held_out[0][None], found.features[1:])),
-                                    labels=torch.cat((torch.tensor([held_out[1]]), found.labels[1:])))
+        found = dataclasses.replace(
+            found,
+            features=torch.cat((held_out[0][None], found.features[1:])),
+            labels=torch.cat((torch.tensor([held_out[1]]), found.labels[1:])),
+        )
 
     def train(piece):
         first, last = map(int, piece.split("-"))
         started = time.perf_counter()
         weights = ensembles.train_grid(
-            found.features, found.labels, data_sets=data_sets, seeds=range(first, last), steps=task.steps,
-            batch_size=task.batch_size, learning_rate=task.learning_rate, initialisation=initialisation, hidden=hidden,
-            enforce_conditions=not name.endswith("-unscaled"), device=run.device, progress=False)
+            found.features,
+            found.labels,
+            data_sets=data_sets,
+            seeds=range(first, last),
+            steps=task.steps,
+            batch_size=task.batch_size,
+            learning_rate=task.learning_rate,
+            initialisation=initialisation,
+            hidden=hidden,
+            enforce_conditions=not name.endswith("-unscaled"),
+            device=run.device,
+            progress=False,
+        )
         return {"seconds": time.perf_counter() - started}, {"weights": weights.numpy()}
 
     # A last piece of one seed would be no grid: it joins the piece before.
     size = max(16, task.seeds // 16)
     cuts = [*range(first_seed, first_seed + task.seeds - 1, size), first_seed + task.seeds]
     pieces = [f"{a}-{b}" for a, b in zip(cuts, cuts[1:])]
-    parts = run.keep(train, pieces, by=_grid, config=key, seconds=task.steps * task.seeds * len(data_sets) / 3e5,
-                     under=f"grids/{name}-{initialisation}", label=f"{name}, {initialisation}").values()
-    return (torch.cat([torch.as_tensor(arrays["weights"]) for _, arrays in parts], 1),
-            sum(values["seconds"] for values, _ in parts))
+    parts = run.keep(
+        train,
+        pieces,
+        by=_grid,
+        config=key,
+        seconds=task.steps * task.seeds * len(data_sets) / 3e5,
+        under=f"grids/{name}-{initialisation}",
+        label=f"{name}, {initialisation}",
+    ).values()
+    return (
+        torch.cat([torch.as_tensor(arrays["weights"]) for _, arrays in parts], 1),
+        sum(values["seconds"] for values, _ in parts),
+    )
 
 
 def sensitivities(task, examples):
     """Theorem 2 for a task: (the bound, the paper's fractional value, passes begun)."""
     batches = math.ceil((examples - 1) / task.batch_size)
     common = {"lipschitz": math.sqrt(2), "learning_rate": task.learning_rate, "batch_size": task.batch_size}
-    return (op.sgd_sensitivity(passes=task.steps / batches, **common),
-            op.sgd_sensitivity_estimate(passes=task.steps * task.batch_size / examples, **common),
-            math.ceil(task.steps / batches))
+    return (
+        op.sgd_sensitivity(passes=task.steps / batches, **common),
+        op.sgd_sensitivity_estimate(passes=task.steps * task.batch_size / examples, **common),
+        math.ceil(task.steps / batches),
+    )
 
 
 def between_seeds(weights):

@@ -11,8 +11,11 @@ from dpcompanion.reproduction.papers.intrinsic_privacy.distances import LOG_EDGE
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import INITIALISATIONS
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
 
-_DISTANCES = {"data": ("data", "recorded"), "seed.fixed": ("seed, fixed start", "estimate"),
-              "seed.varying": ("seed, varying start", "intrinsic")}
+_DISTANCES = {
+    "data": ("data", "recorded"),
+    "seed.fixed": ("seed, fixed start", "estimate"),
+    "seed.varying": ("seed, varying start", "intrinsic"),
+}
 
 
 def _plain(name):
@@ -28,8 +31,12 @@ def _panels(found):
 def _rows(found, cells):
     """(kind, cells) for each task and start."""
     live = {"live": " (live)"}
-    return [(kind, [f"{NAMES[name]}, {start} start{live.get(kind, '')}", *cells(record, name, f"{name}.{start}")])
-            for kind, record in found.items() for name in record.config["tasks"] for start in INITIALISATIONS]
+    return [
+        (kind, [f"{NAMES[name]}, {start} start{live.get(kind, '')}", *cells(record, name, f"{name}.{start}")])
+        for kind, record in found.items()
+        for name in record.config["tasks"]
+        for start in INITIALISATIONS
+    ]
 
 
 def _stack(panels, height, **options):
@@ -53,8 +60,10 @@ def answer(found):
     for kind, record in found.items():
         for name in record.config["tasks"]:
             for start in INITIALISATIONS:
-                value = {q: record.values[f"{name}.{start}.canary.{q}"]
-                         for q in ("epsilon_claimed", "epsilon_claimed_star", "epsilon_of_mu_audited")}
+                value = {
+                    q: record.values[f"{name}.{start}.canary.{q}"]
+                    for q in ("epsilon_claimed", "epsilon_claimed_star", "epsilon_of_mu_audited")
+                }
                 y, seen = -len(labels), max(value["epsilon_of_mu_audited"])
                 bar = {"markersize": 16, "markeredgewidth": 3}
                 if not name.endswith("-unscaled"):
@@ -81,8 +90,9 @@ def paths(found):
             ax.plot(*path[-1], "o", color="black", markersize=4)
         ax.plot(*record.arrays["path"][0, 0], "s", color="black", markersize=6)
         i, j = record.config["coordinates"]
-        ax.set(title=f"{NAMES[next(iter(record.config['tasks']))]} ({kind})", xlabel=f"weight {i}",
-               ylabel=f"weight {j}")
+        ax.set(
+            title=f"{NAMES[next(iter(record.config['tasks']))]} ({kind})", xlabel=f"weight {i}", ylabel=f"weight {j}"
+        )
     plt.show()
     return plotting.digest(digits=3, **{kind: record.arrays["path"] for kind, record in found.items()})
 
@@ -101,8 +111,11 @@ def distances(found, panels=None):
         ax.set(xscale="log", title=f"{NAMES[name]} ({kind})", yticks=[])
     axes[0].legend(fontsize=8)
     axes[-1].set_xlabel("distance between the weights of two runs")
-    shown = {_plain(f"{name}_{key}"): [found[kind].values[f"{name}.{key}.{q}"] for q in ("min", "median", "max")]
-             for kind, name in panels for key in _DISTANCES}
+    shown = {
+        _plain(f"{name}_{key}"): [found[kind].values[f"{name}.{key}.{q}"] for q in ("min", "median", "max")]
+        for kind, name in panels
+        for key in _DISTANCES
+    }
     plt.show()
     return plotting.digest(digits=3, **shown)
 
@@ -114,8 +127,13 @@ def normality(record):
     fig, ax = plotting.figure()
     for (key, p), line in zip(record.arrays.items(), ("-", "--", "-", "--")):
         name, start = key.rsplit(".", 1)
-        ax.step(np.sort(p.ravel()), np.linspace(0, 1, p.size), linestyle=line, label=f"{NAMES[name]}, {start} start",
-                color=plotting.COLORS["recorded" if name == "mnist-binary" else "estimate"])
+        ax.step(
+            np.sort(p.ravel()),
+            np.linspace(0, 1, p.size),
+            linestyle=line,
+            label=f"{NAMES[name]}, {start} start",
+            color=plotting.COLORS["recorded" if name == "mnist-binary" else "estimate"],
+        )
     line = np.geomspace(1e-5, 1, 200)
     ax.plot(line, line, color="black", linewidth=1, label="Gaussian")
     ax.axvline(0.05, color="grey", linestyle=":")
@@ -137,9 +155,13 @@ def pairs(found):
         ax.set(xscale="log", xlim=(1e-3, 20), title=f"{NAMES[name]} ({kind})", yticks=[])
     axes[-1].set_xlabel("epsilon of a pair")
     plt.show()
-    return plotting.digest(digits=3, **{
-        _plain(f"{kind}_{name}"): [found[kind].values[f"{name}.analytic.{q}"] for q in ("median", "max")]
-        for kind, name in panels})
+    return plotting.digest(
+        digits=3,
+        **{
+            _plain(f"{kind}_{name}"): [found[kind].values[f"{name}.analytic.{q}"] for q in ("median", "max")]
+            for kind, name in panels
+        },
+    )
 
 
 def utility(found, prefix=""):
@@ -178,8 +200,14 @@ def spectra(record, names=None):
     axes[0].legend(fontsize=8)
     axes[-1].set_xlabel("direction")
     plt.show()
-    return plotting.digest(digits=3, **{_plain(key): array for key, array in record.arrays.items()
-                                        if key.endswith("natural.spectrum") and key.split(".")[0] in names})
+    return plotting.digest(
+        digits=3,
+        **{
+            _plain(key): array
+            for key, array in record.arrays.items()
+            if key.endswith("natural.spectrum") and key.split(".")[0] in names
+        },
+    )
 
 
 def needed(record):
@@ -195,8 +223,12 @@ def needed(record):
         for sensitivity, line in (("theory", "-"), ("empirical", "--")):
             if sensitivity == "empirical" or not name.endswith("-unscaled"):
                 drawn[_plain(f"{name}_{sensitivity}")] = value[f"{row}.{sensitivity}.epsilon_covariance"]
-                ax.plot(targets, value[f"{row}.{sensitivity}.epsilon_covariance"], linestyle=line,
-                        color=plotting.COLORS["intrinsic"])
+                ax.plot(
+                    targets,
+                    value[f"{row}.{sensitivity}.epsilon_covariance"],
+                    linestyle=line,
+                    color=plotting.COLORS["intrinsic"],
+                )
         ax.plot(targets, value[f"{row}.empirical.epsilon_of_mu_audited"], "x", color=plotting.COLORS["live"])
         ax.set(xscale="log", yscale="log", title=NAMES[name], ylabel="epsilon")
     axes[-1].set_xlabel("target epsilon")
@@ -206,45 +238,78 @@ def needed(record):
 
 def claim_rows(found):
     """Claims of algorithm 1 against the canary, and what the attack shows."""
+
     def cells(record, name, row):
-        v = {q: record.values[f"{row}.canary.{q}"] for q in (
-            "mu_claimed", "mu_claimed_star", "mu_audited", "epsilon_claimed", "epsilon_claimed_star",
-            "epsilon_audited", "epsilon_of_mu_audited")}
+        v = {
+            q: record.values[f"{row}.canary.{q}"]
+            for q in (
+                "mu_claimed",
+                "mu_claimed_star",
+                "mu_audited",
+                "epsilon_claimed",
+                "epsilon_claimed_star",
+                "epsilon_audited",
+                "epsilon_of_mu_audited",
+            )
+        }
         seen = max(v["mu_audited"])
         theory = f"{v['epsilon_claimed']:.2f}{', refuted' if seen > v['mu_claimed'] else ''}"
         star = f"{v['epsilon_claimed_star']:.2f}{', refuted' if seen > v['mu_claimed_star'] else ''}"
-        return ["no theorem" if name.endswith("-unscaled") else theory, star,
-                f"{max(v['epsilon_of_mu_audited']):.2f}", f"{max(v['epsilon_audited']):.2f}"]
+        return [
+            "no theorem" if name.endswith("-unscaled") else theory,
+            star,
+            f"{max(v['epsilon_of_mu_audited']):.2f}",
+            f"{max(v['epsilon_audited']):.2f}",
+        ]
+
     return _rows(found, cells)
 
 
 def mu_rows(found, neighbour):
     """mu of the worst neighbour of a kind: by the pooled sigma, by the covariance, and the attack's lower bound."""
+
     def cells(record, name, row):
         v = {q: record.values[f"{row}.{neighbour}.{q}"] for q in ("mu_pooled", "mu_covariance", "mu_audited")}
         worst = int(np.argmax(v["mu_covariance"]))
         pooled, covariance, audited = (v[q][worst] for q in v)
         return [f"{pooled:.2f}{', refuted' if audited > pooled else ''}", f"{covariance:.2f}", f"{audited:.2f}"]
+
     return _rows(found, cells)
 
 
 def tail_rows(found):
     """How heavy the tails are, over single weights and in the direction of the worst neighbour."""
+
     def cells(record, name, row):
-        v = {q: record.values[f"{row}.natural.{q}"] for q in ("kurtosis_weights", "kurtosis_worst", "beyond_3_sigma",
-                                                              "beyond_4_sigma")}
-        return [f"{v['kurtosis_weights']:+.2f}", f"{v['kurtosis_worst']:+.2f}", f"{100 * v['beyond_3_sigma']:.2f}%",
-                f"{100 * v['beyond_4_sigma']:.3f}%"]
+        v = {
+            q: record.values[f"{row}.natural.{q}"]
+            for q in ("kurtosis_weights", "kurtosis_worst", "beyond_3_sigma", "beyond_4_sigma")
+        }
+        return [
+            f"{v['kurtosis_weights']:+.2f}",
+            f"{v['kurtosis_worst']:+.2f}",
+            f"{100 * v['beyond_3_sigma']:.2f}%",
+            f"{100 * v['beyond_4_sigma']:.3f}%",
+        ]
+
     return _rows(found, cells)
 
 
 def noise_rows(found, target):
     """The noise that algorithm 2 adds for a target epsilon, what that gives, and what would be enough."""
+
     def cells(record, name, row):
         k = record.values[f"{row}.canary.targets"].index(target)
-        v = {f"{a}.{b}": record.values[f"{row}.canary.{a}.{b}"][k] for a in ("theory", "empirical", "needed")
-             for b in ("added", "epsilon_covariance", "epsilon_of_mu_audited")}
-        return ["-" if name.endswith("-unscaled") else f"{v['theory.added']:.3f}", f"{v['empirical.added']:.3f}",
-                f"{v['empirical.epsilon_covariance']:.2f} / {v['empirical.epsilon_of_mu_audited']:.2f}",
-                f"{v['needed.added']:.3f}"]
+        v = {
+            f"{a}.{b}": record.values[f"{row}.canary.{a}.{b}"][k]
+            for a in ("theory", "empirical", "needed")
+            for b in ("added", "epsilon_covariance", "epsilon_of_mu_audited")
+        }
+        return [
+            "-" if name.endswith("-unscaled") else f"{v['theory.added']:.3f}",
+            f"{v['empirical.added']:.3f}",
+            f"{v['empirical.epsilon_covariance']:.2f} / {v['empirical.epsilon_of_mu_audited']:.2f}",
+            f"{v['needed.added']:.3f}",
+        ]
+
     return _rows(found, cells)

@@ -11,10 +11,19 @@ from dpcompanion.output_perturbation import grids as ensembles
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    _grid, Grids, INITIALISATIONS, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
+    _grid,
+    Grids,
+    INITIALISATIONS,
+    PAPER,
+    problem,
+    QUICK,
+    sensitivities,
+    trained,
+    UNSCALED,
 )
 
 # Exhibits ----------------------------------------------------------------------------------------------------------
+
 
 @dataclasses.dataclass(frozen=True)
 class Paths(Grids):
@@ -25,22 +34,36 @@ class Paths(Grids):
     points: int = 60
 
 
-@experiment("intrinsic-privacy/figure-1",
-            quick=Paths({"breast-cancer": QUICK["breast-cancer"]}, coordinates=(6, 16)),
-            paper=Paths({"forest": PAPER["forest"]}))
+@experiment(
+    "intrinsic-privacy/figure-1",
+    quick=Paths({"breast-cancer": QUICK["breast-cancer"]}, coordinates=(6, 16)),
+    paper=Paths({"forest": PAPER["forest"]}),
+)
 def figure_1(config, run):
     """Two weights on the way, from one initialisation: the distance between runs at the end, and the whole norm."""
-    (name, task), = config.tasks.items()
+    ((name, task),) = config.tasks.items()
     found = problem(name, run)
     stops = [round(i * task.steps / config.points) for i in range(config.points + 1)]
     weights = ensembles.train_grid(
-        found.features, found.labels, data_sets=(0, 1), seeds=range(config.runs), steps=task.steps,
-        batch_size=task.batch_size, learning_rate=task.learning_rate, initialisation="fixed", snapshots=stops,
-        device=run.device, progress=False)[:, 0]
+        found.features,
+        found.labels,
+        data_sets=(0, 1),
+        seeds=range(config.runs),
+        steps=task.steps,
+        batch_size=task.batch_size,
+        learning_rate=task.learning_rate,
+        initialisation="fixed",
+        snapshots=stops,
+        device=run.device,
+        progress=False,
+    )[:, 0]
     path = weights[..., list(config.coordinates)]
     apart = torch.pdist(path[-1])
-    values = {"apart_at_start": torch.pdist(path[0]).max(), "apart_at_end": apart.mean(),
-              "travelled": (path[-1] - path[0]).norm(dim=-1).mean()}
+    values = {
+        "apart_at_start": torch.pdist(path[0]).max(),
+        "apart_at_end": apart.mean(),
+        "travelled": (path[-1] - path[0]).norm(dim=-1).mean(),
+    }
     return values, {"steps": np.array(stops), "path": path.numpy().astype(np.float32)}
 
 
@@ -50,24 +73,31 @@ def table_1(config, run):
     values = {}
     for name, task in config.tasks.items():
         found = problem(name, run)
-        values |= {f"{name}.train": found.examples, f"{name}.validation": found.validation,
-                   f"{name}.test": len(found.test_labels), f"{name}.d": found.features.shape[1],
-                   f"{name}.experiments": 2 * task.seeds * task.data_sets,
-                   f"{name}.seconds": sum(_grid(name, task, run, i)[1] for i in INITIALISATIONS)}
+        values |= {
+            f"{name}.train": found.examples,
+            f"{name}.validation": found.validation,
+            f"{name}.test": len(found.test_labels),
+            f"{name}.d": found.features.shape[1],
+            f"{name}.experiments": 2 * task.seeds * task.data_sets,
+            f"{name}.seconds": sum(_grid(name, task, run, i)[1] for i in INITIALISATIONS),
+        }
     return values
 
 
-@experiment("intrinsic-privacy/theorem-2", quick=Grids(QUICK),
-            paper=Grids(PAPER | UNSCALED))
+@experiment("intrinsic-privacy/theorem-2", quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
 def theorem_2(config, run):
     """The bound beside what was seen: against data set 0 (one place differs), and between two sets (two places)."""
     values = {}
     for name, task in config.tasks.items():
         bound, fractional, passes = sensitivities(task, problem(name, run).examples)
         weights = trained(name, task, run)
-        values |= {f"{name}.passes": passes, f"{name}.bound": bound, f"{name}.fractional": fractional,
-                   f"{name}.one_place": (weights[1:] - weights[:1]).norm(dim=-1).max(),
-                   f"{name}.two_places": op.empirical_sensitivity(weights[1:])}
+        values |= {
+            f"{name}.passes": passes,
+            f"{name}.bound": bound,
+            f"{name}.fractional": fractional,
+            f"{name}.one_place": (weights[1:] - weights[:1]).norm(dim=-1).max(),
+            f"{name}.two_places": op.empirical_sensitivity(weights[1:]),
+        }
     return values
 
 
@@ -81,8 +111,7 @@ class Shuffles:
     seed: int = 0
 
 
-@experiment("intrinsic-privacy/claims-1-2",
-            quick=Shuffles(200, 6, 20000), paper=Shuffles(10396, 6, 20000))
+@experiment("intrinsic-privacy/claims-1-2", quick=Shuffles(200, 6, 20000), paper=Shuffles(10396, 6, 20000))
 def claims_1_2(config, run):
     """Fixed points of random orders, and the bound of equation 9 in units of 2 L eta."""
     n, k = config.examples, config.passes
@@ -91,16 +120,28 @@ def claims_1_2(config, run):
     fixed = np.array([[(random.permutation(n) == places).sum() for _ in range(k)] for _ in range(config.draws)])
     variability = (n - fixed).sum(1)
     near = np.abs(variability - k * (n - 1)) >= k * (n - 2) / 2
-    return {"mean": variability.mean(), "mean_claimed": k * (n - 1),
-            "variance": variability.var(), "variance_claimed": k,
-            "maximum_claimed": k * n, "chebyshev": 4 / (k * (n - 2) ** 2), "chance": near.mean(),
-            "fixed_points": np.bincount(fixed.ravel(), minlength=8)[:8] / fixed.size}
+    return {
+        "mean": variability.mean(),
+        "mean_claimed": k * (n - 1),
+        "variance": variability.var(),
+        "variance_claimed": k,
+        "maximum_claimed": k * n,
+        "chebyshev": 4 / (k * (n - 2) ** 2),
+        "chance": near.mean(),
+        "fixed_points": np.bincount(fixed.ravel(), minlength=8)[:8] / fixed.size,
+    }
 
 
 # Criteria of the qualitative findings ------------------------------------------------------------------------------
 
-NAMES = {"mnist-binary": "MNIST-binary", "mnist-binary-unscaled": "MNIST-binary, not scaled", "forest": "Forest",
-         "adult": "Adult", "digits": "digits", "breast-cancer": "breast cancer"}
+NAMES = {
+    "mnist-binary": "MNIST-binary",
+    "mnist-binary-unscaled": "MNIST-binary, not scaled",
+    "forest": "Forest",
+    "adult": "Adult",
+    "digits": "digits",
+    "breast-cancer": "breast cancer",
+}
 
 
 def _bounded(record):
@@ -111,7 +152,7 @@ def _bounded(record):
 @finding("intrinsic-privacy/figure-1", "from one start, runs end apart by 1% of their way or more")
 def _ends_apart(record):
     ends = record.arrays["path"][-1].astype(np.float64)
-    apart = np.linalg.norm(ends[::2][:len(ends) // 2] - ends[1::2], axis=-1)  # pairs that share no run
+    apart = np.linalg.norm(ends[::2][: len(ends) // 2] - ends[1::2], axis=-1)  # pairs that share no run
     share = intervals.mean(apart / record.values["travelled"])
     yield "pairs of runs", f"{share:.1%}", share.at_least(0.01)
 
@@ -132,6 +173,10 @@ def _claims(record):
     mean = intervals.of_summary(value["mean"], math.sqrt(value["variance"]), draws)
     claimed = value["mean_claimed"], value["variance_claimed"]
     good = intervals.every(
-        mean.at_least(0.999 * claimed[0]), mean.at_most(1.001 * claimed[0]), variance.at_least(0.95 * claimed[1]),
-        variance.at_most(1.05 * claimed[1]), value["chance"] <= value["chebyshev"])
+        mean.at_least(0.999 * claimed[0]),
+        mean.at_most(1.001 * claimed[0]),
+        variance.at_least(0.95 * claimed[1]),
+        variance.at_most(1.05 * claimed[1]),
+        value["chance"] <= value["chebyshev"],
+    )
     yield "random orders", f"mean {mean.estimate:.1f}, variance {variance:.2f}", good

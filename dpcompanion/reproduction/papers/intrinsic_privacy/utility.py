@@ -10,11 +10,15 @@ from scipy import stats
 from dpcompanion import output_perturbation as op
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding, get
-from dpcompanion.reproduction.papers.intrinsic_privacy.distances import (
-    _figure_of_pairs, _median,
-)
+from dpcompanion.reproduction.papers.intrinsic_privacy.distances import _figure_of_pairs, _median
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    Grids, PAPER, problem, QUICK, sensitivities, trained, UNSCALED,
+    Grids,
+    PAPER,
+    problem,
+    QUICK,
+    sensitivities,
+    trained,
+    UNSCALED,
 )
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
 
@@ -33,8 +37,9 @@ def accuracies(found, weights, sigma, generator):
     noise = torch.randn(weights.shape, generator=generator, dtype=torch.float64)
     features = torch.cat((found.test_features, torch.ones(len(found.test_features), 1)), 1)
     positive = found.test_labels[:, None] == 1
-    return torch.cat([((features @ part.T > 0) == positive).double().mean(0)
-                      for part in (weights + sigma * noise).split(64)])
+    return torch.cat(
+        [((features @ part.T > 0) == positive).double().mean(0) for part in (weights + sigma * noise).split(64)]
+    )
 
 
 def _utility(name, task, run, config, initialisation, mechanism):
@@ -44,8 +49,7 @@ def _utility(name, task, run, config, initialisation, mechanism):
     """
     found = problem(name, run)
     grid = trained(name, task, run, initialisation)[1:]
-    chosen = torch.randperm(grid[..., 0].numel(),
-                            generator=torch.Generator().manual_seed(config.seed))[:config.models]
+    chosen = torch.randperm(grid[..., 0].numel(), generator=torch.Generator().manual_seed(config.seed))[: config.models]
     weights = grid.flatten(0, 1)[chosen]
     bound, fractional, _ = sensitivities(task, found.examples)
     theory = fractional if mechanism == "classical" else bound
@@ -54,15 +58,18 @@ def _utility(name, task, run, config, initialisation, mechanism):
     for kind, sensitivity in (("theory", theory), ("empirical", op.empirical_sensitivity(grid))):
         for epsilon in config.epsilons:
             for setting, own in (("deterministic", 0.0), ("augmented", sigma)):
-                added = op.augmented_sigma(sensitivity, own, target_epsilon=epsilon, target_delta=1 / found.examples,
-                                           mechanism=mechanism)
+                added = op.augmented_sigma(
+                    sensitivity, own, target_epsilon=epsilon, target_delta=1 / found.examples, mechanism=mechanism
+                )
                 results[kind, epsilon, setting] = accuracies(
-                    found, weights, added, torch.Generator().manual_seed(1 + config.seed))
+                    found, weights, added, torch.Generator().manual_seed(1 + config.seed)
+                )
     return results
 
 
-@experiment("intrinsic-privacy/table-4",
-            quick=Utility(QUICK, 200, (1.0,)), paper=Utility(PAPER | UNSCALED, 2000, (1.0,)))
+@experiment(
+    "intrinsic-privacy/table-4", quick=Utility(QUICK, 200, (1.0,)), paper=Utility(PAPER | UNSCALED, 2000, (1.0,))
+)
 def table_4(config, run):
     """Accuracy at eps 1 as the paper computes it; with the bound and the analytic mechanism under `.analytic`."""
     values = {}
@@ -74,10 +81,12 @@ def table_4(config, run):
                 plain, augmented = (results[kind, 1.0, setting] for setting in ("deterministic", "augmented"))
                 gain, gap = (augmented - plain).mean(), (results["noiseless"] - plain).mean()
                 test = stats.ttest_rel(augmented.numpy(), plain.numpy())
-                values |= {f"{kind}.deterministic.{name}{suffix}": records.mean_and_sd(plain),
-                           f"{kind}.gain.{name}{suffix}": gain,
-                           f"{kind}.percent_of_gap.{name}{suffix}": 100 * gain / gap if gap > 0 else math.nan,
-                           f"{kind}.p_value.{name}{suffix}": test.pvalue}
+                values |= {
+                    f"{kind}.deterministic.{name}{suffix}": records.mean_and_sd(plain),
+                    f"{kind}.gain.{name}{suffix}": gain,
+                    f"{kind}.percent_of_gap.{name}{suffix}": 100 * gain / gap if gap > 0 else math.nan,
+                    f"{kind}.p_value.{name}{suffix}": test.pvalue,
+                }
     return values
 
 
@@ -88,8 +97,10 @@ def _figure_of_utility(config, run, initialisation):
             results = _utility(name, task, run, config, initialisation, mechanism)
             values[f"{name}.noiseless"] = results["noiseless"].mean()
             for kind in ("theory", "empirical"):
-                means = {setting: np.array([results[kind, epsilon, setting].mean() for epsilon in config.epsilons])
-                         for setting in ("deterministic", "augmented")}
+                means = {
+                    setting: np.array([results[kind, epsilon, setting].mean() for epsilon in config.epsilons])
+                    for setting in ("deterministic", "augmented")
+                }
                 for setting, mean in means.items():
                     arrays[f"{name}.{mechanism}.{kind}.{setting}"] = mean
                 values[f"{name}.{mechanism}.{kind}.largest_gain"] = (means["augmented"] - means["deterministic"]).max()
@@ -97,15 +108,13 @@ def _figure_of_utility(config, run, initialisation):
     return values, arrays
 
 
-@experiment("intrinsic-privacy/figure-5",
-            quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 500))
+@experiment("intrinsic-privacy/figure-5", quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 500))
 def figure_5(config, run):
     """Mean accuracy over epsilon, the initialisation varying."""
     return _figure_of_utility(config, run, "varying")
 
 
-@experiment("intrinsic-privacy/figures-8-9",
-            quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 500))
+@experiment("intrinsic-privacy/figures-8-9", quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 500))
 def figures_8_9(config, run):
     """Figures 4 and 5 with a fixed initialisation."""
     values, arrays = _figure_of_pairs(config, run, "fixed")
@@ -119,8 +128,11 @@ def _never_worse(record):
     for name in record.config["tasks"]:
         for which in ("theory", "empirical"):
             low, high = (record.values[f"{name}.classical.{which}.{key}_gain"] for key in ("smallest", "largest"))
-            yield (f"{NAMES[name]}, {which}", f"{low:+z.4f} to {high:+z.4f} (no interval)",
-                   intervals.unknown(low).at_least(-0.001))
+            yield (
+                f"{NAMES[name]}, {which}",
+                f"{low:+z.4f} to {high:+z.4f} (no interval)",
+                intervals.unknown(low).at_least(-0.001),
+            )
 
 
 def _of_varying_start(exhibit, record):
@@ -132,8 +144,10 @@ def _of_varying_start(exhibit, record):
 def _larger_when_fixed(record):
     varying = _of_varying_start("figure-4", record)
     for name in record.config["tasks"] if varying else ():
-        fixed, free = (_median(one, name, "analytic", "data_sets", one.values[f"{name}.analytic.median"])
-                       for one in (record, varying))
+        fixed, free = (
+            _median(one, name, "analytic", "data_sets", one.values[f"{name}.analytic.median"])
+            for one in (record, varying)
+        )
         yield NAMES[name], f"{fixed:.2f} against {free:.2f}", (fixed - free).above(0)
 
 
@@ -141,7 +155,8 @@ def _larger_when_fixed(record):
 def _smaller_gains(record):
     varying = _of_varying_start("figure-5", record)
     for name in record.config["tasks"] if varying else ():
-        fixed, free = (values[f"{prefix}{name}.classical.empirical.largest_gain"]
-                       for prefix, values in (("utility.", record.values), ("", varying.values)))
-        yield (NAMES[name], f"{fixed:.4f} against {free:.4f} (no interval)",
-               intervals.unknown(fixed - free).below(0))
+        fixed, free = (
+            values[f"{prefix}{name}.classical.empirical.largest_gain"]
+            for prefix, values in (("utility.", record.values), ("", varying.values))
+        )
+        yield (NAMES[name], f"{fixed:.4f} against {free:.4f} (no interval)", intervals.unknown(fixed - free).below(0))

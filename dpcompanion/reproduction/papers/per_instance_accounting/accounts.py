@@ -13,21 +13,40 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import histogram, named, pearson, rank
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
-    DELTA, groups, label, MNIST, NAME, of_examples, PAPER, QUICK, SETTINGS, Study, trained,
+    DELTA,
+    groups,
+    label,
+    MNIST,
+    NAME,
+    of_examples,
+    PAPER,
+    QUICK,
+    SETTINGS,
+    Study,
+    trained,
     worst_case,
 )
 
 # Exhibits ----------------------------------------------------------------------------------------------------------
+
 
 @experiment(f"{NAME}/figure-1", quick=QUICK, paper=PAPER)
 def figure_1(config, run):
     """Everybody's epsilon with K = 2, who reaches the worst case, and the worst cases of the paper's settings."""
     found = trained(config.setting, config.seed, run)
     epsilon, top = found.epsilon, found.worst_case
-    values = {"worst_case": top, "mean": epsilon.mean(), "quantiles": np.quantile(epsilon, (0.1, 0.5, 0.9)),
-              "max": epsilon.max(), "min": epsilon.min(), "share_at_worst_case": (epsilon >= second.WORST * top).mean(),
-              "below_90_percent": (epsilon < 0.9 * top).mean(), "accuracy": found.accuracy,
-              "noise_multiplier": found.plan.noise_multiplier, "steps": found.plan.steps}
+    values = {
+        "worst_case": top,
+        "mean": epsilon.mean(),
+        "quantiles": np.quantile(epsilon, (0.1, 0.5, 0.9)),
+        "max": epsilon.max(),
+        "min": epsilon.min(),
+        "share_at_worst_case": (epsilon >= second.WORST * top).mean(),
+        "below_90_percent": (epsilon < 0.9 * top).mean(),
+        "accuracy": found.accuracy,
+        "noise_multiplier": found.plan.noise_multiplier,
+        "steps": found.plan.steps,
+    }
     for name in SETTINGS:
         values |= {f"{name}.worst_case": worst_case(name), f"{name}.worst_case_pld": worst_case(name, "pld")}
     return values, {"histogram": histogram(epsilon, top)}
@@ -44,8 +63,7 @@ def figure_2(config, run):
     """Mean gradient norm, in units of C, of five groups of examples over training; groups by the mean over training."""
     found = trained(config.setting, config.seed, run)
     groups = found.quintiles
-    values = {"ordered": (np.diff(groups, axis=0) > 0).all(0).mean(),
-              "top_over_bottom": (groups[-1] / groups[0]).min()}
+    values = {"ordered": (np.diff(groups, axis=0) > 0).all(0).mean(), "top_over_bottom": (groups[-1] / groups[0]).min()}
     return values, {"quintiles": np.float32(groups)}
 
 
@@ -56,8 +74,13 @@ def _group_means(record):
     """
     means = record.arrays["quintiles"]
     n = next(entry["examples"] for entry in record.data if entry["split"] == "train") // len(means)
-    return [[intervals.share(round(float(mean) * n), n) if 0 <= mean <= 1 + 1e-6 else intervals.unknown(mean)
-             for mean in group] for group in means]
+    return [
+        [
+            intervals.share(round(float(mean) * n), n) if 0 <= mean <= 1 + 1e-6 else intervals.unknown(mean)
+            for mean in group
+        ]
+        for group in means
+    ]
 
 
 @finding(f"{NAME}/figure-2", "the five groups stand in the same order at every look")
@@ -91,10 +114,15 @@ def figure_3(config, run):
         estimate, actual, key = found.epsilon[found.reference], found.actual, f"k{refreshes:g}"
         error = estimate - actual
         values |= named(
-            key, pearson=pearson(estimate, actual), mean_error=np.abs(error).mean(),
-            worst_error=np.abs(error).max(), understated=(error < -1e-3 * actual).mean(),
+            key,
+            pearson=pearson(estimate, actual),
+            mean_error=np.abs(error).mean(),
+            worst_error=np.abs(error).max(),
+            understated=(error < -1e-3 * actual).mean(),
             understated_by_5_percent=(error < -0.05 * actual).mean(),
-            worst_understatement=(-error / actual.clip(1e-9)).max(), accuracy=found.accuracy)
+            worst_understatement=(-error / actual.clip(1e-9)).max(),
+            accuracy=found.accuracy,
+        )
         arrays |= named(key, estimate=np.float32(estimate), actual=np.float32(actual))
     return {**values, "worst_case": found.worst_case}, arrays
 
@@ -123,17 +151,21 @@ def text_cost(config, run):
     norms = torch.rand(config.updates, config.examples, generator=generator, dtype=torch.float64).clamp(min=0.01)
     orders = list(range(2, 257))
     started = time.process_time()
-    for norm in norms[0, :config.evaluations].tolist():
+    for norm in norms[0, : config.evaluations].tolist():
         rdp_sampled_gaussian(sample_rate=rate, noise_multiplier=noise / norm, orders=orders)
     hundred = (time.process_time() - started) * 100 / config.evaluations
     started = time.process_time()
-    account = IndividualAccountant(config.examples, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0,
-                                   rounding=None, accountant="rdp")
+    account = IndividualAccountant(
+        config.examples, sample_rate=rate, noise_multiplier=noise, max_grad_norm=1.0, rounding=None, accountant="rdp"
+    )
     for row in norms:
         account.record(row)
     account.epsilon(DELTA)
-    return {"hundred_rdp_evaluations_s": hundred, "one_by_one_h": hundred / 100 * norms.numel() / 3600,
-            "without_rounding_s": time.process_time() - started}
+    return {
+        "hundred_rdp_evaluations_s": hundred,
+        "one_by_one_h": hundred / 100 * norms.numel() / 3600,
+        "without_rounding_s": time.process_time() - started,
+    }
 
 
 @finding(f"{NAME}/text-cost", "100 divergences take less than 5 seconds, even on a machine half as fast")
@@ -142,16 +174,26 @@ def divergences_are_cheap(record):
     yield "one core", "less than 2.5 s" if seconds < 2.5 else f"{seconds:.1f} s", second.timed(seconds).below(5)
 
 
-@finding(f"{NAME}/text-cost", "accounts of every norm without rounding take less than a minute, even on a machine half"
-         " as fast", kind="own")
+@finding(
+    f"{NAME}/text-cost",
+    "accounts of every norm without rounding take less than a minute, even on a machine half as fast",
+    kind="own",
+)
 def rounding_is_not_needed(record):
     seconds = record.values["without_rounding_s"]
-    yield (f"{record.config['examples']:,} examples, {record.config['updates']} updates, one core",
-           "less than half a minute" if seconds < 30 else f"{seconds:.0f} s", second.timed(seconds).below(60))
+    yield (
+        f"{record.config['examples']:,} examples, {record.config['updates']} updates, one core",
+        "less than half a minute" if seconds < 30 else f"{seconds:.0f} s",
+        second.timed(seconds).below(60),
+    )
 
 
-@finding(f"{NAME}/text-worst-case-share", "less than a tenth of the examples reach the worst case of a smaller network",
-         of=f"{NAME}/figure-1", kind="own")
+@finding(
+    f"{NAME}/text-worst-case-share",
+    "less than a tenth of the examples reach the worst case of a smaller network",
+    of=f"{NAME}/figure-1",
+    kind="own",
+)
 def few_pay_all(record):
     share = of_examples(record, record.values["share_at_worst_case"])
     yield label(record), f"{share:.1%}", share.below(0.1)
@@ -165,17 +207,20 @@ def figure_5(config, run):
         loss = getattr(found, kind)
         deciles = np.array_split(loss.argsort(), 10)
         means = np.array([found.epsilon[part].mean() for part in deciles])
-        values |= named(kind, loss=[loss[part].mean() for part in deciles], epsilon=means,
-                               rank_correlation=rank(np.arange(10), means),
-                               of_examples=rank(loss, found.epsilon))
+        values |= named(
+            kind,
+            loss=[loss[part].mean() for part in deciles],
+            epsilon=means,
+            rank_correlation=rank(np.arange(10), means),
+            of_examples=rank(loss, found.epsilon),
+        )
     return values
 
 
 @finding(f"{NAME}/figure-5", "mean epsilon rises with the decile of the loss (rank correlation 0.95 or more)")
 def deciles_rise(record):
     for kind in ("mean_loss", "last_loss"):
-        r = intervals.rank_correlation(record.values[f"{kind}.rank_correlation"],
-                                       len(record.values[f"{kind}.epsilon"]))
+        r = intervals.rank_correlation(record.values[f"{kind}.rank_correlation"], len(record.values[f"{kind}.epsilon"]))
         yield f"{label(record)}, {kind.replace('_', ' ')}", f"{r:.2f}", r.at_least(0.95)
 
 
@@ -185,8 +230,10 @@ def figure_6(config, run):
     return groups(config, run)
 
 
-GROUPS = ("classes: loss and mean epsilon have a rank correlation of 0.5 or more, and the class of the highest loss "
-          "has a higher mean than that of the lowest")
+GROUPS = (
+    "classes: loss and mean epsilon have a rank correlation of 0.5 or more, and the class of the highest loss "
+    "has a higher mean than that of the lowest"
+)
 
 
 @finding(f"{NAME}/figures-9-10", GROUPS)
@@ -194,5 +241,8 @@ GROUPS = ("classes: loss and mean epsilon have a rank correlation of 0.5 or more
 def underserved(record):
     loss, epsilon = (np.array(record.values[key]) for key in ("last_loss", "epsilon"))
     r, more = second.correlation_with_extremes(-loss, epsilon)
-    yield (label(record), f"rank correlation {-r.estimate:.2f}, {more.estimate:+.0f}%",
-           intervals.every(r.at_most(-0.5), more.above(0)))
+    yield (
+        label(record),
+        f"rank correlation {-r.estimate:.2f}, {more.estimate:+.0f}%",
+        intervals.every(r.at_most(-0.5), more.above(0)),
+    )

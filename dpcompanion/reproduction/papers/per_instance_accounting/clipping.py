@@ -11,7 +11,15 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import histogram, named
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
-    DELTA, DIGITS, label, MNIST, NAME, of_examples, Setting, Study, trained,
+    DELTA,
+    DIGITS,
+    label,
+    MNIST,
+    NAME,
+    of_examples,
+    Setting,
+    Study,
+    trained,
 )
 
 
@@ -54,16 +62,23 @@ def figure_8(config, run):
     for multiple in config.multiples:
         found = trained(dataclasses.replace(config.setting, median_multiple=multiple), config.seed, run)
         epsilon, top, key = found.epsilon, found.worst_case, second.clip_key(multiple)
-        values |= named(key, share_at_worst_case=(epsilon >= second.WORST * top).mean(), sd=epsilon.std(),
-                               max=epsilon.max(), accuracy=found.accuracy)
+        values |= named(
+            key,
+            share_at_worst_case=(epsilon >= second.WORST * top).mean(),
+            sd=epsilon.std(),
+            max=epsilon.max(),
+            accuracy=found.accuracy,
+        )
         arrays[key] = histogram(epsilon, top)
     return {**values, "worst_case": top}, arrays
 
 
 @finding(f"{NAME}/figure-8", "the share at the worst case falls as C grows, from more than half to less than a tenth")
 def fewer_at_the_worst_case(record):
-    shares = [of_examples(record, record.values[f"{second.clip_key(c)}.share_at_worst_case"])
-              for c in record.config["multiples"]]
+    shares = [
+        of_examples(record, record.values[f"{second.clip_key(c)}.share_at_worst_case"])
+        for c in record.config["multiples"]
+    ]
     yield label(record), ", ".join(f"{share.estimate:.0%}" for share in shares), second.falls(shares)
 
 
@@ -76,8 +91,7 @@ class Release(Study):
     draws: int = 20
 
 
-@experiment(f"{NAME}/table-2",
-            quick=Release(), paper=Release(MNIST))
+@experiment(f"{NAME}/table-2", quick=Release(), paper=Release(MNIST))
 def table_2(config, run):
     """Mean and quantiles of epsilon, released under one budget; mean and standard deviation over draws."""
     found, values = trained(config.setting, config.seed, run), {}
@@ -85,8 +99,9 @@ def table_2(config, run):
     true = [float(epsilon.mean()), *np.quantile(epsilon, config.quantiles)]
     values |= named("non_private", **dict(zip(second.STATISTICS, true)))
     for method in release.METHODS:
-        drawn = np.array([second.released(epsilon, found.worst_case, DELTA, config, method, draw)
-                          for draw in range(config.draws)])
+        drawn = np.array(
+            [second.released(epsilon, found.worst_case, DELTA, config, method, draw) for draw in range(config.draws)]
+        )
         error = records.mean_and_sd(100 * np.abs(drawn / true - 1).mean(1))
         if method == "cdf":
             values |= named("released", **dict(zip(second.STATISTICS, map(records.mean_and_sd, drawn.T))))

@@ -13,6 +13,7 @@ from dpcompanion.reproduction.papers.per_instance_accounting.runs import NAME
 
 # What a running estimate hides -------------------------------------------------------------------------------------
 
+
 @dataclasses.dataclass(frozen=True)
 class Hidden:
     """Algorithm 1 with K = 0 in one dimension, for an example whose gradient is short at first and long afterwards.
@@ -23,7 +24,6 @@ class Hidden:
     norms: tuple = (0.05, 1.0, 1.0, 1.0, 1.0, 1.0)
     sample_rate: float = 0.1
     noise: float = 1.0
-
 
 
 def histories(config, *, running=True):
@@ -46,7 +46,7 @@ def true_divergence(probabilities, added, noise):
     sum_ijk p_i p_j p_k G_ij G_ik G_jk with G = exp(<i, j> / noise^2).
     """
     gram = np.exp(added @ added.T / noise**2)
-    pairs = gram * probabilities @ gram                      # over k, of p_k G_ik G_kj
+    pairs = gram * probabilities @ gram  # over k, of p_k G_ik G_kj
     return math.log(probabilities @ (gram * pairs) @ probabilities) / 2
 
 
@@ -58,16 +58,25 @@ def algorithm_1(config, run):
         probabilities, added, charged = histories(config, running=running)
         cost = np.zeros(charged.shape)
         for level in np.unique(charged):
-            cost[charged == level] = float(rdp_sampled_gaussian(
-                sample_rate=config.sample_rate, noise_multiplier=config.noise / level, orders=[3]))
+            cost[charged == level] = float(
+                rdp_sampled_gaussian(sample_rate=config.sample_rate, noise_multiplier=config.noise / level, orders=[3])
+            )
         told, truth = cost.sum(1), true_divergence(probabilities, added, config.noise)
-        values |= named(kind, truth=truth, least_told=told.min(), most_told=told.max(),
-                               told_too_little=probabilities[told < truth * (1 - 1e-9)].sum())
+        values |= named(
+            kind,
+            truth=truth,
+            least_told=told.min(),
+            most_told=told.max(),
+            told_too_little=probabilities[told < truth * (1 - 1e-9)].sum(),
+        )
     return values
 
 
-@finding(f"{NAME}/algorithm-1", "with running estimates somebody is told less than the outputs give away; with norms "
-         "of every step nobody is", kind="refutes")
+@finding(
+    f"{NAME}/algorithm-1",
+    "with running estimates somebody is told less than the outputs give away; with norms of every step nobody is",
+    kind="refutes",
+)
 def running_estimates_understate(record):
     running, passes = (record.values[f"{kind}.told_too_little"] for kind in ("running", "passes"))
     yield "six steps, exactly", f"{running:.0%} and {passes:.0%} of histories", running > 0 == passes

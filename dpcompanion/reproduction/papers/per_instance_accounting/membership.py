@@ -10,7 +10,13 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import named, rank
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
-    by_class, groups, label, MNIST, NAME, Study, trained,
+    by_class,
+    groups,
+    label,
+    MNIST,
+    NAME,
+    Study,
+    trained,
 )
 
 
@@ -24,17 +30,22 @@ class Membership(Study):
 def attacks_by_class(config, run):
     """Success of the loss-threshold attack on each class, with and without DP."""
     found = trained(config.setting, config.seed, run)
-    task = second.Task(config.setting.data, getattr(config.setting, "model", "mlp"), 0, 0, 0.0, 0.0,
-                       dtype=config.setting.dtype)
+    task = second.Task(
+        config.setting.data, getattr(config.setting, "model", "mlp"), 0, 0, 0.0, 0.0, dtype=config.setting.dtype
+    )
     accuracies, losses = second.trained_without_privacy(task, config.overfit, config.seed, run)
     values = {f"nonprivate_{key}": value for key, value in accuracies.items()}
     values["epsilon"] = by_class(found.found, found.epsilon)
-    for kind, members, others in (("private", found.last_loss, found.test_losses),
-                                  ("nonprivate", losses["losses"], losses["test_losses"])):
+    for kind, members, others in (
+        ("private", found.last_loss, found.test_losses),
+        ("nonprivate", losses["losses"], losses["test_losses"]),
+    ):
         rows = []
         for group in range(len(found.found.names)):
-            sides = (torch.as_tensor(members)[found.found.groups == group],
-                     torch.as_tensor(others)[found.found.test_groups == group])
+            sides = (
+                torch.as_tensor(members)[found.found.groups == group],
+                torch.as_tensor(others)[found.found.test_groups == group],
+            )
             result = attacks.loss_threshold_attack(*sides, generator=torch.Generator().manual_seed(group))
             rows.append((*result.success, result.fitted))
         values |= named(kind, **dict(zip(("success", "low", "high", "fitted"), map(list, zip(*rows)))))
@@ -51,15 +62,20 @@ def figure_7(config, run):
     return attacks_by_class(config, run)
 
 
-@experiment(f"{NAME}/figures-9-10", quick=QUICK_MEMBERSHIP,
-            paper=Membership(MNIST, overfit=second.Membership(tasks={}, epochs=10)))
+@experiment(
+    f"{NAME}/figures-9-10",
+    quick=QUICK_MEMBERSHIP,
+    paper=Membership(MNIST, overfit=second.Membership(tasks={}, epochs=10)),
+)
 def figures_9_10(config, run):
     """Loss, mean epsilon and attacks by class on MNIST; UTKFace-age needs a GPU."""
     return {**groups(config, run), **named("attack", **attacks_by_class(config, run))}
 
 
-@finding(f"{NAME}/figure-7", "without privacy, classes with a higher mean epsilon are attacked with more success (rank "
-         "correlation 0.5 or more)")
+@finding(
+    f"{NAME}/figure-7",
+    "without privacy, classes with a higher mean epsilon are attacked with more success (rank correlation 0.5 or more)",
+)
 def risk_follows(record):
     r = intervals.rank_correlation(record.values["rank_correlation"], len(record.values["epsilon"]))
     yield label(record), f"{r:.1f}", r.at_least(0.5)
@@ -73,7 +89,13 @@ def private_models_resist(record):
 
 @finding(f"{NAME}/figures-9-10", "with or without DP, success on the digits stays below 60% for every class")
 def digits_resist(record):
-    ends = [intervals.Interval(*group) for kind in ("private", "nonprivate")
-            for group in zip(*(record.values[f"attack.{kind}.{key}"] for key in ("success", "low", "high")))]
-    yield (label(record), f"intervals up to {max(group.high for group in ends):.0%}",
-           intervals.every(*(group.below(0.6) for group in ends)))
+    ends = [
+        intervals.Interval(*group)
+        for kind in ("private", "nonprivate")
+        for group in zip(*(record.values[f"attack.{kind}.{key}"] for key in ("success", "low", "high")))
+    ]
+    yield (
+        label(record),
+        f"intervals up to {max(group.high for group in ends):.0%}",
+        intervals.every(*(group.below(0.6) for group in ends)),
+    )

@@ -11,10 +11,20 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import histogram, named
 from dpcompanion.reproduction.papers.per_instance_accounting.accounts import (
-    Estimates, figure_1, figure_2, figure_3, figure_5, figure_6,
+    Estimates,
+    figure_1,
+    figure_2,
+    figure_3,
+    figure_5,
+    figure_6,
 )
 from dpcompanion.reproduction.papers.per_instance_accounting.clipping import (
-    Clippings, figure_8, Release, Sweep, table_1, table_2,
+    Clippings,
+    figure_8,
+    Release,
+    Sweep,
+    table_1,
+    table_2,
 )
 from dpcompanion.reproduction.papers.per_instance_accounting.membership import figure_7, figures_9_10, Membership
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import NAME, Setting, Study, trained
@@ -47,8 +57,14 @@ def figure_4(config, run):
     values, arrays = {}, {}
     for name, setting in config.settings.items():
         found = trained(setting, config.seeds[0], run)
-        values |= named(name, worst_case=found.worst_case, max=found.epsilon.max(), min=found.epsilon.min(),
-                        mean=found.epsilon.mean(), accuracy=found.accuracy)
+        values |= named(
+            name,
+            worst_case=found.worst_case,
+            max=found.epsilon.max(),
+            min=found.epsilon.min(),
+            mean=found.epsilon.mean(),
+            accuracy=found.accuracy,
+        )
         arrays[name] = histogram(found.epsilon, found.worst_case)
     return values, arrays
 
@@ -67,25 +83,36 @@ def _without_looks(setting):
     return dataclasses.replace(setting, reference=0, looks=1)
 
 
-@experiment(f"{NAME}/table-1-resnet20", paper=Several(
-    {"cifar10": _without_looks(CIFAR10), "mnist": _without_looks(MNIST_RESNET)}, seeds=(0, 1, 2, 3)))
+@experiment(
+    f"{NAME}/table-1-resnet20",
+    paper=Several({"cifar10": _without_looks(CIFAR10), "mnist": _without_looks(MNIST_RESNET)}, seeds=(0, 1, 2, 3)),
+)
 def table_1_resnet20(config, run):
     """Table 1 on both data sets."""
-    return {f"{name}.{key}": value for name, setting in config.settings.items()
-            for key, value in table_1(Clippings(setting, config.seeds), run).items()}
+    return {
+        f"{name}.{key}": value
+        for name, setting in config.settings.items()
+        for key, value in table_1(Clippings(setting, config.seeds), run).items()
+    }
 
 
 experiment(f"{NAME}/table-3", paper=Release(CIFAR10))(table_2)
 
 _OVERFIT = second.Membership(tasks={})
 for _exhibit, _function, _config in (
-        ("figure-1", figure_1, Study(CIFAR10)), ("figure-2", figure_2, Study(CIFAR10)),
-        ("figure-3", figure_3, Estimates(CIFAR10)), ("figure-5", figure_5, Study(CIFAR10)),
-        ("figure-6", figure_6, Study(CIFAR10)), ("figure-7", figure_7, Membership(CIFAR10, overfit=_OVERFIT)),
-        ("figure-8", figure_8, Sweep(_without_looks(CIFAR10))), ("table-2", table_2, Release(MNIST_RESNET)),
-        ("figures-9-10", figures_9_10, Membership(UTKFACE_AGE, overfit=_OVERFIT))):
+    ("figure-1", figure_1, Study(CIFAR10)),
+    ("figure-2", figure_2, Study(CIFAR10)),
+    ("figure-3", figure_3, Estimates(CIFAR10)),
+    ("figure-5", figure_5, Study(CIFAR10)),
+    ("figure-6", figure_6, Study(CIFAR10)),
+    ("figure-7", figure_7, Membership(CIFAR10, overfit=_OVERFIT)),
+    ("figure-8", figure_8, Sweep(_without_looks(CIFAR10))),
+    ("table-2", table_2, Release(MNIST_RESNET)),
+    ("figures-9-10", figures_9_10, Membership(UTKFACE_AGE, overfit=_OVERFIT)),
+):
     experiment(f"{NAME}/{_exhibit}-resnet20", paper=_config)(_function)
     # What is found on the stand-in is asked of the paper's network, too.
     for _criterion in [one for one in experiments._CRITERIA if one.exhibit == one.of == f"{NAME}/{_exhibit}"]:
-        finding(_criterion.exhibit, _criterion.text, of=f"{NAME}/{_exhibit}-resnet20",
-                kind=_criterion.kind)(_criterion.judge)
+        finding(_criterion.exhibit, _criterion.text, of=f"{NAME}/{_exhibit}-resnet20", kind=_criterion.kind)(
+            _criterion.judge
+        )

@@ -19,8 +19,11 @@ from dpcompanion.training.tracking import NormTracker
 NAME = "per-instance-accounting"
 DELTA = 1e-5
 #: Appendix B: sample rate, noise multiplier and steps of the three settings.
-SETTINGS = {"cifar10": (4000 / 50_000, 3.2, 2500), "mnist": (4000 / 60_000, 6.0, 1500),
-            "utkface": (200 / 15_000, 1.5, 7500)}
+SETTINGS = {
+    "cifar10": (4000 / 50_000, 3.2, 2500),
+    "mnist": (4000 / 60_000, 6.0, 1500),
+    "utkface": (200 / 15_000, 1.5, 7500),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +64,7 @@ QUICK, PAPER = Study(), Study(MNIST)
 
 # Runs --------------------------------------------------------------------------------------------------------------
 
+
 @functools.cache
 def worst_case(setting="mnist", accountant="rdp"):
     """Epsilon of one of the paper's settings, for anybody."""
@@ -71,8 +75,13 @@ def worst_case(setting="mnist", accountant="rdp"):
 def make_plan(setting, n, max_grad_norm):
     """The plan of a setting on n examples."""
     rate = setting.batch_size / n
-    shape = {"n": n, "sample_rate": rate, "steps": setting.epochs * round(1 / rate), "max_grad_norm": max_grad_norm,
-             "delta": DELTA}
+    shape = {
+        "n": n,
+        "sample_rate": rate,
+        "steps": setting.epochs * round(1 / rate),
+        "max_grad_norm": max_grad_norm,
+        "delta": DELTA,
+    }
     if setting.noise_multiplier is None:
         return DPSGDPlan.for_epsilon(worst_case(), **shape, accountant="rdp")
     return DPSGDPlan(noise_multiplier=setting.noise_multiplier, accountant="rdp", **shape)
@@ -85,16 +94,30 @@ def run_setting(setting, seed, device):
     x, y = found.x.to(device), found.y.to(device)
     limit = setting.median_multiple * float(gradient_norms(model, cross_entropy, x, y).median())
     plan = make_plan(setting, len(y), limit)
-    everybody = NormTracker(IndividualAccountant.for_plan(plan), model, cross_entropy, (x, y), running=True,
-                            steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=setting.refreshes,
-                            clipping=setting.clipping)
-    trackers, chosen = [everybody], np.random.RandomState(seed).permutation(len(y))[:setting.reference]
+    everybody = NormTracker(
+        IndividualAccountant.for_plan(plan),
+        model,
+        cross_entropy,
+        (x, y),
+        running=True,
+        steps_per_epoch=plan.steps_per_epoch,
+        updates_per_epoch=setting.refreshes,
+        clipping=setting.clipping,
+    )
+    trackers, chosen = [everybody], np.random.RandomState(seed).permutation(len(y))[: setting.reference]
     if setting.reference:
         some = torch.as_tensor(chosen)
-        trackers.append(NormTracker(
-            IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen))), model, cross_entropy,
-            (x[some.to(device)], y[some.to(device)]), steps_per_epoch=plan.steps_per_epoch, updates_per_epoch=math.inf,
-            examples=some))
+        trackers.append(
+            NormTracker(
+                IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen))),
+                model,
+                cross_entropy,
+                (x[some.to(device)], y[some.to(device)]),
+                steps_per_epoch=plan.steps_per_epoch,
+                updates_per_epoch=math.inf,
+                examples=some,
+            )
+        )
     norms, losses = [], []
 
     def look(run):
@@ -104,15 +127,28 @@ def run_setting(setting, seed, device):
             losses.append(second.outcome(model, cross_entropy, x, y)[0].cpu())
 
     optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate / limit)
-    train(model, cross_entropy, (x, y), plan, optimizer=optimizer, seed=seed, trackers=trackers,
-          callbacks=Callbacks(on_epoch=look))
+    train(
+        model,
+        cross_entropy,
+        (x, y),
+        plan,
+        optimizer=optimizer,
+        seed=seed,
+        trackers=trackers,
+        callbacks=Callbacks(on_epoch=look),
+    )
     test_losses, right = second.outcome(model, cross_entropy, found.test_x.to(device), found.test_y.to(device))
     losses, norms = np.stack(losses), np.stack(norms)
     quintiles = np.array_split(norms.mean(0).argsort(), 5)
-    arrays = {"epsilon": everybody.estimated_epsilon(DELTA).cpu().numpy(), "reference": chosen,
-              "actual": trackers[-1].estimated_epsilon(DELTA).cpu().numpy() if setting.reference else np.zeros(0),
-              "mean_loss": losses.mean(0), "last_loss": losses[-1], "test_losses": test_losses.cpu().numpy(),
-              "quintiles": np.stack([norms[:, part].mean(1) for part in quintiles]) / limit}
+    arrays = {
+        "epsilon": everybody.estimated_epsilon(DELTA).cpu().numpy(),
+        "reference": chosen,
+        "actual": trackers[-1].estimated_epsilon(DELTA).cpu().numpy() if setting.reference else np.zeros(0),
+        "mean_loss": losses.mean(0),
+        "last_loss": losses[-1],
+        "test_losses": test_losses.cpu().numpy(),
+        "quintiles": np.stack([norms[:, part].mean(1) for part in quintiles]) / limit,
+    }
     return {"accuracy": float(right.double().mean()), "max_grad_norm": limit, "passes": everybody.passes}, arrays
 
 
@@ -121,9 +157,15 @@ def trained(setting, seed, run):
     found = second.examples(setting.data, setting.dtype)
     run.note(found.provenance)
     plan = make_plan(setting, len(found.y), 1.0)
-    done = run.keep(lambda _: run_setting(setting, seed, run.device), [f"seed-{seed}"], by=run_setting,
-                    config={"setting": setting}, seconds=second.seconds(len(found.y), plan.steps),
-                    under=f"runs/{NAME}-{setting.data}", label=setting.data)
+    done = run.keep(
+        lambda _: run_setting(setting, seed, run.device),
+        [f"seed-{seed}"],
+        by=run_setting,
+        config={"setting": setting},
+        seconds=second.seconds(len(found.y), plan.steps),
+        under=f"runs/{NAME}-{setting.data}",
+        label=setting.data,
+    )
     values, arrays = done[f"seed-{seed}"]
     plan = dataclasses.replace(plan, max_grad_norm=values["max_grad_norm"])
     return types.SimpleNamespace(plan=plan, found=found, worst_case=plan.epsilon(accountant="rdp"), **values, **arrays)
@@ -136,8 +178,12 @@ def by_class(found, values):
 
 def label(record):
     """Which data a record is of."""
-    return {"mnist": "MNIST", "cifar10": "CIFAR-10", "utkface-age": "UTKFace, age",
-            "utkface-gender": "UTKFace, gender"}.get(record.config["setting"]["data"], "digits")
+    return {
+        "mnist": "MNIST",
+        "cifar10": "CIFAR-10",
+        "utkface-age": "UTKFace, age",
+        "utkface-gender": "UTKFace, gender",
+    }.get(record.config["setting"]["data"], "digits")
 
 
 def of_examples(record, share):
@@ -149,8 +195,14 @@ def of_examples(record, share):
 def groups(config, run):
     """Loss and epsilon by class."""
     found = trained(config.setting, config.seed, run)
-    loss, mean_loss, epsilon = (by_class(found.found, values)
-                                for values in (found.last_loss, found.mean_loss, found.epsilon))
-    return {"last_loss": loss, "mean_loss": mean_loss, "epsilon": epsilon,
-            "rank_correlation": rank(loss, epsilon), "highest": epsilon[loss.argmax()],
-            "lowest": epsilon[loss.argmin()]}
+    loss, mean_loss, epsilon = (
+        by_class(found.found, values) for values in (found.last_loss, found.mean_loss, found.epsilon)
+    )
+    return {
+        "last_loss": loss,
+        "mean_loss": mean_loss,
+        "epsilon": epsilon,
+        "rank_correlation": rank(loss, epsilon),
+        "highest": epsilon[loss.argmax()],
+        "lowest": epsilon[loss.argmin()],
+    }
