@@ -3,7 +3,7 @@
 *Worst case* (`adaptive_delta`) and *calibration* (`calibrate_filter`, nothing kept): Boenisch et al. on MNIST, 9,375
 steps in blocks of a third of an epoch, and Yu et al. on CIFAR-10, 3,600 steps of 4,096 in blocks of 36, with four and
 with ten levels and costs that are the squares of the norms, in both directions.  The step is that of a small CNN on
-60,000 examples of which one in a hundred is drawn: alone, with the exact filter, and with the Renyi filter; norms are
+60,000 examples of which one in a hundred is drawn: alone, with the exact filter, and with the Rényi filter; norms are
 not measured here (see the benchmark of tracking).  *clip_norms* is all that a filter adds to a step; over a step alone
 it is the exact overhead, which the ratio of whole steps shows with the noise of a busy machine.
 
@@ -92,7 +92,7 @@ def steps():
                 )
             )
         ],
-        "Renyi filter": lambda: [Filtering(RenyiFilter.for_epsilon(N, **run, target_epsilons=8.0, target_delta=1e-5))],
+        "Rényi filter": lambda: [Filtering(RenyiFilter.for_epsilon(N, **run, target_epsilons=8.0, target_delta=1e-5))],
     }
 
     def block(trackers):
@@ -130,7 +130,7 @@ def admission():
 
         return lambda: work
 
-    found = timings({"exact filter": block(exact), "Renyi filter": block(renyi)}, 1, 20)
+    found = timings({"exact filter": block(exact), "Rényi filter": block(renyi)}, 1, 20)
     return {way: cpu / 10 for way, (_, cpu) in found.items()}
 
 

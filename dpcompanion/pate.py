@@ -117,11 +117,11 @@ def noisy_labels(histogram: torch.Tensor, noise_std: float, generator: torch.Gen
 def rdp_of_votes(
     histogram: torch.Tensor, parameters: PateParameters, *, orders: Array = DEFAULT_ORDERS
 ) -> torch.Tensor:
-    r"""Renyi divergence that one label costs each group, given the votes: (queries, P, orders).
+    r"""Rényi divergence that one label costs each group, given the votes: (queries, P, orders).
 
     With q a bound on the probability that the noise changes the label, which grows with
     exp(-gap^2 / 4 s^2), theorem 6 of Papernot et al. 2018 bounds the divergence from the outcome at these votes to
-    that at any neighbouring ones; for group p its Renyi divergences are those of noise s / w_p. Where the theorem does
+    that at any neighbouring ones; for group p its Rényi divergences are those of noise s / w_p. Where the theorem does
     not apply or gives more, the bound that holds for all votes, order w_p^2 / s^2, stands.
 
     Args:

@@ -1,5 +1,5 @@
 // What a run of DP-SGD costs, in a reader's browser: the sampled Gaussian mechanism, add or remove one example, Poisson
-// sampling.  By Renyi divergences at whole orders, and by privacy loss distributions on a grid.  The tests hold every
+// sampling.  By Rényi divergences at whole orders, and by privacy loss distributions on a grid.  The tests hold every
 // function against the library (tests/test_calculator.py).
 const accountant = (() => {
   "use strict";
@@ -13,7 +13,7 @@ const accountant = (() => {
     return top + Math.log(values.reduce((sum, value) => sum + Math.exp(value - top), 0));
   }
 
-  // Renyi divergence of one step at a whole order: ln(1 + sum_k C(a,k) (1-q)^(a-k) q^k (exp((k^2-k) / 2 sigma^2) - 1)) over
+  // Rényi divergence of one step at a whole order: ln(1 + sum_k C(a,k) (1-q)^(a-k) q^k (exp((k^2-k) / 2 sigma^2) - 1)) over
   // a - 1, of positive terms only: nothing cancels, and a tiny divergence is not taken for none.
   function renyi(rate, noise, order) {
     if (rate === 1) return order / (2 * noise * noise);

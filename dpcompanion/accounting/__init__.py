@@ -6,7 +6,7 @@ under-states.  Neighbours differ by adding or removing one example; batches are 
 * `compute_epsilon`, `compute_delta`: a whole run, by privacy loss distributions or by RDP;
 * `trade_off`, `best_true_positive_rate`: what the run is worth to an attacker, at every rate of false positives;
 * `find_noise_multiplier`, `find_sample_rate`, `find_steps`: the parameters that meet a target;
-* `rdp_sampled_gaussian`, `rdp_to_epsilon`, `rdp_to_delta`: the Renyi accountant in its two halves;
+* `rdp_sampled_gaussian`, `rdp_to_epsilon`, `rdp_to_delta`: the Rényi accountant in its two halves;
 * `gaussian_epsilon`, `gaussian_delta`, `gaussian_mu`: the Gaussian mechanism, exactly;
 * `pld`: the privacy loss distribution itself, its grid and its error.
 

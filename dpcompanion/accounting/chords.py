@@ -1,4 +1,4 @@
-r"""Renyi divergences of any number of gradient norms, from a small table and from above.
+r"""Rényi divergences of any number of gradient norms, from a small table and from above.
 
 An example whose gradient is a share s of the clip norm C pays :math:`\rho(s)`, the
 divergence of the sampled Gaussian mechanism with noise multiplier :math:`\sigma/s`.  At a whole order

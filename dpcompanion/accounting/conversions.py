@@ -1,6 +1,6 @@
-r"""From Renyi differential privacy to (epsilon, delta).
+r"""From Rényi differential privacy to (epsilon, delta).
 
-A mechanism whose Renyi divergence of order :math:`\alpha` is at most
+A mechanism whose Rényi divergence of order :math:`\alpha` is at most
 :math:`\rho` is :math:`(\varepsilon, \delta)`-DP for each :math:`\delta` with
 
 .. math::
@@ -36,21 +36,21 @@ _APART = 8  # orders between two that `least_epsilon` looks at first
 
 
 class EpsilonAt(NamedTuple):
-    """An epsilon and the Renyi order that gives it, tensors of one shape."""
+    """An epsilon and the Rényi order that gives it, tensors of one shape."""
 
     epsilon: torch.Tensor
     order: torch.Tensor
 
 
 class DeltaAt(NamedTuple):
-    """A delta and the Renyi order that gives it, tensors of one shape."""
+    """A delta and the Rényi order that gives it, tensors of one shape."""
 
     delta: torch.Tensor
     order: torch.Tensor
 
 
 def rdp_to_epsilon(rdp: Array, orders: Array, delta: Numbers, *, conversion: str = "balle2020") -> EpsilonAt:
-    r"""The smallest epsilon that Renyi divergences at several orders imply.
+    r"""The smallest epsilon that Rényi divergences at several orders imply.
 
     Args:
         rdp: total divergence at each order, in nats: a tensor of shape ``(..., K)`` (or a sequence of K numbers).
@@ -81,7 +81,7 @@ def rdp_to_epsilon(rdp: Array, orders: Array, delta: Numbers, *, conversion: str
 
 
 def rdp_to_delta(rdp: Array, orders: Array, epsilon: Numbers, *, conversion: str = "balle2020") -> DeltaAt:
-    """The smallest delta at a given epsilon that Renyi divergences at several orders imply.
+    """The smallest delta at a given epsilon that Rényi divergences at several orders imply.
 
     Args:
         rdp: total divergence at each order, in nats: a tensor of shape ``(..., K)`` (or a sequence of K numbers).

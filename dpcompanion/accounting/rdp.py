@@ -1,4 +1,4 @@
-r"""Renyi differential privacy of one step of the sampled Gaussian mechanism.
+r"""Rényi differential privacy of one step of the sampled Gaussian mechanism.
 
 One step of DP-SGD draws every example with probability :math:`q` (Poisson
 sampling), sums their clipped gradients and adds Gaussian noise.  With the
@@ -8,7 +8,7 @@ removing one example compares
 .. math::
     P = (1-q)\,N(0, \sigma^2) + q\,N(1, \sigma^2) \quad\text{with}\quad Q = N(0, \sigma^2),
 
-and its Renyi divergence of order :math:`\alpha` is
+and its Rényi divergence of order :math:`\alpha` is
 :math:`D_\alpha(P \| Q) = \frac{1}{\alpha-1} \ln A_\alpha` with
 :math:`A_\alpha = E_Q[(P/Q)^\alpha]`; the other direction is never larger
 (Mironov, Talwar and Zhang 2019, theorem 5).
@@ -57,7 +57,7 @@ _TAIL = 9.0
 def rdp_sampled_gaussian(
     *, sample_rate: Numbers, noise_multiplier: Numbers, orders: Numbers = DEFAULT_ORDERS
 ) -> float | torch.Tensor:
-    r"""Renyi divergence of one step of the sampled Gaussian mechanism, at each order.
+    r"""Rényi divergence of one step of the sampled Gaussian mechanism, at each order.
 
     Neighbouring relation: add or remove one example.  Sampler: Poisson.  The cost
     of several steps is the sum of theirs.
@@ -75,7 +75,7 @@ def rdp_sampled_gaussian(
     Raises:
         ValueError: a rate outside (0, 1], a negative or non-finite noise multiplier, an order not above 1.
 
-    Source: Mironov, Talwar and Zhang 2019, "Renyi differential privacy of the sampled
+    Source: Mironov, Talwar and Zhang 2019, "Rényi differential privacy of the sampled
     Gaussian mechanism", section 3.
 
     >>> rdp_sampled_gaussian(sample_rate=1.0, noise_multiplier=2.0, orders=[3, 16])   # alpha / (2 sigma^2)

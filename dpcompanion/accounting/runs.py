@@ -5,7 +5,7 @@ multiplier (add/remove neighbours, Poisson sampling).  Two accountants answer:
 
 * "pld", the default: the composed privacy loss distribution, tight up to a grid that adds about 1e-4 of
   epsilon (`dpcompanion.accounting.pld`);
-* "rdp": Renyi divergences at many orders, added up and converted (`rdp`, `conversions`); microseconds
+* "rdp": Rényi divergences at many orders, added up and converted (`rdp`, `conversions`); microseconds
   rather than milliseconds, and typically 5 to 15% above.
 
 Both are upper bounds on the same number, so the PLD epsilon is the one to report.

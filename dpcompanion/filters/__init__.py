@@ -4,7 +4,7 @@ Accounts along a trajectory (`dpcompanion.individual`) are known only afterwards
 turns them round: everybody has a budget beforehand, and pays for each step what their own gradient may cost.
 
 * `ExactFilter`: at the price of loss distributions, exact, for norms rounded up to a few levels.
-* `RenyiFilter`: at the price of Renyi divergence, for norms of any size (Feldman and Zrnic 2021).
+* `RenyiFilter`: at the price of Rényi divergence, for norms of any size (Feldman and Zrnic 2021).
 
 `adaptive_delta` is the worst that any strategy of norms can do within a budget, `calibrate_filter` the budget that
 keeps a promise.

@@ -2,7 +2,7 @@ r"""Prices of levels, and the largest budget or the least noise that keeps a pro
 
 Which prices waste least?  At the saddle point :math:`\lambda` of a run, Chernoff's bound on its delta is
 :math:`e^{-\lambda\varepsilon}` times the product of :math:`E[e^{\lambda L_z}]` over its stages.  It is the same for all
-strategies that spend the same if, and only if, :math:`c(z) \propto \ln E[e^{\lambda L_z}]`: the Renyi divergence of
+strategies that spend the same if, and only if, :math:`c(z) \propto \ln E[e^{\lambda L_z}]`: the Rényi divergence of
 order :math:`\lambda + 1`.  No level is then a bargain for an attacker.  `level_costs` takes these, as whole numbers,
 rounded up.  They favour the full level.  What all levels lose at most is least with one over the number of steps that a
 level lasts by loss distributions; with strong noise the two are nearly the same ("Exact filters" in the book has both).
@@ -61,7 +61,7 @@ def level_costs(
     target_delta: float,
     block: int = 1,
 ) -> tuple[int, ...]:
-    """Whole costs in proportion to the Renyi divergence of each level at the order that decides at the target.
+    """Whole costs in proportion to the Rényi divergence of each level at the order that decides at the target.
 
     Args:
         levels, sample_rate, noise_multiplier, block: as in `adaptive_delta`.

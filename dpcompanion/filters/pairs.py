@@ -100,7 +100,7 @@ class SampledGaussian:
         return loss.tilt, loss._log_delta(epsilon)[0]
 
     def log_mass(self, direction, tilt, log_capped):
-        """ln E[exp(tilt L)] of the block, below the cap: tilt times the Renyi divergence of order tilt + 1."""
+        """ln E[exp(tilt L)] of the block, below the cap: tilt times the Rényi divergence of order tilt + 1."""
         if self.sample_rate == 1:
             return tilt * (1 + tilt) * self.steps / (2 * self.noise_multiplier**2)
         step = _Step(self.sample_rate, self.noise_multiplier, direction, log_capped - math.log(self.steps))

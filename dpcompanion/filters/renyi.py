@@ -1,11 +1,11 @@
-r"""A budget for each example that no run can exceed: the Renyi filter (Feldman and Zrnic 2021).
+r"""A budget for each example that no run can exceed: the Rényi filter (Feldman and Zrnic 2021).
 
 Accounts along a trajectory (`individual`) are known only afterwards and differ from run to run.  A filter turns them
 round: example i has a budget beforehand, pays for each step what its own gradient costs, and leaves for good before
 the step that it cannot pay.  Whoever has small gradients stays longer.
 
 What is proved.  Fix an order :math:`\alpha` and a budget B.  If step t, given the outputs before it, has individual
-Renyi divergence :math:`\rho_t(i)` for example i, known before the step, and i takes part only while
+Rényi divergence :math:`\rho_t(i)` for example i, known before the step, and i takes part only while
 :math:`\sum_{s \le t} \rho_s(i) \le B`, then all outputs together have divergence of order :math:`\alpha` at most B
 between any data set with i and the same without it (their theorem 3.1: adaptive divergences add up as long as their
 sum is bounded).  Here :math:`\rho_t(i)` is that of the sampled Gaussian mechanism with sensitivity the norm to which i
@@ -50,7 +50,7 @@ class RenyiFilter:
         noise_multiplier: noise over `max_grad_norm`, above 0.
         max_grad_norm: the longest norm that may be admitted, above 0.
         orders: (K,) distinct orders above 1, fixed before the run.
-        budgets: Renyi divergences (nats) above 0 that broadcast to (n, K); inf for no limit at an order, but each
+        budgets: Rényi divergences (nats) above 0 that broadcast to (n, K); inf for no limit at an order, but each
             example has one that is finite.
         device: where the account is kept.
 

@@ -30,7 +30,7 @@ _LARGEST_NOISE = 1e100  # so that a sensitivity that is tiny beside the noise st
 def step_divergence(
     *, sample_rate: Numbers, noise_multiplier: Numbers, sensitivity: Numbers, orders: Numbers, direction: str = "remove"
 ) -> float | torch.Tensor:
-    r"""Theorem 3.2: the Renyi divergence of one step whose sum x moves by at most `sensitivity`.
+    r"""Theorem 3.2: the Rényi divergence of one step whose sum x moves by at most `sensitivity`.
 
     Neighbouring relation: the data set with x and without it. Sampler: Poisson. For the sum of clipped gradients the
     sensitivity is the norm of x's clipped gradient, the same for every batch.

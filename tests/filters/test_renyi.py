@@ -1,4 +1,4 @@
-"""The Renyi filter: budgets are never exceeded, nobody comes back, and the whole adaptive run keeps to them."""
+"""The Rényi filter: budgets are never exceeded, nobody comes back, and the whole adaptive run keeps to them."""
 
 import math
 

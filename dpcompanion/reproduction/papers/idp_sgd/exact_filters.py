@@ -1,4 +1,4 @@
-"""Beyond the paper: training with the exact filter, beside the Renyi filter and plain DP-SGD at the same promise."""
+"""Beyond the paper: training with the exact filter, beside the Rényi filter and plain DP-SGD at the same promise."""
 
 import dataclasses
 
@@ -220,7 +220,7 @@ def pairs(record):
 
 @finding(
     "idp-sgd/exact-filter",
-    "fewer people reach their budget with the exact filter than with the Renyi filter: paired over the seeds",
+    "fewer people reach their budget with the exact filter than with the Rényi filter: paired over the seeds",
     kind="own",
 )
 def fewer_reach_it(record):
@@ -234,7 +234,7 @@ def gain(record, more, less):
     return intervals.difference(record.values[f"{more}.final"], record.values[f"{less}.final"])
 
 
-@finding("idp-sgd/exact-filter", "the exact filter is ahead of the Renyi filter: paired over the seeds", kind="own")
+@finding("idp-sgd/exact-filter", "the exact filter is ahead of the Rényi filter: paired over the seeds", kind="own")
 def ahead_of_renyi(record):
     for where, exact, renyi in pairs(record):
         ahead = gain(record, exact, renyi)

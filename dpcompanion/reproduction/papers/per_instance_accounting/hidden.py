@@ -40,7 +40,7 @@ def histories(config, *, running=True):
 
 
 def true_divergence(probabilities, added, noise):
-    """Renyi divergence of order 3 of all outputs with the example and without, exactly.
+    """Rényi divergence of order 3 of all outputs with the example and without, exactly.
 
     The mixture over histories of N(added, noise^2) against N(0, noise^2) has the third moment
     sum_ijk p_i p_j p_k G_ij G_ik G_jk with G = exp(<i, j> / noise^2).
