@@ -13,12 +13,13 @@ export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
 
-.PHONY: help book site test gpu cluster portable bench soundness lint types lowest wheel clean
+.PHONY: help book site pdf test gpu cluster portable bench soundness lint types lowest wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make book      install, compute every chapter here and now, render the book"
 	@echo "make site      render the book from the committed outputs"
+	@echo "make pdf       the same as one PDF, by a Chromium, and checked"
 	@echo "make test      prove it: tests, notebooks, pages"
 	@echo "make portable  execute every chapter under the arithmetics of other processors: does a number move?"
 	@echo "make bench     time the library beside its peers"
@@ -55,6 +56,9 @@ site: $(INSTALLED)
 	@rm -rf _build/html _build/.doctrees
 	@$(JUPYTER_BOOK) -W -n --keep-going >/dev/null
 	@echo "the book, from the committed outputs: file://$(CURDIR)/_build/html/index.html"
+
+pdf: site
+	@$(PY) tools/pdf.py
 
 test: $(INSTALLED)
 	@$(PY) tools/prove.py

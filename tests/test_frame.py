@@ -196,7 +196,7 @@ def test_docstrings_may_write_formulas_between_dollar_signs():
     )
 
 
-@pytest.mark.parametrize("file", ["book/_ext/digests.py", "tools/lowest.py", "tools/outputs.py"])
+@pytest.mark.parametrize("file", ["book/_ext/digests.py", "tools/lowest.py", "tools/outputs.py", "tools/pdf.py"])
 def test_the_examples_of_the_tools_hold(file):
     assert subprocess.run([sys.executable, "-m", "doctest", str(ROOT / file)]).returncode == 0
 
