@@ -51,6 +51,7 @@ plotting.digest(line=range(10))
 """
 PAGES = {
     "macro": "# A macro that nobody defined\n\n$\\undefinedmacro{x}$\n",
+    "tex": "# TeX that nothing sets\n\nA rate of \\$q\\$, and `$HOME`.\n",
     "outside": '# A picture from elsewhere\n\n<img src="http://example.org/picture.png" alt="A picture.">\n',
     "dumb": '# A picture without words\n\n<img src="../_static/dot.png">\n',
     "wide": '# Too wide\n\n<div style="width: 500px; background: grey">wide</div>\n',
@@ -409,6 +410,7 @@ def verdicts(rendered, chromium):
     "page, complaint",
     [
         ("macro", "a formula is broken: Undefined control sequence"),
+        ("tex", "TeX stands in the text: $q$"),
         ("outside", "asks another machine for http://example.org/picture.png"),
         ("dumb", "a picture has no alternative text"),
         ("wide", "(390 px)"),

@@ -6,7 +6,7 @@
 Each page is loaded once in each colour scheme from its file and resized to a
 phone, a tablet, a laptop and a desktop, and once more over http.  A page must
 ask no other machine for anything, raise no console error, show no broken
-formula, never scroll sideways, describe every picture, keep its headings in
+formula and no TeX, never scroll sideways, describe every picture, keep its headings in
 order, set its text off against what is behind it (WCAG's AA), link only to
 pages and anchors that exist, load no more than 2 MB, MathJax not counted, and
 be no longer than a reader scrolls.
@@ -63,6 +63,12 @@ CONTENT = """() => {
         found.push("a formula is broken: " + (node.getAttribute("data-mjx-error") || node.textContent).slice(0, 80));
     for (const node of article.querySelectorAll(".math"))
         if (!node.querySelector("mjx-container")) found.push("a formula was not set: " + node.textContent.slice(0, 80));
+    const words = article.cloneNode(true);
+    for (const node of words.querySelectorAll("pre, code, script, style, svg, mjx-container, .math")) node.remove();
+    for (const node of words.querySelectorAll("p, li, td, th, dt, dd, figcaption, summary, h1, h2, h3, h4, h5, h6")) {
+        const raw = /\\$[^$]+\\$|\\$\\$|\\\\[([]|\\\\[a-zA-Z]{2,}/.exec(node.textContent);
+        if (raw) found.push("TeX stands in the text: " + raw[0].slice(0, 80));
+    }
     for (const node of article.querySelectorAll("p"))
         if (/\\|:?[-\u2013\u2014]+:?\\|/.test(node.textContent))
             found.push("a table is shown as pipes: " + node.textContent.slice(0, 60));

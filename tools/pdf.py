@@ -8,9 +8,10 @@ within the book lead to pages of the PDF. A reader of paper cannot unfold anythi
 are printed open; the code of figures stays folded under its heading, as notebooks have it. The calculator and the
 moving picture are printed as they open. Tables and formulas that are wider than the paper are made smaller.
 
-Before a page is printed, its formulas are counted: one that MathJax did not set or could not read is a problem, and so
-are TeX in the text, a picture that is missing and a table that had to become illegible. The printed pages are read
-back: one without content or without its number is a problem too. With a problem the command ends badly.
+Before a page is printed it is looked at as `browser_check.py` does: a formula that MathJax did not set or could not
+read is a problem, and so are TeX in the text and a picture that is missing; and a table that would become illegible.
+The printed pages are read back: one without content or without its number is a problem too. With a problem the command
+ends badly.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import json
 import re
 import subprocess
 import sys
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
@@ -40,7 +42,7 @@ WIDTH = int((PAPER[0] - 2 * SIDE) / 25.4 * 96 / SCALE)  # CSS pixels between the
 
 SHEET = """
 @page {{ size: A4; margin: {top}mm {side}mm {bottom}mm;
-  @bottom-left {{ content: {title}; font: 8pt sans-serif; color: #444; }}
+  @bottom-left {{ content: {title}; font: 8pt sans-serif; font-variant-ligatures: none; color: #444; }}
   @bottom-right {{ content: counter(page{style}); font: 8pt sans-serif; color: #444; }} }}
 html {{ counter-reset: page {before}; }}
 """
@@ -56,28 +58,7 @@ UNFOLD = """async () => {
     await Promise.all([...document.images].map(image => image.decode().catch(() => null)));
 }"""
 
-# Formulas and pictures, counted, and what is wrong with them.
-EXAMINE = r"""() => {
-    const article = document.querySelector("article"), wrong = [];
-    const broken = "mjx-merror, [data-mml-node='merror'], [data-mjx-error]";
-    for (const node of article.querySelectorAll(broken))
-        wrong.push("a formula is broken: " + (node.getAttribute("data-mjx-error") || node.textContent).slice(0, 80));
-    for (const node of article.querySelectorAll(".math"))
-        if (!node.querySelector("mjx-container")) wrong.push("a formula was not set: " + node.textContent.slice(0, 80));
-    const words = article.cloneNode(true);
-    for (const node of words.querySelectorAll("pre, code, script, style, svg, mjx-container, .math")) node.remove();
-    for (const block of words.querySelectorAll("p, li, td, th, dt, dd, caption, summary, h1, h2, h3, h4, h5, h6")) {
-        const raw = /\$[^$]+\$|\$\$|\\[([]|\\[a-zA-Z]{2,}|Undefined control sequence|Math input error/
-            .exec(block.textContent);
-        if (raw) wrong.push("TeX stands in the text: " + raw[0].slice(0, 80));
-    }
-    const images = [...article.querySelectorAll("img")];
-    for (const image of images)
-        if (!(image.complete && image.naturalWidth))
-            wrong.push("a picture is missing: " + (image.getAttribute("src") || "").slice(-60));
-    return {wrong: [...new Set(wrong)], formulas: article.querySelectorAll("mjx-container").length,
-            pictures: images.length};
-}"""
+COUNT = """() => ["mjx-container", "img"].map(what => document.querySelectorAll("article " + what).length)"""
 
 # What is wider than the paper shrinks; what is not much lower than a page is not torn apart.
 FIT = """height => {
@@ -109,7 +90,7 @@ FIT = """height => {
 # Chromium makes a named place of each anchor that something on its page links to: so something does.
 ANCHOR = """() => {
     const article = document.querySelector("article"), links = document.createElement("nav");
-    links.hidden = true;
+    links.style.display = "none";
     const ids = [...article.querySelectorAll("[id]")].filter(node => !node.closest("svg")).map(node => node.id);
     for (const id of ids)
         links.appendChild(Object.assign(document.createElement("a"), {href: "#" + encodeURIComponent(id)}));
@@ -143,8 +124,8 @@ class Sheet:
     title: str
     sections: list
     data: bytes
-    formulas: int = 0
-    pictures: int = 0
+    formulas: int
+    pictures: int
 
 
 def contents(toc):
@@ -186,8 +167,8 @@ def print_page(context, site, entry, before, problems):
         page.set_viewport_size({"width": WIDTH, "height": 900})
         page.evaluate(UNFOLD)
         page.wait_for_function("!document.querySelector('[aria-busy=true]')")
-        seen = page.evaluate(EXAMINE)
-        wrong += seen["wrong"]
+        wrong += page.evaluate(browser_check.CONTENT)["found"]
+        formulas, pictures = page.evaluate(COUNT)
         for by, words in page.evaluate(FIT, (PAPER[1] - TOP - BOTTOM) / 25.4 * 96 / SCALE):
             if by < SMALLEST:
                 wrong.append(f"a table fits only at {100 * by:.0f}%: {words}")
@@ -197,7 +178,7 @@ def print_page(context, site, entry, before, problems):
         page.add_style_tag(content=sheet_style(title, before))
         data = paper(page)
     problems += [(entry.name, problem) for problem in dict.fromkeys(wrong)]
-    return Sheet(entry, title, sections, data, seen["formulas"], seen["pictures"])
+    return Sheet(entry, title, sections, data, formulas, pictures)
 
 
 def front_matter(site, sheets, starts, about):
@@ -344,9 +325,10 @@ def read_back(data, offset, sheets, starts):
     for sheet, start, end in zip(sheets, starts, [*starts[1:], len(pages)]):
         for number in range(start + 1, end + 1):
             page = pages[number - 1]
-            text = page.extract_text()
+            text = unicodedata.normalize("NFKC", page.extract_text())
             # Without spaces: words that are set one by one come back without them. The foot comes back first.
-            words, foot = ("".join(part.split()) for part in (text, f"{number}{sheet.title}"))
+            foot = "".join(unicodedata.normalize("NFKC", f"{number}{sheet.title}").split())
+            words = "".join(text.split())
             if not words.startswith(foot):
                 problems.append((sheet.entry.name, f"page {number} does not bear its number and title"))
             elif words == foot and not page.images:

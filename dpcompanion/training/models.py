@@ -185,8 +185,8 @@ def resnet20(classes=10, *, groups=4, affine=False, channels=3):
 class StandardisedConv2d(Reparametrised, nn.Conv2d):
     r"""A convolution whose weight is standardised over each output channel, with a learned gain (Qiao et al. 2019).
 
-    For each output channel $w' = k (w - \bar w)$ with $k = $ gain $ / \lVert w - \bar w\rVert$. The gradient of $w$ is
-    then $k (g - \bar g - \hat w \langle g, \hat w\rangle)$ and that of the gain $\langle g, \hat w\rangle$, with
+    For each output channel $w' = k (w - \bar w)$ with $k = \text{gain} / \lVert w - \bar w\rVert$. The gradient of
+    $w$ is then $k (g - \bar g - \hat w \langle g, \hat w\rangle)$ and that of the gain $\langle g, \hat w\rangle$, with
     the gradient $g$ of $w'$ and $\hat w$ the unit vector of $w - \bar w$. Where the norm is below a hundredth $k$ is
     100 gain and does not depend on $w$.
     """
