@@ -2,6 +2,8 @@
 
     python tools/browser_check.py                         check _build/html
     python tools/browser_check.py screenshot DIR [PAGE]   pictures of pages for a person to look at
+    python tools/browser_check.py picture FILE PAGE WHAT  one element of a page, by a CSS selector: README's picture is
+                                                          book/_static/everybody.png book/intro.html ".moving svg"
 
 Each page is loaded once in each colour scheme from its file and resized to a
 phone, a tablet, a laptop and a desktop, and once more over http.  A page must
@@ -315,6 +317,20 @@ def screenshot(site, folder, pages, widths=(390, 1280)):
         browser.close()
 
 
+def picture(site, file, name, what):
+    """A PNG of the first element of a page that a CSS selector finds, in the light scheme, at twice its size."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=find_chromium(), args=LAUNCH)
+        context = browser.new_context(
+            color_scheme="light", viewport={"width": 640, "height": 900}, device_scale_factor=2
+        )
+        with Visit(context, (site.resolve() / name).as_uri(), []) as page:
+            page.locator(what).first.screenshot(path=file)
+        browser.close()
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Check the rendered pages in a headless Chromium.")
     parser.add_argument("--site", type=Path, default=ROOT / "_build" / "html")
@@ -324,6 +340,10 @@ def main(arguments=None):
     two = commands.add_parser("screenshot", help="draw pages into a folder")
     two.add_argument("folder", type=Path)
     two.add_argument("pages", nargs="*", help="such as book/intro.html (default: all of book/)")
+    three = commands.add_parser("picture", help="draw one element of a page")
+    three.add_argument("file", type=Path)
+    three.add_argument("page")
+    three.add_argument("what", help="a CSS selector")
     options = parser.parse_args(arguments)
 
     if not (options.site / "index.html").is_file():
@@ -335,6 +355,9 @@ def main(arguments=None):
     if options.command == "screenshot":
         default = sorted(path.relative_to(options.site).as_posix() for path in (options.site / "book").rglob("*.html"))
         screenshot(options.site, options.folder, options.pages or default)
+        return 0
+    if options.command == "picture":
+        picture(options.site, options.file, options.page, options.what)
         return 0
     problems = check(options.site, getattr(options, "pages", None) or None)
     for page, problem in problems:
