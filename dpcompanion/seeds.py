@@ -11,6 +11,8 @@ False
 """
 
 import hashlib
+import operator
+import re
 
 import numpy as np
 import torch
@@ -27,10 +29,20 @@ def derive_seed(seed: int, *names: str | int) -> int:
 
     It is the first 63 bits of sha256("seed/names"); 32 of them are all that `torch.Generator.manual_seed` takes.
 
+    Args:
+        seed: a whole number in [0, 2^1024).
+        names: texts without "/", or whole numbers; no text may read as a whole number ("1" beside 1).
+
+    Raises:
+        ValueError: an argument outside its range.
+
     >>> derive_seed(0, "noise") == derive_seed(0, "noise") != derive_seed(1, "noise")
     True
     """
-    text = "/".join(map(str, (_checks.seed("seed", seed), *names)))
+    texts = [_text(name) for name in names]
+    if any("/" in text for text in texts):
+        raise ValueError(f"names must hold no '/', which stands between them, got {names!r}")
+    text = "/".join((str(_checks.seed("seed", seed)), *texts))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
@@ -41,16 +53,33 @@ def derive_key(seed: int, *names: str | int) -> bytes:
 
     Args:
         seed: a whole number in [0, 2^1024).
-        names: of the stream, text or whole numbers.
+        names: of the stream, texts or whole numbers; no text may read as a whole number ("1" beside 1).
+
+    Raises:
+        ValueError: an argument outside its range.
 
     >>> len(derive_key(2**300, "noise")), derive_key(1, "noise") == derive_key(1 + 2**32, "noise")
     (32, False)
     """
     seed = _checks.seed("seed", seed)
     total = hashlib.sha256(b"dpcompanion stream\0")
-    for part in (*(str(name).encode() for name in names), seed.to_bytes((seed.bit_length() + 7) // 8, "little")):
+    for part in (*(_text(name).encode() for name in names), seed.to_bytes((seed.bit_length() + 7) // 8, "little")):
         total.update(len(part).to_bytes(8, "little") + part)
     return total.digest()
+
+
+def _text(name):
+    """What is hashed of a stream's name: of two names never the same."""
+    if isinstance(name, str):
+        if re.fullmatch(r"-?[0-9]+", name):
+            raise ValueError(f"names must be texts that read as no whole number, or whole numbers, got {name!r}")
+        return name
+    try:
+        if isinstance(name, bool):
+            raise TypeError
+        return str(operator.index(name))
+    except TypeError:
+        raise ValueError(f"names must be texts or whole numbers, got {name!r:.40}") from None
 
 
 def keyed_generator(key: bytes, device: str | torch.device = "cpu") -> torch.Generator:

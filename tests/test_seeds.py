@@ -22,7 +22,7 @@ def test_a_key_is_the_hash_that_it_is_said_to_be():
 
 
 @settings(deadline=None)
-@given(SEEDS, SEEDS, st.sampled_from([("noise",), ("sampling",), ("noise", 1), ("noise", "1", "")]))
+@given(SEEDS, SEEDS, st.sampled_from([("noise",), ("sampling",), ("noise", 1), ("noise", "one", "")]))
 def test_every_bit_of_a_seed_counts(one, other, names):
     assert (derive_key(one, *names) == derive_key(other, *names)) == (one == other)
     assert all(derive_key(one, *names) != derive_key(one ^ 1 << bit, *names) for bit in (0, 31, 32, 63, 64, 255, 700))
@@ -32,6 +32,39 @@ def test_streams_of_one_seed_have_different_keys():
     names = [(), ("a",), ("a", ""), ("", "a"), ("a", "b"), ("ab",), ("a/b",)]
     keys = {derive_key(seed, *name) for seed in (0, 1, 256, 2**1024 - 1) for name in names}
     assert len(keys) == 4 * len(names) and all(len(key) == 32 for key in keys)
+
+
+@given(st.lists(st.text() | st.integers(), max_size=3), st.lists(st.text() | st.integers(), max_size=3))
+def test_two_names_never_share_a_stream(one, other):
+    """Neither 1 and "1" nor "a/b" and "a", "b": the text of a whole number is no name."""
+    for derive in (derive_key, derive_seed):
+        try:
+            keys = derive(0, *one), derive(0, *other)
+        except ValueError:
+            assert any(isinstance(name, str) and (set(name) & set("/0123456789")) for name in one + other)
+        else:
+            assert (keys[0] == keys[1]) == (one == other)
+
+
+@pytest.mark.parametrize("name", ["1", "-7", "0012", True, None, 1.5, b"noise", ("a",)])
+@pytest.mark.parametrize("derive", [derive_key, derive_seed])
+def test_a_name_that_could_be_taken_for_another_is_refused(derive, name):
+    with pytest.raises(ValueError, match="names must be texts"):
+        derive(0, "noise", name)
+
+
+def test_a_slash_within_a_name_of_a_seed_is_refused():
+    with pytest.raises(ValueError, match="names must hold no '/'"):
+        derive_seed(0, "a/b")
+
+
+def test_the_streams_of_runs_that_were_recorded_stay_as_they_are():
+    assert derive_key(0, "noise").hex()[:16] == "111bc4459874f1c3"
+    assert derive_key(5, "forward", 17).hex()[:16] == "4b8e7811be743d56"
+    assert (
+        derive_seed(3, "model", 2) == 2161865351392554829
+        and derive_seed(0, "run", "add", np.int64(1)) == 3392689995473300946
+    )
 
 
 def test_the_whole_state_is_filled_from_the_key():

@@ -9,6 +9,7 @@ from scipy import special
 from dpcompanion.accounting import compute_epsilon
 
 from . import PIECES
+from .__main__ import note, read, run
 from .power import delta_at_zero_from_above, delta_from_below, verdict
 
 
@@ -63,3 +64,43 @@ def test_an_upper_end_at_zero_is_one():
         exact = rate * (2 * special.ndtr(0.5 / noise) - 1)
         assert delta_at_zero_from_above([(rate, noise, 1)]) == pytest.approx(exact)
         assert delta_from_below([(rate, noise, 1)], 0.0, True, exact) == pytest.approx(exact, rel=1e-3)
+
+
+def test_a_trial_goes_on_where_it_was_stopped(tmp_path):
+    """Done cases are not done again, one that a kill cut off is, and so are violations, in case they are mended."""
+    tried, mended = [], False
+
+    class Piece:
+        @staticmethod
+        def cases(seed, count):
+            return range(100 * seed, 100 * seed + count)
+
+        @staticmethod
+        def violations(case):
+            tried.append(case)
+            if case == 101:
+                raise ValueError("not accepted")
+            return None if case == 102 else [] if mended or case != 103 else ["too small"]
+
+    path = tmp_path / "piece-1.jsonl"
+    run(Piece, 1, 5, path, math.inf)
+    said = {case: line["said"] for case, line in read(path).items()}
+    assert said == {0: [], 1: ["ValueError: not accepted"], 2: None, 3: ["too small"], 4: []}
+    path.write_text(path.read_text()[:-30])  # the last line is cut off
+    assert len(read(path)) == 4
+    tried.clear()
+    mended = True
+    run(Piece, 1, 7, path, math.inf)
+    assert tried == [101, 103, 104, 105, 106]
+    assert sorted(case for case, line in read(path).items() if line["said"]) == [1]
+    run(Piece, 1, 9, path, -math.inf)  # no time left
+    assert len(read(path)) == 7
+
+
+def test_the_table_counts_what_was_done(tmp_path):
+    table = tmp_path / "README.md"
+    table.write_text("| bits | old |\n| filters | old |\n")
+    line = {"seconds": 2.0, "commit": "abc"}
+    note("bits", 3, {0: {**line, "said": []}, 1: {**line, "said": None}, 2: {**line, "said": ["wrong"]}}, table)
+    assert table.read_text().startswith("| bits | 300 | 3 | 1 | 1 | 3 | 6 | abc | ")
+    assert table.read_text().endswith("\n| filters | old |\n")
