@@ -41,6 +41,7 @@ long as others.
 'epsilon 1.828, grid 1e-04, error below 1e-04'
 """
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 
@@ -50,16 +51,25 @@ from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 
 from .. import _checks
+from . import revealed
+from .conversions import rdp_to_delta, rdp_to_epsilon
 from .gaussian import gaussian_delta, gaussian_epsilon
 from .loss import _TAIL, DIRECTIONS, _scale, _Step
-from .rdp import log_density_ratio
+from .rdp import DEFAULT_ORDERS, log_density_ratio, rdp_sampled_gaussian
 
 #: What the discretisation may add to epsilon, relative to epsilon + 1/tilt.
 TOLERANCE = 5e-5
 
 _WINDOW_LOG_TAIL = -38.0  # tilted mass outside the window, each side: below e^-38
 _LARGEST_GRID = 1 << 21  # points of one transform; a run that wants more gets a coarser grid, and its error says so
+_MOST_POINTS = 2 * _LARGEST_GRID  # of a grid that widens the sums themselves; a run that wants more gets none
+_COARSE = 1e-3  # a grid that may add more than this share of an epsilon is tried against bounds that need none
+_NEWTON = 24  # steps of Newton's method; most runs take 7
 _LOG_CAPPED = math.log(1e-5)  # the part of delta that the cap on the loss may add
+
+
+class NoGrid(ValueError):
+    """No grid resolves the loss of such a run; `compute_epsilon` bounds it without one."""
 
 
 @dataclass(frozen=True)
@@ -119,19 +129,56 @@ class ComposedLoss:
         # Newton's method from the tilted mean, near which the answer lies, kept within what is known.
         index = torch.arange(len(self.masses), dtype=torch.float64)
         root = max(self.first + float(index @ self.masses), 1.0) * self.interval
-        for _ in range(200):
+        for _ in range(_NEWTON):
             value, slope = self._log_delta(root)
             low, high = (low, root) if value <= target else (root, high)
-            # On a grid coarser than 1 delta falls in stairs, flat in between.
             last, root = root, root + (target - value) / slope if slope else math.nan
             if not low <= root <= high:
                 root = 2 * low if high == math.inf else (low + high) / 2
             if abs(root - last) <= 1e-9 * root:
                 break
+        else:  # on a grid coarser than 1 delta falls in stairs, flat in between, which no tangent shows
+            root = self._in_its_cell(target)
         step = 1e-10
         while self._log_delta(root)[0] > target:  # the root may lie a hair on the wrong side
             root, step = root * (1 + step), 2 * step
         return root
+
+    def _log_tails(self):
+        """At each grid point s_j, and at one beyond the last: the logarithms of A_j = P(S >= s_j) and of delta(s_j),
+        before slack and cap.
+
+        All sums are of positive terms: with spacing h, delta(s_j) is that over i >= j of e^(s_j - s_i) (1 - e^-h)
+        A_(i+1), and delta(e) = A_j (1 - e^(e - s_j)) + e^(e - s_j) delta(s_j) for the next grid point s_j above e.
+        Returns (grid, logs of A, logs of delta).
+        """
+
+        def sums_from(logs):
+            return torch.logcumsumexp(logs.flip(0), 0).flip(0)
+
+        grid = (self.first + torch.arange(len(self.masses) + 1, dtype=torch.float64)) * self.interval
+        never = torch.tensor([-math.inf], dtype=torch.float64)
+        above = torch.cat((sums_from(self.masses.log() + self.log_scale - self.tilt * grid[:-1]), never))
+        at_grid = grid[:-1] + sums_from(math.log(-math.expm1(-self.interval)) + above[1:] - grid[:-1])
+        return grid, above, torch.cat((at_grid, never))
+
+    def _in_its_cell(self, target):
+        """About where delta falls to exp(target): first the cell of the grid, then the point in it."""
+        grid, above, at_grid = self._log_tails()
+        slack = self.log_scale + math.log(max(self.slack, 1e-300) / (1 + self.tilt))
+        met = torch.logaddexp(at_grid, slack - self.tilt * grid) <= target
+        if not met.any():
+            return float(grid[-1])
+        j = int(met.double().argmax())
+        end, above, at_end = (float(of[j]) for of in (grid, above, at_grid))
+
+        def excess(epsilon):
+            back = epsilon - end
+            within = np.logaddexp(above + math.log(max(-math.expm1(back), 1e-300)), at_end + back)
+            return float(np.logaddexp(np.logaddexp(within, slack - self.tilt * epsilon), self.log_capped)) - target
+
+        start = max(end - self.interval, 0.0)
+        return brentq(excess, start, end, rtol=1e-12) if excess(start) > 0 > excess(end) else max(end, 0.0)
 
 
 def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, direction="remove", interval=None):
@@ -150,6 +197,7 @@ def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, d
 
     Raises:
         ValueError: an argument outside its range, or not exactly one of `delta` and `epsilon`.
+        NoGrid: a ValueError: so many steps at so little noise that no grid resolves their loss.
 
     Source: Koskela et al. 2020 (FFT), Doroshenko et al. 2022 (connect the dots).
     """
@@ -238,7 +286,7 @@ def _log_mgfs(step, steps):
     # The window's bound looks a little beyond the tilt, so a tilt whose neighbourhood is out of range will not do.
     reachable = step.log_mgf(1.2 * tilts).isfinite()
     if not reachable.any():
-        raise ValueError(
+        raise NoGrid(
             f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: "
             "no moment of such a run's loss can be computed in float64"
         )
@@ -267,10 +315,10 @@ def _compose_step(step, steps, epsilon, slope, interval):
     slack = steps * cut
     if steps > 1:
         size = (high - low) / interval + 2
-        if not size <= 8 * _LARGEST_GRID:  # so many steps that what the grid adds outweighs what it resolves
-            raise ValueError(
-                f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: "
-                f"{size:.1g} grid points are too many for such a run's loss; accountant='rdp' bounds it"
+        if not size <= _MOST_POINTS:  # so many steps that what the grid adds outweighs what it resolves
+            raise NoGrid(
+                f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: such a run's "
+                f"loss takes {size:.1g} grid points, at most {_MOST_POINTS} are possible: fewer steps or more noise"
             )
         first, masses = _convolve(first, masses, steps, start=math.floor(low / interval), size=size)
         # Errors of the transform grow with the power: relative to the bulk, 1e-15 a step covers them amply.
@@ -338,27 +386,68 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     if _total_variation(sample_rate, noise_multiplier, steps) <= delta:
         return 0.0
     run = sample_rate, noise_multiplier, steps
-    worst = _compose_at(*run, "remove", delta)[1]
+    run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
+    run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
+    found, resolved = math.inf, False
+    with contextlib.suppress(NoGrid):
+        found, resolved = _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta)
+    if not resolved:
+        by_divergence = rdp_to_epsilon(*_divergences(**run), delta)[0]
+        found = min(found, float(by_divergence), revealed.epsilon(**run, delta=delta))
+    return found
+
+
+def _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta):
+    """Epsilon, and whether the grid of the worse direction is as fine as promised."""
+    run = sample_rate, noise_multiplier, steps
+    loss, worst = _compose_at(*run, "remove", delta)
     # At epsilon 0 delta is the total variation, in either direction.
     if (
         0 < worst < _largest_loss_of_adding(sample_rate, steps)
         and _compose_near(*run, "add", worst, delta).delta(worst) > delta
     ):
-        worst = max(worst, _compose_at(*run, "add", delta)[1])
-    return worst
+        other, more = _compose_at(*run, "add", delta)
+        loss, worst = (other, more) if more > worst else (loss, worst)
+    return worst, _is_fine(loss, worst)
 
 
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):
     """Delta of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_delta`)."""
     if sample_rate == 1:
         return float(gaussian_delta(math.sqrt(steps) / noise_multiplier, epsilon))
+    run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
+    found, resolved = 1.0, False
+    with contextlib.suppress(NoGrid):
+        found, resolved = _delta_on_grids(sample_rate, noise_multiplier, steps, epsilon)
+    if not resolved:
+        by_divergence = rdp_to_delta(*_divergences(**run), epsilon)[0]
+        found = min(found, float(by_divergence), revealed.delta(**run, epsilon=epsilon))
+    return found
+
+
+def _delta_on_grids(sample_rate, noise_multiplier, steps, epsilon):
+    """Delta, and whether the grid where an example is removed is as fine as promised."""
     run = sample_rate, noise_multiplier, steps
-    worst = _compose_near(*run, "remove", epsilon).delta(epsilon)
+    loss = _compose_near(*run, "remove", epsilon)
+    worst = loss.delta(epsilon)
     if epsilon < _largest_loss_of_adding(sample_rate, steps):
         # The sum of the losses is below its largest for certain, so delta is below 1 - e^(epsilon - largest).
         largest = _largest_loss_of_adding(sample_rate, steps)
         worst = max(worst, min(_compose_near(*run, "add", epsilon).delta(epsilon), -math.expm1(epsilon - largest)))
-    return worst
+    return worst, _is_fine(loss, epsilon)
+
+
+def _is_fine(loss, epsilon):
+    return loss.error <= _COARSE * (epsilon + 1 / loss.tilt)
+
+
+def _divergences(**run):
+    """Renyi divergences of a run at the default orders and at others from 1 + 1e-9 to 1000, and these orders.
+
+    Where mu^2 / 2 is most of an epsilon, the order 1 + z / mu decides, with z the quantile of delta.
+    """
+    orders = DEFAULT_ORDERS + tuple(1 + np.geomspace(1e-9, 1e3, 241))
+    return run.pop("steps") * rdp_sampled_gaussian(**run, orders=orders), orders
 
 
 def _largest_loss_of_adding(sample_rate, steps):

@@ -6,9 +6,10 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from scipy.special import logsumexp, ndtr
 
-from dpcompanion.accounting import compute_epsilon, pld
+from dpcompanion.accounting import compute_delta, compute_epsilon, pld
 
 DIRECTIONS = ("remove", "add")
 
@@ -306,8 +307,75 @@ def test_delta_and_epsilon_together_are_refused():
 
 def test_a_run_that_no_grid_of_reasonable_size_resolves_is_refused_before_the_memory_is_taken():
     """So many steps that the grid's own spread outgrows the loss's: 54 GB were asked for."""
-    with pytest.raises(ValueError, match="steps=386155490532.*grid points are too many.*accountant='rdp'"):
-        compute_epsilon(sample_rate=4.84e-6, noise_multiplier=0.154, steps=386155490532, delta=4.1e-233)
+    with pytest.raises(pld.NoGrid, match="steps=386155490532: .*grid points, at most .*: fewer steps or more noise"):
+        pld.compose(sample_rate=4.84e-6, noise_multiplier=0.154, steps=386155490532, delta=4.1e-233)
+
+
+CORNERS = [  # of the range, where privacy loss distributions took minutes or were refused
+    (0.5153179636664761, 0.47475898178714454, 106442559, 1.15e-9),
+    (0.20983344891084724, 0.2552399809495483, 666702409, 4e-6),
+    (0.310655816701071, 0.016319045699112657, 57821563, 0.0614),
+    (0.15615985321724718, 0.1133512883280374, 866139763, 9.6e-14),
+    (4.84e-6, 0.154, 386155490532, 4.1e-233),
+]
+
+
+@pytest.mark.parametrize("rate, noise, steps, delta", CORNERS)
+def test_without_a_grid_epsilon_lies_between_the_mean_of_the_loss_and_a_little_above(rate, noise, steps, delta):
+    """By Cantelli's inequality the loss is above its mean less a thousandth of its spread with a chance of 1e-6 and
+    more; and a sum of so many bounded losses is Gaussian but for its last tail."""
+    run = dict(sample_rate=rate, noise_multiplier=noise, steps=steps)
+    t = np.linspace(-12, 12 + 1 / noise, 400_001)
+    loss = np.logaddexp(np.log1p(-rate), np.log(rate) + t / noise - 0.5 / noise**2)
+    weight = np.exp(loss - t**2 / 2) * (t[1] - t[0]) / math.sqrt(2 * math.pi)
+    assert weight.sum() == pytest.approx(1, abs=1e-9)
+    mean = float(weight @ loss)
+    spread = math.sqrt(steps * float(weight @ (loss - mean) ** 2))
+    found = compute_epsilon(**run, delta=delta)
+    assert steps * mean - 1e-3 * spread < found < steps * mean + 1.1 * math.sqrt(-2 * math.log(delta)) * spread
+    assert found <= compute_epsilon(**run, delta=delta, accountant="rdp")
+    assert compute_delta(**run, epsilon=found) <= delta * (1 + 1e-6)
+
+
+def test_without_a_grid_a_few_rare_draws_cost_what_those_pay_who_are_drawn_so_often():
+    run = dict(sample_rate=7.027523461238453e-10, noise_multiplier=0.015412, steps=1287887224)
+    found = compute_epsilon(**run, delta=9.6e-13)
+    # Who is drawn k times is found out with even chances at this epsilon, less what it costs not to know when.
+    draws = stats.binom(run["steps"], run["sample_rate"])
+    often = max(k for k in range(40) if 0.45 * draws.sf(k - 1) > 9.6e-13)
+    each = 0.5 / run["noise_multiplier"] ** 2
+    assert often * (each + math.log(run["sample_rate"])) <= found < (often + 2) * each
+
+
+@pytest.mark.parametrize(
+    "rate, noise, steps, delta", [*CORNERS, (1.6e-8, 0.356, 808_631, 1e-5), (5.04e-5, 0.01587, 476223305, 0.043)]
+)
+def test_the_work_of_a_corner_is_bounded(rate, noise, steps, delta, monkeypatch):
+    """Points that are transformed or summed over: some 50 million are a second of a processor."""
+    convolve, log_delta, log_tails = pld._convolve, pld.ComposedLoss._log_delta, pld.ComposedLoss._log_tails
+    points = []
+
+    def counted(function, size):
+        return lambda *args, **named: points.append(size(*args, **named)) or function(*args, **named)
+
+    monkeypatch.setattr(pld, "_convolve", counted(convolve, lambda *args, start, size: 4 * size))
+    monkeypatch.setattr(pld.ComposedLoss, "_log_delta", counted(log_delta, lambda loss, epsilon: len(loss.masses)))
+    monkeypatch.setattr(pld.ComposedLoss, "_log_tails", counted(log_tails, lambda loss: 4 * len(loss.masses)))
+    assert 0 <= compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta) < math.inf
+    assert sum(points) < 2e8
+
+
+def test_on_stairs_the_cell_is_found_by_sums_over_all_points_at_once(monkeypatch):
+    """A grid coarser than 1: delta falls in stairs, where Newton's method takes hundreds of steps."""
+    run = dict(sample_rate=0.3, noise_multiplier=0.05, steps=200)
+    loss = pld.compose(**run, delta=1e-6, interval=30.0)
+    looked, log_delta = [], pld.ComposedLoss._log_delta
+    monkeypatch.setattr(pld.ComposedLoss, "_log_delta", lambda *args: looked.append(args) or log_delta(*args))
+    for delta in (1e-9, 1e-6, 1e-5, 1e-3):
+        looked.clear()
+        epsilon = loss.epsilon(delta)
+        assert len(looked) < 40
+        assert loss.delta(epsilon) <= delta * (1 + 1e-12) and loss.delta(epsilon * (1 - 1e-6)) > delta
 
 
 def test_delta_of_a_step_whose_noise_hides_nothing_is_the_sample_rate():

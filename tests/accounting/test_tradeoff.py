@@ -58,8 +58,8 @@ def test_without_sampling_it_is_the_gaussian_curve(mu):
     assert bool((tpr >= exact * (1 - 1e-15)).all()) and bool((tpr <= exact * (1 + 1e-9)).all())
 
 
-@pytest.mark.parametrize("mu", [0.1, 1.0, 7.5])
-@pytest.mark.parametrize("rate", [1e-30, 1e-20, 1e-10, 1e-6, 0.1])
+@pytest.mark.parametrize("mu", [0.1, 1.0, 7.5, 33.3, 70.7])
+@pytest.mark.parametrize("rate", [1e-300, 1e-30, 1e-20, 1e-10, 1e-6, 0.1])
 def test_far_tails_of_the_gaussian_curve_are_bounded_too(rate, mu):
     with mpmath.workdps(60):
         z = mpmath.findroot(lambda z: mpmath.log(mpmath.ncdf(z) / rate), -mpmath.sqrt(-2 * mpmath.log(rate)))
@@ -67,6 +67,22 @@ def test_far_tails_of_the_gaussian_curve_are_bounded_too(rate, mu):
     run = dict(sample_rate=1.0, noise_multiplier=1 / mu, steps=1, false_positive_rate=rate)
     assert found <= best_true_positive_rate(**run) <= found * (1 + 1e-11)
     assert missed * (1 - 1e-11) <= trade_off(**run) <= missed
+
+
+def test_the_promise_holds_from_1e_minus_15_on_and_below_there_is_a_bound_still():
+    rates = torch.logspace(-30, -9, 22, dtype=torch.float64)
+    tpr = best_true_positive_rate(sample_rate=1 - 1e-12, noise_multiplier=3.0, steps=60, false_positive_rate=rates)
+    exact = torch.from_numpy(special.ndtr(special.ndtri(rates.numpy()) + math.sqrt(60) / 3))
+    assert bool((tpr >= exact * (1 - 1e-9)).all())
+    assert bool((tpr <= exact * (1 + TOLERANCE))[rates > 0.9e-15].all())
+    assert bool((tpr > exact * (1 + TOLERANCE)).any())  # so the promise says where it holds
+
+
+@pytest.mark.parametrize("function", [trade_off, best_true_positive_rate])
+def test_a_run_that_no_grid_resolves_is_refused_with_what_would_do(function):
+    run = dict(sample_rate=4.84e-6, noise_multiplier=0.154, steps=386155490532)
+    with pytest.raises(ValueError, match="steps=386155490532: .* grid points, .*: fewer steps or more noise$"):
+        function(**run, false_positive_rate=0.1)
 
 
 @pytest.mark.parametrize("rates", [0.0, 1.0, [0.0, 1.0]])
