@@ -72,7 +72,7 @@ def _in_either_relation(release):
         return release(*given.args, **given.kwargs)
 
     added = inspect.Parameter("relation", inspect.Parameter.KEYWORD_ONLY, default="add or remove", annotation=str)
-    released.__signature__ = usual.replace(parameters=[*usual.parameters.values(), added])
+    vars(released).update(__signature__=usual.replace(parameters=[*usual.parameters.values(), added]))
     return released
 
 

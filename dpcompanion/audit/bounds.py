@@ -120,9 +120,9 @@ class PlanCurve:
     def __init__(self, plan: "DPSGDPlan", among: Array | None = None):
         from dpcompanion.accounting import pld
 
-        among = slice(None) if among is None else among
+        rows = slice(None) if among is None else among
         rates, noise = (
-            torch.as_tensor(value, dtype=torch.float64).expand(plan.n)[among]
+            torch.as_tensor(value, dtype=torch.float64).expand(plan.n)[rows]
             for value in (plan.sample_rate, plan.effective_noise_multiplier)
         )
         rate, noise = float(rates.max()), float(noise.min())
@@ -255,7 +255,7 @@ def judge(
     each = 1 - (1 - _checks.number("confidence", confidence, 0, 1, closed="neither")) / tried
     found = {}
     for label, own in members.items():
-        tries = []
+        tries: list[tuple[int, int]] = []
         for share, attack in itertools.product(_SHARES, scores):
             order = own[attack[own].argsort()]
             half = max(1, math.floor(share * len(own) / 2))

@@ -152,7 +152,9 @@ def combined_parameters(
     )
 
 
-def rdp_epsilons(sample_rates: Array, noise_multipliers: Array, *, steps: int, delta: float) -> torch.Tensor:
+def rdp_epsilons(
+    sample_rates: torch.Tensor, noise_multipliers: torch.Tensor, *, steps: int, delta: float
+) -> torch.Tensor:
     """Epsilon by RDP of many runs of `steps` steps, each with its own rate and noise multiplier; all (P,) float64
     tensors.
 

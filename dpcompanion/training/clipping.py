@@ -34,6 +34,7 @@ torch.Size([5])
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +127,8 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=No
     """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
     those of the first run, then those of the second, as many for each, and there is a sum for each run."""
     recorder, budget = Recorder(model), _BUDGET
-    squares, layers = dict.fromkeys(recorder.owners, 0), dict.fromkeys(recorder.owners)
+    squares: dict[nn.Module, Any] = dict.fromkeys(recorder.owners, 0)
+    layers: dict[nn.Module, Any] = dict.fromkeys(recorder.owners)
 
     def take(module, uses):
         nonlocal budget
@@ -144,9 +146,9 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=No
         losses = checks.check_losses(proof.losses_in(precision, model, loss, x, y), len(x))
     with torch.no_grad():
         recorder.backward(losses, take)
-        squares = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
+        squared = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
         layers = {recorder.owners[module]: layer for module, layer in layers.items() if layer is not None}
-        total = _clip(layers, squares, losses.detach(), max_grad_norm, runs, method == "held")
+        total = _clip(layers, squared, losses.detach(), max_grad_norm, runs, method == "held")
     if max_grad_norm is None:
         return total
     found = total.gradients

@@ -75,8 +75,8 @@ class StackedNetwork:
     """
 
     def __init__(self, model):
-        self.module = copy.deepcopy(model)
-        stacked = {}
+        self.module: nn.Module = copy.deepcopy(model)
+        stacked: dict[nn.Module, nn.Module] = {}
         for name, layer in self.module.named_modules():
             if own_parameters(layer):
                 if any(True for _ in layer.children()):
