@@ -97,10 +97,18 @@ def mu_lower_bound(
     negatives: Numbers,
     confidence: float = 0.95,
 ) -> torch.Tensor:
-    """The largest mu, at least 0, such that the counts refute mu-GDP. Arguments as for `epsilon_lower_bound`.
+    """The largest mu, at least 0, such that the counts refute mu-GDP.
 
     With `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon at any delta, for mechanisms that are claimed
     to be Gaussian only.
+
+    Args:
+        true_positives, positives: right guesses among the trials of the first data set; numbers or tensors.
+        false_positives, negatives: wrong guesses among the trials of the second.
+        confidence: that the true mu is not below the result, for each entry by itself. A bound on each of the two rates
+            enters, and they share it equally.
+
+    Returns a float64 tensor.
     """
     tpr, fpr = _rates(true_positives, positives, false_positives, negatives, confidence)
     # Swapping the two data sets gives the same number: the trade-off of Gaussians is symmetric.

@@ -148,8 +148,9 @@ class IndividualAccountant:
         Args:
             plan: it gives sample rate, noise multiplier, clip norm and accountant.
             n: number of examples, all of the plan's by default.
-            rounding, device: as for the class.
+            rounding: r as a share of the clip norm, in (0, 1], or None, see the class.
             accountant: the plan's by default.
+            device: where the account is kept.
 
         Raises:
             ValueError: for a plan with rates or clip norms for each example, or without noise.

@@ -18,6 +18,7 @@ An example by itself has no company, so the proof stays open until a batch has t
 import contextlib
 import dataclasses
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -174,13 +175,14 @@ class Proof:
             )
         own = [sum(part[i] for part in known if part.ndim) for i in range(len(rows))]
         whole = sum(part for part in known if not part.ndim)
-        (whole + sum(own) / (len(rows) if self._mean else 1)).backward(retain_graph=self._ghost)
+        score = cast(torch.Tensor, whole + sum(own) / (len(rows) if self._mean else 1))
+        score.backward(retain_graph=self._ghost)
         relative = tolerance_of(parameters[0])
         norms = type(self._hooks).get_norm_sample(self._hooks).double() if self._ghost else None
         for i, row in enumerate(rows):
             expected, _ = self._alone(batch, row, parameters)
             length = norm_of(expected)
-            if self._ghost:
+            if norms is not None:
                 if not abs(norms[i] - length) <= relative * length:
                     raise missing(float(norms[i]), float(length))
                 if not isinstance(mine := own[i], torch.Tensor):

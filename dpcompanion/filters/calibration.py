@@ -64,10 +64,13 @@ def level_costs(
     """Whole costs in proportion to the Renyi divergence of each level at the order that decides at the target.
 
     Args:
-        levels, sample_rate, noise_multiplier, block: as in `adaptive_delta`.
+        levels: (K,) ascending shares of the clip norm, in (0, 1].
+        sample_rate: in (0, 1].
+        noise_multiplier: of the full clip norm, above 0.
         steps: of the run; the costs are as fine as they can be while rounding wastes more than a twentieth, and a run
             at the full level costs at most 24,000.
         target_epsilon, target_delta: where to be tight. Costs never decide whether a promise holds.
+        block: steps for which a level holds.
 
     Returns:
         A tuple of K whole numbers, ascending.
@@ -123,10 +126,14 @@ def calibrate_filter(
     Args:
         target_epsilon: above 0.
         target_delta: in (0, 1).
-        sample_rate, levels, costs, block: as in `adaptive_delta`; by default `level_costs`.
+        sample_rate: in (0, 1].
+        levels: (K,) ascending shares of the clip norm, in (0, 1].
         steps: of the run. A budget for all of them at the dearest level is enough, and none is larger.
+        costs: (K,) whole numbers, at least 1: what a block at each level costs; by default `level_costs`.
         noise_multiplier: above 0, to find the budget.
         budget: to find the least noise, within a relative 1e-3; needs `costs`. One of the two must be given.
+        block: steps for which a level holds.
+        progress: show a bar; by default on a terminal only.
 
     Returns:
         A `CalibratedFilter`.

@@ -98,7 +98,10 @@ def law_log_density(
 
     Args:
         moved, gradient: (..., parameters) as for `step_loss`.
-        sample_rate, noise_std, order, jumps, max_sensitivity: as for `law_counts`.
+        sample_rate, noise_std: q in (0, 1] and s above 0, numbers.
+        order: a whole number of 1 or more.
+        jumps: in [0, 1), of steps at the full norm.
+        max_sensitivity: C, above 0.
 
     Returns:
         (...) float64.

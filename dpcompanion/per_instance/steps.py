@@ -288,10 +288,19 @@ def holder_epsilon(
     One-sided: nothing is said of P(M(X) in S). `coupled_epsilon` is smaller and serves both sides.
 
     Args:
-        sensitivities, sample_rate, noise_std, max_sensitivity, confidence, probabilities: as for `coupled_divergence`.
+        sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from the sampler of the
+            data set *without* x.
+        sample_rate, noise_std: q in (0, 1] and s > 0, numbers or (...).
         delta: the total, in (0, 1).
         p: above 1, or a sequence of them: the least epsilon counts.
         share: of `delta` that goes to :math:`\delta'`, in (0, 1).
+        max_sensitivity: a bound on :math:`\Delta(B)` for every B; needed with a confidence.
+        confidence: if given, the result is an upper confidence bound at this level for each entry by itself; without
+            it the mean over the batches stands in for the expectation: an *estimate*.
+        probabilities: (batches,) of *all* batches, in place of draws: then the result is exact.
+
+    Returns:
+        (...) float64.
 
     >>> holder_epsilon([0.2, 0.4, 0.6], sample_rate=0.01, noise_std=1.0, delta=1e-5, p=[10, 100, 1000, 10000])
     tensor(0.0502, dtype=torch.float64)

@@ -330,7 +330,20 @@ def gradient_norms(
 ) -> torch.Tensor:
     """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where not finite.
 
-    Arguments and errors as for `clipped_sum`.  Memory: one chunk.
+    Memory: one chunk.
+
+    Args:
+        model: a module; its parameters with requires_grad count.
+        loss: (outputs, targets) -> (n,).
+        x, y: tensors whose first axis counts the examples.
+        method: "auto", "mixed", "ghost" or "func".
+        chunk: examples in one pass at most; by default what memory allows.
+        precision: None for the model's own type, or "bf16".
+
+    Raises:
+        ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen to), a loss that is
+            reduced, an unknown method, ("mixed" or "ghost") a model that is seen not to consist of layers, or a
+            precision that the model or the device does not have.
     """
     norms = [part.norms for part in _in_chunks(model, loss, x, y, None, method, chunk, precision)]
     return torch.cat(norms) if norms else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)

@@ -167,7 +167,21 @@ class DPSGDPlan:
         parameters: int | None = None,
     ) -> "DPSGDPlan":
         """The plan with the least noise whose epsilon, by `accountant`, does not exceed `target_epsilon`, for one rate
-        for all. It keeps the accountant. Other arguments as for the class.
+        for all. It keeps the accountant.
+
+        Args:
+            target_epsilon: above 0.
+            n: number of examples.
+            sample_rate: probability that an example enters a step; one number in (0, 1].
+            steps: number of steps.
+            max_grad_norm: length to which a gradient is clipped; one number above 0.
+            delta: at which the target is meant.
+            expected_batch_size: the divisor of the noisy sum, a public constant above 0; by default the sum of the
+                rates.
+            relation: "zero-out" or "add-remove", see the class.
+            accountant: "pld" or "rdp".
+            arithmetic: "real" or "float", see the class.
+            parameters: for "float", how many trainable numbers the model has.
 
         Raises:
             ValueError: naming the argument, if one is out of its range, is not one number for all examples, or if no
