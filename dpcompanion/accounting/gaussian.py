@@ -89,7 +89,7 @@ def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float |
         delta: in (0, 1); number or tensor. The two broadcast.
 
     Returns:
-        A float of two numbers, else a float64 tensor of the common shape: inf where there is no noise, 0 where delta
+        A float of two numbers, else a float64 tensor of the common shape; inf where there is no noise, 0 where delta
         covers the total variation distance. `gaussian_delta` at the result never exceeds `delta`.
 
     Raises:

@@ -337,7 +337,7 @@ def gradient_norms(
         loss: (outputs, targets) -> (n,).
         x, y: tensors whose first axis counts the examples.
         method: "auto", "mixed", "ghost" or "func".
-        chunk: examples in one pass at most; by default what memory allows.
+        chunk: examples in one pass at most; the norms do not depend on it but for rounding.
         precision: None for the model's own type, or "bf16".
 
     Raises:
