@@ -19,13 +19,17 @@ ValueError: accountant must be one of 'pld', 'rdp', got 'gdp'
 import math
 import numbers
 import operator
+from collections.abc import Iterable, Sized
+from typing import Any, SupportsFloat, TypeVar
 
 import numpy as np
 
+_T = TypeVar("_T")
+_F = TypeVar("_F", bound=SupportsFloat)
 _BRACKETS = {"both": "[]", "left": "[)", "right": "(]", "neither": "()"}
 
 
-def _flat(name, value):
+def _flat(name: str, value: Any) -> np.ndarray:
     """The entries of a number, sequence, array or tensor as a flat float64 array."""
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
@@ -35,7 +39,7 @@ def _flat(name, value):
         raise ValueError(f"{name} must be a number or an array of numbers, got {value!r}") from None
 
 
-def in_interval(name, value, low=-math.inf, high=math.inf, *, closed="both"):
+def in_interval(name: str, value: _T, low: float = -math.inf, high: float = math.inf, *, closed: str = "both") -> _T:
     """Every entry of `value` lies between `low` and `high`; NaN never does.
 
     `closed` says which ends are allowed: "both", "left", "right" or "neither".
@@ -50,7 +54,7 @@ def in_interval(name, value, low=-math.inf, high=math.inf, *, closed="both"):
     return value
 
 
-def number(name, value, low=-math.inf, high=math.inf, *, closed="both"):
+def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, closed: str = "both") -> float:
     """`value` is one number (or an array scalar) between `low` and `high`; returned as float."""
     entries = _flat(name, value)
     if entries.size != 1:
@@ -59,7 +63,7 @@ def number(name, value, low=-math.inf, high=math.inf, *, closed="both"):
     return float(entries[0])
 
 
-def whole_number(name, value, low=0, high=math.inf):
+def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) -> int:
     """`value` is one whole number (an int, or a float or array scalar without a fraction); returned as int."""
     entries = _flat(name, value)
     if (
@@ -73,18 +77,18 @@ def whole_number(name, value, low=0, high=math.inf):
     return value if isinstance(value, int) else int(entries[0])
 
 
-def seed(name, value):
+def seed(name: str, value: Any) -> int:
     """`value` is a seed: a whole number in [0, 2^1024), of which no bit is lost; returned as int."""
     try:
-        found = int(value) if isinstance(value, float) and value.is_integer() else operator.index(value)
+        found = operator.index(value)
     except TypeError:
-        found = -1
+        found = int(value) if isinstance(value, float) and value.is_integer() else -1
     if isinstance(value, bool) or not 0 <= found < 2**1024:
         raise ValueError(f"{name} must be a whole number in [0, 2^1024), got {value!r:.40}")
     return found
 
 
-def one_of(name, value, allowed):
+def one_of(name: str, value: _T, allowed: Iterable[_T]) -> _T:
     """`value` is one of the `allowed` names."""
     allowed = tuple(allowed)
     if value not in allowed:
@@ -92,7 +96,7 @@ def one_of(name, value, allowed):
     return value
 
 
-def same_length(**arrays):
+def same_length(**arrays: Sized) -> None:
     """All the named arrays have the same length."""
     lengths = {name: len(values) for name, values in arrays.items()}
     if len(set(lengths.values())) > 1:
@@ -100,11 +104,11 @@ def same_length(**arrays):
         raise ValueError(f"{' and '.join(lengths)} must have the same length, but {said}")
 
 
-def is_number(value):
+def is_number(value: object) -> bool:
     """True for a plain number, false for an array or tensor."""
     return isinstance(value, numbers.Real)
 
 
-def as_given(result, *given):
+def as_given(result: _F, *given: object) -> float | _F:
     """The result of what was given: a float where all of that are plain numbers, else the tensor that it is."""
     return float(result) if all(map(is_number, given)) else result

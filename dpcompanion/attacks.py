@@ -32,7 +32,7 @@ is taken as two Gaussians, and the target's score is weighed between them::
 import math
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from scipy import special
@@ -65,8 +65,14 @@ def clopper_pearson(
 
 
 def epsilon_lower_bound(
-    *, true_positives: int, positives: int, false_positives: int, negatives: int, delta: float, confidence: float = 0.95
-) -> float:
+    *,
+    true_positives: Numbers,
+    positives: Numbers,
+    false_positives: Numbers,
+    negatives: Numbers,
+    delta: float,
+    confidence: float = 0.95,
+) -> torch.Tensor:
     """The largest epsilon, at least 0, that the counts refute; in both directions.
 
     Args:
@@ -84,12 +90,25 @@ def epsilon_lower_bound(
 
 
 def mu_lower_bound(
-    *, true_positives: int, positives: int, false_positives: int, negatives: int, confidence: float = 0.95
-) -> float:
-    """The largest mu, at least 0, such that the counts refute mu-GDP. Arguments as for `epsilon_lower_bound`.
+    *,
+    true_positives: Numbers,
+    positives: Numbers,
+    false_positives: Numbers,
+    negatives: Numbers,
+    confidence: float = 0.95,
+) -> torch.Tensor:
+    """The largest mu, at least 0, such that the counts refute mu-GDP.
 
     With `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon at any delta, for mechanisms that are claimed
     to be Gaussian only.
+
+    Args:
+        true_positives, positives: right guesses among the trials of the first data set; numbers or tensors.
+        false_positives, negatives: wrong guesses among the trials of the second.
+        confidence: that the true mu is not below the result, for each entry by itself. A bound on each of the two rates
+            enters, and they share it equally.
+
+    Returns a float64 tensor.
     """
     tpr, fpr = _rates(true_positives, positives, false_positives, negatives, confidence)
     # Swapping the two data sets gives the same number: the trade-off of Gaussians is symmetric.
@@ -217,7 +236,8 @@ def shadow_scores(fit: Callable[..., Any], masks: torch.Tensor, *, size: int = 1
         return torch.cat([fit(some, masks[some]) for some in numbers])
     import joblib
 
-    return torch.cat(joblib.Parallel(n_jobs=jobs)(joblib.delayed(fit)(some, masks[some]) for some in numbers))
+    found = joblib.Parallel(n_jobs=jobs)(joblib.delayed(fit)(some, masks[some]) for some in numbers)
+    return torch.cat(cast(list[torch.Tensor], found))
 
 
 def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, variance: str = "each") -> torch.Tensor:
@@ -266,7 +286,8 @@ def roc(members: Array, nonmembers: Array) -> tuple[torch.Tensor, torch.Tensor]:
         torch.searchsorted(-values.sort(descending=True).values, -thresholds, right=True) / len(values)
         for values in (nonmembers.double(), members.double())
     ]
-    return tuple(torch.cat((torch.zeros(1, dtype=torch.float64), rate.double())) for rate in rates)
+    false, true = (torch.cat((torch.zeros(1, dtype=torch.float64), rate.double())) for rate in rates)
+    return false, true
 
 
 def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Interval:
@@ -333,15 +354,17 @@ def low_bits_tell(releases: torch.Tensor, canary: torch.Tensor) -> torch.Tensor:
     return coarse.all(1) & near.any(1)
 
 
-def _scores(members, nonmembers):
-    sides = []
-    for name, values in (("members", members), ("nonmembers", nonmembers)):
-        try:
-            sides.append(torch.as_tensor(values, dtype=torch.float64))
-        except (TypeError, ValueError, RuntimeError):
-            raise ValueError(f"{name} must be numbers, got {values!r:.80}") from None
-        if sides[-1].ndim != 1 or not len(sides[-1]) or bool(sides[-1].isnan().any()):
-            raise ValueError(
-                f"{name} must be a list of one score or more, none of them NaN, got shape {tuple(sides[-1].shape)}"
-            )
-    return sides
+def _scores(members, nonmembers) -> tuple[torch.Tensor, torch.Tensor]:
+    return _scores_of("members", members), _scores_of("nonmembers", nonmembers)
+
+
+def _scores_of(name, values):
+    try:
+        scores = torch.as_tensor(values, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} must be numbers, got {values!r:.80}") from None
+    if scores.ndim != 1 or not len(scores) or bool(scores.isnan().any()):
+        raise ValueError(
+            f"{name} must be a list of one score or more, none of them NaN, got shape {tuple(scores.shape)}"
+        )
+    return scores

@@ -148,8 +148,9 @@ class IndividualAccountant:
         Args:
             plan: it gives sample rate, noise multiplier, clip norm and accountant.
             n: number of examples, all of the plan's by default.
-            rounding, device: as for the class.
+            rounding: r as a share of the clip norm, in (0, 1], or None, see the class.
             accountant: the plan's by default.
+            device: where the account is kept.
 
         Raises:
             ValueError: for a plan with rates or clip norms for each example, or without noise.
@@ -159,13 +160,14 @@ class IndividualAccountant:
         >>> IndividualAccountant.for_plan(plan, rounding=None).n
         3
         """
-        if plan.individual:
+        rate, norm = plan.sample_rate, plan.max_grad_norm
+        if not (isinstance(rate, float) and isinstance(norm, float)):
             raise ValueError("plan must have one sample_rate and one max_grad_norm for all examples, got one for each")
         return cls(
             plan.n if n is None else n,
-            sample_rate=plan.sample_rate,
+            sample_rate=rate,
             noise_multiplier=plan.noise_multiplier,
-            max_grad_norm=plan.max_grad_norm,
+            max_grad_norm=norm,
             rounding=rounding,
             accountant=plan.accountant if accountant is None else accountant,
             device=device,
@@ -286,11 +288,15 @@ class IndividualAccountant:
         """Whether a look at a tensor's numbers would wait for the device of the account."""
         return self.device.type != "cpu" and tensor.device.type != "cpu"
 
-    def _refuse(self, wrong, values=None, instead=None):
-        """Note that something is wrong, without a look at it, and put `instead` in its place."""
+    def _note(self, wrong):
+        """Note that something is wrong, without a look at it."""
         found = wrong.any().to(self.device)
         self._wrong = found if self._wrong is None else self._wrong | found
-        return values if values is None else torch.where(wrong, instead, values)
+
+    def _refuse(self, wrong, values, instead):
+        """Note what is wrong, and put `instead` in its place."""
+        self._note(wrong)
+        return torch.where(wrong, instead, values)
 
     def _check_nothing_refused(self):
         if self._wrong is not None and self._wrong:
@@ -308,7 +314,7 @@ class IndividualAccountant:
         else:
             self._steps.index_add_(0, examples, steps)
         if self.device.type != "cpu":
-            self._refuse(self._steps > _MOST)
+            self._note(self._steps > _MOST)
             self._most = None
             return
         most = int(self._steps[rows].max())
@@ -404,9 +410,8 @@ class IndividualAccountant:
             )
         self._steps, self.steps = steps, int(steps.max())
         if not self._by_levels:
-            self._flush()
-            other._flush()
-            self._rdp += other._rdp.to(self.device)
+            rdp = self._flush()
+            rdp += other._flush().to(self.device)
             return
         self._widen()
         self._levels, self._counts = joined(self._levels, self._counts, other._levels.to(self.device), other._counts)
@@ -414,12 +419,10 @@ class IndividualAccountant:
     def state_dict(self) -> State:
         """All that is needed to go on: parameters, steps of each example and accounts."""
         self._check_nothing_refused()
-        if not self._by_levels:
-            self._flush()
         return {
             "parameters": self._parameters(),
             "steps": self._steps.clone(),
-            "accounts": (self._counts if self._by_levels else self._rdp).clone(),
+            "accounts": (self._counts if self._by_levels else self._flush()).clone(),
         } | ({"levels": self.levels} if self._by_levels and self.rounding is None else {})
 
     def load_state_dict(self, state: State) -> None:
@@ -476,7 +479,7 @@ class IndividualAccountant:
         }
 
     def _flush(self):
-        """Add the waiting norms to the accounts: a histogram of weights on the nodes, times the table."""
+        """The accounts, with the waiting norms added: a histogram of weights on the nodes, times the table."""
         if self._rdp is None:
             self._rdp = torch.zeros(self.n, len(self._orders), dtype=torch.float64, device=self.device)
         waiting, self._waiting, self._held = self._waiting, [], 0
@@ -500,3 +503,4 @@ class IndividualAccountant:
                 first, last = torch.searchsorted(examples, torch.tensor([start, stop], device=self.device)).tolist()
                 add(examples[first:last] - start, *(column[first:last] for column in some))
             self._rdp[start:stop] += histogram.view(stop - start, -1) @ self._table
+        return self._rdp

@@ -75,8 +75,14 @@ def upsampled_parameters(
 ) -> PateParameters:
     """Upsampling: in how many teachers' parts examples are, and the noise at which no budget is exceeded.
 
-    Arguments as for `weighted_parameters`; examples of the strictest budget are in `copies` parts, the others in as
-    many as their budgets allow, a whole number. More copies spend the budgets more evenly.
+    Examples of the strictest budget are in `copies` parts, the others in as many as their budgets allow, a whole
+    number. More copies spend the budgets more evenly.
+
+    Args:
+        target_epsilons: (P,) budgets.
+        target_delta: in (0, 1).
+        queries: number of labels T.
+        copies: at least 1.
 
     >>> found = upsampled_parameters([1.0, 2.0, 3.0], target_delta=1e-5, queries=200)
     >>> found.weights.tolist(), [round(e, 2) for e in found.epsilons(1e-5, queries=200).tolist()]

@@ -72,7 +72,7 @@ def _in_either_relation(release):
         return release(*given.args, **given.kwargs)
 
     added = inspect.Parameter("relation", inspect.Parameter.KEYWORD_ONLY, default="add or remove", annotation=str)
-    released.__signature__ = usual.replace(parameters=[*usual.parameters.values(), added])
+    vars(released).update(__signature__=usual.replace(parameters=[*usual.parameters.values(), added]))
     return released
 
 
@@ -121,11 +121,15 @@ def private_quantiles(
     Neighbouring relation: one value added or removed, n public; or one replaced, see `replacement_factor`.
 
     Args:
+        values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN to 0.
         quantiles: shares in (0, 1).
+        upper: a public bound, above 0, such as the worst-case epsilon of the run.
+        epsilon, delta: of this release, see `split`.
+        generator: a torch.Generator.
         method: "cdf" or "andrew2021"; see the module's text.
         bins: of the public grid of "cdf".
         steps, learning_rate, start: of "andrew2021"; it starts at upper / 2 by default.
-        values, upper, epsilon, delta, generator, relation: as for `private_mean`.
+        relation: "add or remove" or "replace": what (epsilon, delta) is for.
 
     Raises:
         ValueError: an argument outside its range.

@@ -208,7 +208,7 @@ def prove(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "broken", [None, "lint", "unit tests and doctests", "notebooks executed again, outputs compared"]
+    "broken", [None, "lint", "types", "unit tests and doctests", "notebooks executed again, outputs compared"]
 )
 def test_the_end_of_the_tests_says_what_was_proved_and_is_red_if_anything_is(prove, monkeypatch, capsys, broken):
     tried = []
@@ -218,9 +218,10 @@ def test_the_end_of_the_tests_says_what_was_proved_and_is_red_if_anything_is(pro
         return title != broken, ["pages NOT checked in a browser: none" if "browser" in title else f"{title}: all"]
 
     monkeypatch.setattr(prove, "step", step)
-    assert prove.main() == (broken is not None) and len(tried) == 6
+    assert prove.main() == (broken is not None) and len(tried) == 7
     said = capsys.readouterr().out
-    assert said.count("proved: ") == (5 if broken is None else 4) and said.count("FAILED: ") == (broken is not None)
+    assert said.count("proved: ") == (6 if broken is None else 5) and said.count("FAILED: ") == (broken is not None)
+    assert ("FAILED" if broken == "types" else "proved") + ": its types, by basedpyright: types: all" in said
     assert "not tried: pages NOT checked in a browser: none" in said
 
 

@@ -1,5 +1,8 @@
 """Numbers in, a float out; tensors in, a tensor out: the same value."""
 
+import inspect
+import typing
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,7 @@ CASES = [
     (gaussian_mu, dict(epsilon=1.0, delta=1e-5)),
     (accounting.rdp_sampled_gaussian, dict(sample_rate=0.1, noise_multiplier=1.0, orders=3)),
     (accounting.compute_epsilon, dict(sample_rate=0.1, noise_multiplier=1.0, steps=10, delta=1e-5)),
+    (accounting.compute_delta, dict(sample_rate=0.1, noise_multiplier=1.0, steps=10, epsilon=1.0)),
     (output_perturbation.sgd_sensitivity, dict(passes=2.5, lipschitz=1.0, learning_rate=0.1, batch_size=5)),
     (output_perturbation.sgd_sensitivity_estimate, dict(passes=2.5, lipschitz=1.0, learning_rate=0.1, batch_size=5)),
     (output_perturbation.intrinsic_epsilon, dict(sensitivity=0.1, sigma=0.2, delta=1e-5)),
@@ -34,6 +38,21 @@ def test_numbers_give_a_float_and_tensors_a_tensor(function, arguments):
     last = list(arguments)[-1] if function is not per_instance.log_mass else "sensitivity"
     many = function(**{**arguments, last: torch.tensor([arguments[last]] * 2, dtype=torch.float64)})
     assert isinstance(many, torch.Tensor) and many.dtype == torch.float64 and many.tolist() == [found] * 2
+
+
+@pytest.mark.parametrize("function", [function for function, _ in CASES], ids=lambda function: function.__name__)
+def test_a_type_checker_is_told_the_same(function):
+    def called(signature):
+        return [(p.name, p.kind) for p in signature.parameters.values()]
+
+    own, (of_numbers, of_tensors) = inspect.signature(function), map(inspect.signature, typing.get_overloads(function))
+    assert called(of_numbers) == called(of_tensors) == called(own)
+    assert of_numbers.return_annotation is float and of_tensors.return_annotation is torch.Tensor
+    for name, parameter in own.parameters.items():
+        assert of_tensors.parameters[name].annotation == parameter.annotation
+        assert (of_tensors.parameters[name].default is inspect.Parameter.empty) == (
+            parameter.default is parameter.empty
+        )
 
 
 def test_what_is_one_number_of_many_weights_is_a_float():

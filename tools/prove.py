@@ -45,6 +45,7 @@ def counts(path):
 def main():
     python = sys.executable
     lint, _ = step("lint", "make", "--no-print-directory", "lint")
+    types, typed = step("types", "make", "--no-print-directory", "types")
     with tempfile.TemporaryDirectory() as folder:
         report = f"{folder}/tests.xml"
         units, _ = step(
@@ -59,6 +60,7 @@ def main():
     print("\n== what was proved")
     for good, what in (
         (lint, "the code: the linter finds nothing, the formatter changes nothing"),
+        (types, f"its types, by basedpyright: {last(typed)}"),
         (units, f"the library: {passed} tests and doctests passed"),
         (pairs, f"the notebooks are their sources, executed: {last(checked)}"),
         (again, f"their numbers come out again: {last(verified)}"),
@@ -70,7 +72,7 @@ def main():
         print(f"{'proved' if seen else 'FAILED'}: {last(browser)}")
     not_tried = [f"{number} tests: {reason}" for reason, number in skipped.items()] + unseen
     print("\n".join(f"not tried: {line}" for line in not_tried) or "nothing was skipped")
-    return 0 if all((lint, units, pairs, again, site, seen)) else 1
+    return 0 if all((lint, types, units, pairs, again, site, seen)) else 1
 
 
 def last(lines):

@@ -2,10 +2,13 @@
 
 Sphinx reads docstrings as reStructuredText; this turns `$x$` into a math role
 and `$$ x $$` into a math directive, takes a bar or the star of `(n, *shape)` for what
-it is, and leaves examples (`>>>`) and literal blocks as they are.
+it is, and leaves examples (`>>>`) and literal blocks as they are.  A function has one
+signature on its page: overloads are for type checkers.
 """
 
 import re
+
+from sphinx.ext.autodoc import FunctionDocumenter
 
 
 def with_math(lines):
@@ -57,10 +60,22 @@ def _directive(found):
     return "\n".join(["", f"{indent}.. math::", "", *body, ""])
 
 
+class OneSignature(FunctionDocumenter):
+    """A function by the signature of its definition, and not by those of its overloads."""
+
+    def format_signature(self, **kwargs):
+        if self.analyzer:
+            self.analyzer.overloads.pop(".".join(self.objpath), None)
+        return super().format_signature(**kwargs)
+
+
 def setup(app):
+    app.setup_extension("sphinx.ext.autodoc")
+
     def rewrite(app, what, name, obj, options, lines):
         lines[:] = with_math(lines)
 
     # Before napoleon (priority 500) rearranges the sections.
     app.connect("autodoc-process-docstring", rewrite, priority=400)
+    app.add_autodocumenter(OneSignature, override=True)
     return {"parallel_read_safe": True}

@@ -17,6 +17,7 @@ positive; that is what is computed where :math:`\mu` is at most 1.
 """
 
 import math
+from typing import overload
 
 import numpy as np
 import torch
@@ -29,6 +30,10 @@ from .search import bisect
 _NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(24))
 
 
+@overload
+def gaussian_delta(sensitivity_over_sigma: float, epsilon: float) -> float: ...
+@overload
+def gaussian_delta(sensitivity_over_sigma: Numbers, epsilon: Numbers) -> torch.Tensor: ...
 def gaussian_delta(sensitivity_over_sigma: Numbers, epsilon: Numbers) -> float | torch.Tensor:
     r"""The smallest delta of the Gaussian mechanism at `epsilon`.
 
@@ -72,6 +77,10 @@ def _delta(mu, epsilon):
     return torch.where(usual, delta, torch.where((mu == 0) | epsilon.isinf(), 0.0, 1.0))
 
 
+@overload
+def gaussian_epsilon(sensitivity_over_sigma: float, delta: float) -> float: ...
+@overload
+def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> torch.Tensor: ...
 def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float | torch.Tensor:
     r"""The smallest epsilon of the Gaussian mechanism at `delta`, rounded up.
 
@@ -80,7 +89,7 @@ def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float |
         delta: in (0, 1); number or tensor. The two broadcast.
 
     Returns:
-        A float of two numbers, else a float64 tensor of the common shape: inf where there is no noise, 0 where delta
+        A float of two numbers, else a float64 tensor of the common shape; inf where there is no noise, 0 where delta
         covers the total variation distance. `gaussian_delta` at the result never exceeds `delta`.
 
     Raises:
@@ -91,15 +100,19 @@ def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float |
     """
     _checks.in_interval("sensitivity_over_sigma", sensitivity_over_sigma, 0)
     _checks.in_interval("delta", delta, 0, 1, closed="neither")
-    given, (mu, delta) = (sensitivity_over_sigma, delta), _as_tensors(sensitivity_over_sigma, delta)
+    mu, target = _as_tensors(sensitivity_over_sigma, delta)
     finite = torch.where(mu.isfinite(), mu, 1.0)
     # The bracket's upper end holds since delta(eps) <= 1 - Phi(eps/mu - mu/2) <= exp(-(eps/mu - mu/2)^2 / 2) / 2.
-    low, high = torch.zeros_like(mu), finite**2 / 2 + finite * torch.sqrt(-2 * torch.log(delta))
-    high = torch.where(_delta(finite, low) <= delta, 0.0, high)
-    found = bisect(lambda epsilon: _delta(finite, epsilon) <= delta, good=high, bad=low)
-    return _checks.as_given(torch.where(mu.isfinite(), found, math.inf), *given)
+    low, high = torch.zeros_like(mu), finite**2 / 2 + finite * torch.sqrt(-2 * torch.log(target))
+    high = torch.where(_delta(finite, low) <= target, 0.0, high)
+    found = bisect(lambda epsilon: _delta(finite, epsilon) <= target, good=high, bad=low)
+    return _checks.as_given(torch.where(mu.isfinite(), found, math.inf), sensitivity_over_sigma, delta)
 
 
+@overload
+def gaussian_mu(epsilon: float, delta: float) -> float: ...
+@overload
+def gaussian_mu(epsilon: Numbers, delta: Numbers) -> torch.Tensor: ...
 def gaussian_mu(epsilon: Numbers, delta: Numbers) -> float | torch.Tensor:
     r"""The largest :math:`\mu = \Delta / \sigma` at which the Gaussian mechanism is (epsilon, delta)-DP, rounded down.
 
@@ -121,11 +134,11 @@ def gaussian_mu(epsilon: Numbers, delta: Numbers) -> float | torch.Tensor:
     """
     _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
     _checks.in_interval("delta", delta, 0, 1, closed="neither")
-    given, (epsilon, delta) = (epsilon, delta), _as_tensors(epsilon, delta)
+    at, target = _as_tensors(epsilon, delta)
     # At any epsilon delta is at most that at 0, erf(mu / sqrt(8)), which is below mu / 2.
-    low, high = 2 * delta, torch.full_like(epsilon, 4.0)
-    while bool((within := _delta(high, epsilon) <= delta).any()):
+    low, high = 2 * target, torch.full_like(at, 4.0)
+    while bool((within := _delta(high, at) <= target).any()):
         low, high = torch.where(within, high, low), torch.where(within, 2 * high, high)
-    found = bisect(lambda log_mu: _delta(torch.exp(log_mu), epsilon) <= delta, good=torch.log(low), bad=torch.log(high))
+    found = bisect(lambda log_mu: _delta(torch.exp(log_mu), at) <= target, good=torch.log(low), bad=torch.log(high))
     # The hair is for the rounding errors of the logarithm, and of delta.
-    return _checks.as_given(torch.exp(found) * (1 - 1e-12), *given)
+    return _checks.as_given(torch.exp(found) * (1 - 1e-12), epsilon, delta)

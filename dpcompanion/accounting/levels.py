@@ -70,7 +70,8 @@ class Levels:
         """Some of the levels, with the nodes that these need; `which` are booleans or indices."""
         low, high, share = self.low[which], self.high[which], self.share[which]
         needed, place = torch.cat([low, high]).unique(return_inverse=True)
-        return Levels(self.sensitivities[needed], *place.chunk(2), share)
+        low, high = place.chunk(2)
+        return Levels(self.sensitivities[needed], low, high, share)
 
     @property
     def plain(self):

@@ -5,6 +5,7 @@ for.
 """
 
 import math
+from typing import cast
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ class _Step:
                 )
             return log_tail - self.log_capped
 
-        return brentq(excess, 0.0, 50 + 1 / float(self.sigma))
+        return cast(float, brentq(excess, 0.0, 50 + 1 / float(self.sigma)))
 
     def _loss_and_log_density(self, t):
         """The loss at x = sigma t, and the log density of t under the first distribution of the pair."""

@@ -44,6 +44,7 @@ long as others.
 import contextlib
 import math
 from dataclasses import dataclass, replace
+from typing import cast
 
 import numpy as np
 import torch
@@ -339,7 +340,7 @@ def _compose_step(step, steps, epsilon, slope, interval):
 def _convolve(first, masses, steps, *, start, size):
     """The `steps`-fold convolution of masses at first, first + 1, ..., on a circle of
     at least `size` points from `start`."""
-    size = next_fast_len(max(16, math.ceil(size)), real=True)
+    size = cast(int, next_fast_len(max(16, math.ceil(size)), real=True))
     centre = first + round(float((masses * torch.arange(len(masses))).sum()))
     circle = torch.zeros(size, dtype=torch.float64)
     circle.index_add_(0, (torch.arange(len(masses)) + (first - centre)) % size, masses)

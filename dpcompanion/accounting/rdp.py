@@ -35,6 +35,7 @@ tensor([[1.7181e-04, 1.0894e-03],
 """
 
 import math
+from typing import overload
 
 import torch
 
@@ -54,6 +55,10 @@ _CHUNK = 1 << 18
 _TAIL = 9.0
 
 
+@overload
+def rdp_sampled_gaussian(*, sample_rate: float, noise_multiplier: float, orders: float) -> float: ...
+@overload
+def rdp_sampled_gaussian(*, sample_rate: Numbers, noise_multiplier: Numbers, orders: Numbers = ...) -> torch.Tensor: ...
 def rdp_sampled_gaussian(
     *, sample_rate: Numbers, noise_multiplier: Numbers, orders: Numbers = DEFAULT_ORDERS
 ) -> float | torch.Tensor:
@@ -103,7 +108,7 @@ def rdp_sampled_gaussian(
     return _checks.as_given(found, sample_rate, noise_multiplier, orders)
 
 
-def _as_tensors(*values):
+def _as_tensors(*values: Numbers) -> tuple[torch.Tensor, ...]:
     """The values as float64 tensors of one common shape, on the device of those that are tensors."""
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
     return torch.broadcast_tensors(*(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values))

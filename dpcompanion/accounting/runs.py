@@ -12,6 +12,7 @@ Both are upper bounds on the same number, so the PLD epsilon is the one to repor
 """
 
 import math
+from typing import overload
 
 import numpy as np
 import torch
@@ -25,6 +26,14 @@ from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 ACCOUNTANTS = ("pld", "rdp")
 
 
+@overload
+def compute_epsilon(
+    *, sample_rate: float, noise_multiplier: float, steps: float, delta: float, accountant: str = ...
+) -> float: ...
+@overload
+def compute_epsilon(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, delta: Numbers, accountant: str = ...
+) -> torch.Tensor: ...
 def compute_epsilon(
     *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, delta: Numbers, accountant: str = "pld"
 ) -> float | torch.Tensor:
@@ -74,6 +83,14 @@ def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
     return float(rdp_to_epsilon(rdp, orders, delta)[0])
 
 
+@overload
+def compute_delta(
+    *, sample_rate: float, noise_multiplier: float, steps: float, epsilon: float, accountant: str = ...
+) -> float: ...
+@overload
+def compute_delta(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, epsilon: Numbers, accountant: str = ...
+) -> torch.Tensor: ...
 def compute_delta(
     *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, epsilon: Numbers, accountant: str = "pld"
 ) -> float | torch.Tensor:

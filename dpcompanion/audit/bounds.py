@@ -62,9 +62,13 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, *, delta: float, 
 
 
 def one_run_mu(correct: int, guesses: int, canaries: int, *, confidence: float = 0.95) -> float:
-    """The largest mu, at least 0, such that so many right guesses refute mu-GDP; arguments as for `one_run_epsilon`.
+    """The largest mu, at least 0, such that so many right guesses refute mu-GDP.
 
     By `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon, of mechanisms that are claimed to be Gaussian.
+
+    Args:
+        correct, guesses, canaries: v <= r <= m. The number of guesses must not depend on the coins.
+        confidence: that the true mu is not below the result.
 
     >>> round(one_run_mu(190, 200, 1000), 2)
     0.91
@@ -120,9 +124,9 @@ class PlanCurve:
     def __init__(self, plan: "DPSGDPlan", among: Array | None = None):
         from dpcompanion.accounting import pld
 
-        among = slice(None) if among is None else among
+        rows = slice(None) if among is None else among
         rates, noise = (
-            torch.as_tensor(value, dtype=torch.float64).expand(plan.n)[among]
+            torch.as_tensor(value, dtype=torch.float64).expand(plan.n)[rows]
             for value in (plan.sample_rate, plan.effective_noise_multiplier)
         )
         rate, noise = float(rates.max()), float(noise.min())
@@ -164,7 +168,8 @@ def refutes(curve: Any, correct: int, guesses: int, canaries: int, *, confidence
 
     Args:
         curve: with a function `inverse`, such as `GaussianCurve` and `PlanCurve`.
-        correct, guesses, canaries, confidence: as for `one_run_epsilon`.
+        correct, guesses, canaries: v <= r <= m. The number of guesses must not depend on the coins.
+        confidence: that a curve which holds is not refuted.
 
     >>> refutes(GaussianCurve(1.0), 199, 200, 1000), refutes(GaussianCurve(2.0), 199, 200, 1000)
     (True, False)
@@ -228,7 +233,7 @@ def judge(
         confidence: in (0, 1).
 
     Returns:
-        {label: `Finding`}, "everybody" first, then the groups in order.
+        `{label: Finding}`, "everybody" first, then the groups in order.
     """
     scores = torch.as_tensor(scores, dtype=torch.float64)
     included = torch.as_tensor(included)
@@ -255,7 +260,7 @@ def judge(
     each = 1 - (1 - _checks.number("confidence", confidence, 0, 1, closed="neither")) / tried
     found = {}
     for label, own in members.items():
-        tries = []
+        tries: list[tuple[int, int]] = []
         for share, attack in itertools.product(_SHARES, scores):
             order = own[attack[own].argsort()]
             half = max(1, math.floor(share * len(own) / 2))
@@ -297,9 +302,14 @@ def audit(
         fit: (included (m,) booleans) -> (m,) scores: trains once, with these canaries and all else, and says of each
             how much it seems to have taken part (such as minus its loss). It must use the coins for the training alone.
         canaries: how many, m.
+        delta: of every epsilon.
+        groups: (m,) labels, such as budgets or deciles. Canaries of other groups count as given.
+        claims: {label: curve}, "everybody" for all; such as `PlanCurve`.
+        confidence: in (0, 1).
         generator: a torch.Generator for the coins.
 
-    Other arguments, and the result, as for `judge`.
+    Returns:
+        `{label: Finding}`, "everybody" first, then the groups in order.
 
     >>> noise = torch.Generator().manual_seed(0)
     >>> def answers(included):                          # randomised response at epsilon 2

@@ -65,9 +65,10 @@ def audit_training(
         _checks.same_length(data=data[0], groups=groups)
         groups = [groups[i].item() if isinstance(groups, torch.Tensor) else groups[i] for i in canaries.tolist()]
     claims = {"everybody": PlanCurve(plan)}
-    for label in set(groups or ()):
-        own = canaries[torch.tensor([group == label for group in groups])]
-        claims[label] = PlanCurve(plan, own) if plan.individual else claims["everybody"]
+    if groups is not None:
+        for label in set(groups):
+            own = canaries[torch.tensor([group == label for group in groups])]
+            claims[label] = PlanCurve(plan, own) if plan.individual else claims["everybody"]
 
     def fit(included):
         observer = _Observer(canaries, included, together)

@@ -13,12 +13,14 @@ import sys
 import urllib.request
 import zipfile
 import zlib
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from dpcompanion.data.facts import _MD5, _SHA256, _URLS
+
+_Found = TypeVar("_Found")
 
 
 def import_torchvision() -> Any:
@@ -106,7 +108,7 @@ def _digest(part):
         if isinstance(values, list):
             values = np.frombuffer("\0".join(values).encode(), dtype=np.uint8)
         total.update(f"{key} {values.dtype.str} {values.shape};".encode())
-        total.update(np.ascontiguousarray(values))
+        total.update(np.ascontiguousarray(values).data)
     return total.hexdigest()
 
 
@@ -123,12 +125,19 @@ def _first(folder, *candidates):
     return None
 
 
+def _there(found: _Found | None) -> _Found:
+    """What was looked for: a data set is read once all its files are found, and goes missing after that alone."""
+    if found is None:
+        raise FileNotFoundError("a file of the data set went missing while it was read")
+    return found
+
+
 def _all_of(*groups):
     """A finder of all of several files, each under one of its names."""
 
     def find(folder):
-        paths = [_first(folder, *group) for group in groups]
-        return None if None in paths else paths
+        paths = [path for group in groups if (path := _first(folder, *group)) is not None]
+        return paths if len(paths) == len(groups) else None
 
     return find
 

@@ -61,7 +61,7 @@ class Dataset:
         >>> round(load("mnist-5k", split="train").normalised().features.min().item(), 4)
         -0.4242
         """
-        if self.name not in PUBLIC_MOMENTS:
+        if self.name not in PUBLIC_MOMENTS or isinstance(self.features, tuple):
             raise ValueError(
                 f"normalised() needs public constants, which exist for {', '.join(PUBLIC_MOMENTS)}, got {self.name!r}"
             )

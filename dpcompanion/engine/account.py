@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import torch
 from opacus.accountants.accountant import IAccountant
@@ -14,11 +15,13 @@ class Accountant(IAccountant):
     """Steps taken, and what they cost each example by the budgets that were planned."""
 
     def __init__(self):
-        self.steps, self.budgets = 0, None
+        self.steps = 0
+        #: Those that the last call made, None before there are any.
+        self.budgets: Any = None
         #: Called, it gives what noise and draws come from, by name.
         self.generators = dict
         #: The optimizer whose steps count.
-        self.follower = None
+        self.follower: Any = None
         self.voided = False
         #: By what noise repeats itself, in words; None where nobody can repeat it.
         self.origin = None

@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Mapping
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ def _same(a, b):
         return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_same, a, b))
-    return bool(np.array_equal(a, b))
+    return bool(np.array_equal(cast(Any, a), b))
 
 
 def check_module(engine, module, optimizer):

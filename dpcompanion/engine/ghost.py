@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
@@ -13,7 +14,7 @@ from .proof import missing, norm_of, tolerance_of
 
 class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
     _clipped = None  # the batch whose loss was clipped last
-    _gradients = None  # and what the clipped loss gave
+    _gradients: list[Any] | None = None  # and what the clipped loss gave
     _losses_open, _truth = True, None  # norms by autograd of some examples of the first batch
 
     def clips(self, module, criterion, loss_reduction):
@@ -67,7 +68,7 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
         return factors
 
     def accumulate(self):
-        if self._clipped is not self._noted.handed_out:
+        if self._gradients is None or self._clipped is not self._noted.handed_out:
             raise ValueError(
                 "in ghost mode the criterion clips: take the loss of every batch by the criterion that "
                 "make_private_with_budgets returned"
@@ -83,6 +84,8 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
 
 class GhostLosses(DPTensorFastGradientClipping):
     """Losses whose backward pass clips, and what is computed from them."""
+
+    optimizer: GhostOptimizer
 
     def backward(self):
         self.optimizer.prove_losses(self.loss_per_sample)
@@ -106,6 +109,7 @@ for _name in ("__truediv__", "__mul__", "__rmul__", "__add__", "__radd__", "__su
 
 
 class GhostCriterion(DPLossFastGradientClipping):
+    optimizer: GhostOptimizer
     _open = True
 
     def __call__(self, *args, **kwargs):

@@ -1,17 +1,18 @@
 """Optimizers in which each gradient meets its example's clip norm, and each draw becomes one step."""
 
 import warnings
+from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 
-from ..training.tensors import squared_norms
+from ..training.tensors import added_up, squared_norms
 from .checks import trainable
 from .randomness import noisy
 
 
-class Following:
+class Following(DPOptimizer):
     """What both optimizers share: each gradient meets its example's clip norm, each draw becomes one step."""
 
     #: Of each parameter in the clip norm, for clipping per layer.
@@ -21,7 +22,7 @@ class Following:
         self._draws, self._noted, self._accountant = draws, noted, accountant
         self._proof, self.hooks, self._trained = proof, hooks, trainable(hooks._module)
         self._own_step = False
-        original = self.original_optimizer
+        original: Any = self.original_optimizer
         if hasattr(original, "_budgets_guard"):
             original._budgets_guard.remove()
         original._budgets_guard = original.register_step_pre_hook(self._only_after_noise)
@@ -31,6 +32,10 @@ class Following:
         self.dropped = 0
         self._noise_std = self.noise_multiplier * self.max_grad_norm
         accountant.generators, accountant.follower = self._generators, self
+
+    def _noted_parameters(self) -> list[Any]:
+        """The parameters, on which Opacus hangs what it computes."""
+        return self.params
 
     def _generators(self):
         """By name, what noise and draws come from."""
@@ -96,7 +101,7 @@ class Following:
             raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
         if self._draw != self._draws.number:
             # What an unfinished draw has left behind belongs to no step.
-            for p in self.params:
+            for p in self._noted_parameters():
                 p.summed_grad = None
             self._draw, self._taken, self._ended = self._draws.number, -1, False
         if self._ended or (batch and batch[0] <= self._taken):
@@ -117,10 +122,11 @@ class Following:
         return noisy
 
     def add_noise(self):
-        sums = [p.summed_grad for p in self.params]
+        parameters = self._noted_parameters()
+        sums = [p.summed_grad for p in parameters]
         for total in sums:
             _check_processed_flag(total)
-        for p, gradient in zip(self.params, noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)):
+        for p, gradient in zip(parameters, noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)):
             p.grad = gradient.view_as(p)
             _mark_as_processed(p.summed_grad)
 
@@ -132,13 +138,13 @@ class HooksOptimizer(Following, DPOptimizer):
     def clip_and_accumulate(self):
         samples = self.grad_samples
         squares = [squared_norms(g) if len(g) else g.new_zeros(0, dtype=torch.float64) for g in samples]
-        norms = sum(squares).sqrt()
+        norms = added_up(squares).sqrt()
         factors, bad = self.clip_factors(norms), ~norms.isfinite()
         unfit = bool(bad.any())
         if unfit:
             self.dropped += int(bad.sum())
             warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=4)
-        for i, (p, sample) in enumerate(zip(self.params, samples)):
+        for i, (p, sample) in enumerate(zip(self._noted_parameters(), samples)):
             if hasattr(p.grad_sample, "_processed"):
                 raise ValueError("gradients must be cleared between steps: call optimizer.zero_grad() on each")
             if self.shares is not None:

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from typing import Any, NoReturn
+from collections.abc import Sized
+from typing import Any, NoReturn, cast
 
 import torch
 from opacus import PrivacyEngine
@@ -149,7 +150,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is for 'sample'"
             )
         self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
-        n, epochs = len(data_loader.dataset), _checks.whole_number("epochs", epochs, 1)
+        n, epochs = len(cast(Sized, data_loader.dataset)), _checks.whole_number("epochs", epochs, 1)
         budgets = torch.as_tensor(target_epsilons, dtype=torch.float64).cpu()
         if budgets.shape != (n,):
             raise ValueError(
@@ -261,7 +262,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if loss is not None and not batch_first:
             raise ValueError("norms must be given where batch_first is False, got loss")
         self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
-        n, length = len(data_loader.dataset), len(data_loader)
+        n, length = len(cast(Sized, data_loader.dataset)), len(data_loader)
         epochs = _checks.whole_number("epochs", epochs, 1)
         updates = _checks.number("updates_per_epoch", updates_per_epoch, 0, closed="neither")
         if filter.n != n:
@@ -351,7 +352,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             optimizer,
             noise_multiplier=noise_multiplier,
             max_grad_norm=max_grad_norm,
-            expected_batch_size=float(rates.sum()),
+            expected_batch_size=float(rates.sum()),  # pyright: ignore[reportArgumentType] (Opacus divides by it)
             loss_reduction=loss_reduction,
             generator=noise,
         )
@@ -371,7 +372,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         optimizer.follow(draws, noted, self.accountant, proof, module)
         optimizer.shares = shares
         loader = private_loader(data_loader, noted, draws, batch_first)
-        if not ghost:
+        if not isinstance(optimizer, GhostOptimizer):
             return module, optimizer, loader
         criterion = torch.nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
         return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader

@@ -18,6 +18,7 @@ An example by itself has no company, so the proof stays open until a batch has t
 import contextlib
 import dataclasses
 from collections.abc import Mapping
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +26,8 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from ..training.tensors import added_up
 
 _PROBED, _COMPARED = 16, 4
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
@@ -138,9 +141,9 @@ class Proof:
         args, kwargs = batch.take([row])
         with self._plain():
             outputs = _outputs(self._inner(*args, **kwargs))
-            value = sum(_weighed(out, row, i) for i, out in enumerate(outputs))
             if not outputs:
-                return None, []
+                return (), []
+            value = added_up(_weighed(out, row, i) for i, out in enumerate(outputs))
             gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
         return gradients, [out.shape for out in outputs]
 
@@ -154,37 +157,39 @@ class Proof:
                 raise UnsupportedModuleError(f"module must take an example by itself, but: {error}") from error
             except (RuntimeError, IndexError, TypeError):
                 return []
-            norm = 0.0 if gradients is None else float(norm_of(gradients))
+            norm = float(norm_of(gradients)) if gradients else 0.0
             if 0 < norm < float("inf"):
                 norms[row] = norm
-        return sorted(sorted(norms, key=norms.get)[-_COMPARED:])
+        return sorted(sorted(norms, key=norms.__getitem__)[-_COMPARED:])
 
     def _compare(self, batch, rows, parameters):
         args, kwargs = batch.take(rows)
         outputs = _outputs(self._watched(*args, **kwargs))
         _, shapes = self._alone(batch, rows[0], parameters)
         parts = [_parts(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
-        if len(outputs) != len(shapes) or any(part is None for part in parts):
+        known = [part for part in parts if part is not None]
+        if len(outputs) != len(shapes) or len(known) < len(parts):
             raise UnsupportedModuleError(
                 f"module must put out something for each example, but {len(rows)} examples gave the shapes "
                 f"{[tuple(out.shape) for out in outputs]} where one has {[tuple(shape) for shape in shapes]}"
             )
-        own = [sum(part[i] for part in parts if part.ndim) for i in range(len(rows))]
-        whole = sum(part for part in parts if not part.ndim)
-        (whole + sum(own) / (len(rows) if self._mean else 1)).backward(retain_graph=self._ghost)
+        own = [sum(part[i] for part in known if part.ndim) for i in range(len(rows))]
+        whole = sum(part for part in known if not part.ndim)
+        score = cast(torch.Tensor, whole + sum(own) / (len(rows) if self._mean else 1))
+        score.backward(retain_graph=self._ghost)
         relative = tolerance_of(parameters[0])
         norms = type(self._hooks).get_norm_sample(self._hooks).double() if self._ghost else None
         for i, row in enumerate(rows):
             expected, _ = self._alone(batch, row, parameters)
             length = norm_of(expected)
-            if self._ghost:
+            if norms is not None:
                 if not abs(norms[i] - length) <= relative * length:
                     raise missing(float(norms[i]), float(length))
-                if not torch.is_tensor(own[i]):
+                if not isinstance(mine := own[i], torch.Tensor):
                     continue
                 with self._plain():
                     found = torch.autograd.grad(
-                        own[i], parameters, retain_graph=True, allow_unused=True, materialize_grads=True
+                        mine, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
                     )
             else:
                 found = [_sample(p, i, len(rows)) for p in parameters]

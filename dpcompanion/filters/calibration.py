@@ -64,10 +64,13 @@ def level_costs(
     """Whole costs in proportion to the Rényi divergence of each level at the order that decides at the target.
 
     Args:
-        levels, sample_rate, noise_multiplier, block: as in `adaptive_delta`.
+        levels: (K,) ascending shares of the clip norm, in (0, 1].
+        sample_rate: in (0, 1].
+        noise_multiplier: of the full clip norm, above 0.
         steps: of the run; the costs are as fine as they can be while rounding wastes more than a twentieth, and a run
             at the full level costs at most 24,000.
         target_epsilon, target_delta: where to be tight. Costs never decide whether a promise holds.
+        block: steps for which a level holds.
 
     Returns:
         A tuple of K whole numbers, ascending.
@@ -89,17 +92,17 @@ def level_costs(
     ]
     blocks = math.ceil(steps / block)
     dearest = max(1, min(_MOST_UNITS // blocks, math.floor(64 * prices[-1] / prices[0])))
-    least = None
+    least, chosen = math.inf, ()
     # Costs are ceil(unit price). The full level is priced exactly: rounding takes nothing from who needs all of it.
     for top in range(1, dearest + 1):
         unit = top / prices[-1]
         costs = tuple(math.ceil(unit * price * (1 - 1e-9)) for price in prices)
         waste = max(cost / (unit * price) for cost, price in zip(costs, prices)) - 1
-        if least is None or waste < 0.9 * least[0]:
-            least = waste, costs
+        if waste < 0.9 * least:
+            least, chosen = waste, costs
         if waste <= _WASTE:
             break
-    return least[1]
+    return chosen
 
 
 def calibrate_filter(
@@ -123,10 +126,14 @@ def calibrate_filter(
     Args:
         target_epsilon: above 0.
         target_delta: in (0, 1).
-        sample_rate, levels, costs, block: as in `adaptive_delta`; by default `level_costs`.
+        sample_rate: in (0, 1].
+        levels: (K,) ascending shares of the clip norm, in (0, 1].
         steps: of the run. A budget for all of them at the dearest level is enough, and none is larger.
+        costs: (K,) whole numbers, at least 1: what a block at each level costs; by default `level_costs`.
         noise_multiplier: above 0, to find the budget.
         budget: to find the least noise, within a relative 1e-3; needs `costs`. One of the two must be given.
+        block: steps for which a level holds.
+        progress: show a bar; by default on a terminal only.
 
     Returns:
         A `CalibratedFilter`.
@@ -149,20 +156,20 @@ def calibrate_filter(
             "exactly one of noise_multiplier and budget must be given, "
             f"got noise_multiplier={noise_multiplier!r} and budget={budget!r}"
         )
-    if budget is not None and costs is None:
-        raise ValueError("costs must be given with a budget, got None")
     if noise_multiplier is not None:
         noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
-        if costs is None:
-            costs = level_costs(
-                levels,
-                sample_rate=sample_rate,
-                noise_multiplier=noise_multiplier,
-                block=block,
-                steps=steps,
-                target_epsilon=target_epsilon,
-                target_delta=target_delta,
-            )
+    if costs is None:
+        if noise_multiplier is None:
+            raise ValueError("costs must be given with a budget, got None")
+        costs = level_costs(
+            levels,
+            sample_rate=sample_rate,
+            noise_multiplier=noise_multiplier,
+            block=block,
+            steps=steps,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
+        )
     costs, budget = check_costs(costs, max(costs) if budget is None else budget, len(levels))
     if noise_multiplier is None:
         budget = min(budget, math.ceil(steps / block) * max(costs))
@@ -233,12 +240,10 @@ def _least_noise(epsilon, delta, sample_rate, levels, costs, budget, block, prog
         for level, cost in zip(levels, costs)
         if cost <= budget
     )
-    found, reached = _least(
-        lambda noise: adaptive_delta(noise_multiplier=noise, **game, progress=progress), start, delta
-    )
+    found = _least(lambda noise: adaptive_delta(noise_multiplier=noise, **game, progress=progress), start, delta)
     if found is None:
         raise ValueError(f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g} with budget={budget}")
-    return found, reached
+    return found
 
 
 def epsilon_of_budget(delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress=None):
@@ -271,13 +276,13 @@ def _least_epsilon(delta, sample_rate, noise_multiplier, levels, costs, budget, 
     )
     if start < 1e-3 and adaptive_delta(epsilon=0.0, **game) <= delta:
         return (0.0,)
-    found, _ = _least(lambda epsilon: adaptive_delta(epsilon=epsilon, **game), max(start, 1e-6), delta)
-    return (math.inf if found is None else found,)
+    found = _least(lambda epsilon: adaptive_delta(epsilon=epsilon, **game), max(start, 1e-6), delta)
+    return (math.inf if found is None else found[0],)
 
 
-def _least(delta_at, start, delta):
+def _least(delta_at, start, delta) -> tuple[float, float] | None:
     """(x, delta there): the least x above 0 at which the falling `delta_at` is at most `delta`, within PRECISION; or
-    (None, None) where not even 1e4 times `start` is enough."""
+    None where not even 1e4 times `start` is enough."""
     low, x, found = None, start * (1 + PRECISION), None
     while True:
         value = delta_at(x)
@@ -288,7 +293,7 @@ def _least(delta_at, start, delta):
             low = x, height
         if found is None:
             if x > 1e4 * start:
-                return None, None
+                return None
             x *= 1.02 if x < 1.1 * start else 1.3
         elif low is None:
             x = found[0] / 1.02

@@ -35,6 +35,7 @@ What an example has `spent` is as private as the example.
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -98,7 +99,7 @@ class ExactFilter:
             )
         self._targets, self._progress = {}, progress
         if budget is None:
-            run = dict(
+            run: dict[str, Any] = dict(
                 sample_rate=self.sample_rate,
                 noise_multiplier=self.noise_multiplier,
                 levels=self.levels,

@@ -31,7 +31,7 @@ A stage costs K + 1 Fourier transforms.
 import math
 from dataclasses import dataclass
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
@@ -218,11 +218,11 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
     size = high - low + 1
     left = max(0, -min(law.first for law in laws))
     right = max(0, max(law.first + len(law.masses) - 1 for law in laws))
-    points = next_fast_len(max(size + left + right, 16), real=True)
+    points = cast(int, next_fast_len(max(size + left + right, 16), real=True))
     kernels = np.zeros((len(laws), points))
     for kernel, law in zip(kernels, laws):
         np.add.at(kernel, (law.first + np.arange(len(law.masses))) % points, law.masses)
-    spectra = np.conj(rfft(kernels, axis=1))
+    spectra = np.conj(cast(np.ndarray, rfft(kernels, axis=1)))
     # Three transforms, each with a relative error below 7 log2(points) units (Higham 2002, theorem 24.2), doubled.
     rounding = 42 * math.log2(points) * _UNIT * max(np.linalg.norm(law.masses) for law in laws)
     rounding += max(law.blur for law in laws)
@@ -250,10 +250,11 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
         for b in range(budget + 1):
             if b:
                 playable = order <= b
-                values = irfft(history[(b - order[playable]) % ring] * spectra[playable], n=points, axis=1)[:, :size]
+                products = history[(b - order[playable]) % ring] * spectra[playable]
+                values = cast(np.ndarray, irfft(products, n=points, axis=1))[:, :size]
                 slack = slack * math.exp(growth) + rounding * norm + lost * math.exp(log_chernoff + growth * b)
                 last = now
-                if choices and playable.any():
+                if kept is not None and playable.any():
                     best = values.argmax(axis=0)
                     kept[b] = np.where(values[best, np.arange(size)] > last, rows[playable][best], -1)
                 now = np.maximum(last, values.max(axis=0)) if playable.any() else last
@@ -359,4 +360,4 @@ def play(
         worst_case(pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, **options)
         for direction in (DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1])
     ]
-    return tuple(games) if len(games) == 2 else (games[0], games[0])
+    return games[0], games[-1]

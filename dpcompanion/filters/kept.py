@@ -61,7 +61,7 @@ def remembered(shortest=SHORTEST):
                 memory[key] = _answer(function.__name__, question, lambda: function(**bound.arguments), shortest)
             return memory[key]
 
-        answered.forget = memory.clear
+        vars(answered).update(forget=memory.clear)
         return answered
 
     return wrap

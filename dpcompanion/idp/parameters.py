@@ -92,8 +92,20 @@ def scale_parameters(
 ) -> ScaleParameters:
     """Scale: the noise multiplier and the groups' clip norms, with the mean `max_grad_norm`, that use up each budget.
 
-    Arguments and errors as for `sample_parameters`; `max_grad_norm` is the clip norm of plain DP-SGD.  Training adds
-    noise of standard deviation `noise_multiplier * max_grad_norm` to the sum of gradients clipped to `max_grad_norms`.
+    Training adds noise of standard deviation `noise_multiplier * max_grad_norm` to the sum of gradients clipped to
+    `max_grad_norms`.
+
+    Args:
+        target_epsilons: (P,) budgets.
+        counts: (P,) numbers of examples, or their shares.
+        target_delta: in (0, 1).
+        sample_rate: of all groups, in (0, 1].
+        steps: of the run.
+        max_grad_norm: the clip norm of plain DP-SGD, above 0, which those of the groups have for their mean.
+        accountant: "rdp" or "pld".
+
+    Raises:
+        ValueError: bad input, or a budget that no noise multiplier up to 1e9 keeps.
 
     >>> found = scale_parameters([1.0, 2.0], [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000, max_grad_norm=1)
     >>> torch.allclose(found.noise_multipliers * found.max_grad_norms, torch.tensor(found.noise_multiplier).double())
@@ -127,9 +139,22 @@ def combined_parameters(
 
         r_p = (1 - w) q + w q_p,      sigma = 1 / \sum_p (w_p / sigma_p),      c_p = c sigma / sigma_p.
 
-    Arguments and errors as for `scale_parameters`; `sample_weight`, in [0, 1], is w: 0 is Scale and 1 is Sample. The
-    paper (appendix D.6) puts the parameters of the two methods together one after the other and reports weights without
-    saying how they enter; here every group's own budget holds whatever the weight.
+    The paper (appendix D.6) puts the parameters of the two methods together one after the other and reports weights
+    without saying how they enter; here every group's own budget holds whatever the weight.
+
+    Args:
+        target_epsilons: (P,) budgets.
+        counts: (P,) numbers of examples, or their shares.
+        target_delta: in (0, 1).
+        sample_rate: the mean over the examples, in (0, 1].
+        steps: of the run.
+        max_grad_norm: the clip norm of plain DP-SGD, above 0, which those of the groups have for their mean.
+        sample_weight: w, in [0, 1]: 0 is Scale and 1 is Sample.
+        accountant: "rdp" or "pld".
+
+    Raises:
+        ValueError: bad input, or a budget that no noise multiplier up to 1e9 keeps, or that not even a rate of 1
+            would use up, with a weight above 0.
 
     >>> found = combined_parameters([1.0, 2.0], [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000,
     ...                             max_grad_norm=1, sample_weight=0.5)
@@ -152,7 +177,9 @@ def combined_parameters(
     )
 
 
-def rdp_epsilons(sample_rates: Array, noise_multipliers: Array, *, steps: int, delta: float) -> torch.Tensor:
+def rdp_epsilons(
+    sample_rates: torch.Tensor, noise_multipliers: torch.Tensor, *, steps: int, delta: float
+) -> torch.Tensor:
     """Epsilon by RDP of many runs of `steps` steps, each with its own rate and noise multiplier; all (P,) float64
     tensors.
 

@@ -1,6 +1,7 @@
 """Noise multipliers and sample rates that use up budgets, many at once: searches side by side."""
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -12,6 +13,9 @@ HAIR = 1e-9  # by which epsilons by RDP may be off, relatively, for rounding err
 _PRECISION = 2e-5  # of the logarithm of a parameter
 _JITTER = 1e-4  # by which the PLD epsilons of nearby parameters may differ, relatively, for their grids
 _LARGEST_NOISE, _SMALLEST_RATE = 1e9, 1e-12
+
+#: (y, which of the searched) -> (rates, noise multipliers).
+_Pair = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Run:
@@ -82,7 +86,7 @@ class Run:
         nodes = nodes_of(budgets, self.searched, self.spacing)
         return (nodes, values) if nodes is budgets else (nodes, interpolate(nodes, budgets, values))
 
-    def _search(self, nodes, pair, start, low, high, extreme, accountant):
+    def _search(self, nodes, pair: _Pair, start, low, high, extreme, accountant):
         """The least safe y of each node; `pair(y, index)` gives rates and noise multipliers."""
         found = _least(lambda y, index: self._excess(*pair(y, index), nodes[index], accountant), start, low, high)
         if bool(found.isnan().any()):
@@ -97,7 +101,7 @@ class Run:
         epsilons = [self.epsilon(*pair) for pair in zip(rates.tolist(), noises.tolist())]
         return _log_ratio(torch.tensor(epsilons, dtype=torch.float64), budgets * (1 - _JITTER))
 
-    def _at_budgets(self, budgets, nodes, found, pair):
+    def _at_budgets(self, budgets, nodes, found, pair: _Pair):
         """The least safe y of each budget, from those of the nodes."""
         if nodes is budgets:
             return found

@@ -1,6 +1,7 @@
 """Sensitivity, intrinsic noise, and what is missing from it: theorem 2, algorithms 1 and 2 (Hyland and Tople 2020)."""
 
 import math
+from typing import overload
 
 import torch
 
@@ -11,6 +12,19 @@ from dpcompanion.accounting import gaussian_epsilon, gaussian_mu
 _MECHANISMS = ("analytic", "classical")
 
 
+@overload
+def sgd_sensitivity(
+    *, passes: float, lipschitz: float, learning_rate: float, batch_size: float, smoothness: float | None = ...
+) -> float: ...
+@overload
+def sgd_sensitivity(
+    *,
+    passes: Numbers,
+    lipschitz: Numbers,
+    learning_rate: Numbers,
+    batch_size: Numbers,
+    smoothness: Numbers | None = ...,
+) -> torch.Tensor: ...
 def sgd_sensitivity(
     *,
     passes: Numbers,
@@ -65,6 +79,12 @@ def sgd_sensitivity(
     )
 
 
+@overload
+def sgd_sensitivity_estimate(*, passes: float, lipschitz: float, learning_rate: float, batch_size: float) -> float: ...
+@overload
+def sgd_sensitivity_estimate(
+    *, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers, batch_size: Numbers
+) -> torch.Tensor: ...
 def sgd_sensitivity_estimate(
     *, passes: Numbers, lipschitz: Numbers, learning_rate: Numbers, batch_size: Numbers
 ) -> float | torch.Tensor:
@@ -138,6 +158,12 @@ def intrinsic_sigma(weights: Array) -> float:
     return float(seed_sigma(weights).quantile(0.5))
 
 
+@overload
+def intrinsic_epsilon(sensitivity: float, sigma: float, delta: float, *, mechanism: str = ...) -> float: ...
+@overload
+def intrinsic_epsilon(
+    sensitivity: Numbers, sigma: Numbers, delta: Numbers, *, mechanism: str = ...
+) -> torch.Tensor: ...
 def intrinsic_epsilon(
     sensitivity: Numbers, sigma: Numbers, delta: Numbers, *, mechanism: str = "analytic"
 ) -> float | torch.Tensor:
@@ -166,6 +192,19 @@ def intrinsic_epsilon(
     return _checks.as_given(found, *given)
 
 
+@overload
+def augmented_sigma(
+    sensitivity: float, sigma_intrinsic: float, *, target_epsilon: float, target_delta: float, mechanism: str = ...
+) -> float: ...
+@overload
+def augmented_sigma(
+    sensitivity: Numbers,
+    sigma_intrinsic: Numbers,
+    *,
+    target_epsilon: Numbers,
+    target_delta: Numbers,
+    mechanism: str = ...,
+) -> torch.Tensor: ...
 def augmented_sigma(
     sensitivity: Numbers,
     sigma_intrinsic: Numbers,

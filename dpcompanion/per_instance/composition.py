@@ -25,7 +25,7 @@ tensor([ 8.0000,  8.2414, 10.4975], dtype=torch.float64)
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -42,6 +42,10 @@ _CHUNK = 1 << 17  # numbers in one temporary tensor
 _HAIR = 1 + 1e-11  # for rounding errors
 
 
+@overload
+def holder_order(order: float, p: float, i: float, *, recursion: str = ...) -> float: ...
+@overload
+def holder_order(order: float, p: float, i: Numbers, *, recursion: str = ...) -> torch.Tensor: ...
 def holder_order(order: float, p: float, i: Numbers, *, recursion: str = "proof") -> float | torch.Tensor:
     r""":math:`g_p^i(\alpha)`: the order at which theorem 3.3 asks for a step that has i steps after it.
 
@@ -66,7 +70,7 @@ def holder_order(order: float, p: float, i: Numbers, *, recursion: str = "proof"
     return _checks.as_given(fixed + torch.exp(-after * math.log1p(-1 / p)) * (order - fixed), i)
 
 
-def smallest_exponent(steps: Numbers) -> float:
+def smallest_exponent(steps: int) -> float:
     r"""Fact 3.4: the smallest p for which no order exceeds twice the first, :math:`1/(1 - 2^{-1/n})`, rounded up.
 
     :math:`g^i(\alpha) - 1 = (p/(p-1))^i (\alpha - 1)`, so that it suffices that :math:`(p/(p-1))^n \le 2`. That is
@@ -108,7 +112,7 @@ def log_runs_needed(*, rdp: float, rdp_doubled: float, order: float, precision: 
 def compose(
     divergence: Callable[..., Any],
     *,
-    steps: Numbers,
+    steps: int,
     order: float,
     p: float,
     recursion: str = "proof",
@@ -140,7 +144,7 @@ def compose(
     i = torch.arange(steps - 1, -1, -1, dtype=torch.float64)
     orders = holder_order(order, p, i, recursion=recursion).tolist()
     shares = torch.exp(i * math.log1p(-1 / p)) / p / (order - 1)
-    contributions, total = [], 0.0
+    contributions, total = [], torch.zeros((), dtype=torch.float64)
     for step, (at, share) in enumerate(zip(orders, shares.tolist()), start=1):
         found = torch.as_tensor(divergence(step, at), dtype=torch.float64)
         if found.ndim == 0 or bool((found < 0).any()) or bool(found.isnan().any()):
@@ -156,8 +160,8 @@ def compose(
 def compose_sensitivities(
     sensitivities: Array,
     *,
-    sample_rate: Numbers,
-    noise_std: Numbers,
+    sample_rate: float,
+    noise_std: float,
     order: float,
     p: float | None = None,
     recursion: str = "proof",

@@ -17,7 +17,7 @@ REACH = 6
 
 
 def step_loss(
-    moved: torch.Tensor, gradient: torch.Tensor, *, sample_rate: Numbers, noise_std: Numbers, direction: str = "remove"
+    moved: torch.Tensor, gradient: torch.Tensor, *, sample_rate: float, noise_std: float, direction: str = "remove"
 ) -> torch.Tensor:
     r"""What a step of a run adds to its loss: :math:`\ln r` ("remove") or :math:`-\ln r` ("add").
 
@@ -46,8 +46,8 @@ def step_loss(
 def law_counts(
     sensitivity: Numbers,
     *,
-    sample_rate: Numbers,
-    noise_std: Numbers,
+    sample_rate: float,
+    noise_std: float,
     order: float,
     generator: torch.Generator,
     jumps: float = 0.0,
@@ -83,8 +83,8 @@ def law_log_density(
     moved: torch.Tensor,
     gradient: torch.Tensor,
     *,
-    sample_rate: Numbers,
-    noise_std: Numbers,
+    sample_rate: float,
+    noise_std: float,
     order: float,
     jumps: float = 0.0,
     max_sensitivity: float = 1.0,
@@ -98,7 +98,10 @@ def law_log_density(
 
     Args:
         moved, gradient: (..., parameters) as for `step_loss`.
-        sample_rate, noise_std, order, jumps, max_sensitivity: as for `law_counts`.
+        sample_rate, noise_std: q in (0, 1] and s above 0, numbers.
+        order: a whole number of 1 or more.
+        jumps: in [0, 1), of steps at the full norm.
+        max_sensitivity: C, above 0.
 
     Returns:
         (...) float64.

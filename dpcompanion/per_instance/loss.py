@@ -118,8 +118,19 @@ def loss_delta(losses: Array, log_densities: Array, *, epsilon: Numbers, shares:
 def loss_divergence(losses: Array, log_densities: Array, *, order: float, shares: Array | None = None) -> torch.Tensor:
     r"""The divergence of any `order` above 1 from the same runs, nats: :math:`\ln E[e^{(\alpha-1)S} w] / (\alpha-1)`.
 
-    An estimate, as that of `exact_composition`, by all runs in place of those that were tilted at this order. Other
-    arguments as for `loss_delta`; returns (...) float64.
+    An estimate, as that of `exact_composition`, by all runs in place of those that were tilted at this order.
+
+    Args:
+        losses: (runs, ...) S of each run, the sum of its `step_loss`.
+        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was drawn by.
+        order: :math:`\alpha`, above 1.
+        shares: (laws,) of the runs that were drawn by each law, above 0, with the sum 1; equal by default.
+
+    Returns:
+        (...) float64.
+
+    Raises:
+        ValueError: shapes that do not fit, numbers that are not finite.
 
     >>> losses, masses = torch.tensor([0.5, 1.5, 2.5]), torch.tensor([0.2, 0.3, 0.4])
     >>> loss_divergence(losses, (losses - masses)[:, None], order=2)              # ln of the mean of exp(masses)
@@ -164,13 +175,15 @@ def loss_epsilon(
     r"""Epsilon of one direction at `delta`, from independent runs by several laws.
 
     Args:
-        losses, log_densities, shares: as for `loss_delta`.
+        losses: (runs, ...) S of each run, the sum of its `step_loss`.
+        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was drawn by.
         delta: in (0, 1).
         worst_case: everybody's epsilon at this delta, by the privacy loss distribution of the whole run
             (`dpcompanion.accounting.compute_epsilon`); a number or (...).
         floors: (laws, 2) pairs (a, m) with :math:`G \ge (a-1) S - m` on every path: the order of the law, and m the
             steps times `log_mass` at the clip norm, less the steps times ln(1 - jumps). The upper bound cannot do
             without, and is `worst_case` then.
+        shares: (laws,) of the runs that were drawn by each law, above 0, with the sum 1; equal by default.
         confidence: of the interval, and of the upper bound, in (0, 1). For both directions divide what is missing to 1
             between them, and take the larger of the two.
 
@@ -180,7 +193,7 @@ def loss_epsilon(
         nothing is paid for trying many. It holds as well where runs are divided among the laws in fixed shares.
 
     Raises:
-        ValueError: as for `loss_delta`, and densities below their floors.
+        ValueError: shapes that do not fit, numbers that are not finite, densities below their floors.
 
     >>> losses, masses = torch.tensor([1.0, 2.0, 3.0, 2.5]), torch.tensor([6.0, 6.5, 6.2, 6.6])   # tilted at order 5
     >>> densities = (4 * losses - masses)[:, None]

@@ -14,6 +14,7 @@ the other way round ("add"). Everything is float64 and stays in the log domain: 
 """
 
 import math
+from typing import Any, overload
 
 import torch
 
@@ -27,6 +28,14 @@ from dpcompanion.per_instance.confidence import log_mean_bound
 _LARGEST_NOISE = 1e100  # so that a sensitivity that is tiny beside the noise still costs something
 
 
+@overload
+def step_divergence(
+    *, sample_rate: float, noise_multiplier: float, sensitivity: float, orders: float, direction: str = ...
+) -> float: ...
+@overload
+def step_divergence(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, sensitivity: Numbers, orders: Numbers, direction: str = ...
+) -> torch.Tensor: ...
 def step_divergence(
     *, sample_rate: Numbers, noise_multiplier: Numbers, sensitivity: Numbers, orders: Numbers, direction: str = "remove"
 ) -> float | torch.Tensor:
@@ -71,6 +80,14 @@ def step_divergence(
     return _checks.as_given(found, *given)
 
 
+@overload
+def log_mass(
+    sensitivity: float, *, sample_rate: float, noise_std: float, order: float, direction: str = ...
+) -> float: ...
+@overload
+def log_mass(
+    sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float, direction: str = ...
+) -> torch.Tensor: ...
 def log_mass(
     sensitivity: Numbers, *, sample_rate: Numbers, noise_std: Numbers, order: float, direction: str = "remove"
 ) -> float | torch.Tensor:
@@ -99,7 +116,7 @@ def coupled_divergence(
     sample_rate: Numbers,
     noise_std: Numbers,
     order: float,
-    max_sensitivity: Numbers | None = None,
+    max_sensitivity: float | None = None,
     confidence: float | None = None,
     probabilities: Array | None = None,
     direction: str = "remove",
@@ -137,9 +154,9 @@ def coupled_divergence(
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     sensitivities, probabilities = _batches(sensitivities, probabilities, max_sensitivity, confidence)
-    step = dict(sample_rate=sample_rate, noise_std=noise_std, order=order, direction=direction)
+    step: dict[str, Any] = dict(sample_rate=sample_rate, noise_std=noise_std, order=order, direction=direction)
     masses = log_mass(sensitivities, **step)
-    if confidence is None:
+    if confidence is None or max_sensitivity is None:
         return _log_mean(masses, probabilities) / (order - 1)
     largest = torch.as_tensor(log_mass(max_sensitivity, **step), dtype=torch.float64)
     return log_mean_bound(masses, largest, confidence=confidence, log_smallest=0.0) / (order - 1)
@@ -151,7 +168,7 @@ def coupled_delta(
     sample_rate: Numbers,
     noise_std: Numbers,
     epsilon: Numbers,
-    max_sensitivity: Numbers | None = None,
+    max_sensitivity: float | None = None,
     confidence: float | None = None,
     probabilities: Array | None = None,
     direction: str = "remove",
@@ -185,7 +202,7 @@ def coupled_delta(
     _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
     sensitivities, probabilities = _batches(sensitivities, probabilities, max_sensitivity, confidence)
     deltas = _sampled_delta(sensitivities, sample_rate, noise_std, epsilon, direction)
-    if confidence is None:
+    if confidence is None or max_sensitivity is None:
         return torch.exp(_log_mean(torch.log(deltas), probabilities))
     largest = _sampled_delta(max_sensitivity, sample_rate, noise_std, epsilon, direction)
     return torch.exp(log_mean_bound(torch.log(deltas), torch.log(largest), confidence=confidence))
@@ -197,7 +214,7 @@ def coupled_epsilon(
     sample_rate: Numbers,
     noise_std: Numbers,
     delta: float,
-    max_sensitivity: Numbers | None = None,
+    max_sensitivity: float | None = None,
     confidence: float | None = None,
     probabilities: Array | None = None,
     direction: str = "remove",
@@ -222,7 +239,7 @@ def coupled_epsilon(
     tensor(3.4819, dtype=torch.float64)
     """
     _checks.number("delta", delta, 0, 1, closed="neither")
-    options = dict(
+    options: dict[str, Any] = dict(
         sample_rate=sample_rate,
         noise_std=noise_std,
         max_sensitivity=max_sensitivity,
@@ -247,9 +264,9 @@ def holder_epsilon(
     sample_rate: Numbers,
     noise_std: Numbers,
     delta: float,
-    p: float,
+    p: Numbers,
     share: float = 0.5,
-    max_sensitivity: Numbers | None = None,
+    max_sensitivity: float | None = None,
     confidence: float | None = None,
     probabilities: Array | None = None,
 ) -> torch.Tensor:
@@ -271,10 +288,19 @@ def holder_epsilon(
     One-sided: nothing is said of P(M(X) in S). `coupled_epsilon` is smaller and serves both sides.
 
     Args:
-        sensitivities, sample_rate, noise_std, max_sensitivity, confidence, probabilities: as for `coupled_divergence`.
+        sensitivities: (batches, ...) values of :math:`\Delta(B)`, for independent batches B from the sampler of the
+            data set *without* x.
+        sample_rate, noise_std: q in (0, 1] and s > 0, numbers or (...).
         delta: the total, in (0, 1).
         p: above 1, or a sequence of them: the least epsilon counts.
         share: of `delta` that goes to :math:`\delta'`, in (0, 1).
+        max_sensitivity: a bound on :math:`\Delta(B)` for every B; needed with a confidence.
+        confidence: if given, the result is an upper confidence bound at this level for each entry by itself; without
+            it the mean over the batches stands in for the expectation: an *estimate*.
+        probabilities: (batches,) of *all* batches, in place of draws: then the result is exact.
+
+    Returns:
+        (...) float64.
 
     >>> holder_epsilon([0.2, 0.4, 0.6], sample_rate=0.01, noise_std=1.0, delta=1e-5, p=[10, 100, 1000, 10000])
     tensor(0.0502, dtype=torch.float64)
@@ -291,7 +317,7 @@ def holder_epsilon(
     powers = torch.as_tensor(p, dtype=torch.float64).reshape(-1).tolist()
     found = []
     for power in powers:
-        if confidence is None:
+        if confidence is None or max_sensitivity is None:
             log_moment = _log_mean(power * losses, probabilities)
         else:
             largest = power * gaussian_epsilon(max_sensitivity / noise, delta_gauss)
@@ -302,7 +328,7 @@ def holder_epsilon(
     return torch.stack(found).min(0).values.clamp(min=0)
 
 
-def _as_tensors(**values):
+def _as_tensors(**values: Numbers) -> tuple[torch.Tensor, ...]:
     """The named values as float64 tensors of one shape, each checked by what it is."""
     for name, low, closed, high in (("sample_rate", 0, "right", 1), ("sensitivity", 0, "left", math.inf)):
         if name in values:

@@ -96,7 +96,7 @@ def tilted_noise(
     gradient: torch.Tensor,
     *,
     sample_rate: Numbers,
-    noise_std: Numbers,
+    noise_std: float,
     order: float,
     generator: torch.Generator,
 ) -> torch.Tensor:
@@ -232,9 +232,8 @@ def exact_composition(
     log_masses = torch.minimum(log_masses, (order - 1) * worst)
     bound = log_mean_bound(log_masses, (order - 1) * worst, confidence=confidence, log_smallest=0.0)
     low, high = _bootstrap(log_masses, confidence, resamples, generator)
-    return CompositionEstimate(
-        order, len(log_masses), confidence, *(v / (order - 1) for v in (_log_mean(log_masses), low, high, bound)), worst
-    )
+    estimate, low, high, bound = (v / (order - 1) for v in (_log_mean(log_masses), low, high, bound))
+    return CompositionEstimate(order, len(log_masses), confidence, estimate, low, high, bound, worst)
 
 
 def _bootstrap(log_masses, confidence, resamples, generator):

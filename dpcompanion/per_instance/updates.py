@@ -5,7 +5,6 @@ import math
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._types import Numbers
 from dpcompanion.per_instance.added import DIRECTIONS
 from dpcompanion.per_instance.confidence import log_mean_bound
 
@@ -16,7 +15,7 @@ def update_divergence(
     updates: torch.Tensor,
     updates_with: torch.Tensor,
     *,
-    noise_std: Numbers,
+    noise_std: float,
     order: float,
     direction: str = "both",
     tuples: int = 20,
@@ -90,11 +89,12 @@ def update_divergence(
     for one in chosen:
         alone, tupled = sides[one]
         blocks = gram[alone, alone].diagonal(), gram[alone, tupled], gram[tupled, tupled]
-        blocks = [block / noise**2 for block in blocks]
-        if confidence is None:
-            results.append(_tuple_estimate(*blocks, order, tuples, generator))
+        own, cross, inner = (block / noise**2 for block in blocks)
+        if confidence is None or max_distance is None:
+            results.append(_tuple_estimate(own, cross, inner, order, tuples, generator))
         else:
-            results.append(_tuple_bound(*blocks, order, max_distance / noise, 1 - (1 - confidence) / len(chosen)))
+            each = 1 - (1 - confidence) / len(chosen)
+            results.append(_tuple_bound(own, cross, inner, order, max_distance / noise, each))
     return torch.stack(results).max()
 
 

@@ -34,6 +34,7 @@ torch.Size([5])
 
 import dataclasses
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +127,8 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=No
     """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
     those of the first run, then those of the second, as many for each, and there is a sum for each run."""
     recorder, budget = Recorder(model), _BUDGET
-    squares, layers = dict.fromkeys(recorder.owners, 0), dict.fromkeys(recorder.owners)
+    squares: dict[nn.Module, Any] = dict.fromkeys(recorder.owners, 0)
+    layers: dict[nn.Module, Any] = dict.fromkeys(recorder.owners)
 
     def take(module, uses):
         nonlocal budget
@@ -144,9 +146,9 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=No
         losses = checks.check_losses(proof.losses_in(precision, model, loss, x, y), len(x))
     with torch.no_grad():
         recorder.backward(losses, take)
-        squares = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
+        squared = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
         layers = {recorder.owners[module]: layer for module, layer in layers.items() if layer is not None}
-        total = _clip(layers, squares, losses.detach(), max_grad_norm, runs, method == "held")
+        total = _clip(layers, squared, losses.detach(), max_grad_norm, runs, method == "held")
     if max_grad_norm is None:
         return total
     found = total.gradients
@@ -328,7 +330,20 @@ def gradient_norms(
 ) -> torch.Tensor:
     """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where not finite.
 
-    Arguments and errors as for `clipped_sum`.  Memory: one chunk.
+    Memory: one chunk.
+
+    Args:
+        model: a module; its parameters with requires_grad count.
+        loss: (outputs, targets) -> (n,).
+        x, y: tensors whose first axis counts the examples.
+        method: "auto", "mixed", "ghost" or "func".
+        chunk: examples in one pass at most; the norms do not depend on it but for rounding.
+        precision: None for the model's own type, or "bf16".
+
+    Raises:
+        ValueError: for a model that mixes examples (layers that do; with "auto" any that is seen to), a loss that is
+            reduced, an unknown method, ("mixed" or "ghost") a model that is seen not to consist of layers, or a
+            precision that the model or the device does not have.
     """
     norms = [part.norms for part in _in_chunks(model, loss, x, y, None, method, chunk, precision)]
     return torch.cat(norms) if norms else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)

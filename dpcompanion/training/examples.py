@@ -12,7 +12,7 @@ seed and the step alone. A transform must look at its own example only: whoever 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from typing import Any
 
 import torch
@@ -73,7 +73,8 @@ class Items:
     def rows(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Inputs and targets of some examples."""
         if not len(indices):
-            return tuple(part[:0] for part in self.probe)
+            x, y = self.probe
+            return x[:0], y[:0]
         wanted = indices.tolist()
         found = (
             self.dataset.__getitems__(wanted)
@@ -119,7 +120,7 @@ def examples_of(data: Data, n: int | None = None) -> Tensors | Items:
         x, y = data
         checks.check_data(x, y, n)
         return Tensors(x, y)
-    if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or isinstance(data, torch.Tensor):
+    if isinstance(data, IterableDataset) or not isinstance(data, Sized) or isinstance(data, torch.Tensor):
         raise ValueError(
             "data must be two tensors (x, y) or a map-style data set with a length, got a "
             f"{type(data).__name__}: a Poisson draw names the examples that it wants"

@@ -31,6 +31,8 @@ True
 True
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,7 +48,14 @@ from dpcompanion.training.matrices import (
     weight_gradients,
 )
 from dpcompanion.training.reparametrised import Reparametrised
-from dpcompanion.training.tensors import Unfit, call_with, own_parameters, rounded_up, squared_norms  # noqa: F401
+from dpcompanion.training.tensors import (  # noqa: F401
+    Unfit,
+    added_up,
+    call_with,
+    own_parameters,
+    rounded_up,
+    squared_norms,
+)
 
 # Numbers that a block of examples may take while a norm is worked out.
 _BLOCK = 2**23
@@ -113,7 +122,7 @@ class Ghost:
         """What the bias adds to the squared norms; 0 if it has none to train."""
         if "bias" not in own_parameters(self.module):
             return 0
-        return squared_norms(sum(bias_gradients(self.module, in_full(self.module, g)) for _, g in self.uses))
+        return squared_norms(added_up(bias_gradients(self.module, in_full(self.module, g)) for _, g in self.uses))
 
     def _weight_squares(self, uses):
         positions = count_positions(self.module, uses)
@@ -150,20 +159,11 @@ class Ghost:
             padding = conv.padding
             if conv.padding_mode != "zeros" or isinstance(padding, str):
                 a, padding = padded(conv, a), 0
-            return torch.stack(
-                [
-                    conv2d_weight(
-                        a,
-                        conv.weight.shape,
-                        g,
-                        stride=conv.stride,
-                        padding=padding,
-                        dilation=conv.dilation,
-                        groups=conv.groups,
-                    )
-                    for a, g in zip(a.chunk(runs), g.chunk(runs))
-                ]
+            options: dict[str, Any] = dict(
+                stride=conv.stride, padding=padding, dilation=conv.dilation, groups=conv.groups
             )
+            pieces = zip(a.chunk(runs), g.chunk(runs))
+            return torch.stack([conv2d_weight(a, conv.weight.shape, g, **options) for a, g in pieces])
         return g.reshape(runs, -1, g.shape[-1]).mT @ a.reshape(runs, -1, a.shape[-1])
 
 
@@ -191,7 +191,7 @@ class GhostReparametrised:
                 yield pull_back(gradients.permute(axes) if axes else gradients)
 
     def squared_norms(self):
-        squares = torch.cat([sum(squared_norms(g) for g in pulled.values()) for pulled in self.pulled()])
+        squares = torch.cat([added_up(squared_norms(g) for g in pulled.values()) for pulled in self.pulled()])
         return squares + self.ghost.bias_squares()
 
     def explicit(self):
@@ -202,7 +202,7 @@ class GhostReparametrised:
                 gradients.setdefault(name, []).append(g.permute(0, 1, 3, 4, 2) if axes and name == "weight" else g)
         gradients = {name: torch.cat(parts) for name, parts in gradients.items()}
         if "bias" in own_parameters(self.module):
-            gradients["bias"] = sum(
+            gradients["bias"] = added_up(
                 bias_gradients(self.ghost.module, in_full(self.module, g)) for _, g in self.ghost.uses
             )
         return Explicit(gradients, axes)
@@ -270,9 +270,8 @@ def wide_sum(layer, factors):
         for name, g in layer.gradients.items():
             g, shape = g.flatten(1), g.shape[1:]
             rows = max(1, _BLOCK // max(1, g.shape[1]))
-            sums[name] = sum(factors[i : i + rows] @ g[i : i + rows].double() for i in range(0, len(g), rows)).view(
-                shape
-            )
+            parts = (factors[i : i + rows] @ g[i : i + rows].double() for i in range(0, len(g), rows))
+            sums[name] = added_up(parts).view(shape)
         if layer.axes and "weight" in sums:
             sums["weight"] = sums["weight"].permute([axis - 1 for axis in layer.axes[1:]])
         return sums
@@ -297,7 +296,7 @@ def _explicit_matrices(module, uses):
     if "weight" in trainable:
         gradients["weight"], axes = weight_gradients(module, uses)
     if "bias" in trainable:
-        gradients["bias"] = sum(bias_gradients(module, g) for _, g in uses)
+        gradients["bias"] = added_up(bias_gradients(module, g) for _, g in uses)
     return Explicit(gradients, axes)
 
 

@@ -35,7 +35,7 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -260,7 +260,7 @@ class _Loop:
         self.physical_batch_size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
-        self.forward_seed = secrets.randbits(256) if seed is None else self.seed
+        self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         model.to(self.device)
         self.examples, self.loss = examples.to(self.device), loss
@@ -304,23 +304,24 @@ class _Loop:
         with self._own_randomness("tracking"):
             lower = [tracker.before_step() for tracker in self.trackers]
         drawn = self.sampler.draw().cpu()
-        limits, run.indices = plan.clip_norms(drawn), passes.sent(drawn, self.device)
+        limits, indices = plan.clip_norms(drawn), passes.sent(drawn, self.device)
         # A device is told of limits and asked for none, since each question waits for all that was begun there.
         away = any(norms is not None and _is_away(norms) for norms in lower)
         for norms in lower:
             if norms is not None:
                 there = self.device if away else norms.device
-                own = norms.to(there)[run.indices if away else drawn]
+                own = norms.to(there)[indices if away else drawn]
                 limits = torch.minimum(passes.sent(limits, there), own)
         taking = limits > 0
         if not away and not taking.all():
             # Whoever is clipped to nothing takes no part, and the clipping need not divide by zero. Away they stay,
             # times 0, since how many they are is not known here.
             drawn, limits = drawn[taking], limits[taking]
-            run.indices = passes.sent(drawn, self.device)
+            indices = passes.sent(drawn, self.device)
+        run.indices = indices
         versions = [(name, b, b._version) for name, b in run.model.named_buffers()]
         with self._own_randomness("examples"):
-            x, y = self.examples.rows(run.indices if isinstance(self.examples, Tensors) else drawn)
+            x, y = self.examples.rows(indices if isinstance(self.examples, Tensors) else drawn)
         with self._own_randomness("forward"):
             total = clipping.clipped_sum(
                 run.model,
@@ -337,7 +338,7 @@ class _Loop:
             if buffer._version != version:
                 raise ValueError(f"model must keep no statistics of its examples, but training changes buffer {name!r}")
         summed = torch.cat([total.gradients[name].flatten() for name in self.parameters])
-        released = plan.noisy(summed, self.generators["noise"]) / plan.expected_batch_size
+        released = plan.noisy(summed, self.generators["noise"]) / cast(float, plan.expected_batch_size)
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
             p.grad = piece.view_as(p).to(p.dtype)
         run.optimizer.step()

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpcompanion.training.tensors import own_parameters
+from dpcompanion.training.tensors import added_up, own_parameters
 
 # What it costs to write a number of an explicit gradient and read it twice, in multiply-adds (measured on a CPU).
 _TRAFFIC = 16
@@ -95,14 +95,14 @@ def in_full(module, tensor):
 
 def weight_gradients(module, uses, slide=True):
     """Gradients of the weight over all uses of the layer, (n, ...), and where its axes are (see `Explicit`)."""
-    conv, total = type(module) is nn.Conv2d, None
+    conv = type(module) is nn.Conv2d
     slides = conv and slide and all(_slides(module, g[0, 0].numel()) for _, g in uses)
-    for a, g in uses:
+
+    def of_use(a, g):
         if slides:
-            term = _slid(module, a, g)
-        else:
-            inputs, outputs = matrices(module, a, g)
-            out, inside, *kernel = module.weight.shape
-            term = (outputs @ inputs).reshape(len(a), out, *kernel, inside)
-        total = term if total is None else total + term
-    return total, ((0, 3, 4, 1, 2) if slides else (0, 1, 4, 2, 3)) if conv else None
+            return _slid(module, a, g)
+        inputs, outputs = matrices(module, a, g)
+        out, inside, *kernel = module.weight.shape
+        return (outputs @ inputs).reshape(len(a), out, *kernel, inside)
+
+    return added_up(of_use(a, g) for a, g in uses), ((0, 3, 4, 1, 2) if slides else (0, 1, 4, 2, 3)) if conv else None

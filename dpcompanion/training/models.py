@@ -237,7 +237,8 @@ class _WideBlock(nn.Module):
 @seeded
 def wrn16_4(classes=10, *, groups=16, channels=3):
     """Wide ResNet of depth 16 and width 4 with group norm and weight standardisation, as in De et al."""
-    layers, before = [StandardisedConv2d(channels, 16, 3, padding=1)], 16
+    layers: list[nn.Module] = [StandardisedConv2d(channels, 16, 3, padding=1)]
+    before = 16
     for width in (64, 128, 256):
         for block in range(2):
             layers.append(_WideBlock(before, width, 2 if block == 0 and width > 64 else 1, groups))
@@ -257,6 +258,7 @@ class LSTM(nn.Module):
 
     def __init__(self, inputs, hidden, layers):
         super().__init__()
+        self.hidden = hidden
         self.of_input = nn.ModuleList(nn.Linear(inputs if k == 0 else hidden, 4 * hidden) for k in range(layers))
         self.of_state = nn.ModuleList(nn.Linear(hidden, 4 * hidden) for _ in range(layers))
         for p in self.parameters():
@@ -265,7 +267,7 @@ class LSTM(nn.Module):
     def forward(self, x):
         """(n, positions, inputs) -> the last layer's output at each position, (n, positions, hidden)."""
         for of_input, of_state in zip(self.of_input, self.of_state):
-            h = c = x.new_zeros(len(x), of_state.in_features)
+            h = c = x.new_zeros(len(x), self.hidden)
             outputs = []
             for gates in of_input(x).unbind(1):
                 i, f, g, o = (gates + of_state(h)).chunk(4, 1)

@@ -146,7 +146,8 @@ class DPSGDPlan:
             raise ValueError(f"parameters goes with arithmetic='float' alone, got {self.parameters!r}")
         rate = self.sample_rate
         fix(
-            "expected_batch_size", given or _SumOfRates(self.n * rate if isinstance(rate, float) else rate.sum().item())
+            "expected_batch_size",
+            given or _SumOfRates(rate.sum().item() if isinstance(rate, torch.Tensor) else self.n * rate),
         )
 
     @classmethod
@@ -166,7 +167,21 @@ class DPSGDPlan:
         parameters: int | None = None,
     ) -> "DPSGDPlan":
         """The plan with the least noise whose epsilon, by `accountant`, does not exceed `target_epsilon`, for one rate
-        for all. It keeps the accountant. Other arguments as for the class.
+        for all. It keeps the accountant.
+
+        Args:
+            target_epsilon: above 0.
+            n: number of examples.
+            sample_rate: probability that an example enters a step; one number in (0, 1].
+            steps: number of steps.
+            max_grad_norm: length to which a gradient is clipped; one number above 0.
+            delta: at which the target is meant.
+            expected_batch_size: the divisor of the noisy sum, a public constant above 0; by default the sum of the
+                rates.
+            relation: "zero-out" or "add-remove", see the class.
+            accountant: "pld" or "rdp".
+            arithmetic: "real" or "float", see the class.
+            parameters: for "float", how many trainable numbers the model has.
 
         Raises:
             ValueError: naming the argument, if one is out of its range, is not one number for all examples, or if no
@@ -220,14 +235,14 @@ class DPSGDPlan:
     @property
     def steps_per_epoch(self) -> int:
         """Steps in which an example is seen once on average, as a whole number; of no consequence for the model."""
-        rate = self.sample_rate if isinstance(self.sample_rate, float) else self.sample_rate.mean().item()
-        return max(1, round(1 / rate))
+        rate = self.sample_rate
+        return max(1, round(1 / (rate.mean().item() if isinstance(rate, torch.Tensor) else rate)))
 
     @property
     def noise_std(self) -> Any:
         """Standard deviation of each coordinate of the noise on the sum: `noise_multiplier` x mean clip norm."""
         norm = self.max_grad_norm
-        return self.noise_multiplier * (norm if isinstance(norm, float) else norm.mean().item())
+        return self.noise_multiplier * (norm.mean().item() if isinstance(norm, torch.Tensor) else norm)
 
     @property
     def sensitivity(self) -> Any:
@@ -248,20 +263,20 @@ class DPSGDPlan:
         """True if examples differ in rate or norm, and so in epsilon."""
         return not (isinstance(self.sample_rate, float) and isinstance(self.max_grad_norm, float))
 
-    def sampler(self, generator: torch.Generator) -> Any:
+    def sampler(self, generator: torch.Generator | SecureStream) -> Any:
         """The Poisson sampler of this plan, drawing from `generator`."""
         return PoissonSampler(self.n, self.sample_rate, generator)
 
     def clip_norms(self, indices: torch.Tensor) -> torch.Tensor:
         """The clip norms of the examples at `indices`, (len(indices),) float64."""
-        if isinstance(self.max_grad_norm, float):
-            return torch.full((len(indices),), self.max_grad_norm, dtype=torch.float64)
-        return self.max_grad_norm[indices]
+        if isinstance(self.max_grad_norm, torch.Tensor):
+            return self.max_grad_norm[indices]
+        return torch.full((len(indices),), self.max_grad_norm, dtype=torch.float64)
 
     def noise(
         self,
         shape: Sequence[int],
-        generator: torch.Generator,
+        generator: torch.Generator | SecureStream,
         *,
         dtype: torch.dtype = torch.float64,
         device: str | torch.device = "cpu",
@@ -269,7 +284,7 @@ class DPSGDPlan:
         """Noise for a sum of clipped gradients, N(0, noise_std^2), drawn from `generator`."""
         return gaussian_noise(shape, self.noise_std, generator, dtype=dtype, device=device)
 
-    def noisy(self, total: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def noisy(self, total: torch.Tensor, generator: torch.Generator | SecureStream) -> torch.Tensor:
         """A sum of clipped gradients with its noise, of its type and on its device: what leaves the data.
 
         With a `SecureStream` the sum is put on the grid of the noise first, and both are added there without rounding:
@@ -295,19 +310,22 @@ class DPSGDPlan:
         def said(value):
             return f"{value:g}" if isinstance(value, float) else f"{value.min():g} to {value.max():g}"
 
-        whom = {
-            "zero-out": f"Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the "
-            f"number of examples, {self.n}, is public, and so is the divisor "
-            f"{self.expected_batch_size:g})",
-            "add-remove": "Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor "
-            f"{self.expected_batch_size:g} are constants that do not depend on the data)",
-        }
+        if self.relation == "zero-out":
+            whom = (
+                f"Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the number of "
+                f"examples, {self.n}, is public, and so is the divisor {self.expected_batch_size:g})"
+            )
+        else:
+            whom = (
+                "Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor "
+                f"{self.expected_batch_size:g} are constants that do not depend on the data)"
+            )
         mean = "" if isinstance(self.max_grad_norm, float) else "mean "
         counted = (
             "" if self.arithmetic == "real" else (f", and what floats add for {self.parameters} parameters is counted")
         )
         return (
-            f"{whom[self.relation]}; Poisson sampling at rate {said(self.sample_rate)}, {self.steps} steps, noise "
+            f"{whom}; Poisson sampling at rate {said(self.sample_rate)}, {self.steps} steps, noise "
             f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta "
             f"{self.delta:g}, accountant {self.accountant}{counted}."
         )
@@ -329,7 +347,7 @@ class DPSGDPlan:
         multipliers = torch.as_tensor(self.effective_noise_multiplier, dtype=torch.float64)
         pairs = torch.stack(torch.broadcast_tensors(rates, multipliers), dim=-1).reshape(-1, 2)
         distinct, which = torch.unique(pairs, dim=0, return_inverse=True)
-        drawn = 0 if self.arithmetic == "real" else steps * self.parameters
+        drawn = steps * (self.parameters or 0)  # numbers of noise that come as floats
 
         def epsilon_at(rate, noise):
             if steps == 0 or noise == 0:

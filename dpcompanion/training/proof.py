@@ -22,6 +22,7 @@ dpcompanion.training.tensors.Unfit: the norms of gradients are wrong by up to 50
 """
 
 import contextlib
+from typing import Any
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
@@ -143,7 +144,8 @@ def gradients_alone(model, loss, x, y, row, precision=None):
 
 def _compare(model, loss, x, y, claimed, precision=None):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
-    sums, lengths = [0] * len(names), []
+    sums: list[Any] = [0] * len(names)
+    lengths = []
     for row in range(len(x)):
         gradients = gradients_alone(model, loss, x, y, row, precision)[1]
         sums = [total + g for total, g in zip(sums, gradients)]

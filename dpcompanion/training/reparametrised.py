@@ -20,14 +20,18 @@ A layer of one's own says what $f$ is, and `torch.func` finds $J^T$; where that 
 {'weight': (5, 2, 3), 'gain': (5, 2, 1)}
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 
-class Reparametrised:
+class Reparametrised(nn.Module):
     """Before `torch.nn.Linear` or `torch.nn.Conv2d` among the bases of a layer: it uses `effective_weight` of its
     parameters, all but the bias, in the place of its weight."""
+
+    bias: nn.Parameter | None
 
     def effective_weight(self, **parameters):
         """The weight that inputs meet, of the shape of an ordinary layer's, from the parameters by their names."""
@@ -48,27 +52,20 @@ class Reparametrised:
     def pull_back(self, **parameters):
         r"""The function that takes gradients $g_i$ of the effective weight, (n, \*shape of it), to $J^T g_i$,
         {name: (n, \*shape)}; it may overwrite what it is given."""
-        _, back = torch.func.vjp(lambda parameters: self.effective_weight(**parameters), parameters)
+        back = torch.func.vjp(lambda parameters: self.effective_weight(**parameters), parameters)[1]
         return torch.func.vmap(lambda g: back(g)[0])
 
-    def ordinary(self):
+    def ordinary(self) -> nn.Linear | nn.Conv2d:
         """A layer with the same sizes, options and trainable bias, whose weight is an ordinary one; without memory."""
-        bias = self.bias is not None
-        kind = {"bias": bias, "device": "meta", "dtype": next(self.parameters()).dtype}
+        kind: dict[str, Any] = {"bias": self.bias is not None, "device": "meta", "dtype": next(self.parameters()).dtype}
         if isinstance(self, nn.Conv2d):
-            layer = nn.Conv2d(
-                self.in_channels,
-                self.out_channels,
-                self.kernel_size,
-                stride=self.stride,
-                padding=self.padding,
-                dilation=self.dilation,
-                groups=self.groups,
-                padding_mode=self.padding_mode,
-                **kind,
-            )
-        else:
+            options = ("kernel_size", "stride", "padding", "dilation", "groups", "padding_mode")
+            kind |= {name: getattr(self, name) for name in options}
+            layer = nn.Conv2d(self.in_channels, self.out_channels, **kind)
+        elif isinstance(self, nn.Linear):
             layer = nn.Linear(self.in_features, self.out_features, **kind)
-        if bias:
+        else:
+            raise TypeError(f"{type(self).__name__} must be a torch.nn.Linear or torch.nn.Conv2d as well")
+        if layer.bias is not None and self.bias is not None:
             layer.bias.requires_grad_(self.bias.requires_grad)
         return layer

@@ -131,7 +131,8 @@ class Ensemble:
         self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)
         self.batch_sizes = torch.zeros(runs, self.steps, dtype=torch.int64)
         self.dropped = torch.zeros(runs, dtype=torch.int64, device=self.device)
-        self.indices, self.norms = [None] * runs, [None] * runs
+        self.indices: list[torch.Tensor | None] = [None] * runs
+        self.norms: list[torch.Tensor | None] = [None] * runs
 
     def __len__(self):
         """R, the number of runs."""
@@ -198,8 +199,8 @@ class Ensemble:
         found = self.vectors.new_empty(len(self), len(x))
         for rows, part in _passes(len(self), len(x), self._pass_size()):
             runs = len(self.seeds[rows])
-            wide = [t[part].unsqueeze(0).expand(runs, *t[part].shape) for t in (x, y)]
-            found[rows, part] = self._pass(self._network, rows, *wide, None).norms.reshape(runs, -1)
+            wide_x, wide_y = (t[part].unsqueeze(0).expand(runs, *t[part].shape) for t in (x, y))
+            found[rows, part] = self._pass(self._network, rows, wide_x, wide_y, None).norms.reshape(runs, -1)
         return found
 
     def _vector(self, model):

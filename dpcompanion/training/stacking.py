@@ -75,16 +75,16 @@ class StackedNetwork:
     """
 
     def __init__(self, model):
-        self.module = copy.deepcopy(model)
-        stacked = {}
-        for name, layer in self.module.named_modules():
+        network = copy.deepcopy(model)
+        stacked: dict[nn.Module, nn.Module] = {}
+        for name, layer in network.named_modules():
             if own_parameters(layer):
                 if any(True for _ in layer.children()):
                     raise Unfit(f"layer {name or 'model'!r} has its own weights and further layers; use method='func'")
                 stacked[layer] = StackedLayer(layer)
-        for parent in self.module.modules():
+        for parent in network.modules():
             parent._modules |= {name: stacked[child] for name, child in parent._modules.items() if child in stacked}
-        self.module = stacked.get(self.module, self.module)
+        self.module = stacked[network] if network in stacked else network
         self._slots = {
             (f"{prefix}.{name}" if prefix else name): (layer, name)
             for prefix, layer in self.module.named_modules()

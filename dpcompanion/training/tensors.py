@@ -4,6 +4,10 @@
 ['bias', 'weight']
 """
 
+import functools
+import operator
+from collections.abc import Iterable
+
 import torch
 from torch import nn  # noqa: F401 (for the example above)
 
@@ -35,6 +39,11 @@ def call_with(model, tensors, *inputs):
         if id(t) in given
     }
     return torch.func.functional_call(model, places, inputs, tie_weights=False)
+
+
+def added_up(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The sum of tensors of one shape, one at least, in their order."""
+    return functools.reduce(operator.add, tensors)
 
 
 def squared_norms(tensor):

@@ -359,11 +359,12 @@ class NormTracker:
         """
         if self._observed is None:
             raise ValueError("observe must be called within step: with tracker.step() as limits: ...")
-        piece = [torch.as_tensor(indices, device="cpu").to(torch.int64)]
+        indices = torch.as_tensor(indices, device="cpu").to(torch.int64)
+        piece: list[torch.Tensor | None] = [indices]
         for name, values in (("norms", norms), ("clipped", clipped)):
             if values is not None:
                 values = torch.as_tensor(values).detach()
-                _checks.same_length(indices=piece[0], **{name: values})
+                _checks.same_length(indices=indices, **{name: values})
             piece.append(values)
         self._observed.append(piece)
 
