@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ def _utility(name, task, run, config, initialisation, mechanism):
     bound, fractional, _ = sensitivities(task, found.examples)
     theory = fractional if mechanism == "classical" else bound
     sigma = op.intrinsic_sigma(grid)
-    results = {"noiseless": accuracies(found, weights, 0.0, torch.Generator().manual_seed(0))}
+    results: dict[Any, torch.Tensor] = {"noiseless": accuracies(found, weights, 0.0, torch.Generator().manual_seed(0))}
     for kind, sensitivity in (("theory", theory), ("empirical", op.empirical_sensitivity(grid))):
         for epsilon in config.epsilons:
             for setting, own in (("deterministic", 0.0), ("augmented", sigma)):
