@@ -40,7 +40,7 @@ class MeanSD(NamedTuple):
     n: int
 
 
-def mean_and_sd(values: Iterable[float]) -> MeanSD:
+def mean_and_sd(values: Iterable[float] | torch.Tensor) -> MeanSD:
     """Mean and sample standard deviation (ddof 1) over seeds.
 
     >>> mean_and_sd([96.0, 97.0, 98.0])

@@ -19,6 +19,9 @@ coins.
 torch.Size([2])
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from dpcompanion import _checks
@@ -29,7 +32,7 @@ __all__ = ["STREAMS", "derive_seed", "gaussian_noise", "generators"]
 STREAMS = ("sampling", "noise")
 
 
-def generators(seed, device="cpu"):
+def generators(seed: int | None, device: str | torch.device = "cpu") -> dict[str, Any]:
     """The streams `sampling` and `noise` of a run, each a `SecureStream`, under keys hashed from the seed; without one,
     keys of the operating system.
 
@@ -43,7 +46,14 @@ def generators(seed, device="cpu"):
     return {name: keyed_generator(key, device) for name, key in keys.items()}
 
 
-def gaussian_noise(shape, std, generator, *, dtype=torch.float64, device="cpu"):
+def gaussian_noise(
+    shape: Sequence[int],
+    std: float,
+    generator: torch.Generator | SecureStream,
+    *,
+    dtype: torch.dtype = torch.float64,
+    device: str | torch.device = "cpu",
+) -> torch.Tensor:
     """Independent N(0, std^2) entries, drawn in float64 on the generator's device, then rounded and moved.
 
     A float64 draw reaches further into the tails than a float32 one, and models of both types get the same noise.

@@ -144,7 +144,9 @@ def _of_varying_start(exhibit, record):
 @finding("intrinsic-privacy/figures-8-9", "median epsilon of pairs larger than with a varying start")
 def _larger_when_fixed(record):
     varying = _of_varying_start("figure-4", record)
-    for name in record.config["tasks"] if varying else ():
+    if varying is None:
+        return
+    for name in record.config["tasks"]:
         fixed, free = (
             _median(one, name, "analytic", "data_sets", one.values[f"{name}.analytic.median"])
             for one in (record, varying)
@@ -155,7 +157,9 @@ def _larger_when_fixed(record):
 @finding("intrinsic-privacy/figures-8-9", "largest gain smaller than with a varying start")
 def _smaller_gains(record):
     varying = _of_varying_start("figure-5", record)
-    for name in record.config["tasks"] if varying else ():
+    if varying is None:
+        return
+    for name in record.config["tasks"]:
         fixed, free = (
             values[f"{prefix}{name}.classical.empirical.largest_gain"]
             for prefix, values in (("utility.", record.values), ("", varying.values))
