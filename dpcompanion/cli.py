@@ -108,7 +108,7 @@ def _answer(arguments: argparse.Namespace) -> None:
     name, parameters, toward, _ = _QUESTIONS[arguments.command]
     given = {parameter: getattr(arguments, parameter) for parameter in parameters}
     value = getattr(accounting, name)(**given, accountant=arguments.accountant)
-    delta = given.get("delta", given.get("target_delta"))
+    delta = given["delta"] if "delta" in given else given["target_delta"]
     if arguments.json:
         key = arguments.command.replace("-", "_")
         said = {

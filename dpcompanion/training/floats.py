@@ -50,7 +50,7 @@ True
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import overload
 
 import torch
 
@@ -65,12 +65,23 @@ NORM_ERROR = 2.0**-15
 #: Bound on the total variation between the law of one number of noise and the rounded Gaussian.
 SAMPLER_DISTANCE = 2.0**-100
 _UNIT = 2.0**-53
-_Limit = TypeVar("_Limit", float, torch.Tensor)
 # Rounding of this very computation.
 _SLACK = 1 + 2.0**-40
 
 
-def sensitivity(max_grad_norm: _Limit, *, n: int, noise_std: float, parameters: int) -> _Limit:
+@overload
+def sensitivity(max_grad_norm: float, *, n: int, noise_std: float, parameters: int) -> float: ...
+
+
+@overload
+def sensitivity(
+    max_grad_norm: float | torch.Tensor, *, n: int, noise_std: float, parameters: int
+) -> float | torch.Tensor: ...
+
+
+def sensitivity(
+    max_grad_norm: float | torch.Tensor, *, n: int, noise_std: float, parameters: int
+) -> float | torch.Tensor:
     """How far one example moves the snapped sum at most, the Delta above: a float, or (n,) for a clip norm for each.
 
     Args:
@@ -81,7 +92,7 @@ def sensitivity(max_grad_norm: _Limit, *, n: int, noise_std: float, parameters: 
     """
     terms = n + 2
     each = terms * _UNIT / (1 - terms * _UNIT)
-    total = n * max_grad_norm if not isinstance(max_grad_norm, torch.Tensor) else max_grad_norm.sum().item()
+    total = max_grad_norm.sum().item() if isinstance(max_grad_norm, torch.Tensor) else n * max_grad_norm
     common = 2 * each * (1 + NORM_ERROR) * total + math.sqrt(parameters) * grid_of(noise_std)
     return (max_grad_norm * (1 + NORM_ERROR) + common) * _SLACK
 

@@ -21,6 +21,7 @@ The law is the same; the uniforms behind the gaps have 106 bits, so that small r
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class PoissonSampler:
         self.sample_rate = torch.as_tensor(sample_rate, dtype=torch.float64, device=generator.device)
         if self.sample_rate.shape not in ((), (self.n,)):
             raise ValueError(f"sample_rate must be a number or have shape ({n},), got {tuple(self.sample_rate.shape)}")
-        self.generator = generator
+        self.generator: Any = generator  # `_exact` says which of the two
         self._exact = isinstance(generator, SecureStream)
         self._groups = self._grouped() if self.n >= GAPS_FROM and not self._exact else None
 
