@@ -24,6 +24,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable, Sequence
 
 from . import __version__
 
@@ -68,7 +69,7 @@ _QUESTIONS = {
 }
 
 
-def _number(text):
+def _number(text: str) -> float:
     """A number or a fraction such as 512/60000."""
     top, slash, bottom = text.partition("/")
     if top.isdigit() and not slash:
@@ -79,7 +80,7 @@ def _number(text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a fraction such as 512/60000") from None
 
 
-def rounded(value, toward, digits=6):
+def rounded(value: float, toward: Callable[[float], int], digits: int = 6) -> float:
     """`value` to `digits` significant digits, rounded by math.ceil or math.floor: never past the other side of it.
 
     >>> rounded(1.82826712, math.ceil), rounded(0.0141524479, math.floor), rounded(254, math.floor)
@@ -92,7 +93,7 @@ def rounded(value, toward, digits=6):
     return float(context.create_decimal(repr(float(value))))
 
 
-def exactly(value):
+def exactly(value: float) -> str:
     """All digits of a number, as few as tell it from any other.
 
     >>> exactly(1.23456789e-05), exactly(8.0), exactly(1000000)
@@ -101,13 +102,13 @@ def exactly(value):
     return repr(value if isinstance(value, int) else float(value)).removesuffix(".0")
 
 
-def _answer(arguments):
+def _answer(arguments: argparse.Namespace) -> None:
     from . import accounting
 
     name, parameters, toward, _ = _QUESTIONS[arguments.command]
     given = {parameter: getattr(arguments, parameter) for parameter in parameters}
     value = getattr(accounting, name)(**given, accountant=arguments.accountant)
-    delta = given.get("delta", given.get("target_delta"))
+    delta = given["delta"] if "delta" in given else given["target_delta"]
     if arguments.json:
         key = arguments.command.replace("-", "_")
         said = {
@@ -126,7 +127,7 @@ def _answer(arguments):
         )
 
 
-def _shard(text):
+def _shard(text: str) -> tuple[int, int]:
     """A share such as 2/5 as (2, 5)."""
     which, _, of = text.partition("/")
     if not (which.isdecimal() and of.isdecimal() and 1 <= int(which) <= int(of)):
@@ -134,7 +135,7 @@ def _shard(text):
     return int(which), int(of)
 
 
-def _run(arguments):
+def _run(arguments: argparse.Namespace) -> None:
     from .reproduction import comparison, experiments, records, workers
 
     folder = records.results_folder() if arguments.out is None else arguments.out
@@ -166,7 +167,7 @@ def _run(arguments):
         print(f"the record: {path}")
 
 
-def _list(arguments):
+def _list(arguments: argparse.Namespace) -> None:
     from .reproduction import experiments
 
     entries = experiments.catalogue(arguments.out)
@@ -183,7 +184,7 @@ def _list(arguments):
         print(f"{entry.name:{width}}  {entry.title}  [{states}]")
 
 
-def _parser():
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dpcompanion", description="Privacy accounting for DP-SGD, and the records of the book."
     )
@@ -237,7 +238,7 @@ def _parser():
     return parser
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """The entry point; returns the exit status."""
     arguments = _parser().parse_args(argv)
     try:

@@ -25,7 +25,7 @@ LIBRARY = (
 REPRODUCTION = (
     {"intervals", "moving", "plotting", "provenance", "published", "sources", "storage", "workers"},
     {"pieces", "records"},
-    {"comparison"},
+    {"comparison", "places"},
     {"experiments"},
     {"papers", "scoreboard"},
     {"chapters", "mosaic"},

@@ -35,12 +35,14 @@ tensor([0.9960, 0.9710, 0.3410], dtype=torch.float64)
 """
 
 import math
+from typing import overload
 
 import numpy as np
 import torch
 from scipy import special
 
 from .. import _checks
+from .._types import Numbers
 from . import pld, revealed
 from .runs import _check_run
 
@@ -54,7 +56,19 @@ _ROUNDING = 4e-12  # of a Gaussian tail
 _NODES = 1 << 13  # epsilons in even steps, and as many in even ratios
 
 
-def trade_off(*, sample_rate, noise_multiplier, steps, false_positive_rate):
+@overload
+def trade_off(*, sample_rate: float, noise_multiplier: float, steps: float, false_positive_rate: float) -> float: ...
+
+
+@overload
+def trade_off(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, false_positive_rate: Numbers
+) -> float | torch.Tensor: ...
+
+
+def trade_off(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, false_positive_rate: Numbers
+) -> float | torch.Tensor:
     r"""The least false negative rate of any attack with these false positive rates, a lower bound.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson. Accountant: loss distributions.
@@ -82,7 +96,21 @@ def trade_off(*, sample_rate, noise_multiplier, steps, false_positive_rate):
     return _each("false_negative_rate", sample_rate, noise_multiplier, steps, false_positive_rate)
 
 
-def best_true_positive_rate(*, sample_rate, noise_multiplier, steps, false_positive_rate):
+@overload
+def best_true_positive_rate(
+    *, sample_rate: float, noise_multiplier: float, steps: float, false_positive_rate: float
+) -> float: ...
+
+
+@overload
+def best_true_positive_rate(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, false_positive_rate: Numbers
+) -> float | torch.Tensor: ...
+
+
+def best_true_positive_rate(
+    *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, false_positive_rate: Numbers
+) -> float | torch.Tensor:
     r"""The largest true positive rate of any attack with these false positive rates, an upper bound: 1 - `trade_off`,
     but with all its digits where it is small.
 

@@ -38,7 +38,16 @@ class CombinedParameters(ScaleParameters):
     sample_rates: torch.Tensor
 
 
-def sample_parameters(target_epsilons, counts, *, target_delta, sample_rate, steps, accountant="rdp", noise_range=None):
+def sample_parameters(
+    target_epsilons: Array,
+    counts: Array,
+    *,
+    target_delta: float,
+    sample_rate: float,
+    steps: int,
+    accountant: str = "rdp",
+    noise_range: tuple[float, float] | None = None,
+) -> SampleParameters:
     """Sample: the noise multiplier and the groups' rates that use up each budget and have the mean `sample_rate`.
 
     Args:

@@ -38,6 +38,8 @@ records of live runs are kept. Without it every page computes all that it shows.
 import inspect
 import os
 import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 from dpcompanion import _checks
 from dpcompanion.reproduction import comparison, experiments, plotting, published, records, scoreboard
@@ -45,6 +47,8 @@ from dpcompanion.reproduction.records import Record
 
 #: Tables with more rows than this unfold.
 ROWS = 12
+#: Dotted name -> what the first column says, or what makes that of the keys.
+Labels = Mapping[str, str] | Callable[[list[str]], Mapping[str, str]]
 
 
 class Chapter:
@@ -54,14 +58,15 @@ class Chapter:
         paper: the paper's slug, such as "idp-sgd".
     """
 
-    def __init__(self, paper):
-        self.paper, self._live = _checks.one_of("paper", paper, published.PAPERS), {}
+    def __init__(self, paper: str):
+        self.paper = _checks.one_of("paper", paper, published.PAPERS)
+        self._live: dict[str, Record] = {}
 
-    def name(self, exhibit):
+    def name(self, exhibit: str) -> str:
         """The whole name of an exhibit."""
         return published.exhibit(exhibit if "/" in exhibit else f"{self.paper}/{exhibit}").name
 
-    def live(self, exhibit):
+    def live(self, exhibit: str) -> Record:
         """The `Record` of the exhibit, computed now (once, however often it is asked for), with the preset of
         `experiments.default_preset`; see the module's text for what another page of the paper has computed."""
         name = self.name(exhibit)
@@ -69,29 +74,31 @@ class Chapter:
             self._live[name] = _computed(name)
         return self._live[name]
 
-    def recorded(self, exhibit):
+    def recorded(self, exhibit: str) -> Record | None:
         """The record of the exhibit at the paper's scale, or None."""
         found = experiments.get(self.name(exhibit))
         return found.record("paper") if "paper" in found.presets else None
 
-    def both(self, exhibit):
+    def both(self, exhibit: str) -> dict[str, Record]:
         """{"recorded": record, "live": record}, without the first where there is none."""
         record = self.recorded(exhibit)
         return ({} if record is None else {"recorded": record}) | {"live": self.live(exhibit)}
 
-    def printed(self, exhibit):
+    def printed(self, exhibit: str) -> published.Exhibit:
         """What the paper prints: the `published.Exhibit`."""
         return published.exhibit(self.name(exhibit))
 
-    def findings(self, found, exhibit=None):
+    def findings(
+        self, found: Record | Mapping[str, Record | list[Record]] | None, exhibit: str | None = None
+    ) -> comparison.Findings | None:
         """Qualitative findings held against their criteria, or None where there are none.
 
         Args:
             found: a record, or a dict as `both` gives, of records or lists of them; None where nothing is recorded.
             exhibit: whose findings; by default those of the exhibit that the record is named after.
         """
-        found = found if isinstance(found, dict) else {"": found}
-        kinds = {kind: each if isinstance(each, list) else [each] for kind, each in found.items() if each}
+        by_kind = found if isinstance(found, Mapping) else {"": found}
+        kinds = {kind: each if isinstance(each, list) else [each] for kind, each in by_kind.items() if each}
         judged = [
             (kind, experiments.findings(record, exhibit and self.name(exhibit)))
             for kind, each in kinds.items()
@@ -103,7 +110,17 @@ class Chapter:
         said = [kind for kind, _ in rows]
         return comparison.Findings([row for _, row in rows], kind=said if len(kinds) > 1 else said[0])
 
-    def compare(self, exhibit, *, live=None, recorded=None, keys=None, labels=None, **options):
+    def compare(
+        self,
+        exhibit: str,
+        *,
+        live: Record | Mapping[str, Any] | None = None,
+        recorded: Record | Mapping[str, Any] | None = None,
+        keys: Iterable[str] | None = None,
+        labels: Labels | None = None,
+        stale: bool | None = None,
+        **options: Any,
+    ) -> comparison.Comparison:
         """The printed numbers beside ours, a `comparison.Comparison`; a stale record is said to be stale.
 
         Args:
@@ -111,11 +128,13 @@ class Chapter:
             live, recorded: a record, or dotted name -> number.
             keys: which rows; by default all that the paper prints.
             labels: dotted name -> what the first column says, or a function that makes that of the keys.
+            stale: whether `recorded` is stale; by default what a record's experiment says of it.
             options: of `comparison.compare`.
         """
         name = self.name(exhibit)
         keys = list(published.exhibit(name).flat() if keys is None else keys)
-        stale = isinstance(recorded, Record) and experiments.get(recorded.name).is_stale(recorded)
+        if stale is None:
+            stale = isinstance(recorded, Record) and _is_stale(recorded)
         return comparison.compare(
             name,
             live=live,
@@ -126,8 +145,19 @@ class Chapter:
             **options,
         )
 
-    def show(self, exhibit, *, live=None, task=None, keys=None, labels=None, **options):
+    def show(
+        self,
+        exhibit: str,
+        *,
+        live: Record | Mapping[str, Any] | bool | None = None,
+        task: str | None = None,
+        keys: Iterable[str] | None = None,
+        labels: Labels | None = None,
+        **options: Any,
+    ) -> "Shown":
         """The exhibit in one output: the printed numbers beside ours, the verdicts in a line, findings, what remains.
+
+        Recorded numbers are those that the scoreboard counts: of the exhibit's own record and of its parts.
 
         Args:
             exhibit: its name.
@@ -138,7 +168,8 @@ class Chapter:
         """
         name = self.name(exhibit)
         one, judged_by = scoreboard.standing(name), [name, *(each.of for each in experiments.criteria(name))]
-        judged_by, found = list(dict.fromkeys(judged_by)), {}
+        judged_by = list(dict.fromkeys(judged_by))
+        found: dict[str, list[Record]] = {}
         if recorded := [record for record in map(self._recorded, judged_by) if record is not None]:
             found["recorded"] = recorded
         if isinstance(live, Record):
@@ -147,26 +178,40 @@ class Chapter:
             found["live"] = computed
         parts = []
         if published.exhibit(name).flat():
-            own = {kind: record for kind, each in found.items() for record in each if record.name == name}
-            stand_in = bool(own) and experiments.is_stand_in(next(iter(own.values())), name)
-            if isinstance(live, dict):
-                own["live"] = live
-            elif task and "live" in own:
-                own["live"] = _under_printed_names(own["live"])
-            parts += _folded(
-                self.compare(exhibit, keys=keys, labels=labels, task=task, **{"stand_in": stand_in, **own, **options})
-            )
+            numbers = self._numbers(name, one, found, live, task)
+            parts += _folded(self.compare(exhibit, keys=keys, labels=labels, task=task, **{**numbers, **options}))
         parts += [_verdicts(one), self.findings(found, exhibit)]
         return Shown([*filter(None, parts), *_remains(one)])
 
-    def _recorded(self, name):
+    def _numbers(
+        self,
+        name: str,
+        one: scoreboard.Standing,
+        found: Mapping[str, list[Record]],
+        live: Record | Mapping[str, Any] | bool | None,
+        task: str | None,
+    ) -> dict[str, Any]:
+        """What `compare` takes: recorded and live numbers, which of them are a stand-in's, and what is stale."""
+        own = {kind: record for kind, each in found.items() for record in each if record.name == name}
+        recorded = [each for each in (own.get("recorded"), *one.parts) if each is not None]
+        values, stand_in = scoreboard.values_of(one.exhibit, own.get("recorded"), one.parts)
+        numbers: dict[str, Any] = {"recorded": values} if recorded else {}
+        if isinstance(live, Mapping):
+            numbers["live"] = live
+        elif "live" in own:
+            numbers["live"] = _under_printed_names(own["live"]) if task else own["live"].values
+            if experiments.is_stand_in(own["live"], name):
+                stand_in |= set(numbers["live"]) - set(values)
+        return {**numbers, "stand_in": stand_in, "stale": any(map(_is_stale, recorded))}
+
+    def _recorded(self, name: str) -> Record | None:
         return self.recorded(name) if name in experiments.names() else None
 
-    def remains(self, exhibit):
+    def remains(self, exhibit: str) -> "Shown":
         """What is left to run of an exhibit, and the command that runs it; empty where nothing is."""
         return Shown(_remains(scoreboard.standing(self.name(exhibit))))
 
-    def source(self, *what):
+    def source(self, *what: Any) -> "Source":
         """The code of experiments (by the names of their exhibits), functions and classes, as it is run."""
         return Source([experiments.get(self.name(each)).function if isinstance(each, str) else each for each in what])
 
@@ -174,17 +219,21 @@ class Chapter:
 class Exhibits(Chapter):
     """The same for a paper's page of exhibits, where `show` computes what can be computed live."""
 
-    def show(self, exhibit, *, live=True, **options):
+    def show(self, exhibit: str, *, live: Record | Mapping[str, Any] | bool | None = True, **options: Any) -> "Shown":
         """See `Chapter.show`."""
         return super().show(exhibit, live=live, **options)
 
 
-def _runs_live(name):
+def _is_stale(record: Record) -> bool:
+    return experiments.get(record.name).is_stale(record)
+
+
+def _runs_live(name: str) -> bool:
     """Whether an experiment has the preset that notebooks run with."""
     return name in experiments.names() and experiments.default_preset() in experiments.get(name).presets
 
 
-def _under_printed_names(record):
+def _under_printed_names(record: Record) -> dict[str, Any]:
     """A record's values without the name of its data in front."""
     names = tuple(f"{entry['name']}." for entry in record.data)
     return {
@@ -193,31 +242,32 @@ def _under_printed_names(record):
     }
 
 
-def _computed(name):
+def _computed(name: str) -> Record:
     """The record of a live run, as it is read back from the disk: from the folder that the pages of a paper share."""
     with tempfile.TemporaryDirectory() as own:
         folder, preset = os.environ.get("DPCOMPANION_LIVE") or own, experiments.default_preset()
         kept = records.find(name, preset, folder)
         if kept is None or experiments.get(name).is_stale(kept):
             experiments.run(name, out=folder)
-            kept = records.find(name, preset, folder)
+            kept = records.read(records.path_of(name, preset, folder))
         return kept
 
 
-def _verdicts(one):
+def _verdicts(one: scoreboard.Standing) -> str:
     """How an exhibit stands, in one line of marks, on what it rests and how that was made; empty if nothing was run."""
     if one.state == "not run":
         return ""
     said = f"**{one.state.capitalize()}** ({one.basis}){f': {one.marked}' if one.marked else ''}."
     if one.record is not None and one.record.preset == "paper":
-        return f"{said} Made by `{one.record.command}`."
+        commands = dict.fromkeys(record.command for record in (one.record, *one.parts))
+        return f"{said} Made by {', '.join(f'`{command}`' for command in commands)}."
     if one.exhibit.tests and one.basis == "tests":
         files = dict.fromkeys(test.partition("::")[0] for test in one.exhibit.tests)
         return f"{said} {', '.join(f'`{file}`' for file in files)}"
     return said
 
 
-def _remains(one):
+def _remains(one: scoreboard.Standing) -> list[str]:
     """What is left to run, and the command, as parts."""
     if one.to_do is None:
         return []
@@ -225,7 +275,7 @@ def _remains(one):
     return [f"Not run: {what}: {f'`{how}`' if how.startswith('dpcompanion') else how}."]
 
 
-def _folded(made):
+def _folded(made: comparison.Comparison) -> "list[comparison.Comparison | Unfolding]":
     """A comparison as parts: long ones unfold, and what was not run stands apart."""
     if len(made.rows) <= ROWS:
         return [made]
@@ -241,48 +291,54 @@ def _folded(made):
 class Unfolding:
     """A table that unfolds below a line."""
 
-    def __init__(self, line, table):
+    def __init__(self, line: str, table: comparison.Comparison):
         self.line, self.table = line, table
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"{self.line}:\n{self.table!r}"
 
-    def _repr_markdown_(self):
+    def _repr_markdown_(self) -> str:
         return comparison.unfolding(self.line, self.table._repr_markdown_())
 
 
 class Shown:
-    """Several parts, strings or tables, as one output."""
+    """Several parts, strings or tables, as one output; without parts, as none."""
 
-    def __init__(self, parts):
+    def __init__(self, parts: Iterable[Any]):
         self.parts = tuple(parts)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return "\n\n".join(part if isinstance(part, str) else repr(part) for part in self.parts)
 
-    def _repr_markdown_(self):
+    def _repr_markdown_(self) -> str:
         return "\n\n".join(part if isinstance(part, str) else part._repr_markdown_() for part in self.parts)
+
+    def _ipython_display_(self) -> None:
+        if self.parts:
+            raise NotImplementedError  # by which a notebook knows that it is to show an object in the usual way
 
 
 class Source:
     """The source of functions and classes.
 
     >>> Source([Source.__repr__])
-        def __repr__(self):
+        def __repr__(self) -> str:
             return "\\n".join(map(inspect.getsource, self.functions)).rstrip()
     """
 
-    def __init__(self, functions):
+    def __init__(self, functions: Iterable[Any]):
         self.functions = tuple(functions)
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return "\n".join(map(inspect.getsource, self.functions)).rstrip()
 
-    def _repr_markdown_(self):
+    def _repr_markdown_(self) -> str:
         return "\n".join(f"```python\n{inspect.getsource(function)}```" for function in self.functions)
 
 
-def table(heads, rows, kinds=None):
+def table(
+    heads: Sequence[object], rows: Iterable[tuple[str, Sequence[Any]]], kinds: Sequence[str | None] | None = None
+) -> comparison.Table:
     """A `comparison.Table` of (kind, cells), kind being "recorded" or "live".
 
     >>> table(["", "epsilon"], [("live", ["digits", 1.5])])
@@ -298,7 +354,7 @@ def table(heads, rows, kinds=None):
     )
 
 
-def rows_of(found, make):
+def rows_of(found: Mapping[str, Any], make: Callable[[Any], Iterable[Sequence[Any]]]) -> dict[str, list[Any]]:
     """The rows that `make` gives for the record of each kind, as a table's `rows` and `row_kinds`.
 
     >>> rows_of({"live": 3}, lambda record: [["a", record]])
@@ -308,7 +364,9 @@ def rows_of(found, make):
     return {"rows": [row for _, row in rows], "row_kinds": [kind for kind, _ in rows]}
 
 
-def labelled_table(heads, rows, kinds=None):
+def labelled_table(
+    heads: Sequence[object], rows: Iterable[Sequence[Any]], kinds: Sequence[str | None] | None = None
+) -> comparison.Table:
     """The same of cells, of which the first says the kind in brackets.
 
     >>> labelled_table(["", "epsilon"], [["digits (live)", 1.5]])
@@ -318,6 +376,6 @@ def labelled_table(heads, rows, kinds=None):
     return table(heads, [(cells[0].rpartition("(")[2].rstrip(")"), cells) for cells in rows], kinds)
 
 
-def panels(found, height=3.4):
+def panels(found: Mapping[str, Any], height: float = 3.4) -> Any:
     """The axes of a figure with a panel for each record of `Chapter.both`."""
     return plotting.figure(columns=len(found), height=height, squeeze=False)[1][0]

@@ -12,9 +12,12 @@ print, and nothing that changes between two runs of the same numbers.
 """
 
 import dataclasses
+import functools
 import html
 import math
 import re
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeGuard
 
 from dpcompanion import _checks
 from dpcompanion.reproduction import intervals, published
@@ -40,9 +43,9 @@ class Row:
     """One number of the table; None where a kind is missing.  `ours` is held against the published one."""
 
     label: str
-    published: object = None
-    recorded: object = None
-    live: object = None
+    published: Any = None
+    recorded: Any = None
+    live: Any = None
     verdict: str = ""
     deviation: str = ""
 
@@ -50,18 +53,18 @@ class Row:
 class Comparison:
     """Rows and their rendering, see `compare`."""
 
-    def __init__(self, rows, stale=False, task=None):
+    def __init__(self, rows: Iterable[Row], stale: bool = False, task: str | None = None):
         self.rows = tuple(rows)
         self._kinds = [kind for kind in KINDS if any(getattr(row, kind) is not None for row in self.rows)]
         heads = {"recorded": "recorded (stale)" if stale else "recorded", "live": f"live: {task}" if task else "live"}
         self._heads = ["", *(heads.get(kind, kind) for kind in self._kinds), "verdict"]
-        self._options = {"stale": stale, "task": task}
+        self._stale, self._task = stale, task
 
-    def only(self, keep):
+    def only(self, keep: Callable[[Row], bool]) -> "Comparison":
         """The same table of the rows for which `keep(row)` is true."""
-        return Comparison(filter(keep, self.rows), **self._options)
+        return Comparison(filter(keep, self.rows), self._stale, self._task)
 
-    def counts(self):
+    def counts(self) -> dict[str, int]:
         """How many rows have which verdict.
 
         >>> compare("idp-sgd/table-5", live={"mnist.sigma": 3.4247, "mnist.iterations": 9375}).counts()
@@ -70,17 +73,17 @@ class Comparison:
         found = [row.verdict for row in self.rows]
         return {word: found.count(word) for word in published.VERDICTS if word in found}
 
-    def _cells(self, row):
+    def _cells(self, row: Row) -> list[str]:
         digits = _decimals(row)
         return [_shown(getattr(row, kind), digits) for kind in self._kinds]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         lines = [self._heads]
         for row in self.rows:
             lines.append([row.label, *self._cells(row), ", ".join(filter(None, (row.verdict, row.deviation)))])
         return _aligned(lines, "<" + ">" * len(self._kinds) + "<")
 
-    def _repr_markdown_(self):
+    def _repr_markdown_(self) -> str:
         lines = [
             "| " + " | ".join(head or " " for head in self._heads) + " |",
             "|:--|" + "--:|" * len(self._kinds) + ":--|",
@@ -114,10 +117,17 @@ class Table:
     PLD            0.9172
     """
 
-    def __init__(self, heads, rows, *, kinds, row_kinds=None):
+    def __init__(
+        self,
+        heads: Iterable[object],
+        rows: Iterable[Iterable[Any]],
+        *,
+        kinds: Iterable[str | None],
+        row_kinds: Iterable[str | None] | None = None,
+    ):
         self.heads, self.kinds = [str(head) for head in heads], list(kinds)
         self.rows = [[_shown(cell, None) for cell in row] for row in rows]
-        self.row_kinds = [None] * len(self.rows) if row_kinds is None else list(row_kinds)
+        self.row_kinds: list[str | None] = [None] * len(self.rows) if row_kinds is None else list(row_kinds)
         _checks.same_length(**{"heads[1:]": self.heads[1:], "kinds": self.kinds})
         _checks.same_length(rows=self.rows, row_kinds=self.row_kinds)
         for row in self.rows:
@@ -127,10 +137,10 @@ class Table:
         for kind in self.row_kinds:
             _checks.one_of("row_kinds", kind, KINDS if "row" in self.kinds else (*KINDS, None))
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return _aligned([self.heads, *self.rows], "<" + "".join(">" if kind else "<" for kind in self.kinds))
 
-    def _repr_markdown_(self):
+    def _repr_markdown_(self) -> str:
         heads = [_literal(head) or " " for head in self.heads]
         lines = ["| " + " | ".join(heads) + " |", "|:--|" + "".join("--:|" if kind else ":--|" for kind in self.kinds)]
         for (word, *cells), row_kind in zip(self.rows, self.row_kinds):
@@ -156,7 +166,7 @@ class Finding:
     where: str
     criterion: str
     ours: str
-    outcome: str
+    outcome: Any
     kind: str = "claim"
 
     def __post_init__(self):
@@ -164,7 +174,7 @@ class Finding:
         _checks.one_of("kind", self.kind, published.FINDINGS)
 
 
-def said(finding):
+def said(finding: Finding) -> str:
     """A finding's criterion, and whose it is where it is not the paper's."""
     return {"claim": "", "own": "ours: ", "refutes": "against the paper: "}[finding.kind] + finding.criterion
 
@@ -184,27 +194,27 @@ class Findings:
     ({'holds': 1}, {})
     """
 
-    def __init__(self, rows, *, kind):
+    def __init__(self, rows: Iterable[Finding], *, kind: str | Iterable[str]):
         self.rows = tuple(rows)
         self._both = not isinstance(kind, str)
-        self.kinds = tuple(kind) if self._both else (kind,) * len(self.rows)
-        for each in self.kinds if self._both else (kind,):
+        self.kinds = (kind,) * len(self.rows) if isinstance(kind, str) else tuple(kind)
+        for each in (kind,) if isinstance(kind, str) else self.kinds:
             _checks.one_of("kind", each, KINDS)
         _checks.same_length(rows=self.rows, kind=self.kinds)
 
-    def counts(self, kind="claim"):
+    def counts(self, kind: str = "claim") -> dict[str, int]:
         """How many findings of a kind hold, fail and are undecided."""
         words = [row.outcome for row in self.rows if row.kind == _checks.one_of("kind", kind, published.FINDINGS)]
         return {word: words.count(word) for word in intervals.OUTCOMES if word in words}
 
-    def _criteria(self):
+    def _criteria(self) -> ItemsView[str, dict[str, list[Finding]]]:
         """Of each criterion: (what it says, {kind: rows})."""
-        found = {}
+        found: dict[str, dict[str, list[Finding]]] = {}
         for row, kind in zip(self.rows, self.kinds):
             found.setdefault(said(row), {}).setdefault(kind, []).append(row)
         return found.items()
 
-    def _outcomes(self, by_kind):
+    def _outcomes(self, by_kind: dict[str, list[Finding]]) -> Iterator[tuple[str, dict[str, int], Finding | None, str]]:
         """What came out, by kind: (the kind where there are two, counts, the row if it is alone, the kind)."""
         alone = all(len(rows) == 1 for rows in by_kind.values())
         for kind, rows in by_kind.items():
@@ -212,7 +222,7 @@ class Findings:
             counts = {word: words.count(word) for word in intervals.OUTCOMES if word in words}
             yield kind if self._both else "", counts, rows[0] if alone else None, kind
 
-    def _table(self, by_kind, verdict):
+    def _table(self, by_kind: dict[str, list[Finding]], verdict: Callable[[str], str]) -> Table:
         rows = [
             (kind, [f"{row.where} ({kind})" if self._both else row.where, row.ours, verdict(row.outcome)])
             for kind, each in by_kind.items()
@@ -225,7 +235,7 @@ class Findings:
             row_kinds=[kind for kind, _ in rows],
         )
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         lines = []
         for criterion, by_kind in self._criteria():
             parts = [
@@ -237,13 +247,13 @@ class Findings:
                 lines += ["    " + line for line in repr(self._table(by_kind, str)).splitlines()[1:]]
         return "\n".join(lines)
 
-    def _repr_markdown_(self):
+    def _repr_markdown_(self) -> str:
         blocks = []
         for criterion, by_kind in self._criteria():
             parts = []
             for head, counts, row, kind in self._outcomes(by_kind):
                 marks = tally(counts, _span, alone=bool(row))
-                words = row and _in_brackets(row, _html, lambda ours: _span(kind, ours))
+                words = row and _in_brackets(row, _html, functools.partial(_span, kind))
                 parts.append(" ".join(filter(None, (head and _span(kind, head), marks, words))))
             line = f"{_html(criterion)}: {'; '.join(parts)}"
             if all(len(rows) == 1 for rows in by_kind.values()):
@@ -254,7 +264,11 @@ class Findings:
         return "\n\n".join(blocks)
 
 
-def tally(counts, mark=lambda word, text: text, alone=False):
+def _unmarked(word: str, text: str) -> str:
+    return text
+
+
+def tally(counts: Mapping[str, int], mark: Callable[[str, str], str] = _unmarked, alone: bool = False) -> str:
     """Counts of verdicts with their marks; `alone` leaves out the number where there is one only.
 
     >>> tally({"matches": 6, "holds": 1, "not run": 0})
@@ -274,26 +288,26 @@ def tally(counts, mark=lambda word, text: text, alone=False):
     )
 
 
-def _in_brackets(row, plain=str, number=str):
+def _in_brackets(row: Finding, plain: Callable[[str], str] = str, number: Callable[[str], str] = str) -> str:
     words = [shown(text) for shown, text in ((plain, row.where), (number, row.ours)) if text]
     return f"({', '.join(words)})" if words else ""
 
 
-def unfolding(line, inside):
+def unfolding(line: str, inside: str) -> str:
     """Markdown that unfolds below a line of HTML, in a notebook as in the book."""
     return f'<details class="unfolds"><summary>{line}</summary>\n\n{inside}\n\n</details>'
 
 
-def _span(kind, text):
+def _span(kind: str, text: str) -> str:
     return f'<span class="{kind.replace(" ", "-")}">{_html(text)}</span>'
 
 
-def _html(text):
+def _html(text: str) -> str:
     """Text within a line of HTML that Markdown leaves alone."""
     return html.escape(" ".join(text.split())).replace("](", "]&#40;").replace("{", "&#123;")
 
 
-def _aligned(lines, sides):
+def _aligned(lines: Sequence[Sequence[str]], sides: str) -> str:
     """Lines of cells as text in columns; `sides` says for each column whether it stands left (<) or right (>)."""
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join(
@@ -303,18 +317,18 @@ def _aligned(lines, sides):
 
 
 def compare(
-    exhibit=None,
+    exhibit: str | None = None,
     *,
-    live=None,
-    recorded=None,
-    keys=None,
-    labels=None,
-    verdicts=None,
-    points=None,
-    stale=False,
-    stand_in=False,
-    task=None,
-):
+    live: Record | Mapping[str, Any] | None = None,
+    recorded: Record | Mapping[str, Any] | None = None,
+    keys: Iterable[str] | None = None,
+    labels: Mapping[str, str] | None = None,
+    verdicts: Mapping[str, str] | None = None,
+    points: float | None = None,
+    stale: bool = False,
+    stand_in: bool | Collection[str] = False,
+    task: str | None = None,
+) -> Comparison:
     """The table of an exhibit.
 
     Args:
@@ -327,8 +341,8 @@ def compare(
             `published` knows to be wrong in the paper need none.
         points: what one percentage point is, see `published.verdict`; by default what the exhibit says of each number.
         stale: whether `recorded` is stale; the heading then says so, and live numbers are judged before recorded.
-        stand_in: whether ours belong to another network than the paper's; they then stand beside the print, and the
-            verdict says "stand-in".
+        stand_in: whether ours belong to another network than the paper's, or the names of those that do; they then
+            stand beside the print, and the verdict says "stand-in".
         task: what the live numbers are of, such as "4,000 digits", where that is not the paper's task; they then stand
             beside the print under this head, and are not held against it.
 
@@ -337,11 +351,9 @@ def compare(
     """
     paper = published.exhibit(exhibit) if exhibit is not None else None
     printed = paper.flat() if paper else {}
-    live, recorded = (
-        dict(values.values if isinstance(values, Record) else values or {}) for values in (live, recorded)
-    )
+    now, then = _values(live), _values(recorded)
     labels, verdicts = dict(labels or {}), dict(verdicts or {})
-    ours = {**recorded, **live}
+    ours = {**then, **now}
     if paper:
         verdicts = {key: "wrong in the paper" for key in printed if paper.is_wrong(key)} | verdicts
     if keys is None:
@@ -354,14 +366,21 @@ def compare(
     rows = []
     for key in keys:
         point = points if points is not None else paper.point(key) if paper else 0.0
-        for label, *values in _entries(labels.get(key, key), printed.get(key), recorded.get(key), live.get(key)):
-            word = verdicts.get(key) or ("stand-in" if stand_in else None)
-            rows.append(_row(label, *values, word, point, paper.tolerance if paper else 0.1, stale, task))
+        beside = stand_in if isinstance(stand_in, bool) else key in stand_in
+        word = verdicts.get(key) or ("stand-in" if beside else None)
+        tolerance = paper.tolerance if paper else 0.1
+        for label, *values in _entries(labels.get(key, key), printed.get(key), then.get(key), now.get(key)):
+            rows.append(_row(label, *values, word=word, points=point, tolerance=tolerance, stale=stale, task=task))
     return Comparison(rows, stale, task)
 
 
-def _entries(label, *values):
+def _values(found: Record | Mapping[str, Any] | None) -> dict[str, Any]:
+    return dict(found.values if isinstance(found, Record) else found or {})
+
+
+def _entries(label: str, printed: Any, recorded: Any, live: Any) -> list[tuple[str, Any, Any, Any]]:
     """The rows of one name: one, or one for each entry of a list."""
+    values = (printed, recorded, live)
     lists = [value for value in values if isinstance(value, (list, tuple)) and not isinstance(value, MeanSD)]
     if not lists:
         return [(label, *values)]
@@ -370,10 +389,24 @@ def _entries(label, *values):
         or len({len(value) for value in lists}) > 1
     ):
         raise ValueError(f"the values of {label} must be lists of the same length, got {values!r}")
-    return [(f"{label}[{i + 1}]", *(value and value[i] for value in values)) for i in range(len(lists[0]))]
+    return [
+        (f"{label}[{i + 1}]", printed and printed[i], recorded and recorded[i], live and live[i])
+        for i in range(len(lists[0]))
+    ]
 
 
-def _row(label, paper, recorded, live, word, points, tolerance, stale, task):
+def _row(
+    label: str,
+    paper: Any,
+    recorded: Any,
+    live: Any,
+    *,
+    word: str | None,
+    points: float,
+    tolerance: float,
+    stale: bool,
+    task: str | None,
+) -> Row:
     candidates = (recorded,) if task else (live, recorded) if stale else (recorded, live)
     ours = next((value for value in candidates if value is not None), None)
     deviation = ""
@@ -388,20 +421,20 @@ def _row(label, paper, recorded, live, word, points, tolerance, stale, task):
     )
 
 
-def _is_number(value):
+def _is_number(value: object) -> TypeGuard[float | MeanSD]:
     return isinstance(value, (int, float, MeanSD)) and not isinstance(value, bool)
 
 
-def _mean(value):
+def _mean(value: float | MeanSD) -> float:
     return float(value.mean if isinstance(value, MeanSD) else value)
 
 
-def _sd(value):
-    sd = value.sd if isinstance(value, MeanSD) else getattr(value, "sd", 0.0)
+def _sd(value: object) -> float:
+    sd: float = getattr(value, "sd", 0.0)
     return sd if math.isfinite(sd) else 0.0
 
 
-def _deviation(ours, paper, points):
+def _deviation(ours: float, paper: float, points: float) -> str:
     if not math.isfinite(ours - paper):
         return ""
     if points:
@@ -412,13 +445,13 @@ def _deviation(ours, paper, points):
     return "0%" if abs(percent) < 5e-4 else f"{percent:+.2g}%" if abs(percent) < 100 else f"{percent:+.0f}%"
 
 
-def _decimals(row):
+def _decimals(row: Row) -> int | None:
     """The decimals of the print; None (four significant digits) where nothing is printed."""
-    rounding = getattr(row.published, "rounding", None)
+    rounding: float | None = getattr(row.published, "rounding", None)
     return None if rounding is None else max(0, round(-math.log10(2 * rounding)))
 
 
-def _shown(value, digits):
+def _shown(value: Any, digits: int | None) -> str:
     if value is None:
         return ""
     if isinstance(value, published.Printed):
@@ -435,7 +468,7 @@ def _shown(value, digits):
     return f"{text}±{sd:.2g}" if digits is None or tiny else f"{text}±{sd:.{digits}f}"
 
 
-def _literal(text):
+def _literal(text: str) -> str:
     """Text for a cell of a Markdown table; what stands in a record must not become a tag, a link or an image.
 
     >>> print(_literal("a|b < c <img src=x onerror=alert(1)> [here](javascript:0)"))

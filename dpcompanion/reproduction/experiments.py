@@ -27,6 +27,8 @@ import os
 import pathlib
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
@@ -36,9 +38,12 @@ from dpcompanion.reproduction import comparison, pieces, provenance, published, 
 PRESETS = ("quick", "paper")
 #: Seconds from which on `Run.keep` keeps pieces on the disk.
 KEPT = 15
-_REGISTRY = {}
-_TRAINED = {}
-_CRITERIA = []
+#: Yields (where, our numbers in words, outcome) of a record.
+Judge = Callable[[records.Record], Iterable[tuple[str, str, Any]]]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_REGISTRY: "dict[str, Experiment]" = {}
+_TRAINED: dict[tuple[str, str], Any] = {}
+_CRITERIA: "list[Criterion]" = []
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,24 +51,24 @@ class Experiment:
     """A registered experiment: its exhibit's name, its function, and a configuration for each preset."""
 
     name: str
-    function: object
-    presets: dict
+    function: Callable[..., Any]
+    presets: dict[str, Any]
 
     @property
-    def title(self):
+    def title(self) -> str:
         """The published title."""
         return published.exhibit(self.name).title
 
     @property
-    def code_hash(self):
+    def code_hash(self) -> str:
         """Of the code that its records depend on, see `sources.code_hash`."""
         return sources.code_hash(self.function, *self.presets.values())
 
-    def record(self, preset="paper", folder=None):
+    def record(self, preset: str = "paper", folder: records.Folder | None = None) -> records.Record | None:
         """The record in the results folder, or None."""
         return records.find(self.name, _checks.one_of("preset", preset, self.presets), folder)
 
-    def is_stale(self, record):
+    def is_stale(self, record: records.Record) -> bool:
         """Whether a record was made with another configuration or another code than this experiment now has."""
         if record.preset not in self.presets:
             return True
@@ -78,24 +83,24 @@ class Run:
     used, for the record.
     """
 
-    config: object
+    config: Any
     device: torch.device
     folder: pathlib.Path
     code_hash: str
-    loaded: list = dataclasses.field(default_factory=list)
+    loaded: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    def load(self, name, **arguments):
+    def load(self, name: str, **arguments: Any) -> data.Dataset:
         """`data.load`, noted in the record."""
         dataset = data.load(name, **arguments)
         if dataset.provenance() not in self.loaded:
             self.loaded.append(dataset.provenance())
         return dataset
 
-    def note(self, loaded):
+    def note(self, loaded: Iterable[dict[str, Any]]) -> None:
         """Note data that were loaded before (`Dataset.provenance()` of each) in the record."""
         self.loaded += [each for each in loaded if each not in self.loaded]
 
-    def pieces(self, work, names, **arguments):
+    def pieces(self, work: Callable[[str], Any], names: Iterable[str], **arguments: Any) -> dict[str, Any]:
         """`pieces.resumable` for this run: {name: work(name)}, kept until the record is written.
 
         Where every name tells its piece's seed ("seed-3"), a run with other seeds shares what is done already.
@@ -106,7 +111,17 @@ class Run:
         key = {"config": config, "code": self.code_hash, "device": self.device.type}
         return pieces.resumable(work, names, folder=self.folder, config=key, **arguments)
 
-    def keep(self, work, names, *, by, config, seconds, under, label=""):
+    def keep(
+        self,
+        work: Callable[[str], Any],
+        names: Iterable[str],
+        *,
+        by: Any,
+        config: Any,
+        seconds: float,
+        under: str,
+        label: str = "",
+    ) -> dict[str, Any]:
         """{name: work(name)} for pieces that several exhibits share: each is trained once and kept.
 
         What takes long is kept in the data folder, each piece as it ends, and an interrupted run goes on there; what
@@ -133,12 +148,12 @@ class Run:
         return {name: _TRAINED[hashed, name] for name in names}
 
 
-def forget():
+def forget() -> None:
     """Forget the pieces that `Run.keep` has in memory, so that they are trained again."""
     _TRAINED.clear()
 
 
-def experiment(name, **presets):
+def experiment(name: str, **presets: Any) -> Callable[[_Function], _Function]:
     """Register a function as the experiment of an exhibit.
 
     Args:
@@ -149,14 +164,14 @@ def experiment(name, **presets):
     published.exhibit(name)
     for preset, config in presets.items():
         _checks.one_of("presets", preset, PRESETS)
-        if not (dataclasses.is_dataclass(config) and config.__dataclass_params__.frozen):
+        if not (dataclasses.is_dataclass(config) and getattr(config, "__dataclass_params__").frozen):  # noqa: B009
             raise ValueError(f"presets must be frozen dataclasses, got {config!r} for {preset!r}")
         if hasattr(config, "seed") and hasattr(config, "seeds"):
             raise ValueError(f"presets must have a field seed or seeds and not both, got {config!r} for {preset!r}")
     if not presets or name in _REGISTRY:
         raise ValueError(f"name must be new and have a preset, got {name!r} with {presets!r}")
 
-    def register(function):
+    def register(function: _Function) -> _Function:
         _REGISTRY[name] = Experiment(name, function, dict(presets))
         return function
 
@@ -170,11 +185,13 @@ class Criterion:
     exhibit: str
     of: str
     text: str
-    judge: object
+    judge: Judge
     kind: str = "claim"
 
 
-def finding(name, criterion, *, of=None, kind="claim"):
+def finding(
+    name: str, criterion: str, *, of: str | None = None, kind: str = "claim"
+) -> Callable[[_Function], _Function]:
     """Register the criterion of a qualitative finding.
 
     Args:
@@ -198,21 +215,21 @@ def finding(name, criterion, *, of=None, kind="claim"):
         published.exhibit(exhibit)
     _checks.one_of("kind", kind, published.FINDINGS)
 
-    def register(judge):
+    def register(judge: _Function) -> _Function:
         _CRITERIA.append(Criterion(name, of or name, criterion, judge, kind))
         return judge
 
     return register
 
 
-def criteria(name):
+def criteria(name: str) -> list[Criterion]:
     """The criteria of an exhibit, in the order in which they are written down."""
     published.exhibit(name)
     _load(name.partition("/")[0])
     return [criterion for criterion in _CRITERIA if criterion.exhibit == name]
 
 
-def findings(record, name=None):
+def findings(record: records.Record, name: str | None = None) -> comparison.Findings:
     """The findings of an exhibit, held against their criteria: a `comparison.Findings`.
 
     Args:
@@ -228,7 +245,7 @@ def findings(record, name=None):
     return comparison.Findings(rows, kind="recorded" if record.preset == "paper" else "live")
 
 
-def get(name):
+def get(name: str) -> Experiment:
     """The experiment of an exhibit; ValueError lists those that there are."""
     _load(str(name).partition("/")[0])
     if name not in _REGISTRY:
@@ -237,18 +254,27 @@ def get(name):
     return _REGISTRY[name]
 
 
-def names():
+def names() -> tuple[str, ...]:
     """The names of all experiments, in the order of the papers and their exhibits."""
     _load()
     return tuple(exhibit.name for exhibit in published.exhibits(ours=True) if exhibit.name in _REGISTRY)
 
 
-def default_preset():
+def default_preset() -> str:
     """The preset that notebooks run with: `DPCOMPANION_PRESET`, or "quick"."""
     return _checks.one_of("DPCOMPANION_PRESET", os.environ.get("DPCOMPANION_PRESET") or "quick", PRESETS)
 
 
-def run(name, *, preset=None, device="cpu", out=None, seeds=None, jobs=None, share=None):
+def run(
+    name: str,
+    *,
+    preset: str | None = None,
+    device: str | torch.device = "cpu",
+    out: records.Folder | None = None,
+    seeds: Iterable[int] | None = None,
+    jobs: int | None = None,
+    share: tuple[int, int] | None = None,
+) -> records.Record:
     """Run an experiment and return its `Record`.
 
     Args:
@@ -280,7 +306,7 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None, jobs=None, sha
             raise ValueError(f"seeds must be different whole numbers, one at least, got {seeds!r}")
         if one and len(seeds) > 1:
             raise ValueError(f"seeds must be a single one, since {name} runs with one seed at a time, got {seeds!r}")
-        config = dataclasses.replace(config, **{"seed": seeds[0]} if one else {"seeds": seeds})
+        config = dataclasses.replace(config, **{"seed": next(iter(seeds))} if one else {"seeds": seeds})
     device = _device(device)
     if share is not None and out is None:
         raise ValueError(f"out must be a folder that all shares of a run write to, got None with share {share!r}")
@@ -325,7 +351,7 @@ def run(name, *, preset=None, device="cpu", out=None, seeds=None, jobs=None, sha
     return record
 
 
-def compare(live, *, folder=None, **options):
+def compare(live: records.Record, *, folder: records.Folder | None = None, **options: Any) -> comparison.Comparison:
     """The table of a live `Record` beside the published numbers and, where there is one, the paper-scale record.
 
     `options` go to `dpcompanion.reproduction.comparison.compare`.  A stale record is said to be stale, a stand-in for
@@ -340,7 +366,7 @@ def compare(live, *, folder=None, **options):
     )
 
 
-def is_stand_in(record, name=None):
+def is_stand_in(record: records.Record, name: str | None = None) -> bool:
     """Whether a record of runs has none of the networks that its exhibit, or the one called `name`, shows.
 
     >>> [is_stand_in(records.find(f"individual-accounting/{exhibit}")) for exhibit in ("table-1", "table-2")]
@@ -350,12 +376,12 @@ def is_stand_in(record, name=None):
     return bool(shown and record.data) and not set(shown) & networks(record)
 
 
-def networks(record):
+def networks(record: records.Record) -> set[str]:
     """The entries `model` of a record's configuration and of the tasks in it, but for those that were not run."""
     return set(_networks(record.config, record.values.get("not_run", ())))
 
 
-def _networks(config, not_run=()):
+def _networks(config: Mapping[str, Any], not_run: Sequence[str] = ()) -> Iterator[str]:
     for key, value in config.items():
         if key == "model":
             yield value
@@ -369,11 +395,11 @@ class Entry:
 
     name: str
     title: str
-    presets: tuple
-    records: dict
+    presets: tuple[str, ...]
+    records: dict[str, str]
 
 
-def catalogue(folder=None):
+def catalogue(folder: records.Folder | None = None) -> list[Entry]:
     """All experiments with their published titles, presets, and the state of their records."""
     entries = []
     for name in names():
@@ -389,7 +415,7 @@ def catalogue(folder=None):
     return entries
 
 
-def _device(device):
+def _device(device: str | torch.device) -> torch.device:
     try:
         device = torch.device(device)
     except (RuntimeError, TypeError):
@@ -402,7 +428,7 @@ def _device(device):
     return device
 
 
-def _writable(folder, out):
+def _writable(folder: pathlib.Path, out: records.Folder) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -411,7 +437,7 @@ def _writable(folder, out):
         raise ValueError(f"out must be a folder that can be written to, got {str(out)!r} ({error.strerror})") from None
 
 
-def _load(*papers):
+def _load(*papers: str) -> None:
     """Import the modules of the given papers, or of all."""
     for slug in papers or published.PAPERS:
         module = f"{__package__}.papers.{slug.replace('-', '_')}"

@@ -17,6 +17,8 @@ What was measured once has none: `unknown`.
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 from scipy import special
@@ -40,27 +42,27 @@ class Interval:
     low: float
     high: float
 
-    def above(self, limit):
+    def above(self, limit: float) -> str:
         """Whether the statistic is above the limit: "holds", "fails" or "undecided"."""
         return "holds" if self.low > limit else "fails" if self.high <= limit else "undecided"
 
-    def at_least(self, limit):
+    def at_least(self, limit: float) -> str:
         """Whether the statistic is the limit or more."""
         return "holds" if self.low >= limit else "fails" if self.high < limit else "undecided"
 
-    def below(self, limit):
+    def below(self, limit: float) -> str:
         """Whether the statistic is below the limit."""
         return "holds" if self.high < limit else "fails" if self.low >= limit else "undecided"
 
-    def at_most(self, limit):
+    def at_most(self, limit: float) -> str:
         """Whether the statistic is the limit or less."""
         return "holds" if self.high <= limit else "fails" if self.low > limit else "undecided"
 
-    def __sub__(self, other):
+    def __sub__(self, other: "Interval") -> "Interval":
         """The difference of two statistics; it covers at least as often as both together, however they depend."""
         return Interval(self.estimate - other.estimate, self.low - other.high, self.high - other.low)
 
-    def __truediv__(self, other):
+    def __truediv__(self, other: "Interval") -> "Interval":
         """The ratio of two statistics that are not negative, in the same way."""
         return Interval(
             self.estimate / other.estimate if other.estimate else math.nan,
@@ -68,13 +70,13 @@ class Interval:
             self.high / other.low if other.low > 0 else math.inf,
         )
 
-    def __format__(self, spec):
+    def __format__(self, spec: str) -> str:
         ends = f"{format(self.low, spec)} to {format(self.high, spec)}"
         known = math.isfinite(self.low) or math.isfinite(self.high)
         return f"{format(self.estimate, spec)} ({ends if known else 'no interval'})"
 
 
-def outcome(value):
+def outcome(value: bool | np.bool_ | str) -> str:
     """The word for an outcome: a word of `OUTCOMES` itself, or a truth value for what is not random.
 
     Raises ValueError for anything else.
@@ -87,7 +89,7 @@ def outcome(value):
     return _checks.one_of("outcome", value, OUTCOMES)
 
 
-def every(*outcomes):
+def every(*outcomes: bool | np.bool_ | str) -> str:
     """The outcome of a criterion of several parts: all must hold.
 
     >>> every("holds", True), every("holds", "undecided"), every("undecided", False)
@@ -97,7 +99,7 @@ def every(*outcomes):
     return next((word for word in ("fails", "undecided") if word in words), "holds")
 
 
-def unknown(estimate):
+def unknown(estimate: float) -> Interval:
     """The interval of what was measured once: it decides nothing.
 
     >>> unknown(0.3).above(0.1)
@@ -106,7 +108,7 @@ def unknown(estimate):
     return Interval(float(estimate), -math.inf, math.inf)
 
 
-def mean(values, *, confidence=0.95):
+def mean(values: Iterable[float], *, confidence: float = 0.95) -> Interval:
     """Of a mean over seeds, by Student's t; one seed alone has no interval.
 
     Args:
@@ -121,7 +123,7 @@ def mean(values, *, confidence=0.95):
     return of_summary(centre, sd, len(values), confidence=confidence)
 
 
-def of_summary(mean, sd, n, *, confidence=0.95):
+def of_summary(mean: float, sd: float, n: int, *, confidence: float = 0.95) -> Interval:
     """As `mean`, from the mean, the standard deviation (n - 1 in its denominator) and the number of values.
 
     >>> of_summary(97.0, 1.0, 3) == globals()["mean"]([96.0, 97.0, 98.0])
@@ -134,7 +136,7 @@ def of_summary(mean, sd, n, *, confidence=0.95):
     return Interval(float(mean), mean - reach, mean + reach)
 
 
-def difference(first, second, *, confidence=0.95):
+def difference(first: Iterable[float], second: Iterable[float], *, confidence: float = 0.95) -> Interval:
     """Of the mean of first less second, paired: entry i of both comes from the same seed.
 
     >>> f"{difference([3.0, 5.0, 7.0], [2.0, 4.1, 5.9]):.2f}"
@@ -145,7 +147,9 @@ def difference(first, second, *, confidence=0.95):
     return mean(first - second, confidence=confidence)
 
 
-def unpaired(first, second, *, confidence=0.95):
+def unpaired(
+    first: tuple[float, float, int], second: tuple[float, float, int], *, confidence: float = 0.95
+) -> Interval:
     """Of the difference of two means without shared seeds, by Welch's t.
 
     Args:
@@ -166,7 +170,7 @@ def unpaired(first, second, *, confidence=0.95):
     return Interval(one - other, one - other - reach, one - other + reach)
 
 
-def share(count, n, *, confidence=0.95):
+def share(count: float, n: float, *, confidence: float = 0.95) -> Interval:
     """Of a share, by Clopper and Pearson: it covers at least as often as it says.
 
     Args:
@@ -184,7 +188,7 @@ def share(count, n, *, confidence=0.95):
     return Interval(count / n, float(low), float(high))
 
 
-def level(q, n, *, confidence=0.95):
+def level(q: float, n: float, *, confidence: float = 0.95) -> tuple[float, float]:
     """The two levels between which a quantile of n values lies, for distributions that are known by a histogram.
 
     >>> level(0.5, 100)
@@ -194,7 +198,7 @@ def level(q, n, *, confidence=0.95):
     return round(max(q - reach, 0.0), 2), round(min(q + reach, 1.0), 2)
 
 
-def quantile(values, q, *, confidence=0.95):
+def quantile(values: Iterable[float], q: float, *, confidence: float = 0.95) -> Interval:
     """Of a quantile of the population that `values` are drawn from, between two of them: free of any distribution.
 
     Where there are too few values for an end, that end is infinite (Conover, Practical Nonparametric Statistics, 3.2).
@@ -217,7 +221,7 @@ def quantile(values, q, *, confidence=0.95):
     )
 
 
-def rank_correlation(r, n, *, confidence=0.95):
+def rank_correlation(r: float, n: float, *, confidence: float = 0.95) -> Interval:
     """Of Spearman's rank correlation over n groups, by Fisher's z with the variance of Bonett and Wright (2000).
 
     Perfect agreement of few groups is no proof of it: r is moved half a step of what n ranks can show away from 1.
@@ -237,7 +241,7 @@ def rank_correlation(r, n, *, confidence=0.95):
     return Interval(float(r), min(low, r), max(high, r))
 
 
-def pearson(first, second, *, confidence=0.95):
+def pearson(first: Iterable[float], second: Iterable[float], *, confidence: float = 0.95) -> Interval:
     """Of Pearson's r over examples, by the bootstrap (pairs are drawn together); unknown where one does not vary.
 
     >>> x = np.arange(50.0)
@@ -251,7 +255,7 @@ def pearson(first, second, *, confidence=0.95):
     return bootstrap(correlation, first, second, confidence=confidence)
 
 
-def correlation(first, second):
+def correlation(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """Pearson's r along the last axis, NaN where one of the two does not vary.
 
     >>> float(correlation(np.arange(4.0), np.arange(4.0) ** 2).round(3))
@@ -262,7 +266,13 @@ def correlation(first, second):
         return (first * second).sum(-1) / np.sqrt((first**2).sum(-1) * (second**2).sum(-1))
 
 
-def bootstrap(statistic, *samples, confidence=0.95, resamples=2000, seed=0):
+def bootstrap(
+    statistic: Callable[..., Any],
+    *samples: Iterable[float],
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
     """Of any statistic of examples, by the percentiles of its values on resampled examples (Efron).
 
     Args:
@@ -274,15 +284,15 @@ def bootstrap(statistic, *samples, confidence=0.95, resamples=2000, seed=0):
     '50 (44 to 55)'
     """
     _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
-    samples = [_numbers("samples", sample) for sample in samples]
-    _checks.same_length(**{f"samples[{i}]": sample for i, sample in enumerate(samples)})
-    n, random, found = len(samples[0]), np.random.RandomState(seed), []
-    estimate = float(statistic(*samples))
+    vectors = [_numbers("samples", sample) for sample in samples]
+    _checks.same_length(**{f"samples[{i}]": vector for i, vector in enumerate(vectors)})
+    n, random, found = len(vectors[0]), np.random.RandomState(seed), []
+    estimate = float(statistic(*vectors))
     if n < 2 or not math.isfinite(estimate):
         return unknown(estimate)
     for start in range(0, resamples, 100):  # 100 at a time keeps memory small
         drawn = random.randint(n, size=(min(100, resamples - start), n))
-        found.append(statistic(*(sample[drawn] for sample in samples)))
+        found.append(statistic(*(vector[drawn] for vector in vectors)))
     found = np.concatenate(found)
     if not np.isfinite(found).all():
         return unknown(estimate)
@@ -290,7 +300,7 @@ def bootstrap(statistic, *samples, confidence=0.95, resamples=2000, seed=0):
     return Interval(estimate, float(low), float(high))
 
 
-def _numbers(name, values):
+def _numbers(name: str, values: Iterable[float]) -> np.ndarray:
     """A float64 vector, or ValueError."""
     values = np.asarray(list(values) if not isinstance(values, np.ndarray) else values, dtype=np.float64)
     if values.ndim != 1 or values.size == 0:

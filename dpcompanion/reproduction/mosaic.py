@@ -10,6 +10,7 @@ Hyland and Tople 2020    ✓ ✓
 
 import html
 import os
+from collections.abc import Iterable
 
 from dpcompanion.reproduction import published, scoreboard
 
@@ -32,17 +33,17 @@ class Mosaic:
         page: the page that it stands on, which links start from.
     """
 
-    def __init__(self, standings, page="book/scoreboard"):
+    def __init__(self, standings: Iterable[scoreboard.Standing], page: str = "book/scoreboard"):
         self.standings, self.page = tuple(standings), page
 
-    def rows(self):
+    def rows(self) -> list[tuple[published.Paper, list[scoreboard.Standing]]]:
         """(paper, its standings) for each paper that has any, in the papers' order."""
-        found = {}
+        found: dict[str, list[scoreboard.Standing]] = {}
         for one in self.standings:
             found.setdefault(one.exhibit.paper, []).append(one)
         return [(published.paper(slug), board) for slug, board in found.items()]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         width = max(len(paper.short) for paper, _ in self.rows())
         lines = [
             f"{paper.short:<{width}}    {' '.join(MARKS[one.state] for one in board)}" for paper, board in self.rows()
@@ -50,7 +51,7 @@ class Mosaic:
         legend = ", ".join(f"{MARKS[state]} {state}: {count}" for state, count in self._counts())
         return "\n".join([*lines, "", legend])
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         lines = ['<div class="mosaic">']
         for paper, board in self.rows():
             name = html.escape(paper.short)
@@ -67,10 +68,10 @@ class Mosaic:
         ]
         return "\n".join([*lines, "</ul>", "</div>"])
 
-    def _counts(self):
+    def _counts(self) -> list[tuple[str, int]]:
         return [(state, count) for state, count in scoreboard.counts(self.standings).items() if count]
 
-    def _cell(self, one):
+    def _cell(self, one: scoreboard.Standing) -> str:
         said = html.escape(f"{scoreboard.label(one.exhibit)}: {one.exhibit.title} ({one.state})")
         look = f'class="cell {_class(one.state)}" aria-label="{said}"'
         if one.place is None:
@@ -79,5 +80,5 @@ class Mosaic:
         return f'<a {look} href="{page}.html#{one.place.anchor}">{MARKS[one.state]}</a>'
 
 
-def _class(state):
+def _class(state: str) -> str:
     return state.replace(" ", "-")

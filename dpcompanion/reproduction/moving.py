@@ -12,6 +12,8 @@ epoch 2: everybody 1, median 0.4, 3 values
 
 import html
 import json
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +37,16 @@ class MovingHistogram:
         ValueError: no moment, or moments that differ; epsilons that are negative, not finite, or above everybody's.
     """
 
-    def __init__(self, moments, everybody, *, bins=40, alt, caption, unit="digits"):
+    def __init__(
+        self,
+        moments: Mapping[str, Any],
+        everybody: Mapping[str, float],
+        *,
+        bins: int = 40,
+        alt: str,
+        caption: str,
+        unit: str = "digits",
+    ):
         self.moments = {name: np.asarray(values, dtype=np.float64) for name, values in moments.items()}
         self.everybody = {name: float(everybody[name]) for name in self.moments if name in everybody}
         _checks.whole_number("bins", bins, 1)
@@ -49,13 +60,13 @@ class MovingHistogram:
         self.counts = {name: np.histogram(values, self.edges)[0] for name, values in self.moments.items()}
         self.alt, self.caption, self.unit = alt, caption, unit
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return "\n".join(
             f"{name}: everybody {self.everybody[name]:.3g}, median {np.median(values):.3g}, {len(values)} values"
             for name, values in self.moments.items()
         )
 
-    def said(self, name):
+    def said(self, name: str) -> str:
         """The moment in words.
 
         >>> MovingHistogram({"a": [0.1]}, {"a": 0.5}, bins=2, alt="", caption="").said("a")
@@ -66,7 +77,7 @@ class MovingHistogram:
             f"{np.median(self.moments[name]):.2f}"
         )
 
-    def _repr_html_(self):
+    def _repr_html_(self) -> str:
         last, floor = list(self.moments)[-1], HEIGHT - BOTTOM
         # A height of 1 is that of the tallest bar of its moment: early ones are narrow, and would dwarf the others.
         frames = [
@@ -107,11 +118,11 @@ class MovingHistogram:
             ]
         )
 
-    def _across(self, epsilon):
+    def _across(self, epsilon: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * float(epsilon) / self.end
 
 
-def _round(rough):
+def _round(rough: float) -> float:
     """The least of 1, 2 and 5 times a power of ten that is not below `rough`.
 
     >>> _round(0.53), _round(0.2), _round(7)

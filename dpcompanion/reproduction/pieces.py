@@ -8,6 +8,8 @@ import os
 import pathlib
 import re
 import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,15 @@ from dpcompanion.reproduction.provenance import software
 from dpcompanion.reproduction.storage import hash_of, MeanSD, plain, read_whole, write_whole
 
 
-def resumable(work, pieces, *, folder, config, label="", show=None):
+def resumable(
+    work: Callable[[str], Any],
+    pieces: Iterable[str],
+    *,
+    folder: str | os.PathLike[str],
+    config: Any,
+    label: str = "",
+    show: bool | None = None,
+) -> dict[str, Any]:
     """{name: work(name)} for each piece, each written as soon as it ends, so that a broken run goes on.
 
     Pieces that `folder` already holds for the same `config` are read, not computed again; those of another
@@ -49,27 +59,28 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
             raise ValueError(f"pieces must be names of letters, digits, hyphens, dots and underscores, got {name!r}")
     if len(set(pieces)) < len(pieces):
         raise ValueError(f"pieces must differ from each other, got {pieces!r}")
-    hashed, folder, results = hash_of(config), pathlib.Path(folder).resolve(), {}
+    hashed, kept_in = hash_of(config), pathlib.Path(folder).resolve()
+    results: dict[str, Any] = {}
     seen = _SEEN.get()
     seen = {} if seen is None else seen  # nobody gathers: the notes go nowhere
     for name in pieces:
         with contextlib.suppress(*_NOT_THERE):
-            results[name], made = _kept(folder, name, hashed)
-            seen.setdefault(_path(folder, name), made)
+            results[name], made = _kept(kept_in, name, hashed)
+            seen.setdefault(_path(kept_in, name), made)
     left = [name for name in pieces if name not in results]
     ours = [name for number, name in enumerate(pieces) if name in left and workers.mine(number)]
     with bar(len(pieces), label=label, done=len(results), show=show) as advance:
         for name, _ in workers.each(
-            functools.partial(_make, work, folder, hashed), ours, lambda name: _is_there(folder, name, hashed)
+            functools.partial(_make, work, kept_in, hashed), ours, lambda name: _is_there(kept_in, name, hashed)
         ):
-            seen[_path(folder, name)] = None  # this run's own, however often it is read again
-            results[name], _ = _arrived(folder, name, hashed)
+            seen[_path(kept_in, name)] = None  # this run's own, however often it is read again
+            results[name], _ = _arrived(kept_in, name, hashed)
             advance()
     # Another run may have done its share meanwhile.
     for name in left:
         if name not in results:
             with contextlib.suppress(*_NOT_THERE):
-                results[name], seen[_path(folder, name)] = _kept(folder, name, hashed)
+                results[name], seen[_path(kept_in, name)] = _kept(kept_in, name, hashed)
     if len(results) < len(pieces):
         raise workers.Missing([name for name in pieces if name not in results])
     return {name: results[name] for name in pieces}
@@ -78,11 +89,11 @@ def resumable(work, pieces, *, folder, config, label="", show=None):
 _NOT_THERE = (OSError, ValueError, KeyError, TypeError)
 
 
-def _path(folder, name):
+def _path(folder: pathlib.Path, name: str) -> pathlib.Path:
     return folder / f"{name}.piece.json"
 
 
-def _kept(folder, name, hashed):
+def _kept(folder: pathlib.Path, name: str, hashed: str) -> tuple[Any, dict[str, Any]]:
     """(a piece's values, and arrays if there are any; what made it), or one of `_NOT_THERE`."""
     kept, arrays = read_whole(_path(folder, name))
     if kept["config"] != hashed:
@@ -90,16 +101,17 @@ def _kept(folder, name, hashed):
     return (kept["values"], arrays) if arrays else kept["values"], kept.get("made", _UNKNOWN)
 
 
-def _is_there(folder, name, hashed):
+def _is_there(folder: pathlib.Path, name: str, hashed: str) -> bool:
     try:
         return bool(_kept(folder, name, hashed))
     except _NOT_THERE:
         return False
 
 
-def _make(work, folder, hashed, name):
+def _make(work: Callable[[str], Any], folder: pathlib.Path, hashed: str, name: str) -> None:
     """Do a piece and write it, in whatever process this is."""
-    made, started, state = software(), time.perf_counter(), folder / f"{name}.{hashed[:12]}.unfinished"
+    made: dict[str, Any] = {**software()}
+    started, state = time.perf_counter(), folder / f"{name}.{hashed[:12]}.unfinished"
     folder.mkdir(parents=True, exist_ok=True)
     token, begun = _UNFINISHED.set(state), state.exists()
     try:
@@ -119,7 +131,7 @@ def _make(work, folder, hashed, name):
     state.unlink(missing_ok=True)
 
 
-def _arrived(folder, name, hashed, patience=60):
+def _arrived(folder: pathlib.Path, name: str, hashed: str, patience: float = 60) -> tuple[Any, dict[str, Any]]:
     """A piece that a worker says it has written: on a network's file system it may take a while until it is seen."""
     until = time.monotonic() + patience
     while True:
@@ -135,7 +147,7 @@ def _arrived(folder, name, hashed, patience=60):
             os.listdir(folder)  # which makes a client ask the server again
 
 
-def unfinished():
+def unfinished() -> pathlib.Path | None:
     """Where the piece that is being worked at may keep its own state, so that it goes on within itself.
 
     A path, for a `dpcompanion.training.Checkpoint` for instance; the file goes when the piece is written.  None for
@@ -150,13 +162,17 @@ def unfinished():
     return _UNFINISHED.get()
 
 
-_UNFINISHED = contextvars.ContextVar("where the piece at hand keeps its state", default=None)
-_UNKNOWN = {"commit": None, "versions": {}, "seconds": math.nan}
-_SEEN = contextvars.ContextVar("what `taken_over` has seen, path -> what made the piece", default=None)
+_UNFINISHED: contextvars.ContextVar[pathlib.Path | None] = contextvars.ContextVar(
+    "where the piece at hand keeps its state", default=None
+)
+_UNKNOWN: dict[str, Any] = {"commit": None, "versions": {}, "seconds": math.nan}
+_SEEN: contextvars.ContextVar[dict[pathlib.Path, dict[str, Any] | None] | None] = contextvars.ContextVar(
+    "what `taken_over` has seen, path -> what made the piece", default=None
+)
 
 
 @contextlib.contextmanager
-def taken_over():
+def taken_over() -> Iterator[list[dict[str, Any]]]:
     """What `resumable` takes over from earlier runs, inside: a list that is complete when the block ends.
 
     One dict for each commit and set of versions that made kept pieces: {"pieces": how many, "seconds": what they took
@@ -171,13 +187,14 @@ def taken_over():
     >>> [each["pieces"] for each in kept]
     [2]
     """
-    kept, seen = [], {}
+    kept: list[dict[str, Any]] = []
+    seen: dict[pathlib.Path, dict[str, Any] | None] = {}
     token = _SEEN.set(seen)
     try:
         yield kept
     finally:
         _SEEN.reset(token)
-        groups = {}
+        groups: dict[str, list[dict[str, Any]]] = {}
         for made in seen.values():
             if made is not None:
                 groups.setdefault(hash_of([made["commit"], made["versions"]]), []).append(made)
@@ -192,17 +209,17 @@ def taken_over():
         ]
 
 
-def discard(folder):
+def discard(folder: str | os.PathLike[str]) -> None:
     """Remove the pieces in a folder, and the folder when nothing else is in it."""
-    folder = pathlib.Path(folder)
+    emptied = pathlib.Path(folder)
     for pattern in ("*.unfinished", "*.piece.json", "*.piece.npz", "*.piece.*.npz"):
-        for path in folder.glob(pattern):
+        for path in emptied.glob(pattern):
             path.unlink()
-    if folder.is_dir() and not any(folder.iterdir()):
-        folder.rmdir()
+    if emptied.is_dir() and not any(emptied.iterdir()):
+        emptied.rmdir()
 
 
-def _has_arrays(values):
+def _has_arrays(values: Any) -> bool:
     return (
         isinstance(values, tuple)
         and not isinstance(values, MeanSD)

@@ -14,6 +14,7 @@ steps: 1000 values, 0 .. 999, sum 4.995e+05
 
 import math
 import sys
+from typing import Any
 
 import numpy as np
 
@@ -64,7 +65,7 @@ MARKERS = {"published": "s", "recorded": "D", "live": "o", "opacus": "x", "dp-ac
 LINES = {"worst case": "--", "estimate": ":", "pld": "-", "rdp": "-.", "gaussian": ":"}
 
 # 5.2 inches at 150 dpi: 780 px, legible when a phone shrinks it to 360.
-STYLE = {
+STYLE: dict[str, Any] = {
     "figure.figsize": (5.2, 3.4),
     "figure.dpi": 150,
     "savefig.dpi": 150,
@@ -97,7 +98,7 @@ STYLE = {
 }
 
 
-def style(notion, **changes):
+def style(notion: str, **changes: Any) -> dict[str, Any]:
     """What to pass to `plot` for a notion: its colour, and its marker or line where it has one.
 
     >>> style("worst case")
@@ -108,7 +109,7 @@ def style(notion, **changes):
     Raises ValueError for an unknown notion, so that none is drawn in two colours.
     """
     _checks.one_of("notion", notion, COLORS)
-    found = {"color": COLORS[notion]}
+    found: dict[str, Any] = {"color": COLORS[notion]}
     if notion in MARKERS:
         found["marker"] = MARKERS[notion]
     if notion in LINES:
@@ -116,7 +117,7 @@ def style(notion, **changes):
     return {**found, **changes}
 
 
-def use_style():
+def use_style() -> None:
     """Set the style for every figure from here on.  Loads matplotlib."""
     import matplotlib
     from cycler import cycler
@@ -126,11 +127,12 @@ def use_style():
     if "matplotlib_inline" in sys.modules:
         from matplotlib_inline.config import InlineBackend
 
-        InlineBackend.instance().print_figure_kwargs = {"bbox_inches": None}
-    matplotlib.rcParams.update({**STYLE, "axes.prop_cycle": cycler(color=STYLE["axes.prop_cycle"])})
+        InlineBackend.instance().set_trait("print_figure_kwargs", {"bbox_inches": None})
+    settings: Any = {**STYLE, "axes.prop_cycle": cycler(color=STYLE["axes.prop_cycle"])}
+    matplotlib.rcParams.update(settings)
 
 
-def figure(rows=1, columns=1, *, height=None, **kwargs):
+def figure(rows: int = 1, columns: int = 1, *, height: float | None = None, **kwargs: Any) -> tuple[Any, Any]:
     """A figure and its axes in the style, as wide as every other; `height` in inches is for each row of axes.
 
     Panels lie below each other on a phone's page, so more than two columns are refused.
@@ -150,13 +152,13 @@ class Digest(str):
 
     MIME_TYPE = "application/vnd.dpcompanion.digest"
 
-    def _ipython_display_(self):
+    def _ipython_display_(self) -> None:
         from IPython.display import display
 
         display({self.MIME_TYPE: str(self)}, raw=True)
 
 
-def digest(*, digits=4, **arrays):
+def digest(*, digits: int = 4, **arrays: Any) -> Digest:
     """One line for each array: how many values, the finite range, the sum, in few digits; NaN and inf are counted.
 
     The last line of the cell that draws a figure, where the notebook keeps it out of sight; `print` shows it.
@@ -186,6 +188,6 @@ def digest(*, digits=4, **arrays):
     return Digest("\n".join(lines))
 
 
-def _unsigned(value):
+def _unsigned(value: float) -> float:
     """Minus zero as zero."""
     return float(value) + 0.0

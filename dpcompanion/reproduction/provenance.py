@@ -4,6 +4,7 @@ import importlib.metadata
 import pathlib
 import platform
 import subprocess
+from typing import TypedDict
 
 import torch
 
@@ -20,12 +21,19 @@ LIBRARIES = (
 )
 
 
-def software():
+class Software(TypedDict):
+    """What `software` gives."""
+
+    versions: dict[str, str]
+    commit: str | None
+
+
+def software() -> Software:
     """What a run is made with: {"versions": `versions()`, "commit": `commit()`}."""
     return {"versions": versions(), "commit": commit()}
 
 
-def versions():
+def versions() -> dict[str, str]:
     """The versions of Python and of the libraries that are installed."""
     found = {"python": platform.python_version()}
     for library in LIBRARIES:
@@ -39,19 +47,19 @@ def versions():
     return {**found, "dpcompanion": dpcompanion.__version__}
 
 
-def repository():
+def repository() -> pathlib.Path | None:
     """The checkout that this package lies in, or None when it is installed without one."""
     root = pathlib.Path(__file__).resolve().parents[2]
     return root if (root / "pyproject.toml").is_file() else None
 
 
-def commit():
+def commit() -> str | None:
     """The git commit of the code, with "+changes" where tracked files differ from it; None outside a checkout."""
     root = repository()
     if root is None or not (root / ".git").exists():
         return None
 
-    def git(*arguments):
+    def git(*arguments: str) -> str:
         return subprocess.run(
             ("git", "-C", str(root), *arguments), capture_output=True, text=True, timeout=20, check=True
         ).stdout.strip()
@@ -63,7 +71,7 @@ def commit():
         return None
 
 
-def device_name(device):
+def device_name(device: str | torch.device) -> str:
     """What a device is: "cpu (x86_64)", or the name of the GPU."""
     device = torch.device(device)
     if device.type == "cuda":

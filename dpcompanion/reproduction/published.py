@@ -28,6 +28,8 @@ import math
 import re
 import tomllib
 import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, Self
 
 from dpcompanion import _checks
 
@@ -77,7 +79,11 @@ class Printed(float):
     5e-08
     """
 
-    def __new__(cls, text):
+    text: str
+    rounding: float
+    sd: float
+
+    def __new__(cls, text: str) -> Self:
         match = _PRINTED.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             raise ValueError(f"text must be a printed number such as '3.42', '96.75±0.15', '0.927(2)', got {text!r}")
@@ -89,15 +95,15 @@ class Printed(float):
         self.sd = float(match["sd"] or f"{match['last'] or 0}e{-places}")
         return self
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Printed({self.text!r})"
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.text
 
     __format__ = float.__format__
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type["Printed"], tuple[str]]:
         return Printed, (self.text,)
 
 
@@ -140,24 +146,24 @@ class Exhibit:
     unit: str = ""
     shows: str = ""
     caution: str = ""
-    data: tuple = ()
-    networks: tuple = ()
+    data: tuple[str, ...] = ()
+    networks: tuple[str, ...] = ()
     scale: str = "gpu"
-    wrong: tuple = ()
-    given: tuple = ()
-    accuracies: tuple = ()
-    tests: tuple = ()
+    wrong: tuple[str, ...] = ()
+    given: tuple[str, ...] = ()
+    accuracies: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
     tolerance: float = 0.1
     unprinted: str = ""
     part_of: str = ""
-    numbers: types.MappingProxyType = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
+    numbers: Mapping[str, Any] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
     @property
-    def name(self):
+    def name(self) -> str:
         """The name that experiments, records and chapters use, such as "idp-sgd/table-5"."""
         return f"{self.paper}/{self.id}"
 
-    def is_wrong(self, key):
+    def is_wrong(self, key: str) -> bool:
         """Whether a number is proved wrong in the paper.
 
         >>> exhibit("idp-sgd/table-7").is_wrong("mnist.A.sigma_p"), exhibit("idp-sgd/table-7").is_wrong("mnist.A.q_p")
@@ -165,7 +171,7 @@ class Exhibit:
         """
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.wrong)
 
-    def is_given(self, key):
+    def is_given(self, key: str) -> bool:
         """Whether a number is no result of this exhibit.
 
         >>> exhibit("idp-sgd/table-5").is_given("mnist.lr"), exhibit("idp-sgd/table-5").is_given("mnist.sigma")
@@ -173,7 +179,7 @@ class Exhibit:
         """
         return any(fnmatch.fnmatchcase(key, pattern) for pattern in self.given)
 
-    def point(self, key):
+    def point(self, key: str) -> float:
         """How much one percentage point of accuracy is in a number: 1, 0.01, or 0 for what is no accuracy.
 
         >>> exhibit("idp-sgd/table-2").point("mnist.A.sample"), exhibit("idp-sgd/table-5").point("mnist.sigma")
@@ -185,7 +191,7 @@ class Exhibit:
             return 1.0
         return 0.01 if any(fnmatch.fnmatchcase(key, pattern) for pattern in self.accuracies) else 0.0
 
-    def flat(self):
+    def flat(self) -> dict[str, Any]:
         """All numbers under their dotted names, in the paper's order.
 
         >>> exhibit("intrinsic-privacy/table-2").flat()["adult.learning_rate"]
@@ -193,14 +199,14 @@ class Exhibit:
         """
         return dict(_flatten(self.numbers))
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: str) -> Any:
         flat = self.flat()
         if key not in flat:
             raise ValueError(f"key must be one of {', '.join(flat) or '(no numbers)'}, got {key!r}")
         return flat[key]
 
 
-def _flatten(numbers, prefix=""):
+def _flatten(numbers: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in numbers.items():
         if isinstance(value, types.MappingProxyType):
             yield from _flatten(value, f"{prefix}{key}.")
@@ -208,7 +214,7 @@ def _flatten(numbers, prefix=""):
             yield prefix + key, value
 
 
-def _number(leaf):
+def _number(leaf: Any) -> Any:
     if isinstance(leaf, dict):
         return types.MappingProxyType({key: _number(value) for key, value in leaf.items()})
     if isinstance(leaf, list):
@@ -217,8 +223,8 @@ def _number(leaf):
 
 
 @functools.cache
-def _read(slug):
-    file = importlib.resources.files(__package__) / "papers" / slug.replace("-", "_") / "printed.toml"
+def _read(slug: str) -> tuple[Paper, dict[str, Exhibit]]:
+    file = importlib.resources.files("dpcompanion.reproduction") / "papers" / slug.replace("-", "_") / "printed.toml"
     content = tomllib.loads(file.read_text(encoding="utf-8"))
     found = content.pop("exhibit")
     exhibits = {}
@@ -230,7 +236,7 @@ def _read(slug):
     return Paper(slug=slug, **content), exhibits
 
 
-def papers():
+def papers() -> list[Paper]:
     """The five papers, oldest idea first.
 
     >>> [paper.short for paper in papers()][-2:]
@@ -239,12 +245,12 @@ def papers():
     return [_read(slug)[0] for slug in PAPERS]
 
 
-def paper(slug):
+def paper(slug: str) -> Paper:
     """One paper by its slug."""
     return _read(_checks.one_of("slug", slug, PAPERS))[0]
 
 
-def exhibits(paper=None, *, ours=False):
+def exhibits(paper: str | None = None, *, ours: bool = False) -> list[Exhibit]:
     """All exhibits, or those of one paper, in the paper's order; with `ours` the results of our own, too.
 
     >>> len(exhibits()) == sum(len(exhibits(paper=slug)) for slug in PAPERS)
@@ -254,7 +260,7 @@ def exhibits(paper=None, *, ours=False):
     return [found for slug in slugs for found in _read(slug)[1].values() if ours or found.kind != OURS]
 
 
-def parts(name):
+def parts(name: str) -> list[Exhibit]:
     """The exhibits whose records hold a part of this one's numbers, see `Exhibit.part_of`.
 
     >>> [part.name for part in parts("idp-sgd/table-8")]
@@ -264,7 +270,7 @@ def parts(name):
     return [found for found in exhibits(whole.paper, ours=True) if found.part_of == whole.id]
 
 
-def exhibit(name):
+def exhibit(name: str) -> Exhibit:
     """One exhibit by its name, "paper/id"; a ValueError for an unknown one lists that paper's exhibits."""
     slug, _, id = str(name).partition("/")
     _checks.one_of("paper", slug, PAPERS)
@@ -274,7 +280,16 @@ def exhibit(name):
     return known[id]
 
 
-def verdict(ours, published, *, sd_ours=0.0, sd_published=None, rounding=None, points=False, tolerance=0.1):
+def verdict(
+    ours: float,
+    published: float | str,
+    *,
+    sd_ours: float = 0.0,
+    sd_published: float | None = None,
+    rounding: float | None = None,
+    points: float = False,
+    tolerance: float = 0.1,
+) -> Literal["matches", "close", "differs"]:
     """ "matches", "close" or "differs", by the rule in `VERDICTS`.
 
     Args:
@@ -297,9 +312,9 @@ def verdict(ours, published, *, sd_ours=0.0, sd_published=None, rounding=None, p
     _checks.in_interval("tolerance", tolerance, 0, 1, closed="left")
     published = Printed(published) if isinstance(published, str) else published
     if sd_published is None:
-        sd_published = getattr(published, "sd", 0.0)
+        sd_published = published.sd if isinstance(published, Printed) else 0.0
     if rounding is None:
-        rounding = getattr(published, "rounding", 0.0)
+        rounding = published.rounding if isinstance(published, Printed) else 0.0
     for name, value in (("sd_ours", sd_ours), ("sd_published", sd_published), ("rounding", rounding)):
         _checks.in_interval(name, value, 0, math.inf, closed="left")
     ours, paper = float(ours), float(published)

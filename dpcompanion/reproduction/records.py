@@ -26,10 +26,14 @@ code than the record was made with; the book then says so.
 import dataclasses
 import datetime
 import math
+import os
 import pathlib
 import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
+import torch
 
 from dpcompanion import _checks
 from dpcompanion.reproduction import provenance, published
@@ -37,6 +41,8 @@ from dpcompanion.reproduction.storage import hash_of, plain, read_whole, write_w
 from dpcompanion.reproduction.storage import MeanSD, mean_and_sd  # noqa: F401, as part of a record's values
 
 SCHEMA = 1
+#: A folder, or a file.
+Folder = str | os.PathLike[str]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,50 +62,50 @@ class Record:
 
     name: str
     preset: str
-    values: dict
-    config: dict
+    values: dict[str, Any]
+    config: dict[str, Any]
     code_hash: str
-    data: list
-    versions: dict
+    data: list[dict[str, Any]]
+    versions: dict[str, str]
     commit: str | None
     device: str
     wall_time: float
     command: str
     created: str
-    arrays: dict = dataclasses.field(default_factory=dict)
-    kept: list = dataclasses.field(default_factory=list)
+    arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    kept: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     @property
-    def seeds(self):
+    def seeds(self) -> list[int]:
         """The seeds of its configuration, or its one `seed`."""
         return [self.config["seed"]] if "seed" in self.config else list(self.config.get("seeds", []))
 
-    def is_stale(self, *, config=None, code_hash=None):
+    def is_stale(self, *, config: Any = None, code_hash: str | None = None) -> bool:
         """Whether it was made with another configuration (seeds apart) or another code than the given ones."""
         mine = _without_seeds(self.config)
         other = mine if config is None else _without_seeds(plain(config))
         return hash_of(mine) != hash_of(other) or (code_hash is not None and self.code_hash != code_hash)
 
 
-def _without_seeds(config):
+def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in config.items() if key not in ("seed", "seeds")}
 
 
 def make(
-    name,
-    preset,
-    values,
+    name: str,
+    preset: str,
+    values: Mapping[str, Any],
     *,
-    config,
-    code_hash="",
-    data=(),
-    arrays=None,
-    device="cpu",
-    wall_time=0.0,
-    command="",
-    made_with=None,
-    kept=(),
-):
+    config: Any,
+    code_hash: str = "",
+    data: Iterable[Mapping[str, Any]] = (),
+    arrays: Mapping[str, np.ndarray | torch.Tensor] | None = None,
+    device: str | torch.device = "cpu",
+    wall_time: float = 0.0,
+    command: str = "",
+    made_with: provenance.Software | None = None,
+    kept: Iterable[Mapping[str, Any]] = (),
+) -> Record:
     """A record of `values`, completed with versions, commit and time.
 
     `made_with` is what `provenance.software()` said when the run began, since files may be edited during a long one;
@@ -127,12 +133,12 @@ def make(
     )
 
 
-def results_folder(folder=None):
+def results_folder(folder: Folder | None = None) -> pathlib.Path:
     """Where records live: `folder`, else the checkout's `results`, else `results` in the current directory."""
     return pathlib.Path(folder) if folder is not None else (provenance.repository() or pathlib.Path.cwd()) / "results"
 
 
-def path_of(name, preset, folder=None):
+def path_of(name: str, preset: str, folder: Folder | None = None) -> pathlib.Path:
     """The path of a record.
 
     >>> str(path_of("idp-sgd/table-5", "paper", "results"))
@@ -141,7 +147,7 @@ def path_of(name, preset, folder=None):
     return results_folder(folder) / f"{published.exhibit(name).name}.{preset}.json"
 
 
-def write(record, folder=None):
+def write(record: Record, folder: Folder | None = None) -> pathlib.Path:
     """Write a record (and its arrays) whole or not at all; returns the path of its JSON file."""
     path = path_of(record.name, record.preset, folder)
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
@@ -149,7 +155,7 @@ def write(record, folder=None):
     return path
 
 
-def read(path):
+def read(path: Folder) -> Record:
     """Read a record back; a damaged, incomplete or foreign file, or other arrays than it was made with, raise
     ValueError with the file's name."""
     path = pathlib.Path(path)
@@ -186,7 +192,7 @@ def read(path):
 SHIPPED = pathlib.Path(__file__).resolve().parent / "shipped"
 
 
-def find(name, preset="paper", folder=None):
+def find(name: str, preset: str = "paper", folder: Folder | None = None) -> Record | None:
     """The record of an exhibit, or None where there is none; another one under its name raises ValueError.
 
     Without a `folder`, an installed package that has no checkout finds the records that it came with as well.

@@ -15,18 +15,16 @@ What no experiment computes, such as a lemma, can be checked by tests, which `pu
 ['reproduced']
 >>> sum(counts(board).values()) == len(board)
 True
-
-An exhibit's *place* is its anchor on the paper's page of exhibits. Where that page has none, it is the section of a
-chapter whose heading names it ("Figures 6 and 7", "Table III"), or else the first whose code asks for it by name.
 """
 
 import dataclasses
 import os
-import pathlib
 import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
-from dpcompanion.reproduction import experiments, provenance, published, records
-from dpcompanion.reproduction.comparison import Table, compare, tally
+from dpcompanion.reproduction import experiments, places, published, records
+from dpcompanion.reproduction.comparison import Comparison, Table, compare, tally
 
 STATES = {
     "reproduced": "recomputed at the paper's scale; every number matches or is close, every claim of the paper holds",
@@ -37,16 +35,6 @@ STATES = {
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
     "not run": "with what it would need",
 }
-_ROMAN = {"I": 1, "II": 2, "III": 3, "IV": 4}
-_KINDS = "figure|table|theorem|algorithm|claim|fact|corollary|lemma|definition"
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """A section of the book: the page, such as "book/papers/idp-sgd-exhibits", and an anchor on it."""
-
-    page: str
-    anchor: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,19 +57,19 @@ class Standing:
 
     exhibit: published.Exhibit
     state: str
-    numbers: dict
-    findings: dict
-    own: dict
-    refutations: dict
+    numbers: dict[str, int]
+    findings: dict[str, int]
+    own: dict[str, int]
+    refutations: dict[str, int]
     record: records.Record | None
-    missing: tuple
+    missing: tuple[str, ...]
     stale: bool
-    place: Place | None
+    place: places.Place | None
     experiment: experiments.Experiment | None
-    parts: tuple = ()
+    parts: tuple[records.Record, ...] = ()
 
     @property
-    def verdicts(self):
+    def verdicts(self) -> str:
         """All counts in words, such as "12 match, 3 close, 2 hold, 6 not run; ours: 1 holds".
 
         >>> [one.verdicts for one in standings("per-instance-accounting") if one.exhibit.id == "algorithm-1"]
@@ -90,11 +78,11 @@ class Standing:
         return self._counted(_said)
 
     @property
-    def marked(self):
+    def marked(self) -> str:
         """The same with marks, such as "\u2713 12 match, \u2248 3 close"."""
         return self._counted(tally)
 
-    def _counted(self, said):
+    def _counted(self, said: Callable[[Mapping[str, int]], str]) -> str:
         counts = {**self.numbers, **self.findings}
         counts["not run"] = counts.pop("not run", 0)
         parts = [said(counts)]
@@ -106,13 +94,13 @@ class Standing:
         return "; ".join(filter(None, parts))
 
     @property
-    def basis(self):
+    def basis(self) -> str:
         """What the state rests on, or what is needed to have one."""
         if self.exhibit.tests and not (self.numbers or self.findings):
             return "tests"
         if self.record is not None and self.state != "not run":
             parts = [f"{self.record.preset} record"]
-            if experiments.is_stand_in(self.record, self.exhibit.name):
+            if all(experiments.is_stand_in(each, self.exhibit.name) for each in (self.record, *self.parts)):
                 parts[0] += " of a stand-in"
             if self.record.seeds:
                 parts.append("one seed" if len(self.record.seeds) == 1 else f"{len(self.record.seeds)} seeds")
@@ -128,14 +116,14 @@ class Standing:
         return "ready to run" if self.experiment and "paper" in self.experiment.presets else "needs an experiment"
 
     @property
-    def to_do(self):
+    def to_do(self) -> tuple[str, str] | None:
         """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None where nothing is.
 
         The second is a command, or says what has to be written first.
         """
-        recorded = self.record is not None and self.record.preset == "paper"
-        tasks = _not_run(self.exhibit, self.record, self.parts) if recorded else ()
-        if self.exhibit.tests or recorded and not (self.missing or tasks):
+        recorded = self.record if self.record is not None and self.record.preset == "paper" else None
+        tasks = _not_run(self.exhibit, recorded, self.parts)
+        if self.exhibit.tests or recorded is not None and not (self.missing or tasks):
             return None
         gpu = self.exhibit.scale == "gpu"
         left = [
@@ -147,7 +135,7 @@ class Standing:
             f"dpcompanion run {part.name} --preset paper{' --device cuda' if part.scale == 'gpu' else ''}"
             for part in left
         ]
-        if left and not tasks and (self.missing or not recorded):
+        if left and not tasks and (self.missing or recorded is None):
             return ", ".join(self.missing or self.exhibit.data), " && ".join(commands)
         if self.experiment is None or "paper" not in self.experiment.presets:
             needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if gpu else ""
@@ -157,17 +145,19 @@ class Standing:
             )
         command = f"dpcompanion run {self.experiment.name} --preset paper{' --device cuda' if gpu else ''}"
         command = " && ".join([*commands, command])
-        if not recorded:
+        if recorded is None:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
-        if not tasks and self.record.name != self.exhibit.name == self.experiment.name:
+        if not tasks and recorded.name != self.exhibit.name == self.experiment.name:
             return ", ".join(self.missing), command  # judged so far by the record of another
         if not tasks:
             return ", ".join(self.missing), f"needs {'a GPU and ' if gpu else ''}a configuration"
-        needs = {name: task.get("needs") for name, task in self.record.config.get("tasks", {}).items()}
+        needs = {name: task.get("needs") for name, task in recorded.config.get("tasks", {}).items()}
         return ", ".join(f"{name} ({needs[name]})" if needs.get(name) else name for name in tasks), command
 
 
-def standings(paper=None, *, folder=None, book=None):
+def standings(
+    paper: str | None = None, *, folder: records.Folder | None = None, book: records.Folder | None = None
+) -> list[Standing]:
     """How the exhibits of a paper stand, or those of all, in the papers' order.
 
     Args:
@@ -176,33 +166,33 @@ def standings(paper=None, *, folder=None, book=None):
         book: the folder of the book's sources; that of the checkout, or of the wheel, by default.
     """
     exhibits = published.exhibits(paper)
-    places = {slug: _places(slug, book) for slug in dict.fromkeys(exhibit.paper for exhibit in exhibits)}
-    return [_standing(exhibit, folder, places[exhibit.paper].get(exhibit.id)) for exhibit in exhibits]
+    found = {slug: places.of_paper(slug, book) for slug in dict.fromkeys(exhibit.paper for exhibit in exhibits)}
+    return [_standing(exhibit, folder, found[exhibit.paper].get(exhibit.id)) for exhibit in exhibits]
 
 
-def standing(name, *, folder=None, book=None):
+def standing(name: str, *, folder: records.Folder | None = None, book: records.Folder | None = None) -> Standing:
     """How one exhibit stands.
 
     >>> standing("intrinsic-privacy/claims-1-2").basis
     'paper record, one seed'
     """
     exhibit = published.exhibit(name)
-    return _standing(exhibit, folder, _places(exhibit.paper, book).get(exhibit.id))
+    return _standing(exhibit, folder, places.of_paper(exhibit.paper, book).get(exhibit.id))
 
 
-def counts(standings):
+def counts(standings: Sequence[Standing]) -> dict[str, int]:
     """State -> how many exhibits, for all states."""
     return {state: sum(one.state == state for one in standings) for state in STATES}
 
 
-def sums(standings):
+def sums(standings: Iterable[Standing]) -> dict[str, dict[str, int]]:
     """What came out, over all exhibits: {"numbers": ..., "claim": ..., "own": ..., "refutes": ...}, word -> how many.
 
     >>> sums(standings("intrinsic-privacy"))["refutes"]
     {}
     """
     parts = {"numbers": "numbers", "claim": "findings", "own": "own", "refutes": "refutations"}
-    found = {part: {} for part in parts}
+    found: dict[str, dict[str, int]] = {part: {} for part in parts}
     for one in standings:
         for part, attribute in parts.items():
             for word, count in getattr(one, attribute).items():
@@ -210,7 +200,7 @@ def sums(standings):
     return {part: {word: here[word] for word in published.VERDICTS if word in here} for part, here in found.items()}
 
 
-def _said(counts):
+def _said(counts: Mapping[str, int]) -> str:
     """Counts in words."""
     return re.sub(r"(^|, )\S (?=\d)", r"\1", tally(counts))
 
@@ -227,14 +217,14 @@ class Board:
     Figure 1    reproduced    1 holds     paper record
     """
 
-    def __init__(self, standings, page="book/scoreboard"):
+    def __init__(self, standings: Iterable[Standing], page: str = "book/scoreboard"):
         self.rows, self.page = tuple(standings), page
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         table = [[label(one.exhibit), one.state, one.verdicts, one.basis] for one in self.rows]
         return repr(Table(["exhibit", "state", "verdicts", "basis"], table, kinds=[None, None, None]))
 
-    def _repr_markdown_(self):
+    def _repr_markdown_(self) -> str:
         lines = ["| exhibit | state | verdicts | basis |", "|:--|:--|:--|:--|"]
         for one in self.rows:
             state = f"[{one.state}]{{.{one.state.replace(' ', '-')}}}"
@@ -242,14 +232,14 @@ class Board:
             lines.append(f"| {name} | {state} | {one.verdicts or ' '} | {one.basis} |")
         return "\n".join(lines)
 
-    def _link(self, one):
+    def _link(self, one: Standing) -> str:
         if one.place is None:
             return label(one.exhibit)
         address = os.path.relpath(one.place.page, os.path.dirname(self.page))
         return f'<a href="{address}.html#{one.place.anchor}">{label(one.exhibit)}</a>'
 
 
-def label(exhibit):
+def label(exhibit: published.Exhibit) -> str:
     """What readers call an exhibit.
 
     >>> label(published.exhibit("idp-sgd/table-d7")), label(published.exhibit("per-instance-accounting/text-cost"))
@@ -264,35 +254,69 @@ def label(exhibit):
     return re.sub(r"\b[a-z](?=[.\d])", lambda letter: letter[0].upper(), words)
 
 
-def compared(standings):
+def compared(standings: Iterable[Standing]) -> list[tuple[str, Comparison]]:
     """(exhibit's label and title, `Comparison` of all printed numbers) for each standing whose record holds some."""
     return [
-        (f"{label(one.exhibit)}: {one.exhibit.title}", _compared(one.exhibit, one.record, one.parts))
+        (f"{label(one.exhibit)}: {one.exhibit.title}", _compared(one.exhibit, _of_exhibit(one), one.parts))
         for one in standings
         if one.numbers
     ]
 
 
-def _compared(exhibit, record, parts):
+def values_of(
+    exhibit: published.Exhibit, record: records.Record | None, parts: Iterable[records.Record] = ()
+) -> tuple[dict[str, Any], set[str]]:
+    """What an exhibit's own record and those of its parts hold: (name -> value, the names of what is a stand-in's).
+
+    Where several hold a value, that of the paper's network counts before that of a stand-in, then that of the paper's
+    scale, and then the exhibit's own.
+
+    >>> exhibit = published.exhibit("individual-accounting/table-2")
+    >>> values, of_stand_in = values_of(exhibit, records.find(exhibit.name))
+    >>> of_stand_in == set(values)
+    True
+    """
+    values, of_stand_in = {}, set()
+    found = [*parts] if record is None else [*parts, record]
+    for each in sorted(found, key=lambda one: (not experiments.is_stand_in(one, exhibit.name), one.preset == "paper")):
+        values |= each.values
+        (of_stand_in.update if experiments.is_stand_in(each, exhibit.name) else of_stand_in.difference_update)(
+            each.values
+        )
+    return values, of_stand_in
+
+
+def _of_exhibit(one: Standing) -> records.Record | None:
+    """The record that an exhibit is judged by, if it is its own."""
+    return one.record if one.record is not None and one.record.name == one.exhibit.name else None
+
+
+def _compared(exhibit: published.Exhibit, record: records.Record | None, parts: Sequence[records.Record]) -> Comparison:
     printed = {
         key: value
         for key, value in exhibit.flat().items()
         if not exhibit.is_given(key)
         and all(isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,)))
     }
-    recorded = {key: each.values[key] for each in (*parts, record) for key in printed if key in each.values}
-    kind = "recorded" if record.preset == "paper" else "live"
+    values, of_stand_in = values_of(exhibit, record, parts)
+    ours = {key: values[key] for key in printed if key in values}
+    recorded = bool(parts) or (record is not None and record.preset == "paper")
     return compare(
-        exhibit.name, keys=list(printed), stand_in=experiments.is_stand_in(record, exhibit.name), **{kind: recorded}
+        exhibit.name,
+        keys=printed,
+        stand_in=of_stand_in,
+        recorded=ours if recorded else None,
+        live=None if recorded else ours,
     )
 
 
-def _standing(exhibit, folder, place):
-    judged = dict.fromkeys([exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))])
-    found = {name: _record(name, folder) for name in judged}
+def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: places.Place | None) -> Standing:
+    judged = [exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))]
+    found = {name: _record(name, folder) for name in dict.fromkeys(judged)}
     parts = tuple(filter(None, (records.find(part.name, "paper", folder) for part in published.parts(exhibit.name))))
-    numbers, held = {}, {kind: {} for kind in published.FINDINGS}
-    if found[exhibit.name] is not None:
+    numbers: dict[str, int] = {}
+    held: dict[str, dict[str, int]] = {kind: {} for kind in published.FINDINGS}
+    if found[exhibit.name] is not None or parts:
         numbers = _compared(exhibit, found[exhibit.name], parts).counts()
         if count := numbers.pop("stand-in", 0):
             numbers["not run"] = numbers.get("not run", 0) + count
@@ -301,21 +325,44 @@ def _standing(exhibit, folder, place):
         for kind, counts in held.items():
             for word, count in judged_by.counts(kind).items():
                 counts[word] = counts.get(word, 0) + count
-    record = next(filter(None, found.values()), None)
-    experiment = next((experiments.get(name) for name in judged if name in experiments.names()), None)
+    record = next(filter(None, (*found.values(), *parts)), None)
+    known = [experiments.get(name) for name in found if name in experiments.names()]
+    experiment = next(iter(known), None)
     stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
     missing = _missing(exhibit, [*filter(None, found.values()), *parts])
     left = missing or _not_run(exhibit, record, parts)
-    state = _state(exhibit, numbers, held["claim"], record, left, place)
-    return Standing(exhibit, state, numbers, *held.values(), record, missing, stale, place, experiment, parts)
+    live = place is not None and _runs_live(exhibit)
+    state = _state(exhibit, numbers, held["claim"], record, some_tasks=bool(left), live=live)
+    return Standing(
+        exhibit,
+        state,
+        numbers,
+        held["claim"],
+        held["own"],
+        held["refutes"],
+        record,
+        missing,
+        stale,
+        place,
+        experiment,
+        parts,
+    )
 
 
-def _record(name, folder):
+def _runs_live(exhibit: published.Exhibit) -> bool:
+    """Whether a quick run computes an exhibit, or what one of the paper's claims about it is judged by."""
+    claims = [criterion.of for criterion in experiments.criteria(exhibit.name) if criterion.kind == "claim"]
+    return any(
+        name in experiments.names() and "quick" in experiments.get(name).presets for name in (exhibit.name, *claims)
+    )
+
+
+def _record(name: str, folder: records.Folder | None) -> records.Record | None:
     """The record at the scale of the paper, or the quick one where there is no other."""
     return records.find(name, "paper", folder) or records.find(name, "quick", folder)
 
 
-def _missing(exhibit, found):
+def _missing(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
     """The exhibit's data sets and networks that no record has; accounts alone, which load no data, miss nothing."""
     found = [record for record in found if record.data]
     has = {entry["name"] for record in found for entry in record.data}
@@ -323,7 +370,9 @@ def _missing(exhibit, found):
     return tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has) if found else ()
 
 
-def _not_run(exhibit, record, parts):
+def _not_run(
+    exhibit: published.Exhibit, record: records.Record | None, parts: Iterable[records.Record]
+) -> tuple[str, ...]:
     """The tasks that an exhibit's own record leaves out, and no part has; another exhibit's may leave out what this
     does not show."""
     if record is None or record.name != exhibit.name:
@@ -332,7 +381,15 @@ def _not_run(exhibit, record, parts):
     return tuple(task for task in record.values.get("not_run", ()) if task not in has)
 
 
-def _state(exhibit, numbers, held, record, some_tasks, place):
+def _state(
+    exhibit: published.Exhibit,
+    numbers: Mapping[str, int],
+    held: Mapping[str, int],
+    record: records.Record | None,
+    *,
+    some_tasks: bool,
+    live: bool,
+) -> str:
     if exhibit.wrong and (record is not None or "statement" in exhibit.wrong):
         return "wrong in the paper"
     good = sum(numbers.get(word, 0) for word in ("matches", "close")) + held.get("holds", 0)
@@ -341,95 +398,9 @@ def _state(exhibit, numbers, held, record, some_tasks, place):
     if good + bad + undecided == 0:
         if exhibit.tests:
             return "reproduced"
-        live = exhibit.name in experiments.names() and "quick" in experiments.get(exhibit.name).presets
-        return "in part" if place and live else "not run"
+        return "in part" if live else "not run"
     # A record of some of the paper's tasks neither reproduces nor contradicts it.
     if good == 0:
         return "contradicted" if bad and not (some_tasks or exhibit.unprinted) else "undecided"
-    whole = record.preset == "paper" and not some_tasks and not numbers.get("not run")
+    whole = record is not None and record.preset == "paper" and not some_tasks and not numbers.get("not run")
     return "reproduced" if bad + undecided == 0 and whole else "in part"
-
-
-def _places(paper, book=None):
-    """Exhibit -> its place, from the anchors of its page of exhibits, the headings of the paper's own pages, and then
-    from the code of all pages."""
-    book = (provenance.repository() or records.SHIPPED) / "book" if book is None else pathlib.Path(book)
-    own = sorted(book.glob(f"papers/{paper}*.md"))
-    others = sorted(path for path in book.glob("*.md") if path.stem not in ("scoreboard", "errata", "intro"))
-    exhibits, places = published.exhibits(paper), {}
-    split = book / f"papers/{paper}-exhibits.md"
-    if split.is_file():
-        anchors = re.findall(r"^\((.+)\)=$", split.read_text(encoding="utf-8"), re.MULTILINE)
-        places = {
-            exhibit.id: _place(book, split, _anchor(f"{paper}-{exhibit.id}"))
-            for exhibit in exhibits
-            if f"{paper}-{exhibit.id}" in anchors
-        }
-    for path in own:
-        for heading, anchor, _ in _sections(path.read_text(encoding="utf-8")):
-            named = _named(heading)
-            for exhibit in exhibits:
-                if named & _named(exhibit.id):
-                    places.setdefault(exhibit.id, _place(book, path, anchor))
-    for path in (*own, *others):
-        for _, anchor, code in _sections(path.read_text(encoding="utf-8")):
-            for exhibit in exhibits:
-                ways = (exhibit.name,) if path not in own else (exhibit.name, exhibit.id)
-                if anchor and any(f'{mark}{way}"' in code for way in ways for mark in '"/'):
-                    places.setdefault(exhibit.id, _place(book, path, anchor))
-    return places
-
-
-def _place(book, path, anchor):
-    return Place(f"book/{path.relative_to(book).with_suffix('').as_posix()}", anchor)
-
-
-def _sections(text):
-    """(heading, anchor, code) of each section of a page; the anchor of the title's own section is empty."""
-    sections, fence = [["", "", ""]], None
-    for line in text.splitlines():
-        mark = re.match(r"(`{3,}|~{3,})(.*)", line)
-        if fence is None and mark:
-            fence, is_code = mark[1], "code-cell" in mark[2]
-        elif fence is not None and line.strip() == fence:
-            fence = None
-        elif fence is not None and is_code:
-            sections[-1][2] += line + "\n"
-        elif fence is None and (heading := re.match(r"(#+)\s+(.*)", line)):
-            sections.append([heading[2], _anchor(heading[2]) if len(heading[1]) > 1 else "", ""])
-    return [tuple(section) for section in sections]
-
-
-def _anchor(heading):
-    """The anchor that Sphinx gives a heading.
-
-    >>> _anchor("Table III: intrinsic epsilon"), _anchor("Figures 8 and 9: one's own start")
-    ('table-iii-intrinsic-epsilon', 'figures-8-and-9-ones-own-start')
-    """
-    words = re.sub(r"\{\w+\}`([^`]*)`|[`*$]", r"\1", heading).lower().replace("'", "")
-    return re.sub(r"^[-0-9]+|-+$", "", re.sub(r"[^a-z0-9]+", "-", words))
-
-
-def _named(words):
-    """The exhibits that a heading, or an exhibit's id, speaks of, as (kind, number) pairs.
-
-    >>> sorted(_named("Theorem 2 and claims 1 and 2; Tables I to III of the paper"))
-    [('claim', '1'), ('claim', '2'), ('table', '1'), ('table', '2'), ('table', '3'), ('theorem', '2')]
-    >>> _named("algorithms-1-2-3") == _named("Algorithms 1 to 3")
-    True
-    """
-    found, kind, last, span = set(), None, None, False
-    for word in re.findall(r"[A-Za-z]?\.?\d+(?:\.\d+)*|[A-Za-z]+|[-\u2013]", words):
-        if re.fullmatch(f"({_KINDS})s?", word, re.IGNORECASE):
-            kind, last, span = word.lower().rstrip("s"), None, False
-        elif kind and (re.search(r"\d", word) or word in _ROMAN):
-            number = str(_ROMAN.get(word, word.lower()))
-            if span and number.isdigit() and str(last).isdigit():
-                found |= {(kind, str(between)) for between in range(int(last), int(number))}
-            found.add((kind, number))
-            last, span = number, False
-        elif word in ("to", "-", "\u2013"):
-            span = last is not None
-        elif word != "and":
-            kind = None
-    return found

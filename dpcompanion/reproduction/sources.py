@@ -25,19 +25,23 @@ import pathlib
 import symtable
 import sys
 import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 OWN = "dpcompanion.reproduction.papers"
+#: A definition: (module, name); the name "*" is all of a module, "Class()" are the methods of a class.
+Key = tuple[str, str]
 _REGISTERING = {"experiment", "finding"}
 _FIELDS_OF_THEIR_OWN = ("ClassVar", "InitVar", "KW_ONLY")
 
 
-def code_hash(function, *configs):
+def code_hash(function: Callable[..., Any], *configs: Any) -> str:
     """A sha256 of the code that `function` depends on, see `closure`."""
     found = sorted({definition.text for definition in closure(function, *configs).values()})
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
 
 
-def closure(function, *configs):
+def closure(function: Callable[..., Any], *configs: Any) -> "dict[str, Definition]":
     """What a function depends on within the papers' modules and its own: {"module.name": `Definition`}, sorted.
 
     Args:
@@ -68,7 +72,7 @@ class Definition:
     """A top-level definition: its syntax tree as `text`, and the (module, name) of each definition that it uses."""
 
     text: str
-    uses: tuple
+    uses: tuple[Key, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,21 +83,21 @@ class _Module:
     """
 
     name: str
-    bound: dict
-    imported: dict
+    bound: dict[str, list[ast.stmt]]
+    imported: dict[str, tuple[str, str | None]]
 
 
-def _is_own(module, home):
+def _is_own(module: str, home: str) -> bool:
     return module in (OWN, home) or module.startswith(OWN + ".")
 
 
-def _has_source(module):
+def _has_source(module: str) -> bool:
     return str(getattr(sys.modules.get(module), "__file__", None)).endswith(".py")
 
 
 @functools.cache
-def _module(name):
-    file = pathlib.Path(importlib.import_module(name).__file__)
+def _module(name: str) -> _Module:
+    file = pathlib.Path(str(importlib.import_module(name).__file__))  # all of these have one
     package = name if file.name == "__init__.py" else name.rpartition(".")[0]
     found = _Module(name, {}, {})
     for statement in _bare(ast.parse(file.read_text(encoding="utf-8"))).body:
@@ -111,7 +115,7 @@ def _module(name):
     return found
 
 
-def _imports(tree, package):
+def _imports(tree: ast.AST, package: str) -> Iterator[tuple[str, tuple[str, str | None]]]:
     """(name, (module, name there)) for every import within a syntax tree."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -123,7 +127,7 @@ def _imports(tree, package):
             yield from ((alias.asname or alias.name, (base, alias.name)) for alias in node.names)
 
 
-def _resolve(module, name):
+def _resolve(module: _Module, name: str) -> Key | None:
     """The (module, name) of what a name of a module stands for; None where that is no code of the papers."""
     if name in module.bound:
         return module.name, name
@@ -133,19 +137,20 @@ def _resolve(module, name):
     if there is None:
         return target, "*"
     found = _resolve(_module(target), there)
-    if found is None and importlib.util.find_spec(target).submodule_search_locations is not None:
+    spec = importlib.util.find_spec(target)
+    if found is None and spec is not None and spec.submodule_search_locations is not None:
         if importlib.util.find_spec(f"{target}.{there}"):
             return f"{target}.{there}", "*"
     return found
 
 
 @functools.cache
-def _definition(module, name):
+def _definition(module: str, name: str) -> Definition:
     """The definition of a name; "Class()" are the methods of a class, "*" is all of a module."""
     here = _module(module)
     if name == "*":
         return Definition("", tuple((module, bound) for bound in here.bound))
-    nodes = here.bound.get(name.removesuffix("()"), ())
+    nodes = here.bound.get(name.removesuffix("()"), [])
     if name.endswith("()"):
         nodes = [
             each
@@ -157,16 +162,16 @@ def _definition(module, name):
     return Definition(" ".join(map(_canonical, nodes)), _uses(here, nodes))
 
 
-def _local(function):
+def _local(function: Callable[..., Any]) -> Definition:
     """The definition of a function that stands in another, or in no module's file."""
     nodes = _bare(ast.parse(textwrap.dedent(inspect.getsource(function)))).body
     here = _module(function.__module__) if _has_source(function.__module__) else _Module("", {}, {})
     return Definition(" ".join(map(_canonical, nodes)), _uses(here, nodes))
 
 
-def _uses(module, nodes):
+def _uses(module: _Module, nodes: Sequence[ast.stmt]) -> tuple[Key, ...]:
     """What syntax trees use by global names, also through a module's name such as `second.examples`."""
-    found = set()
+    found: set[Key] = set()
     for node in nodes:
         everything = list(ast.walk(node))
         used = [_resolve(module, name) for name in _globals(symtable.symtable(ast.unparse(node), "here", "exec"))]
@@ -179,25 +184,23 @@ def _uses(module, nodes):
             if (target := _resolve(module, name)) in used and target and target[1] == "*"
         }
         attributes = [
-            each
+            (each, each.value)
             for each in everything
             if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in through
         ]
         bare = {
             each.id
             for each in everything
-            if isinstance(each, ast.Name)
-            and each.id in through
-            and not any(each is attribute.value for attribute in attributes)
+            if isinstance(each, ast.Name) and each.id in through and not any(each is value for _, value in attributes)
         }
-        for attribute in attributes:
-            used.append(_resolve(_module(through[attribute.value.id]), attribute.attr))
+        for attribute, value in attributes:
+            used.append(_resolve(_module(through[value.id]), attribute.attr))
         whole = {(through[name], "*") for name in through.keys() - bare}
         found |= {place for place in used if place and place not in whole}
     return tuple(sorted(found))
 
 
-def _globals(table):
+def _globals(table: symtable.SymbolTable) -> set[str]:
     """The global names that code refers to, by Python's own rules of scope."""
     names = {
         symbol.get_name()
@@ -207,49 +210,56 @@ def _globals(table):
     return names.union(*map(_globals, table.get_children()))
 
 
+_Defining = TypeVar("_Defining", bound=ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
 class _Bare(ast.NodeTransformer):
     """Removes docstrings, annotations, and the decorators that register."""
 
-    def _definition(self, node):
+    def _definition(self, node: _Defining) -> _Defining:
         if ast.get_docstring(node, clean=False) is not None:
             node.body = node.body[1:] or [ast.Pass()]
         node.decorator_list = [each for each in node.decorator_list if _last_name(each) not in _REGISTERING]
         return node
 
-    def visit_FunctionDef(self, node):
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._function(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self._function(node)
+
+    def _function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
         node.returns = None
         return self.generic_visit(self._definition(node))
 
-    visit_AsyncFunctionDef = visit_FunctionDef
-
-    def visit_ClassDef(self, node):
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
         for each in node.body:
             if isinstance(each, ast.AnnAssign):  # a field, whatever its type is called
                 if not any(word in ast.unparse(each.annotation) for word in _FIELDS_OF_THEIR_OWN):
                     each.annotation = ast.Constant(None)
         return self.generic_visit(self._definition(node))
 
-    def visit_arg(self, node):
+    def visit_arg(self, node: ast.arg) -> ast.AST:
         node.annotation = None
         return node
 
-    def visit_AnnAssign(self, node):
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
         self.generic_visit(node)
         if isinstance(node.annotation, ast.Constant) and node.annotation.value is None or node.value is None:
             return node
         return ast.copy_location(ast.Assign([node.target], node.value), node)
 
 
-def _bare(tree):
+def _bare(tree: ast.Module) -> ast.Module:
     return ast.fix_missing_locations(_Bare().visit(tree))
 
 
-def _last_name(decorator):
+def _last_name(decorator: ast.expr) -> str | None:
     node = decorator.func if isinstance(decorator, ast.Call) else decorator
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", None)
 
 
-def _canonical(node):
+def _canonical(node: Any) -> str:
     """A syntax tree as text, the same for all versions of Python that have the syntax."""
     if isinstance(node, ast.AST):
         fields = (
@@ -261,7 +271,7 @@ def _canonical(node):
     return f"[{', '.join(map(_canonical, node))}]" if isinstance(node, list) else repr(node)
 
 
-def _dataclasses_in(value):
+def _dataclasses_in(value: Any) -> Iterator[Any]:
     """The dataclass instances within a configuration."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield value

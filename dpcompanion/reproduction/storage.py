@@ -15,9 +15,11 @@ import io
 import json
 import math
 import os
+import pathlib
 import re
 import time
-import typing
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +32,7 @@ except ImportError:  # Windows
     fcntl = None
 
 
-class MeanSD(typing.NamedTuple):
+class MeanSD(NamedTuple):
     """A mean over n runs and the standard deviation between them; NaN when one run cannot tell."""
 
     mean: float
@@ -38,7 +40,7 @@ class MeanSD(typing.NamedTuple):
     n: int
 
 
-def mean_and_sd(values):
+def mean_and_sd(values: Iterable[float] | torch.Tensor) -> MeanSD:
     """Mean and sample standard deviation (ddof 1) over seeds.
 
     >>> mean_and_sd([96.0, 97.0, 98.0])
@@ -46,16 +48,16 @@ def mean_and_sd(values):
     >>> mean_and_sd([96.6]).sd
     nan
     """
-    values = np.asarray(list(values), dtype=np.float64)
-    if values.ndim != 1 or values.size == 0:
-        raise ValueError(f"values must be one number or more for each seed, got an array of shape {values.shape}")
+    numbers = np.asarray(list(values), dtype=np.float64)
+    if numbers.ndim != 1 or numbers.size == 0:
+        raise ValueError(f"values must be one number or more for each seed, got an array of shape {numbers.shape}")
     # math.fsum is exact, so that the mean does not depend on how numpy splits its sum.
-    mean = math.fsum(values) / values.size
-    sd = math.sqrt(math.fsum((values - mean) ** 2) / (values.size - 1)) if values.size > 1 else math.nan
-    return MeanSD(mean, sd, values.size)
+    mean = math.fsum(numbers) / numbers.size
+    sd = math.sqrt(math.fsum((numbers - mean) ** 2) / (numbers.size - 1)) if numbers.size > 1 else math.nan
+    return MeanSD(mean, sd, numbers.size)
 
 
-def hash_of(value):
+def hash_of(value: Any) -> str:
     """A sha256 of anything that a record can hold, the same on every machine.
 
     >>> hash_of({"b": 1, "a": (1, 2)}) == hash_of({"a": [1, 2], "b": 1})
@@ -64,7 +66,7 @@ def hash_of(value):
     return hashlib.sha256(to_json(value, sort_keys=True).encode()).hexdigest()
 
 
-def plain(value):
+def plain(value: Any) -> Any:
     """The value as JSON's own types (and MeanSD), with numbers from numpy and torch unpacked."""
     if isinstance(value, MeanSD):
         return MeanSD(float(value.mean), float(value.sd), int(value.n))
@@ -87,12 +89,12 @@ def plain(value):
     raise ValueError(f"a record holds numbers, strings, lists and dicts, got {value!r}")
 
 
-def to_json(value, **layout):
+def to_json(value: Any, **layout: Any) -> str:
     """A value as JSON text; `layout` goes to `json.dumps`."""
     return json.dumps(_encode(plain(value)), allow_nan=False, ensure_ascii=False, **layout)
 
 
-def _encode(value):
+def _encode(value: Any) -> Any:
     if isinstance(value, MeanSD):
         return {key: _encode(item) for key, item in value._asdict().items()}
     if isinstance(value, dict):
@@ -104,7 +106,7 @@ def _encode(value):
     return value
 
 
-def _decode(fields):
+def _decode(fields: dict[str, Any]) -> Any:
     if fields.keys() == {"float"} and fields["float"] in ("nan", "inf", "-inf"):
         return float(fields["float"])
     if fields.keys() == {"mean", "sd", "n"} and all(type(value) in (int, float) for value in fields.values()):
@@ -112,10 +114,10 @@ def _decode(fields):
     return fields
 
 
-def read_json(path):
+def read_json(path: pathlib.Path) -> Any:
     """The fields of a JSON file without their sha256, which must be theirs; ValueError with the file's name if not."""
 
-    def refuse(constant):
+    def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no JSON")
 
     try:
@@ -127,13 +129,13 @@ def read_json(path):
         raise ValueError(f"{path} is damaged: {error}") from None
 
 
-def write_json(path, fields, **layout):
+def write_json(path: pathlib.Path, fields: dict[str, Any], **layout: Any) -> None:
     """Write fields in one step, under their sha256; arrays stay as they are."""
     whole = {"sha256": hash_of(fields), **fields}
     _files.replace(path, (to_json(whole, **layout) + "\n").encode())
 
 
-def read_whole(path):
+def read_whole(path: pathlib.Path) -> tuple[Any, dict[str, np.ndarray]]:
     """The fields of a JSON file and the arrays that they name; ValueError for what is damaged or missing."""
     while True:
         before = _identity(path)
@@ -145,12 +147,12 @@ def read_whole(path):
                 raise
 
 
-def _identity(path):
+def _identity(path: pathlib.Path) -> tuple[int, int, int]:
     about = path.stat()
     return about.st_ino, about.st_mtime_ns, about.st_size
 
 
-def write_whole(path, fields, arrays, **layout):
+def write_whole(path: pathlib.Path, fields: dict[str, Any], arrays: Mapping[str, np.ndarray], **layout: Any) -> None:
     """Write fields as JSON, with what names their arrays, and the arrays, so that a reader finds the old or the new."""
     content = _packed(arrays)
     fields["arrays"] = {}
@@ -173,7 +175,7 @@ def write_whole(path, fields, arrays, **layout):
 
 
 @contextlib.contextmanager
-def _alone(folder):
+def _alone(folder: pathlib.Path) -> Iterator[bool]:
     """Keep other writers out of a folder, in this and other processes and containers; False where that cannot be."""
     if fcntl is None:
         yield False
@@ -190,7 +192,7 @@ def _alone(folder):
         os.close(handle)  # unlocks; so does the end of the process, however it ends
 
 
-def _packed(arrays):
+def _packed(arrays: Mapping[str, np.ndarray]) -> bytes | None:
     """Arrays as the content of an NPZ file; None where there are none."""
     for name, array in arrays.items():
         if array.dtype.hasobject:
@@ -198,16 +200,16 @@ def _packed(arrays):
     if not arrays:
         return None
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
+    np.savez_compressed(buffer, **arrays)  # pyright: ignore[reportArgumentType]: none is called `allow_pickle`
     return buffer.getvalue()
 
 
-def _is_arrays_of(path, name):
+def _is_arrays_of(path: pathlib.Path, name: str) -> bool:
     """Whether a file of this name may hold the arrays of the JSON file at `path`."""
     return re.fullmatch(re.escape(path.stem) + r"(\.[0-9a-f]{16})?\.npz", name) is not None
 
 
-def _read_arrays(path, about):
+def _read_arrays(path: pathlib.Path, about: Any) -> dict[str, np.ndarray]:
     if not about:
         return {}
     if not isinstance(about, dict) or about.keys() != {"file", "sha256"} or not _is_arrays_of(path, str(about["file"])):

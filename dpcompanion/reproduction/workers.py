@@ -18,28 +18,37 @@ the piece that it was at; that one is given to another worker, twice at most.
 
 import collections
 import concurrent.futures
+import concurrent.futures.process
 import contextlib
 import contextvars
 import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 from dpcompanion import _checks
 
 #: How often a piece is tried whose workers are lost.
 ATTEMPTS = 3
-_PROCESSES = contextvars.ContextVar("how many processes do the pieces, or None", default=None)
-_SHARE = contextvars.ContextVar("(which share, of how many) is done here, or None", default=None)
+#: What a piece came to in a worker: (value, None) or (None, error).
+Outcome = tuple[Any, Exception | None]
+_PROCESSES: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "how many processes do the pieces, or None", default=None
+)
+_SHARE: contextvars.ContextVar[tuple[int, int] | None] = contextvars.ContextVar(
+    "(which share, of how many) is done here, or None", default=None
+)
 
 
 class Missing(RuntimeError):
     """Pieces that this run was to leave to others are not there: `names`."""
 
-    def __init__(self, names):
+    def __init__(self, names: Sequence[str]):
         super().__init__(f"{len(names)} pieces are left to other runs: {', '.join(names)}")
         self.names = tuple(names)
 
 
 @contextlib.contextmanager
-def processes(number):
+def processes(number: int) -> Iterator[None]:
     """Within, pieces are done by this many processes; one does them here."""
     number = _checks.whole_number("jobs", number, 1)
     if number > 1:
@@ -52,7 +61,7 @@ def processes(number):
 
 
 @contextlib.contextmanager
-def share(which, of):
+def share(which: int, of: int) -> Iterator[None]:
     """Within, only every `of`-th piece is done, from number `which` (1 to `of`); 0 is the share of who merely merges.
 
     What is neither done here nor found raises `Missing`.
@@ -67,13 +76,19 @@ def share(which, of):
         _SHARE.reset(token)
 
 
-def mine(number):
+def mine(number: int) -> bool:
     """Whether the piece of this number, from 0, is done here."""
     found = _SHARE.get()
     return found is None or found[0] == number % found[1] + 1
 
 
-def each(work, names, already=lambda name: False):
+def _never(name: Any) -> bool:
+    return False
+
+
+def each(
+    work: Callable[[Any], Any], names: Sequence[Any], already: Callable[[Any], bool] = _never
+) -> Iterator[tuple[Any, Any]]:
     """(name, work(name)) for each name, as they are done; by whom, is said in the module's text.
 
     An exception that `work` raises in another process is raised here, when the others are done.
@@ -109,10 +124,10 @@ def each(work, names, already=lambda name: False):
 class _Alone:
     """A piece in a worker: (value, None), or (None, error); what it does in turn, it does in its own process."""
 
-    def __init__(self, work):
+    def __init__(self, work: Callable[[Any], Any]):
         self.work = work
 
-    def __call__(self, name):
+    def __call__(self, name: Any) -> Outcome:
         with processes(1):
             try:
                 return self.work(name), None
@@ -120,7 +135,7 @@ class _Alone:
                 return None, error
 
 
-def _by_processes(work, names, number):
+def _by_processes(work: Callable[[Any], Outcome], names: Iterable[Any], number: int) -> Iterator[tuple[Any, Outcome]]:
     """Each process is a pool of its own, since a pool that loses one process ends the others."""
     _joblib()
     from joblib.externals.loky import ProcessPoolExecutor
@@ -151,7 +166,9 @@ def _by_processes(work, names, number):
             pool.shutdown(wait=False, kill_workers=True)
 
 
-def _by_joblib(work, names, already):
+def _by_joblib(
+    work: Callable[[Any], Outcome], names: Sequence[Any], already: Callable[[Any], bool]
+) -> Iterator[tuple[Any, Outcome]]:
     """Whatever back end of joblib is active; what it lost is given to it again."""
     joblib, fruitless, done = _joblib(), 0, set()
     generates = joblib.parallel.get_active_backend()[0].supports_return_generator
@@ -180,11 +197,11 @@ def _by_joblib(work, names, already):
                 raise RuntimeError(f"{ATTEMPTS} workers were lost, the last at one of {', '.join(left)}") from error
 
 
-def _named(work, name):
+def _named(work: Callable[[Any], Outcome], name: Any) -> tuple[Any, Outcome]:
     return name, work(name)
 
 
-def _joblib():
+def _joblib() -> Any:
     try:
         import joblib
     except ImportError:

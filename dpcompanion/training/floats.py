@@ -49,10 +49,13 @@ True
 """
 
 import math
+from collections.abc import Callable
+from typing import overload
 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._types import Loss
 from dpcompanion.training import clipping
 from dpcompanion.training.secure import grid_of
 
@@ -66,7 +69,19 @@ _UNIT = 2.0**-53
 _SLACK = 1 + 2.0**-40
 
 
-def sensitivity(max_grad_norm, *, n, noise_std, parameters):
+@overload
+def sensitivity(max_grad_norm: float, *, n: int, noise_std: float, parameters: int) -> float: ...
+
+
+@overload
+def sensitivity(
+    max_grad_norm: float | torch.Tensor, *, n: int, noise_std: float, parameters: int
+) -> float | torch.Tensor: ...
+
+
+def sensitivity(
+    max_grad_norm: float | torch.Tensor, *, n: int, noise_std: float, parameters: int
+) -> float | torch.Tensor:
     """How far one example moves the snapped sum at most, the Delta above: a float, or (n,) for a clip norm for each.
 
     Args:
@@ -77,12 +92,12 @@ def sensitivity(max_grad_norm, *, n, noise_std, parameters):
     """
     terms = n + 2
     each = terms * _UNIT / (1 - terms * _UNIT)
-    total = n * max_grad_norm if not isinstance(max_grad_norm, torch.Tensor) else max_grad_norm.sum().item()
+    total = max_grad_norm.sum().item() if isinstance(max_grad_norm, torch.Tensor) else n * max_grad_norm
     common = 2 * each * (1 + NORM_ERROR) * total + math.sqrt(parameters) * grid_of(noise_std)
     return (max_grad_norm * (1 + NORM_ERROR) + common) * _SLACK
 
 
-def least_noise(noise_multiplier, max_grad_norm, *, n, parameters):
+def least_noise(noise_multiplier: float, max_grad_norm: float, *, n: int, parameters: int) -> float:
     """A noise multiplier whose noise is at least `noise_multiplier` times the sensitivity above; ValueError if none is.
 
     >>> sigma = least_noise(2.0, 1.0, n=1000, parameters=100)
@@ -101,7 +116,7 @@ def least_noise(noise_multiplier, max_grad_norm, *, n, parameters):
     )
 
 
-def paid_for(epsilon_at, delta, numbers):
+def paid_for(epsilon_at: Callable[[float], float], delta: float, numbers: int) -> float:
     """Epsilon at `delta` when `numbers` numbers of noise are off by `SAMPLER_DISTANCE` each.
 
     Args:
@@ -125,7 +140,18 @@ def paid_for(epsilon_at, delta, numbers):
     return math.inf
 
 
-def company_error(model, loss, x, y, *, examples=8, batches=8, size=64, generator=None, method="auto"):
+def company_error(
+    model: torch.nn.Module,
+    loss: Loss,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    *,
+    examples: int = 8,
+    batches: int = 8,
+    size: int = 64,
+    generator: torch.Generator | None = None,
+    method: str = "auto",
+) -> float:
     """How much an example's gradient changes with who else is in its batch: the largest relative change that is seen.
 
     The gradient of each of some examples, as a run with ``arithmetic="float"`` adds it up, alone and in batches of

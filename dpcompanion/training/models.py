@@ -28,6 +28,8 @@ torch.Size([5, 10])
 import functools
 import math
 import os
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -42,14 +44,23 @@ def parameter_count(model):
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def seeded(build):
+_Model = TypeVar("_Model", bound=nn.Module, covariant=True)
+
+
+class Seeded(Protocol[_Model]):
+    """What makes a model of its own arguments and a seed."""
+
+    def __call__(self, *args: Any, seed: int = 0, **kwargs: Any) -> _Model: ...
+
+
+def seeded(build: Callable[..., _Model]) -> Seeded[_Model]:
     """Give `build` a keyword `seed` that decides its random numbers; the global generator is left as it was.
 
     Its weights go through `jittered`, which moves them only where a test asks for it.
     """
 
     @functools.wraps(build)
-    def wrapped(*args, seed=0, **kwargs):
+    def wrapped(*args: Any, seed: int = 0, **kwargs: Any) -> _Model:
         with torch.random.fork_rng(devices=[]):
             seed_torch(derive_key(seed, "initialisation"))
             model = build(*args, **kwargs)

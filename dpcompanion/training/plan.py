@@ -249,6 +249,7 @@ class DPSGDPlan:
         """How far an example moves a sum at most: the clip norm, with what floats add where `arithmetic` is "float"."""
         if self.arithmetic == "real":
             return self.max_grad_norm
+        assert self.parameters is not None  # which is checked where a plan is made
         return floats.sensitivity(self.max_grad_norm, n=self.n, noise_std=self.noise_std, parameters=self.parameters)
 
     @property

@@ -21,6 +21,7 @@ The law is the same; the uniforms behind the gaps have 106 bits, so that small r
 """
 
 import math
+from typing import Any
 
 import torch
 
@@ -43,17 +44,17 @@ class PoissonSampler:
         generator: a torch.Generator, on whose device the draws are made, or a `SecureStream`.
     """
 
-    def __init__(self, n, sample_rate, generator):
+    def __init__(self, n: int, sample_rate: float | torch.Tensor, generator: torch.Generator | SecureStream):
         self.n = _checks.whole_number("n", n, 1)
         _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
         self.sample_rate = torch.as_tensor(sample_rate, dtype=torch.float64, device=generator.device)
         if self.sample_rate.shape not in ((), (self.n,)):
             raise ValueError(f"sample_rate must be a number or have shape ({n},), got {tuple(self.sample_rate.shape)}")
-        self.generator = generator
+        self.generator: Any = generator  # `_exact` says which of the two
         self._exact = isinstance(generator, SecureStream)
         self._groups = self._grouped() if self.n >= GAPS_FROM and not self._exact else None
 
-    def masks(self, count):
+    def masks(self, count: int) -> torch.Tensor:
         """The next `count` draws as a (count, n) tensor of booleans."""
         if self.n >= GAPS_FROM or self._exact:
             masks = torch.zeros(count, self.n, dtype=torch.bool, device=self.generator.device)
@@ -62,7 +63,7 @@ class PoissonSampler:
             return masks
         return self._uniforms(count, self.n) < self.sample_rate
 
-    def draw(self):
+    def draw(self) -> torch.Tensor:
         """The next draw: the indices of the examples in it, ascending, (k,) int64 with k >= 0."""
         if self.n < GAPS_FROM and not self._exact:
             return self.masks(1)[0].nonzero().squeeze(1)

@@ -5,8 +5,9 @@ import re
 
 import numpy as np
 import pytest
+from IPython.core.formatters import DisplayFormatter
 
-from dpcompanion.reproduction import experiments, published, records, scoreboard
+from dpcompanion.reproduction import experiments, places, published, records, scoreboard
 from dpcompanion.reproduction.chapters import Chapter, Exhibits, panels, Shown, table
 from dpcompanion.reproduction.papers import intrinsic_privacy
 
@@ -124,6 +125,35 @@ def test_long_tables_unfold_and_what_was_not_run_stands_apart():
     assert Chapter("idp-sgd").show("table-7").parts[0].line == "75 numbers, printed and ours"
 
 
+def test_an_exhibit_is_shown_with_the_numbers_of_its_parts(monkeypatch):
+    part = records.make(
+        "idp-sgd/table-2-cifar10",
+        "paper",
+        {"cifar10.A.dpsgd": 10.0},
+        config={"kinds": []},
+        command="the command of the part",
+    )
+    find = records.find
+    monkeypatch.setattr(
+        records, "find", lambda name, *rest: part if name == part.name and "paper" in rest else find(name, *rest)
+    )
+    shown = Chapter("idp-sgd").show("table-2", labels={"cifar10.A.dpsgd": "the part"})
+    table = next(each for each in shown.parts if hasattr(each, "rows"))
+    assert len(table.rows) == 7, "six numbers of the exhibit's own record, and one of its part"
+    row = next(row for row in table.rows if row.label == "the part")
+    assert (row.recorded, row.verdict) == (10.0, "differs")
+    assert "recorded (stale)" in repr(table), "the part was made by other code"
+    said = repr(shown)
+    assert "Made by `dpcompanion run idp-sgd/table-2 " in said and "`the command of the part`" in said
+
+
+def test_an_output_without_parts_is_no_output():
+    format = DisplayFormatter().format
+    assert format(Shown([])) == ({}, {})
+    assert format(Shown(["a", "b"]))[0] == {"text/plain": "a\n\nb", "text/markdown": "a\n\nb"}
+    assert format(Chapter("idp-sgd").remains("table-5")) == ({}, {})
+
+
 def test_what_nobody_has_run_is_shown_by_what_remains():
     shown = Chapter("idp-sgd").show("table-10")
     assert "table-10 --preset paper --device cuda" in shown.parts[-1]
@@ -170,9 +200,9 @@ def test_a_page_of_exhibits_has_each_in_the_papers_order_at_the_place_that_the_s
 def test_a_paper_that_is_not_split_has_its_places_in_its_chapter(tmp_path):
     (tmp_path / "papers").mkdir()
     (tmp_path / "papers" / "idp-sgd.md").write_text("# A chapter\n\n## Table 2\n\n## Lemmas 3.1 and 3.2\n")
-    places = {one.exhibit.id: one.place for one in scoreboard.standings("idp-sgd", book=tmp_path)}
-    assert places["table-2"] == scoreboard.Place("book/papers/idp-sgd", "table-2")
+    found = {one.exhibit.id: one.place for one in scoreboard.standings("idp-sgd", book=tmp_path)}
+    assert found["table-2"] == places.Place("book/papers/idp-sgd", "table-2")
     (tmp_path / "papers" / "idp-sgd-exhibits.md").write_text("# Exhibits\n\n(idp-sgd-lemmas-3.1-3.2)=\n## Lemmas\n")
-    places = {one.exhibit.id: one.place for one in scoreboard.standings("idp-sgd", book=tmp_path)}
-    assert places["table-2"].page == "book/papers/idp-sgd" and places["table-9"] is None
-    assert places["lemmas-3.1-3.2"] == scoreboard.Place("book/papers/idp-sgd-exhibits", "idp-sgd-lemmas-3-1-3-2")
+    found = {one.exhibit.id: one.place for one in scoreboard.standings("idp-sgd", book=tmp_path)}
+    assert found["table-2"].page == "book/papers/idp-sgd" and found["table-9"] is None
+    assert found["lemmas-3.1-3.2"] == places.Place("book/papers/idp-sgd-exhibits", "idp-sgd-lemmas-3-1-3-2")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dpcompanion.reproduction import experiments, published, records, scoreboard
+from dpcompanion.reproduction import experiments, places, published, records, scoreboard
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EVERYTHING = scoreboard.standings()
@@ -63,8 +63,8 @@ def test_places_are_headings_that_exist():
     for one in EVERYTHING:
         if one.place:
             text = (ROOT / one.place.page).with_suffix(".md").read_text(encoding="utf-8")
-            anchors = [anchor for _, anchor, _ in scoreboard._sections(text)]
-            anchors += map(scoreboard._anchor, re.findall(r"^\((.+)\)=$", text, re.MULTILINE))
+            anchors = [anchor for _, anchor, _ in places.sections(text)]
+            anchors += map(places.anchor_of, re.findall(r"^\((.+)\)=$", text, re.MULTILINE))
             assert anchors.count(one.place.anchor) == 1, f"{one.exhibit.name}: {one.place}"
 
 
@@ -286,8 +286,8 @@ def test_a_place_is_found_by_heading_first_and_by_code_else(tmp_path):
         '## What it costs\n\n```{code-cell} ipython3\ncompare("individual-accounting/table-1")\n```\n\n'
         "## Figures 7 and 8, Table 3: more\n"
     )
-    places = scoreboard._places("individual-accounting", tmp_path)
-    assert {id: place.anchor for id, place in places.items()} == {
+    found = places.of_paper("individual-accounting", tmp_path)
+    assert {id: place.anchor for id, place in found.items()} == {
         "table-1": "what-it-costs",
         "table-3": "figures-7-and-8-table-3-more",
         "figures-7-8": "figures-7-and-8-table-3-more",
@@ -315,6 +315,44 @@ def test_a_gap_names_the_command_that_fills_it_or_what_has_to_be_written(tmp_pat
 def test_a_preset_that_was_never_run_is_no_quick_run():
     one = BY_NAME["idp-sgd/table-10"]
     assert set(one.experiment.presets) == {"paper"} and (one.state, one.basis) == ("not run", "ready to run")
+
+
+def test_what_another_exhibits_quick_run_decides_is_shown_live():
+    for name in ("figure-7", "table-12", "figures-8-10"):
+        one = BY_NAME[f"idp-sgd/{name}"]
+        assert "quick" in one.experiment.presets and one.experiment.name != one.exhibit.name
+        assert (one.state, one.basis) == ("in part", "quick run, live")
+    one = BY_NAME["per-instance-accounting/text-worst-case-share"]
+    assert one.state == "not run", "a result of ours that a quick run has shows nothing of the paper's"
+
+
+def of_part(folder, name, values, model="resnet20", data="mnist"):
+    """A record at the paper's scale, written, of an exhibit or a part of one."""
+    record = records.make(name, "paper", values, config={"task": {"model": model}, "kinds": []}, data=[{"name": data}])
+    records.write(record, folder)
+    return record
+
+
+def test_a_part_counts_with_the_exhibits_own_record_and_without_it(tmp_path):
+    of_part(tmp_path, "idp-sgd/table-2-cifar10", {"cifar10.A.dpsgd": 10.0})
+    one = scoreboard.standing("idp-sgd/table-2", folder=tmp_path)
+    assert one.numbers["differs"] == 1 and one.record.name == "idp-sgd/table-2-cifar10"
+    assert one.to_do[1].startswith("dpcompanion run idp-sgd/table-2 ")
+    of_part(tmp_path, "idp-sgd/table-2", {"mnist.A.dpsgd": 10.0})
+    assert scoreboard.standing("idp-sgd/table-2", folder=tmp_path).numbers["differs"] == 2
+    assert len(scoreboard.compared([one])[0][1].rows) == 18
+
+
+def test_what_a_part_has_of_the_papers_network_counts_before_a_stand_in(tmp_path, monkeypatch):
+    monkeypatch.setattr(experiments, "_CRITERIA", [])  # which ask for more than these records hold
+    exhibit = published.exhibit("per-instance-accounting/table-2")
+    first, second = [key for key in exhibit.flat() if not exhibit.is_given(key)][:2]
+    own = of_part(tmp_path, exhibit.name, {first: 1e6, second: 1e6}, model="mlp")
+    assert scoreboard.values_of(exhibit, own) == ({first: 1e6, second: 1e6}, {first, second})
+    part = of_part(tmp_path, f"{exhibit.name}-resnet20", {first: float(exhibit[first])})
+    assert scoreboard.values_of(exhibit, own, [part]) == ({first: float(exhibit[first]), second: 1e6}, {second})
+    one = scoreboard.standing(exhibit.name, folder=tmp_path)
+    assert one.numbers["matches"] == 1 and "differs" not in one.numbers and "stand-in" not in one.basis
 
 
 def test_settings_and_numbers_of_other_tables_are_no_results():

@@ -1,29 +1,33 @@
 """What the exhibits of several papers share: which tasks a device can do, names of values, and a few statistics."""
 
 import math
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from dpcompanion.reproduction.experiments import Run
+from dpcompanion.reproduction.records import Record
 
-def runnable(config, run):
+
+def runnable(config: Any, run: Run) -> dict[str, Any]:
     """The tasks that this device can do: those that need more than two cores, and those called `larger`, on a GPU."""
     if run.device.type != "cpu":
         return _all(config)
     return {name: task for name, task in config.tasks.items() if not getattr(task, "needs", "")}
 
 
-def left_out(config, run):
+def left_out(config: Any, run: Run) -> dict[str, Any]:
     """What a record says of the tasks that were not run: {"not_run": names}, or nothing."""
     names = [name for name in _all(config) if name not in runnable(config, run)]
     return {"not_run": names} if names else {}
 
 
-def _all(config):
+def _all(config: Any) -> dict[str, Any]:
     return {**config.tasks, **getattr(config, "larger", {})}
 
 
-def reported(record):
+def reported(record: Record) -> list[str]:
     """The tasks that a record has values of."""
     left = record.values.get("not_run", ())
     return [
@@ -34,7 +38,7 @@ def reported(record):
     ]
 
 
-def named(prefix, **values):
+def named(prefix: str, **values: Any) -> dict[str, Any]:
     """Values under the names that a record gives them.
 
     >>> named("mnist", max=1.5)
@@ -43,16 +47,16 @@ def named(prefix, **values):
     return {f"{prefix}.{key}": value for key, value in values.items()}
 
 
-def pearson(a, b):
+def pearson(a: Any, b: Any) -> float:
     """Pearson's r; nan where one of the two does not vary."""
     return float(np.corrcoef(a, b)[0, 1]) if np.std(a) > 0 and np.std(b) > 0 else math.nan
 
 
-def rank(a, b):
+def rank(a: Any, b: Any) -> float:
     """Spearman's rank correlation; nan where one of the two does not vary."""
     return pearson(stats.rankdata(a), stats.rankdata(b))
 
 
-def histogram(values, top):
+def histogram(values: Any, top: float) -> np.ndarray:
     """Counts in 120 bins from 0 to the worst case."""
     return np.histogram(np.clip(values, 0, top), np.linspace(0, top, 121))[0].astype(np.int32)

@@ -93,7 +93,7 @@ def examples(name, dtype="float32"):
             kept = _balanced(y, groups, len(names))
             x, y, groups = x[kept], y[kept], groups[kept]
         parts += [x, y, groups]
-    return Examples(*parts, names, provenance)
+    return Examples(*parts, names, provenance)  # pyright: ignore[reportCallIssue]: `parts` are six
 
 
 def _balanced(labels, groups, count):

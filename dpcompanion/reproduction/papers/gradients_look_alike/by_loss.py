@@ -106,7 +106,7 @@ def tilted_losses(task, model, digits, points, direction, seed, device):
     def their_shares(ensemble):
         gradient = ensemble.gradients_of(*points)[torch.arange(len(whose)), whose].double().cpu()
         gradient = gradient / (gradient.norm(dim=1, keepdim=True) / limit).clamp(min=1)
-        norms.append(gradient.norm(dim=1).clamp(max=limit))
+        norms.append(gradient.norm(dim=1).clamp(max=limit))  # pyright: ignore[reportAttributeAccessIssue]: a list, stacked below
         moved = gaussian_noise(gradient.shape, plan.noise_std, generator)
         for (order, jumps), its in zip(laws, rows):
             options = {**step, "order": order, "generator": generator}

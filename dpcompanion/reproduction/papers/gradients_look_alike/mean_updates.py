@@ -98,7 +98,8 @@ def mean_update_bound(norms, plan, order):
     mean = plan.n * plan.sample_rate
     sizes = torch.arange(int(mean + 12 * mean**0.5 + 30) + 1, dtype=torch.float64)
     law = stats.binom(plan.n - 1, plan.sample_rate)
-    weights = torch.as_tensor(law.pmf(sizes.numpy()))
+    # The stubs take every frozen law for a continuous one.
+    weights = torch.as_tensor(law.pmf(sizes.numpy()))  # pyright: ignore[reportAttributeAccessIssue]
     weights[-1] = (1 - weights[:-1].sum()).clamp(min=0)  # larger batches count as the largest of these
     limit = plan.max_grad_norm
     distances = torch.where(sizes[:, None] == 0, norms, (norms + limit) / (sizes[:, None] + 1)).clamp(max=limit)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from typing import Any
 
 import torch
 
@@ -135,7 +136,7 @@ def figure_4(config, run):
     """What each group has spent after every fourth epoch on MNIST (B): `sample` and `scale`, (groups, epochs)."""
     training, shares = config.training["mnist"], config.groups["B"]
     epochs = list(range(4, training.epochs + 1, 4))
-    values = {"epochs": epochs}
+    values: dict[str, Any] = {"epochs": epochs}
     for method in ("sample", "scale"):
         noise, rates, norms = parameters(method, config.budgets, shares, training, config.delta)
         multipliers = noise * training.clip / norms
@@ -207,7 +208,7 @@ def table_16(config, run):
     """Milliseconds of a step of DP-SGD, Sample and Scale with the paper's network: the shortest of a few turns."""
     task, found = config.task, problem(config.task, run)
     groups = assign(len(found.labels), config.groups, 0)
-    shortest = dict.fromkeys(("dpsgd", "sample", "scale"), math.inf)
+    shortest: dict[str, float] = dict.fromkeys(("dpsgd", "sample", "scale"), math.inf)
     plans = {
         method: dataclasses.replace(
             plan_of(method, groups, config.budgets, task.training, delta=config.delta), steps=config.steps

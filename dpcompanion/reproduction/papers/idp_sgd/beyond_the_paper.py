@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 import tempfile
+from typing import Any
 
 import torch
 
@@ -103,9 +104,9 @@ def audit(
     std = noise * training.clip
     streams = {name: torch.Generator().manual_seed(derive_seed(seed, name)) for name in ("sampling", "noise")}
     ratios = []
-    for inside in (1.0, 0.0):
-        taken = sum(plan.sampler(streams["sampling"]).masks(runs * training.steps).double() for _ in range(draws))
-        seen = inside * taken * norms + std * torch.randn(taken.shape, dtype=torch.float64, generator=streams["noise"])
+    for present in (1.0, 0.0):
+        taken: Any = sum(plan.sampler(streams["sampling"]).masks(runs * training.steps).double() for _ in range(draws))
+        seen = present * taken * norms + std * torch.randn(taken.shape, dtype=torch.float64, generator=streams["noise"])
         step = torch.log1p(rates * torch.expm1(norms * (2 * seen - norms) / (2 * std**2)))
         ratios.append(step.view(runs, training.steps, -1).sum(1))
     half = runs // 2

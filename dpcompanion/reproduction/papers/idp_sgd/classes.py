@@ -1,6 +1,7 @@
 """Budgets by class: figures 5 to 7, tables 10 and 11."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import torch
@@ -144,7 +145,7 @@ def search_cost(config, examples, budgets):
     """What the runs of the search cost each class together, by RDP: (classes,) epsilons."""
     training = config.task.training
     orders = torch.arange(2, 129, dtype=torch.float64)
-    total = 0
+    total: Any = 0
     for row in budgets[:-1]:
         noise, rates, _ = parameters("sample", tuple(row.tolist()), tuple(examples), training, config.delta)
         total = total + config.runs * training.steps * rdp_sampled_gaussian(
@@ -171,7 +172,10 @@ def table_11(config, run):
             method, budgets = "dpsgd", (config.baseline,) * 10
         return plan_of(method, labels, budgets, config.task.training, delta=config.delta)
 
-    values = {"budgets": searched[-1], "cost_of_search": search_cost(config, torch.bincount(labels).tolist(), searched)}
+    values: dict[str, Any] = {
+        "budgets": searched[-1],
+        "cost_of_search": search_cost(config, torch.bincount(labels).tolist(), searched),
+    }
     arrays = {"searched": searched.numpy()}
     for kind, each in compared(config, run, plan).items():
         classes = torch.tensor([one["classes"] for one in each], dtype=torch.float64)

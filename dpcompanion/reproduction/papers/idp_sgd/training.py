@@ -55,7 +55,11 @@ def _problem(name, model):
         found = data.load(name, split=split)
         loaded.append(found.provenance())
         if model == "softmax":
-            parts += [F.avg_pool2d(found.features.double(), 2).flatten(1), found.labels]
+            # Images have a tensor; texts alone have a tuple.
+            parts += [
+                F.avg_pool2d(found.features.double(), 2).flatten(1),  # pyright: ignore[reportAttributeAccessIssue]
+                found.labels,
+            ]
         else:
             parts += [found.normalised().features, found.labels]
     return Problem(*parts), loaded

@@ -1,10 +1,11 @@
 """What the book calls the values of this paper, and how it writes accuracies."""
 
 import math
+from collections.abc import Iterable
 
-from dpcompanion.reproduction.records import mean_and_sd
+from dpcompanion.reproduction.records import mean_and_sd, MeanSD, Record
 
-WORDS = {
+WORDS: dict[str, str] = {
     "mnist": "MNIST",
     "svhn": "SVHN",
     "cifar10": "CIFAR-10",
@@ -21,7 +22,7 @@ WORDS = {
 }
 
 
-def labelled(keys):
+def labelled(keys: Iterable[str]) -> dict[str, str]:
     """What the rows of a table are called, for the dotted names of their values.
 
     >>> labelled(["mnist.A.sample"])
@@ -30,12 +31,12 @@ def labelled(keys):
     return {key: ", ".join(WORDS.get(part, part) for part in key.split(".")) for key in keys}
 
 
-def columns(record, keys):
+def columns(record: Record | None, keys: Iterable[str]) -> list[str]:
     """Accuracies of a record for the keys; empty where nothing is recorded."""
     return [shown(record.values[f"{key}.final"]) if record else "" for key in keys]
 
 
-def shown(values):
+def shown(values: Iterable[float]) -> str:
     """Mean and standard deviation over seeds, one decimal.
 
     >>> shown([96.0, 97.0, 98.0]), shown([96.0])
@@ -44,6 +45,6 @@ def shown(values):
     return spread(mean_and_sd(values))
 
 
-def spread(found, digits=1):
+def spread(found: MeanSD, digits: int = 1) -> str:
     """A mean and its standard deviation, if there is one."""
     return f"{found.mean:.{digits}f}" + ("" if math.isnan(found.sd) else f" ± {found.sd:.{digits}f}")

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,8 @@ def figure_4(config, run):
             errors, exact, estimate = estimate_errors(found, refreshes)
             values |= named(f"{name}.gamma_{refreshes:g}", **errors)
             estimates.append(estimate)
-        arrays |= named(name, exact=np.float32(exact), estimates=np.float32(estimates))
+        # The stubs do not know that this takes lists of arrays too.
+        arrays |= named(name, exact=np.float32(exact), estimates=np.float32(estimates))  # pyright: ignore[reportArgumentType]
     return values, arrays
 
 
@@ -120,8 +122,8 @@ def table_1(config, run):
     """Processor seconds for the accounts of many examples with and without rounding; what rounding does to epsilon."""
     norms = torch.rand(config.updates, config.examples, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     norms = (2 * norms**2).clamp(max=1)
-    parameters = {"sample_rate": 4096 / 50000, "noise_multiplier": 3.0}
-    values = {"with_rounding.evaluations": 100, "without_rounding.evaluations": norms.numel()}
+    parameters: dict[str, Any] = {"sample_rate": 4096 / 50000, "noise_multiplier": 3.0}
+    values: dict[str, Any] = {"with_rounding.evaluations": 100, "without_rounding.evaluations": norms.numel()}
     for kind, rounding in (("with_rounding", 0.01), ("without_rounding", None)):
         started = time.process_time()
         accounts = IndividualAccountant(

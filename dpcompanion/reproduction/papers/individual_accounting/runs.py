@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -74,14 +75,21 @@ class Trained:
         groups = (self.found.test_groups if test else self.found.groups).numpy()
         return np.array([values[groups == group].mean() for group in range(len(self.found.names))])
 
-    def epsilon(self, *, refreshes=None, accountant="rdp", rounding=0.01, upto=None):
+    def epsilon(
+        self,
+        *,
+        refreshes: float | None = None,
+        accountant: str = "rdp",
+        rounding: float | None = 0.01,
+        upto: int | None = None,
+    ) -> np.ndarray:
         """Everybody's epsilon after `upto` steps (all by default), from all passes or from fewer `refreshes`."""
         steps = self.plan.steps if upto is None else upto
         chosen = self.passes if refreshes is None else schedule(self.plan, refreshes)
         rows = np.searchsorted(self.passes, chosen, side="right") - 1
         return account(self.plan, self.norms[rows], chosen, steps=steps, accountant=accountant, rounding=rounding)
 
-    def reference_epsilon(self, refreshes=math.inf, *, rounding=None):
+    def reference_epsilon(self, refreshes: float = math.inf, *, rounding: float | None = None) -> np.ndarray:
         """Epsilon of the reference examples when their norms are measured so often; at every step by default."""
         chosen = schedule(self.plan, refreshes)
         return account(self.plan, self.reference_norms[chosen], chosen, steps=self.plan.steps, rounding=rounding)
@@ -95,7 +103,9 @@ def schedule(plan, refreshes):
     return steps[steps < plan.steps]
 
 
-def account(plan, norms, passes, *, steps, accountant="rdp", rounding=0.01):
+def account(
+    plan: DPSGDPlan, norms: Any, passes: Any, *, steps: int, accountant: str = "rdp", rounding: float | None = 0.01
+) -> np.ndarray:
     """Epsilon of each example whose norms (passes, n) hold from their pass to the next, (n,) numpy."""
     accounts = IndividualAccountant.for_plan(
         dataclasses.replace(plan, n=norms.shape[1]), rounding=rounding, accountant=accountant

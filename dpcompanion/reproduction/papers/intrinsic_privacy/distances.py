@@ -247,7 +247,9 @@ def _median(record, name, key, what, median):
     low, high = (
         np.searchsorted(counts, level * counts[-1]) for level in intervals.level(0.5, _independent(record, name, what))
     )
-    return intervals.Interval(median, 10 ** LOG_EDGES[low], 10 ** LOG_EDGES[min(high, len(counts) - 1) + 1])
+    return intervals.Interval(
+        median, float(10 ** LOG_EDGES[low]), float(10 ** LOG_EDGES[min(high, len(counts) - 1) + 1])
+    )
 
 
 @finding("intrinsic-privacy/figure-2", "95% of pairs of seeds (fixed start) above every pair of data sets")

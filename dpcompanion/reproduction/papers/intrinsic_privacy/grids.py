@@ -98,7 +98,8 @@ def _adult():
         found = data.load("adult", split=split, dtype=torch.float64)
         loaded.append(found.provenance())
         columns = []
-        for name, values in zip(found.columns, found.features.T):
+        # Tables have a tensor; texts alone have a tuple.
+        for name, values in zip(found.columns, found.features.T):  # pyright: ignore[reportAttributeAccessIssue]
             levels = len(found.categories.get(name, ()))
             columns.append(torch.nn.functional.one_hot(values.long(), levels)[:, 1:] if levels else values[:, None])
         parts += [torch.cat([column.double() for column in columns], 1), found.labels]

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,7 +55,7 @@ def _utility(name, task, run, config, initialisation, mechanism):
     bound, fractional, _ = sensitivities(task, found.examples)
     theory = fractional if mechanism == "classical" else bound
     sigma = op.intrinsic_sigma(grid)
-    results = {"noiseless": accuracies(found, weights, 0.0, torch.Generator().manual_seed(0))}
+    results: dict[Any, torch.Tensor] = {"noiseless": accuracies(found, weights, 0.0, torch.Generator().manual_seed(0))}
     for kind, sensitivity in (("theory", theory), ("empirical", op.empirical_sensitivity(grid))):
         for epsilon in config.epsilons:
             for setting, own in (("deterministic", 0.0), ("augmented", sigma)):
@@ -143,7 +144,9 @@ def _of_varying_start(exhibit, record):
 @finding("intrinsic-privacy/figures-8-9", "median epsilon of pairs larger than with a varying start")
 def _larger_when_fixed(record):
     varying = _of_varying_start("figure-4", record)
-    for name in record.config["tasks"] if varying else ():
+    if varying is None:
+        return
+    for name in record.config["tasks"]:
         fixed, free = (
             _median(one, name, "analytic", "data_sets", one.values[f"{name}.analytic.median"])
             for one in (record, varying)
@@ -154,7 +157,9 @@ def _larger_when_fixed(record):
 @finding("intrinsic-privacy/figures-8-9", "largest gain smaller than with a varying start")
 def _smaller_gains(record):
     varying = _of_varying_start("figure-5", record)
-    for name in record.config["tasks"] if varying else ():
+    if varying is None:
+        return
+    for name in record.config["tasks"]:
         fixed, free = (
             values[f"{prefix}{name}.classical.empirical.largest_gain"]
             for prefix, values in (("utility.", record.values), ("", varying.values))

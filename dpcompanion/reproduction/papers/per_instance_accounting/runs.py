@@ -123,8 +123,13 @@ def run_setting(setting, seed, device):
     def look(run):
         done = round(run.step / plan.steps_per_epoch)
         if done * setting.looks // setting.epochs > (done - 1) * setting.looks // setting.epochs:
-            norms.append(gradient_norms(model, cross_entropy, x, y).cpu())
-            losses.append(second.outcome(model, cross_entropy, x, y)[0].cpu())
+            # Lists, stacked below.
+            norms.append(  # pyright: ignore[reportAttributeAccessIssue]
+                gradient_norms(model, cross_entropy, x, y).cpu()
+            )
+            losses.append(  # pyright: ignore[reportAttributeAccessIssue]
+                second.outcome(model, cross_entropy, x, y)[0].cpu()
+            )
 
     optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate / limit)
     train(
