@@ -400,6 +400,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         are spent, in one of the same name and ".key" that only its owner can read: whoever reads it can subtract the
         noise. Those of a seed do not, and a seed that was used on other data, with a checkpoint in the same folder, is
         warned of. An open file has nothing beside it."""
+        self.accountant.look()
         note_origin(path, self.accountant.origin, self.dataset)
         if self.accountant.origin is None:
             keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, Numbers
-from dpcompanion.training import checks, clipping, noise, passes, proof
+from dpcompanion.training import checks, clipping, noise, proof
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.tensors import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
@@ -284,7 +285,7 @@ class Ensemble:
         limits = torch.zeros(indices.shape, dtype=torch.float64)  # 0 beyond a run's own examples: they count nothing
         for k, (own, norms) in enumerate(draws):
             indices[k, : len(own)], limits[k, : len(own)] = own, norms
-        indices, limits = passes.sent(indices, self.device), passes.sent(limits, self.device)
+        indices, limits = sent(indices, self.device), sent(limits, self.device)
         present = limits > 0
         norms, losses = torch.zeros_like(limits), torch.zeros_like(limits)
         for some, part in _passes(len(rows), int(sizes.max()), self._pass_size()):
