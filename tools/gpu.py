@@ -5,7 +5,7 @@
     python tools/gpu.py --list               what there is, and what is done
     python tools/gpu.py --device cpu --preset quick --out FOLDER     a rehearsal, without a GPU
 
-It needs torch, numpy, scipy, cryptography and this checkout (pytest for the tests, Opacus to time it beside ours); no
+It needs torch, numpy, scipy, cryptography, mpmath and this checkout (pytest for the tests, Opacus to be timed too); no
 network. Data lie in the folder that DPCOMPANION_DATA names: what is missing is said and left out; a file too large to
 be sent in one piece is cut by `split` and joined by `cat`. Records come most valuable first. Each is made by
 `dpcompanion run`, whose pieces are kept as they end, and trials of whose pieces go on from their last epoch; when the
@@ -25,7 +25,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GRACE = 30
-NEEDED = ("torch", "numpy", "scipy", "cryptography")
+NEEDED = ("torch", "numpy", "scipy", "cryptography", "mpmath")
 # What most exhibits lean on first, what takes a day last.
 RECORDS = (
     "idp-sgd/table-8-cifar10",
