@@ -46,6 +46,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from . import _checks
+from ._devices import sent
 from ._types import Array, Device, State
 from .accounting import ACCOUNTANTS, compute_epsilon, rdp_to_epsilon
 from .accounting.chords import NODES, between, chords, rdp_of_shares, weights
@@ -250,7 +251,7 @@ class IndividualAccountant:
         norms = norms if isinstance(norms, torch.Tensor) else torch.as_tensor(norms, dtype=torch.float64)
         if count is not None and norms.shape != (count,):
             raise ValueError(f"norms must have shape ({count},), got {tuple(norms.shape)}")
-        share = norms.detach().to(device=self.device, dtype=torch.float64) / self.max_grad_norm
+        share = sent(norms.detach(), self.device).to(torch.float64) / self.max_grad_norm
         here = norms if norms.device.type == "cpu" else share
         if self._away(here):
             share = self._refuse(~((share >= 0) & (share < math.inf)), share, 1.0)
@@ -271,7 +272,8 @@ class IndividualAccountant:
             examples = self._refuse((examples < 0) | (examples >= self.n), examples, 0)
         elif count and not (examples.min() >= 0 and examples.max() < self.n):
             _checks.in_interval("examples", examples, 0, self.n, closed="left")
-        return examples.to(self.device, torch.int64, copy=True)  # it may wait, and the caller's may change meanwhile
+        # It may wait, and the caller's may change meanwhile.
+        return sent(examples.to(torch.int64, copy=True), self.device)
 
     def _whole(self, steps, count):
         """Numbers of steps as (count,) int64 on the device; one number is not copied."""
@@ -282,7 +284,7 @@ class IndividualAccountant:
             steps = self._refuse(steps < 0, steps, 0)
         elif steps.shape != (count,) or steps.is_floating_point() or (count and steps.min() < 0):
             raise ValueError(f"steps must be whole numbers, at least 0, one or ({count},) of them, got {steps}")
-        return steps.to(device=self.device, dtype=torch.int64, copy=True)
+        return sent(steps.to(torch.int64, copy=True), self.device)
 
     def _away(self, tensor):
         """Whether a look at a tensor's numbers would wait for the device of the account."""

@@ -21,7 +21,7 @@ def told(monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(
             gpu, "tasks", lambda options: {name: [sys.executable, "-c", code] for name, code in tasks.items()}
         )
-        status = gpu.main(["--out", str(tmp_path), *arguments])
+        status = gpu.main(["--out", str(tmp_path), "--device", "cpu", *arguments])
         return status, capsys.readouterr().out
 
     return call
@@ -48,3 +48,25 @@ def test_the_list_is_of_records_that_there_are(tmp_path, monkeypatch, capsys):
     assert gpu.main(["--list", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert all(f"to do: {name}\n" in said for name in gpu.RECORDS)
+
+
+def test_a_benchmark_that_was_cut_off_comes_last_and_what_it_prints_is_kept(told, tmp_path):
+    slow = "print('a row', flush=True)\nimport time\ntime.sleep(600)"
+    status, said = told({"benchmarks.one": slow, "record": "pass"}, "--minutes", "0.1")
+    assert status == 3 and "left for the next call: benchmarks.one, record" in said and "a row" in said
+    quick = "print('a table')"
+    status, said = told({"benchmarks.one": quick, "record": "pass"})
+    assert status == 0 and said.index("record: done") < said.index("benchmarks.one: done") and "a table" in said
+    assert (tmp_path / "benchmarks.one.txt").read_text() == "a table\n"
+
+
+def test_a_machine_without_a_gpu_is_told_so_and_marks_nothing_done(told, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "scipy" else object())
+    with pytest.raises(SystemExit):
+        told({"tests": "pass"})
+    assert "has no scipy" in capsys.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        gpu.main(["--out", str(tmp_path)])
+    assert "sees no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -5,11 +5,13 @@
     python tools/gpu.py --list               what there is, and what is done
     python tools/gpu.py --device cpu --preset quick --out FOLDER     a rehearsal, without a GPU
 
-It needs torch and this checkout, no network; data lie in the folder that DPCOMPANION_DATA names (what is missing is
-said and left out). Records come most valuable first. Each is made by `dpcompanion run`, whose pieces are kept as they
-end, and trials of whose pieces go on from their last epoch; when the time is up the command is interrupted as by
-Ctrl-C, and given half a minute. A task is done when it ended well; its name then stands in FOLDER/done.txt, which may
-be removed to do all again.
+It needs torch, numpy, scipy, cryptography, mpmath and this checkout (pytest for the tests, Opacus to be timed too); no
+network. Data lie in the folder that DPCOMPANION_DATA names: what is missing is said and left out; a file too large to
+be sent in one piece is cut by `split` and joined by `cat`. Records come most valuable first. Each is made by
+`dpcompanion run`, whose pieces are kept as they end, and trials of whose pieces go on from their last epoch; when the
+time is up the command is interrupted as by Ctrl-C, and given half a minute. Tests and benchmarks begin anew, so those
+that were cut off come last at the next call. What benchmarks print stands in FOLDER/NAME.txt too. A task is done when
+it ended well; its name then stands in FOLDER/done-DEVICE-PRESET.txt, which may be removed to do all again.
 """
 
 import argparse
@@ -23,6 +25,7 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GRACE = 30
+NEEDED = ("torch", "numpy", "scipy", "cryptography", "mpmath")
 # What most exhibits lean on first, what takes a day last.
 RECORDS = (
     "idp-sgd/table-8-cifar10",
@@ -76,7 +79,9 @@ def tasks(options):
     from dpcompanion.reproduction import experiments
 
     python, found = sys.executable, {}
-    if importlib.util.find_spec("pytest"):
+    if not importlib.util.find_spec("pytest"):
+        print("left out: tests, for which pytest is not installed", flush=True)
+    else:
         found["tests"] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/training/test_gpu.py"]
     for bench in ("networks", "ensembles"):
         found[f"benchmarks.{bench}"] = [python, "-m", "benchmarks", bench]
@@ -98,9 +103,28 @@ def tasks(options):
     return {name: command for name, command in found.items() if not options.only or name in options.only}
 
 
-def attempt(command, until):
-    """Run a command until a time: its exit status, or None where it was cut off."""
-    process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, env={**os.environ, "PYTHONUNBUFFERED": "1"})
+def what_is_missing(device):
+    """What keeps this machine from the tasks, in words; "" if nothing does."""
+    missing = [name for name in NEEDED if not importlib.util.find_spec(name)]
+    if missing:
+        return f"{sys.executable} has no {', '.join(missing)}"
+    import torch
+
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        return f"torch {torch.__version__} sees no GPU; a rehearsal takes --device cpu"
+    return ""
+
+
+def attempt(command, until, into=None):
+    """Run a command until a time: its exit status, or None where it was cut off. What it prints goes to the file `into`
+    instead, if there is one."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=None if into is None else into.open("w"),
+    )
     try:
         return process.wait(None if until is None else max(0.0, until - time.monotonic()))
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
@@ -127,10 +151,17 @@ def main(arguments=None):
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()
+    if not options.list and (missing := what_is_missing(options.device)):
+        parser.error(missing)
+    if not options.list:
+        options.out.mkdir(parents=True, exist_ok=True)
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     log = options.out / f"done-{options.device}-{options.preset}.txt"
     done = log.read_text().split() if log.is_file() else []
+    cut = log.with_name(log.name.replace("done", "cut", 1))
+    late = cut.read_text().split() if cut.is_file() else []
     failed, left = [], tasks(options)
+    left = dict(sorted(left.items(), key=lambda task: task[0] in late))
     for name, command in list(left.items()):
         if name in done or options.list:
             print(f"{'done' if name in done else 'to do'}: {name}", flush=True)
@@ -140,8 +171,14 @@ def main(arguments=None):
             break
         print(f"== {' '.join(command)}", flush=True)
         started = time.monotonic()
-        status = attempt(command, until)
+        into = options.out / f"{name}.txt" if name.startswith("benchmarks.") else None
+        status = attempt(command, until, into)
+        if into is not None:
+            print(into.read_text(), flush=True)
         if status is None:
+            if into is not None or name == "tests":
+                with cut.open("a") as file:
+                    file.write(name + "\n")
             break
         del left[name]
         print(
@@ -151,7 +188,6 @@ def main(arguments=None):
         if status:
             failed.append(name)
         else:
-            options.out.mkdir(parents=True, exist_ok=True)
             with log.open("a") as file:
                 file.write(name + "\n")
     if failed:

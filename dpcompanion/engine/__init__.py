@@ -34,6 +34,12 @@ What makes each budget hold:
   can subtract the noise, and no script that seeds itself repeats it; for research, under keys hashed from a seed. Noise
   is drawn and added in float64. A checkpoint holds how far they have come; keys lie beside it.
 
+On a GPU no step waits for the device: what needs a look at numbers is done with the first batches (the proof), or
+afterwards. Gradients that are not finite contribute nothing, and are counted there; a warning says so when epsilons are
+asked for, when a checkpoint is written, and after the last step. In ghost mode, where one such gradient spoils the sum,
+the weights are no numbers from then on, and a FloatingPointError says so at the same places. A filter belongs on the
+CPU, as by default: it is told the norms once a measurement.
+
 Neighbours differ by one example; Poisson sampling; each example's guarantee holds whatever the others are
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
 them.  The account is one of real numbers: what floats add to a sum is not in it.

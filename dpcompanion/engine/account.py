@@ -45,8 +45,14 @@ class Accountant(IAccountant):
         if self.steps >= self.planned:
             raise RuntimeError(f"the budgets are spent: they were made for {self.planned} steps, which have been taken")
 
+    def look(self):
+        """Say what of the steps so far was left unasked (`dpcompanion.engine.optimizers.Following.look`)."""
+        if self.follower is not None:
+            self.follower.look()
+
     def get_epsilons(self, delta):
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
+        self.look()
         if self.budgets is None:
             raise ValueError("there are no budgets yet: call make_private_with_budgets first")
         if self.steps == 0 or self.voided:
@@ -64,6 +70,7 @@ class Accountant(IAccountant):
         return "individualized"
 
     def state_dict(self, destination=None):
+        self.look()
         state = {} if destination is None else destination
         state.update(
             mechanism=self.mechanism(),

@@ -7,9 +7,10 @@ import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 
+from .._devices import is_away, sent
 from ..training.tensors import added_up, squared_norms
 from .checks import trainable
-from .randomness import noisy
+from .randomness import noisy, not_finite
 
 
 class Following(DPOptimizer):
@@ -28,14 +29,40 @@ class Following(DPOptimizer):
         original._budgets_guard = original.register_step_pre_hook(self._only_after_noise)
         self._draw, self._taken = None, -1  # the draw that is being added up, and the last index in it
         self._ended = False
-        #: Gradients that were not finite, and so contributed nothing.
-        self.dropped = 0
+        # How many gradients were not finite, and of how many that was said; whether a sum was not.
+        self._dropped, self._said, self._spoilt = 0, 0, False
         self._noise_std = self.noise_multiplier * self.max_grad_norm
         accountant.generators, accountant.follower = self._generators, self
 
     def _noted_parameters(self) -> list[Any]:
         """The parameters, on which Opacus hangs what it computes."""
         return self.params
+
+    @property
+    def dropped(self):
+        """Gradients that were not finite, and so contributed nothing."""
+        return int(self._dropped)
+
+    def _drop(self, bad):
+        """Note which gradients (k,) are not finite; whether there may be any. A device is not asked: see `look`."""
+        if not is_away(bad) and not bad.any():
+            return False
+        self._dropped = self._dropped + bad.sum()
+        if not is_away(bad):
+            self.look()
+        return True
+
+    def look(self):
+        """Say what has come to light: on a device it is asked for where the host waits anyway, not in each step.
+
+        Raises:
+            FloatingPointError: a sum was not finite, and the weights are no numbers since.
+        """
+        if self._spoilt:
+            raise FloatingPointError(not_finite("it was noticed after the step"))
+        if self.dropped > self._said:
+            self._said = self.dropped
+            warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=6)
 
     def _generators(self):
         """By name, what noise and draws come from."""
@@ -82,7 +109,7 @@ class Following(DPOptimizer):
             raise ValueError(
                 f"a batch must be what the loader handed out last, {len(batch or [])} examples, got {len(norms)}"
             )
-        own = share * self._accountant.budgets.clip_norms()[batch].to(device=norms.device, dtype=norms.dtype)
+        own = sent((share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device)
         # A hair less, so that rounding lifts no gradient above its norm.
         factors = (own / (norms * (1 + 8 * torch.finfo(self.params[0].dtype).eps) + 1e-6)).clamp(max=1.0)
         return torch.where(norms.isfinite(), factors, 0.0)
@@ -119,6 +146,8 @@ class Following(DPOptimizer):
                     f"made for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
                     "and use no scheduler of noise or clipping"
                 )
+            if self._accountant.steps == self._accountant.planned:
+                self.look()
         return noisy
 
     def add_noise(self):
@@ -126,7 +155,9 @@ class Following(DPOptimizer):
         sums = [p.summed_grad for p in parameters]
         for total in sums:
             _check_processed_flag(total)
-        for p, gradient in zip(parameters, noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)):
+        released, spoilt = noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)
+        self._spoilt = self._spoilt | spoilt
+        for p, gradient in zip(parameters, released):
             p.grad = gradient.view_as(p)
             _mark_as_processed(p.summed_grad)
 
@@ -140,10 +171,7 @@ class HooksOptimizer(Following, DPOptimizer):
         squares = [squared_norms(g) if len(g) else g.new_zeros(0, dtype=torch.float64) for g in samples]
         norms = added_up(squares).sqrt()
         factors, bad = self.clip_factors(norms), ~norms.isfinite()
-        unfit = bool(bad.any())
-        if unfit:
-            self.dropped += int(bad.sum())
-            warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=4)
+        unfit = self._drop(bad)
         for i, (p, sample) in enumerate(zip(self._noted_parameters(), samples)):
             if hasattr(p.grad_sample, "_processed"):
                 raise ValueError("gradients must be cleared between steps: call optimizer.zero_grad() on each")

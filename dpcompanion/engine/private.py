@@ -401,6 +401,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         are spent, in one of the same name and ".key" that only its owner can read: whoever reads it can subtract the
         noise. Those of a seed do not, and a seed that was used on other data, with a checkpoint in the same folder, is
         warned of. An open file has nothing beside it."""
+        self.accountant.look()
         note_origin(path, self.accountant.origin, self.dataset)
         if self.accountant.origin is None:
             keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
@@ -414,11 +415,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         return found
 
     def get_epsilons(self, delta: float) -> torch.Tensor:
-        """Epsilon of each example after the steps so far, (n,) float64: an upper bound, inf after too little noise.
+        """Epsilon of each example after the steps so far, (n,) float64: an upper bound for real numbers, inf after too
+        little noise. What floats add to a sum is counted by `dpcompanion.training.train` alone.
 
         With a filter it is the filter's promise. By "pld", examples of more than 256 different parameters take the
         epsilon of one that has no less; before the planned end and at the target delta none is said to exceed its
         budget, which holds by calibration.
+
+        Raises:
+            FloatingPointError: in ghost mode on a GPU, where a step's sum was not finite.
         """
         return self.accountant.get_epsilons(delta)
 

@@ -14,6 +14,7 @@ import pathlib
 
 import torch
 
+from .._devices import is_away
 from ..seeds import keyed_generator
 from ..training.checkpoints import digest_of, key_file, note_seeds, read_keys, write_keys
 from ..training.noise import gaussian_noise, generators
@@ -62,22 +63,35 @@ def _digest(dataset):
 
 
 def noisy(sums, std, generator):
-    """Each sum with its noise N(0, std^2), of its shape, type and device; FloatingPointError if it is not finite."""
-    # In one piece: to look at it costs a GPU one wait, not one a parameter.
+    """Each sum with its noise N(0, std^2), of its shape, type and device; and whether they were not finite.
+
+    On the host a FloatingPointError says so at once. A device is not asked, since the host would wait for it: there the
+    answer is a tensor, and where it is yes nothing that comes out is a number, as nothing would have come out here.
+    """
     total = torch.cat([s.detach().flatten().to(device=sums[0].device, dtype=torch.float64) for s in sums])
-    try:
-        if std and isinstance(generator, SecureStream):
+    away, spoilt = is_away(total), ~total.isfinite().all()
+    if away:
+        total = torch.where(spoilt, 0.0, total)
+    elif spoilt:
+        raise FloatingPointError(not_finite("total must be finite"))
+    if std and isinstance(generator, SecureStream):
+        try:
             total = snapped(total, grid_of(std))
-        elif not bool(total.isfinite().all()):
-            raise ValueError("total must be finite")
-    except ValueError as error:
-        raise FloatingPointError(
-            f"a sum of gradients cannot be given noise ({error}); where one example's gradient is "
-            "not finite it is left out in all modes but ghost: use hooks"
-        ) from error
+        except ValueError as error:
+            raise FloatingPointError(not_finite(error)) from error
     total = total + gaussian_noise(total.shape, std, generator, device=total.device)
+    if away:
+        total = torch.where(spoilt, torch.nan, total)
     pieces = total.split([s.numel() for s in sums])
-    return [piece.view(s.shape).to(device=s.device, dtype=s.dtype) for piece, s in zip(pieces, sums)]
+    return [piece.view(s.shape).to(device=s.device, dtype=s.dtype) for piece, s in zip(pieces, sums)], spoilt
+
+
+def not_finite(reason):
+    """What is said of a sum that is not."""
+    return (
+        f"a sum of gradients cannot be given noise ({reason}); where one example's gradient is "
+        "not finite it is left out in all modes but ghost: use hooks"
+    )
 
 
 def states(generators):

@@ -30,6 +30,7 @@ from typing import Any, overload
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._devices import sent
 from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting import rdp_sampled_gaussian
 
@@ -195,7 +196,7 @@ def compose_sensitivities(
     sensitivities = torch.as_tensor(sensitivities)
     if sensitivities.ndim < 2 or 0 in sensitivities.shape:
         raise ValueError(f"sensitivities must be (steps, runs, ...), got shape {tuple(sensitivities.shape)}")
-    low, high = (float(v) for v in sensitivities.aminmax())
+    low, high = torch.stack(sensitivities.aminmax()).tolist()  # which waits for a GPU, once
     _checks.in_interval("sensitivities", [low, high], 0, math.inf, closed="left")
     steps, runs, *rest = sensitivities.shape
     p = 3.0 * steps if p is None else p
@@ -207,7 +208,7 @@ def compose_sensitivities(
             f"p must keep every order at or below {_LARGEST_ORDER}, got {p:g}, with which the first step "
             f"has the order {float(orders[0]):.3g}"
         )
-    shares = torch.exp(i * math.log1p(-1 / p)) / p / (order - 1)
+    shares, there = (sent(t, device) for t in (torch.exp(i * math.log1p(-1 / p)) / p / (order - 1), orders))
     result = torch.zeros((steps if each_step else 1, *rest), dtype=torch.float64, device=device)
     if high == 0:
         return result if each_step else result[0]
@@ -215,8 +216,8 @@ def compose_sensitivities(
     block = max(1, _CHUNK // max(1, sensitivities[0].numel()))
     for start in range(0, steps, block):
         part = slice(start, start + block)
-        log_moments = table(sensitivities[part], orders[part].to(device))
-        share = shares[part].to(device).view(-1, *(1,) * len(rest))
+        log_moments = table(sensitivities[part], there[part])
+        share = shares[part].view(-1, *(1,) * len(rest))
         found = share * (torch.logsumexp(p * log_moments, 1) - math.log(runs))
         if each_step:
             result[part] = found
@@ -241,8 +242,8 @@ class _MomentTable:
         # too steep for that, the upper end serves as the whole of it.
         steep = rise > 1
         # Two rows for each order: what a cell starts with, and by how much it rises.
-        self.base = torch.where(steep, logs[:, 1:], logs[:, :-1]).to(device).reshape(-1)
-        self.rise = torch.where(steep, 0.0, torch.expm1(rise.clamp(max=1.0))).to(device).reshape(-1)
+        self.base = sent(torch.where(steep, logs[:, 1:], logs[:, :-1]).reshape(-1), device)
+        self.rise = sent(torch.where(steep, 0.0, torch.expm1(rise.clamp(max=1.0))).reshape(-1), device)
 
     def __call__(self, sensitivities, orders):
         """(steps, ...) sensitivities, (steps,) orders."""

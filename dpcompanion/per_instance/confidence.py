@@ -24,6 +24,7 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._devices import sent
 from dpcompanion._types import Array, Numbers
 
 _HALVINGS = 40
@@ -52,13 +53,15 @@ def log_mean_bound(
     """
     _checks.number("confidence", confidence, 0, 1, closed="neither")
     log_values = torch.as_tensor(log_values, dtype=torch.float64)
-    largest = torch.as_tensor(log_largest, dtype=torch.float64, device=log_values.device).expand(log_values.shape[1:])
-    if bool((log_values > largest + 1e-9 * (1 + largest.abs())).any()) or bool((log_values < log_smallest).any()):
+    largest = sent(torch.as_tensor(log_largest, dtype=torch.float64), log_values.device).expand(log_values.shape[1:])
+    # One question, since each is a wait where the values lie on a GPU.
+    fit = (log_values <= largest + 1e-9 * (1 + largest.abs())) & (log_values >= log_smallest) & (log_values < math.inf)
+    if not bool(fit.all()):
+        _checks.in_interval("log_values", log_values, -math.inf, math.inf, closed="left")
         raise ValueError(
             f"log_values must lie in [{log_smallest:g}, {float(largest.max()):g}], got "
             f"{float(log_values.min()):g} to {float(log_values.max()):g}"
         )
-    _checks.in_interval("log_values", log_values, -math.inf, math.inf, closed="left")
     draws = len(log_values)
     if draws == 0:
         return largest.clone()
@@ -66,7 +69,7 @@ def log_mean_bound(
     # Rounded up a little, so that a draw never counts for less than it is.
     share = (torch.exp(_log_difference(log_values, log_smallest) - span) * (1 + 1e-12)).clamp(max=1.0)
     share = torch.where(span.isneginf(), torch.zeros_like(share), share)
-    bets, weights = _bets(draws, log_values.device)
+    bets, weights = _bets(draws)
     low, high = torch.zeros_like(largest), torch.ones_like(largest)
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -76,20 +79,18 @@ def log_mean_bound(
     return torch.minimum(bound, largest)
 
 
-def _bets(draws, device):
-    """Shares of the capital to bet, and how the capital is spread over them: half on all-in, the rest from 1/2 down."""
+def _bets(draws):
+    """Shares of the capital to bet, and how the capital is spread over them: half on all-in, the rest from 1/2 down.
+    Numbers of the host, which need not be asked for."""
     count = 2 + math.ceil(math.log2(draws + 1) / 2)
-    bets = 0.5 ** torch.arange(count + 1, dtype=torch.float64, device=device)
-    weights = torch.full_like(bets, 0.5 / count)
-    weights[0] = 0.5
-    return bets, weights
+    return [0.5**i for i in range(count + 1)], [0.5] + [0.5 / count] * count
 
 
 def _log_capital(share, mean, bets, weights):
     """ln K(mean): share (draws, ...), mean (...)."""
     odds = (1 - share) / (1 - mean)
     total = torch.full_like(mean, -math.inf)
-    for bet, weight in zip(bets.tolist(), weights.tolist()):
+    for bet, weight in zip(bets, weights):
         capital = torch.log1p(bet * (odds - 1)).sum(0) if bet < 1 else torch.log(odds).sum(0)
         total = torch.logaddexp(total, capital + math.log(weight))
     return total

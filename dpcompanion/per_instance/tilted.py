@@ -44,6 +44,7 @@ import math
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._devices import is_away, sent
 from dpcompanion._types import Array, Numbers
 from dpcompanion.per_instance.added import add_mode
 from dpcompanion.per_instance.confidence import log_mean_bound
@@ -218,13 +219,21 @@ def exact_composition(
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     _checks.number("confidence", confidence, 0, 1, closed="neither")
     resamples = _checks.whole_number("resamples", resamples, 1)
-    _checks.in_interval("worst_case", worst_case, 0)
-    _checks.in_interval("log_masses", log_masses, 0, math.inf, closed="left")
+
+    def look():
+        _checks.in_interval("worst_case", worst_case, 0)
+        _checks.in_interval("log_masses", log_masses, 0, math.inf, closed="left")
+
+    # What lies on a GPU is asked once whether all is well, and only if not, what is not.
+    if not (isinstance(log_masses, torch.Tensor) and is_away(log_masses)):
+        look()
     log_masses = torch.as_tensor(log_masses, dtype=torch.float64)
     if log_masses.ndim == 0 or len(log_masses) == 0:
         raise ValueError(f"log_masses must be (runs, ...), one run or more, got shape {tuple(log_masses.shape)}")
-    worst = torch.as_tensor(worst_case, dtype=torch.float64, device=log_masses.device).expand(log_masses.shape[1:])
-    if bool((log_masses > (order - 1) * worst * (1 + 1e-6) + 1e-9).any()):
+    worst = sent(torch.as_tensor(worst_case, dtype=torch.float64), log_masses.device).expand(log_masses.shape[1:])
+    fit = (log_masses >= 0) & (log_masses < math.inf) & (log_masses <= (order - 1) * worst * (1 + 1e-6) + 1e-9)
+    if not bool((fit & (worst >= 0)).all()):
+        look()
         raise ValueError(
             f"log_masses must not exceed (order - 1) * worst_case, but {float(log_masses.max()):g} does, "
             f"with worst_case {float(worst.min()):g}"
@@ -245,7 +254,7 @@ def _bootstrap(log_masses, confidence, resamples, generator):
     counts = torch.zeros(resamples, runs, dtype=torch.float64, device=flat.device).scatter_add_(
         1, drawn, torch.ones_like(drawn, dtype=torch.float64)
     )
-    ends = torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64, device=flat.device)
+    ends = sent(torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64), flat.device)
     top = flat.max(0).values
     found = []
     for part in torch.arange(flat.shape[1], device=flat.device).split(max(1, _CHUNK // resamples)):

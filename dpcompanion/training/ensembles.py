@@ -60,6 +60,7 @@ def train_ensemble(
     add: Callable[..., Any] | None = None,
     device: Device = None,
     method: str = "auto",
+    precision: str | None = None,
     physical_batch_size: int = 1024,
     workers: int | None = None,
     callbacks: Callbacks | None = None,
@@ -84,6 +85,7 @@ def train_ensemble(
             sums, (R, parameters). Its `gradients_of` helps. What is added is outside the plan's guarantee.
         device: where to train; the model's own by default.
         method: how to clip, see `dpcompanion.training.clipping`.
+        precision: as for `dpcompanion.training.train`; "bf16" takes a model whose layers can be stacked.
         physical_batch_size: examples, of all runs together, in one pass.
         workers: threads that share the runs; on a CPU as many as PyTorch's own by default, else 1.
         callbacks: `Callbacks`, functions of the `Ensemble`; a dict that on_epoch returns goes into `epochs`. An epoch
@@ -112,6 +114,7 @@ def train_ensemble(
         members=members,
         device=device,
         method=method,
+        precision=precision,
         physical_batch_size=physical_batch_size,
         generator_device=generator_device,
     )

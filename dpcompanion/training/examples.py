@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from dpcompanion._devices import sent
 from dpcompanion.training import checks, proof
 from dpcompanion.training.checkpoints import digest_of
 
@@ -89,7 +90,7 @@ class Items:
                 "data must have items (x, y) of tensors, arrays or numbers, got "
                 f"{type(found[0][0]).__name__} and {type(found[0][1]).__name__}; give it a transform"
             )
-        return x.to(self.device), y.to(self.device)
+        return sent(x, self.device), sent(y, self.device)
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Those from `start` to before `stop`."""

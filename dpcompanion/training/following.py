@@ -9,6 +9,7 @@ ValueError: clipped must be at most the limits of the step, but example 2 has 1 
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._devices import sent
 from dpcompanion.training import checks
 from dpcompanion.training.examples import Tensors, examples_of
 
@@ -28,7 +29,7 @@ def check_clipped(indices, clipped, limits):
     indices = torch.as_tensor(indices, dtype=torch.int64)
     clipped = torch.as_tensor(clipped).detach().to(device=limits.device, dtype=torch.float64)
     _checks.same_length(indices=indices, clipped=clipped)
-    limits = limits[indices.to(limits.device)]
+    limits = limits[sent(indices, limits.device)]
     over = ~(clipped <= limits * (1 + _ROUNDING))
     away = over.device.type != "cpu"
     if not away and over.any():

@@ -40,11 +40,12 @@ from typing import Any, cast
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._devices import is_away, sent
 from dpcompanion._types import Device, Loss
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
-from dpcompanion.training import checks, clipping, noise, passes
+from dpcompanion.training import checks, clipping, noise
 from dpcompanion.training.checkpoints import (
     Checkpoint,
     key_file,
@@ -230,11 +231,6 @@ def check_extras(callbacks, checkpoint):
     return callbacks or Callbacks(), checkpoint
 
 
-def _is_away(tensor):
-    """Whether to look at a tensor's numbers waits for a device that is not the host."""
-    return tensor.device.type != "cpu"
-
-
 class _Loop:
     def __init__(
         self,
@@ -304,20 +300,20 @@ class _Loop:
         with self._own_randomness("tracking"):
             lower = [tracker.before_step() for tracker in self.trackers]
         drawn = self.sampler.draw().cpu()
-        limits, indices = plan.clip_norms(drawn), passes.sent(drawn, self.device)
+        limits, indices = plan.clip_norms(drawn), sent(drawn, self.device)
         # A device is told of limits and asked for none, since each question waits for all that was begun there.
-        away = any(norms is not None and _is_away(norms) for norms in lower)
+        away = any(norms is not None and is_away(norms) for norms in lower)
         for norms in lower:
             if norms is not None:
                 there = self.device if away else norms.device
                 own = norms.to(there)[indices if away else drawn]
-                limits = torch.minimum(passes.sent(limits, there), own)
+                limits = torch.minimum(sent(limits, there), own)
         taking = limits > 0
         if not away and not taking.all():
             # Whoever is clipped to nothing takes no part, and the clipping need not divide by zero. Away they stay,
             # times 0, since how many they are is not known here.
             drawn, limits = drawn[taking], limits[taking]
-            indices = passes.sent(drawn, self.device)
+            indices = sent(drawn, self.device)
         run.indices = indices
         versions = [(name, b, b._version) for name, b in run.model.named_buffers()]
         with self._own_randomness("examples"):

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._devices import sent
 from dpcompanion.seeds import derive_key, derive_seed, keyed_generator
 from dpcompanion.training.secure import SecureStream
 
@@ -60,6 +61,6 @@ def gaussian_noise(
     """
     _checks.in_interval("std", std, 0, float("inf"), closed="left")
     if isinstance(generator, SecureStream):
-        return generator.normal(shape, std).to(dtype=dtype, device=device)
+        return sent(generator.normal(shape, std).to(dtype), device)
     noise = torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device)
-    return noise.mul_(std).to(dtype=dtype, device=device)
+    return sent(noise.mul_(std).to(dtype), device)

@@ -35,13 +35,6 @@ def norms_of_all(model, loss, examples, *, method, chunk, precision=None):
     return torch.cat(norms)
 
 
-def sent(tensor, device):
-    """A tensor of the host on a device; a GPU takes it from pinned memory, so that the host goes on meanwhile."""
-    if torch.device(device).type == "cuda" and tensor.device.type == "cpu":
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)
-
-
 def resolve_method(model, loss, examples, method, precision=None):
     """The method that is proved right for this model (`clipping.resolve_method`), in evaluation mode."""
     device, (x, y) = next(model.parameters()).device, examples.probe

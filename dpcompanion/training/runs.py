@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, Numbers
-from dpcompanion.training import checks, clipping, noise, passes, proof
+from dpcompanion.training import checks, clipping, noise, proof
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.tensors import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
@@ -52,6 +53,7 @@ class Ensemble:
         members: Array | None = None,
         device: Device = None,
         method: str = "auto",
+        precision: str | None = None,
         physical_batch_size: int = 1024,
         generator_device: str | torch.device = "cpu",
     ):
@@ -119,8 +121,13 @@ class Ensemble:
             device=self.device,
         )
         self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
-        self.method = clipping.resolve_method(self._template, loss, self.x, self.y, method)
-        if self.method != "func" and not self._stacks():
+        self.precision = precision
+        self.method = clipping.resolve_method(self._template, loss, self.x, self.y, method, precision)
+        if self.method != "func" and not all(self._stacks(one) for one in dict.fromkeys((None, precision))):
+            if precision is not None:
+                raise ValueError(
+                    f"precision {precision!r} takes a model whose layers can be stacked, got one of others"
+                )
             if method != "auto":
                 raise ValueError(
                     f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' or 'auto'"
@@ -216,8 +223,8 @@ class Ensemble:
             raise ValueError("model must have the same frozen parameters and buffers in all runs")
         return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
 
-    def _stacks(self):
-        """Whether two different runs through the stacked network give what each gives alone."""
+    def _stacks(self, precision):
+        """Whether two different runs through the stacked network give what each gives alone, in this precision."""
         rows = proof.hardest(self._template, self.loss, self.x, self.y)
         x, y = self.x[rows], self.y[rows]
         model, pair = copy.deepcopy(self._template), torch.stack([self.vectors[0], self.vectors[0] / 2])
@@ -226,7 +233,7 @@ class Ensemble:
             network.load(self.split(pair))
             with proof.evaluating(network.module):
                 together = clipping._layerwise(
-                    network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, self.method, 2
+                    network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, self.method, 2, precision
                 )
         except (Unfit, RuntimeError, AttributeError, TypeError):
             return False
@@ -235,10 +242,10 @@ class Ensemble:
                 for name, p in self.split(vector[None]).items():
                     model.get_parameter(name).copy_(p[0])
             with proof.evaluating(model):
-                alone = clipping._layerwise(model, self.loss, x, y, math.inf, self.method)
+                alone = clipping._layerwise(model, self.loss, x, y, math.inf, self.method, None, precision)
             error = sum((g - together.gradients[name][run]).norm() for name, g in alone.gradients.items())
             error += (alone.norms - together.norms.chunk(2)[run]).norm()
-            if not error <= proof.tolerances(pair)[0] * alone.norms.sum():
+            if not error <= proof.tolerances(pair if precision is None else pair.bfloat16())[0] * alone.norms.sum():
                 return False
         return True
 
@@ -260,7 +267,7 @@ class Ensemble:
             return clipping._functional(network, self.loss, x, y, limits, parameters)
         network.load(parameters)
         runs = len(self.seeds[rows])
-        return clipping._layerwise(network.module, self.loss, x, y, limits, self.method, runs)
+        return clipping._layerwise(network.module, self.loss, x, y, limits, self.method, runs, self.precision)
 
     def _explicit(self, rows, x, y):
         gradients, _ = torch.func.vmap(clipping._gradient_and_loss(self._template, self.loss), in_dims=(0, None, None))(
@@ -285,7 +292,7 @@ class Ensemble:
         limits = torch.zeros(indices.shape, dtype=torch.float64)  # 0 beyond a run's own examples: they count nothing
         for k, (own, norms) in enumerate(draws):
             indices[k, : len(own)], limits[k, : len(own)] = own, norms
-        indices, limits = passes.sent(indices, self.device), passes.sent(limits, self.device)
+        indices, limits = sent(indices, self.device), sent(limits, self.device)
         present = limits > 0
         norms, losses = torch.zeros_like(limits), torch.zeros_like(limits)
         for some, part in _passes(len(rows), int(sizes.max()), self._pass_size()):
@@ -345,7 +352,7 @@ class Ensemble:
             "momentum": self.momentum,
             "weight_decay": self.weight_decay,
             "data": self._data_digest,
-        }
+        } | ({"precision": self.precision} if self.precision else {})
 
     @functools.cached_property
     def _data_digest(self):

@@ -59,6 +59,7 @@ from typing import Any
 import torch
 
 from dpcompanion import _checks
+from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, State
 from dpcompanion.training.examples import Data
 from dpcompanion.training.plan import DPSGDPlan
@@ -426,8 +427,8 @@ class NormTracker:
             if self.examples is not None:
                 mine = torch.isin(indices, self._sorted).nonzero()[:, 0]
                 indices = self._order[torch.searchsorted(self._sorted, indices[mine])]
-                norms = norms[mine.to(norms.device)]
-            self._renew(indices.to(self.norms.device), self._bounded(norms))
+                norms = norms[sent(mine, norms.device)]
+            self._renew(sent(indices, self.norms.device), self._bounded(norms))
         self._begun = False
         if self.trajectory_delta is not None and self.steps % self.steps_per_epoch == 0:
             epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()

@@ -8,7 +8,6 @@ from opacus import PrivacyEngine
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -484,31 +483,6 @@ def test_a_gradient_that_is_not_finite_contributes_nothing_and_is_counted():
     _, model, optimizer, criterion, loader = private(dataset=TensorDataset(x, y), epochs=1, grad_sample_mode="ghost")
     with pytest.raises(FloatingPointError, match="use hooks"):
         steps(model, optimizer, loader, criterion)
-
-
-class Waits(TorchDispatchMode):
-    """Counts the numbers that Python asks a tensor for: on a GPU each is a copy that waits for all that was begun."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("seeded", [True, False])
-def test_a_step_in_ghost_mode_waits_for_the_device_once(seeded):
-    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)])
-    _, model, optimizer, criterion, loader = private(
-        model=model, grad_sample_mode="ghost", noise_generator=torch.Generator().manual_seed(0) if seeded else None
-    )
-    batches = iter(loader)
-    for _ in range(2):  # with these it is proved
-        steps(model, optimizer, [next(batches)], criterion)
-    x, y = next(batches)
-    with Waits() as waits:
-        steps(model, optimizer, [(x, y)], criterion)
-    assert waits.count == 1
 
 
 class Stream(IterableDataset):

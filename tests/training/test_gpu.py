@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dpcompanion.individual import IndividualAccountant
+from dpcompanion.per_instance import exact_composition
 from dpcompanion.training import cross_entropy, DPSGDPlan, loop, models, NormTracker, train, train_ensemble
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make gpu")]
@@ -102,3 +103,39 @@ def test_runs_side_by_side_end_where_those_of_the_processor_do(data):
         for device in ("cpu", "cuda")
     )
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_step_of_the_engine_waits_for_nothing(data, watched, mode):
+    pytest.importorskip("opacus")
+    from dpcompanion.engine import IndividualizedPrivacyEngine
+
+    model = models.mnist_cnn(seed=0).cuda()
+    model, optimizer, *rest = IndividualizedPrivacyEngine().make_private_with_budgets(
+        module=model,
+        optimizer=optimizer_of(model),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch_size=64),
+        target_epsilons=torch.full((N,), 4.0),
+        target_delta=1e-3,
+        epochs=3,
+        max_grad_norm=0.5,
+        seed=0,
+        grad_sample_mode=mode,
+    )
+    criterion, loader = rest if mode == "ghost" else (torch.nn.CrossEntropyLoss(), *rest)
+    for number, (x, y) in enumerate(batch for _ in range(2) for batch in loader):
+        x, y = x.cuda(), y.cuda()
+        if number:  # with the first it is proved
+            watched()
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+        torch.cuda.set_sync_debug_mode("default")
+    assert optimizer.dropped == 0
+
+
+def test_masses_on_a_gpu_bound_as_those_of_the_processor_do():
+    masses = torch.rand(20, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    here, there = (exact_composition(masses.to(device), order=4, worst_case=1.0) for device in ("cpu", "cuda"))
+    for name in ("estimate", "upper_bound"):  # the interval is a bootstrap's, drawn there
+        torch.testing.assert_close(getattr(there, name).cpu(), getattr(here, name), rtol=1e-12, atol=1e-12)

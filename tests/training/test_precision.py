@@ -1,5 +1,6 @@
 """bf16: a network that goes forward and back in bfloat16, and shares that keep to the clip norm all the same."""
 
+import copy
 import math
 
 import pytest
@@ -18,6 +19,7 @@ from dpcompanion.training import (
     models,
     NormTracker,
     train,
+    train_ensemble,
 )
 from dpcompanion.training.models import StandardisedConv2d
 
@@ -236,3 +238,49 @@ def test_a_tracker_of_an_unknown_precision_is_refused():
         NormTracker.for_plan(
             plan, nn.Linear(2, 2), cross_entropy, (torch.zeros(4, 2), torch.zeros(4).long()), precision="fp8"
         )
+
+
+@able
+@pytest.mark.parametrize("name", ["convolutions", "standardised"])
+def test_runs_side_by_side_are_those_of_train_in_it_and_shares_keep_to_the_clip_norm(name):
+    model, x, y = build(name)
+    plan = DPSGDPlan(n=len(x), sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+
+    def side_by_side(precision):
+        return train_ensemble(
+            model,
+            cross_entropy,
+            (x, y),
+            plan,
+            seeds=[0, 1],
+            learning_rate=0.1,
+            precision=precision,
+            workers=1,
+            progress=False,
+        )
+
+    found = side_by_side("bf16")
+    assert found._identity()["precision"] == "bf16" and not torch.equal(found.vectors, side_by_side(None).vectors)
+    for run in range(2):
+        alone = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+        train(alone, cross_entropy, (x, y), plan, optimizer=optimizer, seed=run, precision="bf16", progress=False)
+        vector = torch.cat([p.detach().flatten() for p in alone.parameters() if p.requires_grad])
+        torch.testing.assert_close(found.vectors[run], vector, rtol=0, atol=1e-3)
+    limit = torch.tensor([[0.01], [0.02]], dtype=torch.float64)
+    for one in range(len(x)):
+        pair = [part[[one, one]].unsqueeze(1) for part in (x, y)]
+        total = found._pass(found._network, slice(0, 2), *pair, limit)
+        shares = sum(g.double().flatten(1).square().sum(1) for g in total.gradients.values()).sqrt()
+        assert bool((shares <= limit[:, 0]).all()) and bool((shares > 0.99 * limit[:, 0]).all())
+
+
+@able
+def test_runs_side_by_side_that_cannot_be_stacked_refuse_it():
+    plan = DPSGDPlan(n=4, sample_rate=0.5, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-2)
+    data, options = (torch.randn(4, 3), torch.zeros(4).long()), {"seeds": [0], "learning_rate": 0.1}
+    with pytest.raises(ValueError, match="precision 'bf16' takes method 'mixed'"):
+        train_ensemble(nn.Linear(3, 2), cross_entropy, data, plan, method="func", precision="bf16", **options)
+    with pytest.raises(ValueError, match="precision 'bf16' takes a model in float32"):
+        wide = data[0].double(), data[1]
+        train_ensemble(nn.Linear(3, 2).double(), cross_entropy, wide, plan, precision="bf16", **options)

@@ -1,0 +1,22 @@
+"""Numbers on their way to a device, without waiting for it."""
+
+import torch
+
+# Where copies need not be waited for; the meta device, where nothing is copied, stands for a GPU in tests.
+_ASYNCHRONOUS = ("cuda", "meta")
+
+
+def is_away(tensor):
+    """Whether to look at a tensor's numbers waits for a device that is not the host."""
+    return tensor.device.type != "cpu"
+
+
+def sent(tensor, device):
+    """A tensor of the host on a device. A GPU takes it from pinned memory of its own, so that the host goes on
+    meanwhile, and may write to what it sent."""
+    device = torch.device(device)
+    if is_away(tensor) or device.type not in _ASYNCHRONOUS:
+        return tensor.to(device)
+    if device.type == "cuda":
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
