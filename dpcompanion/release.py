@@ -88,7 +88,9 @@ def private_mean(
         values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN to 0.
         upper: a public bound, above 0, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
-        generator: a torch.Generator.
+        generator: None, for what is published: the noise comes from a cipher under a key of the operating system and
+            is added on a grid (`dpcompanion.training.secure`). Or a torch.Generator, for research: whoever knows or
+            guesses its seed subtracts the noise.
         relation: "add or remove" or "replace": what (epsilon, delta) is for.
 
     Raises:
@@ -97,8 +99,8 @@ def private_mean(
     Source: the Gaussian mechanism, calibrated as in Balle and Wang 2018, theorem 8.
     """
     values = _bounded(values, upper)
-    std = upper / noise_ratio(epsilon, delta) / len(values)
-    return float(values.mean() + std * _normal((), generator))
+    ratio = noise_ratio(epsilon, delta)
+    return float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio))
 
 
 @_in_either_relation
@@ -149,7 +151,8 @@ def private_quantiles(
     std = math.sqrt(steps * len(quantiles)) / ratio
     ordered = values.sort().values
     for _ in range(steps):
-        below = torch.searchsorted(ordered, found, right=True) + std * _normal(quantiles.shape, generator)
+        counts = torch.searchsorted(ordered, found, right=True)
+        below = _noisy(counts, std, generator, ratio=ratio, numbers=steps * len(quantiles))
         found = (found * torch.exp(-learning_rate * (below / len(values) - quantiles))).clamp(max=upper)
     return found
 
@@ -215,6 +218,22 @@ def _normal(shape, generator):
     return torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device).cpu()
 
 
+def _noisy(exact, std, generator, *, ratio, numbers=1):
+    """`exact` and N(0, std^2), where `std` is sensitivity / ratio for all `numbers` of the release together.
+
+    Without a generator sum and noise are added on a grid g, which moves two releases apart by sqrt(numbers) g more.
+    """
+    if generator is not None:
+        return exact + std * _normal(exact.shape, generator)
+    from .training.secure import CELLS, SecureStream, grid_of, snapped  # which stands above this module
+
+    moved = math.sqrt(numbers) / CELLS / ratio  # at most, as a share of the sensitivity at the noise that it takes
+    if not moved <= 0.5:
+        raise ValueError(f"epsilon must be large enough for noise on a grid, got sensitivity / noise of {ratio:g}")
+    std = std / (1 - moved)
+    return snapped(exact, grid_of(std)) + SecureStream().normal(exact.shape, std)
+
+
 def _square_root(bins):
     """First column of the Toeplitz square root of the matrix of prefix sums: binom(2k, k) / 4^k."""
     k = torch.arange(1, bins, dtype=torch.float64)
@@ -232,7 +251,10 @@ def _noisy_prefixes(values, upper, bins, ratio, generator):
     counts = torch.bincount((values / upper * bins).long().clamp(max=bins - 1), minlength=bins).double()
     column = _square_root(bins)
     std = float(column.square().sum().sqrt()) / ratio
-    noisy = counts.cumsum(0) + std * _convolved(column, _normal((bins,), generator))
+    if generator is None:
+        noisy = _convolved(column, _noisy(_convolved(column, counts), std, None, ratio=ratio, numbers=bins))
+    else:
+        noisy = counts.cumsum(0) + std * _convolved(column, _normal((bins,), generator))
     return torch.from_numpy(isotonic_regression(noisy.numpy()).x).clamp(0, len(values))
 
 

@@ -160,6 +160,26 @@ def test_no_value_moves_a_release_further_than_the_bound_allows():
         assert released(other, 2).isfinite().all()
 
 
+def test_without_a_generator_the_noise_is_a_ciphers_and_no_seed_repeats_it():
+    values, options = epsilons(300), {"upper": 2.4, "generator": None, **BUDGET}
+    means = []
+    for _ in range(60):
+        torch.manual_seed(0)
+        means.append(private_mean(values, **options))
+    assert len(set(means)) == 60
+    std = 2.4 / noise_ratio(**BUDGET) / 300
+    z = (np.array(means) - float(values.mean())) / std
+    assert stats.kstest(z, "norm").pvalue > 1e-4
+    # On a grid: what comes out has no low bits of the mean in it.
+    grid = 2.0 ** (math.floor(math.log2(std)) - 24)
+    assert all((mean / grid).is_integer() for mean in means)
+    for method in ("cdf", "andrew2021"):
+        found = [private_quantiles(values, SHARES, method=method, **options) for _ in range(2)]
+        assert found[0].isfinite().all() and not torch.equal(*found)
+    with pytest.raises(ValueError, match="epsilon"):
+        private_mean(values, upper=2.4, epsilon=1e-8, delta=1e-12, generator=None)
+
+
 def test_the_same_generator_gives_the_same_release():
     assert torch.equal(released(epsilons(300), 5), released(epsilons(300), 5))
     assert not torch.equal(released(epsilons(300), 5), released(epsilons(300), 6))

@@ -33,6 +33,8 @@ import torch
 #: So many distinct norms are kept as they are; more are rounded up to a grid of as many levels.
 DISTINCT = 2048
 
+_NEARLY_ONE = 4.0  # sensitivity over noise from which on the weights of mixtures come from tails
+
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
@@ -61,7 +63,12 @@ class Levels:
         nodes[0], nodes[-1] = own[0], own[-1]
         high = torch.searchsorted(nodes, levels).clamp(max=most - 1)
         low = torch.where(nodes[high] == levels, high, (high - 1).clamp(min=0))
-        reached, start, stop = (torch.erf(value / math.sqrt(8)) for value in (levels, nodes[low], nodes[high]))
+        # Where the noise is small the error function is nearly 1, and only its distance from 1 keeps its digits.
+        near = nodes[low] > _NEARLY_ONE
+        reached, start, stop = (
+            torch.where(near, -torch.erfc(value), torch.erf(value))
+            for value in (level / math.sqrt(8) for level in (levels, nodes[low], nodes[high]))
+        )
         # A hair up for rounding errors; where even float64 sees no difference, the upper node stands for all.
         share = ((reached - start) / (stop - start) * (1 + 1e-12)).clamp(max=1).nan_to_num(nan=1.0)
         return cls(nodes, low, high, torch.where(low == high, 0, share)).only(torch.ones_like(levels, dtype=torch.bool))

@@ -81,6 +81,34 @@ def _same(a, b):
     return bool(np.array_equal(cast(Any, a), b))
 
 
+class Traceless:
+    """Watches the forward passes of a module in training mode: no buffer and no frozen parameter may keep anything of
+    its examples, for no step would hide it."""
+
+    def __init__(self, module):
+        self._before = None
+        module.register_forward_pre_hook(self._note)
+        module.register_forward_hook(self._compare)
+
+    @staticmethod
+    def _untrained(module):
+        frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
+        return [*module.named_buffers(), *frozen]
+
+    def _note(self, module, args):
+        self._before = {name: (t, t._version) for name, t in self._untrained(module)} if module.training else None
+
+    def _compare(self, module, args, output):
+        before, self._before = self._before, None
+        for name, t in self._untrained(module) if before is not None else ():
+            was, version = before.get(name, (None, None))
+            if was is not t or version != t._version:
+                raise ValueError(
+                    f"module must keep no statistics of its examples, but in training it changes {name!r}, which is "
+                    "released without noise"
+                )
+
+
 def check_module(engine, module, optimizer):
     if not module.training:
         raise ValueError("module must be in training mode, got one in evaluation mode: call module.train() first")

@@ -14,7 +14,7 @@ from ..filters import ExactFilter, RenyiFilter
 from ..idp.parameters import combined_parameters, sample_parameters, scale_parameters
 from .account import Accountant
 from .budgets import FilteredBudgets, FixedBudgets
-from .checks import check_loader, check_module, clip_norms_of
+from .checks import Traceless, check_loader, check_module, clip_norms_of
 from .ghost import GhostOptimizer
 from .loading import Draws, Noted, private_loader
 from .norms import GradientNorms
@@ -370,6 +370,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         )
         self.accountant.budgets, self.accountant.origin = budgets, origin
         optimizer.follow(draws, noted, self.accountant, proof, module)
+        Traceless(original)
         optimizer.shares = shares
         loader = private_loader(data_loader, noted, draws, batch_first)
         if not isinstance(optimizer, GhostOptimizer):

@@ -151,7 +151,8 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=No
         recorder.backward(losses, take)
         squared = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
         layers = {recorder.owners[module]: layer for module, layer in layers.items() if layer is not None}
-        total = _clip(layers, squared, losses.detach(), max_grad_norm, runs, method == "held")
+        dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
+        total = _clip(layers, squared, losses.detach(), max_grad_norm, dtype, runs, method == "held")
     if max_grad_norm is None:
         return total
     found = total.gradients
@@ -165,14 +166,18 @@ def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=No
     )
 
 
-def _clip(layers, squares, losses, max_grad_norm, runs, precise=False):
-    """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`; float64 if `precise`."""
+def _clip(layers, squares, losses, max_grad_norm, dtype, runs, precise=False):
+    """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`; float64 if `precise`.
+    Gradients are of `dtype`."""
     norms = squares.sqrt() if precise else rounded_up(squares.sqrt(), losses.dtype)
     finite = norms.isfinite()
     norms = torch.where(finite, norms, math.inf)
     if max_grad_norm is None:
         return ClippedSum({}, norms, losses)
-    factors = clip_factors(norms, max_grad_norm).reshape(runs or 1, -1)
+    # Factors are made in the precision in which they multiply, which that of the losses need not be: one rounded to a
+    # coarser one afterwards would lift a gradient above its clip norm.
+    exact = norms if precise or norms.dtype == dtype else rounded_up(squares.sqrt(), dtype)
+    factors = clip_factors(exact, max_grad_norm).reshape(runs or 1, -1)
     masked = losses.device.type != "cpu" or not finite.all()
     sums = {}
     for prefix, layer in layers.items():
@@ -210,7 +215,8 @@ def _functional(model, loss, x, y, max_grad_norm, stacked=None, precise=False):
         )
         gradients, losses = {name: g.flatten(0, 1) for name, g in gradients.items()}, losses.flatten()
     layer = Explicit(gradients)
-    return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, runs, precise)
+    dtype = next(g.dtype for g in gradients.values())
+    return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, dtype, runs, precise)
 
 
 def check_precision(precision, model, device, method="auto", precise=False):

@@ -263,7 +263,10 @@ class _Loop:
         self.trackers = tuple(trackers)
         for tracker in self.trackers:
             tracker.check_run(plan, model, loss, data)
-        self.stateful = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)} | stateful
+        self.stateful = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)}
+        for name in self.stateful.keys() & stateful.keys():
+            raise ValueError(f"stateful must not be called {name!r}, as a tracker of the run is saved")
+        self.stateful |= stateful
         self.generators = noise.generators(seed, generator_device)
         self.sampler = plan.sampler(self.generators["sampling"])
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -315,7 +318,7 @@ class _Loop:
             drawn, limits = drawn[taking], limits[taking]
             indices = sent(drawn, self.device)
         run.indices = indices
-        versions = [(name, b, b._version) for name, b in run.model.named_buffers()]
+        before = {name: (t, t._version) for name, t in self._untrained()}
         with self._own_randomness("examples"):
             x, y = self.examples.rows(indices if isinstance(self.examples, Tensors) else drawn)
         with self._own_randomness("forward"):
@@ -330,13 +333,17 @@ class _Loop:
                 precision=self.precision,
                 precise=self.precise,
             )
-        for name, buffer, version in versions:
-            if buffer._version != version:
-                raise ValueError(f"model must keep no statistics of its examples, but training changes buffer {name!r}")
+        for name, t in self._untrained():
+            was, version = before.get(name, (None, None))
+            if was is not t or version != t._version:
+                kind = "frozen parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
+                raise ValueError(f"model must keep no statistics of its examples, but training changes {kind} {name!r}")
         summed = torch.cat([total.gradients[name].flatten() for name in self.parameters])
         released = plan.noisy(summed, self.generators["noise"]) / cast(float, plan.expected_batch_size)
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
             p.grad = piece.view_as(p).to(p.dtype)
+        for _, t in self._untrained():
+            t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
         run.optimizer.step()
         run.norms = total.norms
         self.dropped += (total.norms.isinf() & taking if away else total.norms.isinf()).sum()
@@ -349,6 +356,11 @@ class _Loop:
         clipped = torch.where(run.norms.isfinite(), run.norms, 0) * clipping.clip_factors(run.norms, limits)
         for tracker in self.trackers:
             tracker.after_step(drawn, run.norms, clipped=clipped)
+
+    def _untrained(self):
+        """(name, tensor) of buffers and frozen parameters, which no step may change."""
+        model = self.run.model
+        return [*model.named_buffers(), *((name, p) for name, p in model.named_parameters() if not p.requires_grad)]
 
     @contextlib.contextmanager
     def _own_randomness(self, stream):

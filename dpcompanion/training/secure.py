@@ -37,6 +37,7 @@ import fractions
 import functools
 import math
 import os
+import threading
 
 import numpy as np
 import torch
@@ -86,6 +87,7 @@ class SecureStream:
             )
         _cipher()
         self._key, self._calls, self._process = key, 0, os.getpid()
+        self._counting = threading.Lock()
 
     def __repr__(self):
         return f"SecureStream(<{8 * KEY_BYTES} bits>, calls={self._calls})"  # never the key
@@ -116,8 +118,10 @@ class SecureStream:
         count = _checks.whole_number("count", count, 0)
         if os.getpid() != self._process:  # a fork: what the parent draws must not be drawn here
             self.__init__()
-        encryptor = _cipher()(self._key, self._calls)
-        self._calls += 1
+        with self._counting:  # two threads must not take one number: they would draw the same
+            call = self._calls
+            self._calls += 1
+        encryptor = _cipher()(self._key, call)
         return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8")
 
     def coins(self, n, rate):

@@ -150,6 +150,13 @@ class NormTracker:
                 )
             if budget.n != accountant.n:
                 raise ValueError(f"budget must be a filter of {accountant.n} examples, got {budget.n}")
+            for name in ("sample_rate", "noise_multiplier", "max_grad_norm"):
+                ours, theirs = getattr(accountant, name), getattr(budget, name)
+                if ours != theirs:
+                    raise ValueError(
+                        f"budget must be a filter of runs with the account's {name}, {ours:g}, got {theirs:g}: "
+                        "what it charges, and so its promise, is that of other steps"
+                    )
         self.budget = budget
         self.trajectory_delta = (
             None
@@ -460,6 +467,9 @@ class NormTracker:
             "trajectory": list(self._trajectory),
             "kept": list(self._kept),
             "budget": None if self.budget is None else self.budget.state_dict(),
+            # Of an exact account: the limits of a step that was left half done, and whether some were not kept.
+            "begun": self._begun.cpu().clone() if self.exact and self._begun is not False else None,
+            "over": bool(self._over is not None and self._over),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -471,7 +481,10 @@ class NormTracker:
             self.budget.load_state_dict(state["budget"])
         self.norms.copy_(state["norms"])
         self.steps, self.passes = int(state["step"]), int(state["passes"])
-        self._charged, self._limits, self._begun = self.norms, None, False
+        self._charged, self._limits = self.norms, None
+        begun = state.get("begun")
+        self._begun = False if begun is None else begun.to(self.norms.device)
+        self._over = torch.tensor(True) if state.get("over") else None
         self._recorded.fill_(self.steps)
         self._trajectory, self._kept = list(state["trajectory"]), [tuple(kept) for kept in state["kept"]]
 

@@ -2,6 +2,7 @@
 
 import math
 
+import mpmath
 import pytest
 import torch
 from hypothesis import given, settings
@@ -49,6 +50,20 @@ def test_the_share_is_the_least_that_serves():
     share = float(levels.share[1])
     mean = (1 - share) * hockey_stick(0.1, 0.5, 0.0) + share * hockey_stick(0.1, 1.0, 0.0)
     assert mean == pytest.approx(hockey_stick(0.1, 0.8, 0.0), rel=1e-9)
+
+
+def test_where_the_noise_is_small_no_weight_comes_out_too_small():
+    levels = torch.linspace(3.0, 40.0, 500, dtype=torch.float64)
+    found = Levels.between(levels, most=64)
+    with mpmath.workdps(400):
+        for level, low, high, share in zip(levels, found.low, found.high, found.share):
+            if low != high:
+                tails = [
+                    mpmath.erfc(mpmath.mpf(float(c)) / mpmath.sqrt(8))
+                    for c in (level, *found.sensitivities[torch.stack([low, high])])
+                ]
+                exact = (tails[1] - tails[0]) / (tails[1] - tails[2])
+                assert exact * (1 - mpmath.mpf(10) ** -11) <= float(share) <= min(exact * (1 + 1e-8), 1)
 
 
 def test_means_of_logarithms_are_those_of_the_mixtures_infinities_included():

@@ -229,6 +229,42 @@ def test_the_proof_leaves_no_trace(mode):
     assert torch.equal(trained(True), trained(False))
 
 
+@pytest.mark.parametrize("kind", ["buffer", "new buffer", "frozen parameter"])
+def test_a_module_that_keeps_statistics_of_its_examples_is_refused(kind):
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            if kind == "frozen parameter":
+                self.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
+            else:
+                self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            with torch.no_grad():
+                if self.training and kind == "new buffer":
+                    self.mean = torch.lerp(self.mean, x.mean(0), 0.1)
+                elif self.training:
+                    self.mean.lerp_(x.mean(0), 0.1)
+            return x
+
+    data = TensorDataset(torch.randn(20, 4), torch.arange(20) % 2)
+    model = nn.Sequential(Averaging(), nn.Linear(4, 2))
+    made, optimizer, loader = IndividualizedPrivacyEngine().make_private_with_budgets(
+        module=model,
+        optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=10),
+        target_epsilons=[1.0] * 20,
+        target_delta=1e-3,
+        epochs=5,
+        max_grad_norm=1.0,
+        method="scale",
+    )
+    with pytest.raises(ValueError, match="no statistics of its examples, but in training it changes '0.mean'"):
+        for x, y in loader:
+            F.cross_entropy(made(x), y).backward()
+            optimizer.step()
+
+
 def test_inputs_that_do_not_say_which_rows_are_examples_are_warned_of():
     class Boxed(nn.Module):
         def __init__(self):

@@ -189,6 +189,21 @@ def test_in_float32_no_clipped_gradient_is_longer_than_the_clip_norm(method):
         assert result.norms.item() < 0.1 or 0.1 * (1 - 1e-5) < length <= 0.1 * (1 + 1e-6)
 
 
+@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("kind, of_losses", [("bfloat16", "float32"), ("bfloat16", "float64"), ("float32", "float64")])
+def test_losses_of_a_finer_type_than_the_models_lift_no_gradient_above_the_clip_norm(kind, of_losses, method):
+    def loss(outputs, targets):
+        return F.cross_entropy(outputs.to(getattr(torch, of_losses)), targets, reduction="none")
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3)).to(getattr(torch, kind))
+    x, y = (5 * torch.randn(12, 6)).to(getattr(torch, kind)), torch.arange(12) % 3
+    for limit in (0.01, 0.11):
+        for row in range(len(x)):
+            sums = clipped_sum(model, loss, x[row : row + 1], y[row : row + 1], limit, method=method).gradients
+            assert torch.cat([g.flatten().double() for g in sums.values()]).norm() <= limit
+
+
 def test_gram_norms_in_float32_survive_terms_that_cancel():
     torch.manual_seed(0)
     layer = nn.Linear(64, 64, bias=False)

@@ -64,6 +64,19 @@ class Tokens(nn.Module):
         return self.head(torch.tanh(self.norm(self.embedding(x))).mean(1))
 
 
+class Averaging(nn.Module):
+    """Keeps a mean of its examples where no optimizer looks."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(4), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        return x
+
+
 def frozen_bias():
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     model[0].bias.requires_grad_(False)
@@ -555,6 +568,7 @@ def test_what_does_not_fit_together_is_refused(message, changes):
         ("BatchNorm1d", lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))),
         ("must not draw at random", lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1))),
         ("'seen'", Counting),
+        ("frozen parameter '0.mean'", lambda: nn.Sequential(Averaging(), nn.Linear(4, 3))),
         ("parameters differ", lambda: [nn.Linear(4, 3), nn.Linear(4, 2)]),
         ("frozen", lambda: [frozen_bias(), frozen_bias()]),
         ("model must be one", lambda: [nn.Linear(4, 3)] * 3),

@@ -25,6 +25,7 @@ from dpcompanion.training import (
     loop,
     train,
 )
+from dpcompanion.training.tracking import NormTracker
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
 
@@ -463,6 +464,32 @@ def test_epsilon_after_every_epoch_is_the_plans():
     assert [entry["epsilon"] for entry in history.epochs] == expected
 
 
+@pytest.mark.parametrize("frozen, words", [(False, "buffer '0.mean'"), (True, "frozen parameter '0.mean'")])
+def test_statistics_in_a_new_tensor_or_a_frozen_parameter_are_refused_too(frozen, words):
+    class Averaging(nn.Module):
+        def __init__(self):
+            super().__init__()
+            mean = torch.zeros(4, dtype=torch.float64)
+            if frozen:
+                self.mean = nn.Parameter(mean, requires_grad=False)
+            else:
+                self.register_buffer("mean", mean)
+
+        def forward(self, x):
+            with torch.no_grad():
+                if self.training and frozen:
+                    self.mean.lerp_(x.mean(0), 0.1)
+                elif self.training:
+                    self.mean = torch.lerp(self.mean, x.mean(0), 0.1)
+            return x
+
+    data, plan = problem(sample_rate=0.5)
+    model = nn.Sequential(Averaging(), nn.Linear(4, 3).double())
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=words):
+        train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0)
+
+
 def test_a_model_that_keeps_statistics_in_its_own_code_is_refused():
     class Counting(nn.Module):
         def __init__(self):
@@ -477,6 +504,21 @@ def test_a_model_that_keeps_statistics_in_its_own_code_is_refused():
     data, plan = problem(sample_rate=0.5)
     with pytest.raises(ValueError, match="buffer '0.seen'"):
         run(data, plan, model=nn.Sequential(Counting(), nn.Linear(4, 3)).double())
+
+
+def test_a_frozen_parameter_stays_where_it_is_whatever_gradient_it_was_left_with():
+    (x, y), plan = problem(steps=3)
+    model = network()
+    cross_entropy(model(x), y).sum().backward()  # of everybody, without noise
+    model[0].requires_grad_(False)
+    before = [p.clone() for p in model[0].parameters()]
+
+    def leave_a_gradient(run):
+        for p in model[0].parameters():
+            p.grad = torch.ones_like(p)
+
+    run((x, y), plan, model=model, on_step=leave_a_gradient)
+    assert all(torch.equal(p, was) for p, was in zip(model[0].parameters(), before))
 
 
 def test_what_does_not_fit_together_is_refused_before_any_work():
@@ -513,6 +555,14 @@ def test_what_does_not_fit_together_is_refused_before_any_work():
 def test_callbacks_and_checkpoints_that_cannot_be_are_refused_by_name(name, make):
     with pytest.raises(ValueError, match=f"^{name} must"):
         make()
+
+
+def test_nothing_else_is_kept_under_the_name_of_a_tracker(tmp_path):
+    data, plan = problem(steps=2)
+    model = network()
+    tracker, other = (NormTracker.for_plan(plan, model, cross_entropy, data) for _ in range(2))
+    with pytest.raises(ValueError, match="stateful must not be called 'tracker 0'"):
+        run(data, plan, model=model, trackers=[tracker], path=tmp_path / "run.pt", stateful={"tracker 0": other})
 
 
 def test_bars_are_silent_off_a_terminal_and_can_be_forced_or_switched_off(capsys):

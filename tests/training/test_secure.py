@@ -6,6 +6,8 @@ import math
 import os
 import pickle
 import random
+import sys
+import threading
 import time
 
 import mpmath
@@ -99,6 +101,25 @@ def test_a_forked_process_draws_other_numbers():
     theirs = np.frombuffer(os.read(reader, 32), dtype="<u8")
     os.close(reader), os.close(writer)
     assert not np.intersect1d(theirs, found.words(4)).size
+
+
+def test_threads_that_share_a_stream_draw_different_numbers():
+    found, drawn, before = stream(4), [], sys.getswitchinterval()
+
+    def draw():
+        for _ in range(4000):
+            drawn.append(int(found.words(1)[0]))
+
+    threads = [threading.Thread(target=draw) for _ in range(4)]
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert len(set(drawn)) == len(drawn) == 16_000
 
 
 def test_a_clock_that_stands_still_and_seeds_of_other_generators_repeat_no_noise(monkeypatch):

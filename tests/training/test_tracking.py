@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import (
     Callbacks,
@@ -605,6 +606,42 @@ def test_a_step_that_clips_as_the_plan_does_says_so_and_one_cut_short_stays_char
     with pytest.raises(ValueError, match="running=True"), tracker.step():
         pass
     assert tracker.steps == tracker.accountant.steps == 3
+
+
+def test_a_step_cut_short_is_not_forgotten_where_the_state_is_saved_and_loaded():
+    data, plan = problem()
+
+    def tracker():
+        return NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
+
+    cut, loaded = tracker(), tracker()
+    with pytest.raises(KeyboardInterrupt), cut.step() as limits:
+        raise KeyboardInterrupt
+    loaded.load_state_dict(cut.state_dict())
+    with pytest.raises(ValueError, match="left half done"):
+        loaded.epsilon(1e-3)
+    with pytest.raises(ValueError, match="left half done"), loaded.step():
+        pass
+    loaded.after_step([3], clipped=limits[[3]])  # who saw it after all may say so
+    assert torch.equal(loaded.epsilon(1e-3), cut.accountant.epsilon(1e-3))
+    over = loaded.state_dict() | {"over": True}  # as on a GPU, which is asked late
+    loaded.load_state_dict(over)
+    with pytest.raises(ValueError, match="in some step an example's was above"):
+        loaded.epsilon(1e-3)
+
+
+@pytest.mark.parametrize("change", [{"noise_multiplier": 9.0}, {"sample_rate": 0.01}, {"max_grad_norm": 0.5}])
+def test_a_budget_for_other_steps_than_those_of_the_run_is_refused(change):
+    data, plan = problem()
+    run = {"sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier, "max_grad_norm": 1.0}
+    for make in (
+        lambda **steps: ExactFilter(plan.n, levels=[0.5, 1.0], costs=[1, 4], budget=40, steps=plan.steps, **steps),
+        lambda **steps: RenyiFilter(plan.n, orders=[8], budgets=1.0, **steps),
+    ):
+        options = {"clipping": "individual"}
+        NormTracker.for_plan(plan, network(), cross_entropy, data, budget=make(**run), **options)
+        with pytest.raises(ValueError, match=f"the account's {next(iter(change))}"):
+            NormTracker.for_plan(plan, network(), cross_entropy, data, budget=make(**run | change), **options)
 
 
 def test_a_tracker_of_a_plan_is_the_one_that_is_put_together_by_hand():
