@@ -178,7 +178,7 @@ def test_no_exact_filter_is_below_the_librarys_on_random_inputs(run_script):
     runs = [filter_inputs(generator) for _ in range(8)]
     answers = run_script(f"{json.dumps(runs)}.map(run => exactFilter.finished(exactFilter.promised(...run)))")
     small = [(run, answer) for run, answer in zip(runs, answers) if answer.get("budget", 0) <= 300]
-    assert sum(check_filter(run, answer) for run, answer in small) >= 3
+    assert sum(check_filter(run, answer) for run, answer in small) >= 2
 
 
 def test_an_exact_filter_costs_more_than_fixed_norms_and_less_than_a_renyi_filter(run_script):
@@ -195,7 +195,7 @@ def test_an_exact_filter_costs_more_than_fixed_norms_and_less_than_a_renyi_filte
 
 def test_where_a_filter_is_not_computed_the_reason_is_said(run_script):
     answer = run_script("exactFilter.finished(exactFilter.promised(1, 0.3, 1000000, 1e-5, 1))")
-    assert "epsilon" in answer["reason"] and "promises" not in answer
+    assert "beyond 20" in answer["reason"] and "promises" not in answer
 
 
 def test_full_batches_are_the_gaussian_mechanism_to_delta_1e_9(run_script):

@@ -85,7 +85,7 @@
       if (!done) return tasks.unshift(piece);
       if (found.reason) {
         cell.textContent = error.textContent = "-";
-        said.textContent = `The exact filter is not drawn: ${found.reason}. The library has no such limit.`;
+        said.textContent = `The exact filter is not drawn: ${found.reason}.`;
         return undefined;
       }
       const { levels, costs, level, block, blocks, budget, promises } = found;

@@ -12,9 +12,13 @@ const exactFilter = (() => {
   const { LOG_OUTSIDE, fourier, stepOf, window_, convolved, prepared, spaced } = parts;
 
   // Norms are measured anew BLOCKS times in a run.  A budget has at most LARGEST_BUDGET units, a table LARGEST_TABLE places; a
-  // promise of which more than LARGEST_ERROR may be the grid's doing, or above LARGEST_EPSILON, is not given.
+  // promise of which more than LARGEST_ERROR may be the grid's doing, or of whose delta more than LARGEST_SLACK is a bound on
+  // rounding errors, or above LARGEST_EPSILON, is not given.
   const LEVELS = [0.25, 0.5, 0.75, 1], BLOCKS = 32, LARGEST_BUDGET = 1024, LARGEST_TABLE = 1 << 13, LARGEST_ERROR = 0.1;
-  const LARGEST_EPSILON = 100, TOLERANCE = 3e-3, WIDTH = 7, LARGEST_LAW = 1 << 16, UNIT = 2 ** -53, HEAVIEST = 250, HAIR = 3e-3;
+  const LARGEST_EPSILON = 20, TOLERANCE = 3e-3, WIDTH = 7, LARGEST_LAW = 1 << 16, UNIT = 2 ** -53, HEAVIEST = 250, HAIR = 3e-3,
+    LARGEST_SLACK = 0.01;
+
+  const REASON = `epsilon is beyond ${LARGEST_EPSILON}, or the grid that a page has time for is too coarse (tiny epsilons, very many steps)`;
 
   // Whole costs in proportion to the Renyi divergences of the levels where the example's own meets delta: no level is a bargain.
   // Its own is priced exactly; costs are as fine as they must be for rounding the others up to waste no more than a twentieth,
@@ -178,7 +182,7 @@ const exactFilter = (() => {
       fourier(real, imaginary, false);
       history[b % ring] = [real.slice(0, half), imaginary.slice(0, half)];
     }
-    return { promises, error };
+    return slack > LARGEST_SLACK * now[-low - Math.floor(promises[budget] / grid)] ? null : { promises, error };
 
     // The least epsilon at which b units keep delta: between two points of the grid V is at most its chord in e^-u.
     function promiseOf(b) {
@@ -230,13 +234,12 @@ const exactFilter = (() => {
     const found = [];
     for (const removing of rate === 1 ? [true] : [true, false]) {
       const answer = yield* directed(rate, levels.map((each) => noise / each), costs, budget, block, delta, removing);
-      if (!answer) return { reason: `this page computes it up to an epsilon of about ${LARGEST_EPSILON}` };
+      if (!answer) return { reason: REASON };
       found.push(answer);
     }
     const promises = Array.from({ length: blocks + 1 }, (_, i) => (1 + HAIR) * Math.max(...found.map((each) => each.promises[i * budget / blocks])));
     const error = Math.max(...found.map((each) => each.error)) + HAIR * promises[blocks];
-    if (!(promises[blocks] <= LARGEST_EPSILON)) return { reason: `this page computes it up to an epsilon of about ${LARGEST_EPSILON}` };
-    if (error > LARGEST_ERROR * promises[blocks]) return { reason: "the grid that this page has time for is too coarse for this run" };
+    if (!(promises[blocks] <= LARGEST_EPSILON && error <= LARGEST_ERROR * promises[blocks])) return { reason: REASON };
     return { levels, costs, level, block, blocks, budget, promises, error };
   }
 

@@ -251,7 +251,9 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
             if b:
                 playable = order <= b
                 values = irfft(history[(b - order[playable]) % ring] * spectra[playable], n=points, axis=1)[:, :size]
-                slack = slack * math.exp(growth) + rounding * norm + lost * math.exp(log_chernoff + growth * (b - least))
+                slack = (
+                    slack * math.exp(growth) + rounding * norm + lost * math.exp(log_chernoff + growth * (b - least))
+                )
                 last = now
                 if choices and playable.any():
                     best = values.argmax(axis=0)
