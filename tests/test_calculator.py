@@ -182,12 +182,12 @@ def test_no_exact_filter_is_below_the_librarys_on_random_inputs(run_script):
 
 
 def test_an_exact_filter_costs_more_than_fixed_norms_and_less_than_a_renyi_filter(run_script):
-    for rate, noise, steps, delta, norm in (FILTERS[0], FILTERS[2], FILTERS[5]):
-        run = json.dumps([rate, noise / norm, steps, delta])[1:-1]
+    for rate, noise, steps, delta, share in (FILTERS[0], FILTERS[2], FILTERS[5]):
+        run = json.dumps([rate, noise / share, steps, delta])[1:-1]
         by_renyi, by_losses = run_script(
             f"[accountant.epsilonByRenyi({run}), accountant.epsilonByLosses({run}).epsilon]"
         )
-        game = json.dumps([rate, noise, steps, delta, norm])[1:-1]
+        game = json.dumps([rate, noise, steps, delta, share])[1:-1]
         answer = run_script(f"exactFilter.finished(exactFilter.promised({game}))")
         assert by_losses < answer["promises"][-1] < 0.96 * by_renyi
         assert answer["promises"] == sorted(answer["promises"])
