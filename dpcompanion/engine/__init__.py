@@ -51,8 +51,9 @@ Six people, two budgets, a linear model; the loop is anybody's:
 >>> module = torch.nn.Linear(4, 2)
 >>> engine = IndividualizedPrivacyEngine()
 >>> model, optimizer, loader = engine.make_private_with_budgets(
-...     module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), data_loader=DataLoader(data, batch_size=2),
-...     max_grad_norm=1.0, target_epsilons=[1.0, 1.0, 1.0, 4.0, 4.0, 4.0], target_delta=1e-3, epochs=2, method="sample")
+...     module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+...     data_loader=DataLoader(data, batch_size=2), max_grad_norm=1.0, target_epsilons=[1.0, 1.0, 1.0, 4.0, 4.0, 4.0],
+...     target_delta=1e-3, epochs=2, method="sample")
 >>> for _ in range(2):
 ...     for x, y in loader:
 ...         optimizer.zero_grad()
