@@ -17,6 +17,7 @@ from dpcompanion.accounting import (
     rdp_sampled_gaussian,
     rdp_to_epsilon,
 )
+from dpcompanion.filters import adaptive_delta
 
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
@@ -24,10 +25,11 @@ STATIC = ROOT / "book" / "_static"
 
 @pytest.fixture(scope="module")
 def run_script(node):
-    """What an expression over `accountant` gives."""
+    """What an expression over `accountant` and `exactFilter` gives."""
 
     def run(expression):
         script = f"const accountant = require({str(STATIC / 'accountant.js')!r});"
+        script += f"const exactFilter = require({str(STATIC / 'filter.js')!r});"
         script += f"console.log(JSON.stringify({expression}))"
         return json.loads(subprocess.run([node, "-e", script], capture_output=True, text=True, check=True).stdout)
 
@@ -124,6 +126,78 @@ def test_no_epsilon_is_below_the_librarys_anywhere_on_the_page(run_script):
         assert exact <= min(by_renyi, by_losses) <= 1.05 * exact + 1e-6, (rate, noise, steps, delta)
 
 
+FILTERS = [  # sample rate, noise multiplier, steps, delta, norm over the clip norm
+    (512 / 60_000, 3.42529, 9375, 1e-5, 0.25),
+    (512 / 60_000, 3.42529, 9375, 1e-5, 0.3),
+    (0.01, 1.0, 1000, 1e-5, 0.5),
+    (0.01, 0.8, 500, 1e-9, 0.25),
+    (0.2, 2.0, 1, 1e-4, 1.0),
+    (1.0, 10.0, 10, 1e-5, 0.5),
+    (0.05, 0.5, 10, 1e-3, 0.5),
+]
+
+
+def filter_inputs(generator):
+    rate, noise, steps, delta = inputs(generator)
+    return rate, max(noise, 0.5), steps, delta, generator.uniform(0.02, 1)
+
+
+def check_filter(run, answer):
+    """The library finds no larger delta at the page's epsilons; True if they were worth a curve."""
+    rate, noise, _, delta, norm = run
+    if "reason" in answer:
+        return False
+    assert len(answer["promises"]) == answer["blocks"] + 1 and answer["promises"][0] == 0
+    assert norm <= answer["level"] == min(level for level in (0.25, 0.5, 0.75, 1.0) if norm <= level)
+    for i in {1, answer["blocks"]}:
+        game = dict(
+            sample_rate=rate,
+            noise_multiplier=noise,
+            levels=answer["levels"],
+            costs=answer["costs"],
+            budget=answer["budget"] * i // answer["blocks"],
+            block=answer["block"],
+        )
+        epsilon = answer["promises"][i]
+        assert adaptive_delta(**game, epsilon=epsilon) <= delta, (run, i)
+        if i == answer["blocks"]:
+            # Not far above it either: what the grid adds is said.
+            less = max(0.0, epsilon - answer["error"] - 1e-6) * 0.97
+            assert not less or adaptive_delta(**game, epsilon=less) > delta, (run, i)
+    return True
+
+
+def test_exact_filters_are_bounds_within_the_error_that_is_shown(run_script):
+    call = f"{json.dumps(FILTERS)}.map(run => exactFilter.finished(exactFilter.promised(...run)))"
+    for run, answer in zip(FILTERS, run_script(call)):
+        assert check_filter(run, answer), (run, answer)
+
+
+def test_no_exact_filter_is_below_the_librarys_on_random_inputs(run_script):
+    generator = random.Random(1)
+    runs = [filter_inputs(generator) for _ in range(8)]
+    answers = run_script(f"{json.dumps(runs)}.map(run => exactFilter.finished(exactFilter.promised(...run)))")
+    small = [(run, answer) for run, answer in zip(runs, answers) if answer.get("budget", 0) <= 300]
+    assert sum(check_filter(run, answer) for run, answer in small) >= 2
+
+
+def test_an_exact_filter_costs_more_than_fixed_norms_and_less_than_a_renyi_filter(run_script):
+    for rate, noise, steps, delta, share in (FILTERS[0], FILTERS[2], FILTERS[5]):
+        run = json.dumps([rate, noise / share, steps, delta])[1:-1]
+        by_renyi, by_losses = run_script(
+            f"[accountant.epsilonByRenyi({run}), accountant.epsilonByLosses({run}).epsilon]"
+        )
+        game = json.dumps([rate, noise, steps, delta, share])[1:-1]
+        answer = run_script(f"exactFilter.finished(exactFilter.promised({game}))")
+        assert by_losses < answer["promises"][-1] < 0.96 * by_renyi
+        assert answer["promises"] == sorted(answer["promises"])
+
+
+def test_where_a_filter_is_not_computed_the_reason_is_said(run_script):
+    answer = run_script("exactFilter.finished(exactFilter.promised(1, 0.3, 1000000, 1e-5, 1))")
+    assert "beyond 20" in answer["reason"] and "promises" not in answer
+
+
 def test_full_batches_are_the_gaussian_mechanism_to_delta_1e_9(run_script):
     for mu in (0.01, 0.5, 5.0, 800.0):
         found = run_script(f"accountant.epsilonByLosses(1, {1 / mu}, 1, 1e-9)")
@@ -195,7 +269,7 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
     )
     body = re.sub(r"<script src=.*?</script>", "", body)
     page.set_content(f"<!DOCTYPE html><html lang=en><body>{body}</body></html>")
-    for script in ("accountant.js", "chart.js", "calculator.js"):
+    for script in ("accountant.js", "filter.js", "chart.js", "calculator.js"):
         page.add_script_tag(path=STATIC / script)
     controls = page.locator("input").all()
     assert len(controls) == 10 and all(control.evaluate("c => c.labels.length || c.ariaLabel") for control in controls)
@@ -210,8 +284,12 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
     page.wait_for_function("Number(document.getElementById('all-rdp').textContent) > 2")
     exact = compute_epsilon(sample_rate=0.00853, noise_multiplier=1.0, steps=9375, delta=1e-5)
     assert exact <= float(page.text_content("#all-pld")) <= 1.01 * exact
-    page.wait_for_function("document.getElementById('calculator-pictures').ariaBusy === 'false'")
-    assert page.locator("#picture-steps polyline").count() == page.locator("#picture-attacker polyline").count() == 3
+    page.wait_for_function("document.getElementById('calculator-pictures').ariaBusy === 'false'", timeout=120_000)
+    assert page.locator("#picture-attacker polyline").count() == 3
+    assert page.locator("#picture-steps polyline").count() == 4
+    assert exact <= float(page.text_content("#one-exact")) <= float(page.text_content("#adapting-rdp"))
+    assert "by the exact filter" in page.text_content("#picture-steps title")
+    assert "every 293 steps" in page.text_content("#calculator-filter")
     for picture in ("#picture-steps", "#picture-attacker"):
         assert page.get_attribute(picture, "role") == "img" and "at most" in page.text_content(f"{picture} title")
         assert "NaN" not in page.inner_html(picture)

@@ -83,6 +83,17 @@ const accountant = (() => {
     return high;
   }
 
+  const tables = new Map();
+  function waves(size) {
+    if (!tables.has(size)) {
+      tables.set(size, {
+        cosine: Float64Array.from({ length: size / 2 }, (_, i) => Math.cos(2 * Math.PI * i / size)),
+        sine: Float64Array.from({ length: size / 2 }, (_, i) => Math.sin(2 * Math.PI * i / size)),
+      });
+    }
+    return tables.get(size);
+  }
+
   // In place; the length is a power of two.
   function fourier(real, imaginary, inverse) {
     const size = real.length;
@@ -95,16 +106,12 @@ const accountant = (() => {
         [imaginary[i], imaginary[j]] = [imaginary[j], imaginary[i]];
       }
     }
-    const cosine = new Float64Array(size / 2), sine = new Float64Array(size / 2);
-    for (let i = 0; i < size / 2; i++) {
-      cosine[i] = Math.cos(2 * Math.PI * i / size);
-      sine[i] = (inverse ? 1 : -1) * Math.sin(2 * Math.PI * i / size);
-    }
+    const { cosine, sine } = waves(size), sign = inverse ? 1 : -1;
     for (let length = 2; length <= size; length <<= 1) {
       const half = length / 2, stride = size / length;
       for (let start = 0; start < size; start += length) {
         for (let k = 0; k < half; k++) {
-          const a = start + k, b = a + half, c = cosine[k * stride], s = sine[k * stride];
+          const a = start + k, b = a + half, c = cosine[k * stride], s = sign * sine[k * stride];
           const x = real[b] * c - imaginary[b] * s, y = real[b] * s + imaginary[b] * c;
           real[b] = real[a] - x; imaginary[b] = imaginary[a] - y;
           real[a] += x; imaginary[a] += y;
@@ -396,7 +403,8 @@ const accountant = (() => {
       delta + Math.exp(Math.min(1, epsilon + Math.log(falsePositives))), 1 - Math.exp(-epsilon) * (1 - delta - falsePositives))));
   }
 
-  return { ORDERS, renyi, epsilonByRenyi, epsilonByLosses, profileOf, attackerOf, upperTail };
+  return { ORDERS, renyi, epsilonByRenyi, epsilonByLosses, profileOf, attackerOf, upperTail,
+    parts: { LOG_OUTSIDE, fourier, stepOf, window_, convolved, prepared, spaced } };
 })();
 
 if (typeof module !== "undefined") module.exports = accountant;

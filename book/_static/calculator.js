@@ -1,4 +1,4 @@
-// The calculator page: reads the form, asks `accountant`, writes the answers and draws them with `chart`.  Plain HTML
+// The calculator page: reads the form, asks `accountant` and `exactFilter`, writes the answers and draws them with `chart`.  Plain HTML
 // controls, so that keyboards and screen readers know what to do with them.
 (() => {
   "use strict";
@@ -60,6 +60,7 @@
       tasks.push(() => { attackers[who] = accountant.attackerOf(value.rate, noises[who], value.steps); });
     }
     tasks.push(() => drawAttacker(value, attackers));
+    filterTasks(value, tasks, (points) => drawSteps(value, { ...steps, "one-exact": points }));
     element("calculator-pictures").setAttribute("aria-busy", "true");
     const next = () => {
       if (mine !== drawing) return;
@@ -74,6 +75,34 @@
     setTimeout(next, 0);
   }
 
+  // The exact filter's promise takes longest: its generator pauses, and goes on with the next task.
+  function filterTasks(value, tasks, draw) {
+    const working = exactFilter.promised(value.rate, value.noise, value.steps, value.delta, value.norm);
+    const [cell, error, said] = ["one-exact", "exact-error", "calculator-filter"].map(element);
+    cell.textContent = error.textContent = "...";
+    const piece = () => {
+      const { value: found, done } = working.next();
+      if (!done) return tasks.unshift(piece);
+      if (found.reason) {
+        cell.textContent = error.textContent = "-";
+        said.textContent = `The exact filter is not drawn: ${found.reason}.`;
+        return undefined;
+      }
+      const { levels, costs, level, block, blocks, budget, promises } = found;
+      cell.textContent = shown(promises[blocks]);
+      error.textContent = atMost(found.error);
+      said.textContent = `The filter: norms are measured ${blocks === 1 ? "once" : `${blocks} times, every ${block} step${block > 1 ? "s" : ""}`}, `
+        + `and rounded up to ${levels.join(", ")} of the clip norm, which ${costs.length > 1 ? "cost" : "costs"} `
+        + `${costs.join(", ")}. The budget, ${budget}, pays for all steps at ${level}.`;
+      element("calculator-python").textContent += `\nfrom dpcompanion.filters import ExactFilter\n`
+        + `filter = ExactFilter(1, sample_rate=${value.rate}, noise_multiplier=${value.noise}, max_grad_norm=1.0, `
+        + `levels=[${levels.join(", ")}], costs=[${costs.join(", ")}], budget=${budget}, steps=${value.steps}, block=${block})\n`
+        + `filter.epsilon(${value.delta})`;
+      return draw(promises.map((epsilon, i) => [Math.min(value.steps, i * block), epsilon]));
+    };
+    tasks.push(piece);
+  }
+
   const say = (id, text) => { element(id).querySelector("title").textContent = text; };
 
   // More steps never cost less, so a bound for more of them is one for fewer: a curve that falls is the grid's doing.
@@ -86,9 +115,10 @@
       x: { from: 0, to: value.steps, label: "steps" }, y: { from: 0, to: 1.05 * highest, label: "epsilon" },
       curves: Object.entries(curves).map(([look, points]) => ({ look, points: [[0, 0], ...points] })),
     });
+    const adapting = curves["one-exact"] ? `, and ${shown(curves["one-exact"].at(-1)[1])} by the exact filter if its norms adapt` : "";
     const end = (name) => shown(curves[name][curves[name].length - 1][1]);
     say("picture-steps", `Epsilon over steps. After ${value.steps} steps everybody's is at most ${end("all-rdp")} by RDP and `
-      + `${end("all-pld")} by PLD, and this example's ${end("one-pld")} by PLD.`);
+      + `${end("all-pld")} by PLD, and this example's ${end("one-pld")} by PLD${adapting}.`);
   }
 
   function drawAttacker(value, attackers) {
@@ -131,6 +161,7 @@
       ends[who] = byLosses.epsilon;
       write(`${who}-rdp`, shown(byRenyi));
       write(`${who}-pld`, shown(byLosses.epsilon));
+      if (who === "one") write("adapting-rdp", shown(byRenyi));
       write(`${who}-error`, Number.isFinite(byLosses.error) ? atMost(byLosses.error) : "large");
     }
     said.textContent = `For everybody, epsilon is at most ${shown(epsilon.all)}. For somebody whose gradients are never longer than `

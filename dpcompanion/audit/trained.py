@@ -35,7 +35,8 @@ def audit_training(
     it solves for all coins together, by ridge regression on the same, which takes the canaries out of each other's way.
 
     Args:
-        model, loss, data, plan, optimizer: as for `train`; the model is trained, with about half of the canaries.
+        model, loss, plan, optimizer: as for `train`; the model is trained, with about half of the canaries.
+        data: (x, y), tensors of n examples each; no data set with items, which `train` takes.
         canaries: indices of the examples that are; by default 1,000 at random, or all. Examples in the data themselves,
             or rows that were put there for the audit (`crafted`).
         groups: (n,) labels of the examples, such as budgets or deciles of individual epsilon.

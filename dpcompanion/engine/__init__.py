@@ -48,6 +48,25 @@ What the engine cannot see, it takes on trust: that the loop's loss is the mean 
 of losses of which each depends on one example, and that no batch is mixed before it reaches the module (as mixup does).
 
 Needs Opacus, version 1.6 or later.
+
+Six people, two budgets, a linear model; the loop is anybody's:
+
+>>> import torch
+>>> from torch.utils.data import DataLoader, TensorDataset
+>>> data = TensorDataset(torch.zeros(6, 4), torch.tensor([0, 1, 0, 1, 0, 1]))
+>>> module = torch.nn.Linear(4, 2)
+>>> engine = IndividualizedPrivacyEngine()
+>>> model, optimizer, loader = engine.make_private_with_budgets(
+...     module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+...     data_loader=DataLoader(data, batch_size=2), max_grad_norm=1.0, target_epsilons=[1.0, 1.0, 1.0, 4.0, 4.0, 4.0],
+...     target_delta=1e-3, epochs=2, method="sample")
+>>> for _ in range(2):
+...     for x, y in loader:
+...         optimizer.zero_grad()
+...         torch.nn.functional.cross_entropy(model(x), y).backward()
+...         optimizer.step()
+>>> [f"{epsilon:.1f}" for epsilon in engine.get_epsilons(1e-3).tolist()]
+['1.0', '1.0', '1.0', '4.0', '4.0', '4.0']
 """
 
 try:

@@ -8,6 +8,19 @@ turns them round: everybody has a budget beforehand, and pays for each step what
 
 `adaptive_delta` is the worst that any strategy of norms can do within a budget, `calibrate_filter` the budget that
 keeps a promise.
+
+Before a run of 200 steps two people are promised epsilon 0.8, a third 0.4.  Before each of four blocks their gradients'
+norms say to what they are clipped, and who cannot pay is clipped to less:
+
+>>> filter = ExactFilter(3, target_epsilon=[0.8, 0.8, 0.4], target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0,
+...                      max_grad_norm=2.0, levels=[0.5, 1.0], costs=[1, 8], steps=200, block=50)
+>>> filter.budget.tolist()
+[23, 23, 7]
+>>> limits = [filter.clip_norms([5.0, 0.7, 5.0]).tolist() for step in range(200)]
+>>> limits[::50]
+[[2.0, 1.0, 1.0], [2.0, 1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+>>> filter.spent.tolist(), filter.epsilon(1e-5).tolist()
+([18, 4, 4], [0.8, 0.8, 0.4])
 """
 
 from .calibration import CalibratedFilter, calibrate_filter, level_costs

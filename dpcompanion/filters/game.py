@@ -239,7 +239,7 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
     to_value = math.exp(-tilt * (epsilon - high * interval))
     now = -np.expm1(np.minimum(epsilon - losses, 0)) * np.exp(tilt * np.minimum(epsilon - losses, 0))
 
-    ring, order = max(costs) + 1, np.array(costs)
+    ring, order, least = max(costs) + 1, np.array(costs), min(costs)
     history = np.zeros((ring, points // 2 + 1), dtype=complex)
     padded, table = np.zeros(points), np.zeros(budget + 1)
     kept = np.full((budget + 1, size), -1, dtype=np.int8) if choices else None
@@ -252,7 +252,9 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
                 playable = order <= b
                 products = history[(b - order[playable]) % ring] * spectra[playable]
                 values = cast(np.ndarray, irfft(products, n=points, axis=1))[:, :size]
-                slack = slack * math.exp(growth) + rounding * norm + lost * math.exp(log_chernoff + growth * b)
+                slack = (
+                    slack * math.exp(growth) + rounding * norm + lost * math.exp(log_chernoff + growth * (b - least))
+                )
                 last = now
                 if kept is not None and playable.any():
                     best = values.argmax(axis=0)

@@ -74,7 +74,7 @@ def train_ensemble(
         model: a module, from whose weights all runs start, or R modules of one architecture. They are not changed.
             They may draw nothing at random (no dropout).
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
-        data: (x, y), tensors of n examples each, the same for all runs.
+        data: (x, y), tensors of n examples each, the same for all runs; no data set with items, which `train` takes.
         plans: a `DPSGDPlan` for all runs, or R of them with the same n and steps.
         seeds: R whole numbers, for research: a run's batches and noise come from keys hashed from its own.
         learning_rate: a number or (R,).

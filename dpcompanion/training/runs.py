@@ -74,6 +74,11 @@ class Ensemble:
         if any(plan.arithmetic == "float" for plan in self.plans):
             raise ValueError("plans must have arithmetic='real': runs side by side have seeds and are for research")
         n, self.steps = self.plans[0].n, self.plans[0].steps
+        if not isinstance(data, (tuple, list)) or len(data) != 2:
+            raise ValueError(
+                "data must be two tensors (x, y), which runs side by side share (train takes data sets too), "
+                f"got a {type(data).__name__}"
+            )
         x, y = data
         checks.check_data(x, y, n)
         if members is not None:

@@ -298,3 +298,10 @@ def test_bad_arguments_are_refused_by_name(change, words):
         adaptive_delta(**{**ADAPTIVE, "epsilon": 1.0, **change})
     with pytest.raises(ValueError, match="p must sum"):
         Discrete([0.5, 0.4], [0.5, 0.5])
+
+
+def test_delta_does_not_jump_where_losses_are_bounded():
+    # Adding costs at most -16 ln 0.99 = 0.161; near it the tilt is large, and what is cut off must not count too much.
+    run = dict(sample_rate=0.01, noise_multiplier=0.8, levels=[0.25], costs=[1], budget=1, block=16)
+    deltas = [adaptive_delta(**run, epsilon=epsilon) for epsilon in (0.0775, 0.0791, 0.0830)]
+    assert 1e-9 > deltas[1] > deltas[2] > 0 and deltas[0] > deltas[1]

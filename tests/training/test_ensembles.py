@@ -562,6 +562,12 @@ def test_what_does_not_fit_together_is_refused(message, changes):
         small(**changes)
 
 
+def test_a_data_set_with_items_is_refused_by_name():
+    items = torch.utils.data.TensorDataset(*examples((4,)))
+    with pytest.raises(ValueError, match="data must be two tensors .* got a TensorDataset"):
+        train_ensemble(nn.Linear(4, 3), cross_entropy, items, plan(), seeds=[1, 2], learning_rate=0.5)
+
+
 @pytest.mark.parametrize(
     "message, model",
     [
