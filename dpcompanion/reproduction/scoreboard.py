@@ -64,7 +64,8 @@ class Standing:
         stale: whether that record was made by other code or another configuration than today's.
         place: where the book shows it, or None.
         experiment: the `experiments.Experiment` that computes it, or None.
-        parts: records of runs that computed a part of it each (`published.parts`).
+        parts: records of runs that computed a part of it each (`published.parts`), at full length.
+        shortened: what alone it has, of data and networks that no record has for all of the paper's training.
     """
 
     exhibit: published.Exhibit
@@ -79,6 +80,7 @@ class Standing:
     place: Place | None
     experiment: experiments.Experiment | None
     parts: tuple = ()
+    shortened: tuple = ()
 
     @property
     def verdicts(self):
@@ -120,6 +122,7 @@ class Standing:
                 parts.append("stale")
             if self.missing:
                 parts.append(f"without {', '.join(self.missing)}")
+            parts += self.shortened
             if self.exhibit.unprinted:
                 parts.append("settings not printed")
             return ", ".join(parts)
@@ -135,20 +138,21 @@ class Standing:
         """
         recorded = self.record is not None and self.record.preset == "paper"
         tasks = _not_run(self.exhibit, self.record, self.parts) if recorded else ()
-        if self.exhibit.tests or recorded and not (self.missing or tasks):
+        missing = ", ".join([*self.missing, *(f"more than {part}" for part in self.shortened)])
+        if self.exhibit.tests or recorded and not (missing or tasks):
             return None
         gpu = self.exhibit.scale == "gpu"
         left = [
             part
             for part in published.parts(self.exhibit.name)
-            if part.name not in [record.name for record in self.parts]
+            if not part.shortened and part.name not in [record.name for record in self.parts]
         ]
         commands = [
             f"dpcompanion run {part.name} --preset paper{' --device cuda' if part.scale == 'gpu' else ''}"
             for part in left
         ]
-        if left and not tasks and (self.missing or not recorded):
-            return ", ".join(self.missing or self.exhibit.data), " && ".join(commands)
+        if left and not tasks and (missing or not recorded):
+            return missing or ", ".join(self.exhibit.data), " && ".join(commands)
         if self.experiment is None or "paper" not in self.experiment.presets:
             needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if gpu else ""
             return (
@@ -160,9 +164,9 @@ class Standing:
         if not recorded:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
         if not tasks and self.record.name != self.exhibit.name == self.experiment.name:
-            return ", ".join(self.missing), command  # judged so far by the record of another
+            return missing, command  # judged so far by the record of another
         if not tasks:
-            return ", ".join(self.missing), f"needs {'a GPU and ' if gpu else ''}a configuration"
+            return missing, f"needs {'a GPU and ' if gpu else ''}a configuration"
         needs = {name: task.get("needs") for name, task in self.record.config.get("tasks", {}).items()}
         return ", ".join(f"{name} ({needs[name]})" if needs.get(name) else name for name in tasks), command
 
@@ -290,7 +294,8 @@ def _compared(exhibit, record, parts):
 def _standing(exhibit, folder, place):
     judged = dict.fromkeys([exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))])
     found = {name: _record(name, folder) for name in judged}
-    parts = tuple(filter(None, (records.find(part.name, "paper", folder) for part in published.parts(exhibit.name))))
+    whole = [part for part in published.parts(exhibit.name) if not part.shortened]
+    parts = tuple(filter(None, (records.find(part.name, "paper", folder) for part in whole)))
     numbers, held = {}, {kind: {} for kind in published.FINDINGS}
     if found[exhibit.name] is not None:
         numbers = _compared(exhibit, found[exhibit.name], parts).counts()
@@ -304,10 +309,13 @@ def _standing(exhibit, folder, place):
     record = next(filter(None, found.values()), None)
     experiment = next((experiments.get(name) for name in judged if name in experiments.names()), None)
     stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
-    missing = _missing(exhibit, [*filter(None, found.values()), *parts])
-    left = missing or _not_run(exhibit, record, parts)
+    seen = [*filter(None, found.values()), *parts]
+    missing, shortened = _missing(exhibit, seen), _shortened(exhibit, seen)
+    left = missing or _not_run(exhibit, record, parts) or shortened
     state = _state(exhibit, numbers, held["claim"], record, left, place)
-    return Standing(exhibit, state, numbers, *held.values(), record, missing, stale, place, experiment, parts)
+    return Standing(
+        exhibit, state, numbers, *held.values(), record, missing, stale, place, experiment, parts, shortened
+    )
 
 
 def _record(name, folder):
@@ -321,6 +329,13 @@ def _missing(exhibit, found):
     has = {entry["name"] for record in found for entry in record.data}
     has |= {name for record in found for name in experiments.networks(record)}
     return tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has) if found else ()
+
+
+def _shortened(exhibit, found):
+    """What the shortened runs among these records are of, where without them data or networks would be missing."""
+    whole = [record for record in found if not published.exhibit(record.name).shortened]
+    words = dict.fromkeys(filter(None, (published.exhibit(record.name).shortened for record in found)))
+    return () if whole and _missing(exhibit, whole) == _missing(exhibit, found) else tuple(words)
 
 
 def _not_run(exhibit, record, parts):
