@@ -120,9 +120,9 @@ class Standing:
                 parts.append("one seed" if len(self.record.seeds) == 1 else f"{len(self.record.seeds)} seeds")
             if self.stale:
                 parts.append("stale")
+            parts += [f"with {part}" for part in self.shortened]
             if self.missing:
                 parts.append(f"without {', '.join(self.missing)}")
-            parts += self.shortened
             if self.exhibit.unprinted:
                 parts.append("settings not printed")
             return ", ".join(parts)

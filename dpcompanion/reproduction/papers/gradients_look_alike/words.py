@@ -1,5 +1,6 @@
 """What the book calls the values of this paper."""
 
+from dpcompanion.reproduction.chapters import rows_of
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import plan_of, Task
 
 BOTH = {"remove": "with x against without", "add": "without x against with"}
@@ -12,6 +13,20 @@ def everybody(record, name):
         source["examples"] for source in record.data if source["split"] == "train" and source["name"] == task.data
     }
     return plan_of(task, examples).epsilon(accountant="pld")
+
+
+def every(chapter, exhibit):
+    """(kind, record) of an exhibit: of digits, of ResNet-20 on CIFAR-10 where there is one, and live."""
+    part = chapter.recorded(f"{exhibit}-resnet20")
+    return sorted(
+        [*chapter.both(exhibit).items(), *([("recorded", part)] if part else [])], key=lambda one: one[0] == "live"
+    )
+
+
+def rows_of_every(chapter, exhibit, make):
+    """The rows that `make` gives for each record of `every`, as a table's `rows` and `row_kinds`."""
+    parts = [rows_of({kind: record}, make) for kind, record in every(chapter, exhibit)]
+    return {key: [row for part in parts for row in part[key]] for key in ("rows", "row_kinds")}
 
 
 def power(x):
