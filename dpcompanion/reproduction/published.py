@@ -130,7 +130,7 @@ class Exhibit:
     paper leaves out: a disagreement then contradicts nothing. `part_of` is the id of the exhibit that a run of its own
     computes a part of, such as one data set of several. `shortened` says of a part how much of the paper's training it
     has, such as "10 of 100 epochs of ResNet-20 on CIFAR-10": its numbers are not held against the print, and the
-    exhibit stays unfinished.
+    exhibit stays unfinished. `takes` is about how long its experiment takes at its own scale, and on what.
     """
 
     paper: str
@@ -153,6 +153,7 @@ class Exhibit:
     unprinted: str = ""
     part_of: str = ""
     shortened: str = ""
+    takes: str = ""
     numbers: types.MappingProxyType = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
     @property

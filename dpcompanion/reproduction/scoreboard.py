@@ -134,8 +134,18 @@ class Standing:
     def to_do(self):
         """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None where nothing is.
 
-        The second is a command, or says what has to be written first.
+        The second is a command, or says what has to be written first. The first says how long it takes, where that is
+        known.
         """
+        if self._left is None:
+            return None
+        what, how = self._left
+        takes = [published.exhibit(name).takes for name in re.findall(r"dpcompanion run (\S+)", how)]
+        return "; ".join([what, *filter(None, takes)]), how
+
+    @property
+    def _left(self):
+        """`to_do` without times."""
         recorded = self.record is not None and self.record.preset == "paper"
         tasks = _not_run(self.exhibit, self.record, self.parts) if recorded else ()
         missing = ", ".join([*self.missing, *(f"more than {part}" for part in self.shortened)])

@@ -57,6 +57,14 @@ def test_what_is_left_to_run_has_a_command_that_is_there():
                 assert "paper" in experiments.get(words[2]).presets
 
 
+@pytest.mark.parametrize("paper", ["per-instance-accounting", "individual-accounting", "gradients-look-alike"])
+def test_what_is_left_to_run_says_about_how_long_it_takes_and_on_what(paper):
+    left = [one for one in scoreboard.standings(paper) if one.to_do is not None]
+    assert left
+    for one in left:
+        assert " GPU" in one.to_do[0] or " core" in one.to_do[0], (one.exhibit.name, one.to_do)
+
+
 def test_a_part_is_a_part_of_something():
     for exhibit in published.exhibits(ours=True):
         if exhibit.part_of:
