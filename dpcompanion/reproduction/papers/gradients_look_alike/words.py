@@ -1,6 +1,5 @@
 """What the book calls the values of this paper."""
 
-from dpcompanion.reproduction.chapters import rows_of
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import plan_of, Task
 
 BOTH = {"remove": "with x against without", "add": "without x against with"}
@@ -21,12 +20,6 @@ def every(chapter, exhibit):
     return sorted(
         [*chapter.both(exhibit).items(), *([("recorded", part)] if part else [])], key=lambda one: one[0] == "live"
     )
-
-
-def rows_of_every(chapter, exhibit, make):
-    """The rows that `make` gives for each record of `every`, as a table's `rows` and `row_kinds`."""
-    parts = [rows_of({kind: record}, make) for kind, record in every(chapter, exhibit)]
-    return {key: [row for part in parts for row in part[key]] for key in ("rows", "row_kinds")}
 
 
 def power(x):
