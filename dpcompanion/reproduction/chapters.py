@@ -355,12 +355,14 @@ def table(
 
 
 def rows_of(found: Mapping[str, Any], make: Callable[[Any], Iterable[Sequence[Any]]]) -> dict[str, list[Any]]:
-    """The rows that `make` gives for the record of each kind, as a table's `rows` and `row_kinds`.
+    """The rows that `make` gives for the record of each kind, as a table's `rows` and `row_kinds`; of (kind, record)
+    pairs where there are several of a kind.
 
     >>> rows_of({"live": 3}, lambda record: [["a", record]])
     {'rows': [['a (live)', 3]], 'row_kinds': ['live']}
     """
-    rows = [(kind, [f"{row[0]} ({kind})", *row[1:]]) for kind, record in found.items() for row in make(record)]
+    pairs = found.items() if isinstance(found, dict) else found
+    rows = [(kind, [f"{row[0]} ({kind})", *row[1:]]) for kind, record in pairs for row in make(record)]
     return {"rows": [row for _, row in rows], "row_kinds": [kind for kind, _ in rows]}
 
 

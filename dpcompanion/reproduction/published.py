@@ -134,7 +134,9 @@ class Exhibit:
     that check an exhibit that no experiment computes, as "tests/test_x.py::test_y".
     `tolerance` is how far a close number may lie from the print, as a share of it. `unprinted` says which settings the
     paper leaves out: a disagreement then contradicts nothing. `part_of` is the id of the exhibit that a run of its own
-    computes a part of, such as one data set of several.
+    computes a part of, such as one data set of several. `shortened` says of a part how much of the paper's training it
+    has, such as "10 of 100 epochs of ResNet-20 on CIFAR-10": its numbers are not held against the print, and the
+    exhibit stays unfinished. `takes` is about how long its experiment takes at its own scale, and on what.
     """
 
     paper: str
@@ -156,6 +158,8 @@ class Exhibit:
     tolerance: float = 0.1
     unprinted: str = ""
     part_of: str = ""
+    shortened: str = ""
+    takes: str = ""
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 
     @property

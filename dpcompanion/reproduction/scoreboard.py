@@ -52,7 +52,8 @@ class Standing:
         stale: whether that record was made by other code or another configuration than today's.
         place: where the book shows it, or None.
         experiment: the `experiments.Experiment` that computes it, or None.
-        parts: records of runs that computed a part of it each (`published.parts`).
+        parts: records of runs that computed a part of it each (`published.parts`), at full length.
+        shortened: what alone it has, of data and networks that no record has for all of the paper's training.
     """
 
     exhibit: published.Exhibit
@@ -67,6 +68,7 @@ class Standing:
     place: places.Place | None
     experiment: experiments.Experiment | None
     parts: tuple[records.Record, ...] = ()
+    shortened: tuple[str, ...] = ()
 
     @property
     def verdicts(self) -> str:
@@ -106,6 +108,7 @@ class Standing:
                 parts.append("one seed" if len(self.record.seeds) == 1 else f"{len(self.record.seeds)} seeds")
             if self.stale:
                 parts.append("stale")
+            parts += [f"with {part}" for part in self.shortened]
             if self.missing:
                 parts.append(f"without {', '.join(self.missing)}")
             if self.exhibit.unprinted:
@@ -119,24 +122,35 @@ class Standing:
     def to_do(self) -> tuple[str, str] | None:
         """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None where nothing is.
 
-        The second is a command, or says what has to be written first.
+        The second is a command, or says what has to be written first. The first says how long it takes, where that is
+        known.
         """
+        if self._left is None:
+            return None
+        what, how = self._left
+        takes = [published.exhibit(name).takes for name in re.findall(r"dpcompanion run (\S+)", how)]
+        return "; ".join([what, *filter(None, takes)]), how
+
+    @property
+    def _left(self) -> tuple[str, str] | None:
+        """`to_do` without times."""
         recorded = self.record if self.record is not None and self.record.preset == "paper" else None
         tasks = _not_run(self.exhibit, recorded, self.parts)
-        if self.exhibit.tests or recorded is not None and not (self.missing or tasks):
+        missing = ", ".join([*self.missing, *(f"more than {part}" for part in self.shortened)])
+        if self.exhibit.tests or recorded is not None and not (missing or tasks):
             return None
         gpu = self.exhibit.scale == "gpu"
         left = [
             part
             for part in published.parts(self.exhibit.name)
-            if part.name not in [record.name for record in self.parts]
+            if not part.shortened and part.name not in [record.name for record in self.parts]
         ]
         commands = [
             f"dpcompanion run {part.name} --preset paper{' --device cuda' if part.scale == 'gpu' else ''}"
             for part in left
         ]
-        if left and not tasks and (self.missing or recorded is None):
-            return ", ".join(self.missing or self.exhibit.data), " && ".join(commands)
+        if left and not tasks and (missing or recorded is None):
+            return missing or ", ".join(self.exhibit.data), " && ".join(commands)
         if self.experiment is None or "paper" not in self.experiment.presets:
             needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if gpu else ""
             return (
@@ -148,9 +162,9 @@ class Standing:
         if recorded is None:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
         if not tasks and recorded.name != self.exhibit.name == self.experiment.name:
-            return ", ".join(self.missing), command  # judged so far by the record of another
+            return missing, command  # judged so far by the record of another
         if not tasks:
-            return ", ".join(self.missing), f"needs {'a GPU and ' if gpu else ''}a configuration"
+            return missing, f"needs {'a GPU and ' if gpu else ''}a configuration"
         needs = {name: task.get("needs") for name, task in recorded.config.get("tasks", {}).items()}
         return ", ".join(f"{name} ({needs[name]})" if needs.get(name) else name for name in tasks), command
 
@@ -313,7 +327,8 @@ def _compared(exhibit: published.Exhibit, record: records.Record | None, parts: 
 def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: places.Place | None) -> Standing:
     judged = [exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))]
     found = {name: _record(name, folder) for name in dict.fromkeys(judged)}
-    parts = tuple(filter(None, (records.find(part.name, "paper", folder) for part in published.parts(exhibit.name))))
+    whole = [part for part in published.parts(exhibit.name) if not part.shortened]
+    parts = tuple(filter(None, (records.find(part.name, "paper", folder) for part in whole)))
     numbers: dict[str, int] = {}
     held: dict[str, dict[str, int]] = {kind: {} for kind in published.FINDINGS}
     if found[exhibit.name] is not None or parts:
@@ -329,8 +344,9 @@ def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: 
     known = [experiments.get(name) for name in found if name in experiments.names()]
     experiment = next(iter(known), None)
     stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
-    missing = _missing(exhibit, [*filter(None, found.values()), *parts])
-    left = missing or _not_run(exhibit, record, parts)
+    seen = [*filter(None, found.values()), *parts]
+    missing, shortened = _missing(exhibit, seen), _shortened(exhibit, seen)
+    left = missing or _not_run(exhibit, record, parts) or shortened
     live = place is not None and _runs_live(exhibit)
     state = _state(exhibit, numbers, held["claim"], record, some_tasks=bool(left), live=live)
     return Standing(
@@ -346,6 +362,7 @@ def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: 
         place,
         experiment,
         parts,
+        shortened,
     )
 
 
@@ -368,6 +385,14 @@ def _missing(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tup
     has = {entry["name"] for record in found for entry in record.data}
     has |= {name for record in found for name in experiments.networks(record)}
     return tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has) if found else ()
+
+
+def _shortened(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
+    """What the shortened runs among these records are of, where without them data or networks would be missing."""
+    found = list(found)
+    whole = [record for record in found if not published.exhibit(record.name).shortened]
+    words = dict.fromkeys(filter(None, (published.exhibit(record.name).shortened for record in found)))
+    return () if whole and _missing(exhibit, whole) == _missing(exhibit, found) else tuple(words)
 
 
 def _not_run(

@@ -19,7 +19,11 @@ from dpcompanion.per_instance import compose_sensitivities, coupled_divergence, 
 from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, train_ensemble
 
 TINY = g.Task("mnist-5k", "softmax", epochs=1, learning_rate=1.0, runs=2, points=15, stops=4)
-NAMES = [name for name in experiments.names() if name.startswith("gradients-look-alike/")]
+NAMES = [
+    name
+    for name in experiments.names()
+    if name.startswith("gradients-look-alike/") and "quick" in experiments.get(name).presets
+]
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from dpcompanion.reproduction.papers import yu
 from dpcompanion.training import DPSGDPlan
 
 SHORT = dataclasses.replace(ia.MNIST_5K, epochs=2, batch_size=400, reference=40)
-NAMES = [name for name in experiments.names() if name.startswith(ia.NAME)]
+NAMES = [name for name in experiments.names() if name.startswith(ia.NAME) and "quick" in experiments.get(name).presets]
 
 
 @pytest.fixture(autouse=True)

@@ -3,11 +3,12 @@
 import dataclasses
 import pathlib
 
+import numpy as np
 import pytest
 import torch
 
-from dpcompanion.reproduction import experiments, published, scoreboard
-from dpcompanion.reproduction.papers import yu
+from dpcompanion.reproduction import experiments, published, records, scoreboard
+from dpcompanion.reproduction.papers import gradients_look_alike, individual_accounting, yu
 from dpcompanion.reproduction.papers.per_instance_accounting import resnets, runs
 
 TINY = resnets.Resnet("mnist-5k", 400, 1, None, reference=0, looks=1, model="linear")
@@ -56,8 +57,161 @@ def test_what_is_left_to_run_has_a_command_that_is_there():
                 assert "paper" in experiments.get(words[2]).presets
 
 
+@pytest.mark.parametrize("paper", ["per-instance-accounting", "individual-accounting", "gradients-look-alike"])
+def test_what_is_left_to_run_says_about_how_long_it_takes_and_on_what(paper):
+    left = [one for one in scoreboard.standings(paper) if one.to_do is not None]
+    assert left
+    for one in left:
+        assert " GPU" in one.to_do[0] or " core" in one.to_do[0], (one.exhibit.name, one.to_do)
+
+
 def test_a_part_is_a_part_of_something():
     for exhibit in published.exhibits(ours=True):
         if exhibit.part_of:
             assert published.exhibit(f"{exhibit.paper}/{exhibit.part_of}").kind != published.OURS
             assert "paper" in experiments.get(exhibit.name).presets
+
+
+# Shortened runs: the paper's network and data for some of its epochs ----------------------------------------------
+
+SHORTENED = [part.name for part in published.exhibits(ours=True) if part.shortened]
+#: Shortened tasks, what of the paper's own they change, and the epsilon that they cost.
+SHORT = {
+    "individual-accounting": (
+        individual_accounting.resnets.SHORT,
+        individual_accounting.CIFAR10_RESNET,
+        {"epochs", "learning_rate", "refreshes", "reference", "needs"},
+        individual_accounting.make_plan,
+        7.8,
+    ),
+    "gradients-look-alike": (
+        gradients_look_alike.resnets.SHORT,
+        gradients_look_alike.CIFAR10,
+        {"epochs", "drops", "runs", "stops"},
+        lambda task, n, _: gradients_look_alike.plan_of(task, n),
+        10.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("paper", SHORT)
+def test_a_shortened_run_is_the_papers_for_as_many_epochs_as_it_says_and_costs_as_much(paper):
+    short, whole, changed, make_plan, epsilon = SHORT[paper]
+    fields = {field.name for field in dataclasses.fields(short)}
+    assert {field for field in fields if getattr(short, field) != getattr(whole, field)} == changed
+    assert (short.data, short.model) == ("cifar10", "resnet20")
+    plan = make_plan(short, 50_000, 1.0)
+    assert epsilon - 0.01 < plan.epsilon(accountant="rdp") <= epsilon and plan.epsilon(accountant="pld") < epsilon
+    for name in SHORTENED:
+        if name.startswith(paper):
+            part, config = published.exhibit(name), experiments.get(name).presets["paper"]
+            assert part.shortened == f"{short.epochs} of {whole.epochs} epochs of ResNet-20 on CIFAR-10"
+            assert list(config.tasks.values()) == [short] and experiments.get(name).presets.keys() == {"paper"}
+
+
+@pytest.mark.parametrize("name", SHORTENED)
+def test_a_shortened_run_meets_the_criteria_of_its_exhibits_under_its_own_name(name, monkeypatch, tmp_path):
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    experiments.forget()
+    found = experiments.get(name)
+    config = found.presets["paper"]
+    ((label, _),) = config.tasks.items()
+    if name.startswith("individual"):
+        task = dataclasses.replace(individual_accounting.MNIST_5K, epochs=2, batch_size=400, reference=40)
+    else:
+        task = gradients_look_alike.Task("mnist-5k", "softmax", epochs=1, learning_rate=1.0, runs=1, points=15, stops=4)
+    changes = {"draws": 3, "pool": 9, "tuples": 3, "batch_sizes": (32, 64), "shown": 6}
+    changes = {field: value for field, value in changes.items() if hasattr(config, field)}
+    monkeypatch.setitem(found.presets, "paper", dataclasses.replace(config, tasks={label: task}, **changes))
+    record = experiments.run(name, preset="paper")
+    asked = [criterion for criterion in experiments._CRITERIA if criterion.of == name]
+    exhibits = {criterion.exhibit for criterion in asked}
+    assert f"{published.exhibit(name).paper}/{published.exhibit(name).part_of}" in exhibits
+    rows = [row for exhibit in exhibits for row in experiments.findings(record, exhibit).rows]
+    assert {row.criterion for row in rows} == {criterion.text for criterion in asked}
+    assert all("ResNet-20" in row.where and " epochs" in row.where for row in rows)
+
+
+def test_with_dp_the_attack_is_on_final_losses_of_members_and_others(monkeypatch, tmp_path):
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    found = experiments.get("individual-accounting/figure-11-resnet20")
+    task = dataclasses.replace(individual_accounting.MNIST_5K, epochs=1, batch_size=400, reference=0)
+    config = dataclasses.replace(found.presets["paper"], tasks={"a": task}, draws=3)
+    run = experiments.Run(config, torch.device("cpu"), pathlib.Path("nowhere"), "")
+    trained = individual_accounting.trained(task, 0, run)
+    # Whoever was trained on has no loss left: every class is found out.
+    told = dataclasses.replace(trained, losses=0 * trained.losses, test_losses=1 + 0 * trained.test_losses)
+    monkeypatch.setattr(individual_accounting.resnets, "trained", lambda *_: told)
+    values = found.function(config, run)
+    assert min(values["a.private.success"]) == 1 and len(values["a.mean_epsilon"]) == 10
+    assert values["a.training_accuracy"] == trained.right.mean() and values["a.test_accuracy"] == trained.accuracy
+
+
+def shortened(folder, **values):
+    """How figure 3 stands with a record of 10 of 100 epochs of ResNet-20 on CIFAR-10, in its part."""
+    medians = np.linspace(1, 3, 10) * np.ones((3, 1))
+    records.write(
+        records.make(
+            "individual-accounting/figure-3-resnet20",
+            "paper",
+            {"cifar10_resnet20.half_time_to_end": 1.0, **values},
+            config={"tasks": {"cifar10_resnet20": {"model": "resnet20"}}},
+            data=[{"name": "cifar10", "split": "train", "examples": 50_000}],
+            arrays={"cifar10_resnet20.medians": medians},
+        ),
+        folder,
+    )
+    return scoreboard.standing("individual-accounting/figure-3", folder=folder)
+
+
+def test_a_shortened_run_counts_and_leaves_its_exhibit_unfinished(tmp_path):
+    one = shortened(tmp_path)
+    assert one.findings == {"holds": 1} and one.state == "in part"
+    assert one.missing == () and one.basis == "paper record, stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10"
+    what, command = one.to_do
+    assert what == "more than 10 of 100 epochs of ResNet-20 on CIFAR-10"
+    assert command == "dpcompanion run individual-accounting/figure-3 --preset paper --device cuda"
+
+
+def test_a_shortened_run_beside_a_stand_in_leaves_the_tasks_that_it_was_without(tmp_path):
+    record = records.make(
+        "individual-accounting/figure-3",
+        "paper",
+        {"mnist_cnn.half_time_to_end": 1.0, "not_run": ["cifar10"]},
+        config={"tasks": {"mnist_cnn": {"model": "two-layer-cnn"}, "cifar10": {"model": "resnet20", "needs": "a GPU"}}},
+        data=[{"name": "mnist"}],
+        arrays={"mnist_cnn.medians": np.linspace(1, 3, 10) * np.ones((3, 1))},
+    )
+    records.write(record, tmp_path)
+    assert scoreboard.standing("individual-accounting/figure-3", folder=tmp_path).missing == ("cifar10", "resnet20")
+    one = shortened(tmp_path)
+    assert one.state == "in part" and one.findings == {"holds": 2} and one.missing == ()
+    assert one.basis.endswith("stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10") and "stand-in" in one.basis
+    assert one.to_do[0] == "cifar10 (a GPU)" and one.to_do[1].startswith(
+        "dpcompanion run individual-accounting/figure-3"
+    )
+
+
+def test_with_the_whole_of_it_a_shortened_run_is_no_limit(tmp_path):
+    shortened(tmp_path)
+    record = records.make(
+        "individual-accounting/figure-3",
+        "paper",
+        {"cifar10.half_time_to_end": 1.0},
+        config={"tasks": {"cifar10": {"model": "resnet20"}}},
+        data=[{"name": "cifar10"}],
+        arrays={"cifar10.medians": np.linspace(1, 3, 10) * np.ones((3, 1))},
+    )
+    records.write(record, tmp_path)
+    one = scoreboard.standing("individual-accounting/figure-3", folder=tmp_path)
+    assert one.state == "reproduced" and one.shortened == () and one.to_do is None
+
+
+def test_numbers_of_a_shortened_run_are_not_held_against_the_print(tmp_path):
+    key = "cifar10.share_at_worst_case"
+    values = {key: 0.35}
+    config = {"tasks": {"a": {"model": "resnet20"}}}
+    part, whole = "individual-accounting/figure-1-resnet20", "individual-accounting/figure-1"
+    records.write(records.make(whole, "paper", {"x": 1.0}, config=config, data=[{"name": "mnist"}]), tmp_path)
+    records.write(records.make(part, "paper", values, config=config, data=[{"name": "cifar10"}]), tmp_path)
+    assert set(scoreboard.standing(whole, folder=tmp_path).numbers) == {"not run"}

@@ -11,7 +11,7 @@ public constants; the noise comes from Opacus's RDP accountant; the initial stag
 training; corollary 3.1 is taken at p = 10^4 with half of delta for each part.
 """
 
-from . import runs, costs, stages, mean_updates, compositions, by_loss
+from . import runs, costs, stages, mean_updates, compositions, by_loss, resnets
 from ..common import left_out, reported, runnable
 from .runs import (
     CIFAR10,

@@ -14,6 +14,14 @@ def everybody(record, name):
     return plan_of(task, examples).epsilon(accountant="pld")
 
 
+def every(chapter, exhibit):
+    """(kind, record) of an exhibit: of digits, of ResNet-20 on CIFAR-10 where there is one, and live."""
+    part = chapter.recorded(f"{exhibit}-resnet20")
+    return sorted(
+        [*chapter.both(exhibit).items(), *([("recorded", part)] if part else [])], key=lambda one: one[0] == "live"
+    )
+
+
 def power(x):
     """A share that may be tiny, in one digit.
 

@@ -15,7 +15,7 @@ goes.  The paper's own models are tasks that need a GPU; without one they are le
 under `not_run`.
 """
 
-from . import runs, accounts, estimates, releases, clipping, membership, trajectories
+from . import runs, accounts, estimates, releases, clipping, membership, trajectories, resnets
 from ..common import left_out, pearson, reported, runnable
 from ..yu import Examples, MNIST_5K, Membership, STABLE, Task, build, clip_key, examples, outcome, overfitted
 from .runs import (

@@ -1,11 +1,31 @@
 """What the book calls the runs of this paper."""
 
-DIGITS, MNIST = "mnist-5k", "mnist_cnn"
+from dpcompanion.reproduction import plotting
+
+DIGITS, MNIST, RESNET = "mnist-5k", "mnist_cnn", "cifar10_resnet20"
+_DATA = {DIGITS: "digits", MNIST: "MNIST", RESNET: "CIFAR-10, ResNet-20"}
 
 
 def shown(found):
     """(kind, task) for each record of `chapters.Chapter.both`."""
     return [(kind, {"recorded": MNIST, "live": DIGITS}[kind]) for kind in found]
+
+
+def every(chapter, exhibit):
+    """(kind, task, record) of an exhibit: those of `shown`, and between them that of CIFAR-10 where there is one."""
+    found = chapter.both(exhibit)
+    runs = [(kind, task, found[kind]) for kind, task in shown(found)]
+    part = chapter.recorded(f"{exhibit}-resnet20")
+    return [*runs[:-1], *([("recorded", RESNET, part)] if part else []), runs[-1]]
+
+
+def grid(runs, height=3.0):
+    """The axes of a figure with a panel for each of `every`, two to a row; what is left over is empty."""
+    rows = -(-len(runs) // 2)
+    _, axes = plotting.figure(rows=rows, columns=min(2, len(runs)), height=height, squeeze=False)
+    for ax in axes.flat[len(runs) :]:
+        ax.axis("off")
+    return axes
 
 
 def label(record, kind, what=""):
@@ -15,6 +35,6 @@ def label(record, kind, what=""):
     >>> label(SimpleNamespace(config={"tasks": {"mnist_cnn": {"epochs": 20}}}), "recorded", "three an epoch")
     'MNIST, 20 epochs, three an epoch (recorded)'
     """
-    name, data = {"recorded": (MNIST, "MNIST"), "live": (DIGITS, "digits")}[kind]
-    parts = [data, f"{record.config['tasks'][name]['epochs']} epochs", *([what] if what else [])]
+    name = next(name for name in _DATA if name in record.config["tasks"])
+    parts = [_DATA[name], f"{record.config['tasks'][name]['epochs']} epochs", *([what] if what else [])]
     return f"{', '.join(parts)} ({kind})"
