@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from dpcompanion.per_instance import holder_order
 from dpcompanion.reproduction import experiments, published, records, scoreboard
 from dpcompanion.reproduction.papers import gradients_look_alike, individual_accounting, yu
 from dpcompanion.reproduction.papers.per_instance_accounting import resnets, runs
@@ -215,3 +216,22 @@ def test_numbers_of_a_shortened_run_are_not_held_against_the_print(tmp_path):
     records.write(records.make(whole, "paper", {"x": 1.0}, config=config, data=[{"name": "mnist"}]), tmp_path)
     records.write(records.make(part, "paper", values, config=config, data=[{"name": "cifar10"}]), tmp_path)
     assert set(scoreboard.standing(whole, folder=tmp_path).numbers) == {"not run"}
+
+
+def test_the_record_of_six_epochs_follows_from_its_plan_where_everybody_is_clipped():
+    costs, steps = (records.find(f"gradients-look-alike/figure-{number}-resnet20") for number in (6, 2))
+    plan, name = (
+        gradients_look_alike.plan_of(gradients_look_alike.resnets.SHORT, 50_000),
+        gradients_look_alike.resnets.RESNET,
+    )
+    # Before training every gradient is as long as the clip norm, and theorem 3.3 looks at it in its highest order.
+    order = float(holder_order(8, 3 * plan.steps, plan.steps - 1))
+    first, worst = (float(gradients_look_alike.divergence(1.0, plan, each)) for each in (order, 8))
+    assert costs.values[f"{name}.share"][0] == pytest.approx(first / worst, rel=1e-6)
+    everybody, _ = gradients_look_alike.runs.worst_case(plan)
+    assert costs.values[f"{name}.worst_case.epsilon"] == pytest.approx(float(everybody), rel=1e-9)
+    shares = steps.arrays[f"{name}.share"]
+    assert shares.shape == (3, 1000) and 0 <= shares.min() and shares.max() <= 1 + 1e-9 and shares[0].min() == 1
+    for stage, costs in zip(gradients_look_alike.STAGES, shares):
+        assert steps.values[f"{name}.{stage}.share"] == pytest.approx(np.quantile(costs, (0.1, 0.25, 0.5, 0.75, 0.9)))
+        assert steps.values[f"{name}.{stage}.below_thousandth"] == (costs < 1e-3).mean()
