@@ -179,7 +179,9 @@ class ComposedLoss:
             return float(np.logaddexp(np.logaddexp(within, slack - self.tilt * epsilon), self.log_capped)) - target
 
         start = max(end - self.interval, 0.0)
-        return brentq(excess, start, end, rtol=1e-12) if excess(start) > 0 > excess(end) else max(end, 0.0)
+        if not excess(start) > 0 > excess(end):
+            return max(end, 0.0)
+        return cast(float, brentq(excess, start, end, rtol=np.float64(1e-12)))
 
 
 def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, direction="remove", interval=None):

@@ -86,7 +86,7 @@ class Traceless:
     its examples, for no step would hide it."""
 
     def __init__(self, module):
-        self._before = None
+        self._before: dict[str, tuple[torch.Tensor, int]] | None = None
         module.register_forward_pre_hook(self._note)
         module.register_forward_hook(self._compare)
 
@@ -100,7 +100,9 @@ class Traceless:
 
     def _compare(self, module, args, output):
         before, self._before = self._before, None
-        for name, t in self._untrained(module) if before is not None else ():
+        if before is None:
+            return
+        for name, t in self._untrained(module):
             was, version = before.get(name, (None, None))
             if was is not t or version != t._version:
                 raise ValueError(

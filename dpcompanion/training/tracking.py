@@ -468,7 +468,7 @@ class NormTracker:
             "kept": list(self._kept),
             "budget": None if self.budget is None else self.budget.state_dict(),
             # Of an exact account: the limits of a step that was left half done, and whether some were not kept.
-            "begun": self._begun.cpu().clone() if self.exact and self._begun is not False else None,
+            "begun": self._begun.cpu().clone() if self.exact and isinstance(self._begun, torch.Tensor) else None,
             "over": bool(self._over is not None and self._over),
         }
 
