@@ -35,6 +35,11 @@ Time and memory on one core: about :math:`500 \sqrt{T}` grid points; 0.02 s for 
 seconds and half a gigabyte for ten million.  Runs of tiny epsilon from rare large losses take ten times as
 long as others.
 
+So many steps may meet so little noise that a grid of four million points adds more than it resolves, at epsilons in
+the thousands and more as a rule.  `compute_epsilon` and `compute_delta` then take the lower of two bounds that need no
+grid: Renyi divergences at orders down to 1 + 1e-9, and that of `revealed`; `compose` refuses.  They take it too where
+it is lower than what a grid gives whose error may be a thousandth of epsilon.
+
 >>> from dpcompanion.accounting import pld
 >>> loss = pld.compose(sample_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5)
 >>> f"epsilon {loss.epsilon(1e-5):.3f}, grid {loss.interval:.0e}, error below {max(loss.error, 1e-4):.0e}"
