@@ -63,7 +63,7 @@ def trade_off(*, sample_rate: float, noise_multiplier: float, steps: float, fals
 @overload
 def trade_off(
     *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, false_positive_rate: Numbers
-) -> float | torch.Tensor: ...
+) -> torch.Tensor: ...
 
 
 def trade_off(
@@ -105,7 +105,7 @@ def best_true_positive_rate(
 @overload
 def best_true_positive_rate(
     *, sample_rate: Numbers, noise_multiplier: Numbers, steps: Numbers, false_positive_rate: Numbers
-) -> float | torch.Tensor: ...
+) -> torch.Tensor: ...
 
 
 def best_true_positive_rate(
