@@ -12,7 +12,7 @@ WING = "dpcompanion.reproduction"
 
 # From the ground up; a module may import, when it is loaded, from the layers below its own.
 LIBRARY = (
-    {"_checks", "_files", "_progress", "_types"},
+    {"_checks", "_devices", "_files", "_progress", "_types"},
     {"seeds"},
     {"accounting", "attacks", "data"},
     {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance", "release"},
