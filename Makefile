@@ -25,7 +25,7 @@ help:
 	@echo "make bench     time the library beside its peers"
 	@echo "make gpu       what waits for a GPU: its tests, benchmarks, then the records (MINUTES=9 stops in time, and goes on)"
 	@echo "make cluster   the pieces of a run on local clusters of Dask and Ray, with workers that are killed"
-	@echo "make soundness try the library against oracles on thousands of random cases, for an hour and a half"
+	@echo "make soundness try the library against oracles on thousands of random cases, for about an hour"
 	@echo "make lint      the part of make test that takes a second"
 	@echo "make types     the part of make test that takes half a minute: the types, by basedpyright"
 	@echo "make lowest    the library's tests on the lowest versions that pyproject.toml claims"
