@@ -92,7 +92,9 @@ class Traceless:
 
     @staticmethod
     def _untrained(module):
-        frozen = ((name, p) for name, p in module.named_parameters() if not p.requires_grad)
+        # Opacus's expanded weights stand for what is trained, and answer no question.
+        own = ((name, p) for name, p in module.named_parameters() if isinstance(p, torch.nn.Parameter))
+        frozen = ((name, p) for name, p in own if not p.requires_grad)
         return [*module.named_buffers(), *frozen]
 
     def _note(self, module, args):

@@ -45,7 +45,7 @@ def envelope(rates, epsilons, deltas):
 def check_bound(found, exact, tolerance=TOLERANCE):
     """A lower bound on false negative rates whose true positive rates are hardly above the exact ones."""
     assert bool((found <= exact + 1e-12).all())
-    assert bool((1 - found <= (1 - exact) * (1 + tolerance) + 1e-12).all())
+    assert bool((1 - found <= (1 - exact) * (1 + tolerance) + 1e-11).all())
 
 
 @given(mu=st.floats(0.01, 12))
@@ -66,7 +66,8 @@ def test_far_tails_of_the_gaussian_curve_are_bounded_too(rate, mu):
         found, missed = mpmath.ncdf(z + mu), mpmath.ncdf(-z - mu)
     run = dict(sample_rate=1.0, noise_multiplier=1 / mu, steps=1, false_positive_rate=rate)
     assert found <= best_true_positive_rate(**run) <= found * (1 + 1e-11)
-    assert missed * (1 - 1e-11) <= trade_off(**run) <= missed
+    smallest = mpmath.mpf(5e-324)  # below it a float is 0
+    assert missed * (1 - 1e-11) - smallest <= trade_off(**run) <= missed
 
 
 def test_the_promise_holds_from_1e_minus_15_on_and_below_there_is_a_bound_still():

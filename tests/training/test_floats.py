@@ -113,7 +113,7 @@ def test_a_clipped_vector_is_no_longer_than_the_account_says(dtype, size, seed, 
     g = (g * (1 + torch.rand(1, 1, generator=generator))).to(dtype)
     layer = layers.Explicit({"weight": g})
     limit = 0.7 * 10.0**power
-    total = clipping._clip({"": layer}, layer.squared_norms(), torch.zeros(1), limit, None, precise=True)
+    total = clipping._clip({"": layer}, layer.squared_norms(), torch.zeros(1), limit, dtype, None, precise=True)
     assert norm(fractions_of(total.gradients["weight"])) <= limit * (1 + floats.NORM_ERROR)
 
 

@@ -42,6 +42,8 @@ class Watched:
 
     def __init__(self, filter, every):
         self.filter, self.n, self.every, self.step = filter, filter.n, every, 0
+        self.sample_rate, self.noise_multiplier = filter.sample_rate, filter.noise_multiplier
+        self.max_grad_norm = filter.max_grad_norm
         self.seen = {"held": [], "out": [], "cut": [], "reached": []}
         self._reached = torch.zeros(filter.n, dtype=torch.bool, device=filter.device)
 
