@@ -127,7 +127,7 @@ def private_quantiles(
         quantiles: shares in (0, 1).
         upper: a public bound, above 0, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
-        generator: a torch.Generator.
+        generator: None, for what is published, or a torch.Generator, for research; see `private_mean`.
         method: "cdf" or "andrew2021"; see the module's text.
         bins: of the public grid of "cdf".
         steps, learning_rate, start: of "andrew2021"; it starts at upper / 2 by default.
@@ -221,13 +221,14 @@ def _normal(shape, generator):
 def _noisy(exact, std, generator, *, ratio, numbers=1):
     """`exact` and N(0, std^2), where `std` is sensitivity / ratio for all `numbers` of the release together.
 
-    Without a generator sum and noise are added on a grid g, which moves two releases apart by sqrt(numbers) g more.
+    Without a generator sum and noise are added on a grid g, which moves two releases apart by sqrt(numbers) g more;
+    what floats add to `exact` is less than that again.
     """
     if generator is not None:
         return exact + std * _normal(exact.shape, generator)
     from .training.secure import CELLS, SecureStream, grid_of, snapped  # which stands above this module
 
-    moved = math.sqrt(numbers) / CELLS / ratio  # at most, as a share of the sensitivity at the noise that it takes
+    moved = 2 * math.sqrt(numbers) / CELLS / ratio  # at most, as a share of the sensitivity at the noise that it takes
     if not moved <= 0.5:
         raise ValueError(f"epsilon must be large enough for noise on a grid, got sensitivity / noise of {ratio:g}")
     std = std / (1 - moved)

@@ -5,13 +5,13 @@
     python tools/gpu.py --list               what there is, and what is done
     python tools/gpu.py --device cpu --preset quick --out FOLDER     a rehearsal, without a GPU
 
-It needs torch, numpy, scipy, cryptography, mpmath and this checkout (pytest for the tests, Opacus to be timed too); no
-network. Data lie in the folder that DPCOMPANION_DATA names: what is missing is said and left out; a file too large to
-be sent in one piece is cut by `split` and joined by `cat`. Records come most valuable first. Each is made by
-`dpcompanion run`, whose pieces are kept as they end, and trials of whose pieces go on from their last epoch; when the
-time is up the command is interrupted as by Ctrl-C, and given half a minute. Tests and benchmarks begin anew, so those
-that were cut off come last at the next call. What benchmarks print stands in FOLDER/NAME.txt too. A task is done when
-it ended well; its name then stands in FOLDER/done-DEVICE-PRESET.txt, which may be removed to do all again.
+It needs torch, numpy, scipy, cryptography, mpmath and this checkout (pytest for the tests, Opacus to be timed too);
+no network. Data lie in the folder that DPCOMPANION_DATA names: what is missing is said and left out. Records come
+most valuable first. Each is made by `dpcompanion run`, whose pieces are kept as they end, and trials of whose pieces
+go on from their last epoch; when the time is up the command is interrupted as by Ctrl-C, and given half a minute.
+Tests and benchmarks begin anew, so those that were cut off come last at the next call. What benchmarks print stands
+in FOLDER/NAME.txt too. A task is done when it ended well; its name then stands in FOLDER/done-DEVICE-PRESET.txt,
+which may be removed to do all again.
 """
 
 import argparse

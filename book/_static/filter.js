@@ -20,7 +20,7 @@ const exactFilter = (() => {
 
   const REASON = `epsilon is beyond ${LARGEST_EPSILON}, or the grid that a page has time for is too coarse (tiny epsilons, very many steps)`;
 
-  // Whole costs in proportion to the Renyi divergences of the levels where the example's own meets delta: no level is a bargain.
+  // Whole costs in proportion to the Rényi divergences of the levels where the example's own meets delta: no level is a bargain.
   // Its own is priced exactly; costs are as fine as they must be for rounding the others up to waste no more than a twentieth,
   // and no finer than the budget allows.
   function costsOf(prices, price, blocks) {

@@ -37,7 +37,7 @@ long as others.
 
 So many steps may meet so little noise that a grid of four million points adds more than it resolves, at epsilons in
 the thousands and more as a rule.  `compute_epsilon` and `compute_delta` then take the lower of two bounds that need no
-grid: Renyi divergences at orders down to 1 + 1e-9, and that of `revealed`; `compose` refuses.  They take it too where
+grid: Rényi divergences at orders down to 1 + 1e-9, and that of `revealed`; `compose` refuses.  They take it too where
 it is lower than what a grid gives whose error may be a thousandth of epsilon.
 
 >>> from dpcompanion.accounting import pld
@@ -144,7 +144,7 @@ class ComposedLoss:
             if abs(root - last) <= 1e-9 * root:
                 break
         else:  # on a grid coarser than 1 delta falls in stairs, flat in between, which no tangent shows
-            root = self._in_its_cell(target)
+            root = max(self._in_its_cell(target), low, 1e-9 * self.interval)
         step = 1e-10
         while self._log_delta(root)[0] > target:  # the root may lie a hair on the wrong side
             root, step = root * (1 + step), 2 * step
@@ -393,8 +393,6 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
         return float(gaussian_epsilon(math.sqrt(steps) / noise_multiplier, delta))
     if _total_variation(sample_rate, noise_multiplier, steps) <= delta:
         return 0.0
-    run = sample_rate, noise_multiplier, steps
-    run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
     found, resolved = math.inf, False
     with contextlib.suppress(NoGrid):
@@ -450,7 +448,7 @@ def _is_fine(loss, epsilon):
 
 
 def _divergences(**run):
-    """Renyi divergences of a run at the default orders and at others from 1 + 1e-9 to 1000, and these orders.
+    """Rényi divergences of a run at the default orders and at others from 1 + 1e-9 to 1000, and these orders.
 
     Where mu^2 / 2 is most of an epsilon, the order 1 + z / mu decides, with z the quantile of delta.
     """

@@ -22,7 +22,8 @@ from scipy import stats
 from .gaussian import gaussian_delta, gaussian_epsilon
 from .search import bisect
 
-#: Noise multipliers below which runs are accounted for by this bound; privacy loss distributions would cost 1 / sigma.
+#: Noise multipliers below which every run is accounted for by this bound, as loss distributions would cost 1 / sigma
+#: (others only where no grid resolves them, see `pld`).
 LITTLE_NOISE = 0.01
 
 _GROUPS = 512  # numbers of draws that are told apart, and groups of more

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -11,6 +12,7 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from .. import _checks
+from ..training.checks import check_untouched, noted
 
 
 def trainable(module):
@@ -83,34 +85,28 @@ def _same(a, b):
 
 class Traceless:
     """Watches the forward passes of a module in training mode: no buffer and no frozen parameter may keep anything of
-    its examples, for no step would hide it."""
+    its examples, for no step would hide it. The first passes are compared by value, too."""
 
     def __init__(self, module):
-        self._before: dict[str, tuple[torch.Tensor, int]] | None = None
+        self._seen, self._begun = 0, threading.local()  # replicas of a module run in threads, and share its hooks
         module.register_forward_pre_hook(self._note)
         module.register_forward_hook(self._compare)
 
-    @staticmethod
-    def _untrained(module):
-        # Opacus's expanded weights stand for what is trained, and answer no question.
-        own = ((name, p) for name, p in module.named_parameters() if isinstance(p, torch.nn.Parameter))
-        frozen = ((name, p) for name, p in own if not p.requires_grad)
-        return [*module.named_buffers(), *frozen]
+    def _passes(self):
+        """What was noted at the beginning of each pass under way, for a module may call itself."""
+        if not hasattr(self._begun, "stack"):
+            self._begun.stack = []
+        return self._begun.stack
 
     def _note(self, module, args):
-        self._before = {name: (t, t._version) for name, t in self._untrained(module)} if module.training else None
+        watched = any(part.training for part in module.modules())
+        self._passes().append(noted(module, values=self._seen < 2) if watched else None)
 
     def _compare(self, module, args, output):
-        before, self._before = self._before, None
-        if before is None:
-            return
-        for name, t in self._untrained(module):
-            was, version = before.get(name, (None, None))
-            if was is not t or version != t._version:
-                raise ValueError(
-                    f"module must keep no statistics of its examples, but in training it changes {name!r}, which is "
-                    "released without noise"
-                )
+        before = self._passes().pop()
+        if before is not None:
+            self._seen += 1
+            check_untouched(module, before, name="module")
 
 
 def check_module(engine, module, optimizer):

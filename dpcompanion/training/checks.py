@@ -27,6 +27,33 @@ def check_data(x, y, n=None):
         )
 
 
+def untrained(model):
+    """Buffers and frozen parameters, {what to call it: tensor}: no step may change them, as no noise would cover it."""
+    # Opacus's expanded weights stand for what is trained, and answer no question.
+    own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
+    frozen = {f"frozen parameter {name!r}": p for name, p in own if not p.requires_grad}
+    return {f"buffer {name!r}": b for name, b in model.named_buffers()} | frozen
+
+
+def noted(model, *, values):
+    """What is untrained in a model now, for `check_untouched`: tensors, their versions and, if asked for, copies.
+
+    Versions cost nothing, and miss what is written through `.data`; to compare values waits for a device.
+    """
+    copied = {what: t.detach().clone() if values and not t.is_meta else None for what, t in untrained(model).items()}
+    return {what: (t, t._version, copied[what]) for what, t in untrained(model).items()}
+
+
+def check_untouched(model, before, *, name="model"):
+    """Nothing untrained has changed since `noted`."""
+    for what, t in untrained(model).items():
+        was, version, value = before.get(what, (None, None, None))
+        if was is not t or version != t._version or value is not None and not torch.equal(value, t):
+            raise ValueError(
+                f"{name} must keep no statistics of its examples, but training changes {what}, which no noise covers"
+            )
+
+
 def check_types(model, x):
     """The model's trainable parameters are of one floating-point type, which inputs with a fraction have too."""
     types = {p.dtype for p in model.parameters() if p.requires_grad}

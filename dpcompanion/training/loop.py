@@ -297,6 +297,7 @@ class _Loop:
             precision=precision or str(self.dtype).removeprefix("torch."),
         )
         self.run = Run(plan, model, optimizer, history)
+        self.looked = False  # whether a step was seen to leave no trace, by values
 
     def step(self):
         run, plan = self.run, self.run.plan
@@ -318,7 +319,8 @@ class _Loop:
             drawn, limits = drawn[taking], limits[taking]
             indices = sent(drawn, self.device)
         run.indices = indices
-        before = {name: (t, t._version) for name, t in self._untrained()}
+        before = checks.noted(run.model, values=not self.looked)
+        self.looked = True
         with self._own_randomness("examples"):
             x, y = self.examples.rows(indices if isinstance(self.examples, Tensors) else drawn)
         with self._own_randomness("forward"):
@@ -333,16 +335,12 @@ class _Loop:
                 precision=self.precision,
                 precise=self.precise,
             )
-        for name, t in self._untrained():
-            was, version = before.get(name, (None, None))
-            if was is not t or version != t._version:
-                kind = "frozen parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
-                raise ValueError(f"model must keep no statistics of its examples, but training changes {kind} {name!r}")
+        checks.check_untouched(run.model, before)
         summed = torch.cat([total.gradients[name].flatten() for name in self.parameters])
         released = plan.noisy(summed, self.generators["noise"]) / cast(float, plan.expected_batch_size)
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
             p.grad = piece.view_as(p).to(p.dtype)
-        for _, t in self._untrained():
+        for t in checks.untrained(run.model).values():
             t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
         run.optimizer.step()
         run.norms = total.norms
@@ -356,11 +354,6 @@ class _Loop:
         clipped = torch.where(run.norms.isfinite(), run.norms, 0) * clipping.clip_factors(run.norms, limits)
         for tracker in self.trackers:
             tracker.after_step(drawn, run.norms, clipped=clipped)
-
-    def _untrained(self):
-        """(name, tensor) of buffers and frozen parameters, which no step may change."""
-        model = self.run.model
-        return [*model.named_buffers(), *((name, p) for name, p in model.named_parameters() if not p.requires_grad)]
 
     @contextlib.contextmanager
     def _own_randomness(self, stream):

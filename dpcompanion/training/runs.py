@@ -418,18 +418,11 @@ def _passes(runs, examples, size):
 def _check_that_passes_leave_no_trace(model, x):
     """Refuse a model that keeps statistics of its examples, or that draws at random: runs would share the draws."""
     model = copy.deepcopy(model)
-
-    def untrained():
-        frozen = {f"frozen parameter {name!r}": p for name, p in model.named_parameters() if not p.requires_grad}
-        return {f"buffer {name!r}": b for name, b in model.named_buffers()} | frozen
-
-    before = {name: t.clone() for name, t in untrained().items()}
+    before = checks.noted(model, values=True)
     generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (x.device.type == "cuda")
     with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
         states = [state() for state in generators]
         model(x)
         if not all(torch.equal(old, state()) for old, state in zip(states, generators)):
             raise ValueError("model must not draw at random, as dropout does; train such runs one by one")
-    for name, t in untrained().items():
-        if name not in before or not torch.equal(t, before[name]):
-            raise ValueError(f"model must keep no statistics of its examples, but training changes {name}")
+    checks.check_untouched(model, before)

@@ -57,6 +57,11 @@ _BLOCK = 2**14
 # Cells of the grid in a sum, at most: four times as many are whole numbers of float64 still.
 _MOST_CELLS = 2.0**51
 
+# One thread of a forked process draws a new key, and the rest wait for it.
+_FORKED = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_FORKED._at_fork_reinit)  # pyright: ignore[reportAttributeAccessIssue] typeshed lacks it
+
 
 class SecureStream:
     """ChaCha20 under a 256-bit key: words, coins, Gaussian noise on a grid.
@@ -86,8 +91,8 @@ class SecureStream:
                 + (f" of length {len(key)}" if isinstance(key, bytes) else "")
             )
         _cipher()
-        self._key, self._calls, self._process = key, 0, os.getpid()
-        self._counting = threading.Lock()
+        self._key, self._calls, self._counting = key, 0, threading.Lock()
+        self._process = os.getpid()  # last: who finds it here finds the rest
 
     def __repr__(self):
         return f"SecureStream(<{8 * KEY_BYTES} bits>, calls={self._calls})"  # never the key
@@ -117,11 +122,13 @@ class SecureStream:
         """`count` uniform 64-bit words, a NumPy array of uint64."""
         count = _checks.whole_number("count", count, 0)
         if os.getpid() != self._process:  # a fork: what the parent draws must not be drawn here
-            self.__init__()
+            with _FORKED:
+                if os.getpid() != self._process:
+                    self.__init__()
         with self._counting:  # two threads must not take one number: they would draw the same
-            call = self._calls
+            key, call = self._key, self._calls
             self._calls += 1
-        encryptor = _cipher()(self._key, call)
+        encryptor = _cipher()(key, call)
         return np.frombuffer(encryptor.update(bytes(8 * count)), dtype="<u8")
 
     def coins(self, n, rate):

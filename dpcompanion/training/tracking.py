@@ -154,7 +154,7 @@ class NormTracker:
                 ours, theirs = getattr(accountant, name), getattr(budget, name)
                 if ours != theirs:
                     raise ValueError(
-                        f"budget must be a filter of runs with the account's {name}, {ours:g}, got {theirs:g}: "
+                        f"budget must be a filter of runs with the account's {name}, {ours!r}, got {theirs!r}: "
                         "what it charges, and so its promise, is that of other steps"
                     )
         self.budget = budget

@@ -464,8 +464,8 @@ def test_epsilon_after_every_epoch_is_the_plans():
     assert [entry["epsilon"] for entry in history.epochs] == expected
 
 
-@pytest.mark.parametrize("frozen, words", [(False, "buffer '0.mean'"), (True, "frozen parameter '0.mean'")])
-def test_statistics_in_a_new_tensor_or_a_frozen_parameter_are_refused_too(frozen, words):
+@pytest.mark.parametrize("frozen, by_data", [(False, False), (True, False), (False, True), (True, True)])
+def test_statistics_in_a_new_tensor_or_a_frozen_parameter_are_refused_too(frozen, by_data):
     class Averaging(nn.Module):
         def __init__(self):
             super().__init__()
@@ -477,7 +477,9 @@ def test_statistics_in_a_new_tensor_or_a_frozen_parameter_are_refused_too(frozen
 
         def forward(self, x):
             with torch.no_grad():
-                if self.training and frozen:
+                if self.training and by_data:
+                    self.mean.data.lerp_(x.mean(0), 0.1)  # which no version counts
+                elif self.training and frozen:
                     self.mean.lerp_(x.mean(0), 0.1)
                 elif self.training:
                     self.mean = torch.lerp(self.mean, x.mean(0), 0.1)
@@ -486,6 +488,7 @@ def test_statistics_in_a_new_tensor_or_a_frozen_parameter_are_refused_too(frozen
     data, plan = problem(sample_rate=0.5)
     model = nn.Sequential(Averaging(), nn.Linear(4, 3).double())
     optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    words = f"training changes {'frozen parameter' if frozen else 'buffer'} '0.mean'"
     with pytest.raises(ValueError, match=words):
         train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0)
 
