@@ -233,7 +233,7 @@ def judge(
         confidence: in (0, 1).
 
     Returns:
-        `{label: Finding}`, "everybody" first, then the groups in order.
+        The `Finding` of each label, "everybody" first, then the groups in order.
     """
     scores = torch.as_tensor(scores, dtype=torch.float64)
     included = torch.as_tensor(included)
@@ -309,7 +309,7 @@ def audit(
         generator: a torch.Generator for the coins.
 
     Returns:
-        `{label: Finding}`, "everybody" first, then the groups in order.
+        The `Finding` of each label, "everybody" first, then the groups in order.
 
     >>> noise = torch.Generator().manual_seed(0)
     >>> def answers(included):                          # randomised response at epsilon 2
