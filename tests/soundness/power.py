@@ -79,7 +79,7 @@ def delta_from_below(runs, epsilon, remove, scale):
     first = middle - math.ceil(left / spacing)  # the window begins here
     near = max(0, middle - first - math.ceil(4 / (tilt * spacing)))
     thresholds = np.arange(first + near, first + span) * spacing
-    tails = []
+    tails, told = [], np.ones(len(thresholds), dtype=bool)
     for more in (0, 1):  # under P and under Q, with what the rounding of transforms may be taken off and added
         height, transform = 0.0, 1.0
         for numbers, logs, steps in laws:
@@ -88,9 +88,10 @@ def delta_from_below(runs, epsilon, remove, scale):
             height, transform = height + steps * top, transform * fft.rfft(law) ** steps
         law = np.roll(fft.irfft(transform, span), -(first % span)).clip(min=0)
         law = law[near:] + (2 * more - 1) * (1e-15 + 4e-16 * total) * law.max()
-        exponents = np.minimum(height - (tilt + more) * thresholds + more * epsilon, 700.0)
-        tails.append(np.cumsum((law * np.exp(exponents))[::-1]))
-    return max(0.0, float((tails[0] - tails[1]).max()))
+        exponents = height - (tilt + more) * thresholds + more * epsilon
+        told &= exponents <= 700  # at lower thresholds nothing can be said: their terms are beyond a float
+        tails.append(np.cumsum((law * np.exp(np.minimum(exponents, 700.0)))[::-1]))
+    return max(0.0, float((tails[0] - tails[1])[told[::-1]].max(initial=0.0)))
 
 
 def delta_at_zero_from_above(runs):
