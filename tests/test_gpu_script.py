@@ -31,9 +31,9 @@ def test_what_is_cut_off_may_keep_what_it_has_and_is_done_by_the_next_call(told,
     kept = tmp_path / "kept"
     slow = f"import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: open({str(kept)!r}, 'w').close()"
     started = time.monotonic()
-    status, said = told({"first": "pass", "second": slow, "third": "pass"}, "--minutes", "0.1")
+    status, said = told({"first": "pass", "second": slow, "third": "pass"}, "--minutes", "0.3")
     assert status == 3 and "left for the next call: second, third" in said
-    assert kept.exists() and time.monotonic() - started < 60
+    assert kept.exists() and time.monotonic() - started < 90
     status, said = told({"first": "raise SystemExit(9)", "second": "pass", "third": "pass"})
     assert status == 0 and "done: first" in said and "second: done" in said and "third: done" in said
 
@@ -52,7 +52,7 @@ def test_the_list_is_of_records_that_there_are(tmp_path, monkeypatch, capsys):
 
 def test_a_benchmark_that_was_cut_off_comes_last_and_what_it_prints_is_kept(told, tmp_path):
     slow = "print('a row', flush=True)\nimport time\ntime.sleep(600)"
-    status, said = told({"benchmarks.one": slow, "record": "pass"}, "--minutes", "0.1")
+    status, said = told({"benchmarks.one": slow, "record": "pass"}, "--minutes", "0.3")
     assert status == 3 and "left for the next call: benchmarks.one, record" in said and "a row" in said
     quick = "print('a table')"
     status, said = told({"benchmarks.one": quick, "record": "pass"})

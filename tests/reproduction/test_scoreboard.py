@@ -243,7 +243,9 @@ def test_a_stand_in_runs_none_of_the_numbers_of_the_paper():
     for paper in ("per-instance-accounting", "individual-accounting"):
         one = BY_NAME[f"{paper}/table-2"]
         assert "stand-in" in one.basis and set(one.numbers) == {"not run"}, "one rule for both versions"
-        assert one.own == {"holds": 1} and one.findings == {"holds": 1}
+        # Of the later version the paper's network was run, too, for some of its epochs: findings, and no numbers.
+        later = paper == "individual-accounting"
+        assert one.own == {"holds": 1 + later} and one.findings == {"holds": 1} | ({"fails": 1} if later else {})
     assert BY_NAME["per-instance-accounting/text-worst-case-share"].state != "reproduced"
 
 
