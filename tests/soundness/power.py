@@ -32,7 +32,8 @@ def delta_from_below(runs, epsilon, remove, scale):
     # The tilt, and how wide the tilted sum is, from coarse laws of single steps.
     coarse = []
     for (rate, noise, steps), top in zip(runs, tops):
-        edges = _log_ratio(rate, noise, np.linspace(-12, _output(rate, noise, np.array([top]))[0], 2000))
+        # As far down as a tail is a float: a steep tilt lifts what is rare, which would be taken for something else.
+        edges = _log_ratio(rate, noise, np.linspace(-37, _output(rate, noise, np.array([top]))[0], 4000))
         coarse.append((sign * np.append(edges, edges[-1]), _masses(rate, noise, edges, remove)[0], steps))
 
     def cumulants(tilt):
@@ -87,7 +88,7 @@ def delta_from_below(runs, epsilon, remove, scale):
             law = np.bincount(numbers % span, weights=np.exp(logs[more] - top), minlength=span)
             height, transform = height + steps * top, transform * fft.rfft(law) ** steps
         law = np.roll(fft.irfft(transform, span), -(first % span)).clip(min=0)
-        law = law[near:] + (2 * more - 1) * (1e-15 + 4e-16 * total) * law.max()
+        law = law[near:] + (2 * more - 1) * (1e-15 * math.log2(span) + 4e-16 * total) * law.max()
         exponents = height - (tilt + more) * thresholds + more * epsilon
         told &= exponents <= 700  # at lower thresholds nothing can be said: their terms are beyond a float
         tails.append(np.cumsum((law * np.exp(np.minimum(exponents, 700.0)))[::-1]))

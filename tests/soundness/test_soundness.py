@@ -106,7 +106,13 @@ def test_the_table_counts_what_was_done(tmp_path):
     assert table.read_text().endswith("\n| filters | old |\n")
 
 
-def test_a_delta_below_all_floats_is_no_large_one():
-    """At an epsilon a hair below the largest loss of adding, 1e-37 by quadrature, was once taken for 6e299."""
-    run = (0.13244170690541146, 5.7850647828935715, 1)
-    assert delta_from_below([run], 0.12372611344120354, False, 2e-7) <= 1e-36
+@pytest.mark.parametrize(
+    "run, epsilon",
+    [
+        ((0.13244170690541146, 5.7850647828935715, 1), 0.12372611344120354),  # was once taken for 6e299
+        ((0.012738867941571004, 10.320758370525999, 1), 0.008786478675853549),  # and this for 8e-7
+    ],
+)
+def test_what_rounding_leaves_of_a_delta_far_below_it_is_no_lower_end(run, epsilon):
+    """Both are about 1e-37 by quadrature, to add: the epsilons lie a hair below the largest loss."""
+    assert delta_from_below([run], epsilon, False, 1e-11) <= 1e-36
