@@ -69,7 +69,16 @@ class OneSignature(FunctionDocumenter):
         return super().format_signature(**kwargs)
 
 
+def _without_source(app):
+    """The index of modules lists no module whose source was not found, such as that of what Python builds in."""
+    known = getattr(app.env, "_viewcode_modules", {})
+    for name in [name for name, found in known.items() if not found]:
+        del known[name]
+    return []
+
+
 def setup(app):
+    app.connect("html-collect-pages", _without_source)
     app.setup_extension("sphinx.ext.autodoc")
 
     def rewrite(app, what, name, obj, options, lines):
