@@ -92,6 +92,12 @@ class Traceless:
         module.register_forward_pre_hook(self._note)
         module.register_forward_hook(self._compare)
 
+    def __getstate__(self):
+        return {"_seen": self._seen}  # a copy of the module is watched on its own, and begins between passes
+
+    def __setstate__(self, state):
+        self._seen, self._begun = state["_seen"], threading.local()
+
     def _passes(self):
         """What was noted at the beginning of each pass under way, for a module may call itself."""
         if not hasattr(self._begun, "stack"):

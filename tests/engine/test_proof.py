@@ -1,5 +1,6 @@
 """What the engine refuses because it would void the budgets, and what it does not."""
 
+import copy
 import math
 import os
 
@@ -466,3 +467,27 @@ def test_worker_processes_read_and_change_nothing(pieces, tmp_path):
     here, nobody = trained(0, tmp_path / "here")
     there, others = trained(2, tmp_path / "there")
     assert torch.equal(here, there) and not nobody and len(others) == 2
+
+
+def test_a_module_is_copied_with_what_watches_it_and_nan_in_a_buffer_is_no_change():
+    """As for a moving average of weights, or to keep the best ones."""
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    model.register_buffer("unknown", torch.tensor([1.0, math.nan]))
+    model.register_buffer("mask", torch.tensor([True, False]))
+    made, optimizer, loader = IndividualizedPrivacyEngine().make_private_with_budgets(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.randn(20, 4), torch.arange(20) % 2), batch_size=10),
+        target_epsilons=[1.0] * 20,
+        target_delta=1e-3,
+        epochs=5,
+        max_grad_norm=1.0,
+        method="scale",
+    )
+    for x, y in loader:
+        optimizer.zero_grad()
+        F.cross_entropy(made(x), y).backward()
+        optimizer.step()
+    again = copy.deepcopy(made)
+    x = torch.randn(5, 4)
+    assert torch.equal(again(x), made(x))
