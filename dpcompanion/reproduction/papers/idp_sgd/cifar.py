@@ -1,9 +1,10 @@
-"""Tables 2 and 8 on CIFAR-10: the paper's own network, budgets and epochs, one trial a piece.
+"""Tables 2, 8 and 10 on CIFAR-10: the paper's own network and budgets, one trial a piece.
 
-A trial is 1.5 to 3.5 million per-example gradients, hours on one core.  So each is a piece of its own that any process,
-or any machine that shares the data folder, may take; within a trial the run is kept after every epoch.  The ways
-forward and back are in bfloat16, norms, clipping and sums in float32 (`dpcompanion.training.clipping`), which takes
-nothing from the guarantee.
+With all of the paper's epochs a trial is 1.5 to 3.5 million per-example gradients, hours on one core.  So each is a
+piece of its own that any process, or any machine that shares the data folder, may take; within a trial the run is kept
+after every epoch.  The ways forward and back are in bfloat16, norms, clipping and sums in float32
+(`dpcompanion.training.clipping`), which takes nothing from the guarantee.  Parts with 5 of the 30 epochs, and
+the noise that makes them cost the same budgets, take about a quarter of an hour of a core for each trial.
 """
 
 import dataclasses
@@ -11,8 +12,8 @@ import math
 
 import torch
 
-from dpcompanion.reproduction import pieces
-from dpcompanion.reproduction.experiments import experiment
+from dpcompanion.reproduction import intervals, pieces
+from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     accuracies,
     accuracy,
@@ -26,27 +27,44 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
     Trials,
     tuned,
 )
+from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import Callbacks, Checkpoint, cross_entropy, train
 
 
 @dataclasses.dataclass(frozen=True)
 class Cifar(Trials):
     """`Trials` whose methods have hyperparameters of their own if `tuned`, in the given precision, `together` examples
-    in one pass: few stay in a processor's cache."""
+    in one pass: few stay in a processor's cache.
+
+    Further kinds: "same", DP-SGD at the budget `rest`, and "class-3.lower", Sample with that level's budget for class 3
+    and `rest` for all others.
+    """
 
     tuned: bool = False
     precision: str | None = "bf16"
     together: int = 64
+    rest: float = 2.0
+    levels: dict = dataclasses.field(default_factory=lambda: {"lower": 1.0, "higher": 3.0})
+
+
+def assignment(config, kind, labels, seed):
+    """Method, everybody's group and the groups' budgets: of the kinds of `Trials`, of "same" and of "class-3.lower"."""
+    setup, _, method = kind.rpartition(".")
+    if setup.startswith("class-"):
+        return "sample", (labels == int(setup[-1])).long(), (config.rest, config.levels[method])
+    if kind == "same":
+        return "dpsgd", torch.zeros_like(labels), (config.rest,)
+    groups = assign(len(labels), config.groups[setup or "B"], seed)
+    if method == "loosest":
+        return "dpsgd", torch.zeros_like(groups), config.budgets[-1:]
+    return method, groups, config.budgets
 
 
 def kept_trial(config, task, kind, seed, run):
     """What `training.trial` returns, of a run that goes on from its last whole epoch if it was cut off."""
-    found, budgets = problem(config.task, run), config.budgets
-    setup, _, method = kind.rpartition(".")
-    groups = assign(len(found.labels), config.groups[setup or "B"], seed)
+    found = problem(config.task, run)
+    method, groups, budgets = assignment(config, kind, found.labels, seed)
     strictest = groups == 0
-    if method == "loosest":
-        groups, budgets, method = torch.zeros_like(groups), budgets[-1:], "dpsgd"
     plan = plan_of(method, groups, budgets, task.training, delta=config.delta)
     model = network(task, seed).to(run.device)
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
@@ -107,6 +125,8 @@ def kept_trials(config, run):
         "task": config.task,
         "budgets": config.budgets,
         "groups": config.groups,
+        "rest": config.rest,
+        "levels": config.levels,
         "delta": config.delta,
         "look": config.look,
         "group_look": config.group_look,
@@ -144,3 +164,56 @@ def table_8_cifar10(config, run):
 def table_2_cifar10(config, run):
     """The same with the hyperparameters that table 6 has for each method; DP-SGD is that of table 8."""
     return accuracies(config, kept_trials(config, run))
+
+
+# Parts of the epochs -----------------------------------------------------------------------------------------------
+
+_SHORT = dataclasses.replace(CIFAR10, training=dataclasses.replace(CIFAR10.training, epochs=5))
+
+experiment("idp-sgd/table-8-short", paper=Cifar(_SHORT, _KINDS, seeds=(0,), look=1, group_look=5))(table_8_cifar10)
+
+
+def _classes(outcomes):
+    """Accuracy of each class, (seeds, classes)."""
+    return torch.stack([torch.as_tensor(one["classes"]) for one in outcomes])
+
+
+@experiment(
+    "idp-sgd/table-10-short",
+    paper=Cifar(_SHORT, ("same", "class-3.lower", "class-3.higher"), seeds=(0,), look=1, group_look=5),
+)
+def table_10_short(config, run):
+    """Table 10 for some classes: accuracy of the class with another budget, and of the other nine."""
+    done = kept_trials(config, run)
+    same, values = _classes(done.pop("same")), {}
+    for kind, each in done.items():
+        c, level = int(kind[len("class-")]), kind.partition(".")[2]
+        for name, classes in (("same", same), (level, _classes(each))):
+            values[f"class_{c}.class.{name}"] = mean_and_sd(classes[:, c])
+            values[f"class_{c}.others.{name}"] = mean_and_sd((classes.sum(1) - classes[:, c]) / 9)
+    return values
+
+
+@finding(
+    "idp-sgd/table-10",
+    "a class with a higher budget gains and the other nine lose, with a lower budget it loses and they gain",
+    of="idp-sgd/table-10-short",
+)
+def budgets_move_classes(record):
+    for level in ("higher", "lower"):
+        for c in {key.partition(".")[0] for key in record.values if key.endswith(f"class.{level}")}:
+            # A thousand test examples of each class; one run has no spread over seeds.
+            own, others = (
+                [
+                    intervals.share(round(record.values[f"{c}.{whose}.{name}"][0] / 100 * n), n)
+                    for name in (level, "same")
+                ]
+                for whose, n in (("class", 1000), ("others", 9000))
+            )
+            moved, theirs = own[0] - own[1], others[0] - others[1]
+            gains, loses = (moved, theirs) if level == "higher" else (theirs, moved)
+            yield (
+                f"class {c[-1]}, {level}",
+                f"{100 * moved.estimate:+.1f} points, the others {100 * theirs.estimate:+.1f}",
+                intervals.every(gains.above(0), loses.below(0)),
+            )
