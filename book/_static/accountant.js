@@ -127,6 +127,7 @@ const accountant = (() => {
   // errors are relative to delta then, not to 1), and raised to the power of the steps within a window that Chernoff's
   // bound gives for the tilted law.
   const LOG_NEGLIGIBLE = -75, LOG_OUTSIDE = -38, LARGEST_GRID = 1 << 17, TAIL = 13, TOLERANCE = 5e-5, STEEPEST = 6;
+  const TRANSFORM = 1e-14;  // what rounding in a transform may move of the tilted mass, for each step
   const FOUR = [[-0.8611363115940526, 0.34785484513745385], [-0.33998104358485626, 0.6521451548625462],
     [0.33998104358485626, 0.6521451548625462], [0.8611363115940526, 0.34785484513745385]];
   const SIX = [[-0.932469514203152, 0.17132449237917036], [-0.6612093864662645, 0.36076157304813866],
@@ -264,8 +265,8 @@ const accountant = (() => {
     let { first, masses } = one, slack = steps * one.cut;
     if (steps > 1) {
       first = Math.floor(low / grid);
-      masses = convolved(one.first, one.masses, steps, first, (high - low) / grid + 2).map((mass) => mass * (1 + 1e-15 * steps));
-      slack += 2 * Math.exp(LOG_OUTSIDE) + 1e-14;
+      masses = convolved(one.first, one.masses, steps, first, (high - low) / grid + 2);
+      slack += 2 * Math.exp(LOG_OUTSIDE) + TRANSFORM * steps;
     }
     const rise = one.logMass - step.logMoment(tilt);
     return { grid, tilt, first, masses, slack, logScale: steps * one.logMass, logCapped: step.logCapped + Math.log(steps),

@@ -36,7 +36,7 @@ import torch
 from .. import _checks
 from .levels import Levels
 from .loss import DIRECTIONS, _Step
-from .pld import _LOG_CAPPED, _WINDOW_LOG_TAIL
+from .pld import _LOG_CAPPED, _TRANSFORM, _WINDOW_LOG_TAIL
 
 #: What discretisation may add to epsilon, relatively.
 TOLERANCE = 1e-3
@@ -196,14 +196,14 @@ def _bucket(counts, levels, steps, guess, tilt, delta):
         phases = part @ log_phi.imag
         modulus = torch.exp(part @ log_modulus)
         value = (modulus * torch.cos(phases)) @ payoff.real + (modulus * torch.sin(phases)) @ payoff.imag
-        slack = outside + part.sum(dim=1) * cut + 1e-14 + 2 * kept / size * _lost(tilt, interval)
+        # Rounding errors of a power grow with it, and are relative to the bulk, not to the value.
+        slack = outside + part.sum(dim=1) * (cut + _TRANSFORM) + 1e-14 + 2 * kept / size * _lost(tilt, interval)
         if kept <= size // 2:
             tail = torch.exp(part @ beyond(kept)) * 2 * (size // 2 + 1 - kept) / size
             slack = slack[:, None] + tail[:, None] * heaviest
         else:
             slack = slack[:, None]
-        # Rounding errors of a power grow with it; relative to the bulk, 1e-15 a step covers them.
-        value = value.clamp(min=0) * (1 + 1e-15 * part.sum(dim=1, keepdim=True)) + slack
+        value = value.clamp(min=0) + slack
         log_deltas = part @ log_mass - tilt * grid + torch.log(value)
         capped = part.sum(dim=1, keepdim=True) * math.exp(steps[0].log_capped)
         results.append(_read_off(torch.exp(log_deltas.clamp(max=0.0)) + capped, grid, delta))

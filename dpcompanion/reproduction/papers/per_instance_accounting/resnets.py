@@ -4,8 +4,8 @@ ResNet-20 with the sample rates, noise multipliers and steps of appendix B; lear
 about an hour of a GPU, and is shared by all exhibits that show it.
 
 Two short runs stand in until then: 5 of 208 epochs on CIFAR-10, about an hour of one core, and 5 of 100 on the part of
-UTKFace that is at hand (gender), about half an hour.  They have the noise that makes so few epochs cost what the paper's
-do.  Steps are few: on CIFAR-10 batches have 1,000 examples instead of 4,000.
+UTKFace that is at hand (gender), about half an hour.  They have the noise that makes so few epochs cost what the
+paper's do.  Steps are few: on CIFAR-10 batches have 1,000 examples instead of 4,000.
 """
 
 import dataclasses
