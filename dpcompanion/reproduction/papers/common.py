@@ -1,13 +1,17 @@
-"""What the exhibits of several papers share: which tasks a device can do, names of values, and a few statistics."""
+"""What the exhibits of several papers share: which tasks a device can do, runs that go on within themselves, names of
+values, and a few statistics."""
 
 import math
+import time
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
+from dpcompanion.reproduction import pieces
 from dpcompanion.reproduction.experiments import Run
 from dpcompanion.reproduction.records import Record
+from dpcompanion.training import Checkpoint
 
 
 def runnable(config: Any, run: Run) -> dict[str, Any]:
@@ -25,6 +29,48 @@ def left_out(config: Any, run: Run) -> dict[str, Any]:
 
 def _all(config: Any) -> dict[str, Any]:
     return {**config.tasks, **getattr(config, "larger", {})}
+
+
+class Looks:
+    """What a run sees along its way, lists of tensors by name, and its seconds: kept with its state.
+
+    >>> looks = Looks("norms")
+    >>> looks["norms"].append(1.5)
+    >>> again = Looks("norms")
+    >>> again.load_state_dict(looks.state_dict())
+    >>> again["norms"], again.seconds >= 0
+    ([1.5], True)
+    """
+
+    def __init__(self, *names: str):
+        self._lists: dict[str, list[Any]] = {name: [] for name in names}
+        self._before, self._since = 0.0, time.perf_counter()
+
+    def __getitem__(self, name: str) -> list[Any]:
+        return self._lists[name]
+
+    @property
+    def seconds(self) -> float:
+        """How long the run took so far, in all processes that worked at it, up to their last state."""
+        return self._before + time.perf_counter() - self._since
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"lists": {name: list(values) for name, values in self._lists.items()}, "seconds": self.seconds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, values in state["lists"].items():
+            self._lists[name][:] = values
+        self._before, self._since = state["seconds"], time.perf_counter()
+
+
+def within_the_piece(**stateful: Any) -> Checkpoint | None:
+    """Where the piece that is being worked at keeps its run after every epoch, these objects' state included.
+
+    None for a run that is no piece on the disk: a short one.
+    """
+    state = pieces.unfinished()
+    kept = {name: each for name, each in stateful.items() if each is not None}
+    return Checkpoint(state, stateful=kept) if state else None
 
 
 def reported(record: Record) -> list[str]:

@@ -2,14 +2,13 @@
 
 import dataclasses
 import math
-import time
 from typing import Any
 
 import numpy as np
 import torch
 
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.reproduction.papers.common import pearson
+from dpcompanion.reproduction.papers.common import Looks, pearson, within_the_piece
 from dpcompanion.reproduction.papers.yu import build, Examples, examples, LOSSES, MNIST_5K, outcome, seconds, Task
 from dpcompanion.training import Callbacks, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
@@ -119,8 +118,7 @@ def account(
 
 def run_task(task, seed, device):
     """Train one run; values and arrays for `Trained`."""
-    found, loss = examples(task.data, task.dtype), LOSSES[task.loss]
-    started = time.perf_counter()
+    found, loss, looks = examples(task.data, task.dtype), LOSSES[task.loss], Looks("medians")
     model = build(task.model, found, seed).to(device)
     x, y = found.x.to(device), found.y.to(device)
     limit = task.max_grad_norm or task.median_multiple * float(gradient_norms(model, loss, x, y).median())
@@ -160,12 +158,12 @@ def run_task(task, seed, device):
                 keep_norms=True,
             )
         )
-    medians, groups = [], found.groups[chosen]
+    groups = found.groups[chosen]
 
     def watch(_):
         if task.reference:
             norms = gradient_norms(model, loss, *some).cpu()
-            medians.append([float(norms[groups == group].median()) for group in range(len(found.names))])
+            looks["medians"].append([float(norms[groups == group].median()) for group in range(len(found.names))])
 
     watch(None)
     train(
@@ -177,18 +175,19 @@ def run_task(task, seed, device):
         seed=seed,
         trackers=trackers,
         callbacks=Callbacks(on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None),
+        checkpoint=within_the_piece(looks=looks, scheduler=scheduler),
     )
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
     passes, norms = everybody.norms_of_passes
     exact = trackers[-1].norms_of_passes[1] if task.reference else torch.zeros(0, 0)
-    values = {"max_grad_norm": limit, "seconds": time.perf_counter() - started}
+    values = {"max_grad_norm": limit, "seconds": looks.seconds}
     arrays = {
         "passes": passes,
         "norms": norms,
         "reference": chosen,
         "reference_norms": exact,
-        "medians": np.array(medians),
+        "medians": np.array(looks["medians"]),
         "losses": losses.cpu(),
         "test_losses": test_losses.cpu(),
         "right": right.cpu(),

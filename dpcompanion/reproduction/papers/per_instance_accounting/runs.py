@@ -12,7 +12,7 @@ from dpcompanion.accounting import compute_epsilon
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.papers import yu as second
-from dpcompanion.reproduction.papers.common import rank
+from dpcompanion.reproduction.papers.common import Looks, rank, within_the_piece
 from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
@@ -118,18 +118,13 @@ def run_setting(setting, seed, device):
                 examples=some,
             )
         )
-    norms, losses = [], []
+    looks = Looks("norms", "losses")
 
     def look(run):
         done = round(run.step / plan.steps_per_epoch)
         if done * setting.looks // setting.epochs > (done - 1) * setting.looks // setting.epochs:
-            # Lists, stacked below.
-            norms.append(  # pyright: ignore[reportAttributeAccessIssue]
-                gradient_norms(model, cross_entropy, x, y).cpu()
-            )
-            losses.append(  # pyright: ignore[reportAttributeAccessIssue]
-                second.outcome(model, cross_entropy, x, y)[0].cpu()
-            )
+            looks["norms"].append(gradient_norms(model, cross_entropy, x, y).cpu())
+            looks["losses"].append(second.outcome(model, cross_entropy, x, y)[0].cpu())
 
     optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate / limit)
     train(
@@ -141,9 +136,10 @@ def run_setting(setting, seed, device):
         seed=seed,
         trackers=trackers,
         callbacks=Callbacks(on_epoch=look),
+        checkpoint=within_the_piece(looks=looks),
     )
     test_losses, right = second.outcome(model, cross_entropy, found.test_x.to(device), found.test_y.to(device))
-    losses, norms = np.stack(losses), np.stack(norms)
+    losses, norms = np.stack(looks["losses"]), np.stack(looks["norms"])
     quintiles = np.array_split(norms.mean(0).argsort(), 5)
     arrays = {
         "epsilon": everybody.estimated_epsilon(DELTA).cpu().numpy(),
