@@ -26,6 +26,7 @@ REPRODUCTION = (
     {"intervals", "moving", "plotting", "provenance", "published", "sources", "storage", "workers"},
     {"pieces", "records"},
     {"comparison", "places"},
+    {"findings"},
     {"experiments"},
     {"papers", "scoreboard"},
     {"chapters", "mosaic"},

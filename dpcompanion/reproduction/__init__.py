@@ -6,6 +6,6 @@ It stands on the library, which knows nothing of it.
 * `storage`, `pieces`, `provenance`, `sources`: how records lie on the disk, how a run that was interrupted goes on,
   what it was made with, and which code it depends on;
 * `experiments`: the registry, one experiment for each exhibit that computes; `papers`: the experiments;
-* `comparison`, `scoreboard`: how ours stand beside the printed;  `plotting`: how it looks;
+* `comparison`, `findings`, `scoreboard`: how ours stand beside the printed; `plotting`: how it looks;
 * `chapters`: what a chapter of the book calls.
 """

@@ -34,6 +34,7 @@ import torch
 
 from dpcompanion import _checks, data
 from dpcompanion.reproduction import comparison, pieces, provenance, published, records, sources, workers
+from dpcompanion.reproduction.findings import Finding, Findings
 
 PRESETS = ("quick", "paper")
 #: Seconds from which on `Run.keep` keeps pieces on the disk.
@@ -229,20 +230,20 @@ def criteria(name: str) -> list[Criterion]:
     return [criterion for criterion in _CRITERIA if criterion.exhibit == name]
 
 
-def findings(record: records.Record, name: str | None = None) -> comparison.Findings:
-    """The findings of an exhibit, held against their criteria: a `comparison.Findings`.
+def findings(record: records.Record, name: str | None = None) -> Findings:
+    """The findings of an exhibit, held against their criteria: a `findings.Findings`.
 
     Args:
         record: of the experiment that they are judged by; what was run at the scale of the paper counts as recorded.
         name: the exhibit; by default the one that the record is named after.
     """
     rows = [
-        comparison.Finding(where, criterion.text, ours, outcome, criterion.kind)
+        Finding(where, criterion.text, ours, outcome, criterion.kind)
         for criterion in criteria(name or record.name)
         if criterion.of == record.name
         for where, ours, outcome in criterion.judge(record)
     ]
-    return comparison.Findings(rows, kind="recorded" if record.preset == "paper" else "live")
+    return Findings(rows, kind="recorded" if record.preset == "paper" else "live")
 
 
 def get(name: str) -> Experiment:

@@ -24,7 +24,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dpcompanion.reproduction import experiments, places, published, records
-from dpcompanion.reproduction.comparison import Comparison, Table, compare, tally
+from dpcompanion.reproduction.comparison import Comparison, Table, compare
+from dpcompanion.reproduction.findings import tally
 
 STATES = {
     "reproduced": "recomputed at the paper's scale; every number matches or is close, every claim of the paper holds",
