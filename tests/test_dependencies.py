@@ -25,7 +25,7 @@ LIBRARY = (
 REPRODUCTION = (
     {"intervals", "moving", "plotting", "provenance", "published", "sources", "storage", "workers"},
     {"pieces", "records"},
-    {"comparison", "places"},
+    {"comparison", "places", "runs"},
     {"findings"},
     {"experiments"},
     {"papers", "scoreboard"},

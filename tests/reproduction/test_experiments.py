@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion.reproduction import experiments, pieces, provenance, published, records, sources
+from dpcompanion.reproduction import experiments, pieces, provenance, published, records, runs, sources
 
 NAME = "individual-accounting/table-1"  # an exhibit to hang a test's own experiment on
 
@@ -216,7 +216,7 @@ def keeping(run, names, calls, **options):
 
 def test_what_is_short_is_kept_for_the_process_and_shared_by_exhibits(tmp_path, monkeypatch):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
-    experiments.forget()
+    runs.forget()
     first, other = (experiments.Run(config, torch.device("cpu"), None, "code") for config in (Config(), OneSeed()))
     calls = []
     assert keeping(first, ["seed-0", "seed-1"], calls) == {name: {"of": name} for name in ("seed-0", "seed-1")}
@@ -227,7 +227,7 @@ def test_what_is_short_is_kept_for_the_process_and_shared_by_exhibits(tmp_path, 
     monkeypatch.setattr(experiments.sources, "code_hash", lambda *parts: "other code")
     keeping(first, ["seed-0"], calls)
     assert calls[3:] == ["seed-0"] * 3
-    experiments.forget()
+    runs.forget()
 
 
 def test_what_takes_long_is_kept_on_the_disk_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
@@ -241,7 +241,7 @@ def test_what_takes_long_is_kept_on_the_disk_and_goes_on_where_it_stopped(tmp_pa
         calls.append(name)
         return {"of": name}, {"array": np.arange(3)}
 
-    long = {"by": keeping, "config": {}, "seconds": experiments.KEPT, "under": "runs/some"}
+    long = {"by": keeping, "config": {}, "seconds": runs.KEPT, "under": "runs/some"}
     with pytest.raises(KeyboardInterrupt):
         run.keep(broken, ["a", "b"], **long)
     with pieces.taken_over() as kept:
@@ -312,3 +312,33 @@ def test_a_finding_is_judged_by_the_record_of_the_experiment_that_it_names(regis
     assert [(row.where, row.outcome) for row in found.rows] == [("here", "holds")] and found.kinds == ("live",)
     with pytest.raises(ValueError, match="name must be one of"):
         experiments.finding("individual-accounting/figure-99", "anything")
+
+
+def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of_a_part(monkeypatch):
+    exhibit, part, other = (f"individual-accounting/figure-{which}" for which in ("3", "3-resnet20", "1-resnet20"))
+    experiments.get(exhibit)  # the paper's own criteria are loaded, and left out here
+    monkeypatch.setattr(experiments, "_CRITERIA", [])
+    with pytest.raises(ValueError, match="exhibit must have criteria by now .* got 'individual-accounting/figure-3'"):
+        experiments.ask_also(exhibit, of=part)
+
+    @experiments.finding(exhibit, "it rises", kind="own")
+    def rises(record):
+        yield "here", "", True
+
+    @experiments.finding(exhibit, "it falls", of=NAME)
+    def falls(record):
+        yield "here", "", False
+
+    experiments.ask_also(exhibit, of=part)
+    experiments.ask_also(exhibit, of=other, under="individual-accounting/figure-1")
+    asked = [(one.text, one.of, one.kind, one.judge) for one in experiments.criteria(exhibit)]
+    assert asked == [
+        ("it rises", exhibit, "own", rises),
+        ("it falls", NAME, "claim", falls),
+        ("it rises", part, "own", rises),
+        ("it falls", part, "claim", falls),
+    ]
+    shown = experiments.criteria("individual-accounting/figure-1")
+    assert [(one.of, one.judge) for one in shown] == [(other, rises), (other, falls)]
+    with pytest.raises(ValueError, match="name must be one of"):
+        experiments.ask_also(exhibit, of="individual-accounting/figure-99")

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from dpcompanion.reproduction.experiments import Run
 from dpcompanion.reproduction.records import Record
+from dpcompanion.reproduction.runs import Run
 
 
 def runnable(config: Any, run: Run) -> dict[str, Any]:

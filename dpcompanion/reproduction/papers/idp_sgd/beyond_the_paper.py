@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from dpcompanion import attacks
-from dpcompanion.reproduction.experiments import Run
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     ALL,
@@ -20,6 +19,7 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
     plan_of,
     problem,
 )
+from dpcompanion.reproduction.runs import Run
 from dpcompanion.training import derive_seed, DPSGDPlan
 
 # Beyond the paper --------------------------------------------------------------------------------------------------
