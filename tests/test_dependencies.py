@@ -28,7 +28,8 @@ REPRODUCTION = (
     {"comparison", "places", "runs"},
     {"findings"},
     {"experiments"},
-    {"papers", "scoreboard"},
+    {"papers", "states"},
+    {"scoreboard"},
     {"chapters", "mosaic"},
 )
 CORE = {"torch", "numpy", "scipy", "dpcompanion"}

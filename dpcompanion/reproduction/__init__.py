@@ -7,6 +7,6 @@ It stands on the library, which knows nothing of it.
   what it was made with, and which code it depends on;
 * `experiments`: the registry, one experiment for each exhibit that computes; `runs`: what one sees of its run;
   `papers`: the experiments;
-* `comparison`, `findings`, `scoreboard`: how ours stand beside the printed; `plotting`: how it looks;
+* `comparison`, `findings`, `states`, `scoreboard`: how ours stand beside the printed; `plotting`: how it looks;
 * `chapters`: what a chapter of the book calls.
 """

@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dpcompanion import _checks
-from dpcompanion.reproduction import comparison, experiments, plotting, published, records, scoreboard
+from dpcompanion.reproduction import comparison, experiments, plotting, published, records, scoreboard, states
 from dpcompanion.reproduction.findings import Findings, unfolding
 from dpcompanion.reproduction.records import Record
 
@@ -195,7 +195,7 @@ class Chapter:
         """What `compare` takes: recorded and live numbers, which of them are a stand-in's, and what is stale."""
         own = {kind: record for kind, each in found.items() for record in each if record.name == name}
         recorded = [each for each in (own.get("recorded"), *one.parts) if each is not None]
-        values, stand_in = scoreboard.values_of(one.exhibit, own.get("recorded"), one.parts)
+        values, stand_in = states.values_of(one.exhibit, own.get("recorded"), one.parts)
         numbers: dict[str, Any] = {"recorded": values} if recorded else {}
         if isinstance(live, Mapping):
             numbers["live"] = live
