@@ -25,9 +25,11 @@ LIBRARY = (
 REPRODUCTION = (
     {"intervals", "moving", "plotting", "provenance", "published", "sources", "storage", "workers"},
     {"pieces", "records"},
-    {"comparison", "places"},
+    {"comparison", "places", "runs"},
+    {"findings"},
     {"experiments"},
-    {"papers", "scoreboard"},
+    {"papers", "states"},
+    {"scoreboard"},
     {"chapters", "mosaic"},
 )
 CORE = {"torch", "numpy", "scipy", "dpcompanion"}

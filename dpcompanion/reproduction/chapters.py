@@ -42,7 +42,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from dpcompanion import _checks
-from dpcompanion.reproduction import comparison, experiments, plotting, published, records, scoreboard
+from dpcompanion.reproduction import comparison, experiments, plotting, published, records, scoreboard, states
+from dpcompanion.reproduction.findings import Findings, unfolding
 from dpcompanion.reproduction.records import Record
 
 #: Tables with more rows than this unfold.
@@ -90,7 +91,7 @@ class Chapter:
 
     def findings(
         self, found: Record | Mapping[str, Record | list[Record]] | None, exhibit: str | None = None
-    ) -> comparison.Findings | None:
+    ) -> Findings | None:
         """Qualitative findings held against their criteria, or None where there are none.
 
         Args:
@@ -108,7 +109,7 @@ class Chapter:
         if not rows:
             return None
         said = [kind for kind, _ in rows]
-        return comparison.Findings([row for _, row in rows], kind=said if len(kinds) > 1 else said[0])
+        return Findings([row for _, row in rows], kind=said if len(kinds) > 1 else said[0])
 
     def compare(
         self,
@@ -194,7 +195,7 @@ class Chapter:
         """What `compare` takes: recorded and live numbers, which of them are a stand-in's, and what is stale."""
         own = {kind: record for kind, each in found.items() for record in each if record.name == name}
         recorded = [each for each in (own.get("recorded"), *one.parts) if each is not None]
-        values, stand_in = scoreboard.values_of(one.exhibit, own.get("recorded"), one.parts)
+        values, stand_in = states.values_of(one.exhibit, own.get("recorded"), one.parts)
         numbers: dict[str, Any] = {"recorded": values} if recorded else {}
         if isinstance(live, Mapping):
             numbers["live"] = live
@@ -298,7 +299,7 @@ class Unfolding:
         return f"{self.line}:\n{self.table!r}"
 
     def _repr_markdown_(self) -> str:
-        return comparison.unfolding(self.line, self.table._repr_markdown_())
+        return unfolding(self.line, self.table._repr_markdown_())
 
 
 class Shown:

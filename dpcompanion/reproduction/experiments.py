@@ -4,9 +4,9 @@
     def table_5(config, run): ...
 
 A function gets a frozen configuration, one for each preset (`quick`: minutes on
-two cores; `paper`: the paper's own data and scale), and a `Run`, through which it
-asks for data, device and resumable pieces, so that all of them end up in the
-record.  It returns values under the dotted names of the published numbers, or
+two cores; `paper`: the paper's own data and scale), and a `runs.Run`, through
+which it asks for data, device and resumable pieces, so that all of them end up in
+the record.  It returns values under the dotted names of the published numbers, or
 a pair (values, arrays).
 
 >>> record = run("idp-sgd/table-5")
@@ -32,17 +32,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from dpcompanion import _checks, data
+from dpcompanion import _checks
 from dpcompanion.reproduction import comparison, pieces, provenance, published, records, sources, workers
+from dpcompanion.reproduction.findings import Finding, Findings
+from dpcompanion.reproduction.runs import Run
 
 PRESETS = ("quick", "paper")
-#: Seconds from which on `Run.keep` keeps pieces on the disk.
-KEPT = 15
 #: Yields (where, our numbers in words, outcome) of a record.
 Judge = Callable[[records.Record], Iterable[tuple[str, str, Any]]]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _REGISTRY: "dict[str, Experiment]" = {}
-_TRAINED: dict[tuple[str, str], Any] = {}
 _CRITERIA: "list[Criterion]" = []
 
 
@@ -73,84 +72,6 @@ class Experiment:
         if record.preset not in self.presets:
             return True
         return record.is_stale(config=self.presets[record.preset], code_hash=self.code_hash)
-
-
-@dataclasses.dataclass(eq=False)
-class Run:
-    """What an experiment sees of the run that it is part of.
-
-    `device` is where to compute; `folder` keeps the pieces of an unfinished run; `loaded` lists the data that were
-    used, for the record.
-    """
-
-    config: Any
-    device: torch.device
-    folder: pathlib.Path
-    code_hash: str
-    loaded: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-
-    def load(self, name: str, **arguments: Any) -> data.Dataset:
-        """`data.load`, noted in the record."""
-        dataset = data.load(name, **arguments)
-        if dataset.provenance() not in self.loaded:
-            self.loaded.append(dataset.provenance())
-        return dataset
-
-    def note(self, loaded: Iterable[dict[str, Any]]) -> None:
-        """Note data that were loaded before (`Dataset.provenance()` of each) in the record."""
-        self.loaded += [each for each in loaded if each not in self.loaded]
-
-    def pieces(self, work: Callable[[str], Any], names: Iterable[str], **arguments: Any) -> dict[str, Any]:
-        """`pieces.resumable` for this run: {name: work(name)}, kept until the record is written.
-
-        Where every name tells its piece's seed ("seed-3"), a run with other seeds shares what is done already.
-        """
-        names, config = list(names), dataclasses.asdict(self.config)
-        if all("seed" in str(name) for name in names):
-            config.pop("seeds", None)
-        key = {"config": config, "code": self.code_hash, "device": self.device.type}
-        return pieces.resumable(work, names, folder=self.folder, config=key, **arguments)
-
-    def keep(
-        self,
-        work: Callable[[str], Any],
-        names: Iterable[str],
-        *,
-        by: Any,
-        config: Any,
-        seconds: float,
-        under: str,
-        label: str = "",
-    ) -> dict[str, Any]:
-        """{name: work(name)} for pieces that several exhibits share: each is trained once and kept.
-
-        What takes long is kept in the data folder, each piece as it ends, and an interrupted run goes on there; what
-        does not, once a process.
-
-        Args:
-            work: piece name -> values that a record can hold, or a pair (values, {name: array}).
-            names: of the pieces, such as "seed-3".
-            by: the function that does the work: pieces count as long as it and the code behind it stay the same.
-            config: what the results depend on besides, with the dataclasses whose methods `by` calls.
-            seconds: about how long all pieces take on two cores.
-            under: a name for people, of a folder in the data folder, such as "runs/mnist-mlp".
-            label: of the progress bar.
-        """
-        key = {"config": config, "code": sources.code_hash(by, config), "device": self.device.type}
-        hashed, names = records.hash_of([under, key]), list(names)
-        if seconds >= KEPT:
-            return pieces.resumable(
-                work, names, folder=data.data_folder() / f"{under}-{hashed[:12]}", config=key, label=label
-            )
-        for name in names:
-            if (hashed, name) not in _TRAINED:
-                _TRAINED[hashed, name] = work(name)
-        return {name: _TRAINED[hashed, name] for name in names}
-
-
-def forget() -> None:
-    """Forget the pieces that `Run.keep` has in memory, so that they are trained again."""
-    _TRAINED.clear()
 
 
 def experiment(name: str, **presets: Any) -> Callable[[_Function], _Function]:
@@ -222,6 +143,28 @@ def finding(
     return register
 
 
+def ask_also(exhibit: str, *, of: str, under: str | None = None) -> None:
+    """Judge an exhibit by the record of another experiment, too, such as that of a part with the paper's own network.
+
+    Registers the criteria of the exhibit that are there by now once more: all but those that are judged by a part
+    (`published.Exhibit.part_of`), which were asked of it alone, or came from here.
+
+    Args:
+        exhibit: whose criteria.
+        of: the experiment whose record they are judged by.
+        under: the exhibit that these findings are shown with; by default the one that has the criteria.
+
+    Raises:
+        ValueError: for unknown names, and where there are no criteria yet, which comes of the order of imports.
+    """
+    published.exhibit(exhibit)
+    asked = [one for one in _CRITERIA if one.exhibit == exhibit and not published.exhibit(one.of).part_of]
+    if not asked:
+        raise ValueError(f"exhibit must have criteria by now that no part is judged by, got {exhibit!r}")
+    for one in asked:
+        finding(under or exhibit, one.text, of=of, kind=one.kind)(one.judge)
+
+
 def criteria(name: str) -> list[Criterion]:
     """The criteria of an exhibit, in the order in which they are written down."""
     published.exhibit(name)
@@ -229,20 +172,20 @@ def criteria(name: str) -> list[Criterion]:
     return [criterion for criterion in _CRITERIA if criterion.exhibit == name]
 
 
-def findings(record: records.Record, name: str | None = None) -> comparison.Findings:
-    """The findings of an exhibit, held against their criteria: a `comparison.Findings`.
+def findings(record: records.Record, name: str | None = None) -> Findings:
+    """The findings of an exhibit, held against their criteria: a `findings.Findings`.
 
     Args:
         record: of the experiment that they are judged by; what was run at the scale of the paper counts as recorded.
         name: the exhibit; by default the one that the record is named after.
     """
     rows = [
-        comparison.Finding(where, criterion.text, ours, outcome, criterion.kind)
+        Finding(where, criterion.text, ours, outcome, criterion.kind)
         for criterion in criteria(name or record.name)
         if criterion.of == record.name
         for where, ours, outcome in criterion.judge(record)
     ]
-    return comparison.Findings(rows, kind="recorded" if record.preset == "paper" else "live")
+    return Findings(rows, kind="recorded" if record.preset == "paper" else "live")
 
 
 def get(name: str) -> Experiment:

@@ -5,9 +5,8 @@ import re
 
 import numpy as np
 import pytest
-import torch
 
-from dpcompanion.reproduction import experiments, pieces, provenance, published, records, sources
+from dpcompanion.reproduction import experiments, provenance, published, records, sources
 
 NAME = "individual-accounting/table-1"  # an exhibit to hang a test's own experiment on
 
@@ -110,18 +109,6 @@ def test_an_interrupted_run_is_continued_by_the_next_one(registered, tmp_path, m
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["table-1.quick.json"]
 
 
-@pytest.mark.parametrize(
-    "name, shared", [("seed-{}", ["seed-0", "seed-1", "seed-2"]), ("part-{}", ["part-0", "part-1", "part-1", "part-2"])]
-)
-def test_other_seeds_share_pieces_only_where_their_names_tell_the_seed(tmp_path, name, shared):
-    calls = []
-    for seeds in [(0, 1), (1, 2)]:
-        run = experiments.Run(Config(seeds=seeds), torch.device("cpu"), tmp_path, "code")
-        run.pieces(calls.append, (name.format(seed) for seed in seeds))
-        run.pieces(calls.append, (name.format(seed) for seed in seeds))  # the same seeds have nothing left to do
-    assert calls == shared
-
-
 def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(registered, tmp_path, monkeypatch):
     def state():
         return next(entry for entry in experiments.catalogue(tmp_path) if entry.name == registered).records
@@ -204,54 +191,6 @@ def test_several_seeds_are_refused_before_any_work_where_one_is_used(registered,
         experiments.experiment(NAME, quick=BothSeeds())
 
 
-def keeping(run, names, calls, **options):
-    return run.keep(
-        lambda name: calls.append(name) or {"of": name},
-        names,
-        by=keeping,
-        under="runs/some",
-        **{"config": {"task": OneSeed()}, "seconds": 1, **options},
-    )
-
-
-def test_what_is_short_is_kept_for_the_process_and_shared_by_exhibits(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
-    experiments.forget()
-    first, other = (experiments.Run(config, torch.device("cpu"), None, "code") for config in (Config(), OneSeed()))
-    calls = []
-    assert keeping(first, ["seed-0", "seed-1"], calls) == {name: {"of": name} for name in ("seed-0", "seed-1")}
-    keeping(other, ["seed-1", "seed-2"], calls)
-    assert calls == ["seed-0", "seed-1", "seed-2"] and not list(tmp_path.iterdir())
-    keeping(first, ["seed-0"], calls, config={"task": OneSeed(seed=1)})
-    keeping(experiments.Run(Config(), torch.device("meta"), None, "code"), ["seed-0"], calls)
-    monkeypatch.setattr(experiments.sources, "code_hash", lambda *parts: "other code")
-    keeping(first, ["seed-0"], calls)
-    assert calls[3:] == ["seed-0"] * 3
-    experiments.forget()
-
-
-def test_what_takes_long_is_kept_on_the_disk_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
-    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
-    run, calls = experiments.Run(Config(), torch.device("cpu"), None, "code"), []
-
-    def broken(name):
-        if name == "b" and "stop" not in calls:
-            calls.append("stop")
-            raise KeyboardInterrupt
-        calls.append(name)
-        return {"of": name}, {"array": np.arange(3)}
-
-    long = {"by": keeping, "config": {}, "seconds": experiments.KEPT, "under": "runs/some"}
-    with pytest.raises(KeyboardInterrupt):
-        run.keep(broken, ["a", "b"], **long)
-    with pieces.taken_over() as kept:
-        done = run.keep(broken, ["a", "b"], **long)
-    assert calls == ["a", "stop", "b"] and done["a"][1]["array"].tolist() == [0, 1, 2]
-    assert [each["pieces"] for each in kept] == [1]
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert folder.name.startswith("some-")
-
-
 def test_every_seed_that_an_experiment_has_is_one_that_it_uses():
     for name in experiments.names():
         found = experiments.get(name)
@@ -312,3 +251,33 @@ def test_a_finding_is_judged_by_the_record_of_the_experiment_that_it_names(regis
     assert [(row.where, row.outcome) for row in found.rows] == [("here", "holds")] and found.kinds == ("live",)
     with pytest.raises(ValueError, match="name must be one of"):
         experiments.finding("individual-accounting/figure-99", "anything")
+
+
+def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of_a_part(monkeypatch):
+    exhibit, part, other = (f"individual-accounting/figure-{which}" for which in ("3", "3-resnet20", "1-resnet20"))
+    experiments.get(exhibit)  # the paper's own criteria are loaded, and left out here
+    monkeypatch.setattr(experiments, "_CRITERIA", [])
+    with pytest.raises(ValueError, match="exhibit must have criteria by now .* got 'individual-accounting/figure-3'"):
+        experiments.ask_also(exhibit, of=part)
+
+    @experiments.finding(exhibit, "it rises", kind="own")
+    def rises(record):
+        yield "here", "", True
+
+    @experiments.finding(exhibit, "it falls", of=NAME)
+    def falls(record):
+        yield "here", "", False
+
+    experiments.ask_also(exhibit, of=part)
+    experiments.ask_also(exhibit, of=other, under="individual-accounting/figure-1")
+    asked = [(one.text, one.of, one.kind, one.judge) for one in experiments.criteria(exhibit)]
+    assert asked == [
+        ("it rises", exhibit, "own", rises),
+        ("it falls", NAME, "claim", falls),
+        ("it rises", part, "own", rises),
+        ("it falls", part, "claim", falls),
+    ]
+    shown = experiments.criteria("individual-accounting/figure-1")
+    assert [(one.of, one.judge) for one in shown] == [(other, rises), (other, falls)]
+    with pytest.raises(ValueError, match="name must be one of"):
+        experiments.ask_also(exhibit, of="individual-accounting/figure-99")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from dpcompanion.reproduction import experiments, places, published, records, scoreboard
+from dpcompanion.reproduction import experiments, places, published, records, scoreboard, states
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EVERYTHING = scoreboard.standings()
@@ -350,9 +350,9 @@ def test_what_a_part_has_of_the_papers_network_counts_before_a_stand_in(tmp_path
     exhibit = published.exhibit("per-instance-accounting/table-2")
     first, second = [key for key in exhibit.flat() if not exhibit.is_given(key)][:2]
     own = of_part(tmp_path, exhibit.name, {first: 1e6, second: 1e6}, model="mlp")
-    assert scoreboard.values_of(exhibit, own) == ({first: 1e6, second: 1e6}, {first, second})
+    assert states.values_of(exhibit, own) == ({first: 1e6, second: 1e6}, {first, second})
     part = of_part(tmp_path, f"{exhibit.name}-resnet20", {first: float(exhibit[first])})
-    assert scoreboard.values_of(exhibit, own, [part]) == ({first: float(exhibit[first]), second: 1e6}, {second})
+    assert states.values_of(exhibit, own, [part]) == ({first: float(exhibit[first]), second: 1e6}, {second})
     one = scoreboard.standing(exhibit.name, folder=tmp_path)
     assert one.numbers["matches"] == 1 and "differs" not in one.numbers and "stand-in" not in one.basis
 

@@ -9,8 +9,8 @@ import numpy as np
 from scipy import stats
 
 from dpcompanion.reproduction import pieces
-from dpcompanion.reproduction.experiments import Run
 from dpcompanion.reproduction.records import Record
+from dpcompanion.reproduction.runs import Run
 from dpcompanion.training import Checkpoint
 
 

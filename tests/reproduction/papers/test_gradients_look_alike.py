@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from dpcompanion import data
-from dpcompanion.reproduction import experiments, published
+from dpcompanion.reproduction import experiments, published, runs
 from dpcompanion.accounting import compute_epsilon
-from dpcompanion.reproduction.experiments import Run
 from dpcompanion.reproduction.papers import gradients_look_alike as g
 from dpcompanion.reproduction.papers.gradients_look_alike import chain
+from dpcompanion.reproduction.runs import Run
 from dpcompanion.per_instance import compose_sensitivities, coupled_divergence, exact_composition, step_divergence
 from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, train_ensemble
 
@@ -28,7 +28,7 @@ NAMES = [
 
 @pytest.fixture(autouse=True)
 def nothing_watched(monkeypatch, tmp_path):
-    experiments.forget()
+    runs.forget()
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
 
 
@@ -78,7 +78,7 @@ def test_every_exhibit_gives_the_same_numbers_twice_and_meets_all_its_criteria(n
     found = experiments.get(name)
     monkeypatch.setitem(found.presets, "quick", tiny(found.presets["quick"]))
     first = experiments.run(name, preset="quick")
-    experiments.forget()
+    runs.forget()
     again = experiments.run(name, preset="quick")
     for key, value in flat(first.values).items():
         np.testing.assert_array_equal(value, flat(again.values)[key], err_msg=key)
@@ -116,9 +116,9 @@ def test_points_are_looked_at_before_training_at_each_moment_and_at_the_end(run)
 
 
 def test_a_run_that_takes_long_is_kept_and_read_again(run, monkeypatch):
-    monkeypatch.setattr(experiments, "KEPT", 0)
+    monkeypatch.setattr(runs, "KEPT", 0)
     first = g.watched(TINY, run)
-    experiments.forget()
+    runs.forget()
     monkeypatch.setattr(g.runs, "train", None)
     torch.testing.assert_close(g.watched(TINY, run).norms, first.norms, rtol=0, atol=0)
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dpcompanion import attacks, data
-from dpcompanion.reproduction import experiments, published, records
+from dpcompanion.reproduction import experiments, published, records, runs
 from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.reproduction.comparison import compare
 from dpcompanion.reproduction.papers import idp_sgd as chapter
@@ -224,9 +224,9 @@ def test_what_is_shared_with_other_tables_trials_is_what_runs_side_by_side_reach
         if key.endswith(".final"):
             assert alone[key] == pytest.approx(together[key], abs=0.11)  # one test example of 1,000
     kind, key = shared
-    known = len(experiments._TRAINED)
+    known = len(runs._TRAINED)
     trials = chapter.trials(chapter.Trials(TINY, (kind,), (4,)), run_of(config, tmp_path))
-    assert len(experiments._TRAINED) == known  # none was trained again
+    assert len(runs._TRAINED) == known  # none was trained again
     assert alone[key] == [one["final"] for one in trials[kind]]
 
 

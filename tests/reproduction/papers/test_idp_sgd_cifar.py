@@ -2,7 +2,7 @@ import dataclasses
 
 import pytest
 
-from dpcompanion.reproduction import experiments, published, records, scoreboard
+from dpcompanion.reproduction import experiments, published, records, runs, scoreboard
 from dpcompanion.reproduction.papers.idp_sgd import cifar
 from dpcompanion.reproduction.papers.idp_sgd.settings import Training
 from dpcompanion.reproduction.papers.idp_sgd.training import GROUPS, Task, trial
@@ -18,7 +18,7 @@ def run_of(folder, config=CONFIG):
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     """All pieces on the disk, however short they are."""
-    monkeypatch.setattr(experiments, "KEPT", 0)
+    monkeypatch.setattr(runs, "KEPT", 0)
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
     return tmp_path
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from dpcompanion import individual
-from dpcompanion.reproduction import experiments, records, scoreboard
+from dpcompanion.reproduction import experiments, records, runs, scoreboard
 from dpcompanion.accounting import gaussian_delta
-from dpcompanion.reproduction.experiments import Run
 from dpcompanion.reproduction.papers import individual_accounting as ia
 from dpcompanion.reproduction.papers import yu
+from dpcompanion.reproduction.runs import Run
 from dpcompanion.training import DPSGDPlan
 
 SHORT = dataclasses.replace(ia.MNIST_5K, epochs=2, batch_size=400, reference=40)
@@ -93,7 +93,7 @@ def test_individual_clipping_changes_the_run_and_accounting_alone_does_not(run, 
 
 def test_a_long_run_is_kept_and_read_back(run, monkeypatch):
     first = ia.trained(SHORT, 0, run)
-    monkeypatch.setattr(experiments, "KEPT", 0)
+    monkeypatch.setattr(runs, "KEPT", 0)
     kept = ia.trained(SHORT, 0, run)
     monkeypatch.setattr(ia.runs, "train", lambda *arguments, **options: pytest.fail("trained again"))
     read = ia.trained(SHORT, 0, run)

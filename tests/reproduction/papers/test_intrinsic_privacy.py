@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from dpcompanion import output_perturbation
-from dpcompanion.reproduction import experiments, published
+from dpcompanion.reproduction import experiments, published, runs
 from dpcompanion.reproduction.papers import intrinsic_privacy as ip
-from dpcompanion.reproduction.experiments import Run
+from dpcompanion.reproduction.runs import Run
 
 SMALL = ip.Task(16, 1.0, 40, seeds=8, data_sets=4)
 NAMES = [name for name in experiments.names() if name.startswith("intrinsic-privacy/")]
@@ -18,7 +18,7 @@ NAMES = [name for name in experiments.names() if name.startswith("intrinsic-priv
 
 @pytest.fixture(autouse=True)
 def nothing_trained(monkeypatch, tmp_path):
-    experiments.forget()
+    runs.forget()
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
 
 
@@ -48,7 +48,7 @@ def test_every_exhibit_gives_the_same_finite_numbers_twice(name, monkeypatch):
         changes["epsilons"] = (0.5, 2.0)
     monkeypatch.setitem(found.presets, "quick", dataclasses.replace(config, **changes))
     first = experiments.run(name, preset="quick")
-    experiments.forget()
+    runs.forget()
     again = experiments.run(name, preset="quick")
     for key, value in first.values.items():
         if key.endswith(".seconds"):
@@ -86,8 +86,8 @@ def test_grids_agree_with_algorithm_1_by_hand(run):
 def test_an_interrupted_grid_goes_on_where_it_stopped(run, monkeypatch):
     task = dataclasses.replace(SMALL, seeds=34)
     whole = ip.trained("digits", task, run)
-    experiments.forget()
-    monkeypatch.setattr(experiments, "KEPT", 0)
+    runs.forget()
+    monkeypatch.setattr(runs, "KEPT", 0)
     train, calls = ip.grids.ensembles.train_grid, []
 
     def interrupted(*arguments, seeds, **options):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion.reproduction import experiments
+from dpcompanion.reproduction import experiments, runs
 from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers import per_instance_accounting as chapter
@@ -26,10 +26,10 @@ def few_digits(monkeypatch, tmp_path):
     whole = second.examples("mnist-5k", "float64")
     few = dataclasses.replace(whole, x=whole.x[::10], y=whole.y[::10], groups=whole.groups[::10])
     monkeypatch.setattr(second, "examples", lambda name, dtype="float32": few)
-    experiments.forget()
+    runs.forget()
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
     yield
-    experiments.forget()  # these are runs on other digits
+    runs.forget()  # these are runs on other digits
 
 
 @pytest.mark.parametrize("name", NAMES)

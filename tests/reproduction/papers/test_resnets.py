@@ -11,6 +11,7 @@ from dpcompanion.per_instance import holder_order
 from dpcompanion.reproduction import experiments, published, records, scoreboard
 from dpcompanion.reproduction.papers import gradients_look_alike, individual_accounting, yu
 from dpcompanion.reproduction.papers.per_instance_accounting import resnets, runs
+from dpcompanion.reproduction.runs import forget
 
 TINY = resnets.Resnet("mnist-5k", 400, 1, None, reference=0, looks=1, model="linear")
 
@@ -113,7 +114,7 @@ def test_a_shortened_run_is_the_papers_for_as_many_epochs_as_it_says_and_costs_a
 @pytest.mark.parametrize("name", SHORTENED)
 def test_a_shortened_run_meets_the_criteria_of_its_exhibits_under_its_own_name(name, monkeypatch, tmp_path):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
-    experiments.forget()
+    forget()
     found = experiments.get(name)
     config = found.presets["paper"]
     ((label, _),) = config.tasks.items()

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from dpcompanion.reproduction import experiments
+from dpcompanion.reproduction import experiments, runs
 from dpcompanion.reproduction.papers import yu
 from dpcompanion.reproduction.papers.gradients_look_alike import runs as alike
 from dpcompanion.reproduction.papers.individual_accounting import runs as second
@@ -26,7 +26,7 @@ CASES = {
 @pytest.mark.parametrize("paper", CASES)
 def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(paper, tmp_path, monkeypatch):
     module, trained = CASES[paper]
-    monkeypatch.setattr(experiments, "KEPT", 0)  # all pieces on the disk, however short they are
+    monkeypatch.setattr(runs, "KEPT", 0)  # all pieces on the disk, however short they are
 
     def run(folder):
         monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / folder))

@@ -7,8 +7,7 @@ and three quarters).  About an hour of one core.
 
 import dataclasses
 
-from dpcompanion.reproduction import experiments
-from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.experiments import ask_also, experiment
 from dpcompanion.reproduction.papers.gradients_look_alike.costs import figure_6
 from dpcompanion.reproduction.papers.gradients_look_alike.mean_updates import figure_4, Means
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import CIFAR10, Watch, WatchMore
@@ -36,8 +35,4 @@ for _exhibit, _function, _config, _asked in (
     experiment(f"{_NAME}/{_exhibit}-resnet20", paper=_config)(_function)
     # What is found on digits is asked of the paper's network, too: {whose criteria: which exhibit they are for}.
     for _whose, _for in _asked.items():
-        for _criterion in [one for one in experiments._CRITERIA if one.exhibit == f"{_NAME}/{_whose}"]:
-            if not _criterion.of.endswith("-resnet20"):
-                finding(f"{_NAME}/{_for}", _criterion.text, of=f"{_NAME}/{_exhibit}-resnet20", kind=_criterion.kind)(
-                    _criterion.judge
-                )
+        ask_also(f"{_NAME}/{_whose}", of=f"{_NAME}/{_exhibit}-resnet20", under=f"{_NAME}/{_for}")

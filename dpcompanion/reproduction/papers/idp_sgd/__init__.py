@@ -9,6 +9,7 @@ from . import (
     settings,
     accounts,
     training,
+    side_by_side,
     accuracy_tables,
     cifar,
     resnet18,
@@ -36,11 +37,11 @@ from .training import (
     parameters,
     plan_of,
     problem,
-    train_all,
     trial,
     trials,
     tuned,
 )
+from .side_by_side import train_all
 from .accuracy_tables import ahead, table_2, table_3, text_trial, texts
 from .many_groups import Baselines, exclude, in_sequence, table_14, table_9
 from .classes import level_budgets, search_cost

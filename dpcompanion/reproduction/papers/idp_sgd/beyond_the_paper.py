@@ -8,18 +8,10 @@ from typing import Any
 import torch
 
 from dpcompanion import attacks
-from dpcompanion.reproduction.experiments import Run
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, Training
-from dpcompanion.reproduction.papers.idp_sgd.training import (
-    ALL,
-    assign,
-    compared,
-    Compared,
-    DIGITS,
-    parameters,
-    plan_of,
-    problem,
-)
+from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, compared, Compared
+from dpcompanion.reproduction.papers.idp_sgd.training import assign, DIGITS, parameters, plan_of, problem
+from dpcompanion.reproduction.runs import Run
 from dpcompanion.training import derive_seed, DPSGDPlan
 
 # Beyond the paper --------------------------------------------------------------------------------------------------

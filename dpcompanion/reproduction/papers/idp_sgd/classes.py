@@ -9,19 +9,16 @@ import torch
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, compared, Compared, train_all
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    ALL,
     CIFAR10,
     class_accuracy,
-    compared,
-    Compared,
     DIGITS,
     MNIST,
     as_printed,
     parameters,
     plan_of,
     problem,
-    train_all,
 )
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import derive_seed

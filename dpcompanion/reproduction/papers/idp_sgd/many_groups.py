@@ -8,15 +8,12 @@ from dpcompanion.accounting import find_steps
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import _gain
+from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, compared, Compared, final_values
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     accuracy,
-    ALL,
     assign,
-    compared,
-    Compared,
     DIGITS,
     final_accuracies,
-    final_values,
     MNIST,
     network,
     plan_of,

@@ -1,4 +1,4 @@
-"""One trial: a network trained with a budget for each example, and trials side by side."""
+"""One trial: a network trained with a budget for each example, and what the tables of accuracies read of trials."""
 
 import dataclasses
 import functools
@@ -9,10 +9,10 @@ import torch.nn.functional as F
 
 from dpcompanion import data, idp
 from dpcompanion.accounting import find_noise_multiplier
-from dpcompanion.reproduction import published, records
+from dpcompanion.reproduction import published
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, TABLE_5, Training
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import Callbacks, cross_entropy, derive_seed, DPSGDPlan, models, train, train_ensemble
+from dpcompanion.training import Callbacks, cross_entropy, derive_seed, DPSGDPlan, models, train
 
 # Training ----------------------------------------------------------------------------------------------------------
 
@@ -148,6 +148,11 @@ def accuracy(logits, labels):
 def class_accuracy(logits, labels, classes=10):
     """Per cent of right answers in each class, (classes,)."""
     return torch.stack([accuracy(logits[labels == c], labels[labels == c]) for c in range(classes)])
+
+
+def as_printed(values, task, data):
+    """The values under the published names if the task's data are the paper's, else under the name of the data."""
+    return values if task.data == data else {f"{task.data}.{key}": value for key, value in values.items()}
 
 
 # Accuracy ----------------------------------------------------------------------------------------------------------
@@ -331,100 +336,3 @@ def with_larger(config, run, hyperparameters):
     if config.larger and run.device.type == "cpu":
         return {**values, "not_run": list(config.larger)}
     return values | larger_tasks(config, run, hyperparameters)
-
-
-# Many runs side by side --------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Compared:
-    """Runs of each kind on one task, for each seed, `together` of them side by side.
-
-    Kinds are as for `Trials`; accuracies are noted after every `look` epochs.
-    """
-
-    task: Task
-    kinds: tuple = ()
-    seeds: tuple = tuple(range(5))
-    budgets: tuple = BUDGETS
-    groups: dict = dataclasses.field(default_factory=lambda: GROUPS)
-    delta: float = 1e-5
-    look: int = 1
-    together: int = 1
-
-
-ALL = 10_000  # runs of softmax regression go side by side, however many they are
-
-
-def train_all(task, plans, seeds, features, labels, *, device="cpu", members=None, watch=None):
-    """The ensemble of one run for each plan and seed, each with the task's network of its seed.
-
-    `members`, (runs, n): who is in the data of each run.  Sums are divided by what everybody's batch would hold; the
-    learning rate makes up for it.  `watch(epoch, ensemble)` is called after every epoch.
-    """
-    rate = task.learning_rate if members is None else task.learning_rate / float(members.double().mean())
-    return train_ensemble(
-        [network(task, seed) for seed in seeds],
-        cross_entropy,
-        (features, labels),
-        plans,
-        seeds=seeds,
-        learning_rate=rate,
-        momentum=task.momentum,
-        members=members,
-        device=device,
-        progress=False,
-        callbacks=Callbacks(
-            on_epoch=watch and (lambda ensemble: watch(math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble))
-        ),
-    )
-
-
-def compared(config, run, plan):
-    """{kind: [outcome for each seed]} of runs with the plans `plan(kind, seed)`.
-
-    An outcome holds the accuracy on test data, `final` and in each of the `classes`, and its course, `epochs` and
-    `accuracy`.
-    """
-    task, found = config.task, problem(config.task, run)
-    runs = [(kind, seed) for kind in config.kinds for seed in config.seeds]
-    parts = [runs[i : i + config.together] for i in range(0, len(runs), config.together)]
-    parts = {records.hash_of(part)[:12]: part for part in parts}
-    test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
-
-    def work(piece):
-        part = parts[piece]
-        course = {}
-
-        def watch(epoch, ensemble):
-            if epoch % config.look == 0:
-                course[epoch] = accuracy(ensemble.predict(test_features), test_labels)
-
-        plans, seeds = [plan(kind, seed) for kind, seed in part], [seed for _, seed in part]
-        trained = train_all(task, plans, seeds, found.features, found.labels, device=run.device, watch=watch)
-        return {
-            "outcomes": [
-                {
-                    "final": accuracy(logits, test_labels),
-                    "classes": class_accuracy(logits, test_labels),
-                    "epochs": list(course),
-                    "accuracy": [at[r] for at in course.values()],
-                }
-                for r, logits in enumerate(trained.predict(test_features))
-            ]
-        }
-
-    done = run.pieces(work, parts, label="runs")
-    outcomes = {name: outcome for piece, part in parts.items() for name, outcome in zip(part, done[piece]["outcomes"])}
-    return {kind: [outcomes[kind, seed] for seed in config.seeds] for kind in config.kinds}
-
-
-def final_values(config, final):
-    """`<kind>.final` for each seed, and under the published names the mean and standard deviation."""
-    values = {f"{kind}.final": each for kind, each in final.items()}
-    return values | as_printed({kind: mean_and_sd(each) for kind, each in final.items()}, config.task, "mnist")
-
-
-def as_printed(values, task, data):
-    """The values under the published names if the task's data are the paper's, else under the name of the data."""
-    return values if task.data == data else {f"{task.data}.{key}": value for key, value in values.items()}

@@ -9,8 +9,7 @@ loss rose at first.
 
 import dataclasses
 
-from dpcompanion.reproduction import experiments
-from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.experiments import ask_also, experiment, finding
 from dpcompanion.reproduction.papers.common import named, runnable
 from dpcompanion.reproduction.papers.individual_accounting.accounts import figure_1, figure_2, figure_3, figure_5
 from dpcompanion.reproduction.papers.individual_accounting.estimates import Estimates, figure_4
@@ -43,10 +42,7 @@ for _exhibit, _function, _config in (
 ):
     experiment(f"{NAME}/{_exhibit}-resnet20", paper=_config)(_function)
     # What is found on the stand-in is asked of the paper's network, too.
-    for _criterion in [one for one in experiments._CRITERIA if one.exhibit == one.of == f"{NAME}/{_exhibit}"]:
-        finding(_criterion.exhibit, _criterion.text, of=f"{NAME}/{_exhibit}-resnet20", kind=_criterion.kind)(
-            _criterion.judge
-        )
+    ask_also(f"{NAME}/{_exhibit}", of=f"{NAME}/{_exhibit}-resnet20")
 
 
 @experiment(f"{NAME}/figure-11-resnet20", paper=Attack(_TASKS))

@@ -10,8 +10,7 @@ paper's do.  Steps are few: on CIFAR-10 batches have 1,000 examples instead of 4
 
 import dataclasses
 
-from dpcompanion.reproduction import experiments
-from dpcompanion.reproduction.experiments import experiment, finding
+from dpcompanion.reproduction.experiments import ask_also, experiment, finding
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import histogram, named
 from dpcompanion.reproduction.papers.per_instance_accounting.accounts import (
@@ -116,10 +115,7 @@ for _exhibit, _function, _config in (
 ):
     experiment(f"{NAME}/{_exhibit}-resnet20", paper=_config)(_function)
     # What is found on the stand-in is asked of the paper's network, too.
-    for _criterion in [one for one in experiments._CRITERIA if one.exhibit == one.of == f"{NAME}/{_exhibit}"]:
-        finding(_criterion.exhibit, _criterion.text, of=f"{NAME}/{_exhibit}-resnet20", kind=_criterion.kind)(
-            _criterion.judge
-        )
+    ask_also(f"{NAME}/{_exhibit}", of=f"{NAME}/{_exhibit}-resnet20")
 
 
 # Few epochs --------------------------------------------------------------------------------------------------------
@@ -142,10 +138,7 @@ for _exhibit, _function, _config, _whose in (
     ("table-3", table_2, Release(CIFAR10_SHORT), "table-2"),
 ):
     experiment(f"{NAME}/{_exhibit}-short", paper=_config)(_function)
-    for _criterion in [one for one in experiments._CRITERIA if one.exhibit == one.of == f"{NAME}/{_whose}"]:
-        finding(f"{NAME}/{_exhibit}", _criterion.text, of=f"{NAME}/{_exhibit}-short", kind=_criterion.kind)(
-            _criterion.judge
-        )
+    ask_also(f"{NAME}/{_whose}", of=f"{NAME}/{_exhibit}-short", under=f"{NAME}/{_exhibit}")
 
 
 @finding(f"{NAME}/figure-4", "the largest epsilon is at least ten times the smallest", of=f"{NAME}/figure-4-short")

@@ -1,0 +1,148 @@
+"""Which state an exhibit is in: what its records hold beside the print, what they are without, and what follows.
+
+An exhibit is *reproduced* if every number that it prints was recomputed at the paper's scale and matches or comes
+close, and every claim that was put to the test holds; *in part* if some do, if the record is without a data set or a
+network that the exhibit shows, or if only a chapter's quick run shows them; *contradicted* if none does and something
+disagrees; *undecided* if all claims are open, or what disagrees are stand-ins or runs whose settings are not printed;
+*wrong in the paper* if something that it prints is proved wrong (the rest is counted beside it); *not run* otherwise.
+Findings of our own, and refutations, are counted apart and make nothing reproduced.
+Numbers of a stand-in, a record with none of the exhibit's networks, count as not run.
+What no experiment computes, such as a lemma, can be checked by tests, which `published` names.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from dpcompanion.reproduction import experiments, published, records
+from dpcompanion.reproduction.comparison import compare, Comparison
+
+STATES = {
+    "reproduced": "recomputed at the paper's scale; every number matches or is close, every claim of the paper holds",
+    "in part": "some do; or on some of its data and networks, or stand-ins for them; or in a chapter's quick run only",
+    "undecided": "none does so far: the runs are too few, or those that disagree are stand-ins, or have settings that"
+    " are not printed",
+    "contradicted": "recomputed, something disagrees, and nothing agrees",
+    "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
+    "not run": "with what it would need",
+}
+
+
+def values_of(
+    exhibit: published.Exhibit, record: records.Record | None, parts: Iterable[records.Record] = ()
+) -> tuple[dict[str, Any], set[str]]:
+    """What an exhibit's own record and those of its parts hold: (name -> value, the names of what is a stand-in's).
+
+    Where several hold a value, that of the paper's network counts before that of a stand-in, then that of the paper's
+    scale, and then the exhibit's own.
+
+    >>> exhibit = published.exhibit("individual-accounting/table-2")
+    >>> values, of_stand_in = values_of(exhibit, records.find(exhibit.name))
+    >>> of_stand_in == set(values)
+    True
+    """
+    values, of_stand_in = {}, set()
+    found = [*parts] if record is None else [*parts, record]
+    for each in sorted(found, key=lambda one: (not experiments.is_stand_in(one, exhibit.name), one.preset == "paper")):
+        values |= each.values
+        (of_stand_in.update if experiments.is_stand_in(each, exhibit.name) else of_stand_in.difference_update)(
+            each.values
+        )
+    return values, of_stand_in
+
+
+def numbers(exhibit: published.Exhibit, record: records.Record | None, parts: Sequence[records.Record]) -> Comparison:
+    """All numbers that an exhibit prints beside those of its own record and of its parts', see `values_of`."""
+    printed = {
+        key: value
+        for key, value in exhibit.flat().items()
+        if not exhibit.is_given(key)
+        and all(isinstance(entry, float) for entry in (value if isinstance(value, tuple) else (value,)))
+    }
+    values, of_stand_in = values_of(exhibit, record, parts)
+    ours = {key: values[key] for key in printed if key in values}
+    recorded = bool(parts) or (record is not None and record.preset == "paper")
+    return compare(
+        exhibit.name,
+        keys=printed,
+        stand_in=of_stand_in,
+        recorded=ours if recorded else None,
+        live=None if recorded else ours,
+    )
+
+
+def runs_live(exhibit: published.Exhibit) -> bool:
+    """Whether a quick run computes an exhibit, or what one of the paper's claims about it is judged by."""
+    claims = [criterion.of for criterion in experiments.criteria(exhibit.name) if criterion.kind == "claim"]
+    return any(
+        name in experiments.names() and "quick" in experiments.get(name).presets for name in (exhibit.name, *claims)
+    )
+
+
+def missing(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
+    """The exhibit's data sets and networks that no record has; accounts alone, which load no data, miss nothing."""
+    found = [record for record in found if record.data]
+    has = {entry["name"] for record in found for entry in record.data}
+    has |= {name for record in found for name in experiments.networks(record)}
+    return tuple(part for part in (*exhibit.data, *exhibit.networks) if part not in has) if found else ()
+
+
+def shortened(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tuple[str, ...]:
+    """What the shortened runs among these records are of, where without them data or networks would be missing."""
+    found = list(found)
+    whole = [record for record in found if not published.exhibit(record.name).shortened]
+    words = dict.fromkeys(filter(None, (published.exhibit(record.name).shortened for record in found)))
+    return () if whole and missing(exhibit, whole) == missing(exhibit, found) else tuple(words)
+
+
+def not_run(
+    exhibit: published.Exhibit, record: records.Record | None, parts: Iterable[records.Record]
+) -> tuple[str, ...]:
+    """The tasks that an exhibit's own record leaves out, and no part has; another exhibit's may leave out what this
+    does not show."""
+    if record is None or record.name != exhibit.name:
+        return ()
+    has = {entry["name"] for part in parts for entry in part.data}
+    return tuple(task for task in record.values.get("not_run", ()) if task not in has)
+
+
+def state(
+    exhibit: published.Exhibit,
+    numbers: Mapping[str, int],
+    held: Mapping[str, int],
+    record: records.Record | None,
+    *,
+    some_tasks: bool,
+    live: bool,
+) -> str:
+    """The state that follows, a word of `STATES`.
+
+    Args:
+        exhibit: what stands.
+        numbers: verdict -> how many of its numbers.
+        held: {"holds": ..., "fails": ..., "undecided": ...} of the paper's claims.
+        record: that it is judged by, or None.
+        some_tasks: whether there is something left of it that no record has.
+        live: whether a page of the book shows a quick run of it.
+
+    >>> exhibit = published.exhibit("individual-accounting/table-2")
+    >>> for held in ({"holds": 1, "fails": 1}, {"fails": 1}, {"undecided": 1}, {}):
+    ...     print(state(exhibit, {}, held, None, some_tasks=False, live=False))
+    in part
+    contradicted
+    undecided
+    not run
+    """
+    if exhibit.wrong and (record is not None or "statement" in exhibit.wrong):
+        return "wrong in the paper"
+    good = sum(numbers.get(word, 0) for word in ("matches", "close")) + held.get("holds", 0)
+    bad = numbers.get("differs", 0) + held.get("fails", 0)
+    undecided = held.get("undecided", 0)
+    if good + bad + undecided == 0:
+        if exhibit.tests:
+            return "reproduced"
+        return "in part" if live else "not run"
+    # A record of some of the paper's tasks neither reproduces nor contradicts it.
+    if good == 0:
+        return "contradicted" if bad and not (some_tasks or exhibit.unprinted) else "undecided"
+    whole = record is not None and record.preset == "paper" and not some_tasks and not numbers.get("not run")
+    return "reproduced" if bad + undecided == 0 and whole else "in part"

@@ -1,0 +1,78 @@
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from dpcompanion.reproduction import pieces, runs, sources
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    examples: int = 3
+    seeds: tuple = (0, 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class OneSeed:
+    seed: int = 0
+
+
+@pytest.mark.parametrize(
+    "name, shared", [("seed-{}", ["seed-0", "seed-1", "seed-2"]), ("part-{}", ["part-0", "part-1", "part-1", "part-2"])]
+)
+def test_other_seeds_share_pieces_only_where_their_names_tell_the_seed(tmp_path, name, shared):
+    calls = []
+    for seeds in [(0, 1), (1, 2)]:
+        run = runs.Run(Config(seeds=seeds), torch.device("cpu"), tmp_path, "code")
+        run.pieces(calls.append, (name.format(seed) for seed in seeds))
+        run.pieces(calls.append, (name.format(seed) for seed in seeds))  # the same seeds have nothing left to do
+    assert calls == shared
+
+
+def keeping(run, names, calls, **options):
+    return run.keep(
+        lambda name: calls.append(name) or {"of": name},
+        names,
+        by=keeping,
+        under="runs/some",
+        **{"config": {"task": OneSeed()}, "seconds": 1, **options},
+    )
+
+
+def test_what_is_short_is_kept_for_the_process_and_shared_by_exhibits(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    runs.forget()
+    first, other = (runs.Run(config, torch.device("cpu"), None, "code") for config in (Config(), OneSeed()))
+    calls = []
+    assert keeping(first, ["seed-0", "seed-1"], calls) == {name: {"of": name} for name in ("seed-0", "seed-1")}
+    keeping(other, ["seed-1", "seed-2"], calls)
+    assert calls == ["seed-0", "seed-1", "seed-2"] and not list(tmp_path.iterdir())
+    keeping(first, ["seed-0"], calls, config={"task": OneSeed(seed=1)})
+    keeping(runs.Run(Config(), torch.device("meta"), None, "code"), ["seed-0"], calls)
+    monkeypatch.setattr(sources, "code_hash", lambda *parts: "other code")
+    keeping(first, ["seed-0"], calls)
+    assert calls[3:] == ["seed-0"] * 3
+    runs.forget()
+
+
+def test_what_takes_long_is_kept_on_the_disk_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    run, calls = runs.Run(Config(), torch.device("cpu"), None, "code"), []
+
+    def broken(name):
+        if name == "b" and "stop" not in calls:
+            calls.append("stop")
+            raise KeyboardInterrupt
+        calls.append(name)
+        return {"of": name}, {"array": np.arange(3)}
+
+    long = {"by": keeping, "config": {}, "seconds": runs.KEPT, "under": "runs/some"}
+    with pytest.raises(KeyboardInterrupt):
+        run.keep(broken, ["a", "b"], **long)
+    with pieces.taken_over() as kept:
+        done = run.keep(broken, ["a", "b"], **long)
+    assert calls == ["a", "stop", "b"] and done["a"][1]["array"].tolist() == [0, 1, 2]
+    assert [each["pieces"] for each in kept] == [1]
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("some-")
