@@ -193,12 +193,12 @@ def test_what_waits_does_not_hang_on_the_tensors_of_the_caller():
 def test_more_norms_than_may_wait_are_added_up_in_between(monkeypatch):
     norms = history(40, 12, seed=6)
     whole = recorded(norms, rounding=None, accountant="rdp").epsilon(1e-5)
-    monkeypatch.setattr("dpcompanion.individual._WAITING", 2000)
+    monkeypatch.setattr("dpcompanion.individual.divergences._WAITING", 2000)
     pieces = IndividualAccountant(40, **RUN, rounding=None, accountant="rdp")
     for update in norms:
         for part in torch.arange(40).split(9):
             pieces.record(update[part], steps=3, examples=part)
-        assert len(pieces._waiting) < 20
+        assert len(pieces._divergences.waiting) < 20
     assert torch.allclose(pieces.epsilon(1e-5), whole, rtol=1e-12, atol=0)
 
 
@@ -446,7 +446,8 @@ def test_the_least_epsilon_over_some_orders_is_that_over_all(rounding, delta):
         accountant.record(norms, steps=steps)
         found = accountant.epsilon(delta)
         if rounding is None:
-            orders, rdp = accountant._orders, between(norms, accountant._table) * steps
+            sums = accountant._divergences
+            orders, rdp = sums.orders, between(norms, sums.table) * steps
         else:
             orders = torch.tensor(orders_for(noise / float(accountant.levels[0])), dtype=torch.float64)
             rdp = accountant._counts.double() @ rdp_of_shares(
@@ -486,7 +487,7 @@ def test_few_norms_of_many_examples_are_accounted_for_in_blocks_without_a_table_
     accountant.record(norms, steps=600)
     accountant.record(norms / 2, steps=400)
     waiting = accountant.epsilon(1e-5)
-    assert accountant._rdp is None
+    assert accountant._divergences.summed is None
     accountant.state_dict()
-    assert accountant._rdp.shape == (n, len(accountant._orders))
+    assert accountant._divergences.summed.shape == (n, len(accountant._divergences.orders))
     torch.testing.assert_close(accountant.epsilon(1e-5), waiting, rtol=1e-9, atol=0)

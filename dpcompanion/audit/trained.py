@@ -35,15 +35,19 @@ def audit_training(
     it solves for all coins together, by ridge regression on the same, which takes the canaries out of each other's way.
 
     Args:
-        model, loss, plan, optimizer: as for `train`; the model is trained, with about half of the canaries.
-        data: (x, y), tensors of n examples each; no data set with items, which `train` takes.
+        model: a module that treats examples one by one; it is trained, with about half of the canaries.
+        loss: (outputs, targets) -> (n,), such as `cross_entropy`.
+        data: (x, y), tensors of plan.n examples each; no data set with items, which `train` takes.
+        plan: a `DPSGDPlan`, whose claim is tested.
+        optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure.
         canaries: indices of the examples that are; by default 1,000 at random, or all. Examples in the data themselves,
             or rows that were put there for the audit (`crafted`).
         groups: (n,) labels of the examples, such as budgets or deciles of individual epsilon.
         together: make the second attack.
         confidence: that all bounds hold.
         generator: a torch.Generator for coins and canaries.
-        arguments: for `train`, such as seed or method.
+        arguments: what else `train` takes by name: seed, device, method, precision, physical_batch_size,
+            callbacks, checkpoint, generator_device, progress.
 
     Returns:
         {label: `Finding`}, with whether the plan's claim is refuted; memory: a gradient for each canary, and for

@@ -1,4 +1,4 @@
-"""The engine itself: it checks, calibrates, and puts a module, an optimizer and a loader together."""
+"""The engine itself: it checks, calibrates, and has a module, an optimizer and a loader put together."""
 
 import math
 import warnings
@@ -13,13 +13,10 @@ from .._types import Array, Loss
 from ..filters import ExactFilter, RenyiFilter
 from ..idp.parameters import combined_parameters, sample_parameters, scale_parameters
 from .account import Accountant
+from .assembly import assemble
 from .budgets import FilteredBudgets, FixedBudgets
-from .checks import Traceless, check_loader, check_module, clip_norms_of
-from .ghost import GhostOptimizer
-from .loading import Draws, Noted, private_loader
+from .checks import check_loader, check_module, clip_norms_of
 from .norms import GradientNorms
-from .optimizers import HooksOptimizer
-from .proof import Proof
 from .randomness import find_keys, keep_keys, note_origin, sources
 
 METHODS = ("sample", "scale", "combined")
@@ -175,7 +172,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             planned=run["steps"],
             by=self._by,
         )
-        return self._assemble(
+        return assemble(
+            self,
             fixed,
             module,
             optimizer,
@@ -222,8 +220,11 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         holds from the start. `filter.spent` is what was paid.
 
         Args:
-            module, optimizer, data_loader, criterion, batch_first, loss_reduction: as for `make_private_with_budgets`.
-            seed, noise_generator, grad_sample_mode, wrap_model, prove: as there.
+            module, optimizer: as in Opacus. Nothing in the module may mix examples. The optimizer holds all trainable
+                parameters of the module; freeze the others beforehand.
+            data_loader: of a map-style data set; replaced by one with Poisson draws, shuffled or not. Its `generator`
+                draws them, if it has one. Worker processes read the examples of one batch side by side; they do not
+                read ahead.
             filter: a `dpcompanion.filters.ExactFilter` or `RenyiFilter` of the data set's examples, in its order, with
                 the loader's rate, 1 / len(data_loader). With different targets, different people have different
                 budgets.
@@ -233,9 +234,23 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             norms: or else a function that is called without arguments and gives the norms itself, (n,); that of an
                 example must depend on the weights and on this example alone.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
+            criterion: the loss of ghost mode; cross entropy by default.
+            batch_first, loss_reduction: as in Opacus.
+            seed: None, for a model that is released: noise and draws come from ciphers under keys that the operating
+                system draws. Or a whole number below 2^1024, for research, from which the keys are hashed: whoever
+                knows it can subtract the noise.
+            noise_generator: in place of a seed, a `torch.Generator`, as in Opacus: noise comes from it, draws from
+                one that it seeds.
+            grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Only "hooks" takes empty batches for every layer.
+            wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
+            prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
+                examples one by one and uses every weight in its layer only.
 
         Raises:
-            ValueError: as for `make_private_with_budgets`; a filter of another rate or number of examples.
+            ValueError: bad input; a filter of another rate or number of examples; and what would void the account: a
+                sampler of one's own, a collate_fn that changes the order, drop_last, an iterable data set, a
+                distributed module, a module that mixes examples or whose norms are not whole, an engine that has taken
+                steps.
 
         >>> from dpcompanion.filters import ExactFilter
         >>> from dpcompanion.training import cross_entropy
@@ -275,7 +290,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             value * full for value in (filter.sample_rate, filter.max_grad_norm, filter.noise_multiplier)
         )
         budgets = FilteredBudgets(filter, norms, every=max(1, math.floor(length / updates)), planned=epochs * length)
-        made = self._assemble(
+        made = assemble(
+            self,
             budgets,
             module,
             optimizer,
@@ -310,73 +326,6 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
         check_loader(data_loader)
         check_module(self, module, optimizer)
-
-    def _assemble(
-        self,
-        budgets,
-        module,
-        optimizer,
-        data_loader,
-        streams,
-        origin,
-        *,
-        noise_multiplier,
-        max_grad_norm,
-        shares,
-        criterion,
-        batch_first,
-        loss_reduction,
-        grad_sample_mode,
-        wrap_model,
-        prove,
-    ):
-        """What the caller gets; from here on the accountant follows the new optimizer."""
-        sampling, noise = streams
-        rates, ghost = self.sample_rates.clone(), grad_sample_mode == "ghost"
-        draws = Draws(len(rates), rates, sampling, len(data_loader))
-        noted = Noted(data_loader.dataset, data_loader)
-        self.dataset = data_loader.dataset
-        original = module
-        module = self._prepare_model(
-            module,
-            batch_first=batch_first,
-            max_grad_norm=max_grad_norm,
-            loss_reduction=loss_reduction,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-        )
-        module.forbid_grad_accumulation()
-        optimizer = getattr(optimizer, "original_optimizer", optimizer)
-        kind = GhostOptimizer if ghost else HooksOptimizer
-        optimizer = kind(
-            optimizer,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            expected_batch_size=float(rates.sum()),  # pyright: ignore[reportArgumentType] (Opacus divides by it)
-            loss_reduction=loss_reduction,
-            generator=noise,
-        )
-        proof = (
-            Proof(
-                module,
-                module if wrap_model else original,
-                batch_first=batch_first,
-                loss_reduction=loss_reduction,
-                ghost=ghost,
-                batch_size=lambda: len(noted.handed_out or []),
-            )
-            if prove
-            else None
-        )
-        self.accountant.budgets, self.accountant.origin = budgets, origin
-        optimizer.follow(draws, noted, self.accountant, proof, module)
-        Traceless(original)
-        optimizer.shares = shares
-        loader = private_loader(data_loader, noted, draws, batch_first)
-        if not isinstance(optimizer, GhostOptimizer):
-            return module, optimizer, loader
-        criterion = torch.nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
-        return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader
 
     def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight, noise_range):
         """Set what each example gets; returns the noise multiplier."""

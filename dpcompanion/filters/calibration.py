@@ -34,7 +34,11 @@ class CalibratedFilter:
     """A budget that keeps (epsilon, delta) for every strategy of norms.
 
     Attributes:
-        sample_rate, noise_multiplier, levels, costs, block: the game, as for `adaptive_delta`.
+        sample_rate: in (0, 1].
+        noise_multiplier: noise over the clip norm (that of level 1).
+        levels: (K,) ascending shares of the clip norm, in (0, 1].
+        costs: (K,) whole numbers: what a block at each level costs.
+        block: steps for which a level holds.
         budget: what may be spent.
         epsilon, target_delta: the promise.
         delta: the worst delta that was computed, at most `target_delta`.

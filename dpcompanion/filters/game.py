@@ -347,7 +347,14 @@ def play(
     """The games of `adaptive_delta` in both directions, with their errors, tables and, if asked for, choices.
 
     Args:
-        options: as for `worst_case`; all else as in `adaptive_delta`.
+        sample_rate: in (0, 1].
+        noise_multiplier: noise over the clip norm (that of level 1), above 0.
+        levels: (K,) ascending shares of the clip norm, in (0, 1].
+        costs: (K,) whole numbers, at least 1: what a block at each level costs.
+        budget: a whole number, at least the least cost.
+        epsilon: at least 0.
+        block: steps for which a level holds.
+        options: interval, stop_above, choices and progress, which `worst_case` takes.
 
     Returns:
         Two `Game` objects, "remove" and "add".

@@ -181,7 +181,8 @@ def compose_sensitivities(
         sample_rate, noise_std: numbers.
         order: above 1.
         p: by default 3 x steps. The largest order, that of the first step, may not exceed 1024.
-        recursion, each_step: as for `compose`.
+        recursion: "proof" or "statement", the order that the theorem's proof or its text gives (`holder_order`).
+        each_step: return the contributions, (steps, ...), in place of their sum.
 
     Returns:
         (...) float64, or (steps, ...) contributions: an *estimate*, see `compose`.

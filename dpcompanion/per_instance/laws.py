@@ -97,7 +97,8 @@ def law_log_density(
     is :math:`(a-1) S - \sum_t \ln B_a(\Delta_t)`, from `log_mass`.
 
     Args:
-        moved, gradient: (..., parameters) as for `step_loss`.
+        moved: (..., parameters) z, the noisy sum less that of the *other* points' clipped gradients.
+        gradient: (..., parameters) g, x's clipped gradient at the state in which the step began.
         sample_rate, noise_std: q in (0, 1] and s above 0, numbers.
         order: a whole number of 1 or more.
         jumps: in [0, 1), of steps at the full norm.

@@ -2,14 +2,14 @@
 
 * `plan`: `DPSGDPlan`, from which sampler, clip norms, noise and account are made;
 * `sampling`: true Poisson draws;  `noise`: Gaussian noise and the streams of a seed;
-* `clipping`: sums of clipped per-example gradients, and norms; `recording`, `layers`, `matrices`, `tensors`: how,
-  layer by layer;
+* `clipping`: sums of clipped per-example gradients, and norms; `sums`: one pass's; `recording`, `layers`, `matrices`,
+  `tensors`: how, layer by layer;
 * `proof`: whether a method is right for a model;  `checks`: whether data, model and optimizer can work together;
-* `loop`: `train` and its `Callbacks`;  `examples`: what it trains on;  `checkpoints`: what it goes on from, a
-  `Checkpoint`;
+* `loop`: `train`;  `callbacks`: what is called along a run, and what it leaves;  `examples`: what it trains on;
+  `checkpoints`: what it goes on from, a `Checkpoint`;
 * `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are; `stacking`: their networks as one;
-* `tracking`: everybody's gradient norms along a run, for accounts of each example; `passes`: how they are computed;
-  `following`: whether they are those of the run;
+* `tracking`: everybody's gradient norms along a run, for accounts of each example; `measuring`, `passes`: when and how
+  they are computed; `stepping`: a loop of one's own; `following`: whether they are those of the run;
 * `models`: the papers' networks.
 
 A plan, a training, and what it cost everybody:
@@ -25,10 +25,11 @@ A plan, a training, and what it cost everybody:
 '100 steps, epsilon 2.00 at delta 1e-05'
 """
 
+from dpcompanion.training.callbacks import Callbacks, History, Run
 from dpcompanion.training.checkpoints import Checkpoint
 from dpcompanion.training.clipping import clipped_sum, cross_entropy, gradient_norms
 from dpcompanion.training.ensembles import train_ensemble
-from dpcompanion.training.loop import Callbacks, History, Run, train
+from dpcompanion.training.loop import train
 from dpcompanion.training.noise import derive_seed, gaussian_noise, generators
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble

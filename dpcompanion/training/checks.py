@@ -7,6 +7,7 @@ Traceback (most recent call last):
 ValueError: data must be two tensors (x, y), got a ndarray and a Tensor; use torch.as_tensor
 """
 
+import copy
 import inspect
 
 import torch
@@ -59,6 +60,19 @@ def check_untouched(model, before, *, name="model"):
             raise ValueError(
                 f"{name} must keep no statistics of its examples, but training changes {what}, which no noise covers"
             )
+
+
+def check_leaves_no_trace(model, x):
+    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would share the draws."""
+    model = copy.deepcopy(model)
+    before = noted(model, values=True)
+    generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (x.device.type == "cuda")
+    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
+        states = [state() for state in generators]
+        model(x)
+        if not all(torch.equal(old, state()) for old, state in zip(states, generators)):
+            raise ValueError("model must not draw at random, as dropout does; train such runs one by one")
+    check_untouched(model, before)
 
 
 def check_types(model, x):

@@ -35,9 +35,7 @@ On a GPU convolutions may round to TF32, and then a clip norm holds to 1e-3 only
 torch.Size([5])
 """
 
-import dataclasses
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -46,52 +44,17 @@ from torch import nn
 from dpcompanion import _checks
 from dpcompanion._types import Loss
 from dpcompanion.training import checks, proof
-from dpcompanion.training.layers import Explicit, layer_gradient, wide_sum
-from dpcompanion.training.recording import Recorder
-from dpcompanion.training.stacking import StackedLayer
-from dpcompanion.training.tensors import Unfit, call_with, own_parameters, rounded_up
+from dpcompanion.training.sums import BUDGET, ClippedSum, functional, layerwise, per_example_gradients
+from dpcompanion.training.sums import clip_factors as clip_factors, in_best_format as in_best_format  # for others
+from dpcompanion.training.tensors import Unfit
 
 METHODS = ("auto", "mixed", "ghost", "func")
 PRECISIONS = (None, "bf16")
-# Numbers of per-example gradients that are held at once, 256 MiB in float32.
-_BUDGET = 2**26
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     """Cross entropy of each example, (n,)."""
     return F.cross_entropy(outputs, targets, reduction="none")
-
-
-@dataclasses.dataclass(frozen=True)
-class ClippedSum:
-    """Sum of clipped gradients {name: tensor}, norms before clipping (n,), inf where not finite, losses (n,)."""
-
-    gradients: dict
-    norms: torch.Tensor
-    losses: torch.Tensor
-
-    def __add__(self, other):
-        return ClippedSum(
-            {name: g + other.gradients[name] for name, g in self.gradients.items()},
-            torch.cat([self.norms, other.norms]),
-            torch.cat([self.losses, other.losses]),
-        )
-
-
-def clip_factors(norms, max_grad_norm):
-    r"""min(1, C/norm), a hair smaller so that rounding does not lift a clipped gradient above C.
-
-    0 where the norm is not finite or C is 0.
-
-    >>> clip_factors(torch.tensor([0.5, 4.0, float("inf")]), 1.0)
-    tensor([1.0000, 0.2500, 0.0000])
-    """
-    if isinstance(max_grad_norm, torch.Tensor):
-        limits = max_grad_norm.to(norms, non_blocking=True)
-    else:  # filled in where it is needed, without a copy
-        limits = torch.full((), max_grad_norm, dtype=norms.dtype, device=norms.device)
-    slack = 1 + 8 * torch.finfo(norms.dtype).eps
-    return torch.where(norms.isfinite() & (limits > 0), (limits / (norms * slack)).clamp(max=1), 0)
 
 
 def check_model(model):
@@ -111,112 +74,6 @@ def check_model(model):
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model must have a trainable parameter, got none")
-
-
-def in_best_format(model, x):
-    """Images of several channels in float32 with these side by side in memory (`torch.channels_last`), which all layers
-    follow, where the model has convolutions: these are faster so. Only the last bits of results depend on it."""
-    if (
-        x.ndim == 4
-        and x.shape[1] > 1
-        and x.dtype == torch.float32
-        and any(isinstance(module, nn.Conv2d) for module in model.modules())
-    ):
-        return x.contiguous(memory_format=torch.channels_last)
-    return x
-
-
-def _layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=None):
-    """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
-    those of the first run, then those of the second, as many for each, and there is a sum for each run."""
-    recorder, budget = Recorder(model), _BUDGET
-    squares: dict[nn.Module, Any] = dict.fromkeys(recorder.owners, 0)
-    layers: dict[nn.Module, Any] = dict.fromkeys(recorder.owners)
-
-    def take(module, uses):
-        nonlocal budget
-        if isinstance(module, StackedLayer):
-            layer = layer_gradient(module.layer, uses, method, budget, own_parameters(module))
-        else:
-            layer = layer_gradient(module, uses, method, budget)
-        squares[module] = layer.squared_norms()
-        if max_grad_norm is not None:
-            layers[module] = layer
-            budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
-
-    x = in_best_format(model, x.detach())
-    with recorder.listening(), torch.enable_grad():
-        losses = checks.check_losses(proof.losses_in(precision, model, loss, x, y), len(x))
-    with torch.no_grad():
-        recorder.backward(losses, take)
-        squared = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
-        layers = {recorder.owners[module]: layer for module, layer in layers.items() if layer is not None}
-        dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-        total = _clip(layers, squared, losses.detach(), max_grad_norm, dtype, runs, method == "held")
-    if max_grad_norm is None:
-        return total
-    found = total.gradients
-    return dataclasses.replace(
-        total,
-        gradients={
-            name: found.get(name, torch.zeros_like(p, dtype=torch.float64 if method == "held" else None))
-            for name, p in model.named_parameters()
-            if p.requires_grad
-        },
-    )
-
-
-def _clip(layers, squares, losses, max_grad_norm, dtype, runs, precise=False):
-    """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`; float64 if `precise`.
-    Gradients are of `dtype`."""
-    norms = squares.sqrt() if precise else rounded_up(squares.sqrt(), losses.dtype)
-    finite = norms.isfinite()
-    norms = torch.where(finite, norms, math.inf)
-    if max_grad_norm is None:
-        return ClippedSum({}, norms, losses)
-    # Factors are made in the precision in which they multiply, which that of the losses need not be: one rounded to a
-    # coarser one afterwards would lift a gradient above its clip norm.
-    exact = norms if precise or norms.dtype == dtype else rounded_up(squares.sqrt(), dtype)
-    factors = clip_factors(exact, max_grad_norm).reshape(runs or 1, -1)
-    masked = losses.device.type != "cpu" or not finite.all()
-    sums = {}
-    for prefix, layer in layers.items():
-        if masked:
-            layer.keep_only(finite)
-        if precise:
-            sums |= {f"{prefix}.{name}" if prefix else name: g for name, g in wide_sum(layer, factors[0]).items()}
-            continue
-        for name, g in layer.weighted_sum(factors).items():
-            sums[f"{prefix}.{name}" if prefix else name] = g if runs else g[0]
-    return ClippedSum(sums, norms, losses)
-
-
-def _gradient_and_loss(model, loss):
-    def one(parameters, x, y):
-        return loss(call_with(model, parameters, x.unsqueeze(0)), y.unsqueeze(0)).sum()
-
-    return torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
-
-
-def per_example_gradients(model, loss, x, y):
-    """Explicit gradients of every example by torch.func: ({name: (n, *shape)}, losses (n,))."""
-    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    return _gradient_and_loss(model, loss)(parameters, x, y)
-
-
-def _functional(model, loss, x, y, max_grad_norm, stacked=None, precise=False):
-    """As `_layerwise`, for any model; `stacked` are the parameters of several runs, {name: (runs, *shape)}."""
-    if stacked is None:
-        runs, (gradients, losses) = None, per_example_gradients(model, loss, x, y)
-    else:
-        runs = len(next(iter(stacked.values())))
-        gradients, losses = torch.func.vmap(_gradient_and_loss(model, loss))(
-            stacked, x.unflatten(0, (runs, -1)), y.unflatten(0, (runs, -1))
-        )
-        gradients, losses = {name: g.flatten(0, 1) for name, g in gradients.items()}, losses.flatten()
-    layer = Explicit(gradients)
-    dtype = next(g.dtype for g in gradients.values())
-    return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, dtype, runs, precise)
 
 
 def check_precision(precision, model, device, method="auto", precise=False):
@@ -258,14 +115,14 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, preci
     method = _held(method) if precise else method
     chunk = chunk or 512
     if method in ("func", "held"):  # which hold a gradient of the whole model for each example
-        chunk = max(1, min(chunk, _BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad)))
+        chunk = max(1, min(chunk, BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad)))
     for start in range(0, len(x), chunk):
         part = slice(start, start + chunk)
         limit = max_grad_norm[part] if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.ndim else max_grad_norm
         if method == "func":
-            yield _functional(model, loss, x[part], y[part], limit, precise=precise)
+            yield functional(model, loss, x[part], y[part], limit, precise=precise)
         else:
-            yield _layerwise(model, loss, x[part], y[part], limit, method, precision=precision)
+            yield layerwise(model, loss, x[part], y[part], limit, method, precision=precision)
 
 
 def _held(method):
@@ -364,8 +221,8 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
     Layers are trusted only if norms and sums agree with plain autograd (`dpcompanion.training.proof`) for the examples
     with the largest gradients of a probe of (x, y), which may be all the data. Another `method` is proved likewise,
     and returned; "func" takes examples one by one in any case, and is tried on them alone. With a `precision`, norms
-    and sums in it are proved too, on two of the examples, against plain autograd in the same precision. `precise` as
-    for `clipped_sum`.
+    and sums in it are proved too, on two of the examples, against plain autograd in the same precision. With `precise`
+    what is measured is held and added up in float64.
 
     Raises:
         ValueError: if model and loss do not accept the data, if an example's loss depends on the other examples, or if
@@ -379,11 +236,11 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
     if method == "func":
         _try_func(model, loss, x, y)
         return method
-    layerwise = "mixed" if method == "auto" else method
-    way = _held(layerwise) if precise else layerwise
+    chosen = "mixed" if method == "auto" else method
+    way = _held(chosen) if precise else chosen
 
     def claimed(x, y, precision=None):
-        found = _layerwise(model, loss, x, y, math.inf, way, precision=precision)
+        found = layerwise(model, loss, x, y, math.inf, way, precision=precision)
         return found.norms, found.gradients
 
     try:
@@ -394,7 +251,7 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
         if method == "auto" and precision is None:
             return resolve_method(model, loss, x, y, "func")
         raise Unfit(f"method {method!r} does not fit this model: {error}; use 'func' or 'auto'") from error
-    return layerwise
+    return chosen
 
 
 def _try_func(model, loss, x, y):
@@ -410,7 +267,7 @@ def _try_func(model, loss, x, y):
         ) from error
 
     def claimed(x, y):
-        found = _functional(model, loss, x, y, math.inf)
+        found = functional(model, loss, x, y, math.inf)
         return found.norms, found.gradients
 
     try:

@@ -40,8 +40,9 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion._progress import bar
+from dpcompanion.training.callbacks import Callbacks, check_extras
 from dpcompanion.training.checkpoints import Checkpoint, note_seeds
-from dpcompanion.training.loop import Callbacks, check_extras, deferred_interrupt
+from dpcompanion.training.loop import deferred_interrupt
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
 
@@ -78,14 +79,15 @@ def train_ensemble(
         plans: a `DPSGDPlan` for all runs, or R of them with the same n and steps.
         seeds: R whole numbers, for research: a run's batches and noise come from keys hashed from its own.
         learning_rate: a number or (R,).
-        momentum, weight_decay: as in `torch.optim.SGD`.
+        momentum, weight_decay: m and w above, at least 0; the same for all runs.
         members: (R, n) booleans, who is in the data set of run r at all. Others toss their coins too, but are never
             taken. The sum is still divided by the plan's public constant, the sum of all n rates.
         add: a function of the `Ensemble`, called at each step between clipping and noise: what to add to the clipped
             sums, (R, parameters). Its `gradients_of` helps. What is added is outside the plan's guarantee.
         device: where to train; the model's own by default.
         method: how to clip, see `dpcompanion.training.clipping`.
-        precision: as for `dpcompanion.training.train`; "bf16" takes a model whose layers can be stacked.
+        precision: None for the model's own, or "bf16" for the way forward and back, which takes a model whose layers
+            can be stacked.
         physical_batch_size: examples, of all runs together, in one pass.
         workers: threads that share the runs; on a CPU as many as PyTorch's own by default, else 1.
         callbacks: `Callbacks`, functions of the `Ensemble`; a dict that on_epoch returns goes into `epochs`. An epoch

@@ -159,11 +159,14 @@ def company_error(
     this machine and these data, not a bound.
 
     Args:
-        model, loss, x, y, method: as for `dpcompanion.training.train`.
+        model: a module that treats examples one by one.
+        loss: (outputs, targets) -> (n,), such as `cross_entropy`.
+        x, y: tensors of n examples each.
         examples: how many to try.
         batches: how many batches for each.
         size: the largest batch, at least 2.
         generator: a torch.Generator for the company.
+        method: how to clip: "auto", "mixed" or "func" (`dpcompanion.training.clipping`).
 
     Returns:
         A float.

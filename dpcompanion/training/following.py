@@ -42,6 +42,19 @@ def check_clipped(indices, clipped, limits):
     return over.any() if away else None
 
 
+def check_budget(budget, accountant):
+    """A filter charges for the steps that the accountant accounts for: as many examples, one rate, noise and norm."""
+    if budget.n != accountant.n:
+        raise ValueError(f"budget must be a filter of {accountant.n} examples, got {budget.n}")
+    for name in ("sample_rate", "noise_multiplier", "max_grad_norm"):
+        ours, theirs = getattr(accountant, name), getattr(budget, name)
+        if ours != theirs:
+            raise ValueError(
+                f"budget must be a filter of runs with the account's {name}, {ours!r}, got {theirs!r}: "
+                "what it charges, and so its promise, is that of other steps"
+            )
+
+
 def check_follows(tracker, plan, model, loss, data):
     """A `NormTracker` follows a run of `plan` that trains `model` by `loss` on `data`.
 

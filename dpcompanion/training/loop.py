@@ -24,7 +24,6 @@ guarantee covers the model's weights, not what is logged beside them.
 (20, 2)
 """
 
-import collections.abc
 import contextlib
 import dataclasses
 import math
@@ -45,7 +44,8 @@ from dpcompanion._types import Device, Loss
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
-from dpcompanion.training import checks, clipping, noise
+from dpcompanion.training import checks, clipping, noise, sums
+from dpcompanion.training.callbacks import Callbacks, History, Run, check_extras
 from dpcompanion.training.checkpoints import (
     Checkpoint,
     key_file,
@@ -60,73 +60,6 @@ from dpcompanion.training.examples import Data, examples_of, Tensors
 
 _FORMAT = 4
 _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
-
-
-@dataclasses.dataclass
-class History:
-    """What a run leaves besides the model.
-
-    Attributes:
-        losses: mean loss of each step's examples, (steps,) float64; nan for an empty batch or a step still to come.
-        batch_sizes: number of examples in each step, (steps,) int64; both are where the run is.
-        dropped: how many per-example gradients were not finite and so contributed nothing.
-        epochs: one dict an epoch: epoch, step, loss, and what `on_epoch` returned.
-        seed: what the run was seeded with, for research; None where nobody can repeat its noise.
-        guarantee: what an epsilon of the run is about, `DPSGDPlan.statement`.
-        precision: what the network went forward and back in, "float32" for instance, or "bf16".
-    """
-
-    losses: torch.Tensor
-    batch_sizes: torch.Tensor
-    dropped: int = 0
-    epochs: list = dataclasses.field(default_factory=list)
-    seed: int | None = None
-    guarantee: str = ""
-    precision: str = ""
-
-
-@dataclasses.dataclass
-class Run:
-    """The state that callbacks see: plan, model, optimizer, history, the step just done (counted from 1), and the
-    indices and gradient norms (before clipping) of that step's examples."""
-
-    plan: "DPSGDPlan"
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    history: History
-    step: int = 0
-    indices: torch.Tensor | None = None
-    norms: torch.Tensor | None = None
-
-    @property
-    def epsilon(self) -> float:
-        """What everybody has after this step, by the plan's accountant: `plan.epsilon(steps=step)`."""
-        return self.plan.epsilon(steps=self.step)
-
-
-@dataclasses.dataclass(frozen=True)
-class Callbacks:
-    """What is called along a run, with its state: a `Run` in `train`, the `Ensemble` in `train_ensemble`.
-
-    They may switch the model to evaluation, draw random numbers and print; the run is what it would have been.
-
-    Args:
-        on_step: after each step.
-        on_epoch: after each epoch, and after the last step; what it returns, a dict or None, goes into the history.
-
-    Raises:
-        ValueError: for what cannot be called.
-
-    >>> note = Callbacks(on_epoch=lambda run: {"epsilon": run.epsilon})
-    """
-
-    on_step: collections.abc.Callable | None = None
-    on_epoch: collections.abc.Callable | None = None
-
-    def __post_init__(self):
-        for name in ("on_step", "on_epoch"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise ValueError(f"{name} must be a function or None, got {getattr(self, name)!r}")
 
 
 def train(
@@ -220,15 +153,6 @@ def train(
     if checkpoint is not None and seed is None:
         pathlib.Path(key_file(checkpoint.path)).unlink(missing_ok=True)
     return run.history
-
-
-def check_extras(callbacks, checkpoint):
-    """Callbacks, at least empty ones, and checkpoint, if they are what they should be."""
-    if not isinstance(callbacks, (Callbacks, type(None))):
-        raise ValueError(f"callbacks must be Callbacks(on_step=..., on_epoch=...), got {callbacks!r}")
-    if not isinstance(checkpoint, (Checkpoint, type(None))):
-        raise ValueError(f"checkpoint must be a Checkpoint, such as Checkpoint({checkpoint!r}), got {checkpoint!r}")
-    return callbacks or Callbacks(), checkpoint
 
 
 class _Loop:
@@ -351,7 +275,7 @@ class _Loop:
         elif len(drawn):
             run.history.losses[run.step] = total.losses.mean()
         run.step += 1
-        clipped = torch.where(run.norms.isfinite(), run.norms, 0) * clipping.clip_factors(run.norms, limits)
+        clipped = torch.where(run.norms.isfinite(), run.norms, 0) * sums.clip_factors(run.norms, limits)
         for tracker in self.trackers:
             tracker.after_step(drawn, run.norms, clipped=clipped)
 

@@ -73,7 +73,7 @@ class DPSGDPlan:
     Args:
         n: number of examples.
         sample_rate: probability that an example enters a step; a number or one for each example, (n,), in (0, 1].
-        steps: number of steps.
+        steps: number of steps; for E epochs, E / sample_rate of them.
         max_grad_norm: length to which a gradient is clipped; a number or one for each example, (n,), above 0.
         noise_multiplier: standard deviation of the noise on the sum of clipped gradients, in units of the mean
             clip norm. 0 means no noise and no privacy.
@@ -173,14 +173,15 @@ class DPSGDPlan:
             target_epsilon: above 0.
             n: number of examples.
             sample_rate: probability that an example enters a step; one number in (0, 1].
-            steps: number of steps.
+            steps: number of steps; for E epochs, E / sample_rate of them.
             max_grad_norm: length to which a gradient is clipped; one number above 0.
             delta: at which the target is meant.
             expected_batch_size: the divisor of the noisy sum, a public constant above 0; by default the sum of the
                 rates.
-            relation: "zero-out" or "add-remove", see the class.
+            relation: "zero-out" or "add-remove", whom neighbours differ in; by default "zero-out", and "add-remove"
+                where `expected_batch_size` is given.
             accountant: "pld" or "rdp".
-            arithmetic: "real" or "float", see the class.
+            arithmetic: "real", an account of real numbers, or "float", for a release, which counts what floats do.
             parameters: for "float", how many trainable numbers the model has.
 
         Raises:

@@ -14,7 +14,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, Numbers
-from dpcompanion.training import checks, clipping, noise, proof
+from dpcompanion.training import checks, clipping, noise, proof, sums
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.tensors import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
@@ -100,7 +100,7 @@ class Ensemble:
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
         clipping.check_model(self._template)
         checks.check_types(self._template, x)
-        _check_that_passes_leave_no_trace(self._template, self.x[:2])
+        checks.check_leaves_no_trace(self._template, self.x[:2])
         own = {name: p for name, p in self._template.named_parameters() if p.requires_grad}
         self._shapes, self._places, end = {}, {}, 0
         for name, p in own.items():
@@ -199,7 +199,7 @@ class Ensemble:
         """
         x, y = x.to(self.device), y.to(self.device)
         found = self.vectors.new_empty(len(self), len(x), self.vectors.shape[1])
-        chunk = chunk or max(1, clipping._BUDGET // max(1, found[0].numel()))
+        chunk = chunk or max(1, sums.BUDGET // max(1, found[0].numel()))
         for start in range(0, len(self), chunk):
             rows = slice(start, start + chunk)
             found[rows] = self._explicit(rows, x, y)
@@ -237,7 +237,7 @@ class Ensemble:
             network = StackedNetwork(self._template)
             network.load(self.split(pair))
             with proof.evaluating(network.module):
-                together = clipping._layerwise(
+                together = sums.layerwise(
                     network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, self.method, 2, precision
                 )
         except (Unfit, RuntimeError, AttributeError, TypeError):
@@ -247,7 +247,7 @@ class Ensemble:
                 for name, p in self.split(vector[None]).items():
                     model.get_parameter(name).copy_(p[0])
             with proof.evaluating(model):
-                alone = clipping._layerwise(model, self.loss, x, y, math.inf, self.method, None, precision)
+                alone = sums.layerwise(model, self.loss, x, y, math.inf, self.method, None, precision)
             error = sum((g - together.gradients[name][run]).norm() for name, g in alone.gradients.items())
             error += (alone.norms - together.norms.chunk(2)[run]).norm()
             if not error <= proof.tolerances(pair if precision is None else pair.bfloat16())[0] * alone.norms.sum():
@@ -261,7 +261,7 @@ class Ensemble:
     def _pass_size(self):
         if self.method != "func":
             return self._size
-        return max(1, min(self._size, clipping._BUDGET // self.vectors.shape[1]))
+        return max(1, min(self._size, sums.BUDGET // self.vectors.shape[1]))
 
     def _pass(self, network, rows, x, y, limits):
         """Clipped sums of x, y (runs, examples, ...) for the runs in `rows`;
@@ -269,13 +269,13 @@ class Ensemble:
         limits = None if limits is None else limits.flatten()
         x, y, parameters = x.flatten(0, 1), y.flatten(0, 1), self.split(self.vectors[rows])
         if self.method == "func":
-            return clipping._functional(network, self.loss, x, y, limits, parameters)
+            return sums.functional(network, self.loss, x, y, limits, parameters)
         network.load(parameters)
         runs = len(self.seeds[rows])
-        return clipping._layerwise(network.module, self.loss, x, y, limits, self.method, runs, self.precision)
+        return sums.layerwise(network.module, self.loss, x, y, limits, self.method, runs, self.precision)
 
     def _explicit(self, rows, x, y):
-        gradients, _ = torch.func.vmap(clipping._gradient_and_loss(self._template, self.loss), in_dims=(0, None, None))(
+        gradients, _ = torch.func.vmap(sums.gradients_and_losses(self._template, self.loss), in_dims=(0, None, None))(
             self.split(self.vectors[rows]), x, y
         )
         return torch.cat([g.flatten(2) for g in gradients.values()], 2)
@@ -413,16 +413,3 @@ def _passes(runs, examples, size):
     for start in range(0, runs, some):
         for first in range(0, examples, size):
             yield slice(start, start + some), slice(first, first + size)
-
-
-def _check_that_passes_leave_no_trace(model, x):
-    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would share the draws."""
-    model = copy.deepcopy(model)
-    before = checks.noted(model, values=True)
-    generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (x.device.type == "cuda")
-    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
-        states = [state() for state in generators]
-        model(x)
-        if not all(torch.equal(old, state()) for old, state in zip(states, generators)):
-            raise ValueError("model must not draw at random, as dropout does; train such runs one by one")
-    checks.check_untouched(model, before)

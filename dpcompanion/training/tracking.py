@@ -29,16 +29,7 @@ In `train`::
     train(model, loss, data, plan, optimizer=optimizer, seed=0, trackers=[tracker])
     tracker.epsilon(1e-5)                                       # (n,)
 
-In a loop of one's own, with Opacus for instance, each logical step is a `step`, which cannot be left half done::
-
-    with tracker.step() as limits:                              # (n,)
-        ...                                                     # clip example i of the batch to limits[i], and step
-        tracker.observe(indices, clipped=norms_after_clipping)  # ValueError if one is longer
-    ...
-    tracker.epsilon(1e-5)
-
-An exact account wants to see what was clipped. One by running estimates wants ``tracker.observe(indices, norms)``, the
-norms before clipping; any other nothing, and `estimated_epsilon` tells what it is.
+For a loop of one's own, with Opacus for instance, see `dpcompanion.training.stepping`.
 
 >>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
 >>> model = torch.nn.Linear(2, 2)
@@ -51,9 +42,6 @@ norms before clipping; any other nothing, and `estimated_epsilon` tells what it 
 (True, 4, True)
 """
 
-import contextlib
-import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -64,23 +52,23 @@ from dpcompanion._types import Array, Device, Loss, State
 from dpcompanion.training.examples import Data
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.training import clipping as clipping_
-from dpcompanion.training import passes
-from dpcompanion.training.examples import examples_of
-from dpcompanion.training.following import check_clipped, check_follows
+from dpcompanion.training.following import check_budget, check_clipped, check_follows
+from dpcompanion.training.measuring import Measured
+from dpcompanion.training.stepping import OwnLoop
 from dpcompanion.training.tensors import rounded_up
 
 CLIPPINGS = ("maximum", "individual")
 
 
-class NormTracker:
+class NormTracker(Measured, OwnLoop):
     """Latest known gradient norms of the examples, and what they cost; see the module's text.
 
     Args:
         accountant: an `IndividualAccountant` of these examples; the tracker records into it, up to the last step when
             `accountant` is read. `for_plan` makes it.
-        model, loss, data: as for `train`; data, (x, y) or a data set, holds the accountant's n examples, on any
-            device. Where `train` augments a data set, this one may be the same without.
+        model, loss: what `train` is given: a module and (outputs, targets) -> (n,), such as `cross_entropy`.
+        data: (x, y) or a data set, the accountant's n examples, on any device. Where `train` augments a data set, this
+            one may be the same without.
         steps_per_epoch: steps in an epoch.
         updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `steps_per_epoch` on (or
             math.inf) there is one before every step; 0 needs `running`.
@@ -125,13 +113,23 @@ class NormTracker:
         chunk: int | None = None,
         precision: str | None = None,
     ):
-        self._accountant, self.model, self.loss = accountant, model, loss
-        self.data = examples_of(data)
-        if len(self.data) != accountant.n:
-            raise ValueError(f"data must hold the accountant's {accountant.n} examples, got {len(self.data)}")
-        self.steps_per_epoch = _checks.whole_number("steps_per_epoch", steps_per_epoch, 1)
-        self.updates_per_epoch = min(_checks.number("updates_per_epoch", updates_per_epoch, 0), self.steps_per_epoch)
-        self.running = bool(running)
+        Measured.__init__(
+            self,
+            model,
+            loss,
+            data,
+            n=accountant.n,
+            largest=accountant.max_grad_norm,
+            steps_per_epoch=steps_per_epoch,
+            updates_per_epoch=updates_per_epoch,
+            keep_norms=keep_norms,
+            method=method,
+            chunk=chunk,
+            precision=precision,
+            device=accountant.device,
+        )
+        OwnLoop.__init__(self)
+        self._accountant, self.running = accountant, bool(running)
         if not self.updates_per_epoch and not self.running:
             raise ValueError("updates_per_epoch must be above 0 unless running=True, got 0")
         self.clipping = _checks.one_of("clipping", clipping, CLIPPINGS)
@@ -148,39 +146,19 @@ class NormTracker:
                 raise ValueError(
                     "budget needs clipping='individual' and running=False: a filter must know what is charged"
                 )
-            if budget.n != accountant.n:
-                raise ValueError(f"budget must be a filter of {accountant.n} examples, got {budget.n}")
-            for name in ("sample_rate", "noise_multiplier", "max_grad_norm"):
-                ours, theirs = getattr(accountant, name), getattr(budget, name)
-                if ours != theirs:
-                    raise ValueError(
-                        f"budget must be a filter of runs with the account's {name}, {ours!r}, got {theirs!r}: "
-                        "what it charges, and so its promise, is that of other steps"
-                    )
+            check_budget(budget, accountant)
         self.budget = budget
         self.trajectory_delta = (
             None
             if trajectory_delta is None
             else _checks.number("trajectory_delta", trajectory_delta, 0, 1, closed="neither")
         )
-        self.keep_norms = bool(keep_norms)
-        self.method, self._proved = _checks.one_of("method", method, clipping_.METHODS), False
-        self.precision = _checks.one_of("precision", precision, clipping_.PRECISIONS)
-        self.chunk = passes.chunk_for(self.data.probe[0]) if chunk is None else _checks.whole_number("chunk", chunk, 1)
-        #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
-        self.norms = torch.full(
-            (accountant.n,), accountant.max_grad_norm, dtype=torch.float64, device=accountant.device
-        )
-        #: Steps begun, and full-batch passes made.
-        self.steps, self.passes = 0, 0
         # Of each example: the steps that are in the account. Since then it is charged for `_charged`.
         self._recorded = torch.zeros(accountant.n, dtype=torch.int64, device=accountant.device)
         self._charged, self._limits = self.norms, None
-        self._trajectory, self._kept = [], []
+        self._trajectory = []
         # The limits of a step that has begun and not ended (None: C for all), else False.
         self._begun = False
-        # What was observed within `step`: (indices, norms, clipped) of each piece.
-        self._observed = None
         # Whether a gradient was longer than its limit, where the device has to be asked for it.
         self._over = None
 
@@ -210,11 +188,24 @@ class NormTracker:
 
         Args:
             plan: a `DPSGDPlan` with one rate and one clip norm for all, and with noise.
-            model, loss, data: as for `train`; with `examples`, data are theirs.
-            updates_per_epoch, running, clipping, examples, budget: as for the class.
-            trajectory_delta, keep_norms, method, chunk, precision: as for the class.
-            rounding, device: of the account, see `IndividualAccountant`.
+            model, loss: what `train` is given: a module and (outputs, targets) -> (n,), such as `cross_entropy`.
+            data: (x, y) or a data set, plan.n examples, on any device; with `examples`, theirs.
+            updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `plan.steps_per_epoch` on (or
+                math.inf) there is one before every step; 0 needs `running`.
+            running: renew an example's norm also when it is sampled.
+            clipping: "maximum" or "individual".
+            examples: (m,) distinct indices, if data are a part of what is trained on; such a tracker only observes, so
+                clipping is "maximum".
+            budget: a `RenyiFilter` or `ExactFilter` (`dpcompanion.filters`) of the examples: it says to what each step
+                clips, and who cannot pay takes no part. Needs clipping "individual" without running estimates.
+            trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch (`trajectory`).
+            keep_norms: keep the norms of each pass (`norms_of_passes`).
+            method, chunk: how the passes are computed, see `gradient_norms`; by default 512 small examples at a time,
+                or as many large ones as stay fast.
+            precision: None for the model's own, or "bf16": in what the passes go forward and back.
+            rounding: of the account, r as a share of C, to whose multiples norms are rounded up; None for none.
             accountant: "pld" or "rdp"; the plan's by default.
+            device: where the account is kept.
 
         Raises:
             ValueError: an argument outside its range, or options that contradict each other.
@@ -307,75 +298,6 @@ class NormTracker:
         """Everybody's epsilon (rounded up, an estimate unless `exact`) after each epoch, (epochs, n) float32."""
         return torch.stack(self._trajectory) if self._trajectory else torch.zeros(0, self._accountant.n)
 
-    @property
-    def norms_of_passes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(steps, norms): before which step (from 0) each pass was made, and what it found, (passes, n) float32."""
-        steps = torch.tensor([step for step, _ in self._kept], dtype=torch.int64)
-        norms = [norms for _, norms in self._kept]
-        return steps, torch.stack(norms) if norms else torch.zeros(0, self._accountant.n)
-
-    @contextlib.contextmanager
-    def step(self) -> Iterator[torch.Tensor]:
-        """One logical step of a loop of one's own, from its beginning to its end.
-
-        Within, clip to what it gives, and tell it by `observe` what was done. A step that an exception cut short
-        stays charged, and an account that was exact gives no epsilon any more: nobody has seen that it was clipped.
-
-        Yields:
-            The norms to which this step must clip, (n,) float64: C where that is the plan's own, 0 for who takes no
-            part.
-
-        Raises:
-            ValueError: at its end, if something was not observed that the account needs, or a gradient was longer than
-                allowed; at its beginning, if the step before has not ended.
-
-        >>> from dpcompanion.training import DPSGDPlan, cross_entropy
-        >>> plan = DPSGDPlan(n=4, sample_rate=0.5, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
-        >>> data = torch.eye(4), torch.arange(4) % 2
-        >>> tracker = NormTracker.for_plan(plan, torch.nn.Linear(4, 2), cross_entropy, data, clipping="individual")
-        >>> with tracker.step() as limits:
-        ...     drawn = torch.tensor([0, 3])
-        ...     # ... clip their gradients to limits[drawn], add noise, step
-        ...     tracker.observe(drawn, clipped=limits[drawn])
-        >>> bool((tracker.epsilon(1e-3) <= plan.epsilon(steps=1)).all())
-        True
-        """
-        if self._observed is not None:
-            raise ValueError("step must end before another begins, but this one lies within one")
-        limits = self.before_step()
-        self._observed = []
-        try:
-            yield self.norms.new_full(self.norms.shape, self._accountant.max_grad_norm) if limits is None else limits
-            pieces = [[piece[k] for piece in self._observed if piece[k] is not None] for k in range(3)]
-            if any(len(column) not in (0, len(self._observed)) for column in pieces):
-                raise ValueError("observe must be told the same of each piece of a step")
-            indices, norms, clipped = (torch.cat(column) if column else None for column in pieces)
-            self.after_step(indices, norms, clipped=clipped)
-        finally:
-            self._observed = None
-
-    def observe(self, indices: Array, norms: Array | None = None, *, clipped: Array | None = None) -> None:
-        """Say within `step` what was done, once or for each piece of a draw that is cut for memory.
-
-        Args:
-            indices: the examples, (k,), k >= 0.
-            norms: of their gradients before clipping, (k,); needed for running estimates.
-            clipped: the same after clipping, (k,); needed for an exact account, also of an empty draw.
-
-        Raises:
-            ValueError: outside of `step`, or for lengths that differ.
-        """
-        if self._observed is None:
-            raise ValueError("observe must be called within step: with tracker.step() as limits: ...")
-        indices = torch.as_tensor(indices, device="cpu").to(torch.int64)
-        piece: list[torch.Tensor | None] = [indices]
-        for name, values in (("norms", norms), ("clipped", clipped)):
-            if values is not None:
-                values = torch.as_tensor(values).detach()
-                _checks.same_length(indices=indices, **{name: values})
-            piece.append(values)
-        self._observed.append(piece)
-
     def before_step(self) -> torch.Tensor | None:
         """Begin a step: renew the norms if a pass is due, and charge everybody. `train` calls it; see `step` for a loop
         of one's own.
@@ -390,6 +312,7 @@ class NormTracker:
             raise ValueError(f"step {self.steps} must end before another begins, but it was left half done")
         if self._due():
             self._measure()
+            self._limits = None
         charged, limits = self.norms, None
         if self.clipping == "individual":
             if self._limits is None:
@@ -499,27 +422,3 @@ class NormTracker:
             "trajectory_delta": self.trajectory_delta,
             "keep_norms": self.keep_norms,
         }
-
-    def _due(self):
-        """Whether a pass comes before this step: they lie at the whole multiples of steps_per_epoch / K, rounded up."""
-        rate = self.updates_per_epoch / self.steps_per_epoch
-        count = math.floor(self.steps * rate + 1e-9)
-        return rate > 0 and (self.steps == 0 or count > math.floor((self.steps - 1) * rate + 1e-9))
-
-    def _measure(self):
-        if not self._proved:
-            self.method = passes.resolve_method(self.model, self.loss, self.data, self.method, self.precision)
-            self._proved = True
-        norms = passes.norms_of_all(
-            self.model, self.loss, self.data, method=self.method, chunk=self.chunk, precision=self.precision
-        )
-        self.norms, self._limits = self._bounded(norms), None
-        self.passes += 1
-        if self.keep_norms:
-            self._kept.append((self.steps, rounded_up(self.norms.cpu(), torch.float32)))
-
-    def _bounded(self, norms):
-        """Norms as float64, a few units up for what their summation may have lost, at most C, also where not finite."""
-        up = 1 + 8 * torch.finfo(norms.dtype).eps
-        norms = norms.detach().to(device=self.norms.device, dtype=torch.float64) * up
-        return torch.nan_to_num(norms, nan=math.inf).clamp(max=self._accountant.max_grad_norm)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpcompanion.training import DPSGDPlan, PoissonSampler, clipping, train
+from dpcompanion.training import DPSGDPlan, PoissonSampler, sums, train
 
 N = 100_000
 FALSE_ALARM = 1e-6  # two-sided level of the Clopper-Pearson intervals; the seed is fixed
@@ -79,7 +79,7 @@ def join_two_draws(monkeypatch):
 
 
 def clip_nothing(monkeypatch):
-    monkeypatch.setattr(clipping, "clip_factors", lambda norms, limits: torch.ones_like(norms))
+    monkeypatch.setattr(sums, "clip_factors", lambda norms, limits: torch.ones_like(norms))
 
 
 @pytest.mark.parametrize("break_it", [halve_the_noise, include_everyone, join_two_draws, clip_nothing])

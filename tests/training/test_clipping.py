@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dpcompanion.training import clipped_sum, clipping, cross_entropy, gradient_norms, layers, models
+from dpcompanion.training import clipped_sum, clipping, cross_entropy, gradient_norms, layers, models, sums
 
 METHODS = ("auto", "mixed", "ghost", "func")
 
@@ -383,7 +383,7 @@ def test_colour_images_go_through_with_channels_last_and_nothing_else_changes(ma
     found = clipped_sum(model, cross_entropy, x, y, 0.5, method=method)
     assert all(module.last for module in model if isinstance(module, Seen))
     assert x.is_contiguous() and all(p.is_contiguous() for p in model.parameters())
-    monkeypatch.setattr(clipping, "in_best_format", lambda model, x: x)
+    monkeypatch.setattr(sums, "in_best_format", lambda model, x: x)
     other = clipped_sum(model, cross_entropy, x, y, 0.5, method=method)
     assert not any(module.last for module in model if isinstance(module, Seen))
     torch.testing.assert_close(found.norms, other.norms)
@@ -399,7 +399,7 @@ def test_other_inputs_stay_as_they_are():
         (linear, torch.randn(2, 3, 8, 8)),
         (linear, torch.randn(2, 8)),
     ):
-        assert clipping.in_best_format(model, x) is x
+        assert sums.in_best_format(model, x) is x
 
 
 def test_dropout_draws_anew_for_each_example():
@@ -454,10 +454,10 @@ def test_a_sum_of_squares_of_many_equal_numbers_is_right_to_single_precision():
 
 
 def test_func_holds_no_more_gradients_than_fit_however_many_are_asked_for(monkeypatch):
-    seen, work = [], clipping._functional
-    monkeypatch.setattr(clipping, "_BUDGET", 60)
+    seen, work = [], clipping.functional
+    monkeypatch.setattr(clipping, "BUDGET", 60)
     monkeypatch.setattr(
-        clipping, "_functional", lambda *args, **options: seen.append(len(args[2])) or work(*args, **options)
+        clipping, "functional", lambda *args, **options: seen.append(len(args[2])) or work(*args, **options)
     )
     model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.arange(10) % 3
     norms = gradient_norms(model, cross_entropy, x, y, method="func", chunk=10)

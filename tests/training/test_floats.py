@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpcompanion.accounting import compute_epsilon
-from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, layers, models, floats, train, train_ensemble
+from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, layers, models, floats, sums, train, train_ensemble
 from dpcompanion.training.secure import grid_of, snapped
 
 GOOD = dict(
@@ -113,7 +113,7 @@ def test_a_clipped_vector_is_no_longer_than_the_account_says(dtype, size, seed, 
     g = (g * (1 + torch.rand(1, 1, generator=generator))).to(dtype)
     layer = layers.Explicit({"weight": g})
     limit = 0.7 * 10.0**power
-    total = clipping._clip({"": layer}, layer.squared_norms(), torch.zeros(1), limit, dtype, None, precise=True)
+    total = sums._clip({"": layer}, layer.squared_norms(), torch.zeros(1), limit, dtype, None, precise=True)
     assert norm(fractions_of(total.gradients["weight"])) <= limit * (1 + floats.NORM_ERROR)
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpcompanion.training import clipped_sum, clipping, cross_entropy, gradient_norms, models
+from dpcompanion.training import clipped_sum, clipping, cross_entropy, gradient_norms, models, sums
 from dpcompanion.training.models import StandardisedConv2d
 from dpcompanion.training.reparametrised import Reparametrised
 from dpcompanion.training.stacking import StackedNetwork
@@ -178,7 +178,7 @@ def test_runs_side_by_side_each_use_their_own_weights(name):
     together.load(
         {n: torch.stack([dict(m.named_parameters())[n].detach() for m in runs]) for n, _ in runs[0].named_parameters()}
     )
-    found = clipping._layerwise(together.module, cross_entropy, x, y, 0.1, "mixed", runs=3)
+    found = sums.layerwise(together.module, cross_entropy, x, y, 0.1, "mixed", runs=3)
     for run, model in enumerate(runs):
         mine = slice(2 * run, 2 * run + 2)
         alone = clipped_sum(model, cross_entropy, x[mine], y[mine], 0.1, method="func")

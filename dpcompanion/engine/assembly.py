@@ -1,0 +1,81 @@
+"""Module, optimizer and loader of a private run, put together.
+
+The module gets Opacus's hooks, the loader its draws, the optimizer clip norms and noise.  The accountant follows the
+optimizer, and a proof with the first batches comes before any step.
+"""
+
+import torch
+
+from .checks import Traceless
+from .ghost import GhostOptimizer
+from .loading import Draws, Noted, private_loader
+from .optimizers import HooksOptimizer
+from .proof import Proof
+
+
+def assemble(
+    engine,
+    budgets,
+    module,
+    optimizer,
+    data_loader,
+    streams,
+    origin,
+    *,
+    noise_multiplier,
+    max_grad_norm,
+    shares,
+    criterion,
+    batch_first,
+    loss_reduction,
+    grad_sample_mode,
+    wrap_model,
+    prove,
+):
+    """What the caller gets; from here on the accountant follows the new optimizer."""
+    sampling, noise = streams
+    rates, ghost = engine.sample_rates.clone(), grad_sample_mode == "ghost"
+    draws = Draws(len(rates), rates, sampling, len(data_loader))
+    noted = Noted(data_loader.dataset, data_loader)
+    engine.dataset = data_loader.dataset
+    original = module
+    module = engine._prepare_model(
+        module,
+        batch_first=batch_first,
+        max_grad_norm=max_grad_norm,
+        loss_reduction=loss_reduction,
+        grad_sample_mode=grad_sample_mode,
+        wrap_model=wrap_model,
+    )
+    module.forbid_grad_accumulation()
+    optimizer = getattr(optimizer, "original_optimizer", optimizer)
+    kind = GhostOptimizer if ghost else HooksOptimizer
+    optimizer = kind(
+        optimizer,
+        noise_multiplier=noise_multiplier,
+        max_grad_norm=max_grad_norm,
+        expected_batch_size=float(rates.sum()),  # pyright: ignore[reportArgumentType] (Opacus divides by it)
+        loss_reduction=loss_reduction,
+        generator=noise,
+    )
+    proof = (
+        Proof(
+            module,
+            module if wrap_model else original,
+            batch_first=batch_first,
+            loss_reduction=loss_reduction,
+            ghost=ghost,
+            batch_size=lambda: len(noted.handed_out or []),
+        )
+        if prove
+        else None
+    )
+    engine.accountant.budgets, engine.accountant.origin = budgets, origin
+    optimizer.follow(draws, noted, engine.accountant, proof, module)
+    Traceless(original)
+    optimizer.shares = shares
+    loader = private_loader(data_loader, noted, draws, batch_first)
+    if not isinstance(optimizer, GhostOptimizer):
+        return module, optimizer, loader
+    criterion = torch.nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
+    return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader

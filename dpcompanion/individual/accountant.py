@@ -1,0 +1,316 @@
+"""`IndividualAccountant`: what each example was charged at each step, and the epsilon of it."""
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from .. import _checks
+from .._types import Array, Device, State
+from ..accounting import ACCOUNTANTS, compute_epsilon
+from ..accounting.chords import rdp_of_shares
+from ..accounting.conversions import least_epsilon
+from ..accounting.histories import epsilon_of_histories
+from ..accounting.levels import even_levels, joined, with_shares
+from ..accounting.runs import orders_for
+from .divergences import ROWS, Divergences
+from .recorded import MOST, Recorded
+
+if TYPE_CHECKING:
+    from ..training.plan import DPSGDPlan
+
+_NARROW = 2**15 - 1  # steps that a count of 16 bits can hold
+
+
+class IndividualAccountant(Recorded):
+    """Accounts for n examples; `dpcompanion.individual` says what they are.
+
+    Neighbouring relation: that of the plan, add-remove or zero-out of the example. Sampler: Poisson.
+
+    Args:
+        n: number of examples.
+        sample_rate: in (0, 1], the same for all.
+        noise_multiplier: noise over `max_grad_norm`, above 0.
+        max_grad_norm: the clip norm C, above 0; longer norms are taken as C.
+        rounding: r as a share of C, in (0, 1]; None for none, so far as the accountant allows: "rdp" takes each norm as
+            it is, "pld" up to 2,048 distinct ones; if more are recorded, all are rounded up, by less than 0.001 C.
+        accountant: "pld", which is tight, or "rdp", which is fast.
+        device: where the account is kept; norms may come from anywhere.
+
+    Raises:
+        ValueError: an argument outside its range.
+
+    Source: Yu et al. 2023, algorithm 2 (which rounds to the nearest multiple, and so under-states half of the norms).
+    """
+
+    def __init__(
+        self,
+        n: int,
+        *,
+        sample_rate: float,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        rounding: float | None = 0.01,
+        accountant: str = "pld",
+        device: Device = None,
+    ):
+        super().__init__(n, max_grad_norm=max_grad_norm, device=device)
+        self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+        self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
+        self.accountant = _checks.one_of("accountant", accountant, ACCOUNTANTS)
+        self.rounding = None if rounding is None else _checks.number("rounding", rounding, 0, 1, closed="right")
+        if self._by_levels:
+            self._levels = (
+                torch.zeros(0, dtype=torch.float64) if self.rounding is None else even_levels(self.rounding)
+            ).to(self.device)
+            self._counts = torch.zeros(self.n, len(self._levels), dtype=torch.int16, device=self.device)
+        else:
+            self._divergences = Divergences(
+                self.n, sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier, device=self.device
+            )
+
+    @property
+    def _by_levels(self):
+        """Whether the account is one of counts at levels, not of divergences that were added up."""
+        return self.rounding is not None or self.accountant == "pld"
+
+    @property
+    def levels(self) -> torch.Tensor:
+        """The levels to which norms are rounded up, in units of the clip norm, ascending: without rounding the norms
+        that were recorded, or a grid where they are many; none by RDP without rounding."""
+        return self._levels.cpu() if self._by_levels else torch.zeros(0, dtype=torch.float64)
+
+    @classmethod
+    def for_plan(
+        cls,
+        plan: "DPSGDPlan",
+        *,
+        n: int | None = None,
+        rounding: float | None = 0.01,
+        accountant: str | None = None,
+        device: Device = None,
+    ) -> "IndividualAccountant":
+        """The accountant of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm for all.
+
+        Args:
+            plan: it gives sample rate, noise multiplier, clip norm and accountant.
+            n: number of examples, all of the plan's by default.
+            rounding: r as a share of the clip norm, in (0, 1], to whose multiples norms are rounded up; None for none,
+                so far as the accountant allows: "rdp" takes each norm as it is, "pld" up to 2,048 distinct ones.
+            accountant: "pld", which is tight, or "rdp", which is fast; the plan's by default.
+            device: where the account is kept; norms may come from anywhere.
+
+        Raises:
+            ValueError: for a plan with rates or clip norms for each example, or without noise.
+
+        >>> from dpcompanion.training import DPSGDPlan
+        >>> plan = DPSGDPlan(n=3, sample_rate=0.01, steps=1000, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-5)
+        >>> IndividualAccountant.for_plan(plan, rounding=None).n
+        3
+        """
+        rate, norm = plan.sample_rate, plan.max_grad_norm
+        if not (isinstance(rate, float) and isinstance(norm, float)):
+            raise ValueError("plan must have one sample_rate and one max_grad_norm for all examples, got one for each")
+        return cls(
+            plan.n if n is None else n,
+            sample_rate=rate,
+            noise_multiplier=plan.noise_multiplier,
+            max_grad_norm=norm,
+            rounding=rounding,
+            accountant=plan.accountant if accountant is None else accountant,
+            device=device,
+        )
+
+    def charged(self, norms: Array) -> torch.Tensor:
+        """What `record` charges for these norms at least: themselves or the next level of the grid, at most C; float64.
+
+        A gradient clipped to this costs no more than will be charged.
+
+        >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=2.0,
+        ...                                   rounding=0.1)
+        >>> accountant.charged([0.0, 0.5, 7.0])
+        tensor([0.0000, 0.6000, 2.0000], dtype=torch.float64)
+        """
+        share = self._shares(norms)
+        if self.rounding is not None:
+            share = torch.where(share > 0, self._levels[torch.searchsorted(self._levels, share)], 0)
+        return share * self.max_grad_norm
+
+    def record(self, norms: Array, steps: int | torch.Tensor = 1, examples: Array | None = None) -> None:
+        """Account for `steps` steps in which example i's gradient has the norm ``norms[i]``.
+
+        Args:
+            norms: (n,) gradient norms before clipping, finite and at least 0. A norm of 0 costs nothing. Norms of less
+                than float64's precision are raised by eight units in their last place.
+            steps: a whole number, at least 0, or one for each norm.
+            examples: (m,) indices of those whose norms these are, (m,) then; the others are charged nothing. Who is
+                named twice is charged twice.
+
+        Where account and numbers are on a GPU nothing here waits for it: what is refused is found when the account is
+        read, and has been charged at C meanwhile.
+
+        Raises:
+            ValueError: norms, steps or examples of another shape, norms that are negative or not finite, examples that
+                there are not, more steps for an example than 2^31 - 1.
+
+        >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5)
+        >>> accountant.record([0.5, 0.2], steps=torch.tensor([600, 1000]), examples=[0, 1])
+        >>> accountant.record([0.5], steps=400, examples=[0])
+        >>> accountant.epsilon(1e-5)
+        tensor([1.8282, 0.4717, 0.0000], dtype=torch.float64)
+        """
+        examples = None if examples is None else self._indices(examples)
+        count = self.n if examples is None else examples.numel()
+        share, steps = self._shares(norms, count), self._whole(steps, count)
+        if not count:
+            return
+        self._add_steps(steps, examples)
+        if not self._by_levels:
+            self._divergences.add(examples, share, steps)
+        else:
+            self._widen()
+            if self.rounding is None:
+                self._levels, self._counts = with_shares(self._levels, self._counts, share[steps > 0])
+            if not len(self._levels):  # norms of 0 only, or charged for no step
+                return
+            # The first level that is not below the norm; what is charged for no step may be above all of them.
+            level = torch.searchsorted(self._levels, share).clamp(max=len(self._levels) - 1)
+            rows = torch.arange(self.n, device=self.device) if examples is None else examples
+            added = (steps * (share > 0)).to(self._counts.dtype)
+            self._counts.view(-1).index_add_(0, rows * len(self._levels) + level, added)
+
+    def _widen(self):
+        """Counts of 32 bits where those of 16 could wrap around, or where to know it would wait for the device."""
+        if self._counts.dtype == torch.int16 and (self.device.type != "cpu" or self.steps > _NARROW):
+            self._counts = self._counts.to(torch.int32)
+
+    def epsilon(self, delta: float) -> torch.Tensor:
+        """Epsilon of every example at `delta`, from all that has been recorded: an upper bound, (n,) float64.
+
+        None exceeds `accounting.compute_epsilon` at the clip norm, by the same accountant and for `steps` steps, whose
+        grid may be the finer one.
+
+        Raises:
+            ValueError: a delta outside (0, 1).
+        """
+        delta = _checks.number("delta", delta, 0, 1, closed="neither")
+        self._check_nothing_refused()
+        everybody = compute_epsilon(
+            sample_rate=self.sample_rate,
+            noise_multiplier=self.noise_multiplier,
+            steps=self.steps,
+            delta=delta,
+            accountant=self.accountant,
+        )
+        return self._epsilon(delta).clamp(max=everybody)
+
+    def _epsilon(self, delta):
+        if self.accountant == "pld":
+            return epsilon_of_histories(
+                self._counts,
+                sample_rate=self.sample_rate,
+                delta=delta,
+                noise_multipliers=self.noise_multiplier / self.levels,
+            ).to(self.device)
+        if self.rounding is None:
+            return self._divergences.epsilon(delta)
+        result = torch.empty(self.n, dtype=torch.float64, device=self.device)
+        orders = torch.tensor(orders_for(self.noise_multiplier / float(self._levels[0])), dtype=torch.float64)
+        table = rdp_of_shares(
+            self._levels, orders.tolist(), sample_rate=self.sample_rate, noise_multiplier=self.noise_multiplier
+        )
+        for start in range(0, self.n, ROWS):
+            block = slice(start, start + ROWS)
+            counts = self._counts[block].double()
+            result[block] = least_epsilon(
+                lambda rows, columns, counts=counts: counts[rows] @ table[:, columns],
+                len(counts),
+                orders.to(self.device),
+                delta,
+            )
+        return result
+
+    def merge(self, other: "IndividualAccountant") -> None:
+        """Add what another accountant of the same examples and parameters has recorded, as if this one had."""
+        if not isinstance(other, IndividualAccountant) or other._parameters() != self._parameters():
+            raise ValueError(
+                f"other must be an accountant with the parameters {self._parameters()}, got "
+                f"{other._parameters() if isinstance(other, IndividualAccountant) else other!r}"
+            )
+        for one in (self, other):
+            one._check_nothing_refused()
+        # Counts are 32 bits wide: one that wrapped around would make an account too small.
+        steps = self._steps + other._steps.to(self.device)
+        if steps.max() > MOST:
+            raise ValueError(
+                f"other.steps must add up with these to at most {MOST} for an example, got {int(steps.max())}"
+            )
+        self._steps, self.steps = steps, int(steps.max())
+        if not self._by_levels:
+            rdp = self._divergences.total()
+            rdp += other._divergences.total().to(self.device)
+            return
+        self._widen()
+        self._levels, self._counts = joined(self._levels, self._counts, other._levels.to(self.device), other._counts)
+
+    def state_dict(self) -> State:
+        """All that is needed to go on: parameters, steps of each example and accounts."""
+        self._check_nothing_refused()
+        return {
+            "parameters": self._parameters(),
+            "steps": self._steps.clone(),
+            "accounts": (self._counts if self._by_levels else self._divergences.total()).clone(),
+        } | ({"levels": self.levels} if self._by_levels and self.rounding is None else {})
+
+    def load_state_dict(self, state: State) -> None:
+        """Go on from a `state_dict` of an accountant with the same parameters.
+
+        Raises:
+            ValueError: naming what differs, or what cannot be an account: a count below 0 or not whole, more steps in
+                an example's row than it took, a divergence below 0 or NaN.
+        """
+        if state["parameters"] != self._parameters():
+            raise ValueError(
+                f"state must be of an accountant with the parameters {self._parameters()}, got {state['parameters']}"
+            )
+        levels = None
+        if not self._by_levels:
+            shape, kinds = (self.n, len(self._divergences.orders)), (torch.float64,)
+        else:
+            levels = torch.as_tensor(state["levels"]) if self.rounding is None else self._levels
+            shape, kinds = (self.n, len(levels)), (torch.int16, torch.int32)
+            if levels.dtype != torch.float64 or not ((levels > 0) & (levels <= 1)).all() or (levels.diff() <= 0).any():
+                raise ValueError(f"state must hold ascending levels in (0, 1], got {levels}")
+        accounts, steps = state["accounts"], torch.as_tensor(state["steps"])
+        if steps.shape != (self.n,) or steps.dtype != torch.int64 or steps.min() < 0 or steps.max() > MOST:
+            raise ValueError(f"state must hold ({self.n},) int64 steps from 0 to {MOST}, got {steps}")
+        if accounts.shape != shape or accounts.dtype not in kinds:
+            raise ValueError(
+                f"state must hold accounts of {tuple(shape)} {kinds[-1]}, got {tuple(accounts.shape)} {accounts.dtype}"
+            )
+        if not bool((accounts >= 0).all()):
+            lowest = float(accounts.nan_to_num(nan=-1.0).min())
+            raise ValueError(f"state must hold accounts of at least 0, got {lowest:g}")
+        if levels is not None:
+            counted = accounts.sum(dim=1, dtype=torch.int64)
+            if bool((counted > steps.to(counted.device)).any()):
+                raise ValueError(
+                    f"state must hold at most an example's steps for it, got {int(counted.max())} of {int(steps.max())}"
+                )
+        self._steps.copy_(steps)
+        self.steps = int(steps.max())
+        if levels is None:
+            self._divergences.load(accounts)
+        else:
+            self._levels = levels.to(self.device)
+            self._counts = accounts.to(self.device, torch.int16 if self.steps <= _NARROW else torch.int32, copy=True)
+
+    def _parameters(self):
+        return {
+            "n": self.n,
+            "sample_rate": self.sample_rate,
+            "noise_multiplier": self.noise_multiplier,
+            "max_grad_norm": self.max_grad_norm,
+            "rounding": self.rounding,
+            "accountant": self.accountant,
+        }

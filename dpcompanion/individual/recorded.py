@@ -1,0 +1,123 @@
+"""What an account is told, made fit to be charged: norms as shares of the clip norm, examples, numbers of steps.
+
+Norms are rounded up where their precision is low, longer ones than the clip norm count as it.  Where the account and
+what it is told lie on a GPU, nothing here waits for it: what is wrong is noted, charged in full, and refused when the
+account is read.
+
+>>> told = Recorded(3, max_grad_norm=0.5, device=None)
+>>> told._shares([0.1, 0.5, 7.0], 3)
+tensor([0.2000, 1.0000, 1.0000], dtype=torch.float64)
+"""
+
+import math
+
+import torch
+
+from .. import _checks
+from .._devices import sent
+
+MOST = 2**31 - 1  # steps that a count can hold
+
+
+class Recorded:
+    """The n examples of an account, how many steps were recorded of each, and checks of what is recorded next."""
+
+    def __init__(self, n, *, max_grad_norm, device):
+        self.n = _checks.whole_number("n", n, 1)
+        self.max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
+        self.device = torch.device("cpu" if device is None else device)
+        # The most steps that were recorded of anybody; None where the device has to be asked.
+        self._most = 0
+        # Whether something that was recorded cannot be, where the device has to be asked; see `_refuse`.
+        self._wrong = None
+        self._steps = torch.zeros(self.n, dtype=torch.int64, device=self.device)  # of each example
+
+    @property
+    def steps(self) -> int:
+        """Steps recorded so far, of whom most were recorded."""
+        if self._most is None:
+            self._most = int(self._steps.max())
+        return self._most
+
+    @steps.setter
+    def steps(self, most: int) -> None:
+        self._most = most
+
+    def _shares(self, norms, count=None):
+        """Norms as shares of the clip norm, at most 1, none of them below its norm."""
+        norms = norms if isinstance(norms, torch.Tensor) else torch.as_tensor(norms, dtype=torch.float64)
+        if count is not None and norms.shape != (count,):
+            raise ValueError(f"norms must have shape ({count},), got {tuple(norms.shape)}")
+        share = sent(norms.detach(), self.device).to(torch.float64) / self.max_grad_norm
+        here = norms if norms.device.type == "cpu" else share
+        if self._away(here):
+            share = self._refuse(~((share >= 0) & (share < math.inf)), share, 1.0)
+        elif here.numel() and not (here.min() >= 0 and here.max() < math.inf):  # nor for NaN
+            _checks.in_interval("norms", norms, 0, math.inf, closed="left")
+        if norms.dtype != torch.float64:
+            # A norm that was summed in few digits may lie a few of its last places below the true one.
+            share = share * (1 + 8 * torch.finfo(norms.dtype).eps if norms.is_floating_point() else 1)
+        return share.clamp(max=1.0)
+
+    def _indices(self, examples):
+        """Indices as (m,) int64 on the device."""
+        examples = examples if isinstance(examples, torch.Tensor) else torch.as_tensor(examples)
+        count = examples.numel()
+        if examples.ndim != 1 or (count and (examples.is_floating_point() or examples.dtype == torch.bool)):
+            raise ValueError(f"examples must be indices of shape (m,), got {tuple(examples.shape)} {examples.dtype}")
+        if self._away(examples):
+            examples = self._refuse((examples < 0) | (examples >= self.n), examples, 0)
+        elif count and not (examples.min() >= 0 and examples.max() < self.n):
+            _checks.in_interval("examples", examples, 0, self.n, closed="left")
+        # It may wait, and the caller's may change meanwhile.
+        return sent(examples.to(torch.int64, copy=True), self.device)
+
+    def _whole(self, steps, count):
+        """Numbers of steps as (count,) int64 on the device; one number is not copied."""
+        if not isinstance(steps, torch.Tensor) or not steps.ndim:
+            number = _checks.whole_number("steps", steps, 0, MOST)
+            return torch.full((), number, dtype=torch.int64, device=self.device).expand(count)
+        if self._away(steps) and steps.shape == (count,) and not steps.is_floating_point():
+            steps = self._refuse(steps < 0, steps, 0)
+        elif steps.shape != (count,) or steps.is_floating_point() or (count and steps.min() < 0):
+            raise ValueError(f"steps must be whole numbers, at least 0, one or ({count},) of them, got {steps}")
+        return sent(steps.to(torch.int64, copy=True), self.device)
+
+    def _away(self, tensor):
+        """Whether a look at a tensor's numbers would wait for the device of the account."""
+        return self.device.type != "cpu" and tensor.device.type != "cpu"
+
+    def _note(self, wrong):
+        """Note that something is wrong, without a look at it."""
+        found = wrong.any().to(self.device)
+        self._wrong = found if self._wrong is None else self._wrong | found
+
+    def _refuse(self, wrong, values, instead):
+        """Note what is wrong, and put `instead` in its place."""
+        self._note(wrong)
+        return torch.where(wrong, instead, values)
+
+    def _check_nothing_refused(self):
+        if self._wrong is not None and self._wrong:
+            raise ValueError(
+                "norms must lie in [0, inf), steps be whole numbers that add up to at most "
+                f"{MOST} for an example, and examples lie in [0, {self.n}), but some that were recorded "
+                "on the device did not"
+            )
+
+    def _add_steps(self, steps, examples):
+        """Add to the steps of each example, unless one comes to have more than its counts can hold."""
+        rows = slice(None) if examples is None else examples
+        if examples is None:
+            self._steps += steps
+        else:
+            self._steps.index_add_(0, examples, steps)
+        if self.device.type != "cpu":
+            self._note(self._steps > MOST)
+            self._most = None
+            return
+        most = int(self._steps[rows].max())
+        if most > MOST:
+            self._steps.index_add_(0, torch.arange(self.n, device=self.device)[rows], -steps)
+            raise ValueError(f"steps must add up to at most {MOST} for an example, got {most}")
+        self.steps = max(self.steps, most)

@@ -1,0 +1,76 @@
+"""Norms of all examples, measured by passes over the data now and then: when a pass is due, and what it found."""
+
+import math
+
+import torch
+
+from dpcompanion import _checks
+from dpcompanion.training import clipping, passes
+from dpcompanion.training.examples import examples_of
+from dpcompanion.training.tensors import rounded_up
+
+
+class Measured:
+    """The latest known norm of each of n examples, at most `largest`, and `updates_per_epoch` passes that renew it."""
+
+    def __init__(
+        self,
+        model,
+        loss,
+        data,
+        *,
+        n,
+        largest,
+        steps_per_epoch,
+        updates_per_epoch,
+        keep_norms,
+        method,
+        chunk,
+        precision,
+        device,
+    ):
+        self.model, self.loss, self.data = model, loss, examples_of(data)
+        if len(self.data) != n:
+            raise ValueError(f"data must hold the accountant's {n} examples, got {len(self.data)}")
+        self.steps_per_epoch = _checks.whole_number("steps_per_epoch", steps_per_epoch, 1)
+        self.updates_per_epoch = min(_checks.number("updates_per_epoch", updates_per_epoch, 0), self.steps_per_epoch)
+        self.keep_norms = bool(keep_norms)
+        self.method, self._proved = _checks.one_of("method", method, clipping.METHODS), False
+        self.precision = _checks.one_of("precision", precision, clipping.PRECISIONS)
+        self.chunk = passes.chunk_for(self.data.probe[0]) if chunk is None else _checks.whole_number("chunk", chunk, 1)
+        #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
+        self.norms = torch.full((n,), largest, dtype=torch.float64, device=device)
+        #: Steps begun, and full-batch passes made.
+        self.steps, self.passes = 0, 0
+        self._largest, self._kept = largest, []
+
+    @property
+    def norms_of_passes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(steps, norms): before which step (from 0) each pass was made, and what it found, (passes, n) float32."""
+        steps = torch.tensor([step for step, _ in self._kept], dtype=torch.int64)
+        norms = [norms for _, norms in self._kept]
+        return steps, torch.stack(norms) if norms else torch.zeros(0, len(self.norms))
+
+    def _due(self):
+        """Whether a pass comes before this step: they lie at the whole multiples of steps_per_epoch / K, rounded up."""
+        rate = self.updates_per_epoch / self.steps_per_epoch
+        count = math.floor(self.steps * rate + 1e-9)
+        return rate > 0 and (self.steps == 0 or count > math.floor((self.steps - 1) * rate + 1e-9))
+
+    def _measure(self):
+        if not self._proved:
+            self.method = passes.resolve_method(self.model, self.loss, self.data, self.method, self.precision)
+            self._proved = True
+        norms = passes.norms_of_all(
+            self.model, self.loss, self.data, method=self.method, chunk=self.chunk, precision=self.precision
+        )
+        self.norms = self._bounded(norms)
+        self.passes += 1
+        if self.keep_norms:
+            self._kept.append((self.steps, rounded_up(self.norms.cpu(), torch.float32)))
+
+    def _bounded(self, norms):
+        """Norms as float64, a few units up for what their summation may have lost, at most C, also where not finite."""
+        up = 1 + 8 * torch.finfo(norms.dtype).eps
+        norms = norms.detach().to(device=self.norms.device, dtype=torch.float64) * up
+        return torch.nan_to_num(norms, nan=math.inf).clamp(max=self._largest)
