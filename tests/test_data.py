@@ -97,9 +97,9 @@ def test_two_loads_share_no_memory():
 
 def test_normalised_uses_public_constants_only():
     test = data.load("mnist-5k", split="test", dtype=torch.float64)
-    assert torch.allclose(test.normalised().features, (test.features - 0.1307) / 0.3081)
+    assert torch.allclose(test.normalized().features, (test.features - 0.1307) / 0.3081)
     with pytest.raises(ValueError, match="public constants.*'wine'"):
-        data.load("wine").normalised()
+        data.load("wine").normalized()
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ Shapes: images are (n, channels, height, width) in [0, 1]; tables are
 int64 class numbers from 0.
 
 Nothing here looks at the data to preprocess it: a mean or a range estimated
-from private examples is itself a release.  `normalised()` uses constants that
+from private examples is itself a release.  `normalized()` uses constants that
 are public.  A set without a split of its own gets one that is fixed for good:
 stratified by class, four fifths for training.
 

@@ -53,17 +53,17 @@ class Dataset:
     def num_classes(self) -> int:
         return len(self.classes)
 
-    def normalised(self) -> "Dataset":
+    def normalized(self) -> "Dataset":
         """The same split with (x - mean) / sd for each channel, by constants that are public (`PUBLIC_MOMENTS`).
 
         Raises ValueError for a set that has none: statistics of private data would have to be paid for.
 
-        >>> round(load("mnist-5k", split="train").normalised().features.min().item(), 4)
+        >>> round(load("mnist-5k", split="train").normalized().features.min().item(), 4)
         -0.4242
         """
         if self.name not in PUBLIC_MOMENTS or isinstance(self.features, tuple):
             raise ValueError(
-                f"normalised() needs public constants, which exist for {', '.join(PUBLIC_MOMENTS)}, got {self.name!r}"
+                f"normalized() needs public constants, which exist for {', '.join(PUBLIC_MOMENTS)}, got {self.name!r}"
             )
         mean, sd = (torch.tensor(m, dtype=self.features.dtype)[:, None, None] for m in PUBLIC_MOMENTS[self.name])
         return dataclasses.replace(self, features=(self.features - mean) / sd)

@@ -13,7 +13,7 @@ Clipping needs its norm, and then a weighted sum over examples.  Two ways:
 
 The sum then comes from the kept gradients, or from one ordinary weighted weight
 gradient.  Neither needs a second pass through the network.  A weight that is computed from parameters
-(`dpcompanion.training.reparametrised`) adds one linear map, the same for all examples.  Any other layer that maps
+(`dpcompanion.training.reparametrized`) adds one linear map, the same for all examples.  Any other layer that maps
 one tensor to one tensor is differentiated example by example with `torch.func`.
 
 Only these last two look at the layer's weights.  So the examples of several networks (runs) can be worked on
@@ -47,7 +47,7 @@ from dpcompanion.training.matrices import (
     padded,
     weight_gradients,
 )
-from dpcompanion.training.reparametrised import Reparametrised
+from dpcompanion.training.reparametrized import Reparametrized
 from dpcompanion.training.tensors import (  # noqa: F401
     Unfit,
     added_up,
@@ -167,7 +167,7 @@ class Ghost:
         return g.reshape(runs, -1, g.shape[-1]).mT @ a.reshape(runs, -1, a.shape[-1])
 
 
-class GhostReparametrised:
+class GhostReparametrized:
     """A layer whose weight is computed from parameters: gradients of the weight it uses, a few examples at a time, are
     pulled back to the parameters for the norms; for the sum, one weighted gradient of each run is."""
 
@@ -359,8 +359,8 @@ def layer_gradient(module, uses, method, budget, stacked=None):
         if method == "ghost" or too_large or gram_is_cheaper(module, count_positions(module, uses)):
             return Ghost(module, uses)
         return _explicit_matrices(module, [(in_full(module, a), in_full(module, g)) for a, g in uses])
-    if isinstance(module, Reparametrised) and set(own_parameters(module)) - {"bias"}:
-        layer = GhostReparametrised(module, uses, stacked)
+    if isinstance(module, Reparametrized) and set(own_parameters(module)) - {"bias"}:
+        layer = GhostReparametrized(module, uses, stacked)
         explicit = sum(p.numel() for p in own_parameters(module).values()) * len(uses[0][0])
         fits = explicit <= min(budget, sum(a.numel() + g.numel() for a, g in uses))
         return layer.explicit() if method == "held" or method == "mixed" and fits else layer

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpcompanion.seeds import derive_key, seed_torch
-from dpcompanion.training.reparametrised import Reparametrised
+from dpcompanion.training.reparametrized import Reparametrized
 
 
 def parameter_count(model):
@@ -193,7 +193,7 @@ def resnet20(classes=10, *, groups=4, affine=False, channels=3):
     return model
 
 
-class StandardisedConv2d(Reparametrised, nn.Conv2d):
+class StandardizedConv2d(Reparametrized, nn.Conv2d):
     r"""A convolution whose weight is standardised over each output channel, with a learned gain (Qiao et al. 2019).
 
     For each output channel $w' = k (w - \bar w)$ with $k = \text{gain} / \lVert w - \bar w\rVert$. The gradient of
@@ -213,7 +213,7 @@ class StandardisedConv2d(Reparametrised, nn.Conv2d):
         return (weight - mean) * scale
 
     def pull_back(self, weight, gain):
-        """As of any `Reparametrised` layer, in closed form."""
+        """As of any `Reparametrized` layer, in closed form."""
         # The inputs' channels last, as the gradients of a convolution are held.
         centred = (weight - weight.mean((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1).contiguous()
         size = torch.linalg.vector_norm(centred, dim=(1, 2, 3), keepdim=True)
@@ -234,10 +234,10 @@ class _WideBlock(nn.Module):
     def __init__(self, before, after, stride, groups):
         super().__init__()
         self.norm1 = nn.GroupNorm(groups, before)
-        self.conv1 = StandardisedConv2d(before, after, 3, stride=stride, padding=1)
+        self.conv1 = StandardizedConv2d(before, after, 3, stride=stride, padding=1)
         self.norm2 = nn.GroupNorm(groups, after)
-        self.conv2 = StandardisedConv2d(after, after, 3, padding=1)
-        self.shortcut = StandardisedConv2d(before, after, 1, stride=stride) if before != after else None
+        self.conv2 = StandardizedConv2d(after, after, 3, padding=1)
+        self.shortcut = StandardizedConv2d(before, after, 1, stride=stride) if before != after else None
 
     def forward(self, x):
         active = F.relu(self.norm1(x))
@@ -248,7 +248,7 @@ class _WideBlock(nn.Module):
 @seeded
 def wrn16_4(classes=10, *, groups=16, channels=3):
     """Wide ResNet of depth 16 and width 4 with group norm and weight standardisation, as in De et al."""
-    layers: list[nn.Module] = [StandardisedConv2d(channels, 16, 3, padding=1)]
+    layers: list[nn.Module] = [StandardizedConv2d(channels, 16, 3, padding=1)]
     before = 16
     for width in (64, 128, 256):
         for block in range(2):

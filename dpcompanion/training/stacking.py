@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from dpcompanion.training.tensors import Unfit, call_with, own_parameters
-from dpcompanion.training.reparametrised import Reparametrised
+from dpcompanion.training.reparametrized import Reparametrized
 
 
 class StackedLayer(nn.Module):
@@ -47,7 +47,7 @@ class StackedLayer(nn.Module):
             weight, bias = (own.get(name, [getattr(layer, name)] * runs) for name in ("weight", "bias"))
             parts = [layer._conv_forward(part, w, b) for part, w, b in zip(x.chunk(runs), weight, bias)]
             return parts[0] if runs == 1 else torch.cat(parts)
-        if isinstance(layer, Reparametrised):
+        if isinstance(layer, Reparametrized):
             bias = own.get("bias", [layer.bias] * runs)
             parts = [
                 layer.use(part, layer.effective_weight(**layer.weight_parameters(own, run)), bias[run])

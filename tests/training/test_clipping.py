@@ -372,7 +372,7 @@ class Seen(nn.Module):
             nn.Conv2d(3, 4, 3, padding=1, bias=False),
             nn.ReLU(),
             Seen(),
-            models.StandardisedConv2d(4, 6, 3, padding=1),
+            models.StandardizedConv2d(4, 6, 3, padding=1),
             nn.Flatten(),
         ),
     ],

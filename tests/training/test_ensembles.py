@@ -94,7 +94,7 @@ def images():
         nn.GroupNorm(2, 4),
         nn.Tanh(),
         models.MaxPool2d(2),
-        models.StandardisedConv2d(4, 3, 2),
+        models.StandardizedConv2d(4, 3, 2),
         nn.Flatten(),
         nn.Linear(3, 3),
     )

@@ -48,7 +48,7 @@ def test_residual_convolutions_start_with_the_published_spread():
 
 
 def test_a_standardised_convolution_has_weights_of_mean_zero_and_norm_one():
-    conv = models.StandardisedConv2d(3, 4, 3, bias=False)
+    conv = models.StandardizedConv2d(3, 4, 3, bias=False)
     torch.nn.init.normal_(conv.weight, mean=1.0)
     response = conv(torch.eye(27).reshape(27, 3, 3, 3)).reshape(27, 4)
     torch.testing.assert_close(response.sum(0), torch.zeros(4), atol=1e-5, rtol=0)

@@ -21,7 +21,7 @@ from dpcompanion.training import (
     train,
     train_ensemble,
 )
-from dpcompanion.training.models import StandardisedConv2d
+from dpcompanion.training.models import StandardizedConv2d
 
 able = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a processor with bfloat16")
 
@@ -67,10 +67,10 @@ MODELS = {
     ),
     "standardised": (
         lambda: nn.Sequential(
-            StandardisedConv2d(3, 8, 3),
+            StandardizedConv2d(3, 8, 3),
             nn.GroupNorm(2, 8),
             nn.ReLU(),
-            StandardisedConv2d(8, 8, 3),
+            StandardizedConv2d(8, 8, 3),
             nn.Flatten(),
             nn.LazyLinear(3),
         ),

@@ -86,7 +86,7 @@ def examples(name, dtype="float32"):
     for split in ("train", "test"):
         found = data.load(source, split=split, dtype=getattr(torch, dtype))
         provenance.append(found.provenance())
-        x, y, groups, names = found.normalised().features, found.labels, found.labels, found.classes
+        x, y, groups, names = found.normalized().features, found.labels, found.labels, found.classes
         if attribute:
             groups, names = found.attributes["race"], data.UTKFACE_RACES[:4]
             y = found.attributes["gender"] if attribute == "gender" else (found.attributes["age"] < 30).long()

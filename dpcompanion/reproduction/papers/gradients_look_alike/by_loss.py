@@ -74,7 +74,7 @@ def own_inputs(task, run):
         if task.model == "softmax":
             features = F.adaptive_avg_pool2d(digits.features, task.side)
         else:
-            features = F.interpolate(digits.normalised().features, size=task.side, mode="bilinear", align_corners=False)
+            features = F.interpolate(digits.normalized().features, size=task.side, mode="bilinear", align_corners=False)
         found += [features, digits.labels]
     x, y, test_x, test_y = found
     chosen = torch.as_tensor(np.random.RandomState(0).permutation(len(test_y))[: task.points])

@@ -76,7 +76,7 @@ _MODELS = {
 
 def _inputs(name, model, split, run):
     """Features and labels as the network wants them: normalised, LeNet-5's digits scaled to 32 x 32."""
-    found = run.load(name, split=split).normalised()
+    found = run.load(name, split=split).normalized()
     features = found.features
     if model == "lenet5":
         features = F.interpolate(features, size=32, mode="bilinear", align_corners=False)

@@ -61,7 +61,7 @@ def _problem(name, model):
                 found.labels,
             ]
         else:
-            parts += [found.normalised().features, found.labels]
+            parts += [found.normalized().features, found.labels]
     return Problem(*parts), loaded
 
 

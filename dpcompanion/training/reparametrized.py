@@ -5,9 +5,9 @@ all examples, so an example's gradient is $J^T g_i$ with the ordinary gradient $
 pass through the network, and the clipped sum is $J^T$ of one weighted gradient of $w'$.
 
 A layer of one's own says what $f$ is, and `torch.func` finds $J^T$; where that has a closed form, as in
-`dpcompanion.training.models.StandardisedConv2d`, `pull_back` may be written down.
+`dpcompanion.training.models.StandardizedConv2d`, `pull_back` may be written down.
 
->>> class WeightNorm(Reparametrised, torch.nn.Linear):
+>>> class WeightNorm(Reparametrized, torch.nn.Linear):
 ...     def __init__(self, *sizes):
 ...         super().__init__(*sizes)
 ...         self.gain = torch.nn.Parameter(torch.ones(self.out_features, 1))
@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import nn
 
 
-class Reparametrised(nn.Module):
+class Reparametrized(nn.Module):
     """Before `torch.nn.Linear` or `torch.nn.Conv2d` among the bases of a layer: it uses `effective_weight` of its
     parameters, all but the bias, in the place of its weight."""
 

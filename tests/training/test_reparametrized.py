@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 from dpcompanion.training import clipped_sum, clipping, cross_entropy, gradient_norms, models, sums
-from dpcompanion.training.models import StandardisedConv2d
-from dpcompanion.training.reparametrised import Reparametrised
+from dpcompanion.training.models import StandardizedConv2d
+from dpcompanion.training.reparametrized import Reparametrized
 from dpcompanion.training.stacking import StackedNetwork
 
 
-class WeightNorm(Reparametrised, nn.Linear):
+class WeightNorm(Reparametrized, nn.Linear):
     def __init__(self, *sizes, **options):
         super().__init__(*sizes, **options)
         self.gain = nn.Parameter(torch.rand(self.out_features, 1) + 0.5)
@@ -19,7 +19,7 @@ class WeightNorm(Reparametrised, nn.Linear):
         return gain * weight / weight.norm(dim=1, keepdim=True)
 
 
-class LowRank(Reparametrised, nn.Conv2d):
+class LowRank(Reparametrized, nn.Conv2d):
     """A convolution that has no parameter of the weight's shape."""
 
     def __init__(self, before, after, size, **options):
@@ -35,17 +35,17 @@ class LowRank(Reparametrised, nn.Conv2d):
 
 
 CONVOLUTIONS = {
-    "3 x 3": lambda: StandardisedConv2d(4, 6, 3, padding=1),
-    "no bias": lambda: StandardisedConv2d(4, 6, 3, bias=False),
-    "stride 2": lambda: StandardisedConv2d(4, 6, 3, stride=2, padding=1),
-    "1 x 1, stride 2": lambda: StandardisedConv2d(4, 6, 1, stride=2),
-    "oblong, dilated, reflected": lambda: StandardisedConv2d(
+    "3 x 3": lambda: StandardizedConv2d(4, 6, 3, padding=1),
+    "no bias": lambda: StandardizedConv2d(4, 6, 3, bias=False),
+    "stride 2": lambda: StandardizedConv2d(4, 6, 3, stride=2, padding=1),
+    "1 x 1, stride 2": lambda: StandardizedConv2d(4, 6, 1, stride=2),
+    "oblong, dilated, reflected": lambda: StandardizedConv2d(
         4, 6, (3, 2), stride=(1, 2), padding=(2, 1), dilation=(1, 2), padding_mode="reflect"
     ),
-    "same": lambda: StandardisedConv2d(4, 6, 3, padding="same"),
-    "groups": lambda: StandardisedConv2d(4, 6, 3, padding=1, groups=2),
-    "depthwise": lambda: StandardisedConv2d(4, 4, 3, padding=1, groups=4),
-    "the whole image": lambda: StandardisedConv2d(4, 6, 8),
+    "same": lambda: StandardizedConv2d(4, 6, 3, padding="same"),
+    "groups": lambda: StandardizedConv2d(4, 6, 3, padding=1, groups=2),
+    "depthwise": lambda: StandardizedConv2d(4, 4, 3, padding=1, groups=4),
+    "the whole image": lambda: StandardizedConv2d(4, 6, 8),
     "low rank": lambda: LowRank(4, 6, 3, padding=1, stride=2),
 }
 
@@ -106,7 +106,7 @@ def test_other_layers_work_too_and_layers_may_be_used_twice():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
-            self.conv, self.linear = StandardisedConv2d(4, 4, 3, padding=1), WeightNorm(16, 3)
+            self.conv, self.linear = StandardizedConv2d(4, 4, 3, padding=1), WeightNorm(16, 3)
 
         def forward(self, x):
             x = torch.tanh(self.conv(nn.functional.avg_pool2d(torch.tanh(self.conv(x)), 4)))
@@ -129,11 +129,11 @@ def test_blocks_do_not_change_the_norms(monkeypatch):
 def test_norms_are_not_too_small_where_the_gradient_lies_almost_in_what_the_standardisation_takes_away():
     """In float32 the difference of two squares would lose all of it, and a norm must not come out too small."""
     torch.manual_seed(0)
-    layer = StandardisedConv2d(3, 2, 3)
+    layer = StandardizedConv2d(3, 2, 3)
     weight, gain = layer.weight.detach(), layer.gain.detach()
     unit = layer.effective_weight(weight, gain).detach()
     g = 1e3 * unit + 5e2 + 1e-2 * torch.randn(1, *weight.shape)
-    exact = Reparametrised.pull_back(layer, weight=weight.double(), gain=gain.double())
+    exact = Reparametrized.pull_back(layer, weight=weight.double(), gain=gain.double())
     norm = exact(g.double())["weight"].norm()
     found = layer.pull_back(weight, gain)(g.clone())["weight"].norm()
     assert abs(found / norm - 1) < 1e-2
@@ -152,7 +152,7 @@ def test_wrn16_4_is_taken_apart_into_layers():
 
 
 def test_a_wrong_pull_back_is_found_by_the_proof():
-    class Wrong(StandardisedConv2d):
+    class Wrong(StandardizedConv2d):
         def pull_back(self, **parameters):
             right = super().pull_back(**parameters)
             return lambda g: {"weight": 0.9 * right(g)["weight"], "gain": right(g)["gain"]}
