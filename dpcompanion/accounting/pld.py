@@ -59,7 +59,7 @@ from scipy.optimize import brentq
 from .. import _checks
 from . import revealed
 from .conversions import rdp_to_delta, rdp_to_epsilon
-from .gaussian import gaussian_delta, gaussian_epsilon
+from .gaussian import _composed_mu, gaussian_delta, gaussian_epsilon
 from .loss import _TAIL, DIRECTIONS, _scale, _Step
 from .rdp import DEFAULT_ORDERS, log_density_ratio, rdp_sampled_gaussian
 
@@ -70,6 +70,7 @@ _WINDOW_LOG_TAIL = -38.0  # tilted mass outside the window, each side: below e^-
 _LARGEST_GRID = 1 << 21  # points of one transform; a run that wants more gets a coarser grid, and its error says so
 _MOST_POINTS = 2 * _LARGEST_GRID  # of a grid that widens the sums themselves; a run that wants more gets none
 _TRANSFORM = 4e-15  # what rounding in a transform may move of the tilted mass, for each step
+_HAIR = 1 + 1e-11  # for rounding errors of the Gaussian mechanism's delta
 _COARSE = 1e-3  # a grid that may add more than this share of an epsilon is tried against bounds that need none
 _NEWTON = 24  # steps of Newton's method; most runs take 7
 _LOG_CAPPED = math.log(1e-5)  # the part of delta that the cap on the loss may add
@@ -392,7 +393,7 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     """Epsilon of a run by its privacy loss distribution, the worse of both directions
     (scalars; see `compute_epsilon`)."""
     if sample_rate == 1:
-        return float(gaussian_epsilon(math.sqrt(steps) / noise_multiplier, delta))
+        return float(gaussian_epsilon(_composed_mu(steps, noise_multiplier), delta / _HAIR))
     if _total_variation(sample_rate, noise_multiplier, steps) <= delta:
         return 0.0
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
@@ -422,7 +423,7 @@ def _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta):
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):
     """Delta of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_delta`)."""
     if sample_rate == 1:
-        return float(gaussian_delta(math.sqrt(steps) / noise_multiplier, epsilon))
+        return min(1.0, _HAIR * float(gaussian_delta(_composed_mu(steps, noise_multiplier), epsilon)))
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
     found, resolved = 1.0, False
     with contextlib.suppress(NoGrid):
