@@ -72,6 +72,7 @@ _MOST_POINTS = 2 * _LARGEST_GRID  # of a grid that widens the sums themselves; a
 _TRANSFORM = 4e-15  # what rounding in a transform may move of the tilted mass, for each step
 _HAIR = 1 + 1e-11  # for rounding errors of the Gaussian mechanism's delta
 _COARSE = 1e-3  # a grid that may add more than this share of an epsilon is tried against bounds that need none
+_STEEPEST_CELL = 300.0  # how far the logarithm of a tilt may rise through a cell of an interval that was given
 _NEWTON = 24  # steps of Newton's method; most runs take 7
 _LOG_CAPPED = math.log(1e-5)  # the part of delta that the cap on the loss may add
 
@@ -307,7 +308,11 @@ def _compose_step(step, steps, epsilon, slope, interval):
     """The loss of `steps` such steps, accurate near `epsilon`, where the log of delta falls
     at the rate `slope` or the tilt."""
     tilts, log_mgfs = _log_mgfs(step, steps)
-    tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs, epsilon).argmin())])
+    if interval is not None:  # a tilted mass that moves through a cell must stay a float
+        tilts = tilts[tilts * interval <= _STEEPEST_CELL]
+        if not len(tilts):
+            raise ValueError(f"interval must be far less than the losses of such a run, got {interval:g}")
+    tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs[: len(tilts)], epsilon).argmin())])
     if interval is None:
         low, high, _ = _window(step, steps, tilt, 0.0)
         # Far below 1 / tilt an epsilon is as good as zero.
