@@ -80,7 +80,8 @@ def _in_either_relation(release):
 def private_mean(
     values: Array, *, upper: float, epsilon: float, delta: float, generator: torch.Generator | None
 ) -> float:
-    """The mean of `values` with noise of standard deviation sigma upper / n, (epsilon, delta)-private; a float.
+    """The mean of `values` with noise of standard deviation sigma upper / n, (epsilon, delta)-private: a float from 0
+    to `upper`, where what the noise carries beyond is moved to the nearest end.
 
     Neighbouring relation: one value added or removed, or replaced, n public; the sum moves by `upper` at most in both.
 
@@ -100,7 +101,8 @@ def private_mean(
     """
     values = _bounded(values, upper)
     ratio = noise_ratio(epsilon, delta)
-    return float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio))
+    noisy = float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio))
+    return min(max(noisy, 0.0), float(upper))  # what is done to what was released costs nothing
 
 
 @_in_either_relation

@@ -19,6 +19,8 @@ from dpcompanion.accounting import (
 )
 from dpcompanion.filters import adaptive_delta
 
+from .soundness.calculator import game_of, promises_of
+
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
 
@@ -144,21 +146,13 @@ def filter_inputs(generator):
 
 def check_filter(run, answer):
     """The library finds no larger delta at the page's epsilons; True if they were worth a curve."""
-    rate, noise, _, delta, norm = run
+    delta, norm = run[3:]
     if "reason" in answer:
         return False
     assert len(answer["promises"]) == answer["blocks"] + 1 and answer["promises"][0] == 0
     assert norm <= answer["level"] == min(level for level in (0.25, 0.5, 0.75, 1.0) if norm <= level)
-    for i in {1, answer["blocks"]}:
-        game = dict(
-            sample_rate=rate,
-            noise_multiplier=noise,
-            levels=answer["levels"],
-            costs=answer["costs"],
-            budget=answer["budget"] * i // answer["blocks"],
-            block=answer["block"],
-        )
-        epsilon = answer["promises"][i]
+    for i in promises_of(answer):
+        game, epsilon = game_of(run, answer, i), answer["promises"][i]
         assert adaptive_delta(**game, epsilon=epsilon) <= delta, (run, i)
         if i == answer["blocks"]:
             # Not far above it either: what the grid adds is said.

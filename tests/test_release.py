@@ -50,6 +50,22 @@ def test_the_mean_has_noise_of_the_promised_spread():
     assert stats.kstest(np.array(draws), "norm", args=(float(values.mean()), std)).pvalue > 1e-7
 
 
+@pytest.mark.parametrize("value, end", [(0.0, 0.0), (2.4, 2.4)])
+@pytest.mark.parametrize("secure_noise", [False, True])
+def test_a_mean_lies_where_means_lie(value, end, secure_noise):
+    """Four values, and noise of seven times the range: what it carries beyond an end is moved there."""
+    found = [
+        private_mean(
+            torch.full((4,), value),
+            upper=2.4,
+            generator=None if secure_noise else torch.Generator().manual_seed(seed),
+            **BUDGET,
+        )
+        for seed in range(40)
+    ]
+    assert all(0 <= mean <= 2.4 for mean in found) and end in found
+
+
 def test_releases_that_split_a_budget_compose_to_it():
     each = split(0.1, 1e-5, 3)
     together = math.sqrt(3) * noise_ratio(each, 1e-5)
@@ -162,13 +178,13 @@ def test_no_value_moves_a_release_further_than_the_bound_allows():
 
 
 def test_without_a_generator_the_noise_is_a_ciphers_and_no_seed_repeats_it():
-    values, options = epsilons(300), {"upper": 2.4, "generator": None, **BUDGET}
+    values, options = epsilons(3000), {"upper": 2.4, "generator": None, **BUDGET}  # noise far less than the mean
     means = []
     for _ in range(60):
         torch.manual_seed(0)
         means.append(private_mean(values, **options))
     assert len(set(means)) == 60
-    std = 2.4 / noise_ratio(**BUDGET) / 300
+    std = 2.4 / noise_ratio(**BUDGET) / 3000
     z = (np.array(means) - float(values.mean())) / std
     assert stats.kstest(z, "norm").pvalue > 1e-7
     # On a grid: what comes out has no low bits of the mean in it.

@@ -36,7 +36,7 @@ import torch
 from .. import _checks
 from .levels import Levels
 from .loss import DIRECTIONS, _Step
-from .pld import _LOG_CAPPED, _TRANSFORM, _WINDOW_LOG_TAIL
+from .pld import _HAIR, _LOG_CAPPED, _TRANSFORM, _WINDOW_LOG_TAIL
 
 #: What discretisation may add to epsilon, relatively.
 TOLERANCE = 1e-3
@@ -84,7 +84,7 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
         from .gaussian import gaussian_epsilon
 
         squares = (counts.double() / torch.tensor(levels, dtype=torch.float64) ** 2).sum(dim=1)
-        return gaussian_epsilon(torch.sqrt(squares), delta)
+        return gaussian_epsilon(torch.sqrt(squares) * (1 + 2.0**-50), delta / _HAIR)
     epsilon = torch.zeros(len(counts), dtype=torch.float64)
     used = counts.any(dim=0).nonzero()[:, 0]
     if not len(used):

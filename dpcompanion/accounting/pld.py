@@ -60,7 +60,7 @@ from .. import _checks
 from . import revealed
 from .composed import ComposedLoss
 from .conversions import rdp_to_delta, rdp_to_epsilon
-from .gaussian import gaussian_delta, gaussian_epsilon
+from .gaussian import _composed_mu, gaussian_delta, gaussian_epsilon
 from .loss import _TAIL, DIRECTIONS, _scale, _Step
 from .rdp import DEFAULT_ORDERS, log_density_ratio, rdp_sampled_gaussian
 
@@ -71,7 +71,9 @@ _WINDOW_LOG_TAIL = -38.0  # tilted mass outside the window, each side: below e^-
 _LARGEST_GRID = 1 << 21  # points of one transform; a run that wants more gets a coarser grid, and its error says so
 _MOST_POINTS = 2 * _LARGEST_GRID  # of a grid that widens the sums themselves; a run that wants more gets none
 _TRANSFORM = 4e-15  # what rounding in a transform may move of the tilted mass, for each step
+_HAIR = 1 + 1e-11  # for rounding errors of the Gaussian mechanism's delta
 _COARSE = 1e-3  # a grid that may add more than this share of an epsilon is tried against bounds that need none
+_STEEPEST_CELL = 300.0  # how far the logarithm of a tilt may rise through a cell of an interval that was given
 _LOG_CAPPED = math.log(1e-5)  # the part of delta that the cap on the loss may add
 
 
@@ -195,7 +197,11 @@ def _compose_step(step, steps, epsilon, slope, interval):
     """The loss of `steps` such steps, accurate near `epsilon`, where the log of delta falls
     at the rate `slope` or the tilt."""
     tilts, log_mgfs = _log_mgfs(step, steps)
-    tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs, epsilon).argmin())])
+    if interval is not None:  # a tilted mass that moves through a cell must stay a float
+        tilts = tilts[tilts * interval <= _STEEPEST_CELL]
+        if not len(tilts):
+            raise ValueError(f"interval must be far less than the losses of such a run, got {interval:g}")
+    tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs[: len(tilts)], epsilon).argmin())])
     if interval is None:
         low, high, _ = _window(step, steps, tilt, 0.0)
         # Far below 1 / tilt an epsilon is as good as zero.
@@ -281,7 +287,7 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     """Epsilon of a run by its privacy loss distribution, the worse of both directions
     (scalars; see `compute_epsilon`)."""
     if sample_rate == 1:
-        return float(gaussian_epsilon(math.sqrt(steps) / noise_multiplier, delta))
+        return float(gaussian_epsilon(_composed_mu(steps, noise_multiplier), delta / _HAIR))
     if _total_variation(sample_rate, noise_multiplier, steps) <= delta:
         return 0.0
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
@@ -311,7 +317,7 @@ def _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta):
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):
     """Delta of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_delta`)."""
     if sample_rate == 1:
-        return float(gaussian_delta(math.sqrt(steps) / noise_multiplier, epsilon))
+        return min(1.0, _HAIR * float(gaussian_delta(_composed_mu(steps, noise_multiplier), epsilon)))
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
     found, resolved = 1.0, False
     with contextlib.suppress(NoGrid):

@@ -14,12 +14,10 @@ percent of epsilon at a noise multiplier below `LITTLE_NOISE` and rates above 1e
 '1.41e+05'
 """
 
-import math
-
 import torch
 from scipy import stats
 
-from .gaussian import gaussian_delta, gaussian_epsilon
+from .gaussian import _composed_mu, gaussian_delta, gaussian_epsilon
 from .search import bisect
 
 #: Noise multipliers below which every run is accounted for by this bound, as loss distributions would cost 1 / sigma
@@ -39,7 +37,7 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     draws, weights, beyond = _draws(sample_rate, steps, 1e-5 * delta)
     if _bound(draws, weights, beyond, noise_multiplier, 0.0) <= delta:
         return 0.0
-    most = torch.as_tensor(gaussian_epsilon(math.sqrt(float(draws[-1])) / noise_multiplier, delta / 2))
+    most = torch.as_tensor(gaussian_epsilon(_composed_mu(float(draws[-1]), noise_multiplier), delta / 2))
 
     def met(epsilon):
         return torch.tensor(_bound(draws, weights, beyond, noise_multiplier, float(epsilon)) <= delta)
@@ -63,4 +61,6 @@ def _draws(sample_rate, steps, spare):
 
 
 def _bound(draws, weights, beyond, noise_multiplier, epsilon):
-    return float((weights * gaussian_delta(draws.sqrt() / noise_multiplier, epsilon)).sum()) + beyond
+    # A hair on each ratio, and the one in the weights for what rounding may take from delta.
+    ratios = draws.sqrt() / noise_multiplier * (1 + 2.0**-51)
+    return float((weights * gaussian_delta(ratios, epsilon)).sum()) + beyond

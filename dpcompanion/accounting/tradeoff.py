@@ -175,12 +175,13 @@ class _Curve:
         self.epsilons, self.deltas = epsilons, torch.exp(log_deltas)
 
     def false_negative_rate(self, rates):
-        # A line that overflows lies at -inf, and does not count.
+        # A line that overflows lies at -inf, and does not count.  1 - x is exact near 1, where 1 - delta would round a
+        # small delta off.
         return (
             self._reduce(
                 rates,
                 lambda x, grows, shrinks: torch.maximum(
-                    1 - self.deltas - grows * x, shrinks * (1 - self.deltas - x)
+                    1 - self.deltas - grows * x, shrinks * (1 - x - self.deltas)
                 ).amax(1),
             )
             .clamp(0, 1)
@@ -190,7 +191,7 @@ class _Curve:
     def true_positive_rate(self, rates):
         found = self._reduce(
             rates,
-            lambda x, grows, shrinks: torch.minimum(self.deltas + grows * x, 1 - shrinks * (1 - self.deltas - x)).amin(
+            lambda x, grows, shrinks: torch.minimum(self.deltas + grows * x, 1 - shrinks * (1 - x - self.deltas)).amin(
                 1
             ),
         )

@@ -259,6 +259,8 @@ class ExactFilter:
         if not bool(((tensors["spent"] >= 0) & (tensors["spent"] <= tensors["budget"])).all()):
             raise ValueError("state must hold spent budgets between 0 and the whole, got others")
         _checks.in_interval("current", tensors["current"], 0, len(self.levels))
+        if bool((tensors["spent"] < self._costs.cpu()[tensors["current"]]).any()):
+            raise ValueError("state must hold spent budgets that paid for the current levels, got less")
         self.spent, self._current = (tensors[name].to(self.device).clone() for name in ("spent", "current"))
         self._limits, self._steps_left = None, steps_left
 

@@ -25,6 +25,16 @@ def test_delta_agrees_with_the_formula_in_high_precision(log_mu, z):
     assert float(gaussian_delta(mu, epsilon)) == pytest.approx(exact, rel=1e-11 * (1 + z * z), abs=1e-305)
 
 
+@pytest.mark.parametrize("mu", [2.5, 30.7, 11234.567, 1234567.891, 123456789.123])
+@pytest.mark.parametrize("z", [-1, 0.5, 4, 20])
+def test_no_digit_of_delta_is_lost_where_the_ratio_is_large(mu, z):
+    """There epsilon / mu and mu / 2 nearly cancel: delta was short of 2e-8 of itself at 1e8."""
+    epsilon = mu * (z + mu / 2)
+    with mp.workdps(60):
+        exact = exact_delta(mu, epsilon)
+        assert abs(gaussian_delta(mu, epsilon) / exact - 1) <= 1e-12
+
+
 @given(log_mu=st.floats(-7, 3), log_delta=st.floats(-300, -0.01))
 @settings(max_examples=100, deadline=None)
 def test_epsilon_meets_delta_and_nothing_smaller_does(log_mu, log_delta):

@@ -90,7 +90,8 @@ def test_no_steps_cost_nothing_and_the_order_of_histories_does_not_matter():
 
 def test_full_batches_are_one_gaussian_mechanism():
     found = epsilon_of_histories([[3, 4]], sample_rate=1, noise_multipliers=[2.0, 5.0], delta=1e-5)
-    assert float(found) == float(gaussian_epsilon(math.sqrt(3 / 4 + 4 / 25), 1e-5))
+    exact = gaussian_epsilon(math.sqrt(3 / 4 + 4 / 25), 1e-5)
+    assert exact <= float(found) <= exact * (1 + 1e-11)
 
 
 @pytest.mark.parametrize(

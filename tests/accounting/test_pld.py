@@ -123,6 +123,20 @@ def test_the_whole_curve_of_one_step_is_an_upper_bound_wherever_it_was_composed(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("run", [(0.01, 1.0, 0.5, 1e-5), (0.1, 0.1, 30.0, 1e-6)])
+def test_a_curve_on_a_grid_far_coarser_than_its_losses_is_an_upper_bound_still(run, direction):
+    sample_rate, noise_multiplier, interval, delta = run
+    given = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=1, delta=delta, direction=direction)
+    loss = pld.compose(**given, interval=interval)
+    for epsilon in (0.0, 0.01, 0.3, 3.0):
+        assert (
+            1 >= loss.delta(epsilon) >= one_step_delta(sample_rate, noise_multiplier, epsilon, direction) * (1 - 1e-9)
+        )
+    with pytest.raises(ValueError, match="^interval must"):
+        pld.compose(**given, interval=1e9)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("at", [1e-3, 1e-6])
 def test_the_whole_curve_of_many_steps_is_an_upper_bound_far_from_where_it_was_composed(at, direction):
     """Rounding in the transform is relative to the bulk, which lies far above: the total variation was 0.5% short."""

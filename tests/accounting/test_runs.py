@@ -1,6 +1,7 @@
 import math
 import time
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -116,9 +117,22 @@ def test_delta_and_epsilon_are_inverse_to_each_other(rate, noise, log_steps, log
 def test_full_batches_are_the_gaussian_mechanism(noise, log_steps, log_delta):
     run, delta = run_of(0, noise, log_steps), 10**log_delta
     mu = math.sqrt(run["steps"]) / run["noise_multiplier"]
-    assert compute_epsilon(**run, delta=delta) == float(gaussian_epsilon(mu, delta))
-    assert compute_delta(**run, epsilon=1.0) == float(gaussian_delta(mu, 1.0))
+    epsilon, at_one = gaussian_epsilon(mu, delta), gaussian_delta(mu, 1.0)
+    assert epsilon <= compute_epsilon(**run, delta=delta) <= epsilon * (1 + 1e-9) + 1e-10
+    assert at_one <= compute_delta(**run, epsilon=1.0) <= at_one * (1 + 1e-8)
     assert compute_epsilon(**run, delta=delta, accountant="rdp") >= float(gaussian_epsilon(mu, delta)) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("noise, steps", [(1.1, 10**12), (0.3, 10**11 + 1), (0.011, 10**12 - 1), (3.7, 7)])
+def test_full_batches_of_any_number_are_bounded_to_the_last_digit(noise, steps):
+    """At a ratio of a million delta changes a million times as much as the ratio does, relatively."""
+    for z in (1, 3, 6):
+        with mpmath.workdps(60):
+            mu = mpmath.sqrt(steps) / noise
+            epsilon = float(mu * (mu / 2 + z))
+            exact = mpmath.ncdf(mu / 2 - epsilon / mu) - mpmath.exp(epsilon) * mpmath.ncdf(-mu / 2 - epsilon / mu)
+            found = compute_delta(sample_rate=1, noise_multiplier=noise, steps=steps, epsilon=epsilon)
+            assert exact <= found <= exact * (1 + mpmath.mpf(1e-14) * mu * z + 2e-11)
 
 
 def test_almost_full_batches_approach_the_gaussian_mechanism():

@@ -114,6 +114,20 @@ def test_a_single_sampled_step_meets_its_closed_form(sample_rate, noise_multipli
     check_bound(trade_off(**run, false_positive_rate=exact), rates)
 
 
+def test_where_nearly_all_alarms_are_false_no_attack_misses_less_than_is_said():
+    """Next to 1 a rate has more digits than 1 less a delta: the rate of misses was said to be 3% too large."""
+    sample_rate, mu = 0.9, 1.0
+    least = [k * 2.0**-53 for k in range(2, 40)]  # 1 less the rate
+    found = trade_off(
+        sample_rate=sample_rate, noise_multiplier=1 / mu, steps=1, false_positive_rate=[1 - rest for rest in least]
+    )
+    for rest, missed in zip(least, found.tolist()):
+        with mpmath.workdps(40):
+            kept = lambda z: sample_rate * mpmath.ncdf(z + mu) + (1 - sample_rate) * mpmath.ncdf(z)  # noqa: E731, B023
+            z = mpmath.findroot(lambda z: mpmath.log(kept(z) / rest), -9)  # noqa: B023
+            assert missed <= mpmath.ncdf(z)
+
+
 @pytest.mark.parametrize("run", [REFERENCE, dict(sample_rate=0.2, noise_multiplier=2.0, steps=10)])
 def test_it_lies_below_the_optimistic_curve_of_dp_accounting_and_near_it(run):
     epsilons = torch.cat((torch.zeros(1), torch.logspace(-5, 1, 1000))).double()

@@ -136,6 +136,7 @@ def test_states_go_on_and_foreign_ones_are_refused():
         ("spent", torch.tensor([-1, 0])),
         ("spent", torch.zeros(3)),
         ("current", torch.tensor([4, 0])),
+        ("spent", torch.zeros(2, dtype=torch.int64)),  # less than the levels of the block that is under way cost
         ("steps_left", 3),
     ):
         with pytest.raises(ValueError, match="state|current|steps_left"):

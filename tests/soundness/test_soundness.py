@@ -8,7 +8,7 @@ from scipy import special
 
 from dpcompanion.accounting import compute_epsilon
 
-from . import PIECES
+from . import PIECES, calculator
 from .__main__ import note, read, run
 from .power import delta_at_zero_from_above, delta_from_below, verdict
 
@@ -20,6 +20,27 @@ def test_no_case_of_the_short_part_is_a_violation(name, request):
     piece = importlib.import_module(f"{__package__}.{name}")
     answers = [piece.violations(case) for case in piece.cases(1, PIECES[name][1])]
     assert [line for lines in answers for line in lines or ()] == []
+
+
+def test_every_tenth_case_of_the_calculator_tries_its_filter_and_the_others_are_what_they_were():
+    assert [len(case) for case in calculator.cases(0, 20)] == 2 * ([4] * 9 + [5])
+    assert all(0.02 <= case[4] <= 1 for case in calculator.cases(0, 100) if len(case) == 5)
+    # The 11th case, as it was before there were filters.
+    before = [0.005028263576068687, 132.62981933300534, 3355, 1.3029363005070636e-06]
+    assert list(calculator.cases(0, 11))[10] == pytest.approx(before)
+
+
+@pytest.mark.parametrize("less", [1.0, 0.97])
+def test_a_promise_of_the_pages_filter_that_is_too_small_is_told(less, monkeypatch, request):
+    request.getfixturevalue("node")
+    said = calculator._said
+
+    def lowered(run, expression):
+        answer = said(run, expression)
+        return {**answer, "promises": [less * epsilon for epsilon in answer["promises"]]}
+
+    monkeypatch.setattr(calculator, "_said", lowered)
+    assert bool(calculator.filter_violations([0.2, 2.0, 1, 1e-4, 1.0])) == (less < 1)
 
 
 def test_the_oracle_tells_a_bound_that_is_too_small():
