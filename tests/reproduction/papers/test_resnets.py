@@ -76,7 +76,10 @@ def test_a_part_is_a_part_of_something():
 
 # Shortened runs: the paper's network and data for some of its epochs ----------------------------------------------
 
-SHORTENED = [part.name for part in published.exhibits(ours=True) if part.shortened]
+#: Boenisch et al. have networks of their own: test_idp_sgd_cifar.
+SHORTENED = [part.name for part in published.exhibits(ours=True) if part.shortened and part.paper != "idp-sgd"]
+#: What those of Yu et al. 2022 change: they have shorter batches too, so that there are steps enough.
+CHANGED = {"batch_size", "epochs", "noise_multiplier", "refreshes", "learning_rate", "reference", "looks"}
 #: Shortened tasks, what of the paper's own they change, and the epsilon that they cost.
 SHORT = {
     "individual-accounting": (
@@ -93,22 +96,41 @@ SHORT = {
         lambda task, n, _: gradients_look_alike.plan_of(task, n),
         10.0,
     ),
+    "per-instance-accounting": (resnets.CIFAR10_SHORT, resnets.CIFAR10, CHANGED, runs.make_plan, 6.36),
+    "per-instance-accounting/figure-4": (
+        resnets.UTKFACE_SHORT,
+        resnets.UTKFACE_GENDER,
+        CHANGED - {"batch_size"},
+        runs.make_plan,
+        4.08,
+    ),
 }
 
 
-@pytest.mark.parametrize("paper", SHORT)
-def test_a_shortened_run_is_the_papers_for_as_many_epochs_as_it_says_and_costs_as_much(paper):
-    short, whole, changed, make_plan, epsilon = SHORT[paper]
+def only(config):
+    """The one task or setting of a configuration: its field, its name there if it has one, and itself."""
+    if hasattr(config, "setting"):
+        return "setting", None, config.setting
+    field = "tasks" if hasattr(config, "tasks") else "settings"
+    ((label, task),) = getattr(config, field).items()
+    return field, label, task
+
+
+@pytest.mark.parametrize("of", SHORT)
+def test_a_shortened_run_is_the_papers_for_as_many_epochs_as_it_says_and_costs_as_much(of):
+    short, whole, changed, make_plan, epsilon = SHORT[of]
     fields = {field.name for field in dataclasses.fields(short)}
     assert {field for field in fields if getattr(short, field) != getattr(whole, field)} == changed
-    assert (short.data, short.model) == ("cifar10", "resnet20")
-    plan = make_plan(short, 50_000, 1.0)
+    assert short.model == "resnet20"
+    n, data = (6_240, "UTKFace, gender") if short.data == "utkface-gender" else (50_000, "CIFAR-10")
+    plan = make_plan(short, n, 1.0)
     assert epsilon - 0.01 < plan.epsilon(accountant="rdp") <= epsilon and plan.epsilon(accountant="pld") < epsilon
-    for name in SHORTENED:
-        if name.startswith(paper):
-            part, config = published.exhibit(name), experiments.get(name).presets["paper"]
-            assert part.shortened == f"{short.epochs} of {whole.epochs} epochs of ResNet-20 on CIFAR-10"
-            assert list(config.tasks.values()) == [short] and experiments.get(name).presets.keys() == {"paper"}
+    parts = [name for name in SHORTENED if max((key for key in SHORT if name.startswith(key)), key=len) == of]
+    assert parts
+    for name in parts:
+        part, presets = published.exhibit(name), experiments.get(name).presets
+        assert part.shortened == f"{short.epochs} of {whole.epochs} epochs of ResNet-20 on {data}"
+        assert only(presets["paper"])[2] == short and presets.keys() == {"paper"}
 
 
 @pytest.mark.parametrize("name", SHORTENED)
@@ -117,21 +139,26 @@ def test_a_shortened_run_meets_the_criteria_of_its_exhibits_under_its_own_name(n
     forget()
     found = experiments.get(name)
     config = found.presets["paper"]
-    ((label, _),) = config.tasks.items()
-    if name.startswith("individual"):
+    field, label, _ = only(config)
+    if name.startswith("per-instance"):
+        task = dataclasses.replace(TINY, reference=40)
+    elif name.startswith("individual"):
         task = dataclasses.replace(individual_accounting.MNIST_5K, epochs=2, batch_size=400, reference=40)
     else:
         task = gradients_look_alike.Task("mnist-5k", "softmax", epochs=1, learning_rate=1.0, runs=1, points=15, stops=4)
     changes = {"draws": 3, "pool": 9, "tuples": 3, "batch_sizes": (32, 64), "shown": 6}
     changes = {field: value for field, value in changes.items() if hasattr(config, field)}
-    monkeypatch.setitem(found.presets, "paper", dataclasses.replace(config, tasks={label: task}, **changes))
+    monkeypatch.setitem(
+        found.presets, "paper", dataclasses.replace(config, **{field: {label: task} if label else task}, **changes)
+    )
     record = experiments.run(name, preset="paper")
     asked = [criterion for criterion in experiments._CRITERIA if criterion.of == name]
     exhibits = {criterion.exhibit for criterion in asked}
     assert f"{published.exhibit(name).paper}/{published.exhibit(name).part_of}" in exhibits
     rows = [row for exhibit in exhibits for row in experiments.findings(record, exhibit).rows]
     assert {row.criterion for row in rows} == {criterion.text for criterion in asked}
-    assert all("ResNet-20" in row.where and " epochs" in row.where for row in rows)
+    network = "" if field.startswith("setting") else "ResNet-20"
+    assert all(network in row.where and " epochs" in row.where for row in rows)
 
 
 def test_with_dp_the_attack_is_on_final_losses_of_members_and_others(monkeypatch, tmp_path):

@@ -51,23 +51,24 @@ class Cifar(Trials):
 
 
 def assignment(config, kind, labels, seed):
-    """Method, everybody's group and the groups' budgets: of the kinds of `Trials`, of "same" and of "class-3.lower"."""
+    """Method, everybody's group, the groups' budgets and whose accuracy is looked at, those with the strictest one: of
+    the kinds of `Trials`, of "same" and of "class-3.lower"."""
     setup, _, method = kind.rpartition(".")
     if setup.startswith("class-"):
-        return "sample", (labels == int(setup[-1])).long(), (config.rest, config.levels[method])
+        groups = (labels == int(setup[-1])).long()
+        return "sample", groups, (config.rest, config.levels[method]), groups == 0
     if kind == "same":
-        return "dpsgd", torch.zeros_like(labels), (config.rest,)
+        return "dpsgd", torch.zeros_like(labels), (config.rest,), torch.ones_like(labels).bool()
     groups = assign(len(labels), config.groups[setup or "B"], seed)
     if method == "loosest":
-        return "dpsgd", torch.zeros_like(groups), config.budgets[-1:]
-    return method, groups, config.budgets
+        return "dpsgd", torch.zeros_like(groups), config.budgets[-1:], groups == 0
+    return method, groups, config.budgets, groups == 0
 
 
 def kept_trial(config, task, kind, seed, run):
     """What `training.trial` returns, of a run that goes on from its last whole epoch if it was cut off."""
     found = problem(config.task, run)
-    method, groups, budgets = assignment(config, kind, found.labels, seed)
-    strictest = groups == 0
+    method, groups, budgets, strictest = assignment(config, kind, found.labels, seed)
     plan = plan_of(method, groups, budgets, task.training, delta=config.delta)
     model = network(task, seed).to(run.device)
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)

@@ -30,7 +30,14 @@ from dpcompanion.reproduction.papers.per_instance_accounting.clipping import (
     table_2,
 )
 from dpcompanion.reproduction.papers.per_instance_accounting.membership import figure_7, figures_9_10, Membership
-from dpcompanion.reproduction.papers.per_instance_accounting.runs import NAME, of_examples, Setting, Study, trained
+from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
+    label,
+    NAME,
+    of_examples,
+    Setting,
+    Study,
+    trained,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,9 +150,9 @@ for _exhibit, _function, _config, _whose in (
 
 @finding(f"{NAME}/figure-4", "the largest epsilon is at least ten times the smallest", of=f"{NAME}/figure-4-short")
 def epsilons_spread(record):
-    for name in record.config["settings"]:
+    for name, setting in record.config["settings"].items():
         least, most = (record.values[f"{name}.{key}"] for key in ("min", "max"))
-        yield f"UTKFace, {name}", f"{least:.1f} to {most:.1f}", bool(most >= 10 * least)
+        yield label(record, setting), f"{least:.1f} to {most:.1f}", bool(most >= 10 * least)
 
 
 @finding(
@@ -155,4 +162,4 @@ def epsilons_spread(record):
 )
 def many_pay_less(record):
     share = of_examples(record, record.values["cifar10"])
-    yield "CIFAR-10", f"{share.estimate:.0%}", share.below(0.5)
+    yield label(record, record.config["settings"]["cifar10"]), f"{share.estimate:.0%}", share.below(0.5)

@@ -10,7 +10,7 @@ import torch
 
 from dpcompanion.accounting import compute_epsilon
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.reproduction import intervals
+from dpcompanion.reproduction import intervals, published
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import Looks, rank, within_the_piece
 from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, gradient_norms, train
@@ -177,14 +177,20 @@ def by_class(found, values):
     return np.array([values[found.groups.numpy() == group].mean() for group in range(len(found.names))])
 
 
-def label(record):
-    """Which data a record is of."""
-    return {
+def label(record, setting=None):
+    """Which data, network and part of the training a record, or one of its settings, is of."""
+    setting = setting or record.config["setting"]
+    data = {
         "mnist": "MNIST",
         "cifar10": "CIFAR-10",
         "utkface-age": "UTKFace, age",
         "utkface-gender": "UTKFace, gender",
-    }.get(record.config["setting"]["data"], "digits")
+    }.get(setting["data"], "digits")
+    words = [data, "ResNet-20"] if setting.get("model") == "resnet20" else [data]
+    shortened = published.exhibit(record.name).shortened
+    if shortened:
+        words.append(shortened.partition(" of ResNet-20")[0])
+    return ", ".join(words)
 
 
 def of_examples(record, share):
