@@ -14,6 +14,8 @@ percent of epsilon at a noise multiplier below `LITTLE_NOISE` and rates above 1e
 '1.41e+05'
 """
 
+from bisect import bisect_left
+
 import torch
 from scipy import stats
 
@@ -47,7 +49,8 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
 
 def _draws(sample_rate, steps, spare):
     """Numbers of draws, the probability of each group up to it, and a bound on the probability of more."""
-    most = steps if sample_rate == 1 else min(steps, int(stats.binom.isf(spare, steps, sample_rate)) + 1)
+    # By bisection: SciPy's own inverse takes one minus `spare`, which of 1e-16 and less is one, and says all steps.
+    most = bisect_left(range(steps), True, key=lambda draws: stats.binom.sf(draws, steps, sample_rate) <= spare)
     least = int(stats.binom.ppf(1e-3, steps, sample_rate))
     few = torch.arange(least, min(most, least + _GROUPS) + 1, dtype=torch.float64)
     ends = torch.cat([few, torch.linspace(float(few[-1]), most, _GROUPS, dtype=torch.float64).ceil()]).unique()

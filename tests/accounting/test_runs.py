@@ -250,6 +250,12 @@ def test_with_little_noise_the_bound_is_a_bound_and_close(rate, steps):
     assert 0.9e-6 < direct <= 1e-6
 
 
+@pytest.mark.parametrize("steps", [10**6, 10**9, 10**12])
+def test_with_little_noise_delta_and_epsilon_stay_each_others_inverse_however_many_the_steps(steps):
+    run = dict(sample_rate=1e-3, noise_multiplier=0.0099, steps=steps)
+    assert 0.9e-6 < compute_delta(**run, epsilon=compute_epsilon(**run, delta=1e-6)) < 1.3e-6
+
+
 def test_more_steps_than_can_be_counted_are_refused():
     with pytest.raises(ValueError, match="steps must lie in"):
         compute_epsilon(sample_rate=0.1, noise_multiplier=1.0, steps=10**13, delta=1e-5)
