@@ -187,8 +187,16 @@ def test_an_exact_filter_costs_more_than_fixed_norms_and_less_than_a_renyi_filte
         assert answer["promises"] == sorted(answer["promises"])
 
 
-def test_where_a_filter_is_not_computed_the_reason_is_said(run_script):
-    answer = run_script("exactFilter.finished(exactFilter.promised(1, 0.3, 1000000, 1e-5, 1))")
+@pytest.mark.parametrize(
+    "run",
+    [
+        "1, 0.3, 1000000, 1e-5, 1",
+        "1.1677191184149519e-05, 2613.3876888811565, 218, 4e-4, 0.72",  # prices are rounding errors, one of them negative
+        "1e-9, 1e9, 1, 1e-12, 0.3",
+    ],
+)
+def test_where_a_filter_is_not_computed_the_reason_is_said(run_script, run):
+    answer = run_script(f"exactFilter.finished(exactFilter.promised({run}))")
     assert "beyond 20" in answer["reason"] and "promises" not in answer
 
 

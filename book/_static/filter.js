@@ -226,7 +226,8 @@ const exactFilter = (() => {
     const block = Math.ceil(steps / BLOCKS), blocks = Math.ceil(steps / block);
     const level = LEVELS.find((each) => norm <= each);
     const tilt = saddle(rate, noise / level, blocks * block, delta);
-    const priceOf = (each) => blockOf(rate, noise / each, block, true, Math.log(1e-5 * delta / blocks)).logMass(tilt);
+    // Of divergences next to nothing only rounding errors are left, of either sign.
+    const priceOf = (each) => Math.max(1e-14, blockOf(rate, noise / each, block, true, Math.log(1e-5 * delta / blocks)).logMass(tilt));
     // A level of which the budget does not pay for a block cannot be played.
     const price = priceOf(level), levels = LEVELS.filter((each) => priceOf(each) <= price * blocks);
     const costs = costsOf(levels.map(priceOf), price, blocks), budget = costs[levels.indexOf(level)] * blocks;
