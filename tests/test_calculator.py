@@ -191,7 +191,7 @@ def test_an_exact_filter_costs_more_than_fixed_norms_and_less_than_a_renyi_filte
     "run",
     [
         "1, 0.3, 1000000, 1e-5, 1",
-        "1.1677191184149519e-05, 2613.3876888811565, 218, 4e-4, 0.72",  # prices are rounding errors, one of them negative
+        "1.1677191184149519e-05, 2613.3876888811565, 218, 4e-4, 0.72",  # prices are rounding errors
         "1e-9, 1e9, 1, 1e-12, 0.3",
     ],
 )
