@@ -91,7 +91,7 @@ const exactFilter = (() => {
   // The promise of every budget in one direction, [epsilon of 0 units, of 1 unit, ...], and what the grid may have added to the
   // last; null where the grid would be too coarse.  A generator, which pauses now and then.
   function* directed(rate, noises, costs, budget, block, delta, removing) {
-    const times = costs.map((cost) => Math.floor(budget / cost)), least = Math.min(...costs);
+    const times = costs.map((cost) => Math.floor(budget / cost));
     const blocks = noises.map((noise, k) => blockOf(rate, noise, block, removing, Math.log(1e-5 * delta) - Math.log(times[k])));
     // A tilted V is at most exp(logChernoff) at budget 0, and grows no faster than the mass of a path: Chernoff's bound on the game,
     // `most`, and the tilt at which it is least.
@@ -146,22 +146,28 @@ const exactFilter = (() => {
     });
     const norms = laws.map(({ masses }) => Math.sqrt(masses.reduce((sum, mass) => sum + mass * mass, 0)));
     // Transforms of relative error below 7 log2(length) units each (Higham 2002, theorem 24.2); two reals go through each.
-    const rounding = 84 * Math.log2(length) * UNIT * Math.max(...norms) + Math.max(...laws.map((law) => law.blur));
+    const rounding = norms.map((norm) => 42 * Math.log2(length) * UNIT * norm);
     const growth = Math.max(0, ...laws.map((law, k) => Math.log(law.total + law.lost) / costs[k]));
-    const lost = Math.max(...laws.map((law) => law.lost));
     const capped = Math.max(...costs.map((cost, k) => 1e-5 * delta / times[k] / cost));
     let now = Float64Array.from({ length: size }, (_, i) => {
       const u = (low + i) * grid;
       return u > 0 ? -Math.expm1(-u) * Math.exp(-tilt * u) : 0;
     });
     const ring = Math.max(...costs) + 1, history = [], promises = [0];
-    let slack = 0, norm = 0;
+    // What rounding and cut-off tails may have taken, by units: along the plays of a path, none of an idle unit.
+    const slacks = Array(ring).fill(0), sizes = Array(ring).fill(0);
+    let slack = 0;
     for (let b = 0; b <= budget; b++) {
       if (b) {
-        slack = slack * Math.exp(growth) + rounding * norm + lost * Math.exp(logChernoff(tilt) + growth * (b - least));
         const playable = costs.map((_, k) => k).filter((k) => costs[k] <= b), next = now.slice();
         for (let pair = 0; pair < playable.length; pair += 2) {
-          const [one, other] = correlated(playable.slice(pair, pair + 2).map((k) => [history[(b - costs[k]) % ring], spectra[k]]), length);
+          const two = playable.slice(pair, pair + 2), from = (k) => (b - costs[k]) % ring;
+          const rounded = two.reduce((sum, k) => sum + rounding[k] * sizes[from(k)], 0);
+          for (const k of two) {
+            const taken = rounded + laws[k].blur * sizes[from(k)] + laws[k].lost * Math.exp(logChernoff(tilt) + growth * (b - costs[k]));
+            slack = Math.max(slack, slacks[from(k)] * Math.exp(growth * costs[k]) + taken);
+          }
+          const [one, other] = correlated(two.map((k) => [history[from(k)], spectra[k]]), length);
           for (let i = 0; i < size; i++) {
             const larger = Math.max(one[i], other[i]);
             if (larger > next[i]) next[i] = larger;
@@ -178,7 +184,7 @@ const exactFilter = (() => {
       for (let i = 1; i <= right; i++) real[size - 1 + i] = Math.exp(-tilt * (end + i * grid)) * (1 - gap * Math.exp(-i * grid));
       const ceiling = Math.exp(logChernoff(tilt) + growth * b);
       for (let i = 1; i <= left; i++) real[length - i] = Math.min((now[0] + slack) * Math.exp(tilt * i * grid), ceiling);
-      norm = Math.max(norm, Math.sqrt(real.reduce((sum, value) => sum + value * value, 0)));
+      [slacks[b % ring], sizes[b % ring]] = [slack, Math.sqrt(real.reduce((sum, value) => sum + value * value, 0))];
       fourier(real, imaginary, false);
       history[b % ring] = [real.slice(0, half), imaginary.slice(0, half)];
     }

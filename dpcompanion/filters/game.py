@@ -224,10 +224,8 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
         np.add.at(kernel, (law.first + np.arange(len(law.masses))) % points, law.masses)
     spectra = np.conj(cast(np.ndarray, rfft(kernels, axis=1)))
     # Three transforms, each with a relative error below 7 log2(points) units (Higham 2002, theorem 24.2), doubled.
-    rounding = 42 * math.log2(points) * _UNIT * max(np.linalg.norm(law.masses) for law in laws)
-    rounding += max(law.blur for law in laws)
+    rounding = [42 * math.log2(points) * _UNIT * float(np.linalg.norm(law.masses)) + law.blur for law in laws]
     growth = _growth(laws, costs)
-    lost = max(law.lost for law in laws)
     capped = max(law.capped / cost for law, cost in zip(laws, costs))
     # Any U is at most chernoff: (1 - e^(epsilon - s))_+ <= kappa e^(tilt (s - epsilon)), times the mass of the path.
     log_chernoff = tilt * math.log(tilt) - (1 + tilt) * math.log1p(tilt)
@@ -239,11 +237,12 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
     to_value = math.exp(-tilt * (epsilon - high * interval))
     now = -np.expm1(np.minimum(epsilon - losses, 0)) * np.exp(tilt * np.minimum(epsilon - losses, 0))
 
-    ring, order, least = max(costs) + 1, np.array(costs), min(costs)
+    ring, order = max(costs) + 1, np.array(costs)
     history = np.zeros((ring, points // 2 + 1), dtype=complex)
     padded, table = np.zeros(points), np.zeros(budget + 1)
     kept = np.full((budget + 1, size), -1, dtype=np.int8) if choices else None
-    slack = norm = 0.0
+    # What rounding and cut-off tails may have taken, by units: along the plays of a path, none of an idle unit.
+    slacks, norms, slack = [0.0] * ring, [0.0] * ring, 0.0
     scale = math.exp(-tilt * epsilon)
     rows = np.arange(len(laws))
     with bar(budget, label="worst case", show=progress) as advance:
@@ -252,9 +251,10 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
                 playable = order <= b
                 products = history[(b - order[playable]) % ring] * spectra[playable]
                 values = cast(np.ndarray, irfft(products, n=points, axis=1))[:, :size]
-                slack = (
-                    slack * math.exp(growth) + rounding * norm + lost * math.exp(log_chernoff + growth * (b - least))
-                )
+                for k in rows[playable]:
+                    i, most = (b - costs[k]) % ring, math.exp(log_chernoff + growth * (b - costs[k]))
+                    taken = rounding[k] * norms[i] + laws[k].lost * most
+                    slack = max(slack, slacks[i] * math.exp(growth * costs[k]) + taken)
                 last = now
                 if kept is not None and playable.any():
                     best = values.argmax(axis=0)
@@ -270,8 +270,7 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
             padded[size : size + right] = ones - max(1.0 - (now[-1] + slack) * to_value, 0.0) * chord
             if left:
                 padded[points - left :] = np.minimum((now[0] + slack) * below, math.exp(log_chernoff + growth * b))
-            norm = max(norm, float(np.linalg.norm(padded)))
-            history[b % ring] = rfft(padded)
+            history[b % ring], slacks[b % ring], norms[b % ring] = rfft(padded), slack, float(np.linalg.norm(padded))
     return np.maximum.accumulate(table), kept
 
 

@@ -41,6 +41,14 @@ def test_one_level_is_the_account_by_loss_distributions(run, steps, block, epsil
     assert error <= 0.04 * epsilon
 
 
+@pytest.mark.parametrize("cost", [1, 31])
+def test_units_that_nobody_plays_add_nothing_to_a_long_block(cost):
+    run = dict(sample_rate=0.0037752, noise_multiplier=1.704)
+    found = adaptive_delta(**run, levels=[1.0], costs=[cost], budget=cost, epsilon=1.6141, block=15_768)
+    exact = compute_delta(**run, steps=15_768, epsilon=1.6141)
+    assert exact * (1 - 1e-3) <= found <= 1.1 * exact
+
+
 @pytest.mark.parametrize("direction", ["remove", "add"])
 def test_on_short_games_it_is_the_best_of_all_strategies(direction):
     # A weak and a strong coin that is biased, so that the directions differ; three outputs as well.
