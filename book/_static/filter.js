@@ -184,7 +184,7 @@ const exactFilter = (() => {
       for (let i = 1; i <= right; i++) real[size - 1 + i] = Math.exp(-tilt * (end + i * grid)) * (1 - gap * Math.exp(-i * grid));
       const ceiling = Math.exp(logChernoff(tilt) + growth * b);
       for (let i = 1; i <= left; i++) real[length - i] = Math.min((now[0] + slack) * Math.exp(tilt * i * grid), ceiling);
-      [slacks[b % ring], sizes[b % ring]] = [slack, Math.sqrt(real.reduce((sum, value) => sum + value * value, 0))];
+      [slacks[b % ring], sizes[b % ring]] = [slack, Math.sqrt(real.reduce((sum, value) => sum + value * value, 0)) + slack * Math.sqrt(size)];
       fourier(real, imaginary, false);
       history[b % ring] = [real.slice(0, half), imaginary.slice(0, half)];
     }

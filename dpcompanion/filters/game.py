@@ -270,7 +270,8 @@ def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, c
             padded[size : size + right] = ones - max(1.0 - (now[-1] + slack) * to_value, 0.0) * chord
             if left:
                 padded[points - left :] = np.minimum((now[0] + slack) * below, math.exp(log_chernoff + growth * b))
-            history[b % ring], slacks[b % ring], norms[b % ring] = rfft(padded), slack, float(np.linalg.norm(padded))
+            history[b % ring], slacks[b % ring] = rfft(padded), slack
+            norms[b % ring] = float(np.linalg.norm(padded)) + slack * math.sqrt(size)
     return np.maximum.accumulate(table), kept
 
 
