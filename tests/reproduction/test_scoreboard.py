@@ -314,17 +314,17 @@ def test_a_gap_names_the_command_that_fills_it_or_what_has_to_be_written(tmp_pat
     assert part.to_do == ("cifar10 (a GPU, a day)", command)
 
 
-def test_a_preset_that_was_never_run_is_no_quick_run():
-    one = BY_NAME["idp-sgd/table-10"]
+def test_a_preset_that_was_never_run_is_no_quick_run(tmp_path):
+    one = scoreboard.standing("idp-sgd/table-10", folder=tmp_path)
     assert set(one.experiment.presets) == {"paper"} and (one.state, one.basis) == ("not run", "ready to run")
 
 
-def test_what_another_exhibits_quick_run_decides_is_shown_live():
+def test_what_another_exhibits_quick_run_decides_is_shown_live(tmp_path):
     for name in ("figure-7", "table-12", "figures-8-10"):
         one = BY_NAME[f"idp-sgd/{name}"]
         assert "quick" in one.experiment.presets and one.experiment.name != one.exhibit.name
         assert (one.state, one.basis) == ("in part", "quick run, live")
-    one = BY_NAME["per-instance-accounting/text-worst-case-share"]
+    one = scoreboard.standing("per-instance-accounting/text-worst-case-share", folder=tmp_path)
     assert one.state == "not run", "a result of ours that a quick run has shows nothing of the paper's"
 
 
