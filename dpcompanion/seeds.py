@@ -6,12 +6,15 @@ come from ciphers under such keys (`dpcompanion.training.noise`); first weights,
 from PyTorch's generator, whose whole state a key fills.  A seed is for research all the same: whoever knows it can
 repeat the run.
 
+Fresh weights go through `jittered`, which moves them only where a test asks for it.
+
 >>> derive_key(1, "noise") == derive_key(1 + 2**32, "noise")
 False
 """
 
 import hashlib
 import operator
+import os
 import re
 
 import numpy as np
@@ -120,3 +123,21 @@ def seed_torch(key: bytes, device: str | torch.device = "cpu") -> None:
     if torch.device(device).type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(int.from_bytes(key[:8], "little"))
+
+
+def jittered(weights: torch.Tensor) -> torch.Tensor:
+    """Fresh weights as they are or, where the environment variable DPCOMPANION_JITTER is set to a number such as
+    1e-12, each moved up or down by this share of itself, or by one unit in its last place if that is more.
+
+    Training rounds on each processor in its own way. The jitter stands for those that are not at hand: a number that
+    it changes would differ on some of them too. See `tools/arithmetic.py`.
+
+    >>> jittered(torch.ones(2, dtype=torch.float64)).tolist()
+    [1.0, 1.0]
+    """
+    share = float(os.environ.get("DPCOMPANION_JITTER") or 0)
+    if not share or not weights.is_floating_point():
+        return weights
+    ups = torch.rand(weights.shape, generator=torch.Generator().manual_seed(weights.numel())) < 0.5
+    share = max(share, torch.finfo(weights.dtype).eps)
+    return weights + torch.where(ups.to(weights.device), share, -share) * weights

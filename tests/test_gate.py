@@ -187,9 +187,9 @@ def test_what_depends_on_the_arithmetic_is_found(book):
     source.write_text(NOTEBOOK.replace("print(6 * 7)", trained))
     assert notebooks(book, "execute").returncode == 0
     again = verify(book)  # it trains, or so it looks: bits are changed
-    assert again.returncode == 1 and "accounting, jitter" in again.stdout
+    assert again.returncode == 1 and "accounting, sse+jitter" in again.stdout
     assert again.stdout.count("MOVED in 1 cells") == 1 and "1 differ from what is committed" in again.stdout
-    assert "jitter: changes bits of" in again.stdout
+    assert "sse+jitter: changes bits of" in again.stdout
 
     source.write_text(NOTEBOOK.replace("print(6 * 7)", "import os\nprint(os.environ.get('MKL_CBWR'))"))
     assert notebooks(book, "execute", MKL_CBWR="AVX2").returncode == 0

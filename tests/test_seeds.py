@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpcompanion.seeds import derive_key, derive_seed, keyed_generator, seed_torch
+from dpcompanion.output_perturbation.grids import initial_weights
+from dpcompanion.seeds import derive_key, derive_seed, jittered, keyed_generator, seed_torch
 from dpcompanion.training import models
 
 SEEDS = st.integers(0, 2**600)
@@ -108,3 +109,18 @@ def test_a_bad_seed_is_refused(seed):
 def test_a_bad_key_is_refused(key):
     with pytest.raises(ValueError, match="key must be 32 bytes"):
         keyed_generator(key)
+
+
+def test_the_jitter_moves_every_fresh_weight_in_its_last_places_and_only_when_it_is_asked_for(monkeypatch):
+    plain, start = models.mnist_cnn(seed=0), initial_weights(5, 0, hidden=4)
+    wide = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert jittered(wide) is wide
+    monkeypatch.setenv("DPCOMPANION_JITTER", "1e-12")
+    for before, after, least in [
+        (wide, jittered(wide), 1e-12),
+        (start[start != 0], initial_weights(5, 0, hidden=4)[start != 0], 1e-12),
+        *((p, q, 2**-23) for p, q in zip(plain.parameters(), models.mnist_cnn(seed=0).parameters())),
+    ]:
+        moved = (after.double() / before.double() - 1).abs()
+        assert 0.4 * least <= moved.min() and moved.max() <= 2.1 * least
+    assert torch.equal(jittered(torch.zeros(3)), torch.zeros(3))

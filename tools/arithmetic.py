@@ -4,7 +4,7 @@
 
 MKL, oneDNN and PyTorch choose their kernels by the processor's vector units, and each kernel adds in an order of its
 own. The settings below forbid the newest units or split the work in two; the jitter moves every fresh weight in its
-last places (`dpcompanion.training.models.jittered`) and stands for processors whose kernels are not at hand. A setting
+last places (`dpcompanion.seeds.jittered`) and stands for processors whose kernels are not at hand. A setting
 may change nothing on some machine, and then proves nothing there: that is why this is measured and printed.
 """
 
@@ -25,11 +25,23 @@ ARITHMETICS = {
 }
 
 
+def known(name):
+    """The name of an arithmetic, or of several at once that are joined by "+"; ValueError for any other."""
+    if unknown := set(name.split("+")) - set(ARITHMETICS):
+        raise ValueError(f"name must be of {', '.join(ARITHMETICS)}, got {', '.join(sorted(unknown))}")
+    return name
+
+
+def settings(name):
+    """The variables that `known(name)` sets."""
+    return {key: value for part in known(name).split("+") for key, value in ARITHMETICS[part].items()}
+
+
 def environment(name):
-    """The variables of an arithmetic; those of the others are taken away."""
-    others = {key for settings in ARITHMETICS.values() for key in settings}
+    """All variables under an arithmetic: those of the others are taken away."""
+    others = {key for each in ARITHMETICS.values() for key in each}
     kept = {key: value for key, value in os.environ.items() if key not in others}
-    return {**kept, "OMP_NUM_THREADS": "1", **ARITHMETICS[name]}
+    return {**kept, "OMP_NUM_THREADS": "1", **settings(name)}
 
 
 def processor():

@@ -20,8 +20,9 @@ on an unchanged clone nothing changes; drawn pixels may differ by a hair.
 those that were executed, with their outputs, and refuses any other.
 
 `verify` executes again and writes nothing: it says which cells moved, from what
-to what. Pages that train do it under an arithmetic that is no machine's own, the
-jitter (see arithmetic.py), or under those that are named; outputs.py compares.
+to what. Pages that train do it under two arithmetics at once that are no machine's
+own, old vector units and the jitter (see arithmetic.py), or under those that are
+named; outputs.py compares.
 
 The pages of one paper, whose names begin alike (`idp-sgd`, `idp-sgd-exhibits`), are executed in turn, and share a
 fresh folder in which records of live runs are kept (DPCOMPANION_LIVE, see `reproduction/chapters.py`): the first page
@@ -52,7 +53,7 @@ KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 # What a page that trains imports.
 TRAINS = re.compile(r"(from|import) dpcompanion\b.*\b(engine|ensembles|experiments|chapters|train\w*)\b")
 # The arithmetics of `verify`: for pages that train, and for the others.
-TRAINING, PLAIN = ("jitter",), ("as it is",)
+TRAINING, PLAIN = ("sse+jitter",), ("as it is",)
 SHOWN = 12  # lines that are shown of one cell
 
 
@@ -314,10 +315,10 @@ def main(arguments=None):
     again.add_argument(
         "--under",
         nargs="+",
-        choices=list(arithmetic.ARITHMETICS),
+        type=arithmetic.known,
         metavar="ARITHMETIC",
-        help=f"of {', '.join(arithmetic.ARITHMETICS)} (default: {' and '.join(TRAINING)} for what "
-        "trains, as it is for the rest)",
+        help=f"of {', '.join(arithmetic.ARITHMETICS)}, or several at once, joined by + "
+        f"(default: {' and '.join(TRAINING)} for what trains, as it is for the rest)",
     )
     for command in (live, again):
         command.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
@@ -356,15 +357,15 @@ def main(arguments=None):
     # What takes longest comes first: pages that train, and of these the long ones.
     pages = sorted(pages, key=lambda page: (not trains(page), -page.stat().st_size))
     under = {page: options.under or (TRAINING if trains(page) else PLAIN) for page in pages}
+    used = list(dict.fromkeys(name for names in under.values() for name in names))
     jobs = [
         [(root, page, name, options.timeout) for page in paper if name in under[page]]
         for paper in papers(pages)
-        for name in arithmetic.ARITHMETICS
+        for name in used
         if any(name in under[page] for page in paper)
     ]
-    used = [name for name in arithmetic.ARITHMETICS if any(name in names for names in under.values())]
     print(f"executing {len(pages)} notebooks again, {sum(map(len, jobs))} runs, on {arithmetic.processor()}")
-    for line in arithmetic.effects([name for name in used if arithmetic.ARITHMETICS[name]]):
+    for line in arithmetic.effects([name for name in used if arithmetic.settings(name)]):
         print(f"  {line}", flush=True)
     good = each(options.jobs, verify, jobs)
     print(

@@ -29,7 +29,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._types import Device
 from dpcompanion._progress import bar
-from dpcompanion.seeds import derive_key, keyed_generator
+from dpcompanion.seeds import derive_key, jittered, keyed_generator
 
 # Runs of a chunk are as many as keep the weights in a core's own cache.
 _CHUNK_BYTES = 2**19
@@ -229,7 +229,8 @@ class _Runs:
 def _glorot(inputs, outputs, generator):
     """(outputs, inputs + 1): uniform weights, bias 0."""
     uniform = torch.rand(outputs, inputs, generator=generator, dtype=torch.float64) * 2 - 1
-    return torch.cat((uniform * math.sqrt(6 / (inputs + outputs)), torch.zeros(outputs, 1, dtype=torch.float64)), 1)
+    weights = jittered(uniform * math.sqrt(6 / (inputs + outputs)))
+    return torch.cat((weights, torch.zeros(outputs, 1, dtype=torch.float64)), 1)
 
 
 class _Logistic:

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from dpcompanion.reproduction import experiments, places, published, records, states
+from dpcompanion.reproduction import experiments, intervals, places, published, records, states
 from dpcompanion.reproduction.comparison import Comparison, Table
 from dpcompanion.reproduction.findings import tally
 from dpcompanion.reproduction.states import STATES
@@ -30,7 +30,9 @@ class Standing:
         exhibit: the `published.Exhibit`.
         state: a word of `STATES`.
         numbers: verdict -> how many of its numbers.
-        findings: {"holds": ..., "fails": ..., "undecided": ...} of the paper's claims.
+        findings: {"holds": ..., "fails": ..., "undecided": ...} of the paper's claims, judged by its networks and all
+            of its training.
+        smaller: the same of the paper's claims, judged by stand-ins or by a part of the training.
         own, refutations: the same of results of ours, and of findings that refute the paper.
         record: the record that it is judged by, or None.
         missing: the data sets and networks that the exhibit shows and its record is without.
@@ -45,6 +47,7 @@ class Standing:
     state: str
     numbers: dict[str, int]
     findings: dict[str, int]
+    smaller: dict[str, int]
     own: dict[str, int]
     refutations: dict[str, int]
     record: records.Record | None
@@ -75,7 +78,11 @@ class Standing:
         parts = [said(counts)]
         parts += [
             f"{whose}: {said(found)}"
-            for whose, found in (("ours", self.own), ("against the paper", self.refutations))
+            for whose, found in (
+                ("smaller runs", self.smaller),
+                ("ours", self.own),
+                ("against the paper", self.refutations),
+            )
             if found
         ]
         return "; ".join(filter(None, parts))
@@ -83,7 +90,7 @@ class Standing:
     @property
     def basis(self) -> str:
         """What the state rests on, or what is needed to have one."""
-        if self.exhibit.tests and not (self.numbers or self.findings):
+        if self.exhibit.tests and not (self.numbers or self.findings or self.smaller):
             return "tests"
         if self.record is not None and self.state != "not run":
             parts = [f"{self.record.preset} record"]
@@ -100,7 +107,7 @@ class Standing:
                 parts.append("settings not printed")
             return ", ".join(parts)
         if self.state != "not run":
-            return "quick run, live" if self.state == "in part" else "proof"
+            return "quick run, live" if self.state == "undecided" else "proof"
         return "ready to run" if self.experiment and "paper" in self.experiment.presets else "needs an experiment"
 
     @property
@@ -185,12 +192,19 @@ def counts(standings: Sequence[Standing]) -> dict[str, int]:
 
 
 def sums(standings: Iterable[Standing]) -> dict[str, dict[str, int]]:
-    """What came out, over all exhibits: {"numbers": ..., "claim": ..., "own": ..., "refutes": ...}, word -> how many.
+    """What came out, over all exhibits: {"numbers": ..., "claim": ..., "smaller": ..., "own": ..., "refutes": ...},
+    word -> how many.
 
     >>> sums(standings("intrinsic-privacy"))["refutes"]
     {}
     """
-    parts = {"numbers": "numbers", "claim": "findings", "own": "own", "refutes": "refutations"}
+    parts = {
+        "numbers": "numbers",
+        "claim": "findings",
+        "smaller": "smaller",
+        "own": "own",
+        "refutes": "refutations",
+    }
     found: dict[str, dict[str, int]] = {part: {} for part in parts}
     for one in standings:
         for part, attribute in parts.items():
@@ -273,14 +287,16 @@ def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: 
     whole = [part for part in published.parts(exhibit.name) if not part.shortened]
     parts = tuple(filter(None, (records.find(part.name, "paper", folder) for part in whole)))
     numbers: dict[str, int] = {}
-    held: dict[str, dict[str, int]] = {kind: {} for kind in published.FINDINGS}
+    held: dict[str, dict[str, int]] = {kind: {} for kind in (*published.FINDINGS, "smaller")}
     if found[exhibit.name] is not None or parts:
         numbers = states.numbers(exhibit, found[exhibit.name], parts).counts()
         if count := numbers.pop("stand-in", 0):
             numbers["not run"] = numbers.get("not run", 0) + count
     for record in filter(None, found.values()):
         judged_by = experiments.findings(record, exhibit.name)
-        for kind, counts in held.items():
+        smaller = published.exhibit(record.name).shortened or experiments.is_stand_in(record, exhibit.name)
+        for kind in published.FINDINGS:
+            counts = held["smaller" if kind == "claim" and smaller else kind]
             for word, count in judged_by.counts(kind).items():
                 counts[word] = counts.get(word, 0) + count
     record = next(filter(None, (*found.values(), *parts)), None)
@@ -291,12 +307,14 @@ def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: 
     missing, shortened = states.missing(exhibit, seen), states.shortened(exhibit, seen)
     left = missing or states.not_run(exhibit, record, parts) or shortened
     live = place is not None and states.runs_live(exhibit)
-    state = states.state(exhibit, numbers, held["claim"], record, some_tasks=bool(left), live=live)
+    claims = {word: held["claim"].get(word, 0) + held["smaller"].get(word, 0) for word in intervals.OUTCOMES}
+    state = states.state(exhibit, numbers, claims, record, some_tasks=bool(left), live=live)
     return Standing(
         exhibit,
         state,
         numbers,
         held["claim"],
+        held["smaller"],
         held["own"],
         held["refutes"],
         record,

@@ -1,9 +1,9 @@
 """Which state an exhibit is in: what its records hold beside the print, what they are without, and what follows.
 
 An exhibit is *reproduced* if every number that it prints was recomputed at the paper's scale and matches or comes
-close, and every claim that was put to the test holds; *in part* if some do, if the record is without a data set or a
-network that the exhibit shows, or if only a chapter's quick run shows them; *contradicted* if none does and something
-disagrees; *undecided* if all claims are open, or what disagrees are stand-ins or runs whose settings are not printed;
+close, and every claim that was put to the test holds; *in part* if some do, or if the record is without a data set or a
+network that the exhibit shows; *contradicted* if none does and something disagrees; *undecided* if all claims are open,
+if only a chapter's quick run shows them, or if what disagrees are stand-ins or runs whose settings are not printed;
 *wrong in the paper* if something that it prints is proved wrong (the rest is counted beside it); *not run* otherwise.
 Findings of our own, and refutations, are counted apart and make nothing reproduced.
 Numbers of a stand-in, a record with none of the exhibit's networks, count as not run.
@@ -18,9 +18,9 @@ from dpcompanion.reproduction.comparison import compare, Comparison
 
 STATES = {
     "reproduced": "recomputed at the paper's scale; every number matches or is close, every claim of the paper holds",
-    "in part": "some do; or on some of its data and networks, or stand-ins for them; or in a chapter's quick run only",
-    "undecided": "none does so far: the runs are too few, or those that disagree are stand-ins, or have settings that"
-    " are not printed",
+    "in part": "some do; or on some of its data and networks, or stand-ins for them",
+    "undecided": "none does so far: the runs are too few, or a chapter's quick run alone, or those that disagree are"
+    " stand-ins, or have settings that are not printed",
     "contradicted": "recomputed, something disagrees, and nothing agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
     "not run": "with what it would need",
@@ -140,7 +140,7 @@ def state(
     if good + bad + undecided == 0:
         if exhibit.tests:
             return "reproduced"
-        return "in part" if live else "not run"
+        return "undecided" if live else "not run"
     # A record of some of the paper's tasks neither reproduces nor contradicts it.
     if good == 0:
         return "contradicted" if bad and not (some_tasks or exhibit.unprinted) else "undecided"

@@ -27,7 +27,6 @@ torch.Size([5, 10])
 
 import functools
 import math
-import os
 from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
@@ -35,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpcompanion.seeds import derive_key, seed_torch
+from dpcompanion.seeds import derive_key, jittered, seed_torch
 from dpcompanion.training.reparametrized import Reparametrized
 
 
@@ -70,24 +69,6 @@ def seeded(build: Callable[..., _Model]) -> Seeded[_Model]:
         return model
 
     return wrapped
-
-
-def jittered(weights):
-    """Fresh weights as they are or, where the environment variable DPCOMPANION_JITTER is set to a number such as
-    1e-12, each moved up or down by this share of itself, or by one unit in its last place if that is more.
-
-    Training rounds on each processor in its own way. The jitter stands for those that are not at hand: a number that
-    it changes would differ on some of them too. See `tools/arithmetic.py`.
-
-    >>> jittered(torch.ones(2, dtype=torch.float64)).tolist()
-    [1.0, 1.0]
-    """
-    share = float(os.environ.get("DPCOMPANION_JITTER") or 0)
-    if not share or not weights.is_floating_point():
-        return weights
-    ups = torch.rand(weights.shape, generator=torch.Generator().manual_seed(weights.numel())) < 0.5
-    share = max(share, torch.finfo(weights.dtype).eps)
-    return weights + torch.where(ups.to(weights.device), share, -share) * weights
 
 
 @seeded

@@ -245,7 +245,7 @@ def test_a_stand_in_runs_none_of_the_numbers_of_the_paper():
         assert "stand-in" in one.basis and set(one.numbers) == {"not run"}, "one rule for both versions"
         # Of the later version the paper's network was run, too, for some of its epochs: findings, and no numbers.
         later = paper == "individual-accounting"
-        assert one.own == {"holds": 1 + later} and one.findings == {"holds": 1} | ({"fails": 1} if later else {})
+        assert one.own == {"holds": 1 + later} and one.smaller == {"holds": 1} | ({"fails": 1} if later else {})
     assert BY_NAME["per-instance-accounting/text-worst-case-share"].state != "reproduced"
 
 
@@ -266,8 +266,10 @@ def test_nothing_that_is_open_is_called_reproduced_and_the_sums_are_those_of_the
     for one in EVERYTHING:
         if one.state == "reproduced":
             assert not {"fails", "undecided"} & set(one.findings) and "differs" not in one.numbers, one.exhibit.name
+            assert not one.smaller or one.numbers or one.findings, f"{one.exhibit.name}: smaller runs reproduce nothing"
     found = scoreboard.sums(EVERYTHING)
     assert found["claim"]["holds"] == sum(one.findings.get("holds", 0) for one in EVERYTHING)
+    assert found["smaller"]["holds"] == sum(one.smaller.get("holds", 0) for one in EVERYTHING)
     assert sum(found["numbers"].values()) == sum(sum(one.numbers.values()) for one in EVERYTHING)
 
 
@@ -323,7 +325,7 @@ def test_what_another_exhibits_quick_run_decides_is_shown_live(tmp_path):
     for name in ("figure-7", "table-12", "figures-8-10"):
         one = BY_NAME[f"idp-sgd/{name}"]
         assert "quick" in one.experiment.presets and one.experiment.name != one.exhibit.name
-        assert (one.state, one.basis) == ("in part", "quick run, live")
+        assert (one.state, one.basis) == ("undecided", "quick run, live")
     one = scoreboard.standing("per-instance-accounting/text-worst-case-share", folder=tmp_path)
     assert one.state == "not run", "a result of ours that a quick run has shows nothing of the paper's"
 

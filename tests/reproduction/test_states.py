@@ -23,7 +23,7 @@ QUICK = dataclasses.replace(RECORD, preset="quick")
         ({}, {"differs": 1}, {"undecided": 1}, RECORD, False, False, "contradicted"),
         ({}, {}, {"fails": 1}, RECORD, True, False, "undecided"),
         ({"unprinted": "the learning rate"}, {}, {"fails": 1}, RECORD, False, False, "undecided"),
-        ({}, {"not run": 3}, {}, None, False, True, "in part"),
+        ({}, {"not run": 3}, {}, None, False, True, "undecided"),
         ({}, {"not run": 3}, {}, None, False, False, "not run"),
         ({"tests": ("a test",)}, {}, {}, None, False, False, "reproduced"),
         ({"wrong": ("a",)}, {"matches": 2}, {}, RECORD, False, False, "wrong in the paper"),

@@ -195,7 +195,7 @@ def shortened(folder, **values):
 
 def test_a_shortened_run_counts_and_leaves_its_exhibit_unfinished(tmp_path):
     one = shortened(tmp_path)
-    assert one.findings == {"holds": 1} and one.state == "in part"
+    assert one.smaller == {"holds": 1} and one.findings == {} and one.state == "in part"
     assert one.missing == () and one.basis == "paper record, stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10"
     what, command = one.to_do
     assert what == "more than 10 of 100 epochs of ResNet-20 on CIFAR-10"
@@ -214,7 +214,7 @@ def test_a_shortened_run_beside_a_stand_in_leaves_the_tasks_that_it_was_without(
     records.write(record, tmp_path)
     assert scoreboard.standing("individual-accounting/figure-3", folder=tmp_path).missing == ("cifar10", "resnet20")
     one = shortened(tmp_path)
-    assert one.state == "in part" and one.findings == {"holds": 2} and one.missing == ()
+    assert one.state == "in part" and one.smaller == {"holds": 2} and one.missing == ()
     assert one.basis.endswith("stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10") and "stand-in" in one.basis
     assert one.to_do[0] == "cifar10 (a GPU)" and one.to_do[1].startswith(
         "dpcompanion run individual-accounting/figure-3"

@@ -10,6 +10,7 @@ paper's do.  Steps are few: on CIFAR-10 batches have 1,000 examples instead of 4
 
 import dataclasses
 
+from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import ask_also, experiment, finding
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import histogram, named
@@ -152,7 +153,7 @@ for _exhibit, _function, _config, _whose in (
 def epsilons_spread(record):
     for name, setting in record.config["settings"].items():
         least, most = (record.values[f"{name}.{key}"] for key in ("min", "max"))
-        yield label(record, setting), f"{least:.1f} to {most:.1f}", bool(most >= 10 * least)
+        yield label(record, setting), f"{least:.1f} to {most:.1f}", intervals.unknown(most / least).at_least(10)
 
 
 @finding(
