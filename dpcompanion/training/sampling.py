@@ -6,12 +6,13 @@ every other step (Mironov et al. 2019, section 2).  A shuffled pass in fixed
 batches is another mechanism.  So the batch size is random, and a batch may be
 empty: it is then a step of noise alone.
 
-From a `SecureStream`, from which runs draw, every coin is exact, at any number of examples.
+From `GAPS_FROM` examples on a draw costs as much as it brings, not n: where all rates are equal, or of few different
+values, the number of examples passed over before the next one is geometric, P(gap >= k) = (1 - q)^k, and gaps are drawn
+instead of coins.  The law is the same.
 
-From a `torch.Generator` a coin is a float64 uniform below `GAPS_FROM` examples, so that a rate holds to 2^-53.  From
-there on a draw costs as much as it brings, not n: where all rates are equal, or of few different values, the number of
-examples passed over before the next one is geometric, P(gap >= k) = (1 - q)^k, and gaps are drawn instead of coins.
-The law is the same; the uniforms behind the gaps have 106 bits, so that small rates hold to a relative n 2^-52.
+From a `SecureStream`, from which runs draw, coins and gaps are exact.  From a `torch.Generator` a coin is a float64
+uniform, so that a rate holds to 2^-53; the uniforms behind the gaps have 106 bits, so that small rates hold to a
+relative n 2^-52.
 
 >>> sampler = PoissonSampler(5, 0.4, torch.Generator().manual_seed(0))
 >>> [sampler.draw().tolist() for _ in range(3)]
@@ -28,7 +29,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion.training.secure import SecureStream
 
-#: Number of examples from which on draws from a torch.Generator are made by gaps.
+#: Number of examples from which on draws are made by gaps.
 GAPS_FROM = 1_000_000
 
 _GROUPS = 64  # different rates up to which each group of equal rates has its own gaps
@@ -52,7 +53,7 @@ class PoissonSampler:
             raise ValueError(f"sample_rate must be a number or have shape ({n},), got {tuple(self.sample_rate.shape)}")
         self.generator: Any = generator  # `_exact` says which of the two
         self._exact = isinstance(generator, SecureStream)
-        self._groups = self._grouped() if self.n >= GAPS_FROM and not self._exact else None
+        self._groups = self._grouped() if self.n >= GAPS_FROM else None
 
     def masks(self, count: int) -> torch.Tensor:
         """The next `count` draws as a (count, n) tensor of booleans."""
@@ -94,11 +95,17 @@ class PoissonSampler:
         while last < size - 1:
             expected = (size - 1 - last) * rate
             count = min(_BLOCK, math.ceil(expected + 6 * math.sqrt(expected)) + 8)
-            coarse, fine = self._uniforms(2, count)
-            places = last + (_gaps(coarse + fine * 2**-53, rate).clamp(max=size).long() + 1).cumsum(0)
+            places = last + (self._gaps(count, rate, size) + 1).cumsum(0)
             last = int(places[-1])
             found.append(places[places < size])
         return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
+
+    def _gaps(self, count, rate, most):
+        """How many examples are passed over before the next one, `count` times, (count,) int64."""
+        if self._exact:
+            return self.generator.gaps(count, rate, most)
+        coarse, fine = self._uniforms(2, count)
+        return _gaps(coarse + fine * 2**-53, rate).clamp(max=most).long()
 
     def _coins(self, start, count):
         """Who of `count` examples from `start` on is in a draw, (count,) booleans."""

@@ -1,14 +1,17 @@
-r"""Random numbers that nobody can predict: a cipher's stream, exact coins, and Gaussian noise rounded to a grid.
+r"""Random numbers that nobody can predict: a cipher's stream, exact coins and gaps, and Gaussian noise on a grid.
 
 A model that is published leaves its noise behind.  Whoever can guess the noise subtracts it, so a release needs more
 than a good statistical generator: its seed must be too long to try, and its output must tell nothing of what comes
 next.  `SecureStream` is the stream of ChaCha20 (from the package `cryptography`) under a key of 256 bits, which by
 default the operating system draws and no file holds.
 
-Two laws are drawn from it without error, up to the cipher itself:
+Three laws are drawn from it without error, up to the cipher itself:
 
 * coins: example $i$ is in with probability $q_i$, exactly, for every double $q_i$.  The first 64 bits of a uniform
   number decide unless they equal those of $q_i$; then further bits do.
+* gaps: how many such coins of one rate come down before the next comes up, $P(k \ge j) = (1 - q)^j$, for as much work
+  as there are gaps.  With $U$ uniform, $k = \lfloor \ln(1 - U) / \ln(1 - q) \rfloor$; float64 decides unless the
+  quotient lies within its error of a whole number, and then more bits and exact arithmetic do.
 * noise: the multiple of a grid $g$ that lies nearest to $Z \sim \mathcal N(0, s^2)$.  With $T$ uniform in (0, 1/2) and
   a random sign, $|Z| = -s\,\Phi^{-1}(T)$.  64 bits of sign and $T$, and an inverse in float64, decide the multiple
   unless $|Z|$ lies within the error of a boundary between two; then more bits and exact arithmetic do.  No tail is
@@ -163,6 +166,38 @@ class SecureStream:
             threshold -= whole
         return False
 
+    def gaps(self, count, rate, most):
+        """`count` independent numbers of coins that come down before the next one comes up, exactly; those above
+        `most` become `most`. A (count,) tensor of int64.
+
+        Args:
+            count: how many.
+            rate: the probability with which a coin comes up, in (0, 1).
+            most: a whole number below 2^50.
+        """
+        rate = float(_checks.in_interval("rate", rate, 0, 1, closed="neither"))
+        most = _checks.whole_number("most", most, 0, 2**50 - 1)
+        words, log = self.words(count), -math.log1p(-rate)
+        u = np.ldexp(words.astype(np.float64) + 0.5, -64)
+        with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+            found = -np.log1p(-u) / log
+            # What is left open of u, and its rounding, by the derivative 1 / ((1 - u) log), twice; the logarithms.
+            reach = (2.0**-63 + u * 2.0**-51) / ((1 - u) * log) + found * 2.0**-49
+            unsure = (np.abs(found - np.rint(found)) <= reach) & (found <= 2.0 * most + 2) | (u > 1 - _TAIL)
+        gaps = np.minimum(np.floor(found), most)
+        for i in np.flatnonzero(unsure):
+            gaps[i] = self._exact_gap(int(words[i]), rate, most)
+        return torch.from_numpy(gaps.astype(np.int64))
+
+    def _exact_gap(self, word, rate, most):
+        """The gap for U in [word, word + 1) / 2^64, at most `most`: with as many more bits as it takes."""
+        bits = 64
+        while True:
+            low, high = (min(_quotient(word + end, bits, rate), most) for end in (0, 1))
+            if low == high:
+                return low
+            word, bits = (word << 64) | int(self.words(1)[0]), bits + 64
+
     def normal(self, shape, std, *, grid=None):
         """Gaussian noise, rounded to the nearest multiples of a grid, float64 on the CPU.
 
@@ -265,6 +300,17 @@ def _rounded_quantile(numerator, bits, scale):
     with mpmath.workprec(2 * bits + 128):
         t = mpmath.mpf(numerator) / mpmath.mpf(2) ** bits
         return float(mpmath.floor(mpmath.sqrt(2) * mpmath.erfinv(1 - 2 * t) * scale + mpmath.mpf(1) / 2))
+
+
+def _quotient(numerator, bits, rate):
+    """floor(ln(1 - numerator / 2^bits) / ln(1 - rate)), inf for 1; exact as `_rounded_quantile` is."""
+    import mpmath
+
+    if numerator == 1 << bits:
+        return math.inf
+    with mpmath.workprec(2 * bits + 128):
+        rest = mpmath.mpf((1 << bits) - numerator) / mpmath.mpf(2) ** bits
+        return int(mpmath.floor(mpmath.log(rest) / mpmath.log1p(-mpmath.mpf(rate))))
 
 
 @functools.cache

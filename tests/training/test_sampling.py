@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpcompanion.training import PoissonSampler, gaussian_noise, generators, sampling
+from dpcompanion.training.secure import SecureStream
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right sampler would have failed
 
@@ -64,14 +65,19 @@ def test_the_coins_of_a_seed_are_what_they_always_were():
     assert sampling.GAPS_FROM == 1_000_000
 
 
+def secure(number):
+    return SecureStream(key=number.to_bytes(32, "little"))
+
+
+@pytest.mark.parametrize("source", [generator, secure])
 @pytest.mark.parametrize("block", [1, 1 << 20])
 @pytest.mark.parametrize("rates", [0.3, [0.1, 0.7, 0.1, 1.0, 0.7, 0.1], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])
-def test_draws_by_gaps_have_the_exact_law_of_coins(monkeypatch, rates, block):
+def test_draws_by_gaps_have_the_exact_law_of_coins(monkeypatch, rates, block, source):
     """Every subset of six examples has its probability: so the first and the last, and all dependences."""
     monkeypatch.setattr(sampling, "GAPS_FROM", 1)
     monkeypatch.setattr(sampling, "_BLOCK", block)
     monkeypatch.setattr(sampling, "_GROUPS", 3)
-    draws, sampler = 1500, PoissonSampler(6, rates, generator(1))
+    draws, sampler = 1500, PoissonSampler(6, rates, source(1))
     assert (sampler._groups is None) == (len({*rates} if isinstance(rates, list) else {rates}) > 3)
     bits, seen = 2 ** torch.arange(6), torch.zeros(64)
     for _ in range(draws):
@@ -104,13 +110,14 @@ def test_a_gap_is_at_least_k_with_the_probability_of_k_failures(rate):
             assert sampling._gaps(torch.tensor(float(edge * (1 - 1 / (2 * k))), dtype=torch.float64), rate) < k
 
 
-def test_a_billion_examples_cost_what_is_drawn_of_them():
+@pytest.mark.parametrize("source", [generator, secure])
+def test_a_billion_examples_cost_what_is_drawn_of_them(source):
     started = time.perf_counter()
-    sizes = [len(PoissonSampler(10**9, 1e-6, generator(seed)).draw()) for seed in range(20)]
+    sizes = [len(PoissonSampler(10**9, 1e-6, source(seed)).draw()) for seed in range(20)]
     assert time.perf_counter() - started < 5
     assert abs(sum(sizes) - 20_000) < stats.norm.isf(FALSE_ALARM / 2) * 20_000**0.5
-    assert all(PoissonSampler(10**9, 1e-12, generator(seed)).draw().numel() == 0 for seed in range(5))
-    assert torch.equal(PoissonSampler(2 * 10**6, 1.0, generator()).draw(), torch.arange(2 * 10**6))
+    assert all(PoissonSampler(10**9, 1e-12, source(seed)).draw().numel() == 0 for seed in range(5))
+    assert torch.equal(PoissonSampler(2 * 10**6, 1.0, source(0)).draw(), torch.arange(2 * 10**6))
 
 
 def test_masks_of_many_examples_are_the_draws():

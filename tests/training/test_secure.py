@@ -228,6 +228,42 @@ def test_a_coin_follows_every_bit_of_its_rate(rate, word):
             assert Told([whole], [more - 1]).coins(1, rate)[0]
 
 
+def exact_gap(numerator, bits, rate):
+    """floor(ln(1 - u) / ln(1 - rate)) at u = numerator / 2^bits, by far more digits than it takes."""
+    with mpmath.workdps(400):
+        rest = 1 - mpmath.mpf(numerator) / mpmath.mpf(2) ** bits
+        return math.inf if rest == 0 else int(mpmath.floor(mpmath.log(rest) / mpmath.log(1 - mpmath.mpf(rate))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.one_of(st.floats(1e-12, 0.999), st.sampled_from([0.5, 0.25, 0.75, 1 - 2.0**-53, 1e-300, 2.0**-40])),
+    st.one_of(st.integers(0, 2**64 - 1), st.integers(0, 40).map(lambda k: -k - 1)),
+    st.integers(-2, 2),
+    st.integers(0, 2**64 - 1),
+)
+def test_a_gap_is_that_of_all_its_bits(rate, word, off, more):
+    """Words far from a boundary between two gaps, and those next to one, where the first 64 bits do not decide."""
+    if word < 0:  # the word of the boundary to the gap -word
+        with mpmath.workdps(400):
+            word = int((1 - (1 - mpmath.mpf(rate)) ** -word) * 2**64)
+        word = min(max(word + off, 0), 2**64 - 1)
+    most = 10**9
+    found = int(Told([word], [more]).gaps(1, rate, most)[0])
+    low, high = (min(exact_gap(word + end, 64, rate), most) for end in (0, 1))
+    if low != high:
+        low, high = (min(exact_gap((word << 64) + more + end, 128, rate), most) for end in (0, 1))
+    assert low <= found <= high
+
+
+def test_gaps_come_as_often_as_they_should():
+    found = stream(15).gaps(200_000, 0.3, 12)
+    expected = np.array([0.3 * 0.7**k for k in range(12)] + [0.7**12])
+    observed = torch.bincount(found, minlength=13).numpy() / len(found)
+    chi_square = len(found) * ((observed - expected) ** 2 / expected).sum()
+    assert 1e-6 < stats.chi2.sf(chi_square, df=12) < 1 - 1e-6
+
+
 def test_coins_come_up_as_often_as_they_should():
     rates = torch.tensor([0.0, 1e-3, 0.3, 0.5, 1 - 1e-3, 1.0]).repeat(50_000)
     up = stream(13).coins(len(rates), rates).reshape(-1, 6).sum(0)
