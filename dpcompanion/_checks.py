@@ -34,7 +34,10 @@ def _flat(name: str, value: Any) -> np.ndarray:
     if hasattr(value, "detach"):
         value = value.detach().cpu().numpy()
     try:
-        return np.asarray(value, dtype=np.float64).ravel()
+        entries = np.asarray(value)
+        if entries.dtype.kind in "US":  # texts, which NumPy would read as numbers
+            raise TypeError
+        return entries.astype(np.float64).ravel()
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number or an array of numbers, got {value!r}") from None
 

@@ -262,3 +262,17 @@ def test_a_network_is_audited_by_group_on_crafted_canaries():
 def test_bad_input_is_refused(call, match):
     with pytest.raises(ValueError, match=match):
         call()
+
+
+def test_a_claim_that_cannot_be_held_against_anything_is_refused():
+    included = audit.coins(300, torch.Generator().manual_seed(0))
+    scores = included.double()
+    assert audit.judge(scores, included, delta=1e-5, claims={"everybody": audit.GaussianCurve(0.1)})[
+        "everybody"
+    ].refuted
+    for claims in ({"everyone": audit.GaussianCurve(0.1)}, {"everybody": 0.1}, {"everybody": None}):
+        with pytest.raises(ValueError, match="claims"):
+            audit.judge(scores, included, delta=1e-5, claims=claims)
+    for mu in (math.nan, -1.0, math.inf):
+        with pytest.raises(ValueError, match="mu"):
+            audit.GaussianCurve(mu)

@@ -491,3 +491,16 @@ def test_few_norms_of_many_examples_are_accounted_for_in_blocks_without_a_table_
     accountant.state_dict()
     assert accountant._divergences.summed.shape == (n, len(accountant._divergences.orders))
     torch.testing.assert_close(accountant.epsilon(1e-5), waiting, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("rounding", [None, 0.05])
+@pytest.mark.parametrize("noise", [1e-9, 1e-3])
+def test_accounts_where_a_step_shows_who_was_in_it_fit_in_memory(noise, rounding):
+    run = dict(sample_rate=0.01, noise_multiplier=noise)
+    accountant = IndividualAccountant(4, **run, max_grad_norm=0.5, rounding=rounding)
+    accountant.record([0.5, 0.2, 0.1, 0.0], steps=10)
+    everybody, smaller, least, none = accountant.epsilon(1e-5).tolist()
+    assert everybody == compute_epsilon(**run, steps=10, delta=1e-5) and none == 0
+    for share, found in ((0.4, smaller), (0.2, least)):
+        own = compute_epsilon(sample_rate=0.01, noise_multiplier=noise / share, steps=10, delta=1e-5)
+        assert own * (1 - 1e-6) <= found <= 1.01 * own < everybody

@@ -28,7 +28,7 @@ def _scale(q, sigma):
 
     Where sigma is so small that next to no mass is near them they do not matter.
     """
-    return 1.0 if 1 / (8 * sigma**2) + math.log(q) > -_LOG_NEGLIGIBLE else min(1.0, 2 * sigma)
+    return 1.0 if 0.125 / sigma / sigma + math.log(q) > -_LOG_NEGLIGIBLE else min(1.0, 2 * sigma)
 
 
 class _Step:

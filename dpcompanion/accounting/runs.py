@@ -144,9 +144,12 @@ def _each(function, accountant, **values):
     for name, value in values.items():
         if 0 in np.shape(_checks.in_interval(name, value)):
             raise ValueError(f"{name} must hold one number at least, got {value!r}")
-    columns = torch.broadcast_tensors(
-        *(torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values())
-    )
+    tensors = [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values.values()]
+    try:
+        columns = torch.broadcast_tensors(*tensors)
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(values, tensors))
+        raise ValueError(f"arguments must have shapes that broadcast, got {shapes}") from None
     rows, which = torch.unique(torch.stack(columns, dim=-1).reshape(-1, len(values)), dim=0, return_inverse=True)
     found = [function(accountant, **dict(zip(values, row))) for row in rows.tolist()]
     return torch.tensor(found, dtype=torch.float64, device=device)[which].reshape(columns[0].shape)

@@ -100,6 +100,9 @@ class GaussianCurve:
 
     mu: float
 
+    def __post_init__(self):
+        _checks.number("mu", self.mu, 0, math.inf, closed="left")
+
     def inverse(self, inside: float) -> float:
         """The least P(E | out) that goes with this P(E | in)."""
         return float(special.ndtr(special.ndtri(inside) - self.mu))
@@ -234,6 +237,10 @@ def judge(
 
     Returns:
         The `Finding` of each label, "everybody" first, then the groups in order.
+
+    Raises:
+        ValueError: scores that are no numbers, coins that are no booleans, a claim of a label that there is not, or one
+            that is no curve.
     """
     scores = torch.as_tensor(scores, dtype=torch.float64)
     included = torch.as_tensor(included)
@@ -256,6 +263,11 @@ def judge(
         members |= {
             label: torch.tensor([i for i, own in enumerate(labels) if own == label]) for label in sorted(set(labels))
         }
+    claims = claims or {}
+    for label, claim in claims.items():
+        _checks.one_of("claims", label, members)
+        if not callable(getattr(claim, "inverse", None)):
+            raise ValueError(f"claims must be curves such as PlanCurve or GaussianCurve, got {claim!r} for {label!r}")
     tried = len(members) * len(_SHARES) * len(scores)
     each = 1 - (1 - _checks.number("confidence", confidence, 0, 1, closed="neither")) / tried
     found = {}
@@ -269,7 +281,7 @@ def judge(
         bounds = [(one_run_epsilon(*pair, len(own), delta=delta, confidence=each), *pair) for pair in tries]
         epsilon, correct, guesses = max(bounds, key=lambda bound: bound[0])
         mu = max(one_run_mu(*pair, len(own), confidence=each) for pair in tries)
-        claim = (claims or {}).get(label)
+        claim = claims.get(label)
         found[label] = Finding(
             len(own),
             guesses,

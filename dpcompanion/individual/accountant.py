@@ -7,7 +7,7 @@ import torch
 
 from .. import _checks
 from .._types import Array, Device, State
-from ..accounting import ACCOUNTANTS, compute_epsilon
+from ..accounting import ACCOUNTANTS, compute_epsilon, revealed
 from ..accounting.chords import rdp_of_shares
 from ..accounting.conversions import least_epsilon
 from ..accounting.histories import epsilon_of_histories
@@ -205,6 +205,8 @@ class IndividualAccountant(Recorded):
         return self._epsilon(delta).clamp(max=everybody)
 
     def _epsilon(self, delta):
+        if self._by_levels and self.noise_multiplier < revealed.LITTLE_NOISE:
+            return self._of_largest(delta)
         if self.accountant == "pld":
             return epsilon_of_histories(
                 self._counts,
@@ -229,6 +231,29 @@ class IndividualAccountant(Recorded):
                 delta,
             )
         return result
+
+    def _of_largest(self, delta):
+        """With so little noise that a step shows who was in it, where loss distributions would not fit in memory: all
+        steps of an example count as its largest."""
+        largest, steps = (torch.empty(self.n, dtype=torch.float64, device=self.device) for _ in range(2))
+        for start in range(0, self.n, ROWS):
+            block = slice(start, start + ROWS)
+            counts = self._counts[block]
+            largest[block] = torch.where(counts > 0, self._levels.double(), 0).amax(1)
+            steps[block] = counts.sum(1).double()
+        pairs, which = torch.stack([largest, steps], 1).unique(dim=0, return_inverse=True)
+        found = [
+            revealed.epsilon(
+                sample_rate=self.sample_rate,
+                noise_multiplier=self.noise_multiplier / level,
+                steps=int(count),
+                delta=delta,
+            )
+            if level * count
+            else 0.0
+            for level, count in pairs.tolist()
+        ]
+        return torch.tensor(found, dtype=torch.float64, device=self.device)[which]
 
     def merge(self, other: "IndividualAccountant") -> None:
         """Add what another accountant of the same examples and parameters has recorded, as if this one had."""

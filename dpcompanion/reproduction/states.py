@@ -20,7 +20,7 @@ STATES = {
     "reproduced": "recomputed at the paper's scale; every number matches or is close, every claim of the paper holds",
     "in part": "some do; or on some of its data and networks, or stand-ins for them",
     "undecided": "none does so far: the runs are too few, or a chapter's quick run alone, or those that disagree are"
-    " stand-ins, or have settings that are not printed",
+    " stand-ins or of a part of the training, or have settings that are not printed",
     "contradicted": "recomputed, something disagrees, and nothing agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
     "not run": "with what it would need",

@@ -292,3 +292,22 @@ def test_numbers_give_a_float_and_arrays_broadcast(accountant):
 def test_an_entry_out_of_its_range_is_refused_by_name(change):
     with pytest.raises(ValueError, match=next(iter(change))):
         compute_epsilon(**{**dict(sample_rate=0.1, noise_multiplier=1.0, steps=3, delta=1e-5), **change})
+
+
+@pytest.mark.parametrize("name", ["sample_rate", "noise_multiplier", "steps", "delta"])
+def test_texts_are_no_numbers(name):
+    good = {"sample_rate": 0.1, "noise_multiplier": 1.0, "steps": 10, "delta": 1e-5}
+    for text in ("0.5", ["0.5", "0.6"]):
+        with pytest.raises(ValueError, match=name):
+            compute_epsilon(**good | {name: text})
+
+
+def test_shapes_that_do_not_broadcast_are_named():
+    with pytest.raises(ValueError, match=r"sample_rate \(2,\), noise_multiplier \(3,\)"):
+        compute_epsilon(sample_rate=[0.1, 0.2], noise_multiplier=[1.0, 2.0, 3.0], steps=1, delta=1e-5)
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+def test_noise_whose_square_is_no_float_is_accounted_for(accountant):
+    run = dict(sample_rate=0.01, steps=10, delta=1e-5, accountant=accountant)
+    assert compute_epsilon(**run, noise_multiplier=1e200) == 0.0
