@@ -52,6 +52,8 @@ about 3.0, at most 3.9; everybody 4.8
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import overload
 
 import torch
 from scipy.special import ndtri
@@ -115,7 +117,17 @@ def loss_delta(losses: Array, log_densities: Array, *, epsilon: Numbers, shares:
     return DeltaEstimate(*_mean_and_error(_log_values(losses, log_weights, epsilon)))
 
 
-def loss_divergence(losses: Array, log_densities: Array, *, order: float, shares: Array | None = None) -> torch.Tensor:
+@overload
+def loss_divergence(
+    losses: Sequence[float], log_densities: Array, *, order: float, shares: Array | None = ...
+) -> float: ...
+@overload
+def loss_divergence(
+    losses: Array, log_densities: Array, *, order: float, shares: Array | None = ...
+) -> torch.Tensor: ...
+def loss_divergence(
+    losses: Array, log_densities: Array, *, order: float, shares: Array | None = None
+) -> float | torch.Tensor:
     r"""The divergence of any `order` above 1 from the same runs, nats: :math:`\ln E[e^{(\alpha-1)S} w] / (\alpha-1)`.
 
     An estimate, as that of `exact_composition`, by all runs in place of those that were tilted at this order.
@@ -127,7 +139,7 @@ def loss_divergence(losses: Array, log_densities: Array, *, order: float, shares
         shares: (laws,) of the runs that were drawn by each law, above 0, with the sum 1; equal by default.
 
     Returns:
-        (...) float64.
+        A float where `losses` is a list of numbers, else (...) float64.
 
     Raises:
         ValueError: shapes that do not fit, numbers that are not finite.
@@ -137,8 +149,10 @@ def loss_divergence(losses: Array, log_densities: Array, *, order: float, shares
     tensor(0.3033, dtype=torch.float64)
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
+    given = _checks.entries(losses)
     losses, log_weights = _weighted(losses, log_densities, shares)
-    return (torch.logsumexp((order - 1) * losses + log_weights, 0) - math.log(len(losses))) / (order - 1)
+    found = (torch.logsumexp((order - 1) * losses + log_weights, 0) - math.log(len(losses))) / (order - 1)
+    return _checks.as_given(found, *given)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
