@@ -260,6 +260,7 @@ def _refuse_beyond(most, budgets, sample_rate):
 
 def _match_mean(run, budgets, weights, sample_rate, log_noise, slope, rates):
     """The noise at which the rates have a mean at or a little above `sample_rate`: secants within a bracket."""
+    # Not `accounting.search`: this stops by how near the mean is, not the noise, and starts each look from the last.
     low, high, last = -math.inf, math.inf, None
     for _ in range(60):
         rates = run.rates(budgets, math.exp(log_noise), start=rates)

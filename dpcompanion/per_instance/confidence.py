@@ -28,6 +28,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._devices import sent
 from dpcompanion._types import Array, Numbers
+from dpcompanion.accounting.search import bisect
 
 _HALVINGS = 40
 
@@ -82,12 +83,12 @@ def log_mean_bound(
     share = (torch.exp(_log_difference(log_values, log_smallest) - span) * (1 + 1e-12)).clamp(max=1.0)
     share = torch.where(span.isneginf(), torch.zeros_like(share), share)
     bets, weights = _bets(draws)
-    low, high = torch.zeros_like(largest), torch.ones_like(largest)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        refuted = _log_capital(share, middle, bets, weights) >= -math.log1p(-confidence)
-        low, high = torch.where(refuted, low, middle), torch.where(refuted, middle, high)
-    bound = torch.logaddexp(torch.log(high) + span, torch.full_like(span, log_smallest))
+
+    def refuted(mean):
+        return _log_capital(share, mean, bets, weights) >= -math.log1p(-confidence)
+
+    least = bisect(refuted, good=torch.ones_like(largest), bad=torch.zeros_like(largest), halvings=_HALVINGS)
+    bound = torch.logaddexp(torch.log(least) + span, torch.full_like(span, log_smallest))
     return _checks.as_given(torch.minimum(bound, largest), *given)
 
 

@@ -60,6 +60,7 @@ from scipy.special import ndtri
 
 from dpcompanion import _checks
 from dpcompanion._types import Array, Numbers
+from dpcompanion.accounting.search import bisect
 from dpcompanion.per_instance.confidence import log_mean_bound
 from dpcompanion.per_instance.laws import REACH, law_counts, law_log_density, step_loss
 from dpcompanion.per_instance.steps import log_mass
@@ -319,14 +320,9 @@ def _mean_and_error(log_values):
 
 def _crossing(above, largest):
     """The end of the epsilons, from 0 to `largest`, at which `above` holds: 0 where it holds nowhere."""
-    low, high = torch.zeros_like(largest), largest.clone()
-    everywhere = above(largest)
-    nowhere = ~above(low)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        inside = above(middle)
-        low, high = torch.where(inside, middle, low), torch.where(inside, high, middle)
-    return torch.where(everywhere, largest, torch.where(nowhere, 0.0, high))
+    low = torch.zeros_like(largest)
+    found = bisect(lambda epsilon: ~above(epsilon), good=largest, bad=low, halvings=_HALVINGS)
+    return torch.where(above(largest), largest, torch.where(above(low), found, 0.0))
 
 
 def _upper_bound(losses, log_weights, floors, shares, delta, worst, confidence):
@@ -353,7 +349,7 @@ def _log_largest(epsilon, floors, shares):
     def terms(x):
         return steep * (epsilon + x)[..., None] + offset
 
-    for _ in range(_HALVINGS):
+    for _ in range(_HALVINGS):  # not `bisect`: both ends are needed
         x = (low + high) / 2
         rising = 1 / torch.expm1(x) > (torch.softmax(terms(x), -1) * steep).sum(-1)
         low, high = torch.where(rising, x, low), torch.where(rising, high, x)
