@@ -33,12 +33,12 @@ def problem(examples, size, dtype):
 
 
 def grid(task, dtype, share=1.0):
-    """Seconds for both initialisations of a task, scaled up from a share of the seeds."""
+    """Seconds for both initializations of a task, scaled up from a share of the seeds."""
     examples, size, batch_size, learning_rate, steps, data_sets, seeds, own_share = TASKS[task]
     features, labels = problem(examples, size, dtype)
     count = max(2, round(seeds * own_share * share))
     started = time.perf_counter()
-    for initialisation in ("varying", "fixed"):
+    for initialization in ("varying", "fixed"):
         train_grid(
             features,
             labels,
@@ -47,7 +47,7 @@ def grid(task, dtype, share=1.0):
             steps=steps,
             batch_size=batch_size,
             learning_rate=learning_rate,
-            initialisation=initialisation,
+            initialization=initialization,
             progress=False,
         )
     return (time.perf_counter() - started) * seeds / count

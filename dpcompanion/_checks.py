@@ -19,7 +19,7 @@ ValueError: accountant must be one of 'pld', 'rdp', got 'gdp'
 import math
 import numbers
 import operator
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Iterator, Sized
 from typing import Any, SupportsFloat, TypeVar
 
 import numpy as np
@@ -115,3 +115,13 @@ def is_number(value: object) -> bool:
 def as_given(result: _F, *given: object) -> float | _F:
     """The result of what was given: a float where all of that are plain numbers, else the tensor that it is."""
     return float(result) if all(map(is_number, given)) else result
+
+
+def entries(*given: Any) -> Iterator[Any]:
+    """What was given, with the entries of lists in place of them: for `as_given`, where a list makes one number.
+
+    >>> as_given(np.float64(3.0), *entries([1.0, 2.0], 5)), as_given(np.ones(2), *entries([[1.0, 2.0]], 5))
+    (3.0, array([1., 1.]))
+    """
+    for each in given:
+        yield from each if isinstance(each, (list, tuple)) else () if each is None else (each,)

@@ -15,9 +15,9 @@ such a bound is refuted; a bound below a claim proves nothing.
 The guess, its threshold included, must be fixed before the trials that are counted.
 
 >>> epsilon_lower_bound(true_positives=900, positives=1000, false_positives=10, negatives=1000, delta=1e-5)
-tensor(3.8720, dtype=torch.float64)
+3.8719...
 >>> mu_lower_bound(true_positives=900, positives=1000, false_positives=10, negatives=1000)
-tensor(3.2635, dtype=torch.float64)
+3.2634...
 
 **LiRA** (Carlini et al. 2022) asks of one example whether a model was trained on it.  Shadow models are trained on
 random halves of the data; what an example scores under those that saw it, and under those that did not,
@@ -32,7 +32,7 @@ is taken as two Gaussians, and the target's score is weighed between them::
 import math
 import typing
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast, overload
 
 import torch
 from scipy import special
@@ -41,15 +41,29 @@ from dpcompanion import _checks
 from dpcompanion._types import Array, Numbers
 
 
-def clopper_pearson(
-    successes: Numbers, trials: Numbers, *, confidence: float = 0.95
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One-sided bounds on a probability: (lower, upper), float64 tensors, each missed with probability at most
-    1 - confidence.
+_T = TypeVar("_T")
 
-    >>> [round(float(bound), 4) for bound in clopper_pearson(0, 100)]
-    [0.0, 0.0295]
+
+class Bounds(typing.NamedTuple, Generic[_T]):
+    """One-sided bounds on a probability."""
+
+    lower: _T
+    upper: _T
+
+
+@overload
+def clopper_pearson(successes: float, trials: float, *, confidence: float = ...) -> Bounds[float]: ...
+@overload
+def clopper_pearson(successes: Numbers, trials: Numbers, *, confidence: float = ...) -> Bounds[torch.Tensor]: ...
+def clopper_pearson(successes: Numbers, trials: Numbers, *, confidence: float = 0.95) -> Bounds[Any]:
+    """One-sided bounds on a probability, each missed with probability at most 1 - confidence.
+
+    Returns `Bounds`, (lower, upper): floats of numbers, else float64 tensors.
+
+    >>> clopper_pearson(0, 100)
+    Bounds(lower=0.0, upper=0.0295...)
     """
+    given = successes, trials
     _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
     _checks.in_interval("trials", trials, 1)
     successes, trials = (torch.as_tensor(v, dtype=torch.float64) for v in (successes, trials))
@@ -61,9 +75,29 @@ def clopper_pearson(
     k, n = k.numpy(), n.numpy()
     lower = special.betaincinv(k.clip(min=1), n - k + 1, 1 - confidence) * (k > 0)
     upper = special.betaincinv(k + 1, (n - k).clip(min=1), confidence) * (k < n) + (k == n)
-    return torch.as_tensor(lower), torch.as_tensor(upper)
+    return Bounds(*(_checks.as_given(torch.as_tensor(bound), *given) for bound in (lower, upper)))
 
 
+@overload
+def epsilon_lower_bound(
+    *,
+    true_positives: float,
+    positives: float,
+    false_positives: float,
+    negatives: float,
+    delta: float,
+    confidence: float = ...,
+) -> float: ...
+@overload
+def epsilon_lower_bound(
+    *,
+    true_positives: Numbers,
+    positives: Numbers,
+    false_positives: Numbers,
+    negatives: Numbers,
+    delta: float,
+    confidence: float = ...,
+) -> torch.Tensor: ...
 def epsilon_lower_bound(
     *,
     true_positives: Numbers,
@@ -72,7 +106,7 @@ def epsilon_lower_bound(
     negatives: Numbers,
     delta: float,
     confidence: float = 0.95,
-) -> torch.Tensor:
+) -> float | torch.Tensor:
     """The largest epsilon, at least 0, that the counts refute; in both directions.
 
     Args:
@@ -82,13 +116,28 @@ def epsilon_lower_bound(
         confidence: that the true epsilon is not below the result, for each entry by itself. A bound on each of the two
             rates enters, and they share it equally.
 
-    Returns a float64 tensor.
+    Returns a float of numbers, else a float64 tensor.
     """
     _checks.in_interval("delta", delta, 0, 1, closed="left")
-    tpr, fpr = _rates(true_positives, positives, false_positives, negatives, confidence)
-    return torch.maximum((tpr - delta) / fpr, (1 - fpr - delta) / (1 - tpr)).clamp(min=1).log()
+    given = true_positives, positives, false_positives, negatives
+    tpr, fpr = _rates(*given, confidence)
+    found = torch.maximum((tpr - delta) / fpr, (1 - fpr - delta) / (1 - tpr)).clamp(min=1).log()
+    return _checks.as_given(found, *given)
 
 
+@overload
+def mu_lower_bound(
+    *, true_positives: float, positives: float, false_positives: float, negatives: float, confidence: float = ...
+) -> float: ...
+@overload
+def mu_lower_bound(
+    *,
+    true_positives: Numbers,
+    positives: Numbers,
+    false_positives: Numbers,
+    negatives: Numbers,
+    confidence: float = ...,
+) -> torch.Tensor: ...
 def mu_lower_bound(
     *,
     true_positives: Numbers,
@@ -96,7 +145,7 @@ def mu_lower_bound(
     false_positives: Numbers,
     negatives: Numbers,
     confidence: float = 0.95,
-) -> torch.Tensor:
+) -> float | torch.Tensor:
     """The largest mu, at least 0, such that the counts refute mu-GDP.
 
     With `dpcompanion.accounting.gaussian_epsilon` it becomes an epsilon at any delta, for mechanisms that are claimed
@@ -108,21 +157,23 @@ def mu_lower_bound(
         confidence: that the true mu is not below the result, for each entry by itself. A bound on each of the two rates
             enters, and they share it equally.
 
-    Returns a float64 tensor.
+    Returns a float of numbers, else a float64 tensor.
     """
-    tpr, fpr = _rates(true_positives, positives, false_positives, negatives, confidence)
+    given = true_positives, positives, false_positives, negatives
+    tpr, fpr = _rates(*given, confidence)
     # Swapping the two data sets gives the same number: the trade-off of Gaussians is symmetric.
-    return (torch.special.ndtri(tpr) - torch.special.ndtri(fpr)).clamp(min=0)
+    return _checks.as_given((torch.special.ndtri(tpr) - torch.special.ndtri(fpr)).clamp(min=0), *given)
 
 
 def _rates(true_positives, positives, false_positives, negatives, confidence):
     """The least rate of right guesses and the greatest of wrong ones, which hold together with the confidence."""
     _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
     each = (1 + confidence) / 2
-    return (
-        clopper_pearson(true_positives, positives, confidence=each)[0],
-        clopper_pearson(false_positives, negatives, confidence=each)[1],
+    bounds = (
+        clopper_pearson(true_positives, positives, confidence=each).lower,
+        clopper_pearson(false_positives, negatives, confidence=each).upper,
     )
+    return (torch.as_tensor(bound, dtype=torch.float64) for bound in bounds)
 
 
 class Interval(typing.NamedTuple):
@@ -182,7 +233,7 @@ def loss_threshold_attack(
     low, high = clopper_pearson(right, 2 * half, confidence=(1 + confidence) / 2)
     return LossThreshold(
         float(threshold),
-        Interval(right / (2 * half), float(low), float(high)),
+        Interval(right / (2 * half), low, high),
         0.5 + float(called[best] - wrongly[best]) / (2 * half),
     )
 
@@ -273,8 +324,15 @@ def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, v
     return ratio
 
 
-def roc(members: Array, nonmembers: Array) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ROC curve of a score that is larger for members: (false positive rates, true positive rates), from (0, 0) to
+class Rates(typing.NamedTuple):
+    """An ROC curve: float64 tensors, from 0 to 1."""
+
+    false_positive: torch.Tensor
+    true_positive: torch.Tensor
+
+
+def roc(members: Array, nonmembers: Array) -> Rates:
+    """The ROC curve of a score that is larger for members: `Rates`, (false positive, true positive), from (0, 0) to
     (1, 1), one point for each threshold.
 
     >>> [rates.tolist() for rates in roc(torch.tensor([2.0, 1.0]), torch.tensor([1.0, 0.0]))]
@@ -287,7 +345,7 @@ def roc(members: Array, nonmembers: Array) -> tuple[torch.Tensor, torch.Tensor]:
         for values in (nonmembers.double(), members.double())
     ]
     false, true = (torch.cat((torch.zeros(1, dtype=torch.float64), rate.double())) for rate in rates)
-    return false, true
+    return Rates(false, true)
 
 
 def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Interval:
@@ -326,7 +384,7 @@ def tpr_at_fpr(members: Array, nonmembers: Array, *, fpr: float = 0.01, confiden
     threshold = nonmembers.sort(descending=True).values[allowed]
     hits = int((members > threshold).sum())
     low, high = clopper_pearson(hits, len(members), confidence=(1 + confidence) / 2)
-    return Interval(hits / len(members), float(low), float(high))
+    return Interval(hits / len(members), low, high)
 
 
 def low_bits_tell(releases: torch.Tensor, canary: torch.Tensor) -> torch.Tensor:

@@ -38,10 +38,10 @@ def directives():
 
 def public(module):
     """The functions and classes that a module or package offers: those of `__all__` if it has one, else its own."""
-    room = importlib.import_module(module)
-    values = {name: getattr(room, name) for name in getattr(room, "__all__", vars(room)) if not name.startswith("_")}
+    found = importlib.import_module(module)
+    values = {name: getattr(found, name) for name in getattr(found, "__all__", vars(found)) if not name.startswith("_")}
     chosen = {name: value for name, value in values.items() if inspect.isfunction(value) or inspect.isclass(value)}
-    if hasattr(room, "__all__"):
+    if hasattr(found, "__all__"):
         return chosen
     return {name: value for name, value in chosen.items() if value.__module__ == module}
 

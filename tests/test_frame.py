@@ -1,5 +1,6 @@
 """The files around the library and the book agree with each other."""
 
+import ast
 import hashlib
 import importlib
 import os
@@ -190,13 +191,16 @@ def test_a_wheel_is_made_for_its_own_tag_only(tmp_path, tag, passes):
     assert (done.returncode == 0) is passes and (tmp_path / "dist" / "made.whl").exists() is passes
 
 
-def test_docstrings_may_write_formulas_between_dollar_signs():
-    assert (
-        subprocess.run([sys.executable, "-m", "doctest", str(ROOT / "book" / "_ext" / "docstrings.py")]).returncode == 0
-    )
+def test_docstrings_write_formulas_in_one_way():
+    for file in (ROOT / "dpcompanion").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+                assert "$" not in (ast.get_docstring(node) or ""), f"{file}: a formula that is no :math:"
 
 
-@pytest.mark.parametrize("file", ["book/_ext/digests.py", "tools/lowest.py", "tools/outputs.py", "tools/pdf.py"])
+@pytest.mark.parametrize(
+    "file", ["book/_ext/digests.py", "book/_ext/docstrings.py", "tools/lowest.py", "tools/outputs.py", "tools/pdf.py"]
+)
 def test_the_examples_of_the_tools_hold(file):
     assert subprocess.run([sys.executable, "-m", "doctest", str(ROOT / file)]).returncode == 0
 

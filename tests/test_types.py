@@ -8,7 +8,7 @@ import pytest
 
 import dpcompanion.reproduction
 
-ROOMS = sorted(
+MODULES = sorted(
     info.name
     for info in pkgutil.iter_modules(dpcompanion.__path__)
     if not info.name.startswith("_") and info.name not in ("cli", "reproduction")
@@ -21,15 +21,15 @@ MACHINERY = sorted(
 )
 
 
-def functions(room):
+def functions(module):
     """(name, function) of what a module or package offers: functions, and methods and properties of its classes."""
     names = getattr(
-        room,
+        module,
         "__all__",
-        [name for name, value in vars(room).items() if getattr(value, "__module__", None) == room.__name__],
+        [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__],
     )
     for name in names:
-        value = getattr(room, name)
+        value = getattr(module, name)
         if name.startswith("_") or not getattr(value, "__module__", "").startswith("dpcompanion"):
             continue
         if inspect.isfunction(value):
@@ -45,10 +45,10 @@ def functions(room):
                     yield f"{name}.{member}", found
 
 
-@pytest.mark.parametrize("name", [*ROOMS, *MACHINERY, "cli"])
+@pytest.mark.parametrize("name", [*MODULES, *MACHINERY, "cli"])
 def test_public_functions_have_types(name):
-    room = importlib.import_module(f"dpcompanion.{name}")
-    for spoken, function in functions(room):
+    module = importlib.import_module(f"dpcompanion.{name}")
+    for spoken, function in functions(module):
         signature = inspect.signature(function)
         bare = [
             p.name for p in signature.parameters.values() if p.annotation is p.empty and p.name not in ("self", "cls")

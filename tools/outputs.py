@@ -85,7 +85,7 @@ def texts_of(output):
 
 
 def same_text(new, old, tolerance=0.0):
-    new, old = sanitised(new), sanitised(old)
+    new, old = sanitized(new), sanitized(old)
     if new == old or not tolerance:
         return new == old
     # A number that needs more room moves the columns of a table.
@@ -94,7 +94,7 @@ def same_text(new, old, tolerance=0.0):
     return words[0] == words[1] and all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(*numbers))
 
 
-def sanitised(text):
+def sanitized(text):
     for pattern, replacement in SANITISED:
         text = pattern.sub(replacement, text)
     return text
@@ -119,7 +119,7 @@ def shown(outputs):
     for output in outputs:
         data = output.get("data", {})
         text = output.get("text") or data.get("text/markdown") or data.get("text/plain") or ""
-        lines += sanitised(text).splitlines()
+        lines += sanitized(text).splitlines()
         lines += [f"(digest) {line}" for line in data.get(DIGEST, "").splitlines()]
         if PICTURE in data:
             lines.append(f"<picture {hashlib.sha256(data[PICTURE].encode()).hexdigest()[:12]}>")

@@ -1,9 +1,8 @@
-"""Lets docstrings write formulas as the book's pages do, between dollar signs.
+"""Lets docstrings say what they say in plain text.
 
-Sphinx reads docstrings as reStructuredText; this turns `$x$` into a math role
-and `$$ x $$` into a math directive, takes a bar or the star of `(n, *shape)` for what
-it is, and leaves examples (`>>>`) and literal blocks as they are.  A function has one
-signature on its page: overloads are for type checkers.
+Sphinx reads docstrings as reStructuredText; this takes a bar or the star of `(n, *shape)` for what it is, and leaves
+formulas (`:math:`), examples (`>>>`) and literal blocks as they are.  A function has one signature on its page:
+overloads are for type checkers.
 """
 
 import re
@@ -11,12 +10,10 @@ import re
 from sphinx.ext.autodoc import FunctionDocumenter
 
 
-def with_math(lines):
-    """The lines of a docstring with dollar formulas as reStructuredText; lines that have none come back unchanged.
+def with_bars(lines):
+    """The lines of a docstring with bars and lone stars as reStructuredText; lines that have none come back unchanged.
 
-    >>> with_math(["A rate $q$ costs", "", "$$ q^2", "   / 2. $$", "", ">>> price($5, $6)"])
-    ['A rate :math:`q` costs', '', '', '.. math::', '', '   q^2', '   / 2.', '', '', '>>> price($5, $6)']
-    >>> print("\\n".join(with_math(["|a| of (n, *shape), $|b|$", "", "As in::", "", "    a | b", "", "|c|"])))
+    >>> print("\\n".join(with_bars(["|a| of (n, *shape), :math:`|b|`", "", "As in::", "", "    a | b", "", "|c|"])))
     \\|a\\| of (n, \\*shape), :math:`|b|`
     <BLANKLINE>
     As in::
@@ -25,18 +22,13 @@ def with_math(lines):
     <BLANKLINE>
     \\|c\\|
     """
-    text = "\n".join(lines)
-    display = re.compile(r"^([ \t]*)\$\$(.+?)\$\$[ \t]*$", re.MULTILINE | re.DOTALL)
-    text = display.sub(_directive, text)
-    paragraphs = re.split(r"(\n[ \t]*\n)", text)
-    inline = re.compile(r"(?<![\\$`\w])\$([^\s$](?:[^$]*?[^\s$])?)\$(?![\w$])")
     done, literal = [], None
-    for part in paragraphs:
+    for part in re.split(r"(\n[ \t]*\n)", "\n".join(lines)):
         indent = len(re.match(r"\n*([ \t]*)", part)[1])
         if part.strip():
             literal = literal if literal is not None and indent > literal else None
         if ">>>" not in part and literal is None:
-            part = inline.sub(r":math:`\1`", _as_text(part))
+            part = _as_text(part)
         if part.strip() and literal is None and part.rstrip().endswith("::"):
             literal = len(re.search(r"^([ \t]*)\S.*\Z", part.rstrip(), re.MULTILINE)[1])
         done.append(part)
@@ -47,17 +39,11 @@ def _as_text(part):
     """A paragraph whose bars and lone stars are no markup; formulas and code keep theirs."""
     if re.search(r"^\s*\.\. math::", part, re.MULTILINE):
         return part
-    pieces = re.split(r"(`[^`]*`|(?<![\w$])\$[^$]+\$)", part)
+    pieces = re.split(r"(`[^`]*`)", part)
     return "".join(
         piece if index % 2 else re.sub(r"\*(?=\w+[)\]}])", r"\\*", piece).replace("|", r"\|")
         for index, piece in enumerate(pieces)
     )
-
-
-def _directive(found):
-    indent, formula = found.groups()
-    body = [f"{indent}   {line.strip()}" for line in formula.strip().splitlines()]
-    return "\n".join(["", f"{indent}.. math::", "", *body, ""])
 
 
 class OneSignature(FunctionDocumenter):
@@ -82,7 +68,7 @@ def setup(app):
     app.setup_extension("sphinx.ext.autodoc")
 
     def rewrite(app, what, name, obj, options, lines):
-        lines[:] = with_math(lines)
+        lines[:] = with_bars(lines)
 
     # Before napoleon (priority 500) rearranges the sections.
     app.connect("autodoc-process-docstring", rewrite, priority=400)

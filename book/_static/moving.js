@@ -1,4 +1,4 @@
-// A histogram with a slider (dpcompanion/reproduction/moving.py): without this script it stands still at its last moment.
+// A histogram with a slider (dpcompanion/reproduction/moving.py): without this script it stands still at its last time.
 (() => {
   "use strict";
   for (const figure of document.querySelectorAll("figure[data-moving]")) {

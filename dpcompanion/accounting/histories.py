@@ -218,7 +218,7 @@ def _transforms(levels, steps, size, interval, tilt):
     """
     transforms, log_mass, cut = [], [], 0.0
     for step in steps:
-        at, masses, log_total, lost = step.discretise(interval, tilt)
+        at, masses, log_total, lost = step.discretize(interval, tilt)
         circle = torch.zeros(size, dtype=torch.float64)
         circle.index_add_(0, (torch.arange(len(masses)) + at) % size, masses)
         transforms.append(torch.fft.rfft(circle))

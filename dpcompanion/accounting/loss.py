@@ -92,7 +92,7 @@ class _Step:
         weight = torch.softmax(self.log_weight + tilt * self.loss, dim=0)
         return float((weight * (self.loss - (weight * self.loss).sum()) ** 2).sum())
 
-    def discretise(self, interval, tilt):
+    def discretize(self, interval, tilt):
         """Connect-the-dots masses of the tilted law on the grid {i h}.
 
         Returns (first index, masses that sum to 1, ln of their sum before, bound on the mass that was cut).

@@ -215,7 +215,7 @@ def _compose_step(step, steps, epsilon, slope, interval):
         )
         interval = max(interval, (high - low) / (_LARGEST_GRID - 2))
     low, high, outside = _window(step, steps, tilt, interval)
-    first, masses, log_mass, cut = step.discretise(interval, tilt)
+    first, masses, log_mass, cut = step.discretize(interval, tilt)
     slack = steps * cut
     if steps > 1:
         size = (high - low) / interval + 2

@@ -1,7 +1,7 @@
-"""Where a monotone condition begins to hold, from the side where it holds: the two searches of the library.
+"""Where a monotone condition begins to hold, from the side where it holds: the searches of the library.
 
-`crossing` takes few values of a function that is dear, `bisect` halves many brackets at once. Both return a point that
-was looked at and found to hold, so that a bound stays one.
+`crossing` takes few values of a function that is dear, `crossings` does so for many side by side, `bisect` halves many
+brackets at once. All return points that were looked at and found to hold, so that a bound stays one.
 
 >>> bisect(lambda x: x**2 <= torch.tensor([2.0, 9.0]), good=torch.zeros(2), bad=torch.full((2,), 9.0))
 tensor([1.4142, 3.0000])
@@ -89,3 +89,49 @@ def _narrow(excess, good, bad, snap):
         good, bad = ((x, value), bad) if value <= 0 else (good, (x, value))
         idle = 0 if abs(bad[0] - good[0]) < abs(gap) / 2 else idle + 1
     return good[0]
+
+
+def crossings(excess, *, start, low, high, precision):
+    """The least y in [low, high] at which a falling function is at most 0: within `precision`, and never below.
+
+    `crossing` for many searches side by side, whose function takes all of them at once.
+
+    Args:
+        excess: (y, index) -> values, at the points y of the searches `index`; falling, as in `crossing`.
+        start: (n,) where to look first.
+        low, high: ends of the range, numbers.
+        precision: how wide a bracket may stay.
+
+    Returns:
+        (n,) points; nan where even `high` exceeds 0.
+
+    >>> cubes = torch.tensor([8.0, 27.0])
+    >>> crossings(lambda y, index: cubes[index] - y**3, start=torch.ones(2), low=0.0, high=9.0, precision=1e-4)
+    tensor([2.0000, 3.0000])
+    """
+    good, bad = torch.full_like(start, math.nan), torch.full_like(start, math.nan)
+    at_good, at_bad, stride, idle = good.clone(), bad.clone(), good.clone(), torch.zeros_like(start)
+    y, open_ = start.clamp(low, high), torch.arange(len(start))
+    while len(open_):
+        value, here = excess(y[open_], open_), y[open_]
+        safe = value <= 0
+        before = (bad - good)[open_]
+        for ends, values, rows in ((good, at_good, safe), (bad, at_bad, ~safe)):
+            ends[open_[rows]], values[open_[rows]] = here[rows], value[rows]
+        gap = (bad - good)[open_]
+        idle[open_] = torch.where(gap.abs() > before.abs() / 2, idle[open_] + 1, 0.0)
+        ended = torch.where(safe, here <= low, here >= high)
+        open_ = open_[torch.where(gap.isnan(), ~ended, gap.abs() > precision)]
+        f, g = at_good[open_], at_bad[open_]
+        gap = (bad - good)[open_]
+        # One end is missing: walk on towards it, twice as far each time.
+        known = torch.where(f.isnan(), g, f)
+        walk = torch.where(stride[open_].isnan(), (1.2 * known.abs()).clamp(2 * precision, 1.0), 2 * stride[open_])
+        walked = y[open_] + torch.where(f.isnan(), walk, -walk)
+        # Else aim a little past the secant's estimate, away from the nearer end.
+        share = -f / (g - f)
+        share = share + torch.copysign((precision / 2 / gap.abs()).clamp(0.01, 0.25), 0.5 - share)
+        share = torch.where((idle[open_] >= 2) | (torch.maximum(-f, g) >= 50), 0.5, share)
+        stride[open_] = walk
+        y[open_] = torch.where(gap.isnan(), walked.clamp(low, high), good[open_] + share * gap)
+    return good

@@ -68,9 +68,10 @@ from dpcompanion.audit.bounds import (
     one_run_mu,
     refutes,
 )
-from dpcompanion.audit.trained import audit_training, crafted
+from dpcompanion.audit.trained import Crafted, audit_training, crafted
 
 __all__ = [
+    "Crafted",
     "Finding",
     "GaussianCurve",
     "PlanCurve",

@@ -14,6 +14,7 @@ from dpcompanion import _checks
 from dpcompanion._types import Array
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
+from dpcompanion.accounting.search import bisect
 
 # Shares of the canaries about which an auditor guesses; a confidence is spent on each.
 _SHARES = (0.5, 0.2)
@@ -84,10 +85,9 @@ def _largest_refuted(refuted, tolerance=1e-4):
         low, high = high, 2 * high
         if high > 64:
             return low
-    while high - low > tolerance:
-        middle = (low + high) / 2
-        low, high = (middle, high) if refuted(middle) else (low, middle)
-    return low
+    low, high = torch.tensor([low, high], dtype=torch.float64)
+    halvings = math.ceil(math.log2(float(high - low) / tolerance))
+    return float(bisect(lambda x: torch.tensor(refuted(float(x))), good=low, bad=high, halvings=halvings))
 
 
 @dataclasses.dataclass(frozen=True)

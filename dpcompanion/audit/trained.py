@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -155,9 +155,16 @@ class _Observer:
         self.scores, self.products, self.included = state["scores"], state["products"], state["included"]
 
 
+class Crafted(NamedTuple):
+    """Canaries that were made: inputs (count, ...) and labels (count,)."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+
+
 def crafted(
     x: torch.Tensor, y: torch.Tensor, count: int, *, size: float = 10.0, generator: torch.Generator | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Crafted:
     """`count` canaries for classification data: inputs that point at random, long, with random labels of those in y.
 
     Their gradients are large and nearly at right angles to all others, which is what shows best.
@@ -166,9 +173,9 @@ def crafted(
         x, y: inputs (n, ...) of a floating type, labels (n,).
         size: their length, in mean lengths of the rows of x.
 
-    Returns (inputs (count, ...), labels (count,)).
+    Returns `Crafted`: (inputs (count, ...), labels (count,)).
 
-    >>> crafted(torch.rand(5, 3), torch.arange(5), 2)[0].shape
+    >>> crafted(torch.rand(5, 3), torch.arange(5), 2).x.shape
     torch.Size([2, 3])
     """
     count = _checks.whole_number("count", count, 1)
@@ -176,7 +183,6 @@ def crafted(
     length = size * x.double().flatten(1).norm(dim=1).mean()
     rows = directions / directions.norm(dim=1, keepdim=True) * length
     labels = y.unique()
-    return (
-        rows.view(count, *x.shape[1:]).to(x.dtype),
-        labels[torch.randint(len(labels), (count,), generator=generator)],
+    return Crafted(
+        rows.view(count, *x.shape[1:]).to(x.dtype), labels[torch.randint(len(labels), (count,), generator=generator)]
     )

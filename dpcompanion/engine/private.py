@@ -28,8 +28,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     """See the module's text.
 
     Args:
-        accountant: "rdp" or "pld", by default that of `dpcompanion.idp`: what calibrates the noise and states epsilons,
-            each example's and the largest.
+        accountant: "rdp" or "pld": what calibrates the noise and states epsilons, each example's and the largest. The
+            default is "rdp", the paper's; "pld" meets the same targets with less noise.
         secure_mode: True refuses generators of one's own, so that draws and noise come from a cipher for certain (in
             place of Opacus's secure mode, whose package no longer installs). Without generators they do in any case.
 
@@ -95,8 +95,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         `epochs`.
 
         Args:
-            module, optimizer: as in Opacus. Nothing in the module may mix examples. The optimizer holds all trainable
-                parameters of the module; freeze the others beforehand.
+            module: the model, which must treat examples one by one.
+            optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the others beforehand.
             data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one
                 with Poisson draws, shuffled or not. Its `generator` draws them, if it has one. Worker processes read
                 the examples of one batch side by side; they do not read ahead.
@@ -109,13 +109,13 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             noise_range: (low, high) for the noise multiplier of "sample", fixed before the budgets are known: it
                 bounds what others' budgets can do to one's risk (`dpcompanion.idp.sample_parameters`).
             criterion: the loss of ghost mode; cross entropy by default.
-            batch_first, loss_reduction: as in Opacus.
+            batch_first: whether inputs have the examples along their first axis, or else along their second.
+            loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses.
             seed: None, for a model that is released: noise and draws come from ciphers under keys of 256 bits that the
                 operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research:
                 the keys are hashed from it, as in `dpcompanion.training.train`, and whoever knows it can subtract the
                 noise.
-            noise_generator: in place of a seed, a `torch.Generator`, as in Opacus: noise comes from it, draws from
-                one that it seeds.
+            noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.
             grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, and only "hooks"
                 takes them for every layer: Opacus cannot in "functorch" with convolutions or embeddings, in "ew" at
                 all, nor in "ghost" with embeddings.
@@ -220,8 +220,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         holds from the start. `filter.spent` is what was paid.
 
         Args:
-            module, optimizer: as in Opacus. Nothing in the module may mix examples. The optimizer holds all trainable
-                parameters of the module; freeze the others beforehand.
+            module: the model, which must treat examples one by one.
+            optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the others beforehand.
             data_loader: of a map-style data set; replaced by one with Poisson draws, shuffled or not. Its `generator`
                 draws them, if it has one. Worker processes read the examples of one batch side by side; they do not
                 read ahead.
@@ -235,12 +235,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 example must depend on the weights and on this example alone.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
             criterion: the loss of ghost mode; cross entropy by default.
-            batch_first, loss_reduction: as in Opacus.
+            batch_first: whether inputs have the examples along their first axis, or else along their second.
+            loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses.
             seed: None, for a model that is released: noise and draws come from ciphers under keys that the operating
                 system draws. Or a whole number below 2^1024, for research, from which the keys are hashed: whoever
                 knows it can subtract the noise.
-            noise_generator: in place of a seed, a `torch.Generator`, as in Opacus: noise comes from it, draws from
-                one that it seeds.
+            noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.
             grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Only "hooks" takes empty batches for every layer.
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
             prove: False leaves out the proof with the first batches, and takes it on your word that the module treats

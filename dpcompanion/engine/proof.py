@@ -39,7 +39,8 @@ class Proof:
     Args:
         hooks: what Opacus made of the module.
         watched: the module that the training loop calls.
-        batch_first, loss_reduction: as in Opacus.
+        batch_first: whether inputs have the examples along their first axis, or else along their second.
+        loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses.
         ghost: whether Opacus finds norms only.
         batch_size: called, it gives the number of examples that the loader handed out last.
     """

@@ -25,13 +25,14 @@ norms say to what they are clipped, and who cannot pay is clipped to less:
 
 from .calibration import CalibratedFilter, calibrate_filter, level_costs
 from .exact import ExactFilter
-from .game import Game, adaptive_delta, play, worst_case
+from .game import Game, Games, adaptive_delta, play, worst_case
 from .renyi import RenyiFilter
 
 __all__ = [
     "CalibratedFilter",
     "ExactFilter",
     "Game",
+    "Games",
     "RenyiFilter",
     "adaptive_delta",
     "calibrate_filter",

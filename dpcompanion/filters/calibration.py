@@ -287,6 +287,7 @@ def _least_epsilon(delta, sample_rate, noise_multiplier, levels, costs, budget, 
 def _least(delta_at, start, delta) -> tuple[float, float] | None:
     """(x, delta there): the least x above 0 at which the falling `delta_at` is at most `delta`, within PRECISION; or
     None where not even 1e4 times `start` is enough."""
+    # Not `accounting.search`: it is precise relative to x, its range ends with `start`, and delta there is wanted too.
     low, x, found = None, start * (1 + PRECISION), None
     while True:
         value = delta_at(x)

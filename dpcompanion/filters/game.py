@@ -31,7 +31,7 @@ A stage costs K + 1 Fourier transforms.
 import math
 from dataclasses import dataclass
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
@@ -333,6 +333,13 @@ def adaptive_delta(
     )
 
 
+class Games(NamedTuple):
+    """The two directions of a game, one and the same where batches are full."""
+
+    remove: Game
+    add: Game
+
+
 def play(
     *,
     sample_rate: float,
@@ -343,7 +350,7 @@ def play(
     epsilon: float,
     block: int = 1,
     **options: Any,
-) -> tuple[Game, Game]:
+) -> Games:
     """The games of `adaptive_delta` in both directions, with their errors, tables and, if asked for, choices.
 
     Args:
@@ -357,7 +364,7 @@ def play(
         options: interval, stop_above, choices and progress, which `worst_case` takes.
 
     Returns:
-        Two `Game` objects, "remove" and "add".
+        `Games`: two `Game` objects, "remove" and "add".
     """
     levels = check_levels(levels)
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
@@ -369,4 +376,4 @@ def play(
         worst_case(pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, **options)
         for direction in (DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1])
     ]
-    return games[0], games[-1]
+    return Games(games[0], games[-1])

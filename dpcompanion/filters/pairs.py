@@ -115,13 +115,13 @@ class SampledGaussian:
         tilts = torch.tensor([tilt], dtype=torch.float64)
         log_mass, blur = self.steps * float(step.log_mgf(tilts)), 0.0
         if self.steps == 1:
-            first, masses, log_scale, cut = step.discretise(interval, tilt)
+            first, masses, log_scale, cut = step.discretize(interval, tilt)
             masses, lost = masses.numpy() * math.exp(log_scale), cut * math.exp(log_scale)
         else:
             finer = math.ceil(math.sqrt(10 * self.steps))
             fine = interval / finer
             low, high, outside = _window(step, self.steps, tilt, fine)
-            first, masses, log_scale, cut = step.discretise(fine, tilt)
+            first, masses, log_scale, cut = step.discretize(fine, tilt)
             first, masses = _convolve(
                 first, masses, self.steps, start=math.floor(low / fine), size=(high - low) / fine + 2
             )

@@ -54,7 +54,7 @@ def sample_parameters(
         target_epsilons: (P,) budgets.
         counts: (P,) numbers of examples, or their shares.
         target_delta, sample_rate, steps: as in plain DP-SGD.
-        accountant: "rdp" or "pld".
+        accountant: "rdp", the default and the paper's, or "pld", which meets the same targets with less noise.
         noise_range: (low, high), between which the noise multiplier stays, fixed before the budgets are known; None
             for any.
 
@@ -111,7 +111,7 @@ def scale_parameters(
         sample_rate: of all groups, in (0, 1].
         steps: of the run.
         max_grad_norm: the clip norm of plain DP-SGD, above 0, which those of the groups have for their mean.
-        accountant: "rdp" or "pld".
+        accountant: "rdp", the default and the paper's, or "pld", which meets the same targets with less noise.
 
     Raises:
         ValueError: bad input, or a budget that no noise multiplier up to 1e9 keeps.
@@ -159,7 +159,7 @@ def combined_parameters(
         steps: of the run.
         max_grad_norm: the clip norm of plain DP-SGD, above 0, which those of the groups have for their mean.
         sample_weight: w, in [0, 1]: 0 is Scale and 1 is Sample.
-        accountant: "rdp" or "pld".
+        accountant: "rdp", the default and the paper's, or "pld", which meets the same targets with less noise.
 
     Raises:
         ValueError: bad input, or a budget that no noise multiplier up to 1e9 keeps, or that not even a rate of 1
@@ -260,6 +260,7 @@ def _refuse_beyond(most, budgets, sample_rate):
 
 def _match_mean(run, budgets, weights, sample_rate, log_noise, slope, rates):
     """The noise at which the rates have a mean at or a little above `sample_rate`: secants within a bracket."""
+    # Not `accounting.search`: this stops by how near the mean is, not the noise, and starts each look from the last.
     low, high, last = -math.inf, math.inf, None
     for _ in range(60):
         rates = run.rates(budgets, math.exp(log_noise), start=rates)

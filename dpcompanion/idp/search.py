@@ -7,6 +7,7 @@ import torch
 
 from .. import _checks, accounting
 from ..accounting.runs import orders_for
+from ..accounting.search import crossings
 from .groups import between, interpolate, nodes_of, safe_interpolation
 
 HAIR = 1e-9  # by which epsilons by RDP may be off, relatively, for rounding errors
@@ -88,7 +89,13 @@ class Run:
 
     def _search(self, nodes, pair: _Pair, start, low, high, extreme, accountant):
         """The least safe y of each node; `pair(y, index)` gives rates and noise multipliers."""
-        found = _least(lambda y, index: self._excess(*pair(y, index), nodes[index], accountant), start, low, high)
+        found = crossings(
+            lambda y, index: self._excess(*pair(y, index), nodes[index], accountant),
+            start=start,
+            low=low,
+            high=high,
+            precision=_PRECISION,
+        )
         if bool(found.isnan().any()):
             missed = float(nodes[found.isnan()][0])
             raise ValueError(f"target_epsilons must be larger, got {missed:g}: not even {extreme} meets it")
@@ -162,38 +169,3 @@ class Run:
 def _log_ratio(epsilons, budgets):
     """ln(epsilon / budget), kept finite: an epsilon of 0 or inf only says on which side it lies."""
     return torch.log(epsilons.clamp(min=1e-300) / budgets).clamp(-50, 50)
-
-
-def _least(excess, start, low, high, precision=_PRECISION):
-    """The least y in [low, high] at which a falling function is at most 0: within `precision`, and never below.
-
-    Many searches side by side: `excess(y, index)` gives the values of those at `index`, start is (n,). nan where even
-    `high` exceeds 0. As in `accounting.calibration`, excesses are logarithms of epsilon over its target, which say how
-    far to walk; then secants close the bracket from both sides.
-    """
-    good, bad = torch.full_like(start, math.nan), torch.full_like(start, math.nan)
-    at_good, at_bad, stride, idle = good.clone(), bad.clone(), good.clone(), torch.zeros_like(start)
-    y, open_ = start.clamp(low, high), torch.arange(len(start))
-    while len(open_):
-        value, here = excess(y[open_], open_), y[open_]
-        safe = value <= 0
-        before = (bad - good)[open_]
-        for ends, values, rows in ((good, at_good, safe), (bad, at_bad, ~safe)):
-            ends[open_[rows]], values[open_[rows]] = here[rows], value[rows]
-        gap = (bad - good)[open_]
-        idle[open_] = torch.where(gap.abs() > before.abs() / 2, idle[open_] + 1, 0.0)
-        ended = torch.where(safe, here <= low, here >= high)
-        open_ = open_[torch.where(gap.isnan(), ~ended, gap.abs() > precision)]
-        f, g = at_good[open_], at_bad[open_]
-        gap = (bad - good)[open_]
-        # One end is missing: walk on towards it, twice as far each time.
-        known = torch.where(f.isnan(), g, f)
-        walk = torch.where(stride[open_].isnan(), (1.2 * known.abs()).clamp(2 * precision, 1.0), 2 * stride[open_])
-        walked = y[open_] + torch.where(f.isnan(), walk, -walk)
-        # Else aim a little past the secant's estimate, away from the nearer end.
-        share = -f / (g - f)
-        share = share + torch.copysign((precision / 2 / gap.abs()).clamp(0.01, 0.25), 0.5 - share)
-        share = torch.where((idle[open_] >= 2) | (torch.maximum(-f, g) >= 50), 0.5, share)
-        stride[open_] = walk
-        y[open_] = torch.where(gap.isnan(), walked.clamp(low, high), good[open_] + share * gap)
-    return good

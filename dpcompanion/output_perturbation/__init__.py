@@ -28,6 +28,7 @@ which is proved for epsilon below 1 only.  Weights are (data sets, seeds, parame
 """
 
 from dpcompanion.output_perturbation.bounds import (
+    NoiseCovariance,
     sgd_sensitivity,
     sgd_sensitivity_estimate,
     pairwise_sensitivity,
@@ -42,6 +43,7 @@ from dpcompanion.output_perturbation.bounds import (
 from dpcompanion.output_perturbation.grids import train_grid
 
 __all__ = [
+    "NoiseCovariance",
     "sgd_sensitivity",
     "sgd_sensitivity_estimate",
     "pairwise_sensitivity",

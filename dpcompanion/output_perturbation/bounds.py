@@ -1,7 +1,8 @@
 """Sensitivity, intrinsic noise, and what is missing from it: theorem 2, algorithms 1 and 2 (Hyland and Tople 2020)."""
 
 import math
-from typing import overload
+from collections.abc import Sequence
+from typing import NamedTuple, overload
 
 import torch
 
@@ -239,14 +240,21 @@ def augmented_sigma(
     return _checks.as_given((target**2 - own**2).clamp(min=0).sqrt(), *given)
 
 
-def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> tuple[torch.Tensor, float]:
+class NoiseCovariance(NamedTuple):
+    """A covariance, (parameters, parameters), and the share of the identity in it."""
+
+    covariance: torch.Tensor
+    shrinkage: float
+
+
+def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> NoiseCovariance:
     r"""The covariance of the weights over seeds, shrunk towards a multiple of the identity; (parameters, parameters).
 
     :math:`(1 - \rho) \hat S + \rho\, \frac{\operatorname{tr} \hat S}{d} I`, with the sample covariance of the residuals
     of each data set about its own mean, averaged over data sets. Without a `shrinkage` rho in [0, 1], that of Ledoit
     and Wolf (2004), :math:`\rho = \min(1, \overline{\|r r^\top - \hat S\|^2} /
     (R \|\hat S - \frac{\operatorname{tr} \hat S}{d} I\|^2))` with R seeds, is taken: runs of one seed on neighbouring
-    data sets are nearly equal, so data sets do not count as more samples. Returns (covariance, rho).
+    data sets are nearly equal, so data sets do not count as more samples. Returns `NoiseCovariance`, (covariance, rho).
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> draws = torch.randn(1, 5000, 2, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 0.1])
@@ -266,19 +274,24 @@ def noise_covariance(weights: Array, *, shrinkage: float | None = None) -> tuple
         shrinkage = min(1.0, float(spread / (seeds * distance))) if distance > 0 else 1.0
     _checks.in_interval("shrinkage", shrinkage, 0, 1)
     # The factor makes up for residuals about an estimated mean.
-    return ((1 - shrinkage) * sample + shrinkage * mean) * (seeds / (seeds - 1)), shrinkage
+    return NoiseCovariance(((1 - shrinkage) * sample + shrinkage * mean) * (seeds / (seeds - 1)), shrinkage)
 
 
-def mahalanobis(differences: Array, covariance: Array) -> torch.Tensor:
+@overload
+def mahalanobis(differences: Sequence[float], covariance: Array) -> float: ...
+@overload
+def mahalanobis(differences: Array, covariance: Array) -> torch.Tensor: ...
+def mahalanobis(differences: Array, covariance: Array) -> float | torch.Tensor:
     r""":math:`\mu = \sqrt{d^\top S^{-1} d}` of differences d between means, (..., parameters) to (...).
 
     What tells two Gaussians N(m, S) and N(m + d, S) apart: they are as far from each other as N(0, 1) and N(mu, 1), so
-    that `gaussian_epsilon(mu, delta)` is their exact epsilon. Raises ValueError for a covariance that is not positive
-    definite.
+    that `gaussian_epsilon(mu, delta)` is their exact epsilon. A float of a list of numbers, else float64. Raises
+    ValueError for a covariance that is not positive definite.
 
-    >>> mahalanobis(torch.tensor([3.0, 0.5]), torch.diag(torch.tensor([9.0, 0.25])))
-    tensor(1.4142, dtype=torch.float64)
+    >>> mahalanobis([3.0, 0.5], torch.diag(torch.tensor([9.0, 0.25])))
+    1.4142...
     """
+    given = _checks.entries(differences)
     differences, covariance = (torch.as_tensor(v, dtype=torch.float64) for v in (differences, covariance))
     if covariance.ndim != 2 or covariance.shape != (differences.shape[-1],) * 2:
         raise ValueError(
@@ -288,7 +301,8 @@ def mahalanobis(differences: Array, covariance: Array) -> torch.Tensor:
     if failed:
         raise ValueError("covariance must be positive definite; shrink it, or use more seeds than parameters")
     flat = differences.reshape(-1, differences.shape[-1])
-    return torch.linalg.solve_triangular(factor, flat.T, upper=False).norm(dim=0).reshape(differences.shape[:-1])
+    found = torch.linalg.solve_triangular(factor, flat.T, upper=False).norm(dim=0).reshape(differences.shape[:-1])
+    return _checks.as_given(found, *given)
 
 
 def _weights(weights, *, data_sets=1, seeds=1):

@@ -2,7 +2,7 @@ r"""Thousands of small SGD runs side by side: every (neighbouring data set, seed
 
 The runs of Hyland and Tople 2020, section VI-A.  Example 0 is held out; data set
 :math:`S_i` is the examples 1..n with example i replaced, in its place, by example 0.
-A seed draws the initialisation and a new order of the n places for each epoch.  So
+A seed draws the initialization and a new order of the n places for each epoch.  So
 all runs of one seed walk through the same batches, which differ in one row where a
 replaced example turns up: one batched matrix product serves them all, with example
 0 as an extra row that only the runs concerned look at.
@@ -45,7 +45,7 @@ def train_grid(
     steps: int,
     batch_size: int,
     learning_rate: float,
-    initialisation: str = "varying",
+    initialization: str = "varying",
     hidden: int | None = 0,
     snapshots: Sequence[int] | None = None,
     enforce_conditions: bool = True,
@@ -64,7 +64,7 @@ def train_grid(
             its own seed and data set only, not on what is trained beside it, so that a large grid can be trained in
             parts.
         batch_size, learning_rate: B in [1, n] and eta.
-        initialisation: "varying" with the seed, or "fixed": the same for all seeds.
+        initialization: "varying" with the seed, or "fixed": the same for all seeds.
         hidden: ReLU units of the hidden layer; 0 for logistic regression.
         snapshots: steps in [0, steps] at which to return the weights; the last one by default.
         enforce_conditions: refuse norms and learning rates that theorem 2 does not cover. Without it runs are as fast
@@ -96,7 +96,7 @@ def train_grid(
             f" fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
             f"{learning_rate:g}"
         )
-    _checks.one_of("initialisation", initialisation, ("varying", "fixed"))
+    _checks.one_of("initialization", initialization, ("varying", "fixed"))
     stops = [steps] if snapshots is None else [_checks.whole_number("snapshots", s, 0, steps) for s in snapshots]
     device = torch.device(device or features.device)
 
@@ -109,7 +109,7 @@ def train_grid(
     chunks = [range(i, min(i + size, len(seeds))) for i in range(0, len(seeds), size)]
     with bar(steps * len(seeds), label="SGD", show=progress) as advance:
         for chunk in chunks:
-            runs = _Runs(model, features, labels, data_sets, [seeds[i] for i in chunk], batch_size, initialisation)
+            runs = _Runs(model, features, labels, data_sets, [seeds[i] for i in chunk], batch_size, initialization)
             done = 0
             for stop in sorted(set(stops)):
                 for _ in range(stop - done):
@@ -179,11 +179,11 @@ def _check_grid(features, labels, data_sets, seeds, max_norm):
 class _Runs:
     """The runs of some seeds on all data sets: weights[k] is (seeds, data sets, ...)."""
 
-    def __init__(self, model, features, labels, data_sets, seeds, batch_size, initialisation):
+    def __init__(self, model, features, labels, data_sets, seeds, batch_size, initialization):
         self.model, self.features, self.labels, self.batch_size = model, features, labels, batch_size
         self.generators = [_stream(seed) for seed in seeds]
         starts = [model.start(features.shape[1], generator) for generator in self.generators]
-        if initialisation == "fixed":
+        if initialization == "fixed":
             starts = [model.start(features.shape[1], _stream(0))] * len(seeds)
         self.weights = [
             torch.stack(layer)[:, None].repeat(1, len(data_sets), *[1] * (layer[0].ndim)).to(features)

@@ -8,6 +8,7 @@ import math
 import torch
 
 from dpcompanion.accounting.rdp import log_density_ratio
+from dpcompanion.accounting.search import bisect
 
 DIRECTIONS = ("remove", "add")
 
@@ -60,12 +61,11 @@ def _add_nodes(q, sigma, power, joint):
 def add_mode(q, sigma, power):
     """The t at which r(t)^-power phi(t) is largest: the root of t + power / sigma * w(t), w the share of q e^u in r."""
     log_odds = torch.log(q) - torch.log1p(-q) - 0.5 / sigma**2
-    low, high = -power / sigma, torch.zeros_like(sigma)
-    for _ in range(60):
-        middle = (low + high) / 2
-        above = middle + power / sigma * torch.sigmoid(middle / sigma + log_odds) > 0
-        low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-    return high
+
+    def above(t):
+        return t + power / sigma * torch.sigmoid(t / sigma + log_odds) > 0
+
+    return bisect(above, good=torch.zeros_like(sigma), bad=-power / sigma, halvings=60)
 
 
 def _log_inverse_excess(log_r, power):

@@ -24,7 +24,7 @@ tensor([ 8.0000,  8.2414, 10.4975], dtype=torch.float64)
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, overload
 
 import torch
@@ -110,6 +110,14 @@ def log_runs_needed(*, rdp: float, rdp_doubled: float, order: float, precision: 
     return math.log(math.log(2 / failure)) - math.log(2 * precision**2) + exponent
 
 
+@overload
+def compose(
+    divergence: Callable[..., Sequence[float]], *, steps: int, order: float, p: float, recursion: str = ...
+) -> float: ...
+@overload
+def compose(
+    divergence: Callable[..., Any], *, steps: int, order: float, p: float, recursion: str = ..., each_step: bool = ...
+) -> torch.Tensor: ...
 def compose(
     divergence: Callable[..., Any],
     *,
@@ -118,7 +126,7 @@ def compose(
     p: float,
     recursion: str = "proof",
     each_step: bool = False,
-) -> torch.Tensor:
+) -> float | torch.Tensor:
     r"""Theorem 3.3, for divergences of any kind.
 
     Args:
@@ -131,23 +139,25 @@ def compose(
         each_step: return the contributions, (steps, ...), in place of their sum.
 
     Returns:
-        (...) float64, nats. The mean over the runs stands in for the expectation, so this is an *estimate*, low on
-        average, unless the divergences are the same in all states. `log_runs_needed` says why no confidence bound
-        comes with it; `exact_composition` has one, and is smaller.
+        A float of lists of numbers, else (...) float64: nats. The mean over the runs stands in for the expectation, so
+        this is an *estimate*, low on average, unless the divergences are the same in all states. `log_runs_needed` says
+        why no confidence bound comes with it; `exact_composition` has one, and is smaller.
 
     >>> steps, sizes = 20, torch.tensor([0.9, 1.0])
     >>> compose(lambda step, order: 0.001 * order * sizes**2, steps=steps, order=4, p=3 * steps)
     tensor(0.0825, dtype=torch.float64)
-    >>> compose(lambda step, order: torch.full((2,), 0.004), steps=steps, order=4, p=3 * steps)      # plain composition
-    tensor(0.0800, dtype=torch.float64)
+    >>> compose(lambda step, order: [0.004, 0.004], steps=steps, order=4, p=3 * steps)      # plain composition
+    0.0800...
     """
     steps = _checks.whole_number("steps", steps, 1)
     i = torch.arange(steps - 1, -1, -1, dtype=torch.float64)
     orders = holder_order(order, p, i, recursion=recursion).tolist()
     shares = torch.exp(i * math.log1p(-1 / p)) / p / (order - 1)
-    contributions, total = [], torch.zeros((), dtype=torch.float64)
+    contributions, total, given = [], torch.zeros((), dtype=torch.float64), []
     for step, (at, share) in enumerate(zip(orders, shares.tolist()), start=1):
-        found = torch.as_tensor(divergence(step, at), dtype=torch.float64)
+        found = divergence(step, at)
+        given = given or [each for each in _checks.entries(found) if not _checks.is_number(each)][:1]
+        found = torch.as_tensor(found, dtype=torch.float64)
         if found.ndim == 0 or bool((found < 0).any()) or bool(found.isnan().any()):
             raise ValueError(f"divergence must return (runs, ...) numbers of 0 or more, got {found!r} at step {step}")
         one = share * (torch.logsumexp(p * (at - 1) * found, 0) - math.log(len(found))).clamp(min=0)
@@ -155,7 +165,7 @@ def compose(
             contributions.append(one)
         else:
             total = total + one
-    return torch.stack(contributions) if each_step else total
+    return torch.stack(contributions) if each_step else _checks.as_given(total, *given)
 
 
 def compose_sensitivities(

@@ -20,19 +20,30 @@ mixture of fixed bets in place of bets that adapt.
 """
 
 import math
+from collections.abc import Sequence
+from typing import overload
 
 import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import sent
 from dpcompanion._types import Array, Numbers
+from dpcompanion.accounting.search import bisect
 
 _HALVINGS = 40
 
 
+@overload
+def log_mean_bound(
+    log_values: Sequence[float], log_largest: float, *, confidence: float, log_smallest: float = ...
+) -> float: ...
+@overload
+def log_mean_bound(
+    log_values: Array, log_largest: Numbers, *, confidence: float, log_smallest: float = ...
+) -> torch.Tensor: ...
 def log_mean_bound(
     log_values: Array, log_largest: Numbers, *, confidence: float, log_smallest: float = -math.inf
-) -> torch.Tensor:
+) -> float | torch.Tensor:
     r""":math:`\ln u` with :math:`E[Y] \le u` at the given confidence, from independent draws of :math:`L = \ln Y`.
 
     Args:
@@ -42,16 +53,18 @@ def log_mean_bound(
         log_smallest: the logarithm of the least that Y can be; a number.
 
     Returns:
-        (...) float64; `log_largest` where nothing better holds (so without any draw).
+        A float of a list of numbers and a number, else (...) float64; `log_largest` where nothing better holds (so
+        without any draw).
 
     Raises:
         ValueError: draws outside the range.
 
-    >>> draws = torch.tensor([0.1, 0.2, 0.0, 0.1, 0.3, 0.1, 0.2, 0.1, 0.0, 0.2])
+    >>> draws = [0.1, 0.2, 0.0, 0.1, 0.3, 0.1, 0.2, 0.1, 0.0, 0.2]
     >>> log_mean_bound(draws, 1.0, confidence=0.95, log_smallest=0.0)
-    tensor(0.4840, dtype=torch.float64)
+    0.4839...
     """
     _checks.number("confidence", confidence, 0, 1, closed="neither")
+    given = *_checks.entries(log_values), log_largest
     log_values = torch.as_tensor(log_values, dtype=torch.float64)
     largest = sent(torch.as_tensor(log_largest, dtype=torch.float64), log_values.device).expand(log_values.shape[1:])
     # One question, since each is a wait where the values lie on a GPU.
@@ -64,19 +77,19 @@ def log_mean_bound(
         )
     draws = len(log_values)
     if draws == 0:
-        return largest.clone()
+        return _checks.as_given(largest.clone(), *given)
     span = _log_difference(largest, log_smallest)
     # Rounded up a little, so that a draw never counts for less than it is.
     share = (torch.exp(_log_difference(log_values, log_smallest) - span) * (1 + 1e-12)).clamp(max=1.0)
     share = torch.where(span.isneginf(), torch.zeros_like(share), share)
     bets, weights = _bets(draws)
-    low, high = torch.zeros_like(largest), torch.ones_like(largest)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        refuted = _log_capital(share, middle, bets, weights) >= -math.log1p(-confidence)
-        low, high = torch.where(refuted, low, middle), torch.where(refuted, middle, high)
-    bound = torch.logaddexp(torch.log(high) + span, torch.full_like(span, log_smallest))
-    return torch.minimum(bound, largest)
+
+    def refuted(mean):
+        return _log_capital(share, mean, bets, weights) >= -math.log1p(-confidence)
+
+    least = bisect(refuted, good=torch.ones_like(largest), bad=torch.zeros_like(largest), halvings=_HALVINGS)
+    bound = torch.logaddexp(torch.log(least) + span, torch.full_like(span, log_smallest))
+    return _checks.as_given(torch.minimum(bound, largest), *given)
 
 
 def _bets(draws):

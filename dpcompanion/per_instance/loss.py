@@ -52,12 +52,15 @@ about 3.0, at most 3.9; everybody 4.8
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import overload
 
 import torch
 from scipy.special import ndtri
 
 from dpcompanion import _checks
 from dpcompanion._types import Array, Numbers
+from dpcompanion.accounting.search import bisect
 from dpcompanion.per_instance.confidence import log_mean_bound
 from dpcompanion.per_instance.laws import REACH, law_counts, law_log_density, step_loss
 from dpcompanion.per_instance.steps import log_mass
@@ -115,7 +118,17 @@ def loss_delta(losses: Array, log_densities: Array, *, epsilon: Numbers, shares:
     return DeltaEstimate(*_mean_and_error(_log_values(losses, log_weights, epsilon)))
 
 
-def loss_divergence(losses: Array, log_densities: Array, *, order: float, shares: Array | None = None) -> torch.Tensor:
+@overload
+def loss_divergence(
+    losses: Sequence[float], log_densities: Array, *, order: float, shares: Array | None = ...
+) -> float: ...
+@overload
+def loss_divergence(
+    losses: Array, log_densities: Array, *, order: float, shares: Array | None = ...
+) -> torch.Tensor: ...
+def loss_divergence(
+    losses: Array, log_densities: Array, *, order: float, shares: Array | None = None
+) -> float | torch.Tensor:
     r"""The divergence of any `order` above 1 from the same runs, nats: :math:`\ln E[e^{(\alpha-1)S} w] / (\alpha-1)`.
 
     An estimate, as that of `exact_composition`, by all runs in place of those that were tilted at this order.
@@ -127,7 +140,7 @@ def loss_divergence(losses: Array, log_densities: Array, *, order: float, shares
         shares: (laws,) of the runs that were drawn by each law, above 0, with the sum 1; equal by default.
 
     Returns:
-        (...) float64.
+        A float where `losses` is a list of numbers, else (...) float64.
 
     Raises:
         ValueError: shapes that do not fit, numbers that are not finite.
@@ -137,8 +150,10 @@ def loss_divergence(losses: Array, log_densities: Array, *, order: float, shares
     tensor(0.3033, dtype=torch.float64)
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
+    given = _checks.entries(losses)
     losses, log_weights = _weighted(losses, log_densities, shares)
-    return (torch.logsumexp((order - 1) * losses + log_weights, 0) - math.log(len(losses))) / (order - 1)
+    found = (torch.logsumexp((order - 1) * losses + log_weights, 0) - math.log(len(losses))) / (order - 1)
+    return _checks.as_given(found, *given)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -305,14 +320,9 @@ def _mean_and_error(log_values):
 
 def _crossing(above, largest):
     """The end of the epsilons, from 0 to `largest`, at which `above` holds: 0 where it holds nowhere."""
-    low, high = torch.zeros_like(largest), largest.clone()
-    everywhere = above(largest)
-    nowhere = ~above(low)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        inside = above(middle)
-        low, high = torch.where(inside, middle, low), torch.where(inside, high, middle)
-    return torch.where(everywhere, largest, torch.where(nowhere, 0.0, high))
+    low = torch.zeros_like(largest)
+    found = bisect(lambda epsilon: ~above(epsilon), good=largest, bad=low, halvings=_HALVINGS)
+    return torch.where(above(largest), largest, torch.where(above(low), found, 0.0))
 
 
 def _upper_bound(losses, log_weights, floors, shares, delta, worst, confidence):
@@ -339,7 +349,7 @@ def _log_largest(epsilon, floors, shares):
     def terms(x):
         return steep * (epsilon + x)[..., None] + offset
 
-    for _ in range(_HALVINGS):
+    for _ in range(_HALVINGS):  # not `bisect`: both ends are needed
         x = (low + high) / 2
         rising = 1 / torch.expm1(x) > (torch.softmax(terms(x), -1) * steep).sum(-1)
         low, high = torch.where(rising, x, low), torch.where(rising, high, x)

@@ -14,6 +14,7 @@ the other way round ("add"). Everything is float64 and stays in the log domain: 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, overload
 
 import torch
@@ -110,6 +111,30 @@ def log_mass(
     )
 
 
+@overload
+def coupled_divergence(
+    sensitivities: Sequence[float],
+    *,
+    sample_rate: float,
+    noise_std: float,
+    order: float,
+    max_sensitivity: float | None = ...,
+    confidence: float | None = ...,
+    probabilities: Sequence[float] | None = ...,
+    direction: str = ...,
+) -> float: ...
+@overload
+def coupled_divergence(
+    sensitivities: Array,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    order: float,
+    max_sensitivity: float | None = ...,
+    confidence: float | None = ...,
+    probabilities: Array | None = ...,
+    direction: str = ...,
+) -> torch.Tensor: ...
 def coupled_divergence(
     sensitivities: Array,
     *,
@@ -120,7 +145,7 @@ def coupled_divergence(
     confidence: float | None = None,
     probabilities: Array | None = None,
     direction: str = "remove",
-) -> torch.Tensor:
+) -> float | torch.Tensor:
     r"""One step of any update rule, by the distribution of :math:`\Delta(B) = \|U(B + x) - U(B)\|` over batches.
 
     .. math:: D_\alpha \le \frac{1}{\alpha - 1} \ln E_B[A(\Delta(B))]
@@ -142,7 +167,7 @@ def coupled_divergence(
         direction: "remove" or "add".
 
     Returns:
-        (...) float64, nats.
+        A float of numbers and lists of them, else (...) float64: nats.
 
     >>> sensitivities = torch.linspace(0.1, 0.5, 1000)
     >>> coupled_divergence(sensitivities, sample_rate=0.1, noise_std=1.0, order=8)
@@ -153,15 +178,42 @@ def coupled_divergence(
     0.0137
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
+    given = *_checks.entries(sensitivities, probabilities), sample_rate, noise_std
     sensitivities, probabilities = _batches(sensitivities, probabilities, max_sensitivity, confidence)
     step: dict[str, Any] = dict(sample_rate=sample_rate, noise_std=noise_std, order=order, direction=direction)
     masses = log_mass(sensitivities, **step)
     if confidence is None or max_sensitivity is None:
-        return _log_mean(masses, probabilities) / (order - 1)
-    largest = torch.as_tensor(log_mass(max_sensitivity, **step), dtype=torch.float64)
-    return log_mean_bound(masses, largest, confidence=confidence, log_smallest=0.0) / (order - 1)
+        found = _log_mean(masses, probabilities)
+    else:
+        largest = torch.as_tensor(log_mass(max_sensitivity, **step), dtype=torch.float64)
+        found = log_mean_bound(masses, largest, confidence=confidence, log_smallest=0.0)
+    return _checks.as_given(found / (order - 1), *given)
 
 
+@overload
+def coupled_delta(
+    sensitivities: Sequence[float],
+    *,
+    sample_rate: float,
+    noise_std: float,
+    epsilon: float,
+    max_sensitivity: float | None = ...,
+    confidence: float | None = ...,
+    probabilities: Sequence[float] | None = ...,
+    direction: str = ...,
+) -> float: ...
+@overload
+def coupled_delta(
+    sensitivities: Array,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    epsilon: Numbers,
+    max_sensitivity: float | None = ...,
+    confidence: float | None = ...,
+    probabilities: Array | None = ...,
+    direction: str = ...,
+) -> torch.Tensor: ...
 def coupled_delta(
     sensitivities: Array,
     *,
@@ -172,7 +224,7 @@ def coupled_delta(
     confidence: float | None = None,
     probabilities: Array | None = None,
     direction: str = "remove",
-) -> torch.Tensor:
+) -> float | torch.Tensor:
     r"""One step of any update rule: the delta at `epsilon`, by the distribution of the sensitivity.
 
     The hockey-stick divergence is jointly convex as well, so
@@ -194,20 +246,47 @@ def coupled_delta(
         direction: "remove" or "add".
 
     Returns:
-        (...) float64.
+        A float of numbers and lists of them, else (...) float64.
 
     >>> coupled_delta([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, epsilon=0.2)
-    tensor(0.0129, dtype=torch.float64)
+    0.0129...
     """
     _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
+    given = *_checks.entries(sensitivities, probabilities), sample_rate, noise_std, epsilon
     sensitivities, probabilities = _batches(sensitivities, probabilities, max_sensitivity, confidence)
     deltas = _sampled_delta(sensitivities, sample_rate, noise_std, epsilon, direction)
     if confidence is None or max_sensitivity is None:
-        return torch.exp(_log_mean(torch.log(deltas), probabilities))
-    largest = _sampled_delta(max_sensitivity, sample_rate, noise_std, epsilon, direction)
-    return torch.exp(log_mean_bound(torch.log(deltas), torch.log(largest), confidence=confidence))
+        found = _log_mean(torch.log(deltas), probabilities)
+    else:
+        largest = _sampled_delta(max_sensitivity, sample_rate, noise_std, epsilon, direction)
+        found = log_mean_bound(torch.log(deltas), torch.log(largest), confidence=confidence)
+    return _checks.as_given(torch.exp(found), *given)
 
 
+@overload
+def coupled_epsilon(
+    sensitivities: Sequence[float],
+    *,
+    sample_rate: float,
+    noise_std: float,
+    delta: float,
+    max_sensitivity: float | None = ...,
+    confidence: float | None = ...,
+    probabilities: Sequence[float] | None = ...,
+    direction: str = ...,
+) -> float: ...
+@overload
+def coupled_epsilon(
+    sensitivities: Array,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    delta: float,
+    max_sensitivity: float | None = ...,
+    confidence: float | None = ...,
+    probabilities: Array | None = ...,
+    direction: str = ...,
+) -> torch.Tensor: ...
 def coupled_epsilon(
     sensitivities: Array,
     *,
@@ -218,7 +297,7 @@ def coupled_epsilon(
     confidence: float | None = None,
     probabilities: Array | None = None,
     direction: str = "remove",
-) -> torch.Tensor:
+) -> float | torch.Tensor:
     r"""The epsilon at which `coupled_delta` falls to `delta`, rounded up.
 
     Args:
@@ -233,10 +312,10 @@ def coupled_epsilon(
         direction: "remove" or "add".
 
     Returns:
-        (...) float64.
+        A float of numbers and lists of them, else (...) float64.
 
     >>> coupled_epsilon([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, delta=1e-5)
-    tensor(3.4819, dtype=torch.float64)
+    3.4819...
     """
     _checks.number("delta", delta, 0, 1, closed="neither")
     options: dict[str, Any] = dict(
@@ -251,13 +330,40 @@ def coupled_epsilon(
     def reached(epsilon):
         return coupled_delta(sensitivities, epsilon=epsilon, **options) <= delta
 
-    done = reached(0.0)
+    done = reached(torch.zeros((), dtype=torch.float64))
     low, high = torch.zeros_like(done, dtype=torch.float64), torch.ones_like(done, dtype=torch.float64)
     while not bool((enough := reached(high)).all()):
         low, high = torch.where(enough, low, high), torch.where(enough, high, 2 * high)
-    return torch.where(done, 0.0, bisect(reached, good=high, bad=low, halvings=50))
+    found = torch.where(done, 0.0, bisect(reached, good=high, bad=low, halvings=50))
+    return _checks.as_given(found, *_checks.entries(sensitivities, probabilities), sample_rate, noise_std)
 
 
+@overload
+def holder_epsilon(
+    sensitivities: Sequence[float],
+    *,
+    sample_rate: float,
+    noise_std: float,
+    delta: float,
+    p: float | Sequence[float],
+    share: float = ...,
+    max_sensitivity: float | None = ...,
+    confidence: float | None = ...,
+    probabilities: Sequence[float] | None = ...,
+) -> float: ...
+@overload
+def holder_epsilon(
+    sensitivities: Array,
+    *,
+    sample_rate: Numbers,
+    noise_std: Numbers,
+    delta: float,
+    p: Numbers,
+    share: float = ...,
+    max_sensitivity: float | None = ...,
+    confidence: float | None = ...,
+    probabilities: Array | None = ...,
+) -> torch.Tensor: ...
 def holder_epsilon(
     sensitivities: Array,
     *,
@@ -269,7 +375,7 @@ def holder_epsilon(
     max_sensitivity: float | None = None,
     confidence: float | None = None,
     probabilities: Array | None = None,
-) -> torch.Tensor:
+) -> float | torch.Tensor:
     r"""Corollary 3.1: an epsilon at `delta` for x's presence, from the p-norm of the sensitivity distribution.
 
     With :math:`a_p = q\,(E_B[e^{p\,\varepsilon_G(\Delta(B))}])^{1/p}`,
@@ -300,14 +406,15 @@ def holder_epsilon(
         probabilities: (batches,) of *all* batches, in place of draws: then the result is exact.
 
     Returns:
-        (...) float64.
+        A float of numbers and lists of them, else (...) float64.
 
     >>> holder_epsilon([0.2, 0.4, 0.6], sample_rate=0.01, noise_std=1.0, delta=1e-5, p=[10, 100, 1000, 10000])
-    tensor(0.0502, dtype=torch.float64)
+    0.0501...
     """
     _checks.number("delta", delta, 0, 1, closed="neither")
     _checks.number("share", share, 0, 1, closed="neither")
     _checks.in_interval("p", p, 1, math.inf, closed="neither")
+    given = *_checks.entries(sensitivities, probabilities, p), sample_rate, noise_std
     sensitivities, probabilities = _batches(sensitivities, probabilities, max_sensitivity, confidence)
     _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
     _checks.in_interval("noise_std", noise_std, 0, math.inf, closed="neither")
@@ -325,7 +432,7 @@ def holder_epsilon(
             log_moment = log_mean_bound(power * losses, largest, confidence=each, log_smallest=0.0)
         first = (power * torch.log(q) + log_moment - math.log(delta_prime)) / (power - 1)
         found.append(torch.logaddexp(first, torch.log1p(-q)))
-    return torch.stack(found).min(0).values.clamp(min=0)
+    return _checks.as_given(torch.stack(found).min(0).values.clamp(min=0), *given)
 
 
 def _as_tensors(**values: Numbers) -> tuple[torch.Tensor, ...]:

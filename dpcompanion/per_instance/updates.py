@@ -22,7 +22,7 @@ def update_divergence(
     generator: torch.Generator | None = None,
     max_distance: float | None = None,
     confidence: float | None = None,
-) -> torch.Tensor:
+) -> float:
     r"""Theorem 3.6: one step of any update rule, by comparing batches of both data sets with each other.
 
     .. math::
@@ -52,7 +52,7 @@ def update_divergence(
         confidence: in (0, 1).
 
     Returns:
-        A float64 tensor without dimensions, nats.
+        A float, nats.
 
     Raises:
         ValueError: pools of other shapes, or too small for an estimate.
@@ -95,7 +95,7 @@ def update_divergence(
         else:
             each = 1 - (1 - confidence) / len(chosen)
             results.append(_tuple_bound(own, cross, inner, order, max_distance / noise, each))
-    return torch.stack(results).max()
+    return float(torch.stack(results).max())
 
 
 def _tuple_exponents(own, cross, inner, chosen):

@@ -18,7 +18,7 @@ and one cell; a figure comes before it, in a cell of its own::
     ```{code-cell} ipython3
     :tags: [remove-input]
 
-    exhibits.show("table-2", labels=labelled)
+    exhibits.show("table-2", labels=labeled)
     ```
 
 The anchor is the paper's slug, a hyphen and the exhibit's id, and `exhibits = Exhibits("idp-sgd")` stands in the first
@@ -367,12 +367,12 @@ def rows_of(found: Mapping[str, Any], make: Callable[[Any], Iterable[Sequence[An
     return {"rows": [row for _, row in rows], "row_kinds": [kind for kind, _ in rows]}
 
 
-def labelled_table(
+def labeled_table(
     heads: Sequence[object], rows: Iterable[Sequence[Any]], kinds: Sequence[str | None] | None = None
 ) -> comparison.Table:
     """The same of cells, of which the first says the kind in brackets.
 
-    >>> labelled_table(["", "epsilon"], [["digits (live)", 1.5]])
+    >>> labeled_table(["", "epsilon"], [["digits (live)", 1.5]])
                      epsilon
     digits (live)        1.5
     """

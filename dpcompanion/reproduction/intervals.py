@@ -18,7 +18,7 @@ What was measured once has none: `unknown`.
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import special
@@ -185,17 +185,24 @@ def share(count: float, n: float, *, confidence: float = 0.95) -> Interval:
         raise ValueError(f"count must be at most n = {n}, got {count}")
     # There each end is a bound of its own; an interval shares what is left between the two.
     low, high = attacks.clopper_pearson(count, n, confidence=(1 + confidence) / 2)
-    return Interval(count / n, float(low), float(high))
+    return Interval(count / n, low, high)
 
 
-def level(q: float, n: float, *, confidence: float = 0.95) -> tuple[float, float]:
+class Levels(NamedTuple):
+    """Two levels of quantiles, in [0, 1]."""
+
+    low: float
+    high: float
+
+
+def level(q: float, n: float, *, confidence: float = 0.95) -> Levels:
     """The two levels between which a quantile of n values lies, for distributions that are known by a histogram.
 
     >>> level(0.5, 100)
-    (0.4, 0.6)
+    Levels(low=0.4, high=0.6)
     """
     reach = float(special.ndtri((1 + confidence) / 2)) * math.sqrt(q * (1 - q) / n)
-    return round(max(q - reach, 0.0), 2), round(min(q + reach, 1.0), 2)
+    return Levels(round(max(q - reach, 0.0), 2), round(min(q + reach, 1.0), 2))
 
 
 def quantile(values: Iterable[float], q: float, *, confidence: float = 0.95) -> Interval:

@@ -1,8 +1,8 @@
-r"""A histogram that moves: one bar chart for each moment of a run, and a slider between them.
+r"""A histogram that moves: one bar chart for each of some times in a run, and a slider between them.
 
-The picture is inline SVG, drawn at its last moment, so that it is complete where no script runs;
+The picture is inline SVG, drawn at its last time, so that it is complete where no script runs;
 `book/_static/moving.js` shows the slider, a native one, and redraws the bars. Words that the slider needs are written
-here, for every moment.
+here, for every time.
 
 >>> MovingHistogram({"epoch 1": [0.1, 0.2, 0.2], "epoch 2": [0.3, 0.4, 0.9]}, {"epoch 1": 0.5, "epoch 2": 1.0},
 ...                 bins=4, alt="Two epochs.", caption="Three digits.")
@@ -23,23 +23,23 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 270, 14, 14, 30, 54
 
 
 class MovingHistogram:
-    """Histograms of individual epsilons at some moments of a run, everybody's beside them.
+    """Histograms of individual epsilons at some times in a run, everybody's beside them.
 
     Args:
-        moments: what a moment is called -> epsilons, (n,); all with the same bins and the same axes.
-        everybody: what a moment is called -> everybody's epsilon.
+        times: the name of each time -> epsilons, (n,); all with the same bins and the same axes.
+        everybody: the name of each time -> everybody's epsilon.
         bins: how many bars, from 0 to a little beyond everybody's last epsilon.
         alt: what the picture shows, for those who do not see it.
         caption: words below it.
         unit: what an epsilon is of, in the plural.
 
     Raises:
-        ValueError: no moment, or moments that differ; epsilons that are negative, not finite, or above everybody's.
+        ValueError: no time, or times that differ; epsilons that are negative, not finite, or above everybody's.
     """
 
     def __init__(
         self,
-        moments: Mapping[str, Any],
+        times: Mapping[str, Any],
         everybody: Mapping[str, float],
         *,
         bins: int = 40,
@@ -47,39 +47,39 @@ class MovingHistogram:
         caption: str,
         unit: str = "digits",
     ):
-        self.moments = {name: np.asarray(values, dtype=np.float64) for name, values in moments.items()}
-        self.everybody = {name: float(everybody[name]) for name in self.moments if name in everybody}
+        self.times = {name: np.asarray(values, dtype=np.float64) for name, values in times.items()}
+        self.everybody = {name: float(everybody[name]) for name in self.times if name in everybody}
         _checks.whole_number("bins", bins, 1)
-        if not self.moments or list(everybody) != list(self.moments):
-            raise ValueError(f"everybody must have the moments {list(self.moments)}, got {list(everybody)}")
-        for name, values in self.moments.items():
+        if not self.times or list(everybody) != list(self.times):
+            raise ValueError(f"everybody must have the times {list(self.times)}, got {list(everybody)}")
+        for name, values in self.times.items():
             if not (len(values) and (values >= 0).all() and (values <= self.everybody[name] * (1 + 1e-9)).all()):
-                raise ValueError(f"moments[{name!r}] must hold epsilons from 0 to everybody's {self.everybody[name]:g}")
+                raise ValueError(f"times[{name!r}] must hold epsilons from 0 to everybody's {self.everybody[name]:g}")
         self.end = 1.06 * max(self.everybody.values())
         self.edges = np.linspace(0, self.end, bins + 1)
-        self.counts = {name: np.histogram(values, self.edges)[0] for name, values in self.moments.items()}
+        self.counts = {name: np.histogram(values, self.edges)[0] for name, values in self.times.items()}
         self.alt, self.caption, self.unit = alt, caption, unit
 
     def __repr__(self) -> str:
         return "\n".join(
             f"{name}: everybody {self.everybody[name]:.3g}, median {np.median(values):.3g}, {len(values)} values"
-            for name, values in self.moments.items()
+            for name, values in self.times.items()
         )
 
     def said(self, name: str) -> str:
-        """The moment in words.
+        """The time in words.
 
         >>> MovingHistogram({"a": [0.1]}, {"a": 0.5}, bins=2, alt="", caption="").said("a")
         'a: everybody has 0.50, the median of the digits 0.10'
         """
         return (
             f"{name}: everybody has {self.everybody[name]:.2f}, the median of the {self.unit} "
-            f"{np.median(self.moments[name]):.2f}"
+            f"{np.median(self.times[name]):.2f}"
         )
 
     def _repr_html_(self) -> str:
-        last, floor = list(self.moments)[-1], HEIGHT - BOTTOM
-        # A height of 1 is that of the tallest bar of its moment: early ones are narrow, and would dwarf the others.
+        last, floor = list(self.times)[-1], HEIGHT - BOTTOM
+        # A height of 1 is that of the tallest bar of its time: early ones are narrow, and would dwarf the others.
         frames = [
             {
                 "said": self.said(name),

@@ -52,8 +52,9 @@ class Run:
     norms: torch.Tensor | None = None
 
     @property
-    def epsilon(self) -> float:
-        """What everybody has after this step, by the plan's accountant: `plan.epsilon(steps=step)`."""
+    def epsilon(self) -> float | torch.Tensor:
+        """What everybody has after this step, or of an individual plan what each example has, (n,), by the plan's
+        accountant: `plan.epsilon(steps=step)`."""
         return self.plan.epsilon(steps=self.step)
 
 

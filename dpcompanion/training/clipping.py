@@ -1,7 +1,7 @@
 r"""Sums of clipped per-example gradients, and the norms alone.
 
-For examples $i$ with gradients $g_i$ (all trainable parameters together) and clip
-norms $C_i$ this computes $\sum_i g_i \min(1, C_i / \lVert g_i\rVert)$.  Methods:
+For examples :math:`i` with gradients :math:`g_i` (all trainable parameters together) and clip
+norms :math:`C_i` this computes :math:`\sum_i g_i \min(1, C_i / \lVert g_i\rVert)`.  Methods:
 
 * `func`: `torch.func.vmap` of `grad`; any model that vmap understands; holds one
   gradient an example, `chunk` examples at a time.

@@ -1,35 +1,36 @@
 r"""What floats do to the account of a release, and how much of it is proved.
 
-The accounts of DP-SGD are about real numbers.  A plan with ``arithmetic="float"`` counts what a computer does
-instead.  With per-example gradients $h_i$ as they are held, factors $f_i$ that clip them to $C_i$, a batch $B$, and
-a grid $g$ that is a power of two, a step gives out
+The accounts of DP-SGD are about real numbers.  A plan with ``arithmetic="float"`` counts what a computer does instead.
+With per-example gradients :math:`h_i` as they are held, factors :math:`f_i` that clip them to :math:`C_i`, a batch
+:math:`B`, and a grid :math:`g` that is a power of two, a step gives out
 
-$$
-\mathrm{snap}_g\Big(\mathrm{fl}\sum_{i \in B} f_i h_i\Big) + \mathrm{round}_g(Z), \qquad Z \sim \mathcal N(0, s^2 I)
-$$
+.. math::
+    \mathrm{snap}_g\Big(\mathrm{fl}\sum_{i \in B} f_i h_i\Big) + \mathrm{round}_g(Z), \qquad Z \sim \mathcal N(0, s^2 I)
 
-which is $\mathrm{round}_g$ of the snapped sum plus $Z$: the Gaussian mechanism, rounded afterwards, and rounding costs
-nothing (`dpcompanion.training.secure`).  One example moves the snapped sum by at most
+which is :math:`\mathrm{round}_g` of the snapped sum plus :math:`Z`: the Gaussian mechanism, rounded afterwards, and
+rounding costs nothing (`dpcompanion.training.secure`).  One example moves the snapped sum by at most
 
-$$ \Delta_i = C_i (1 + \eta) + 2 \gamma_{n + 2} (1 + \eta) \sum_{j=1}^{n} C_j + \sqrt d\, g. $$
+.. math::
+    \Delta_i = C_i (1 + \eta) + 2 \gamma_{n + 2} (1 + \eta) \sum_{j=1}^{n} C_j + \sqrt d\, g.
 
-* $\eta = 2^{-15}$: by how much a measured norm may be too small.  Norms are those of the very numbers that are added
-  up, in blocks of 256 squares in float32 and float64 above that.  A sum of $k$ products is off by a relative
-  $\gamma_k = k u / (1 - k u)$ at most, in any order (Higham 2002, section 3.1), so a norm by $260 u / 2$ with
-  $u = 2^{-24}$; a linear layer's is a product of two, and $260 u < \eta / 2$.  Gradients in bfloat16 are measured in
-  float32.  Factors are made in float64, and a hair smaller than need be.
-* $\gamma_{n+2}$, with $u = 2^{-53}$: the sum is made in float64.  A coordinate $k$ of it is off by
-  $\gamma_{n + 2} \sum_i |f_i h_{ik}|$ at most, in whatever order and pieces the terms are added, and whether
-  multiplications are fused or not: no term passes through more than $n - 1$ additions and 2 roundings of its own (fast
-  matrix multiplication in Strassen's way is excluded; no common library multiplies so).  By the triangle inequality
-  the vector of errors is no longer than $\gamma_{n + 2} \sum_i \lVert f_i h_i \rVert$.  The sum with the example errs
-  once, and so does the one without.
-* $\sqrt d\, g$ for $d$ parameters: each coordinate moves by $g / 2$ at most when it is snapped, in either sum.
+* :math:`\eta = 2^{-15}`: by how much a measured norm may be too small.  Norms are those of the very numbers that are
+  added up, in blocks of 256 squares in float32 and float64 above that.  A sum of :math:`k` products is off by a
+  relative :math:`\gamma_k = k u / (1 - k u)` at most, in any order (Higham 2002, section 3.1), so a norm by
+  :math:`260 u / 2` with :math:`u = 2^{-24}`; a linear layer's is a product of two, and :math:`260 u < \eta / 2`.
+  Gradients in bfloat16 are measured in float32.  Factors are made in float64, and a hair smaller than need be.
+* :math:`\gamma_{n+2}`, with :math:`u = 2^{-53}`: the sum is made in float64.  A coordinate :math:`k` of it is off by
+  :math:`\gamma_{n + 2} \sum_i |f_i h_{ik}|` at most, in whatever order and pieces the terms are added, and whether
+  multiplications are fused or not: no term passes through more than :math:`n - 1` additions and 2 roundings of its own
+  (fast matrix multiplication in Strassen's way is excluded; no common library multiplies so).  By the triangle
+  inequality the vector of errors is no longer than :math:`\gamma_{n + 2} \sum_i \lVert f_i h_i \rVert`.  The sum with
+  the example errs once, and so does the one without.
+* :math:`\sqrt d\, g` for :math:`d` parameters: each coordinate moves by :math:`g / 2` at most when it is snapped, in
+  either sum.
 
-The account is then the plan's with $\Delta_i$ in the place of $C_i$.  Each number of noise is drawn from a law at most
-$2^{-100}$ in total variation from the rounded Gaussian: where float64 leaves a multiple open, more bits and `mpmath`
-decide, whose working precision has 128 bits to spare.  A run draws $d T$ numbers, and
-$(1 + e^\varepsilon)\, d\, T\, 2^{-100}$ of delta pays for them.  Coins are exact.
+The account is then the plan's with :math:`\Delta_i` in the place of :math:`C_i`.  Each number of noise is drawn from a
+law at most :math:`2^{-100}` in total variation from the rounded Gaussian: where float64 leaves a multiple open, more
+bits and `mpmath` decide, whose working precision has 128 bits to spare.  A run draws :math:`d T` numbers, and
+:math:`(1 + e^\varepsilon)\, d\, T\, 2^{-100}` of delta pays for them.  Coins are exact.
 
 **What remains assumed**, here and nowhere else:
 

@@ -1,13 +1,13 @@
 r"""The gradient of one layer, example by example, from what went in and what came back.
 
-The weight of a linear layer or convolution sees example $i$ as two matrices: its
-inputs $A_i$ (positions x in; the patches, for a convolution) and the gradients
-of its outputs $G_i$ (out x positions).  The gradient of the weight is $G_i A_i$.
+The weight of a linear layer or convolution sees example :math:`i` as two matrices: its
+inputs :math:`A_i` (positions x in; the patches, for a convolution) and the gradients
+of its outputs :math:`G_i` (out x positions).  The gradient of the weight is :math:`G_i A_i`.
 Clipping needs its norm, and then a weighted sum over examples.  Two ways:
 
 * explicit: multiply, in x out numbers an example, and take the norm; where a kernel moves by one pixel over many
   positions, patches need not be copied (`_slid`);
-* ghost: $\lVert G_i A_i\rVert^2 = \langle A_i A_i^T, G_i^T G_i\rangle$, positions^2 numbers an
+* ghost: :math:`\lVert G_i A_i\rVert^2 = \langle A_i A_i^T, G_i^T G_i\rangle`, positions^2 numbers an
   example and no gradient (Goodfellow 2015; Li et al. 2022; Bu et al. 2022).
   With one position it is a product of two norms.
 

@@ -1,11 +1,12 @@
 r"""One description of a DP-SGD run, from which everything else is made.
 
 A step of DP-SGD (Abadi et al. 2016; for each example its own rate and norm,
-Boenisch et al. 2023) takes example $i$ with probability $q_i$, clips its
-gradient $g_i$ to length $C_i$ and moves along
+Boenisch et al. 2023) takes example :math:`i` with probability :math:`q_i`, clips its
+gradient :math:`g_i` to length :math:`C_i` and moves along
 
-$$ \frac{1}{\sum_i q_i}\Big(\sum_{i \in B} g_i \min(1, C_i/\lVert g_i\rVert)
-   + \mathcal N(0, s^2 I)\Big), \qquad s = \sigma \cdot \operatorname{mean}_i C_i. $$
+.. math::
+    \frac{1}{\sum_i q_i}\Big(\sum_{i \in B} g_i \min(1, C_i/\lVert g_i\rVert)
+    + \mathcal N(0, s^2 I)\Big), \qquad s = \sigma \cdot \operatorname{mean}_i C_i.
 
 Sampler, clip norms, noise and account all come from the plan, so they cannot
 disagree.  The divisor is the expected batch size, where the realised size would depend on the data.
@@ -16,7 +17,7 @@ Whom is the guarantee about?  The plan says it (`relation`), and `statement` say
   zero in one of them.  The divisor is the sum of the rates, which is public since n is.
 * "add-remove": neighbours differ by one example, so n is not public, and nothing that depends on n may show.  The
   divisor would: the noise is divided by it too, and its scale alone tells n from n + 1 after enough numbers have been
-  seen (mu about $\sqrt{2 \cdot \text{parameters} \cdot \text{steps}} / n$).  So this relation asks for
+  seen (mu about :math:`\sqrt{2 \cdot \text{parameters} \cdot \text{steps}} / n`).  So this relation asks for
   `expected_batch_size`, a constant chosen before the data were seen, as the rate and the number of steps are.  For the
   same reason it takes one clip norm for all, because the noise is measured in their mean.
 

@@ -1,10 +1,11 @@
-r"""Linear layers and convolutions that use a weight computed from their parameters, $w' = f(w)$.
+r"""Linear layers and convolutions that use a weight computed from their parameters, :math:`w' = f(w)`.
 
-Weight standardisation, weight norm and low-rank factors are of this kind.  The Jacobian $J$ of $f$ is the same for
-all examples, so an example's gradient is $J^T g_i$ with the ordinary gradient $g_i$ of $w'$: its norm needs no second
-pass through the network, and the clipped sum is $J^T$ of one weighted gradient of $w'$.
+Weight standardisation, weight norm and low-rank factors are of this kind.  The Jacobian :math:`J` of :math:`f` is the
+same for all examples, so an example's gradient is :math:`J^T g_i` with the ordinary gradient :math:`g_i` of :math:`w'`:
+its norm needs no second pass through the network, and the clipped sum is :math:`J^T` of one weighted gradient of
+:math:`w'`.
 
-A layer of one's own says what $f$ is, and `torch.func` finds $J^T$; where that has a closed form, as in
+A layer of one's own says what :math:`f` is, and `torch.func` finds :math:`J^T`; where that has a closed form, as in
 `dpcompanion.training.models.StandardizedConv2d`, `pull_back` may be written down.
 
 >>> class WeightNorm(Reparametrized, torch.nn.Linear):
@@ -50,8 +51,8 @@ class Reparametrized(nn.Module):
         return self._conv_forward(x, weight, bias) if isinstance(self, nn.Conv2d) else F.linear(x, weight, bias)
 
     def pull_back(self, **parameters):
-        r"""The function that takes gradients $g_i$ of the effective weight, (n, \*shape of it), to $J^T g_i$,
-        {name: (n, \*shape)}; it may overwrite what it is given."""
+        r"""The function that takes gradients :math:`g_i` of the effective weight, (n, \*shape of it), to
+        :math:`J^T g_i`, {name: (n, \*shape)}; it may overwrite what it is given."""
         back = torch.func.vjp(lambda parameters: self.effective_weight(**parameters), parameters)[1]
         return torch.func.vmap(lambda g: back(g)[0])
 

@@ -7,21 +7,21 @@ default the operating system draws and no file holds.
 
 Three laws are drawn from it without error, up to the cipher itself:
 
-* coins: example $i$ is in with probability $q_i$, exactly, for every double $q_i$.  The first 64 bits of a uniform
-  number decide unless they equal those of $q_i$; then further bits do.
-* gaps: how many such coins of one rate come down before the next comes up, $P(k \ge j) = (1 - q)^j$, for as much work
-  as there are gaps.  With $U$ uniform, $k = \lfloor \ln(1 - U) / \ln(1 - q) \rfloor$; float64 decides unless the
-  quotient lies within its error of a whole number, and then more bits and exact arithmetic do.
-* noise: the multiple of a grid $g$ that lies nearest to $Z \sim \mathcal N(0, s^2)$.  With $T$ uniform in (0, 1/2) and
-  a random sign, $|Z| = -s\,\Phi^{-1}(T)$.  64 bits of sign and $T$, and an inverse in float64, decide the multiple
-  unless $|Z|$ lies within the error of a boundary between two; then more bits and exact arithmetic do.  No tail is
-  cut off.
+* coins: example :math:`i` is in with probability :math:`q_i`, exactly, for every double :math:`q_i`.  The first 64 bits
+  of a uniform number decide unless they equal those of :math:`q_i`; then further bits do.
+* gaps: how many such coins of one rate come down before the next comes up, :math:`P(k \ge j) = (1 - q)^j`, for as much
+  work as there are gaps.  With :math:`U` uniform, :math:`k = \lfloor \ln(1 - U) / \ln(1 - q) \rfloor`; float64 decides
+  unless the quotient lies within its error of a whole number, and then more bits and exact arithmetic do.
+* noise: the multiple of a grid :math:`g` that lies nearest to :math:`Z \sim \mathcal N(0, s^2)`.  With :math:`T`
+  uniform in (0, 1/2) and a random sign, :math:`|Z| = -s\,\Phi^{-1}(T)`.  64 bits of sign and :math:`T`, and an inverse
+  in float64, decide the multiple unless :math:`|Z|` lies within the error of a boundary between two; then more bits and
+  exact arithmetic do.  No tail is cut off.
 
 A float Gaussian on a float sum is not as private as the account says: the low bits of what comes out tell which sums
-are possible at all (Mironov 2012).  With the sum $S$ on the grid too,
-$S + \mathrm{round}_g(Z) = \mathrm{round}_g(S + Z)$: what comes out is the exact Gaussian mechanism on $S$, rounded
-afterwards, and rounding costs nothing.  `snapped` puts a sum there; each of its $d$ numbers moves by $g/2$ at most,
-and so two sums that were $C$ apart are at most $C + \sqrt d\,g$ apart.
+are possible at all (Mironov 2012).  With the sum :math:`S` on the grid too,
+:math:`S + \mathrm{round}_g(Z) = \mathrm{round}_g(S + Z)`: what comes out is the exact Gaussian mechanism on :math:`S`,
+rounded afterwards, and rounding costs nothing.  `snapped` puts a sum there; each of its :math:`d` numbers moves by
+:math:`g/2` at most, and so two sums that were :math:`C` apart are at most :math:`C + \sqrt d\,g` apart.
 
 Sharp edges.  A process that is forked gets a key of its own.  A virtual machine that is copied while it runs does not.
 A stream with a given key repeats itself, which is what research wants and a release does not: a run with a seed draws

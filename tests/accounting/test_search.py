@@ -1,4 +1,4 @@
-"""The two searches: what they return was looked at, holds, and lies next to where it ends to hold."""
+"""The searches: what they return was looked at, holds, and lies next to where it ends to hold."""
 
 import math
 
@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpcompanion.accounting.search import PRECISION, bisect, crossing
+from dpcompanion.accounting.search import PRECISION, bisect, crossing, crossings
 
 
 @settings(max_examples=60, deadline=None)
@@ -61,3 +61,17 @@ def test_brackets_are_halved_side_by_side_and_the_good_end_is_kept():
     above = bisect(lambda x: x >= roots, good=high, bad=low)
     assert (below <= roots).all() and (above >= roots).all()
     torch.testing.assert_close(below, above, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("start", [-8.0, 0.0, 8.0])
+def test_crossings_side_by_side_are_found_on_the_safe_side_and_nan_where_there_is_none(start):
+    roots, seen = torch.tensor([-7.5, -0.3, 2.0, 7.9, 9.5, -9.5], dtype=torch.float64), set()
+
+    def excess(y, index):
+        seen.update(zip(index.tolist(), y.tolist()))
+        return torch.where(y < roots[index], 50 * (roots[index] - y), roots[index] - y)
+
+    found = crossings(excess, start=torch.full_like(roots, start), low=-9.0, high=9.0, precision=1e-4)
+    assert ((found - roots)[:4] >= 0).all() and ((found - roots)[:4] <= 1.01e-4).all()
+    assert found[4].isnan() and found[5] == -9.0
+    assert all((i, y) in seen for i, y in enumerate(found.tolist()) if i != 4)

@@ -18,14 +18,14 @@ def problem(dtype=torch.float64, scale=1.0):
     return (scale * features / features.norm(dim=1, keepdim=True)).to(dtype), labels
 
 
-def reference(features, labels, *, data_set, seed, steps, batch_size, learning_rate, initialisation, hidden=0, at=()):
+def reference(features, labels, *, data_set, seed, steps, batch_size, learning_rate, initialization, hidden=0, at=()):
     """One run, as plainly as PyTorch allows: modules, autograd, one batch after another."""
     x, y = features[1:].clone(), labels[1:].clone().to(features)
     if data_set:
         x[data_set - 1], y[data_set - 1] = features[0], labels[0]
     layers = [nn.Linear(D, hidden), nn.ReLU(), nn.Linear(hidden, 1)] if hidden else [nn.Linear(D, 1)]
     model = nn.Sequential(*layers).to(features.dtype)
-    start = initial_weights(D, seed if initialisation == "varying" else 0, hidden=hidden).to(features.dtype)
+    start = initial_weights(D, seed if initialization == "varying" else 0, hidden=hidden).to(features.dtype)
     linear = [layer for layer in layers if isinstance(layer, nn.Linear)]
     with torch.no_grad():
         for layer in linear:
@@ -57,12 +57,12 @@ def reference(features, labels, *, data_set, seed, steps, batch_size, learning_r
     return torch.stack([snapshots[s] for s in at]) if at else snapshots[steps]
 
 
-@pytest.mark.parametrize("initialisation", ["varying", "fixed"])
+@pytest.mark.parametrize("initialization", ["varying", "fixed"])
 @pytest.mark.parametrize("hidden", [0, 3])
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
-def test_every_run_equals_a_plain_loop(initialisation, hidden, dtype, tolerance):
+def test_every_run_equals_a_plain_loop(initialization, hidden, dtype, tolerance):
     features, labels = problem(dtype)
-    settings = dict(steps=30, batch_size=8, learning_rate=0.7, initialisation=initialisation, hidden=hidden)
+    settings = dict(steps=30, batch_size=8, learning_rate=0.7, initialization=initialization, hidden=hidden)
     data_sets, seeds = (0, 4, N, 17), (5, 0, 9)
     grid = train_grid(features, labels, data_sets=data_sets, seeds=seeds, **settings)
     assert grid.dtype == dtype
@@ -74,7 +74,7 @@ def test_every_run_equals_a_plain_loop(initialisation, hidden, dtype, tolerance)
 
 def test_a_batch_of_all_examples_holds_every_replaced_one_at_once():
     features, labels = problem()
-    settings = dict(steps=3, batch_size=N, learning_rate=1.0, initialisation="fixed")
+    settings = dict(steps=3, batch_size=N, learning_rate=1.0, initialization="fixed")
     grid = train_grid(features, labels, data_sets=range(N + 1), seeds=(0, 1), **settings)
     alone = torch.stack([reference(features, labels, data_set=i, seed=1, **settings) for i in range(N + 1)])
     torch.testing.assert_close(grid[:, 1], alone, rtol=0, atol=1e-12)
@@ -84,7 +84,7 @@ def test_a_batch_of_all_examples_holds_every_replaced_one_at_once():
 
 def test_snapshots_are_the_weights_on_the_way():
     features, labels = problem()
-    settings = dict(steps=12, batch_size=5, learning_rate=0.5, initialisation="varying")
+    settings = dict(steps=12, batch_size=5, learning_rate=0.5, initialization="varying")
     at = (0, 1, 9, 12, 9)
     grid = train_grid(features, labels, data_sets=(0, 3), seeds=(1, 2), snapshots=at, **settings)
     assert grid.shape == (5, 2, 2, D + 1)
@@ -103,11 +103,11 @@ def test_a_grid_trained_in_parts_is_the_grid_trained_at_once(monkeypatch):
     torch.testing.assert_close(whole, train_grid(features, labels, seeds=range(6), **settings), rtol=0, atol=1e-14)
 
 
-def test_the_fixed_initialisation_is_the_same_for_all_seeds_and_the_varying_one_is_not():
+def test_the_fixed_initialization_is_the_same_for_all_seeds_and_the_varying_one_is_not():
     features, labels = problem()
     settings = dict(data_sets=(0, 1), seeds=(0, 1, 2), steps=1, batch_size=8, learning_rate=1.0, snapshots=(0,))
-    fixed = train_grid(features, labels, initialisation="fixed", **settings)
-    varying = train_grid(features, labels, initialisation="varying", **settings)
+    fixed = train_grid(features, labels, initialization="fixed", **settings)
+    varying = train_grid(features, labels, initialization="varying", **settings)
     assert (fixed == fixed[:, :1, :1]).all()
     assert (varying[0, 0, 0] != varying[0, 0, 1])[:-1].all()
 
@@ -138,7 +138,7 @@ def test_initial_weights_are_those_of_keras():
         (dict(data_sets=[1, N + 1]), "data_sets must lie in"),
         (dict(steps=0), "steps must lie in"),
         (dict(snapshots=[11]), "snapshots must lie in"),
-        (dict(initialisation="random"), "initialisation must be one of"),
+        (dict(initialization="random"), "initialization must be one of"),
     ],
 )
 def test_bad_input_names_the_argument_or_the_condition_that_fails(change, said):
@@ -152,6 +152,6 @@ def test_bad_input_names_the_argument_or_the_condition_that_fails(change, said):
 
 def test_the_conditions_of_theorem_2_can_be_left_on_purpose():
     features, labels = problem(scale=3.0)
-    settings = dict(steps=7, batch_size=8, learning_rate=5.0, initialisation="varying")
+    settings = dict(steps=7, batch_size=8, learning_rate=5.0, initialization="varying")
     grid = train_grid(features, labels, data_sets=(0, 1), seeds=(0, 1), enforce_conditions=False, **settings)
     torch.testing.assert_close(grid[1, 1], reference(features, labels, data_set=1, seed=1, **settings))

@@ -8,13 +8,13 @@ import pytest
 from dpcompanion.reproduction.moving import MovingHistogram
 
 GENERATOR = np.random.default_rng(0)
-MOMENTS = {f"epoch {k}": GENERATOR.uniform(0, 0.3 * k, 200) for k in (1, 2, 3)}
+TIMES = {f"epoch {k}": GENERATOR.uniform(0, 0.3 * k, 200) for k in (1, 2, 3)}
 EVERYBODY = {f"epoch {k}": 0.4 * k for k in (1, 2, 3)}
 
 
 def made(**changes):
     return MovingHistogram(
-        **{"moments": MOMENTS, "everybody": EVERYBODY, "bins": 20, "alt": "Bars & a <line>.", "caption": "What it is."}
+        **{"times": TIMES, "everybody": EVERYBODY, "bins": 20, "alt": "Bars & a <line>.", "caption": "What it is."}
         | changes
     )
 
@@ -24,9 +24,9 @@ def frames(picture):
     return json.loads(html.unescape(data))["frames"]
 
 
-def test_every_moment_has_its_bars_and_no_value_is_lost():
+def test_every_time_has_its_bars_and_no_value_is_lost():
     picture = made()
-    for (name, values), frame in zip(MOMENTS.items(), frames(picture)):
+    for (name, values), frame in zip(TIMES.items(), frames(picture)):
         assert picture.counts[name].sum() == len(values)
         counts = np.histogram(values, picture.edges)[0]
         assert np.allclose(np.array(frame["bars"]) * counts.max(), counts, atol=0.1)
@@ -34,7 +34,7 @@ def test_every_moment_has_its_bars_and_no_value_is_lost():
         assert max(frame["bars"]) == 1
 
 
-def test_without_a_script_the_last_moment_stands_whole_and_says_what_it_is():
+def test_without_a_script_the_last_time_stands_whole_and_says_what_it_is():
     source = made()._repr_html_()
     last = np.array(frames(made())[-1]["bars"])
     heights = [float(height) for height in re.findall(r'<rect[^>]* height="([\d.]+)"', source)]
@@ -46,13 +46,13 @@ def test_without_a_script_the_last_moment_stands_whole_and_says_what_it_is():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"moments": {}, "everybody": {}},
+        {"times": {}, "everybody": {}},
         {"everybody": {"epoch 1": 1.0}},
         {"bins": 0},
-        {"moments": {**MOMENTS, "epoch 2": [float("nan")]}},
-        {"moments": {**MOMENTS, "epoch 2": [0.9]}},
-        {"moments": {**MOMENTS, "epoch 2": [-0.1]}},
-        {"moments": {**MOMENTS, "epoch 2": []}},
+        {"times": {**TIMES, "epoch 2": [float("nan")]}},
+        {"times": {**TIMES, "epoch 2": [0.9]}},
+        {"times": {**TIMES, "epoch 2": [-0.1]}},
+        {"times": {**TIMES, "epoch 2": []}},
     ],
 )
 def test_what_is_no_account_is_refused(changes):

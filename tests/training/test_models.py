@@ -30,7 +30,7 @@ def test_a_network_can_be_clipped_layer_by_layer(build, options, count, shape):
     torch.testing.assert_close(layerwise[0], alone, rtol=1e-10, atol=0)
 
 
-def test_initialisation_depends_on_the_seed_alone_and_leaves_the_global_generator():
+def test_initialization_depends_on_the_seed_alone_and_leaves_the_global_generator():
     torch.manual_seed(5)
     before = torch.get_rng_state()
     one = models.mnist_cnn(seed=1)

@@ -137,7 +137,7 @@ def test_more_noise_never_reads_as_less(run):
     values = experiments.get("intrinsic-privacy/algorithm-2").function(
         ip.Audit({"digits": dataclasses.replace(SMALL, seeds=200)}, 2, 1), run
     )
-    for row in (f"digits.{initialisation}.{kind}" for initialisation in ip.INITIALISATIONS for kind in ip.KINDS):
+    for row in (f"digits.{initialization}.{kind}" for initialization in ip.INITIALIZATIONS for kind in ip.KINDS):
         assert (values[f"{row}.needed.added"].diff() <= 0).all()
         assert (values[f"{row}.theory.added"] >= values[f"{row}.empirical.added"]).all()
         assert (values[f"{row}.theory.epsilon_covariance"].diff() >= 0).all()

@@ -85,7 +85,7 @@ def mean_update_bounds(sums, sizes, gradients, *, sample_rate, noise_std, order,
         found["coupled"].append(coupled_divergence(distance, sample_rate=sample_rate, noise_std=noise_std, order=order))
         found["sensitivity"].append(distance.mean())
     found["alone"] = [alone] * points
-    return {key: torch.stack(value) for key, value in found.items()}
+    return {key: torch.tensor(value, dtype=torch.float64) for key, value in found.items()}
 
 
 def mean_update_bound(norms, plan, order):

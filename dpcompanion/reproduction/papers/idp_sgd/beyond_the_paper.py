@@ -121,4 +121,4 @@ def audit(
 
         best = max(candidates, key=lambda threshold: float(bound(threshold, slice(0, half))))
         bounds.append(bound(best, slice(half, 2 * half)))
-    return torch.stack(bounds)
+    return torch.tensor(bounds, dtype=torch.float64)

@@ -22,10 +22,10 @@ WORDS: dict[str, str] = {
 }
 
 
-def labelled(keys: Iterable[str]) -> dict[str, str]:
+def labeled(keys: Iterable[str]) -> dict[str, str]:
     """What the rows of a table are called, for the dotted names of their values.
 
-    >>> labelled(["mnist.A.sample"])
+    >>> labeled(["mnist.A.sample"])
     {'mnist.A.sample': 'MNIST, A, Sample'}
     """
     return {key: ", ".join(WORDS.get(part, part) for part in key.split(".")) for key in keys}

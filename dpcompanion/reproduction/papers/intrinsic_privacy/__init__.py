@@ -16,6 +16,6 @@ and an interrupted one goes on where it stopped.
 """
 
 from . import grids, sensitivity, distances, utility, audits
-from .grids import Grids, INITIALISATIONS, PAPER, Task, problem, trained
+from .grids import Grids, INITIALIZATIONS, PAPER, Task, problem, trained
 from .distances import LOG_EDGES, table_3
 from .audits import Audit, KINDS, canary, counted, gaussian_ratio, gaussian_view, linear_classifier

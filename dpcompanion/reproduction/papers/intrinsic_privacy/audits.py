@@ -14,7 +14,7 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
     Grids,
-    INITIALISATIONS,
+    INITIALIZATIONS,
     PAPER,
     problem,
     QUICK,
@@ -42,7 +42,7 @@ class Audit(Grids):
     first_seed: int = 100_000
 
 
-def worst_neighbours(weights, count):
+def worst_neighbors(weights, count):
     """The data sets furthest from data set 0 by `mahalanobis`, of a small grid: candidates for an audit."""
     covariance, _ = op.noise_covariance(weights)
     return (op.mahalanobis((weights[1:] - weights[:1]).mean(1), covariance).topk(count).indices + 1).tolist()
@@ -157,18 +157,18 @@ def canary(found, weights, count):
     return (rows[best], int(labels[best])), ((-against).topk(count).indices + 1).tolist()
 
 
-def _clouds(name, task, run, config, initialisation, kind):
+def _clouds(name, task, run, config, initialization, kind):
     """Fresh weights of data set 0 and neighbours of it, "natural" ones (its worst in the task's own grid) or with a
     "canary"; the task's own grid; the numbers of the neighbours."""
     small = dataclasses.replace(task, seeds=PAPER[name].seeds if name in PAPER else 99 if name in UNSCALED else 40)
-    grid = trained(name, small, run, initialisation)
-    chosen = worst_neighbours(grid, config.neighbours)
+    grid = trained(name, small, run, initialization)
+    chosen = worst_neighbors(grid, config.neighbours)
     first = config.first_seed
-    weights = trained(name, task, run, initialisation, data_sets=(0, *chosen), first_seed=first)
+    weights = trained(name, task, run, initialization, data_sets=(0, *chosen), first_seed=first)
     if kind == "canary":
         held_out, chosen = canary(problem(name, run), weights, config.canaries)
         weights = trained(
-            name, task, run, initialisation, data_sets=(0, *chosen), first_seed=2 * first, held_out=held_out
+            name, task, run, initialization, data_sets=(0, *chosen), first_seed=2 * first, held_out=held_out
         )
     return weights, grid, chosen
 
@@ -190,10 +190,10 @@ def _cases(config, run):
     """Every case of an audit: its name, delta, theorem 2's bound, and what `_clouds` gives."""
     for name, task in config.tasks.items():
         examples = problem(name, run).examples
-        for initialisation in INITIALISATIONS:
+        for initialization in INITIALIZATIONS:
             for kind in KINDS:
-                clouds = _clouds(name, task, run, config, initialisation, kind)
-                yield f"{name}.{initialisation}.{kind}", 1 / examples, sensitivities(task, examples)[0], *clouds
+                clouds = _clouds(name, task, run, config, initialization, kind)
+                yield f"{name}.{initialization}.{kind}", 1 / examples, sensitivities(task, examples)[0], *clouds
 
 
 @experiment("intrinsic-privacy/algorithm-1", quick=_QUICK_AUDIT, paper=_PAPER_AUDIT)
@@ -321,7 +321,7 @@ def _empirical_claim_stands(record):
 
 def _attacked(record, tasks, mu, epsilon):
     for name in tasks:
-        for start in INITIALISATIONS:
+        for start in INITIALIZATIONS:
             row = f"{name}.{start}.canary"
             # What an attack shows, at 95% for all attacks together, is a lower end and nothing else.
             seen = max(record.values[f"{row}.mu_audited"])
@@ -348,7 +348,7 @@ def _empirically_augmented_stands(record):
 
 def _augmented(record, tasks, sensitivity):
     for name in tasks:
-        for start in INITIALISATIONS:
+        for start in INITIALIZATIONS:
             row = f"{name}.{start}.canary"
             shown = record.values[f"{row}.{sensitivity}.epsilon_of_mu_audited"][
                 record.values[f"{row}.targets"].index(1.0)

@@ -13,7 +13,7 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
     between_seeds,
     Grids,
-    INITIALISATIONS,
+    INITIALIZATIONS,
     PAPER,
     problem,
     QUICK,
@@ -37,16 +37,16 @@ def _distances(name, weights, bound):
     values, arrays = {}, {}
     generator = torch.Generator().manual_seed(0)
     found = {"data": op.pairwise_sensitivity(weights["varying"][1:])}
-    for initialisation, grid in weights.items():
+    for initialization, grid in weights.items():
         sets, seeds = grid.shape[:2]
-        found[f"seed.{initialisation}"] = between_seeds(grid[1:])
+        found[f"seed.{initialization}"] = between_seeds(grid[1:])
         pairs = (
             torch.randint(1, sets, (2, 20000), generator=generator),
             torch.randint(seeds, (2, 20000), generator=generator),
         )
         differ = (pairs[0][0] != pairs[0][1]) & (pairs[1][0] != pairs[1][1])
         (a, b), (r, s) = (pair[:, differ] for pair in pairs)
-        found[f"both.{initialisation}"] = (grid[a, r] - grid[b, s]).norm(dim=-1)
+        found[f"both.{initialization}"] = (grid[a, r] - grid[b, s]).norm(dim=-1)
     for kind, distances in found.items():
         arrays[f"{name}.{kind}"] = _log_histogram(distances)
         values |= {
@@ -55,13 +55,13 @@ def _distances(name, weights, bound):
             f"{name}.{kind}.min": distances.min(),
         }
     largest = found["data"].max()
-    for initialisation in weights:
-        values[f"{name}.seed_above_all_data.{initialisation}"] = (
-            (found[f"seed.{initialisation}"] > largest).double().mean()
+    for initialization in weights:
+        values[f"{name}.seed_above_all_data.{initialization}"] = (
+            (found[f"seed.{initialization}"] > largest).double().mean()
         )
         if bound is not None:
-            values[f"{name}.seed_above_bound.{initialisation}"] = (
-                (found[f"seed.{initialisation}"] > bound).double().mean()
+            values[f"{name}.seed_above_bound.{initialization}"] = (
+                (found[f"seed.{initialization}"] > bound).double().mean()
             )
     values[f"{name}.varying_over_fixed"] = found["seed.varying"].median() / found["seed.fixed"].median()
     if bound is not None:
@@ -75,7 +75,7 @@ def figure_2(config, run):
     values, arrays = {}, {}
     for name, task in config.tasks.items():
         bound = None if name.endswith("-unscaled") else sensitivities(task, problem(name, run).examples)[0]
-        weights = {initialisation: trained(name, task, run, initialisation) for initialisation in INITIALISATIONS}
+        weights = {initialization: trained(name, task, run, initialization) for initialization in INITIALIZATIONS}
         for mine, new in zip((values, arrays), _distances(name, weights, bound)):
             mine |= new
     return values, arrays
@@ -101,12 +101,12 @@ def figure_3(config, run):
     """
     values, arrays = {}, {}
     for name, task in config.tasks.items():
-        for initialisation in INITIALISATIONS:
-            weights = trained(name, task, run, initialisation)[1 : config.data_sets + 1].numpy()
+        for initialization in INITIALIZATIONS:
+            weights = trained(name, task, run, initialization)[1 : config.data_sets + 1].numpy()
             p = np.array(
                 [[stats.shapiro(weights[i, :, j]).pvalue for j in range(weights.shape[2])] for i in range(len(weights))]
             )
-            row = f"{name}.{initialisation}"
+            row = f"{name}.{initialization}"
             arrays[row] = p.astype(np.float32)
             values |= {
                 f"{row}.below_5_percent": (p < 0.05).mean(),
@@ -126,7 +126,7 @@ def table_3(config, run):
     for name, task in config.tasks.items():
         examples = problem(name, run).examples
         bound, fractional, _ = sensitivities(task, examples)
-        grids = {initialisation: trained(name, task, run, initialisation)[1:] for initialisation in INITIALISATIONS}
+        grids = {initialization: trained(name, task, run, initialization)[1:] for initialization in INITIALIZATIONS}
         sigma, star, delta = (
             op.intrinsic_sigma(grids["varying"]),
             op.empirical_sensitivity(grids["varying"]),
@@ -177,12 +177,12 @@ def _pairwise_epsilon(name, weights, delta):
     return values, arrays
 
 
-def _figure_of_pairs(config, run, initialisation):
+def _figure_of_pairs(config, run, initialization):
     values, arrays = {}, {}
     for name, task in config.tasks.items():
         delta = 1 / problem(name, run).examples
         for mine, new in zip(
-            (values, arrays), _pairwise_epsilon(name, trained(name, task, run, initialisation), delta)
+            (values, arrays), _pairwise_epsilon(name, trained(name, task, run, initialization), delta)
         ):
             mine |= new
     return values, arrays
@@ -217,7 +217,7 @@ def figures_6_7(config, run):
         delta = 1 / problem(name, run).examples
         for hidden in config.hidden[name]:
             row = f"{name}.hidden_{hidden}"
-            grids = {i: trained(name, task, run, i, hidden=hidden) for i in INITIALISATIONS}
+            grids = {i: trained(name, task, run, i, hidden=hidden) for i in INITIALIZATIONS}
             values[f"{row}.parameters"] = grids["varying"].shape[-1]
             for new in (_distances(row, grids, None), _pairwise_epsilon(row, grids["varying"], delta)):
                 values |= new[0]
@@ -272,7 +272,7 @@ def _start_matters(record):
     for name in record.config["tasks"]:
         varying, fixed = (
             _median(record, name, f"seed.{start}", "seeds", record.values[f"{name}.seed.{start}.median"])
-            for start in INITIALISATIONS
+            for start in INITIALIZATIONS
         )
         factor = varying / fixed
         yield NAMES[name], f"{factor:.1f}", intervals.every(factor.at_least(1), factor.at_most(5.5))
@@ -281,7 +281,7 @@ def _start_matters(record):
 @finding("intrinsic-privacy/figure-3", "less than half of the weights below 0.05, none below 0.05 over their number")
 def _looks_normal(record):
     for name in record.config["tasks"]:
-        for start in INITIALISATIONS:
+        for start in INITIALIZATIONS:
             p = record.arrays[f"{name}.{start}"]
             low = intervals.bootstrap(lambda share: share.mean(-1), (p < 0.05).mean(0))  # over the weights
             corrected = record.values[f"{name}.{start}.below_bonferroni"]

@@ -12,7 +12,7 @@ from dpcompanion import data
 from dpcompanion import output_perturbation as op
 from dpcompanion.output_perturbation import grids as ensembles
 
-INITIALISATIONS = ("varying", "fixed")
+INITIALIZATIONS = ("varying", "fixed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,12 +150,12 @@ def problem(name, run=None):
 # Grids -------------------------------------------------------------------------------------------------------------
 
 
-def trained(name, task, run, initialisation="varying", **options):
+def trained(name, task, run, initialization="varying", **options):
     """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first. See `_grid`."""
-    return _grid(name, task, run, initialisation, **options)[0]
+    return _grid(name, task, run, initialization, **options)[0]
 
 
-def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_seed=0, held_out=None):
+def _grid(name, task, run, initialization, *, hidden=0, data_sets=None, first_seed=0, held_out=None):
     """The weights, and the seconds that training took when it was done.
 
     `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out` (features, label) stands in
@@ -168,7 +168,7 @@ def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_se
         "batch_size": task.batch_size,
         "learning_rate": task.learning_rate,
         "steps": task.steps,
-        "initialisation": initialisation,
+        "initialisation": initialization,
         "hidden": hidden,
         "data_sets": data_sets,
     }
@@ -191,7 +191,7 @@ def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_se
             steps=task.steps,
             batch_size=task.batch_size,
             learning_rate=task.learning_rate,
-            initialisation=initialisation,
+            initialization=initialization,
             hidden=hidden,
             enforce_conditions=not name.endswith("-unscaled"),
             device=run.device,
@@ -209,8 +209,8 @@ def _grid(name, task, run, initialisation, *, hidden=0, data_sets=None, first_se
         by=_grid,
         config=key,
         seconds=task.steps * task.seeds * len(data_sets) / 3e5,
-        under=f"grids/{name}-{initialisation}",
-        label=f"{name}, {initialisation}",
+        under=f"grids/{name}-{initialization}",
+        label=f"{name}, {initialization}",
     ).values()
     return (
         torch.cat([torch.as_tensor(arrays["weights"]) for _, arrays in parts], 1),

@@ -8,7 +8,7 @@ import numpy as np
 
 from dpcompanion.reproduction import plotting
 from dpcompanion.reproduction.papers.intrinsic_privacy.distances import LOG_EDGES
-from dpcompanion.reproduction.papers.intrinsic_privacy.grids import INITIALISATIONS
+from dpcompanion.reproduction.papers.intrinsic_privacy.grids import INITIALIZATIONS
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
 
 _DISTANCES = {
@@ -35,7 +35,7 @@ def _rows(found, cells):
         (kind, [f"{NAMES[name]}, {start} start{live.get(kind, '')}", *cells(record, name, f"{name}.{start}")])
         for kind, record in found.items()
         for name in record.config["tasks"]
-        for start in INITIALISATIONS
+        for start in INITIALIZATIONS
     ]
 
 
@@ -59,7 +59,7 @@ def answer(found):
     labels, shown = [], {"claimed": [], "claimed_empirical": [], "attacked": []}
     for kind, record in found.items():
         for name in record.config["tasks"]:
-            for start in INITIALISATIONS:
+            for start in INITIALIZATIONS:
                 value = {
                     q: record.values[f"{name}.{start}.canary.{q}"]
                     for q in ("epsilon_claimed", "epsilon_claimed_star", "epsilon_of_mu_audited")
@@ -265,11 +265,11 @@ def claim_rows(found):
     return _rows(found, cells)
 
 
-def mu_rows(found, neighbour):
+def mu_rows(found, neighbor):
     """mu of the worst neighbour of a kind: by the pooled sigma, by the covariance, and the attack's lower bound."""
 
     def cells(record, name, row):
-        v = {q: record.values[f"{row}.{neighbour}.{q}"] for q in ("mu_pooled", "mu_covariance", "mu_audited")}
+        v = {q: record.values[f"{row}.{neighbor}.{q}"] for q in ("mu_pooled", "mu_covariance", "mu_audited")}
         worst = int(np.argmax(v["mu_covariance"]))
         pooled, covariance, audited = (v[q][worst] for q in v)
         return [f"{pooled:.2f}{', refuted' if audited > pooled else ''}", f"{covariance:.2f}", f"{audited:.2f}"]

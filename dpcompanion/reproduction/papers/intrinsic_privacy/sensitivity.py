@@ -13,7 +13,7 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
     _grid,
     Grids,
-    INITIALISATIONS,
+    INITIALIZATIONS,
     PAPER,
     problem,
     QUICK,
@@ -52,7 +52,7 @@ def figure_1(config, run):
         steps=task.steps,
         batch_size=task.batch_size,
         learning_rate=task.learning_rate,
-        initialisation="fixed",
+        initialization="fixed",
         snapshots=stops,
         device=run.device,
         progress=False,
@@ -79,7 +79,7 @@ def table_1(config, run):
             f"{name}.test": len(found.test_labels),
             f"{name}.d": found.features.shape[1],
             f"{name}.experiments": 2 * task.seeds * task.data_sets,
-            f"{name}.seconds": sum(_grid(name, task, run, i)[1] for i in INITIALISATIONS),
+            f"{name}.seconds": sum(_grid(name, task, run, i)[1] for i in INITIALIZATIONS),
         }
     return values
 

@@ -43,13 +43,13 @@ def accuracies(found, weights, sigma, generator):
     )
 
 
-def _utility(name, task, run, config, initialisation, mechanism):
+def _utility(name, task, run, config, initialization, mechanism):
     """Accuracy of the noiseless models and, for each sensitivity and epsilon, with full and with augmented noise.
 
     The same normal draws serve both, so that only the size of the noise differs between the members of a pair.
     """
     found = problem(name, run)
-    grid = trained(name, task, run, initialisation)[1:]
+    grid = trained(name, task, run, initialization)[1:]
     chosen = torch.randperm(grid[..., 0].numel(), generator=torch.Generator().manual_seed(config.seed))[: config.models]
     weights = grid.flatten(0, 1)[chosen]
     bound, fractional, _ = sensitivities(task, found.examples)
@@ -91,11 +91,11 @@ def table_4(config, run):
     return values
 
 
-def _figure_of_utility(config, run, initialisation):
+def _figure_of_utility(config, run, initialization):
     values, arrays = {}, {"epsilons": np.array(config.epsilons)}
     for mechanism in ("classical", "analytic"):
         for name, task in config.tasks.items():
-            results = _utility(name, task, run, config, initialisation, mechanism)
+            results = _utility(name, task, run, config, initialization, mechanism)
             values[f"{name}.noiseless"] = results["noiseless"].mean()
             for kind in ("theory", "empirical"):
                 means = {
