@@ -161,7 +161,7 @@ def test_a_share_that_there_is_not_is_refused(which, of):
 
 
 @pytest.fixture
-def table(monkeypatch):
+def table():
     """An experiment of four short pieces, under the name of table 8, as (its name, what was done)."""
     from dpcompanion.reproduction import experiments
 
@@ -174,8 +174,9 @@ def table(monkeypatch):
 
         return {f"mnist.A.{name}": value for name, value in run.pieces(work, NAMES[:4]).items()}
 
-    monkeypatch.setitem(experiments._REGISTRY, found.name, experiments.Experiment(found.name, function, found.presets))
-    return found.name, done
+    with experiments.set_aside(found.name):
+        experiments.experiment(found.name, **found.presets)(function)
+        yield found.name, done
 
 
 def test_the_command_line_shards_and_merges(capsys, tmp_path, table):
