@@ -1,6 +1,7 @@
 """Pieces done by processes, by Dask and Ray, and by runs that share a folder; workers are killed in each."""
 
 import contextlib
+import itertools
 import os
 import pathlib
 import signal
@@ -121,7 +122,8 @@ def test_without_a_back_end_all_is_done_here(tmp_path):
 
 def test_a_piece_that_no_worker_left_in_the_folder_says_that_it_must_be_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "each", lambda work, names, already: ((name, None) for name in names))
-    monkeypatch.setattr(pieces._arrived, "__defaults__", (0,))
+    monkeypatch.setattr(pieces.time, "monotonic", itertools.count(step=100).__next__)  # a minute and more at each look
+    monkeypatch.setattr(pieces.time, "sleep", lambda seconds: None)
     with pytest.raises(RuntimeError, match="must be one that all workers share"):
         resumable(noting(tmp_path), tmp_path)
 
