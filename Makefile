@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 PY := .venv/bin/python
 INSTALLED := .venv/.installed
 LOWEST := .venv-lowest/bin/python
-CORE_TESTS := tests/accounting tests/filters tests/per_instance tests/training tests/test_individual.py
+CORE_TESTS := tests/accounting tests/engine tests/filters tests/per_instance tests/training tests/test_individual.py
 JUPYTER_BOOK := .venv/bin/jupyter-book build . -q
 
 export OMP_NUM_THREADS := 1

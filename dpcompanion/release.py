@@ -228,7 +228,7 @@ def _noisy(exact, std, generator, *, ratio, numbers=1):
     """
     if generator is not None:
         return exact + std * _normal(exact.shape, generator)
-    from .training.secure import CELLS, SecureStream, grid_of, snapped  # which stands above this module
+    from .training.secure import CELLS, SecureStream, grid_of, snapped  # secure noise alone needs it
 
     moved = 2 * math.sqrt(numbers) / CELLS / ratio  # at most, as a share of the sensitivity at the noise that it takes
     if not moved <= 0.5:

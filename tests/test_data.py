@@ -1,8 +1,10 @@
+import gc
 import gzip
 import hashlib
 import pickle
 import sys
 import types
+import weakref
 
 import numpy as np
 import pytest
@@ -355,23 +357,24 @@ def test_torchvision_is_imported_plainly_where_that_works(monkeypatch, _torchvis
 def test_torchvision_is_imported_with_its_operators_declared_where_they_are_missing(
     monkeypatch, _torchvision_forgotten
 ):
-    module, declared = types.ModuleType("torchvision"), []
+    module, declared, made = types.ModuleType("torchvision"), [], []
 
     class Library:
         def __init__(self, *namespace):
             declared.append(namespace)
+            made.append(weakref.ref(self))
 
         def define(self, schema):
             declared.append(schema)
 
     monkeypatch.setattr(torch.library, "Library", Library)
-    monkeypatch.setattr(data.files, "_KEPT_ALIVE", [])
     _importer(monkeypatch, [RuntimeError("operator torchvision::nms does not exist"), module])
     assert data.import_torchvision() is module
     assert declared == [("torchvision", "DEF")] + [
         f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor" for name in ("nms", "qnms")
     ]
-    assert len(data.files._KEPT_ALIVE) == 1
+    gc.collect()
+    assert all(library() for library in made)  # what is declared lasts as long as its library does
 
 
 def test_any_other_failure_of_torchvision_is_passed_on(monkeypatch, _torchvision_forgotten):

@@ -168,6 +168,23 @@ def test_the_pythons_that_are_claimed_are_those_that_are_tried():
     assert claimed == jobs["test"]["strategy"]["matrix"]["python"] and jobs["lowest"]
 
 
+def test_the_tests_on_the_lowest_versions_import_no_more_than_is_installed_for_them():
+    makefile = (ROOT / "Makefile").read_text()
+    paths = [ROOT / path for path in re.search(r"^CORE_TESTS := (.*)", makefile, re.MULTILINE)[1].split()]
+    files = [file for path in paths for file in (path.glob("*.py") if path.is_dir() else [path])]
+    (beside,) = re.findall(r"tools/lowest\.py opacus\) (.*)", makefile)  # pytest and what tests compare with
+    installed = {"dpcompanion", "torch", "numpy", "scipy", "opacus", *beside.replace("-", "_").split()}
+    installed |= {*sys.stdlib_module_names, *(file.stem for file in files)}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            assert {name.split(".")[0] for name in names} <= installed, f"{file} imports {names}"
+            assert not any(name.startswith("dpcompanion.reproduction") for name in names), f"{file} imports {names}"
+
+
 FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
 
 

@@ -17,7 +17,7 @@ from ..accounting.chords import NODES, between, chords, weights
 from ..accounting.conversions import least_epsilon
 from ..accounting.runs import orders_for
 
-_WAITING = 200_000_000  # bytes of norms that may wait before they are added up
+WAITING = 200_000_000  # bytes of norms that may wait before they are added up
 _FEW = 16  # waiting norms of an example that are cheaper added up again than by a histogram
 ROWS = 8192  # examples that are worked on at a time
 
@@ -43,7 +43,7 @@ class Divergences:
         """Of `examples` (None: of all) these shares of the clip norm, for so many steps each."""
         self.waiting.append((examples, shares, steps))
         self.held += sum(part.untyped_storage().nbytes() for part in self.waiting[-1] if part is not None)
-        if self.held > _WAITING:
+        if self.held > WAITING:
             self.total()
 
     def load(self, summed):

@@ -165,11 +165,37 @@ def ask_also(exhibit: str, *, of: str, under: str | None = None) -> None:
         finding(under or exhibit, one.text, of=of, kind=one.kind)(one.judge)
 
 
-def criteria(name: str) -> list[Criterion]:
-    """The criteria of an exhibit, in the order in which they are written down."""
+def criteria(name: str | None = None) -> list[Criterion]:
+    """The criteria of an exhibit, or of all, in the order in which they are written down."""
+    if name is None:
+        _load()
+        return list(_CRITERIA)
     published.exhibit(name)
     _load(name.partition("/")[0])
     return [criterion for criterion in _CRITERIA if criterion.exhibit == name]
+
+
+@contextlib.contextmanager
+def set_aside(*exhibits: str) -> Iterator[None]:
+    """Do without the experiments and the criteria of these exhibits, so that a test may register its own.
+
+    Afterwards everything is as before, whatever was registered meanwhile.
+
+    >>> with set_aside("idp-sgd/table-5"):
+    ...     "idp-sgd/table-5" in names(), criteria("idp-sgd/table-5")
+    (False, [])
+    """
+    _load()
+    before = dict(_REGISTRY), list(_CRITERIA)
+    for name in exhibits:
+        _REGISTRY.pop(published.exhibit(name).name, None)
+    _CRITERIA[:] = [one for one in _CRITERIA if one.exhibit not in exhibits]
+    try:
+        yield
+    finally:
+        _REGISTRY.clear()
+        _REGISTRY.update(before[0])
+        _CRITERIA[:] = before[1]
 
 
 def findings(record: records.Record, name: str | None = None) -> Findings:

@@ -7,7 +7,7 @@ a configuration the methods alone count, unless code names the class.  (A preset
 up in is code.)  Nor is the library's code part of it: a record tells its version and commit.
 
 The hash is blind to comments, docstrings, annotations, layout, the order of definitions and the module that they stand
-in.  Every module is read and parsed once a process.
+in.  Every module is read and parsed once a process, until `forget`.
 
 >>> from dpcompanion.reproduction.papers.idp_sgd import accounts
 >>> [name.rpartition(".")[2] for name in closure(accounts.figure_4)]
@@ -39,6 +39,12 @@ def code_hash(function: Callable[..., Any], *configs: Any) -> str:
     """A sha256 of the code that `function` depends on, see `closure`."""
     found = sorted({definition.text for definition in closure(function, *configs).values()})
     return hashlib.sha256("\n".join(found).encode()).hexdigest()
+
+
+def forget() -> None:
+    """Read and parse every module anew, when it is asked for next."""
+    _module.cache_clear()
+    _definition.cache_clear()
 
 
 def closure(function: Callable[..., Any], *configs: Any) -> "dict[str, Definition]":

@@ -285,6 +285,6 @@ def test_one_composition_serves_all_rates_and_is_quick(monkeypatch):
 )
 @pytest.mark.parametrize("function", [trade_off, best_true_positive_rate])
 def test_bad_input_is_refused_before_any_work(function, change, words, monkeypatch):
-    monkeypatch.setattr(pld, "_compose_at", None)
+    monkeypatch.setattr(pld, "DIRECTIONS", None)  # in which runs are composed
     with pytest.raises(ValueError, match=words):
         function(**{**REFERENCE, "false_positive_rate": 0.1, **change})

@@ -219,10 +219,11 @@ def test_training_clips_everybody_to_what_they_can_pay():
         )
 
     filter, tracker = filtered()
+    norms = torch.tensor([0, *filter.levels], dtype=torch.float64)
     active, shortened = [], []
 
     def check(run):
-        limits = filter._norms[filter._current][run.indices]
+        limits = norms[filter.state_dict()["current"][run.indices].long()]
         assert (limits > 0).all() and (filter.spent <= filter.budget).all()
         shortened.append(int((run.norms > limits).sum()))
         active.append(int(filter.active.sum()))

@@ -1,5 +1,7 @@
 """What is kept of calibrations: the same question is answered from disk, and nothing wrong is."""
 
+import hashlib
+import itertools
 import json
 import os
 import pathlib
@@ -38,6 +40,15 @@ def counted(name="noted", shortest=0.0):
     return kept.remembered(shortest)(noted), calls
 
 
+def sealed(**entry):
+    return json.dumps({"sha256": hashlib.sha256(json.dumps(entry, sort_keys=True).encode()).hexdigest(), **entry})
+
+
+def forget_everything():
+    for function in vars(calibration).values():
+        getattr(function, "forget", lambda: None)()
+
+
 def test_an_answer_survives_the_memory_and_belongs_to_its_question(folder):
     square, calls = counted()
     assert square(3.0, levels=(0.1, 1.0)) == square(3.0, (0.1, 1.0), progress=False) == (9.0, 2)
@@ -58,10 +69,8 @@ def test_an_answer_survives_the_memory_and_belongs_to_its_question(folder):
         lambda text: "[]",
         lambda text: "{}",
         lambda text: "\0" * 10,
-        lambda text: json.dumps({"sha256": kept._digest({"answer": 3}), "answer": 3}),
-        lambda text: json.dumps(
-            {"sha256": kept._digest({"question": {"x": 4.0}, "answer": [1]}), "question": {"x": 4.0}, "answer": [1]}
-        ),
+        lambda text: sealed(answer=3),
+        lambda text: sealed(question={"x": 4.0}, answer=[1]),
     ],
 )
 def test_a_damaged_or_foreign_entry_is_computed_again_and_replaced(folder, damage):
@@ -115,11 +124,8 @@ def test_what_took_no_time_is_not_written_and_without_a_folder_all_is_computed(t
 
 
 def test_a_calibration_is_kept_with_its_promise_and_errors_are_not(folder, monkeypatch):
-    monkeypatch.setattr(
-        kept, "_answer", lambda name, question, work, shortest, real=kept._answer: real(name, question, work, 0.0)
-    )
-    for function in (calibration._largest_budget, calibration._least_epsilon):
-        function.forget()
+    monkeypatch.setattr(kept.time, "process_time", itertools.count().__next__)  # everything takes a second
+    forget_everything()
     first = calibrate_filter(**QUESTION)
     promised = float(
         ExactFilter(
@@ -135,8 +141,7 @@ def test_a_calibration_is_kept_with_its_promise_and_errors_are_not(folder, monke
     )
     names = sorted(os.listdir(folder))
     assert [name.partition(".")[0] for name in names] == ["largest_budget", "least_epsilon"]
-    for function in (calibration._largest_budget, calibration._least_epsilon):
-        function.forget()
+    forget_everything()
     monkeypatch.setattr(calibration, "worst_case", None)  # nothing is played again
     monkeypatch.setattr(calibration, "adaptive_delta", None)
     assert calibrate_filter(**QUESTION) == first

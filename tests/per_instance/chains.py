@@ -25,12 +25,12 @@ class Chain:
         shifted = -(((gap - gain) / noise) ** 2) / 2 - math.log(noise * math.sqrt(2 * math.pi))
         self.log_p = torch.logaddexp(math.log1p(-rate) + self.log_q, math.log(rate) + shifted)
 
-    def _sides(self, direction):
+    def sides(self, direction):
         return (self.log_p, self.log_q) if direction == "remove" else (self.log_q, self.log_p)
 
     def divergence(self, order, direction):
         """Of the whole chain's law, both started at 0, by backward recursion on the grid."""
-        first, second = self._sides(direction)
+        first, second = self.sides(direction)
         kernel = torch.exp((order * first + (1 - order) * second).clamp(min=-500)) * self.cell
         value = torch.ones(len(self.line), dtype=torch.float64)
         for _ in range(self.steps):
@@ -41,7 +41,7 @@ class Chain:
         """Quantiles of the state before each step under the first law: (steps, count)."""
         density = torch.zeros(len(self.line), dtype=torch.float64)
         density[len(self.line) // 2] = 1 / self.cell
-        kernel = torch.exp(self._sides(direction)[0].clamp(min=-500)) * self.cell
+        kernel = torch.exp(self.sides(direction)[0].clamp(min=-500)) * self.cell
         levels = (torch.arange(count, dtype=torch.float64) + 0.5) / count
         found = []
         for _ in range(steps):

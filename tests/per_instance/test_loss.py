@@ -66,7 +66,7 @@ def many(direction, each, times, seed):
 def delta_by_quadrature(direction, epsilon, nodes=161, reach=9.0):
     """E[(1 - e^(epsilon - S))_+] over all paths of three states."""
     chain = Chain(STEPS, RATE, NOISE, reach=reach, nodes=nodes)
-    first, second = chain._sides(direction)
+    first, second = chain.sides(direction)
     ratio, start = first - second, nodes // 2
     losses = ratio[start][:, None, None] + ratio[:, :, None] + ratio[None]
     law = (first[start][:, None, None] + first[:, :, None] + first[None]).exp() * chain.cell**3

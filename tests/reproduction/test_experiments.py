@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import json
 import math
@@ -34,20 +35,36 @@ def work(config, run):
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    experiments.names()  # loads the modules, which register into the dictionary that is copied next
-    monkeypatch.setattr(experiments, "_REGISTRY", dict(experiments._REGISTRY))
-    experiments._REGISTRY.pop(NAME, None)
-    experiments.experiment(NAME, quick=Config(), paper=Config(examples=30))(work)
-    return NAME
+def registered():
+    with instead(work, quick=Config(), paper=Config(examples=30)):
+        yield NAME
 
 
-def forbid_work(monkeypatch, name):
-    def never(config, run):
-        pytest.fail("it ran")
+@contextlib.contextmanager
+def instead(function, **presets):
+    """Another experiment under the test's name."""
+    with experiments.set_aside(NAME):
+        experiments.experiment(NAME, **presets)(function)
+        yield
 
-    found = experiments.get(name)
-    monkeypatch.setitem(experiments._REGISTRY, name, dataclasses.replace(found, function=never))
+
+def never(config, run):
+    pytest.fail("it ran")
+
+
+def test_what_a_test_registers_is_gone_afterwards_and_the_rest_is_as_before():
+    names, criteria, figure = experiments.names(), experiments.criteria(), "individual-accounting/figure-1"
+    assert NAME in names and experiments.criteria(figure)
+    with pytest.raises(InterruptedError), instead(never, quick=Config()), experiments.set_aside(figure):
+        experiments.finding(figure, "anything")(lambda record: ())
+        assert experiments.get(NAME).function is never and figure not in experiments.names()
+        assert [one.text for one in experiments.criteria(figure)] == ["anything"]
+        assert set(experiments.criteria()) - set(criteria) == set(experiments.criteria(figure))
+        raise InterruptedError
+    assert (experiments.names(), experiments.criteria()) == (names, criteria)
+    assert experiments.get(NAME).function is not never
+    with pytest.raises(ValueError, match="name must be one of"), experiments.set_aside("idp-sgd/table-55"):
+        pass
 
 
 def test_a_run_makes_a_record_with_its_provenance(registered, tmp_path):
@@ -62,7 +79,7 @@ def test_a_run_makes_a_record_with_its_provenance(registered, tmp_path):
     assert records.find(registered, "quick", tmp_path).values == record.values
 
 
-def test_a_record_names_the_code_that_ran_though_its_file_is_edited_meanwhile(registered, tmp_path, monkeypatch):
+def test_a_record_names_the_code_that_ran_though_its_file_is_edited_meanwhile(tmp_path, monkeypatch):
     file = tmp_path / "edited.py"
     file.write_text("def work(config, run):\n    edit()\n    return {'one': 1}\n")
     commits = ["before"]
@@ -75,8 +92,8 @@ def test_a_record_names_the_code_that_ran_though_its_file_is_edited_meanwhile(re
     exec(compile(file.read_text(), file, "exec"), space)
     monkeypatch.setattr(provenance, "commit", lambda: commits[0])
     before = sources.code_hash(space["work"])
-    monkeypatch.setitem(experiments._REGISTRY, NAME, experiments.Experiment(NAME, space["work"], {"quick": Config()}))
-    record = experiments.run(NAME, preset="quick")
+    with instead(space["work"], quick=Config()):
+        record = experiments.run(NAME, preset="quick")
     assert record.values == {"one": 1} and (record.code_hash, record.commit) == (before, "before")
     assert sources.code_hash(space["work"]) != before and commits == ["after+changes"]
 
@@ -87,7 +104,7 @@ def test_without_a_folder_nothing_is_written(registered, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_run_is_continued_by_the_next_one(registered, tmp_path, monkeypatch):
+def test_an_interrupted_run_is_continued_by_the_next_one(tmp_path):
     calls = []
 
     def broken(config, run):
@@ -100,28 +117,26 @@ def test_an_interrupted_run_is_continued_by_the_next_one(registered, tmp_path, m
 
         return {"sum": sum(run.pieces(piece, ["seed-0", "seed-1"]).values())}
 
-    monkeypatch.setitem(experiments._REGISTRY, NAME, experiments.Experiment(NAME, broken, {"quick": Config()}))
-    with pytest.raises(KeyboardInterrupt):
-        experiments.run(NAME, preset="quick", out=tmp_path)
-    record = experiments.run(NAME, preset="quick", out=tmp_path)
+    with instead(broken, quick=Config()):
+        with pytest.raises(KeyboardInterrupt):
+            experiments.run(NAME, preset="quick", out=tmp_path)
+        record = experiments.run(NAME, preset="quick", out=tmp_path)
     assert record.values == {"sum": 2.0} and calls == ["seed-0", "stop", "seed-1"]
     assert [each["pieces"] for each in record.kept] == [1]
     assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["table-1.quick.json"]
 
 
-def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(registered, tmp_path, monkeypatch):
+def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(registered, tmp_path):
     def state():
         return next(entry for entry in experiments.catalogue(tmp_path) if entry.name == registered).records
 
     assert state() == {"quick": "missing", "paper": "missing"}
     experiments.run(registered, preset="quick", out=tmp_path, seeds=[5])
     assert state() == {"quick": "fresh", "paper": "missing"}
-    changed = experiments.Experiment(registered, work, {"quick": Config(examples=4), "paper": Config()})
-    monkeypatch.setitem(experiments._REGISTRY, registered, changed)
-    assert state()["quick"] == "stale"
-    other = experiments.Experiment(registered, records.find, {"quick": Config(), "paper": Config()})
-    monkeypatch.setitem(experiments._REGISTRY, registered, other)
-    assert state()["quick"] == "stale"
+    with instead(work, quick=Config(examples=4)):
+        assert state() == {"quick": "stale"}
+    with instead(records.find, quick=Config()):
+        assert state() == {"quick": "stale"}
     records.path_of(registered, "paper", tmp_path).write_text("{")
     assert state()["paper"] == "damaged"
     quick = records.write(records.make(registered, "quick", {}, config=Config()), tmp_path)
@@ -129,15 +144,14 @@ def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(register
     assert state() == {"quick": "missing", "paper": "damaged"}
 
 
-def test_a_live_run_is_shown_beside_the_record_which_is_called_stale_when_it_is(registered, tmp_path, monkeypatch):
+def test_a_live_run_is_shown_beside_the_record_which_is_called_stale_when_it_is(registered, tmp_path):
     live = experiments.run(registered, preset="quick")
     assert "recorded" not in repr(experiments.compare(live, folder=tmp_path, keys=["examples"]))
     experiments.run(registered, preset="paper", out=tmp_path)
     shown = repr(experiments.compare(live, folder=tmp_path, keys=["examples"]))
     assert "recorded" in shown and "stale" not in shown
-    changed = experiments.Experiment(registered, work, {"quick": Config(), "paper": Config(examples=31)})
-    monkeypatch.setitem(experiments._REGISTRY, registered, changed)
-    assert "recorded (stale)" in repr(experiments.compare(live, folder=tmp_path, keys=["examples"]))
+    with instead(work, quick=Config(), paper=Config(examples=31)):
+        assert "recorded (stale)" in repr(experiments.compare(live, folder=tmp_path, keys=["examples"]))
 
 
 def test_seeds_are_replaced_and_named_in_the_command(registered):
@@ -162,10 +176,9 @@ def test_seeds_are_replaced_and_named_in_the_command(registered):
         ({"seeds": [-1]}, "seeds must lie in"),
     ],
 )
-def test_bad_arguments_are_named_before_any_work(registered, monkeypatch, arguments, message):
-    forbid_work(monkeypatch, registered)
-    with pytest.raises(ValueError, match=message):
-        experiments.run(**{"name": registered, "preset": "quick", **arguments})
+def test_bad_arguments_are_named_before_any_work(arguments, message):
+    with instead(never, quick=Config(), paper=Config()), pytest.raises(ValueError, match=message):
+        experiments.run(**{"name": NAME, "preset": "quick", **arguments})
 
 
 def test_seeds_are_refused_where_nothing_is_random():
@@ -173,22 +186,21 @@ def test_seeds_are_refused_where_nothing_is_random():
         experiments.run("idp-sgd/table-5", seeds=[1])
 
 
-def test_several_seeds_are_refused_before_any_work_where_one_is_used(registered, monkeypatch):
+def test_several_seeds_are_refused_before_any_work_where_one_is_used():
     def one(config, run):
         return {"the seed": config.seed}
 
-    experiments._REGISTRY.pop(NAME)
-    experiments.experiment(NAME, quick=OneSeed())(one)
-    assert experiments.run(NAME, preset="quick").seeds == [0]
-    record = experiments.run(NAME, preset="quick", seeds=[4])
-    assert record.values == {"the seed": 4} and record.seeds == [4] and record.command.endswith("--seeds 4")
-    assert not experiments.get(NAME).is_stale(record)
-    forbid_work(monkeypatch, NAME)
-    with pytest.raises(ValueError, match=r"seeds must be a single one, since .* got \(0, 1, 2\)"):
+    with instead(one, quick=OneSeed()):
+        assert experiments.run(NAME, preset="quick").seeds == [0]
+        record = experiments.run(NAME, preset="quick", seeds=[4])
+        assert record.values == {"the seed": 4} and record.seeds == [4] and record.command.endswith("--seeds 4")
+        assert not experiments.get(NAME).is_stale(record)
+    several = pytest.raises(ValueError, match=r"seeds must be a single one, since .* got \(0, 1, 2\)")
+    with instead(never, quick=OneSeed()), several:
         experiments.run(NAME, preset="quick", seeds=[0, 1, 2])
-    experiments._REGISTRY.pop(NAME)
-    with pytest.raises(ValueError, match="presets must have a field seed or seeds and not both"):
-        experiments.experiment(NAME, quick=BothSeeds())
+    both = pytest.raises(ValueError, match="presets must have a field seed or seeds and not both")
+    with both, instead(one, quick=BothSeeds()):
+        pass
 
 
 def test_every_seed_that_an_experiment_has_is_one_that_it_uses():
@@ -238,25 +250,30 @@ def test_configurations_survive_json():
             assert published.exhibit(name)
 
 
-def test_a_finding_is_judged_by_the_record_of_the_experiment_that_it_names(registered, monkeypatch):
-    monkeypatch.setattr(experiments, "_CRITERIA", [])
-
-    @experiments.finding("individual-accounting/figure-2", "more than two examples", of=NAME)
+def test_a_finding_is_judged_by_the_record_of_the_experiment_that_it_names(registered):
     def enough(record):
         yield "here", f"{record.values['examples']} examples", record.values["examples"] > 2
 
     record = experiments.run(NAME, preset="quick")
-    assert experiments.findings(record).rows == ()  # table 1 itself claims nothing
-    found = experiments.findings(record, "individual-accounting/figure-2")
+    with experiments.set_aside("individual-accounting/figure-2"):
+        experiments.finding("individual-accounting/figure-2", "more than two examples", of=NAME)(enough)
+        assert experiments.findings(record).rows == ()  # table 1 itself claims nothing
+        found = experiments.findings(record, "individual-accounting/figure-2")
     assert [(row.where, row.outcome) for row in found.rows] == [("here", "holds")] and found.kinds == ("live",)
     with pytest.raises(ValueError, match="name must be one of"):
         experiments.finding("individual-accounting/figure-99", "anything")
 
 
-def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of_a_part(monkeypatch):
-    exhibit, part, other = (f"individual-accounting/figure-{which}" for which in ("3", "3-resnet20", "1-resnet20"))
-    experiments.get(exhibit)  # the paper's own criteria are loaded, and left out here
-    monkeypatch.setattr(experiments, "_CRITERIA", [])
+@pytest.fixture
+def without_criteria():
+    exhibits = [f"individual-accounting/figure-{which}" for which in ("3", "1")]
+    with experiments.set_aside(*exhibits):
+        yield exhibits
+
+
+def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of_a_part(without_criteria):
+    exhibit, figure = without_criteria
+    part, other = f"{exhibit}-resnet20", f"{figure}-resnet20"
     with pytest.raises(ValueError, match="exhibit must have criteria by now .* got 'individual-accounting/figure-3'"):
         experiments.ask_also(exhibit, of=part)
 
@@ -269,7 +286,7 @@ def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of
         yield "here", "", False
 
     experiments.ask_also(exhibit, of=part)
-    experiments.ask_also(exhibit, of=other, under="individual-accounting/figure-1")
+    experiments.ask_also(exhibit, of=other, under=figure)
     asked = [(one.text, one.of, one.kind, one.judge) for one in experiments.criteria(exhibit)]
     assert asked == [
         ("it rises", exhibit, "own", rises),
@@ -277,7 +294,7 @@ def test_the_criteria_of_an_exhibit_are_asked_of_another_record_but_not_those_of
         ("it rises", part, "own", rises),
         ("it falls", part, "claim", falls),
     ]
-    shown = experiments.criteria("individual-accounting/figure-1")
+    shown = experiments.criteria(figure)
     assert [(one.of, one.judge) for one in shown] == [(other, rises), (other, falls)]
     with pytest.raises(ValueError, match="name must be one of"):
         experiments.ask_also(exhibit, of="individual-accounting/figure-99")

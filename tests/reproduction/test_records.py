@@ -3,6 +3,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion.reproduction import provenance, records, storage
+from dpcompanion.reproduction import provenance, records
 from dpcompanion.reproduction.records import MeanSD, mean_and_sd
 
 NAME = "idp-sgd/table-5"
@@ -168,7 +169,7 @@ def test_a_failed_write_leaves_the_old_record_and_no_litter(tmp_path, monkeypatc
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(storage._files.os, "replace", fail)
+    monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
         records.write(record({"a": 2}), tmp_path)
     assert records.read(path).values == {"a": 1} and list(path.parent.iterdir()) == [path]
@@ -196,7 +197,7 @@ def test_a_writer_that_ends_anywhere_leaves_the_old_record_or_the_new(tmp_path, 
         return changed
 
     with monkeypatch.context() as patched, contextlib.suppress(Killed):
-        patched.setattr(storage._files.os, "replace", until_killed(storage._files.os.replace))
+        patched.setattr(os, "replace", until_killed(os.replace))
         patched.setattr(pathlib.Path, "unlink", until_killed(pathlib.Path.unlink))
         records.write(record({"which": 1}, arrays={"a": np.zeros(3)}), tmp_path)
     found = records.read(path)

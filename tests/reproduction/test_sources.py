@@ -112,8 +112,7 @@ def standin(tmp_path, monkeypatch):
         for name in ("standin.paper", "standin.shared", "standin"):
             sys.modules.pop(name, None)
         importlib.invalidate_caches()
-        for cache in (sources._module, sources._definition):
-            cache.cache_clear()
+        sources.forget()
         sys.dont_write_bytecode, before = True, sys.dont_write_bytecode
         paper = importlib.import_module("standin.paper")
         sys.dont_write_bytecode = before
@@ -121,8 +120,7 @@ def standin(tmp_path, monkeypatch):
         return sources.code_hash(getattr(paper, of), paper.Config(paper.QUICK)), set(closure)
 
     yield hashed
-    for cache in (sources._module, sources._definition):
-        cache.cache_clear()
+    sources.forget()
     for name in ("standin.paper", "standin.shared", "standin"):
         sys.modules.pop(name, None)
 
@@ -230,8 +228,7 @@ def test_what_was_missed_when_it_was_typed_is_found():
 
 def test_all_hashes_together_take_less_than_a_second():
     found = [experiments.get(name) for name in experiments.names()]
-    for cache in (sources._module, sources._definition):
-        cache.cache_clear()
+    sources.forget()
     started = time.process_time()
     assert len({experiment.code_hash for experiment in found}) > 60
     assert time.process_time() - started < 3  # 0.6 on the machine that this was written on, with slack for slow ones

@@ -9,9 +9,8 @@ import pytest
 from dpcompanion.reproduction import experiments, intervals, published, records
 from dpcompanion.reproduction.records import MeanSD
 
-experiments.names()  # loads the criteria
 JUDGES = {}
-for _criterion in experiments._CRITERIA:
+for _criterion in experiments.criteria():
     JUDGES.setdefault(_criterion.of, {})[_criterion.exhibit] = None
 RECORDED = [name for name in JUDGES if records.find(name) is not None]
 # Quick runs of a few seconds; among them those whose verdicts were seen to turn with the rounding of the machine.
@@ -81,7 +80,7 @@ def test_no_live_verdict_hangs_on_the_last_digits(name):
 def test_every_outcome_comes_from_an_interval_or_is_not_random():
     # What is exact: theorems that are checked, accounts, and enumerated mechanisms.
     exact = {"theorem-2", "algorithm-1", "figure-4", "theorem-3.1", "theorem-3.2", "figure-9"}
-    for criterion in experiments._CRITERIA:
+    for criterion in experiments.criteria():
         source = inspect.getsource(criterion.judge)
         code = source + "".join(
             inspect.getsource(function)
@@ -93,10 +92,10 @@ def test_every_outcome_comes_from_an_interval_or_is_not_random():
 
 
 def test_kinds_are_those_that_are_counted_apart():
-    own = {criterion.exhibit for criterion in experiments._CRITERIA if criterion.kind == "own"}
+    own = {criterion.exhibit for criterion in experiments.criteria() if criterion.kind == "own"}
     assert {"individual-accounting/theorem-3.1", "gradients-look-alike/theorem-3.6"} <= own
-    assert {criterion.kind for criterion in experiments._CRITERIA} <= set(published.FINDINGS)
-    refuting = [criterion.exhibit for criterion in experiments._CRITERIA if criterion.kind == "refutes"]
+    assert {criterion.kind for criterion in experiments.criteria()} <= set(published.FINDINGS)
+    refuting = [criterion.exhibit for criterion in experiments.criteria() if criterion.kind == "refutes"]
     assert refuting == ["per-instance-accounting/algorithm-1"]
 
 

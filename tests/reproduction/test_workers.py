@@ -1,6 +1,7 @@
 """Pieces done by processes, by Dask and Ray, and by runs that share a folder; workers are killed in each."""
 
 import contextlib
+import itertools
 import os
 import pathlib
 import signal
@@ -121,7 +122,8 @@ def test_without_a_back_end_all_is_done_here(tmp_path):
 
 def test_a_piece_that_no_worker_left_in_the_folder_says_that_it_must_be_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(workers, "each", lambda work, names, already: ((name, None) for name in names))
-    monkeypatch.setattr(pieces._arrived, "__defaults__", (0,))
+    monkeypatch.setattr(pieces.time, "monotonic", itertools.count(step=100).__next__)  # a minute and more at each look
+    monkeypatch.setattr(pieces.time, "sleep", lambda seconds: None)
     with pytest.raises(RuntimeError, match="must be one that all workers share"):
         resumable(noting(tmp_path), tmp_path)
 
@@ -161,7 +163,7 @@ def test_a_share_that_there_is_not_is_refused(which, of):
 
 
 @pytest.fixture
-def table(monkeypatch):
+def table():
     """An experiment of four short pieces, under the name of table 8, as (its name, what was done)."""
     from dpcompanion.reproduction import experiments
 
@@ -174,8 +176,9 @@ def table(monkeypatch):
 
         return {f"mnist.A.{name}": value for name, value in run.pieces(work, NAMES[:4]).items()}
 
-    monkeypatch.setitem(experiments._REGISTRY, found.name, experiments.Experiment(found.name, function, found.presets))
-    return found.name, done
+    with experiments.set_aside(found.name):
+        experiments.experiment(found.name, **found.presets)(function)
+        yield found.name, done
 
 
 def test_the_command_line_shards_and_merges(capsys, tmp_path, table):

@@ -42,7 +42,7 @@ def violations(case):
     if shutil.which("node") is None:
         return None
     rate, noise, steps, delta, *norm = case
-    answers, profile = _said(case[:4], ACCOUNT)
+    answers, profile = said_by_the_page(case[:4], ACCOUNT)
     exact = compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=delta)
     found = [f"{answer} where the library says {exact}" for answer in answers if answer is None or answer < exact]
     for epsilon, shown in profile[::50]:
@@ -54,7 +54,7 @@ def violations(case):
 
 def filter_violations(run):
     """What is wrong with the page's exact filter for (rate, noise, steps, delta, norm)."""
-    answer, found = _said(run, "exactFilter.finished(exactFilter.promised(...run))"), []
+    answer, found = said_by_the_page(run, "exactFilter.finished(exactFilter.promised(...run))"), []
     for i in promises_of(answer):
         epsilon, game = answer["promises"][i], game_of(run, answer, i)
         if game["budget"] <= LARGEST_GAME:
@@ -81,7 +81,7 @@ def game_of(run, answer, i):
     )
 
 
-def _said(run, expression):
+def said_by_the_page(run, expression):
     script = f"const accountant = require({str(STATIC / 'accountant.js')!r}), run = {json.dumps(run)};"
     script += f"const exactFilter = require({str(STATIC / 'filter.js')!r});"
     script += f"console.log(JSON.stringify({expression}))"

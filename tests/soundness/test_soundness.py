@@ -33,13 +33,13 @@ def test_every_tenth_case_of_the_calculator_tries_its_filter_and_the_others_are_
 @pytest.mark.parametrize("less", [1.0, 0.97])
 def test_a_promise_of_the_pages_filter_that_is_too_small_is_told(less, monkeypatch, request):
     request.getfixturevalue("node")
-    said = calculator._said
+    said = calculator.said_by_the_page
 
     def lowered(run, expression):
         answer = said(run, expression)
         return {**answer, "promises": [less * epsilon for epsilon in answer["promises"]]}
 
-    monkeypatch.setattr(calculator, "_said", lowered)
+    monkeypatch.setattr(calculator, "said_by_the_page", lowered)
     assert bool(calculator.filter_violations([0.2, 2.0, 1, 1e-4, 1.0])) == (less < 1)
 
 

@@ -206,7 +206,7 @@ def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
 def small(shape=(4,), **changes):
     """Two runs of logistic regression, of few steps."""
     return train_ensemble(
-        nn.Linear(4, 3).double(),
+        changes.pop("model", nn.Linear(4, 3).double()),
         cross_entropy,
         examples(shape),
         changes.pop("plans", plan(steps=4)),
@@ -264,11 +264,10 @@ def test_who_is_no_member_tosses_a_coin_and_counts_nothing():
 
 
 def test_what_is_trained_beside_a_run_plays_no_part():
-    both = small(plans=PLANS[:2])
+    model = nn.Linear(4, 3).double()
+    both = small(plans=PLANS[:2], model=model)
     for run in range(2):
-        one = train_ensemble(
-            both._template, cross_entropy, examples((4,)), PLANS[run], seeds=[run + 1], learning_rate=0.5
-        )
+        one = train_ensemble(model, cross_entropy, examples((4,)), PLANS[run], seeds=[run + 1], learning_rate=0.5)
         torch.testing.assert_close(one.vectors[0], both.vectors[run], rtol=1e-12, atol=1e-14)
 
 

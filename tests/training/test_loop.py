@@ -22,11 +22,11 @@ from dpcompanion.training import (
     gaussian_noise,
     generators,
     gradient_norms,
-    loop,
     train,
 )
 from dpcompanion.training.tracking import NormTracker
 
+KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")  # of a checkpoint
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
 
 
@@ -287,7 +287,7 @@ def test_ctrl_c_waits_for_the_step_and_writes_a_checkpoint(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run(data, plan, on_step=interrupt, path=path, every=1000)
     assert signal.getsignal(signal.SIGINT) is before
-    assert checkpoints.read_checkpoint(path, loop._KEYS)["step"] == 7
+    assert checkpoints.read_checkpoint(path, KEYS)["step"] == 7
     assert same(run(data, plan)[0], run(data, plan, path=path)[0])
 
 
@@ -412,10 +412,10 @@ def test_a_checkpoint_with_a_flipped_bit_a_missing_end_or_a_missing_part_is_refu
     for length in (0, 10, 60, 95, len(written) // 2, len(written) - 1):
         path.write_bytes(written[:length])
         with pytest.raises(ValueError, match="checkpoint must be"):
-            checkpoints.read_checkpoint(path, loop._KEYS)
+            checkpoints.read_checkpoint(path, KEYS)
     path.write_bytes(written)
-    content = checkpoints.read_checkpoint(path, loop._KEYS)
-    for key in loop._KEYS:
+    content = checkpoints.read_checkpoint(path, KEYS)
+    for key in KEYS:
         checkpoints.write_checkpoint(path, {name: part for name, part in content.items() if name != key})
         with pytest.raises(ValueError, match="checkpoint must be one of such a run"):
             run(data, plan, path=path)
@@ -436,7 +436,7 @@ def test_a_crash_while_writing_leaves_the_last_checkpoint(tmp_path, monkeypatch)
     with pytest.raises(OSError):
         run(data, plan, path=path, every=4)
     assert sorted(os.listdir(tmp_path)) == ["run.pt", "seeds-used.json"]
-    assert checkpoints.read_checkpoint(path, loop._KEYS)["step"] == 8
+    assert checkpoints.read_checkpoint(path, KEYS)["step"] == 8
     assert same(run(data, plan)[0], run(data, plan, path=path)[0])
 
 

@@ -1,13 +1,16 @@
 import dataclasses
+import itertools
 import math
 import types
 
 import pytest
 import torch
+from scipy import stats
 
 from dpcompanion import accounting
 from dpcompanion.training import plan as plan_module
-from dpcompanion.training import DPSGDPlan, PoissonSampler, cross_entropy, train
+from dpcompanion.training import Callbacks, DPSGDPlan, PoissonSampler, cross_entropy, train
+from dpcompanion.training.secure import SecureStream, grid_of
 
 GOOD = dict(n=10, sample_rate=0.5, steps=20, max_grad_norm=2.0, noise_multiplier=1.5, delta=1e-5)
 
@@ -185,3 +188,32 @@ def test_a_zeroed_example_and_an_absent_one_give_the_same_mechanism():
     torch.testing.assert_close(zeroed, absent, rtol=1e-12, atol=1e-12)
     assert not torch.allclose(zeroed, weights(11, everybody, None, False))
     assert not torch.allclose(absent, weights(10, others, None, False))
+
+
+def test_sum_and_noise_lie_on_the_grid_and_have_the_right_size():
+    total, std = torch.randn(20_000, dtype=torch.float64), 2.5
+    noisy = DPSGDPlan(**{**GOOD, "max_grad_norm": 1.0, "noise_multiplier": std}).noisy
+    released = noisy(total, SecureStream())
+    assert torch.equal(released / grid_of(std), (released / grid_of(std)).round())
+    assert stats.kstest(((released - total) / std).numpy(), "norm").pvalue > 1e-4
+    assert noisy(total.float(), SecureStream()).dtype == torch.float32
+    assert noisy(total.bfloat16(), SecureStream()).dtype == torch.bfloat16
+    noiseless = DPSGDPlan(**{**GOOD, "noise_multiplier": 0.0})
+    assert torch.equal(noiseless.noisy(total, SecureStream()), total)
+
+
+def test_a_step_moves_by_exactly_its_noise_where_nobody_is_clipped_to_anything():
+    model = torch.nn.Linear(100, 40, bias=False).double()
+    moves = []
+    before = model.weight.detach().clone()
+    train(
+        model,
+        lambda out, y: 0.0 * out.sum(1),
+        (torch.randn(50, 100).double(), torch.zeros(50)),
+        DPSGDPlan(n=50, sample_rate=0.2, steps=3, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-3),
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
+        progress=False,
+        callbacks=Callbacks(on_step=lambda state: moves.append(model.weight.detach().clone())),
+    )
+    for last, now in itertools.pairwise([before, *moves]):
+        assert stats.kstest(((now - last) * 0.2 * 50).numpy().ravel(), "norm").pvalue > 1e-5

@@ -163,3 +163,17 @@ def test_seeds_that_agree_in_32_bits_have_different_batches_and_noise():
     one, other = generators(5), generators(5 + 2**32)
     assert not torch.equal(*(gaussian_noise((8,), 1.0, streams["noise"]) for streams in (one, other)))
     assert not torch.equal(*(PoissonSampler(99, 0.5, streams["sampling"]).draw() for streams in (one, other)))
+
+
+@pytest.mark.parametrize("rate", [0.3, torch.tensor([0.1, 0.5, 1.0] * 20, dtype=torch.float64)])
+def test_draws_from_a_cipher_are_poisson(rate):
+    sampler = PoissonSampler(60, rate, SecureStream())
+    counts = torch.stack([torch.bincount(sampler.draw(), minlength=60) for _ in range(2000)]).sum(0)
+    for count, q in zip(counts.tolist(), torch.as_tensor(rate).expand(60).tolist()):
+        assert count == 2000 if q == 1 else stats.binomtest(count, 2000, q).pvalue > 1e-6
+    assert sampler.masks(4).shape == (4, 60)
+
+
+def test_many_examples_are_drawn_in_blocks():
+    drawn = PoissonSampler(2_500_000, 1e-4, SecureStream()).draw()
+    assert 150 < len(drawn) < 360 and bool((drawn.diff() > 0).all())

@@ -16,7 +16,7 @@ from dpcompanion.reproduction.papers import gradients_look_alike as g
 from dpcompanion.reproduction.papers.gradients_look_alike import chain
 from dpcompanion.reproduction.runs import Run
 from dpcompanion.per_instance import compose_sensitivities, coupled_divergence, exact_composition, step_divergence
-from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, train_ensemble
+from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, models, train_ensemble
 
 TINY = g.Task("mnist-5k", "softmax", epochs=1, learning_rate=1.0, runs=2, points=15, stops=4)
 NAMES = [
@@ -98,13 +98,18 @@ def test_every_exhibit_gives_the_same_numbers_twice_and_meets_all_its_criteria(n
     assert expected or published.exhibit(name).kind == published.OURS
 
 
+def softmax():
+    return torch.nn.Sequential(torch.nn.Flatten(), models.linear(784, 10, seed=0))
+
+
 def test_points_are_looked_at_before_training_at_each_moment_and_at_the_end(run):
     found = g.watched(TINY, run)
     assert found.moments == [0, 8, 15, 16, 23, 31]
     assert found.norms.shape == (2, 6, 30) and found.weights.shape == (2, 3, 7850)
-    x, y = g.runs._inputs("mnist-5k", "softmax", "train", run)
+    digits = run.load("mnist-5k", split="train").normalized()
+    x, y = digits.features, digits.labels
     members = np.random.RandomState(0).permutation(len(y))[:15]
-    model = g.runs._MODELS["softmax"](seed=0)
+    model = softmax()
     for index, weights in zip(found.stages, found.weights[1]):
         torch.nn.utils.vector_to_parameters(weights, model.parameters())
         norms = gradient_norms(model, cross_entropy, x[members], y[members]).clamp(max=1)
@@ -251,8 +256,12 @@ def test_coordinates_keep_all_inner_products():
 
 
 def test_sums_and_single_gradients_are_clipped_the_same_way(run):
-    x, y = g.runs._inputs("mnist-5k", "lenet5", "test", run)
-    model = g.runs._MODELS["lenet5"](seed=0)
+    digits = run.load("mnist-5k", split="test").normalized()
+    x, y = (
+        torch.nn.functional.interpolate(digits.features, size=32, mode="bilinear", align_corners=False),
+        digits.labels,
+    )
+    model = models.lenet5(seed=0)
     masks = torch.zeros(3, len(y), dtype=torch.bool)
     masks[0, :4], masks[1, 2:9] = True, True
     single = g.clipped_gradients(model, x[:9], y[:9], 0.5)
@@ -315,7 +324,7 @@ def test_tilted_runs_at_rate_one_are_runs_with_the_point_alpha_times(monkeypatch
         return torch.zeros_like(ensemble.vectors)
 
     train_ensemble(
-        g.runs._MODELS["softmax"](seed=0),
+        softmax(),
         cross_entropy,
         (x[copies], y[copies]),
         dataclasses.replace(plan, n=22),

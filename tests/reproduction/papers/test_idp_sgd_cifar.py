@@ -1,6 +1,7 @@
 import dataclasses
 
 import pytest
+import torch
 
 from dpcompanion.reproduction import experiments, published, records, runs, scoreboard
 from dpcompanion.reproduction.papers.idp_sgd import cifar
@@ -12,7 +13,7 @@ CONFIG = cifar.Cifar(TINY, ("dpsgd", "B.sample"), seeds=(0,), look=1, group_look
 
 
 def run_of(folder, config=CONFIG):
-    return experiments.Run(config, experiments._device("cpu"), folder, "code")
+    return experiments.Run(config, torch.device("cpu"), folder, "code")
 
 
 @pytest.fixture

@@ -152,7 +152,7 @@ def test_a_shortened_run_meets_the_criteria_of_its_exhibits_under_its_own_name(n
         found.presets, "paper", dataclasses.replace(config, **{field: {label: task} if label else task}, **changes)
     )
     record = experiments.run(name, preset="paper")
-    asked = [criterion for criterion in experiments._CRITERIA if criterion.of == name]
+    asked = [criterion for criterion in experiments.criteria() if criterion.of == name]
     exhibits = {criterion.exhibit for criterion in asked}
     assert f"{published.exhibit(name).paper}/{published.exhibit(name).part_of}" in exhibits
     rows = [row for exhibit in exhibits for row in experiments.findings(record, exhibit).rows]

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import torch
 
 from dpcompanion.reproduction import experiments, runs
 from dpcompanion.reproduction.papers import yu
@@ -30,7 +31,7 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(paper, tmp_path, monke
 
     def run(folder):
         monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / folder))
-        return trained(experiments.Run(None, experiments._device("cpu"), tmp_path / folder, "code"))
+        return trained(experiments.Run(None, torch.device("cpu"), tmp_path / folder, "code"))
 
     whole, steps = run("whole"), []
 

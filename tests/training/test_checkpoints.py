@@ -7,11 +7,8 @@ import warnings
 
 import pytest
 import torch
-from scipy import stats
 
 from dpcompanion.training import Callbacks, Checkpoint, DPSGDPlan, cross_entropy, models, secure, train, train_ensemble
-from dpcompanion.training.sampling import PoissonSampler
-from dpcompanion.training.secure import SecureStream, grid_of
 
 N, STEPS = 60, 12
 
@@ -185,45 +182,3 @@ def test_a_checkpoint_with_a_seed_does_not_serve_a_run_without_one(tmp_path):
         run(stop_at=7, seed=1, path=path, every=3)
     with pytest.raises(ValueError, match="seed 1 there, None here"):
         run(path=path)
-
-
-def test_sum_and_noise_lie_on_the_grid_and_have_the_right_size():
-    total, std = torch.randn(20_000, dtype=torch.float64), 2.5
-    noisy = plan(noise_multiplier=std).noisy
-    released = noisy(total, SecureStream())
-    assert torch.equal(released / grid_of(std), (released / grid_of(std)).round())
-    assert stats.kstest(((released - total) / std).numpy(), "norm").pvalue > 1e-4
-    assert noisy(total.float(), SecureStream()).dtype == torch.float32
-    assert noisy(total.bfloat16(), SecureStream()).dtype == torch.bfloat16
-    assert torch.equal(plan(noise_multiplier=0.0).noisy(total, SecureStream()), total)
-
-
-def test_a_step_moves_by_exactly_its_noise_where_nobody_is_clipped_to_anything():
-    model = torch.nn.Linear(100, 40, bias=False).double()
-    moves = []
-    before = model.weight.detach().clone()
-    train(
-        model,
-        lambda out, y: 0.0 * out.sum(1),
-        (torch.randn(50, 100).double(), torch.zeros(50)),
-        plan(n=50, steps=3, max_grad_norm=0.5, noise_multiplier=2.0),
-        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        progress=False,
-        callbacks=Callbacks(on_step=lambda state: moves.append(model.weight.detach().clone())),
-    )
-    for last, now in itertools.pairwise([before, *moves]):
-        assert stats.kstest(((now - last) * 0.2 * 50).numpy().ravel(), "norm").pvalue > 1e-5
-
-
-@pytest.mark.parametrize("rate", [0.3, torch.tensor([0.1, 0.5, 1.0] * 20, dtype=torch.float64)])
-def test_draws_from_a_cipher_are_poisson(rate):
-    sampler = PoissonSampler(N, rate, SecureStream())
-    counts = torch.stack([torch.bincount(sampler.draw(), minlength=N) for _ in range(2000)]).sum(0)
-    for count, q in zip(counts.tolist(), torch.as_tensor(rate).expand(N).tolist()):
-        assert count == 2000 if q == 1 else stats.binomtest(count, 2000, q).pvalue > 1e-6
-    assert sampler.masks(4).shape == (4, N)
-
-
-def test_many_examples_are_drawn_in_blocks():
-    drawn = PoissonSampler(2_500_000, 1e-4, SecureStream()).draw()
-    assert 150 < len(drawn) < 360 and bool((drawn.diff() > 0).all())
