@@ -29,7 +29,7 @@ fresh folder in which records of live runs are kept (DPCOMPANION_LIVE, see `repr
 computes, the next reads. Every paper, and every arithmetic, has a folder of its own.
 
 `check` takes a fraction of a second and runs no code: cells, tags and stamp
-agree with the source, execution counts run 1..n, no error and no stderr is
+agree with the source, no line of code is too long, execution counts run 1..n, no error and no stderr is
 stored, every figure has a caption, an alternative text and a digest.
 """
 
@@ -40,6 +40,7 @@ import re
 import sys
 import tempfile
 import time
+import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -55,6 +56,8 @@ TRAINS = re.compile(r"(from|import) dpcompanion\b.*\b(engine|ensembles|experimen
 # The arithmetics of `verify`: for pages that train, and for the others.
 TRAINING, PLAIN = ("sse+jitter",), ("as it is",)
 SHOWN = 12  # lines that are shown of one cell
+# Characters of a line of code, here as in the modules.
+LONGEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ruff"]["line-length"]
 
 
 def sources(root):
@@ -282,6 +285,8 @@ def check_pair(root, source, twin):
     if [cell.execution_count for cell in executed] != list(range(1, len(executed) + 1)):
         problems.append("was not executed from top to bottom: its counts do not run 1, 2, 3, ...")
     for number, cell in enumerate(executed, 1):
+        if (longest := max(map(len, cell.source.splitlines()), default=0)) > LONGEST:
+            problems.append(f"code cell {number}: has a line of {longest} characters, {LONGEST} at most")
         problems += [f"code cell {number}: {problem}" for problem in check_outputs(cell)]
     return problems
 
