@@ -124,6 +124,14 @@ def test_executing_again_changes_no_byte(book):
     assert twin_of(book).read_bytes() == before
 
 
+def test_a_line_of_code_that_is_too_long_is_refused(book):
+    source = book / "book" / "accounting.md"
+    source.write_text(NOTEBOOK.replace("print(6 * 7)", f"print(6 * 7)  # {'so ' * 40}"))
+    assert notebooks(book, "execute").returncode == 0
+    checked = notebooks(book, "check")
+    assert checked.returncode == 1 and "has a line of 136 characters, 120 at most" in checked.stdout, checked.stdout
+
+
 def test_an_unexecuted_notebook_is_refused(book):
     def clear(notebook):
         for number in (1, 2):
