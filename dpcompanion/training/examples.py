@@ -117,14 +117,17 @@ def examples_of(data: Data, n: int | None = None) -> Tensors | Items:
     Raises:
         ValueError: for what is neither two tensors of equally many examples nor a map-style data set, or of another n.
     """
-    if isinstance(data, (tuple, list)) or not hasattr(data, "__getitem__"):
+    if isinstance(data, (tuple, list)):
+        if len(data) != 2:
+            raise ValueError(f"data must be two tensors (x, y), got {len(data)} parts")
         x, y = data
         checks.check_data(x, y, n)
         return Tensors(x, y)
-    if isinstance(data, IterableDataset) or not isinstance(data, Sized) or isinstance(data, torch.Tensor):
+    named = hasattr(data, "__getitem__") and isinstance(data, Sized)
+    if not named or isinstance(data, (IterableDataset, torch.Tensor)):
         raise ValueError(
             "data must be two tensors (x, y) or a map-style data set with a length, got a "
-            f"{type(data).__name__}: a Poisson draw names the examples that it wants"
+            f"{type(data).__name__}: a Poisson draw names the examples that it wants, so pass the data set of a loader"
         )
     if n not in (None, len(data)) or not len(data):
         raise ValueError(f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got {len(data)}")

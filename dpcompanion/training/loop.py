@@ -308,7 +308,10 @@ class _Loop:
         count, history = int(self.dropped), self.run.history
         if count and not history.dropped:
             warnings.warn(
-                f"{count} per-example gradients were not finite and contributed nothing", RuntimeWarning, stacklevel=3
+                f"{count} per-example gradients so far were not finite and contributed nothing; the run's history "
+                "counts them in `dropped`",
+                RuntimeWarning,
+                stacklevel=3,
             )
         history.dropped = count
 
@@ -361,7 +364,7 @@ class _Loop:
                 f"stateful must name {sorted(content['stateful'])} as the checkpoint does, got {sorted(self.stateful)}"
             )
         run = self.run
-        if self.seed is None:
+        if self.seed is None and content["step"] < run.plan.steps:  # a finished run draws no more
             found = read_keys(key_file(path), self.generators)
             self.forward_seed = self.forward_seed if found is None else found
         run.model.load_state_dict(content["model"])

@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from dpcompanion.training import DPSGDPlan, NormTracker, cross_entropy, gradient_norms, train, train_ensemble
+from dpcompanion.training import (
+    Checkpoint,
+    DPSGDPlan,
+    NormTracker,
+    cross_entropy,
+    gradient_norms,
+    train,
+    train_ensemble,
+)
 from dpcompanion.training.layers import call_with
 
 PLAN = DPSGDPlan(n=20, sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
@@ -139,3 +147,30 @@ def test_call_with_replaces_a_shared_parameter_everywhere_and_matches_autograd()
         cross_entropy(model(X[i : i + 1]), Y[i : i + 1]).sum().backward()
         alone = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
         assert float((norms[i] / alone - 1).abs()) < 1e-5
+
+
+def test_a_loader_is_not_unpacked_and_its_data_set_is_asked_for():
+    model = nn.Linear(4, 3)
+    pairs = torch.utils.data.TensorDataset(X, Y)
+    for data in (torch.utils.data.DataLoader(pairs), iter([(X, Y)]), None, 3):
+        with pytest.raises(
+            ValueError, match=f"data must be two tensors.*{type(data).__name__}.*the data set of a loader"
+        ):
+            train(model, cross_entropy, data, PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="got 3 parts"):
+        train(model, cross_entropy, (X, Y, X), PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_finished_run_is_read_without_a_warning(tmp_path, recwarn):
+    model = nn.Linear(4, 3)
+    for _ in range(2):  # the second time all steps are done, and the keys of the run are gone
+        train(
+            model,
+            cross_entropy,
+            (X, Y),
+            PLAN,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            checkpoint=Checkpoint(tmp_path / "run.pt"),
+            progress=False,
+        )
+    assert [str(w.message) for w in recwarn if "is gone" in str(w.message)] == []
