@@ -10,7 +10,7 @@ from scipy import stats
 from dpcompanion import audit
 from dpcompanion.accounting import gaussian_epsilon
 from dpcompanion.accounting import compute_delta
-from dpcompanion.training import DPSGDPlan, PoissonSampler, cross_entropy, models, sums, train
+from dpcompanion.training import DPSGDPlan, PoissonSampler, cross_entropy, models, sums
 
 
 class Line:
@@ -88,14 +88,19 @@ def test_the_better_of_two_attacks_counts():
     assert found.epsilon > 3.5 and found.correct == found.guesses
 
 
-def test_canaries_that_overlap_are_told_apart_together(monkeypatch):
+@pytest.fixture
+def fitted(monkeypatch):
+    """What the audit of a training does for each draw of coins: trains, and scores by each attack."""
+    monkeypatch.setattr(audit.trained, "PlanCurve", lambda *arguments: None)  # what the plan promises
+    monkeypatch.setattr(audit.trained, "audit", lambda fit, *arguments, **options: fit)
+    return audit.audit_training
+
+
+def test_canaries_that_overlap_are_told_apart_together(fitted):
     # 120 gradients in 130 dimensions, and next to no noise: by itself each drowns in the others.
     x = torch.randn(120, 130, generator=torch.Generator().manual_seed(0)).double()
-    observers = []
-    make = audit.trained._Observer
-    monkeypatch.setattr(audit.trained, "_Observer", lambda *args: observers.append(make(*args)) or observers[0])
     model = torch.nn.Linear(130, 1, bias=False).double()
-    audit.audit_training(
+    fit = fitted(
         model,
         lambda outputs, _: -outputs.squeeze(1),
         (x, torch.zeros(120)),
@@ -104,10 +109,9 @@ def test_canaries_that_overlap_are_told_apart_together(monkeypatch):
         seed=0,
         canaries=torch.arange(120),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
-        generator=torch.Generator().manual_seed(1),
     )
-    included = observers[0].included
-    right = [int(((attack > attack.median()) == included).sum()) for attack in observers[0].attacks()]
+    included = audit.coins(120, torch.Generator().manual_seed(1))
+    right = [int(((attack > attack.median()) == included).sum()) for attack in fit(included)]
     assert right[0] < right[1] and right[1] >= 110
 
 
@@ -202,23 +206,23 @@ def test_a_trainer_with_half_the_noise_is_refuted_by_enough_canaries(monkeypatch
     assert orthogonal(2000).refuted
 
 
-def test_a_canary_that_is_out_takes_no_part():
+def test_a_canary_that_is_out_takes_no_part(fitted):
     canaries, included = torch.arange(0, 40, 2), torch.arange(20) % 2 == 0
-    observer = audit.trained._Observer(canaries, included)
     model = torch.nn.Linear(40, 1, bias=False).double()
     torch.nn.init.zeros_(model.weight)
-    train(
+    fit = fitted(
         model,
         lambda outputs, _: -outputs.squeeze(1),
         (torch.eye(40).double(), torch.zeros(40)),
         plan(40, noise_multiplier=0.0),
+        canaries=canaries,
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
-        trackers=[observer],
         seed=0,
     )
+    scores = fit(included)[0]
     moved = model.weight.detach()[0] != 0
     assert not moved[canaries[~included]].any() and moved[canaries[included]].all() and moved[1::2].all()
-    assert observer.scores[included].min() > observer.scores[~included].max()
+    assert scores[included].min() > scores[~included].max()
 
 
 def test_a_network_is_audited_by_group_on_crafted_canaries():
