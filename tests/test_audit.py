@@ -280,3 +280,12 @@ def test_a_claim_that_cannot_be_held_against_anything_is_refused():
     for mu in (math.nan, -1.0, math.inf):
         with pytest.raises(ValueError, match="mu"):
             audit.GaussianCurve(mu)
+
+
+def test_the_claim_of_a_plan_with_next_to_no_noise_is_made_without_loss_distributions():
+    plan = DPSGDPlan(n=40, sample_rate=0.3, steps=15, max_grad_norm=1.0, noise_multiplier=1e-3, delta=1e-5)
+    claim = audit.PlanCurve(plan)
+    # Whoever is drawn at all shows: in vain is only what happens where somebody is never drawn.
+    never = 0.7**15
+    assert claim.inverse(0.5) == 0 and 0 < claim.inverse(1 - never / 2) <= 1
+    assert claim.deltas.min() == pytest.approx(1 - never, rel=1e-6)

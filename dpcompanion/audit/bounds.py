@@ -125,7 +125,7 @@ class PlanCurve:
     """
 
     def __init__(self, plan: "DPSGDPlan", among: Array | None = None):
-        from dpcompanion.accounting import pld
+        from dpcompanion.accounting import pld, revealed
 
         rows = slice(None) if among is None else among
         rates, noise = (
@@ -140,6 +140,9 @@ class PlanCurve:
         self.epsilons = np.concatenate([np.linspace(0, 3, 31), np.linspace(3.25, 12, 36)])
         if rate == 1:
             deltas = [gaussian_delta(math.sqrt(plan.steps) / noise, torch.as_tensor(self.epsilons)).numpy()]
+        elif noise < revealed.LITTLE_NOISE:  # loss distributions would not fit in memory
+            run = dict(sample_rate=rate, noise_multiplier=noise, steps=plan.steps)
+            deltas = [[revealed.delta(**run, epsilon=epsilon) for epsilon in self.epsilons.tolist()]]
         else:
             deltas = [
                 self._deltas(
