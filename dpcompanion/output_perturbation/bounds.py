@@ -40,23 +40,26 @@ def sgd_sensitivity(
     whole one. The sum of gradients is divided by B in every batch.
 
     The theorem holds for convex losses and :math:`\eta \le 2/\beta` only: beyond it a step may drive two runs apart,
-    and the result is no bound. `smoothness` is :math:`\beta`, and is checked against. Without it the condition is
-    assumed, not checked. Softmax regression with two classes and rows of norm at most 1 has
-    :math:`L = \sqrt 2, \beta = 1/2`.
+    and the result is no bound, so that such a rate is refused. `smoothness` is :math:`\beta`. Without it the loss is
+    taken for that of logistic or softmax regression, by which :math:`\beta = L^2/4` however long the rows are: with
+    rows of norm at most R the former has :math:`L = R, \beta = R^2/4`, the latter :math:`L = \sqrt 2 R, \beta = R^2/2`.
+    Any other loss (a penalty added, say) needs its own.
 
     Args:
         passes: k, passes over the data, above 0; with a fraction where a run ends within a pass.
         lipschitz: L, a bound on the norm of an example's gradient, above 0.
         learning_rate: eta, above 0, the same throughout (or the largest).
         batch_size: B, 1 or more.
-        smoothness: beta, above 0, or None. All are numbers, or tensors or sequences that broadcast.
+        smoothness: beta, above 0; None for lipschitz^2 / 4, that of logistic and softmax regression.
+            All are numbers, or tensors or sequences that broadcast.
 
     Returns:
         A float of numbers, else a float64 tensor of the common shape.
 
     Raises:
         ValueError: passes, learning rates, Lipschitz or smoothness constants that are not positive, a batch size below
-            1, a learning rate above 2 / smoothness.
+            1, a learning rate above 2 / smoothness (there `sgd_sensitivity_estimate` gives the value,
+            which bounds nothing).
 
     >>> round(sgd_sensitivity(passes=5.7, lipschitz=2**0.5, learning_rate=0.1, batch_size=32, smoothness=0.5), 4)
     0.053
@@ -66,15 +69,14 @@ def sgd_sensitivity(
     ValueError: learning_rate must be at most 2 / smoothness = 4 for theorem 2 to hold, got 5
     """
     whole = _checks.as_given(_positive("passes", passes).ceil(), passes)
-    if smoothness is not None:
-        rate, most = torch.broadcast_tensors(
-            _positive("learning_rate", learning_rate), 2 / _positive("smoothness", smoothness)
+    beta = _positive("lipschitz", lipschitz).square() / 4 if smoothness is None else _positive("smoothness", smoothness)
+    rate, most = torch.broadcast_tensors(_positive("learning_rate", learning_rate), 2 / beta)
+    if bool((beyond := rate > most * (1 + 1e-12)).any()):  # the square of sqrt(2) is not 2
+        raise ValueError(
+            f"learning_rate must be at most 2 / smoothness = {float(most[beyond][0]):g} for theorem 2 "
+            f"to hold, got {float(rate[beyond][0]):g}"
+            + (", where no smoothness was given and lipschitz**2 / 4 is taken" if smoothness is None else "")
         )
-        if bool((beyond := rate > most).any()):
-            raise ValueError(
-                f"learning_rate must be at most 2 / smoothness = {float(most[beyond][0]):g} for theorem 2 "
-                f"to hold, got {float(rate[beyond][0]):g}"
-            )
     return sgd_sensitivity_estimate(
         passes=whole, lipschitz=lipschitz, learning_rate=learning_rate, batch_size=batch_size
     )

@@ -7,6 +7,7 @@ Traceback (most recent call last):
 ValueError: data must be two tensors (x, y), got a ndarray and a Tensor; use torch.as_tensor
 """
 
+import contextlib
 import copy
 import inspect
 
@@ -36,14 +37,20 @@ def untrained(model):
     return {f"buffer {name!r}": b for name, b in model.named_buffers()} | frozen
 
 
+def _held(model):
+    """Buffers and parameters, {what to call it: tensor}: no pass may change them, only a step what is trained."""
+    own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
+    return untrained(model) | {f"parameter {name!r}": p for name, p in own if p.requires_grad}
+
+
 def noted(model, *, values):
-    """What is untrained in a model now, for `check_untouched`: tensors, their versions and, if asked for, copies.
+    """Buffers and parameters of a model now, for `check_untouched`: tensors, their versions and, if asked for, copies.
 
     Versions cost nothing, and miss what is written through `.data`; to compare values waits for a device.
     """
     return {
         what: (t, t._version, t.detach().clone() if values and not t.is_meta else None)
-        for what, t in untrained(model).items()
+        for what, t in _held(model).items()
     }
 
 
@@ -52,14 +59,33 @@ def _same(a, b):
     return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
 
 
-def check_untouched(model, before, *, name="model"):
-    """Nothing untrained has changed since `noted`."""
-    for what, t in untrained(model).items():
+def check_untouched(model, before, *, name="model", buffers=True):
+    """No pass has changed a parameter since `noted`, as a layer does that initialises itself from the first examples
+    that it sees, nor (unless `buffers` are let be) a buffer."""
+    for what, t in _held(model).items():
         was, version, value = before.get(what, (None, None, None))
-        if was is not t or version != t._version or value is not None and not _same(value, t):
+        changed = was is not t or version != t._version or value is not None and not _same(value, t)
+        if changed and (buffers or isinstance(t, torch.nn.Parameter)):
             raise ValueError(
                 f"{name} must keep no statistics of its examples, but training changes {what}, which no noise covers"
             )
+
+
+@contextlib.contextmanager
+def probing(model):
+    """Passes that only try a model: it ends as it was, and one that writes into a parameter is refused by its name."""
+    places, before = [(m._parameters, dict(m._parameters)) for m in model.modules()], noted(model, values=True)
+    with proof.buffers_kept(model):
+        try:
+            yield
+            check_untouched(model, before, buffers=False)
+        finally:
+            for place, own in places:
+                place.update(own)
+            with torch.no_grad():
+                for t, _, value in before.values():
+                    if isinstance(t, torch.nn.Parameter) and value is not None and not _same(value, t):
+                        t.copy_(value)
 
 
 def check_leaves_no_trace(model, x):
@@ -111,9 +137,9 @@ def check_optimizer(optimizer, model):
 
 
 def try_out(model, loss, x, y):
-    """Model and loss accept two of the examples, in evaluation mode."""
+    """Model and loss accept two of the examples, in evaluation mode, and no parameter keeps anything of them."""
     x, y, described = x[:2], y[:2], f"inputs of {x.dtype} and shape {tuple(x.shape)}, targets of {y.dtype}"
-    with torch.no_grad(), proof.evaluating(model):
+    with probing(model), torch.no_grad(), proof.evaluating(model):
         try:
             losses = loss(model(x), y)
         except (RuntimeError, TypeError, IndexError) as error:

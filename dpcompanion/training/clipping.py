@@ -225,14 +225,20 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
     what is measured is held and added up in float64.
 
     Raises:
-        ValueError: if model and loss do not accept the data, if an example's loss depends on the other examples, or if
-            the method does not fit the model or cannot be proved because no example has a finite gradient, or the
-            precision does not fit the model, the device or the method.
+        ValueError: if model and loss do not accept the data, if a parameter keeps something of them, if an example's
+            loss depends on the other examples or on earlier ones, or if the method does not fit the model or cannot be
+            proved because no example has a finite gradient, or the precision does not fit the model, the device or the
+            method.
     """
     check_precision(precision, model, x.device, method, precise)
     if not len(x):
         return "func" if method == "auto" else method
     checks.try_out(model, loss, x, y)
+    with checks.probing(model):
+        return _proved(model, loss, x, y, method, precision, precise)
+
+
+def _proved(model, loss, x, y, method, precision, precise):
     if method == "func":
         _try_func(model, loss, x, y)
         return method
@@ -249,12 +255,13 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
             proof.prove_in(precision, model, loss, x, y, claimed)
     except Unfit as error:
         if method == "auto" and precision is None:
-            return resolve_method(model, loss, x, y, "func")
+            return _proved(model, loss, x, y, "func", precision, precise)
         raise Unfit(f"method {method!r} does not fit this model: {error}; use 'func' or 'auto'") from error
     return chosen
 
 
 def _try_func(model, loss, x, y):
+    proof.check_stateless(model, loss, x, y)
     try:
         with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
             per_example_gradients(model, loss, x[:2], y[:2])

@@ -10,7 +10,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import sent
-from dpcompanion.training import checks
+from dpcompanion.training import checks, proof
 from dpcompanion.training.examples import Tensors, examples_of
 
 # By how much a clipped norm, worked out in float32, may seem too long.
@@ -29,6 +29,7 @@ def check_clipped(indices, clipped, limits):
     indices = torch.as_tensor(indices, dtype=torch.int64)
     clipped = torch.as_tensor(clipped).detach().to(device=limits.device, dtype=torch.float64)
     _checks.same_length(indices=indices, clipped=clipped)
+    _checks.in_interval("indices", indices, 0, len(limits), closed="left")  # -1 is the last one's second name
     limits = limits[sent(indices, limits.device)]
     over = ~(clipped <= limits * (1 + _ROUNDING))
     away = over.device.type != "cpu"
@@ -58,7 +59,7 @@ def check_budget(budget, accountant):
 def check_follows(tracker, plan, model, loss, data):
     """A `NormTracker` follows a run of `plan` that trains `model` by `loss` on `data`.
 
-    Of data sets only the length is compared: the run's may be augmented.
+    Of a data set that is not the run's own items at 64 places are compared (`_check_items`).
     """
     mine, part = tracker.parameters, tracker.examples
     theirs = {
@@ -82,5 +83,31 @@ def check_follows(tracker, plan, model, loss, data):
     if isinstance(run, Tensors) and isinstance(own, Tensors):
         for name, ours, theirs in (("inputs", own.x, run.x), ("targets", own.y, run.y)):
             theirs = theirs if part is None else theirs[part.to(theirs.device)]
-            if not checks.same_bits(ours, theirs):
-                raise ValueError(f"trackers must follow the data that are trained on, but one has other {name}")
+            _check_same(name, ours, theirs)
+    elif part is not None or getattr(own, "dataset", own) is not getattr(run, "dataset", run):
+        _check_items(own, run, part, tracker.exact)
+
+
+def _check_same(name, ours, theirs):
+    if not checks.same_bits(ours, theirs):
+        raise ValueError(f"trackers must follow the data that are trained on, but one has other {name}")
+
+
+def _check_items(own, run, part, exact):
+    """Items at 64 places, spread over all, are the same. Where a transform draws at random only targets can be: an
+    exact account, whose limits must be the example's own, takes no such data set beside another."""
+    rows, cpu = proof.rows_to_look_through(len(own)), torch.device("cpu")
+    read = []
+    for seed in (0, 1):
+        for examples, places in ((own, rows), (run, rows if part is None else part[rows])):
+            with proof.drawing_alike(cpu, seed):
+                read.append(examples.rows(places))
+    (x, y), (run_x, run_y), (x_again, _), (run_x_again, _) = read
+    _check_same("targets", y, run_y)
+    if checks.same_bits(x, x_again) and checks.same_bits(run_x, run_x_again):
+        _check_same("inputs", x, run_x)
+    elif exact:
+        raise ValueError(
+            "trackers with clipping='individual' must be made with the very data set that is trained on where a "
+            "transform draws at random, got another, whose inputs cannot be compared"
+        )

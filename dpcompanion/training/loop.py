@@ -297,6 +297,7 @@ class _Loop:
     def end_epoch(self, on_epoch):
         run, plan = self.run, self.run.plan
         self.count_dropped()
+        self.looked = False  # each epoch's first step is compared by values, as its end waited for the device anyway
         epoch = math.ceil(run.step / plan.steps_per_epoch)
         losses = run.history.losses[(epoch - 1) * plan.steps_per_epoch : run.step]
         entry = {"epoch": epoch, "step": run.step, "loss": losses.nanmean().item()}

@@ -11,7 +11,7 @@ import contextlib
 
 import torch
 
-from dpcompanion.training import clipping, proof
+from dpcompanion.training import checks, clipping, proof
 from dpcompanion.training.examples import examples_of  # noqa: F401 (for the example above)
 
 
@@ -24,6 +24,7 @@ def norms_of_all(model, loss, examples, *, method, chunk, precision=None):
     device = next(model.parameters()).device
     norms = []
     with undisturbed(model) as inner:
+        before = checks.noted(inner, values=device.type == "cpu")  # elsewhere it would be waited for
         for start in range(0, len(examples), chunk):
             with torch.random.fork_rng(devices=[]):  # a transform may draw
                 x, y = examples.part(start, start + chunk)
@@ -32,6 +33,7 @@ def norms_of_all(model, loss, examples, *, method, chunk, precision=None):
                     inner, loss, x.to(device), y.to(device), method=method, chunk=chunk, precision=precision
                 )
             )
+        checks.check_untouched(inner, before)
     return torch.cat(norms)
 
 

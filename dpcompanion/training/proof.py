@@ -7,6 +7,8 @@ compares.  It is made once a run, so it can afford to be strict:
 * The examples are those with the largest gradients among a probe that is spread over the data.  Rows that are not
   finite are left out; if all are, nothing is proved, and that is said.
 * Tolerances are relative: a well fitted example, whose gradient is small, is proved like any other.
+* Training mode is proved like evaluation mode, as it may compute something else. What is drawn at random there is
+  drawn alike by all that is compared, so that neither dropout nor noise hides anything.
 * All is proved twice, with the weights that the model has and with weights nearby: behind a weight of zero, as in
   residual blocks at their start, a wrong gradient looks right.
 
@@ -22,12 +24,15 @@ dpcompanion.training.tensors.Unfit: the norms of gradients are wrong by up to 50
 """
 
 import contextlib
+import random
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
-from dpcompanion.training.tensors import Unfit, call_with
+from dpcompanion.seeds import derive_key, seed_torch
+from dpcompanion.training.tensors import Unfit, in_best_format
 
 # Examples that are looked through, those of them whose gradients are computed, and those that are compared.
 _LOOKED_THROUGH, _PROBED, _COMPARED = 64, 16, 4
@@ -46,19 +51,24 @@ def prove(model, loss, x, y, claimed):
 
     Raises:
         Unfit: a norm or a sum is wrong, or no example has a finite gradient.
-        ValueError: an example's loss changes with its company.
+        ValueError: an example's loss changes with its company, or with what the model has seen before.
     """
     with evaluating(model):
-        rows = hardest(model, loss, x, y)
+        rows = hardest(model, loss, x, y, _PROBED)
     if not len(rows):
         raise Unfit("no example has a finite gradient, so that nothing can be proved; use method='func'")
-    x, y = x[rows], y[rows]
+    many, (x, y) = (x[rows], y[rows]), (x[rows[:_COMPARED]], y[rows[:_COMPARED]])
     check_independence(model, loss, x, y)
+    check_company(model, loss, *many)
     with evaluating(model):
         check_independence(model, loss, x, y)
         _compare(model, loss, x, y, claimed)
         with weights_nearby(model):
             _compare(model, loss, x, y, claimed)
+    if any(module.training for module in model.modules()):
+        _compare(model, loss, x, y, claimed, together=True)
+        with weights_nearby(model):
+            _compare(model, loss, x, y, claimed, together=True)
 
 
 def losses_in(precision, model, loss, x, y):
@@ -105,8 +115,9 @@ def prove_alone(model, loss, x, y, claimed):
             _compare(model, loss, x, y, claimed)
 
 
-def hardest(model, loss, x, y):
-    """Rows of the examples with the largest finite gradients, by plain autograd, of a probe spread over (x, y)."""
+def hardest(model, loss, x, y, count=_COMPARED):
+    """Rows of the `count` examples with the largest finite gradients, by plain autograd, of a probe spread over (x, y),
+    the largest first."""
     norms, found = [], []
     for row in rows_to_look_through(len(x)).tolist():
         norm = torch.stack([g.double().norm() for g in gradients_alone(model, loss, x, y, row)[1]]).norm()
@@ -117,7 +128,7 @@ def hardest(model, loss, x, y):
             break
     if not found:
         return torch.zeros(0, dtype=torch.int64, device=x.device)
-    return torch.tensor(found, device=x.device)[torch.stack(norms).argsort(descending=True)[:_COMPARED]]
+    return torch.tensor(found, device=x.device)[torch.stack(norms).argsort(descending=True)[:count]]
 
 
 def rows_to_look_through(n):
@@ -132,22 +143,33 @@ def gradients_alone(model, loss, x, y, row, precision=None):
     Raises:
         Unfit: if autograd fails, as where a tensor is overwritten that it needs.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
     with torch.enable_grad():
         value = losses_in(precision, model, loss, x[row : row + 1], y[row : row + 1]).sum()
-        try:
-            gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
-        except RuntimeError as error:
-            raise Unfit(f"plain autograd cannot differentiate the model: {error}") from error
-    return value.detach(), gradients
+        return value.detach(), _gradients(model, value)
 
 
-def _compare(model, loss, x, y, claimed, precision=None):
+def _gradients(model, value, **options):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    try:
+        return torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True, **options)
+    except RuntimeError as error:
+        raise Unfit(f"plain autograd cannot differentiate the model: {error}") from error
+
+
+def _each(model, loss, x, y, precision, together):
+    """The gradients of each example, alone or (where chance is to be the same for all of them) from one batch."""
+    if not together:
+        return (gradients_alone(model, loss, x, y, row, precision)[1] for row in range(len(x)))
+    with torch.enable_grad(), beginning_alike(model, x.device):
+        values = losses_in(precision, model, loss, in_best_format(model, x), y)
+    return (_gradients(model, value, retain_graph=True) for value in values)
+
+
+def _compare(model, loss, x, y, claimed, precision=None, together=False):
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     sums: list[Any] = [0] * len(names)
     lengths = []
-    for row in range(len(x)):
-        gradients = gradients_alone(model, loss, x, y, row, precision)[1]
+    for gradients in _each(model, loss, x, y, precision, together):
         sums = [total + g for total, g in zip(sums, gradients)]
         lengths.append(torch.stack([g.double().norm() for g in gradients]))
     lengths = torch.stack(lengths)  # (k, parameters)
@@ -155,7 +177,8 @@ def _compare(model, loss, x, y, claimed, precision=None):
     if not norms.isfinite().all():  # of weights nearby only; for the model's own they are finite
         return
     relative, floor = tolerances(sums[0] if precision is None else sums[0].bfloat16())
-    theirs, totals = claimed(x, y)
+    with beginning_alike(model, x.device) if together else contextlib.nullcontext():
+        theirs, totals = claimed(x, y)
     errors = (theirs.double() - norms).abs()
     if not (errors <= relative * norms + floor * norms.max()).all():
         worst = 100 * float((errors / norms.max().clamp(min=1e-300)).max())
@@ -169,7 +192,7 @@ def _compare(model, loss, x, y, claimed, precision=None):
 def check_independence(model, loss, x, y):
     """Refuse a model in which an example's loss changes with its company, in the modes that its layers are in.
 
-    Dropout is left out; of a model that draws at random all the same nothing can be said. Buffers stay as they are.
+    Dropout is left out; of a model that draws at random all the same `check_company` tells. Buffers stay as they are.
 
     Raises:
         ValueError: with the losses together and alone.
@@ -178,8 +201,8 @@ def check_independence(model, loss, x, y):
     devices = [x.device] if x.device.type == "cuda" else []
 
     def losses(x, y):
-        buffers = {name: b.clone() for name, b in model.named_buffers()}
-        return loss(call_with(model, buffers, x), y)
+        with buffers_kept(model):
+            return loss(model(x), y)
 
     with torch.no_grad(), torch.random.fork_rng(devices=devices):
         try:
@@ -199,6 +222,111 @@ def check_independence(model, loss, x, y):
                 "model must treat examples one by one, but the loss of an example changes with its "
                 f"company: {together.tolist()} together, {alone.tolist()} alone"
             )
+
+
+def check_company(model, loss, x, y):
+    """Refuse a model in which a loss changes where others of the batch are replaced, in the modes of its layers.
+
+    As `check_independence`, in a batch of 64 and of models that draw at random too: they draw the same each time. What
+    is replaced is every place of half of the examples, then of the other half. `nn.RReLU`, which draws for negative
+    numbers only and so shifts what is drawn next, is left out.
+
+    Raises:
+        ValueError: with the losses in either company; or if they depend on the passes before.
+    """
+    generator, size = torch.Generator().manual_seed(0), _LOOKED_THROUGH
+    rows = torch.randint(len(x), (size,), generator=generator)
+    half = torch.randperm(len(x), generator=generator) < len(x) / 2
+    batches = []
+    for stays in (half, ~half) if len(x) > 1 else ():
+        others = stays.nonzero()[:, 0]
+        others = others[torch.randint(len(others), (size,), generator=generator)]
+        batches.append((stays[rows], torch.where(stays[rows], rows, others)))
+    everybody = torch.ones(size, dtype=torch.bool)
+    batches = [(kept, _losses_alike(model, loss, x, y, batch)) for kept, batch in [(everybody, rows), *batches]]
+    (_, first), *replaced = batches
+    check_repeats(first, _losses_alike(model, loss, x, y, rows))
+    for kept, found in replaced:
+        kept = kept.to(first.device)
+        if not _alike(first[kept], found[kept]):
+            raise ValueError(
+                "model must treat examples one by one, but the loss of an example changes with its company, or what is "
+                f"drawn for it does: {first[kept][:4].tolist()} in one batch, {found[kept][:4].tolist()} in another"
+            )
+
+
+def check_stateless(model, loss, x, y):
+    """Refuse a model whose loss of an example depends on what it has seen before, one example at a time."""
+    ends = [torch.tensor([row]) for row in (0, len(x) - 1, 0)]
+    first, _, again = (_losses_alike(model, loss, x, y, row) for row in ends)
+    check_repeats(first, again)
+
+
+def check_repeats(first, again):
+    """Losses of the same examples, with the same draws, are the same."""
+    if not _alike(first, again):
+        raise ValueError(
+            "model must give the same losses for the same examples and draws, but they change from pass to pass: "
+            f"{first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing of the examples that it has seen, "
+            "and draw from no generator of its own"
+        )
+
+
+def _losses_alike(model, loss, x, y, rows):
+    rows, quiet = rows.to(x.device), [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training]
+    with torch.no_grad(), beginning_alike(model, x.device):
+        try:
+            for module in quiet:
+                module.eval()
+            return loss(model(x[rows]), y[rows])
+        finally:
+            for module in quiet:
+                module.train()
+
+
+def _alike(one, other):
+    """Whether losses of batches of one size are the same up to rounding, which is less than between sizes."""
+    floor = tolerances(one)[1]
+    largest = float(torch.nan_to_num(one, posinf=0, neginf=0).abs().max()) if len(one) else 0.0
+    return torch.allclose(one, other, rtol=floor, atol=floor * largest, equal_nan=True)
+
+
+@contextlib.contextmanager
+def beginning_alike(model, device):
+    """As `drawing_alike`, from the same buffers too, which end as they were."""
+    with buffers_kept(model), drawing_alike(device):
+        yield
+
+
+@contextlib.contextmanager
+def drawing_alike(device, seed=0):
+    """What is drawn within, by PyTorch, NumPy or Python, depends on `seed` alone; the generators end as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        seed_torch(derive_key(seed, "proof"), device)
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def buffers_kept(model):
+    """Buffers end as they were, whether they were written or exchanged."""
+    places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    before = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
+    try:
+        yield
+    finally:
+        for place, own in places:
+            place.update(own)
+        with torch.no_grad():
+            for b, value in before:
+                if not torch.equal(b, value):
+                    b.copy_(value)
 
 
 def tolerances(values):

@@ -23,7 +23,7 @@ from dpcompanion.training import checks, proof
 from dpcompanion.training.layers import Explicit, layer_gradient, wide_sum
 from dpcompanion.training.recording import Recorder
 from dpcompanion.training.stacking import StackedLayer
-from dpcompanion.training.tensors import call_with, own_parameters, rounded_up
+from dpcompanion.training.tensors import call_with, in_best_format, own_parameters, rounded_up
 
 # Numbers of per-example gradients that are held at once, 256 MiB in float32.
 BUDGET = 2**26
@@ -59,19 +59,6 @@ def clip_factors(norms, max_grad_norm):
         limits = torch.full((), max_grad_norm, dtype=norms.dtype, device=norms.device)
     slack = 1 + 8 * torch.finfo(norms.dtype).eps
     return torch.where(norms.isfinite() & (limits > 0), (limits / (norms * slack)).clamp(max=1), 0)
-
-
-def in_best_format(model, x):
-    """Images of several channels in float32 with these side by side in memory (`torch.channels_last`), which all layers
-    follow, where the model has convolutions: these are faster so. Only the last bits of results depend on it."""
-    if (
-        x.ndim == 4
-        and x.shape[1] > 1
-        and x.dtype == torch.float32
-        and any(isinstance(module, nn.Conv2d) for module in model.modules())
-    ):
-        return x.contiguous(memory_format=torch.channels_last)
-    return x
 
 
 def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=None):

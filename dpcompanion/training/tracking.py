@@ -68,7 +68,7 @@ class NormTracker(Measured, OwnLoop):
             `accountant` is read. `for_plan` makes it.
         model, loss: what `train` is given: a module and (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y) or a data set, the accountant's n examples, on any device. Where `train` augments a data set, this
-            one may be the same without.
+            one may be the same without for an estimate; an exact account takes the augmented one itself.
         steps_per_epoch: steps in an epoch.
         updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `steps_per_epoch` on (or
             math.inf) there is one before every step; 0 needs `running`.
@@ -252,7 +252,11 @@ class NormTracker(Measured, OwnLoop):
 
     @property
     def accountant(self) -> IndividualAccountant:
-        """The accountant, with all steps recorded."""
+        """The accountant, with all steps recorded, the one under way too.
+
+        It answers for what it was told only: its epsilon is 0 before the first step, and no bound where the last one
+        was left half done or not enforced. `epsilon` refuses then.
+        """
         steps = self.steps - self._recorded
         if steps.device.type != "cpu" or steps.any():  # elsewhere the answer takes longer than to record nothing
             self._accountant.record(self._charged, steps=steps)
@@ -303,7 +307,8 @@ class NormTracker(Measured, OwnLoop):
         of one's own.
 
         Returns:
-            The norms to which this step must clip, (n,) float64, 0 for who takes no part; None if that is C for all.
+            The norms to which this step must clip, (n,) float64, 0 for who takes no part; None if that is C for all. A
+            copy: what is done to it changes nothing in what is allowed.
 
         Raises:
             ValueError: if the step before, of an exact account, has not ended.
@@ -326,7 +331,7 @@ class NormTracker(Measured, OwnLoop):
         self._charged = charged
         self.steps += 1
         self._begun = limits
-        return limits
+        return None if limits is None else limits.clone()
 
     def after_step(
         self, indices: Array | None = None, norms: Array | None = None, *, clipped: Array | None = None
@@ -375,7 +380,8 @@ class NormTracker(Measured, OwnLoop):
     def check_run(self, plan: "DPSGDPlan", model: torch.nn.Module, loss: Loss, data: Data) -> None:
         """Raise ValueError unless this follows a run of `plan` that trains `model` by `loss` on `data`.
 
-        Of data sets only the length is compared: the run's may be augmented.
+        Of a data set that is not the run's own 64 items are compared, their targets only where a transform draws at
+        random, which an exact account refuses.
         """
         check_follows(self, plan, model, loss, data)
 

@@ -67,7 +67,7 @@ def test_runs_keep_the_bound_against_the_base_set_and_twice_the_bound_against_ea
     weights = train_grid(
         features, labels, data_sets=range(30), seeds=range(8), steps=20, batch_size=7, learning_rate=4.0
     )
-    bound = sgd_sensitivity(passes=20 / 5, lipschitz=2**0.5, learning_rate=4.0, batch_size=7)
+    bound = sgd_sensitivity(passes=20 / 5, lipschitz=2**0.5, learning_rate=4.0, batch_size=7, smoothness=0.5)
     apart = (weights[1:] - weights[:1]).norm(dim=-1)
     assert 0.1 * bound < apart.max() <= bound
     assert empirical_sensitivity(weights) <= 2 * bound
@@ -85,11 +85,47 @@ def test_beyond_the_condition_of_the_theorem_two_runs_drift_apart_and_the_learni
         return abs(one - other) / 2
 
     assert apart(2.0) <= 1 < apart(2.01)
-    assert sgd_sensitivity(learning_rate=2.0, smoothness=1.0, **given) == sgd_sensitivity(learning_rate=2.0, **given)
+    assert sgd_sensitivity(learning_rate=2.0, smoothness=1.0, **given) == sgd_sensitivity_estimate(
+        learning_rate=2.0, **given
+    )
     with pytest.raises(ValueError, match="learning_rate must be at most 2 / smoothness = 2 for theorem 2 to hold, got"):
         sgd_sensitivity(learning_rate=2.01, smoothness=1.0, **given)
     with pytest.raises(ValueError, match="got 3"):
         sgd_sensitivity(learning_rate=torch.tensor([0.1, 3.0]), smoothness=torch.tensor([1.0, 1.0]), **given)
+
+
+@pytest.mark.parametrize("radius", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("classes", [None, 2, 5])
+def test_without_a_smoothness_the_condition_is_that_of_logistic_and_softmax_regression(radius, classes):
+    """Nothing was checked: a learning rate of 100 got a "bound". The constants are found by autograd, at the weights
+    and of the rows where they are attained, or nearly."""
+    row = torch.tensor([radius, 0.0], dtype=torch.float64)
+    if classes is None:
+        lipschitz, ways = radius, 1
+
+        def loss(weights):
+            return torch.nn.functional.softplus(weights @ row)
+    else:
+        lipschitz, ways = 2**0.5 * radius, classes
+
+        def loss(weights):
+            return torch.nn.functional.cross_entropy(weights.view(classes, 2) @ row, torch.tensor(0))
+
+    steepest = torch.zeros(ways, 2, dtype=torch.float64)
+    steepest[-1] = 60 / radius  # a hopeless case
+    steepest = steepest.flatten() if classes else steepest[0]
+    assert torch.func.grad(loss)(steepest).norm() == pytest.approx(lipschitz)
+    curved = torch.zeros(ways, 2, dtype=torch.float64)
+    curved[2:] = -60 / radius  # two classes that are equally likely
+    curved = curved.flatten() if classes else curved[0]
+    smoothness = float(torch.linalg.eigvalsh(torch.func.hessian(loss)(curved)).max())
+    assert smoothness == pytest.approx(lipschitz**2 / 4)
+    given = dict(passes=1, lipschitz=lipschitz, batch_size=32)
+    most = 8 / lipschitz**2
+    assert sgd_sensitivity(learning_rate=most, **given) == sgd_sensitivity_estimate(learning_rate=most, **given)
+    with pytest.raises(ValueError, match=r"learning_rate must be at most 2 / smoothness = .* lipschitz\*\*2 / 4"):
+        sgd_sensitivity(learning_rate=1.001 * most, **given)
+    assert sgd_sensitivity(learning_rate=1.001 * most, smoothness=0.9 * smoothness, **given) > 0
 
 
 def test_the_learning_rates_of_the_experiments_meet_the_condition_for_two_classes_and_rows_of_norm_1():

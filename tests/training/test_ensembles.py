@@ -567,9 +567,32 @@ def test_a_data_set_with_items_is_refused_by_name():
         train_ensemble(nn.Linear(4, 3), cross_entropy, items, plan(), seeds=[1, 2], learning_rate=0.5)
 
 
+@pytest.mark.parametrize("change", [lambda x: x[:, :3], lambda x: x.to(torch.complex128)])
+def test_inputs_that_the_model_does_not_take_are_refused_as_train_does(change):
+    """They ended in PyTorch's own RuntimeError."""
+    x, y = examples((4,))
+    with pytest.raises(ValueError, match="model and loss must accept the data"):
+        train_ensemble(nn.Linear(4, 3).double(), cross_entropy, (change(x), y), plan(), seeds=[1, 2], learning_rate=0.5)
+
+
+class Shifted(nn.Module):
+    """Its trainable shift is taken from the first examples that it sees in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.shift, self.head, self.ready = nn.Parameter(torch.zeros(4)), nn.Linear(4, 3), False
+
+    def forward(self, x):
+        if self.training and not self.ready:
+            self.shift.data.copy_(-x.mean(0))
+            self.ready = True
+        return self.head(x + self.shift)
+
+
 @pytest.mark.parametrize(
     "message, model",
     [
+        ("parameter 'shift'", Shifted),
         ("BatchNorm1d", lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))),
         ("must not draw at random", lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.1))),
         ("'seen'", Counting),

@@ -1,5 +1,6 @@
 """Norms of all examples along a run: when they are renewed, what is charged, and that it is enforced."""
 
+import contextlib
 import dataclasses
 import math
 
@@ -664,3 +665,76 @@ def test_a_data_set_gives_bit_for_bit_the_account_of_two_tensors(options):
     assert torch.equal(*accounts)
     with pytest.raises(ValueError, match="accountant's 60 examples"):
         tracked(torch.utils.data.Subset(torch.utils.data.TensorDataset(*data), range(59)), plan, network(), **options)
+
+
+def test_a_tracker_of_other_items_than_the_run_s_is_refused_and_of_the_same_not():
+    """Of data sets only the length was compared: of zeros, of scaled or permuted items the account stayed "exact"."""
+    (x, y), plan = problem(steps=2)
+    sets = torch.utils.data.TensorDataset, torch.utils.data.Subset
+    whole, order = sets[0](x, y), list(reversed(range(60)))
+    for other, words in (
+        (sets[0](torch.zeros_like(x), y), "inputs"),
+        (sets[0](0.01 * x, y), "inputs"),
+        ((0.01 * x, y), "inputs"),
+        (sets[0](x, (y + 1) % 3), "targets"),
+        (sets[1](whole, order), "targets"),
+    ):
+        for mine, theirs in ((other, whole), (whole, other)):
+            model = network()
+            tracker = NormTracker.for_plan(plan, model, cross_entropy, mine, clipping="individual")
+            with pytest.raises(ValueError, match=f"one has other {words}"):
+                run(theirs, plan, model, tracker)
+            assert not tracker.steps
+    for same in ((x, y), sets[0](x.clone(), y), sets[1](sets[1](whole, order), order)):
+        model = network()
+        tracker = NormTracker.for_plan(plan, model, cross_entropy, same, clipping="individual")
+        run(whole, plan, model, tracker)
+        assert tracker.exact and tracker.epsilon(1e-3).max() <= plan.epsilon()
+    some, model = torch.tensor([5, 2, 9]), network()
+    observing = NormTracker.for_plan(plan, model, cross_entropy, (x[some], y[some]), examples=some)
+    run(whole, plan, model, observing)
+    observing = NormTracker.for_plan(plan, model, cross_entropy, (2 * x[some], y[some]), examples=some)
+    with pytest.raises(ValueError, match="one has other inputs"):
+        run(whole, plan, model, observing)
+
+
+class Jittered(torch.utils.data.TensorDataset):
+    """Items whose inputs a transform moves at random."""
+
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x + 0.1 * torch.randn(x.shape, dtype=x.dtype), y
+
+
+def test_beside_augmented_items_an_exact_tracker_takes_the_same_data_set_only():
+    data, plan = problem(steps=2)
+    augmented = Jittered(*data)
+    for mine, clipping, refused in (
+        (augmented, "individual", False),
+        (data, "individual", True),
+        (Jittered(*data), "individual", True),
+        (data, "maximum", False),
+    ):
+        model, state = network(), torch.get_rng_state()
+        tracker = NormTracker.for_plan(plan, model, cross_entropy, mine, clipping=clipping)
+        with pytest.raises(ValueError, match="very data set") if refused else contextlib.nullcontext():
+            run(augmented, plan, model, tracker)
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_is_done_to_the_limits_of_a_step_does_not_raise_them():
+    """They were the tracker's own tensor: once filled with 100, clipped norms of 50 were accepted."""
+    data, plan = problem()
+    tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
+    tracker.before_step().fill_(100.0)
+    with pytest.raises(ValueError, match="example 0 has 50 where"):
+        tracker.after_step([0, 1], clipped=[50.0, 50.0])
+
+
+@pytest.mark.parametrize("indices", [[0, -60], [0, 60]])
+def test_an_example_has_one_index(indices):
+    data, plan = problem()
+    tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
+    tracker.before_step()
+    with pytest.raises(ValueError, match=r"indices must lie in \[0, 60\)"):
+        tracker.after_step(indices, clipped=[0.0, 0.0])

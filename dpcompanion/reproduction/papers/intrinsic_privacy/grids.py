@@ -223,7 +223,7 @@ def sensitivities(task, examples):
     batches = math.ceil((examples - 1) / task.batch_size)
     common = {"lipschitz": math.sqrt(2), "learning_rate": task.learning_rate, "batch_size": task.batch_size}
     return (
-        op.sgd_sensitivity(passes=task.steps / batches, **common),
+        op.sgd_sensitivity(passes=task.steps / batches, smoothness=0.5, **common),  # two classes, rows of norm 1
         op.sgd_sensitivity_estimate(passes=task.steps * task.batch_size / examples, **common),
         math.ceil(task.steps / batches),
     )
