@@ -123,8 +123,8 @@ def examples_of(data: Data, n: int | None = None) -> Tensors | Items:
         x, y = data
         checks.check_data(x, y, n)
         return Tensors(x, y)
-    named = hasattr(data, "__getitem__") and isinstance(data, Sized)
-    if not named or isinstance(data, (IterableDataset, torch.Tensor)):
+    no_map = isinstance(data, (IterableDataset, torch.Tensor)) or not hasattr(data, "__getitem__")
+    if no_map or not isinstance(data, Sized):
         raise ValueError(
             "data must be two tensors (x, y) or a map-style data set with a length, got a "
             f"{type(data).__name__}: a Poisson draw names the examples that it wants, so pass the data set of a loader"
