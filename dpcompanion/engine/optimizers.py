@@ -94,11 +94,10 @@ class Following(DPOptimizer):
                 "make_private_with_budgets"
             )
         if self._proof is not None and self._proof.open and len(self._noted.handed_out or []) > 1:
-            warnings.warn(
-                "it could not be proved with this batch that the module treats examples one by one: its "
-                "inputs, or the gradients of its outputs, did not allow it. The budgets hold if it does",
-                RuntimeWarning,
-                stacklevel=4,
+            raise ValueError(
+                "module must take tensors with the examples along one axis, and put out tensors that depend on its "
+                "weights: with this batch it could not be proved that it treats examples one by one, which "
+                "prove=False takes on your word"
             )
 
     def clip_factors(self, norms, share=1.0):

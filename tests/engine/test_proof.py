@@ -98,6 +98,13 @@ MIXES = {
     "shifted": lambda h: h + h.roll(1, 0),
     "attention over the batch": lambda h: torch.softmax(h @ h.T, dim=1) @ h,
     "by the size of the batch": lambda h: h * len(h),
+    # No number alone, or 0:
+    "standardised": lambda h: (h - h.mean(0)) / (h.std(0) + 1e-5),
+    "by the variance": lambda h: h * (h.var(0) + 1e-5).rsqrt(),
+    "the second one": lambda h: h + h[1:2],
+    "the fourth one": lambda h: h + h[3],
+    "in large batches": lambda h: h - h.mean(0) if len(h) > 8 else h,
+    "at random": lambda h: h[torch.randperm(len(h))] + h,
 }
 
 
@@ -110,6 +117,40 @@ def test_a_module_that_mixes_examples_is_refused_before_any_step(mix, mode):
         train(model, optimizer, criterion, loader)
     assert isinstance(refused.value, ValueError) or mode == "ew"  # which knows few functions of tensors
     assert torch.equal(before, weights(model)) and engine.accountant.steps == 0
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_a_mean_that_leaves_nothing_of_an_example_alone_is_refused(mode):
+    """Without biases the gradient of one row behind its own mean is 0."""
+    centring = Mixing(MIXES["mean"])
+    centring.first, centring.last = nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False)
+    engine, model, optimizer, criterion, loader = private(centring, mode=mode)
+    before = weights(model)
+    with pytest.raises(UnsupportedModuleError):
+        train(model, optimizer, criterion, loader)
+    assert torch.equal(before, weights(model)) and engine.accountant.steps == 0
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.parametrize("bad", [0.0, math.nan])
+def test_a_batch_of_which_no_gradient_shows_anything_is_taken_and_the_next_is_proved(mode, bad):
+    x, y = vectors().tensors
+    data = TensorDataset(bad * torch.ones_like(x), y)
+    engine, model, optimizer, criterion, loader = private(nn.Linear(4, 3, bias=False), data, mode=mode)
+    train(model, optimizer, criterion, loader, 2)
+    assert engine.accountant.steps == 2 and not optimizer._proof.open and optimizer._proof._proved == 0
+    data.tensors[0].copy_(x)
+    train(model, optimizer, criterion, loader, 1)
+    assert optimizer._proof._proved > 1
+
+
+def test_the_proof_is_made_again_with_a_batch_of_twice_the_size():
+    """The first draw may be of few."""
+    _, model, optimizer, criterion, loader = private(Mixing(lambda h: h - h.mean(0) if len(h) > 24 else h))
+    train(model, optimizer, criterion, loader, 1)
+    loader.batch_sampler.draw = lambda: torch.arange(N)
+    with pytest.raises(UnsupportedModuleError, match="in the company of 47"):
+        train(model, optimizer, criterion, loader, 1)
 
 
 class Residual(nn.Module):
@@ -205,7 +246,6 @@ GOOD = {
 }
 
 
-@pytest.mark.filterwarnings("error:it could not be proved")
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 @pytest.mark.parametrize("name", GOOD)
 def test_modules_that_treat_examples_one_by_one_are_taken(name, mode):
@@ -269,7 +309,7 @@ def test_a_module_that_keeps_statistics_of_its_examples_is_refused(kind):
             optimizer.step()
 
 
-def test_inputs_that_do_not_say_which_rows_are_examples_are_warned_of():
+def test_inputs_that_do_not_say_which_rows_are_examples_are_refused_unless_your_word_is_given():
     class Boxed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -282,9 +322,21 @@ def test_inputs_that_do_not_say_which_rows_are_examples_are_warned_of():
         def __init__(self, x):
             self.x = x
 
-    _, model, optimizer, criterion, loader = private(Boxed())
-    with pytest.warns(RuntimeWarning, match="could not be proved"):
+    engine, model, optimizer, criterion, loader = private(Boxed())
+    with pytest.raises(ValueError, match="could not be proved .* prove=False takes on your word"):
         train(lambda x: model(Box(x)), optimizer, criterion, loader, 1)
+    assert engine.accountant.steps == 0
+    engine, model, optimizer, criterion, loader = private(Boxed(), prove=False)
+    train(lambda x: model(Box(x)), optimizer, criterion, loader, 1)
+    assert engine.accountant.steps == 1
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_inputs_of_another_type_than_the_models_are_refused_in_words(mode):
+    x, y = vectors().tensors
+    _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), TensorDataset(x.double(), y), mode=mode)
+    with pytest.raises(ValueError, match="data must have the model's type, torch.float32, but its inputs are"):
+        train(model, optimizer, criterion, loader)
 
 
 @pytest.mark.parametrize("mode", MODES)
