@@ -309,6 +309,51 @@ def test_a_module_that_keeps_statistics_of_its_examples_is_refused(kind):
             optimizer.step()
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_renorms_its_rows_is_refused(layer):
+    """The rows of the words that are in a batch would say so, without noise."""
+    model = nn.Sequential(nn.Linear(4, 3), layer(12, 4, max_norm=1.0))
+    before = weights(model)
+    with pytest.raises(ValueError, match="max_norm must be None in an embedding, got 1 in '1'"):
+        private(model)
+    assert torch.equal(before, weights(model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["in place", "data", "replaced", "later"])
+def test_a_forward_pass_that_writes_into_a_weight_is_refused(kind, mode):
+    class Writing(nn.Linear):
+        passes = 0
+
+        def forward(self, x):
+            Writing.passes += 1
+            with torch.no_grad():
+                if kind == "in place":
+                    torch.sub(self.weight, x.mean(), out=self.weight)
+                elif kind == "data":
+                    self.weight.data.sub_(x.mean())  # which no version counts
+                elif kind == "replaced":
+                    self.weight.data = self.weight.data - x.mean()
+                elif Writing.passes > 300:
+                    self.weight.sub_(x.mean())
+            return super().forward(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.writing, self.last = Writing(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(self.writing(x))
+
+    Writing.passes = 0
+    _, model, optimizer, criterion, loader = private(Outer(), mode=mode)
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        Writing.passes += 290 * (kind == "later")
+        train(model, optimizer, criterion, loader, 4)
+    assert isinstance(refused.value, ValueError) or mode == "ew"
+
+
 def test_inputs_that_do_not_say_which_rows_are_examples_are_refused_unless_your_word_is_given():
     class Boxed(nn.Module):
         def __init__(self):
