@@ -36,6 +36,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         secure_mode: True refuses generators of one's own, so that draws and noise come from a cipher for certain (in
             place of Opacus's secure mode, whose package no longer installs). Without generators they do in any case.
 
+    Its epsilons are about neighbours of the same number of examples, one of whose gradients are zero in one of them
+    (zero-out); `statement` says it in full.
+
     Once the module was made private, `sample_rates`, `max_grad_norms` and `noise_multipliers`, (n,) float64,
     say what each example gets; the last is the noise over its own clip norm.
 
@@ -390,6 +393,17 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
             find_keys(path, self.accountant.generators(), found["privacy_accountant_state_dict"]["generators"])
         return found
+
+    def statement(self) -> str:
+        """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
+        public constants, sampler, noise, and delta and accountant, or the filter.
+
+        Raises:
+            ValueError: before the module was made private.
+        """
+        if self.accountant.budgets is None:
+            raise ValueError("there are no budgets yet: call make_private_with_budgets first")
+        return self.accountant.budgets.statement()
 
     def get_epsilons(self, delta: float) -> torch.Tensor:
         """Epsilon of each example after the steps so far, (n,) float64: an upper bound for real numbers, inf after too

@@ -463,6 +463,21 @@ def test_a_checkpoint_that_was_loaded_to_another_device_is_taken():
     engine.accountant.load_state_dict(state)
 
 
+@pytest.mark.parametrize("method", ["sample", "scale"])
+def test_the_engine_states_what_its_plan_would(method):
+    """The divisor says how many examples there are, so neighbours have the same number."""
+    engine, *_ = private(method=method)
+    said = engine.statement()
+    assert said.startswith(
+        "Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the number of examples, "
+        "60, is public, and so is the divisor 15); Poisson sampling at rate 0."
+    )
+    assert ("rate 0.25, " in said) == (method == "scale") and ("clip norm 0.5," in said) == (method == "sample")
+    assert "8 steps" in said and said.endswith("delta 1e-05, accountant rdp.")
+    with pytest.raises(ValueError, match="no budgets yet"):
+        IndividualizedPrivacyEngine().statement()
+
+
 def test_a_checkpoint_that_was_damaged_is_refused_before_anything_is_loaded(tmp_path):
     """Before there was a sha256, one bit made 4 steps 0, and the epsilon 0.0."""
     engine, model, optimizer, loader = private()

@@ -354,6 +354,15 @@ def test_a_forward_pass_that_writes_into_a_weight_is_refused(kind, mode):
     assert isinstance(refused.value, ValueError) or mode == "ew"
 
 
+@pytest.mark.parametrize("spoil", [lambda y: y + 3, lambda y: y.float(), lambda y: y.int()])
+def test_targets_that_the_criterion_of_ghost_mode_does_not_take_are_refused_in_words(spoil):
+    """In the other modes the loss is the loop's own, and so is its error."""
+    x, y = vectors().tensors
+    _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), TensorDataset(x, spoil(y)), mode="ghost")
+    with pytest.raises(ValueError, match="criterion must take the module's outputs and the targets"):
+        train(model, optimizer, criterion, loader)
+
+
 def test_inputs_that_do_not_say_which_rows_are_examples_are_refused_unless_your_word_is_given():
     class Boxed(nn.Module):
         def __init__(self):
