@@ -26,8 +26,8 @@ What makes each budget hold:
 * with the first batches it is proved against plain autograd that each example's gradient is its own and its norm
   whole, before any step: a weight used outside of its layer is refused, and so is a function that mixes examples. In
   ghost mode, whose criterion is known, that is proved of the losses too;
-* the original optimizer takes no step of its own, all trainable parameters are its, they stay the same ones, and nothing
-  else writes into them: no forward pass (as that of an embedding with `max_norm`);
+* the original optimizer takes no step of its own, all trainable parameters are its, they stay the same ones, and no
+  forward pass writes into them (as that of an embedding with `max_norm` would);
 * sums are divided by the expected batch size, $\sum_i q_i$, public as the number of examples is;
 * steps are counted where noise is added, and no more are taken than the budgets were made for.  After a step
   with less noise, as Opacus's schedulers of noise and clipping would have it, every epsilon is infinite;

@@ -95,8 +95,8 @@ class Accountant(IAccountant):
         steps = _checks.whole_number("steps", state["steps"], 0)
         if steps > self.planned:
             raise ValueError(
-                f"state_dict must be of a run of at most {self.planned} steps, which the budgets were made for, got one "
-                f"of {steps}"
+                f"state_dict must be of a run of at most the {self.planned} steps that the budgets were made for, got "
+                f"one of {steps}"
             )
         if steps < self.steps:
             raise ValueError(

@@ -121,7 +121,7 @@ class Traceless:
 def _weights(module, values):
     """{name: (version, place in memory, and a copy if asked for)} of the trainable parameters; see `noted`."""
     return {
-        name: (p._version, p.data_ptr(), p.detach().clone() if values else None)
+        name: (p._version, p.data_ptr(), p.detach().clone() if values and not p.is_meta else None)
         for name, p in module.named_parameters()
         if isinstance(p, torch.nn.Parameter) and p.requires_grad  # expanded weights take no writing
     }
@@ -138,8 +138,8 @@ def _check_weights(module, before):
             and not _same(value, p.detach())
         ):
             raise ValueError(
-                f"module must leave its weights alone in a forward pass, but that of a batch changes {name!r}, which no "
-                "noise covers: only the optimizer may"
+                f"module must leave its weights alone in a forward pass, but that of a batch changes {name!r}, which "
+                "no noise covers: only the optimizer may"
             )
 
 

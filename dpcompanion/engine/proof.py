@@ -9,8 +9,9 @@ has no influence on the gradient of another.
 * Each is put through in three companies: alone, with a few others, and in the whole batch, at whose size the step is
   taken. The examples are those with the largest gradients among a probe that is spread over the batch. The loss is a
   random linear function of the outputs: no example is well fitted by it.
-* One whose gradient alone is 0, or not finite, must be so in the whole batch too: the deviation of one row is no number,
-  nor is anything left of it behind its mean. Where hardly any other is in the probe, all of the batch are looked at.
+* One whose gradient alone is 0, or not finite, must be so in the whole batch too: the standard deviation of one row is
+  no number, and of its difference from the mean nothing is left. Where hardly any other is in the probe, all of the
+  batch are looked at.
 * All is done twice, with the weights as they are and with weights nearby: behind a weight of zero, as in residual
   blocks at their start, a wrong gradient looks right.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
@@ -171,6 +172,7 @@ class Proof:
             for x in batch.of_another_type({p.dtype for p in parameters}):
                 check_types(self._inner, x)
             raise UnsupportedModuleError(f"module must take an example by itself, but: {error}") from error
+
     def _norm(self, batch, row, parameters):
         gradients, _ = self._alone(batch, row, parameters)
         return float(norm_of(gradients)) if gradients else None
@@ -231,8 +233,8 @@ def _neither_finite(a, b):
 
 def missing(found, truth):
     return UnsupportedModuleError(
-        f"module must use its weights in its layers only, and mix no examples: Opacus says that a gradient has norm {found:.6g}, autograd "
-        f"{truth:.6g}; use grad_sample_mode='functorch' with the weight in one layer, or untie it"
+        f"module must use its weights in its layers only, and mix no examples: Opacus says that a gradient has norm "
+        f"{found:.6g}, autograd {truth:.6g}; use grad_sample_mode='functorch' with the weight in one layer, or untie it"
     )
 
 

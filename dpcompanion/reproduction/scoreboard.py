@@ -198,13 +198,7 @@ def sums(standings: Iterable[Standing]) -> dict[str, dict[str, int]]:
     >>> sums(standings("intrinsic-privacy"))["refutes"]
     {}
     """
-    parts = {
-        "numbers": "numbers",
-        "claim": "findings",
-        "smaller": "smaller",
-        "own": "own",
-        "refutes": "refutations",
-    }
+    parts = {"numbers": "numbers", "claim": "findings", "smaller": "smaller", "own": "own", "refutes": "refutations"}
     found: dict[str, dict[str, int]] = {part: {} for part in parts}
     for one in standings:
         for part, attribute in parts.items():

@@ -28,7 +28,11 @@ ARRAYS = {"norms": np.linspace(0, 1, 50), "counts": np.arange(20)}
 def cases(seed, count):
     generator = random.Random(seed)
     for _ in range(count):
-        yield {"file": generator.choice(["json", "npz", "train", "engine"]), "place": generator.random(), "bit": generator.randrange(8)}
+        yield {
+            "file": generator.choice(["json", "npz", "train", "engine"]),
+            "place": generator.random(),
+            "bit": generator.randrange(8),
+        }
 
 
 def violations(case):
