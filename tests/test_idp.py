@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dpcompanion import idp
+from dpcompanion import accounting, idp
 from dpcompanion.accounting import compute_delta, compute_epsilon, find_noise_multiplier, find_sample_rate
 from dpcompanion.idp.groups import Groups
 
@@ -335,3 +335,21 @@ def test_a_bad_range_of_noise_is_refused(noise_range):
 def test_a_budget_that_the_noise_of_a_range_cannot_keep_is_refused():
     with pytest.raises(ValueError, match="target_epsilons must be larger"):
         idp.sample_parameters([0.01, 2.0], [1, 1], noise_range=(0.02, 0.02), **RUN)
+
+
+def test_budgets_far_apart_are_answered_for_at_the_orders_that_count(monkeypatch):
+    """An order beyond 1024 next to little noise decides nothing; there, one look took half a minute."""
+    looks, divergence = [], accounting.rdp_sampled_gaussian
+
+    def noted(*, sample_rate, noise_multiplier, orders):
+        looks.append((float(orders.max()), float(noise_multiplier.min())))
+        assert looks[-1][0] <= max(1024, 32 * looks[-1][1])
+        return divergence(sample_rate=sample_rate, noise_multiplier=noise_multiplier, orders=orders)
+
+    monkeypatch.setattr(accounting, "rdp_sampled_gaussian", noted)
+    run = {"target_delta": 1e-5, "sample_rate": 0.1, "steps": 100, "max_grad_norm": 1.0, "sample_weight": 0.5}
+    found = idp.combined_parameters([1e-3, 1e3], [1, 1], **run)
+    assert float(found.sample_rates.mean()) == pytest.approx(0.1)
+    assert any(order > 1024 for order, _ in looks)
+    with pytest.raises(ValueError, match="target_epsilons must be larger, got 0.001"):
+        idp.combined_parameters([1e-3, 1e4], [1, 1], **run)

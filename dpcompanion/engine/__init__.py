@@ -26,8 +26,9 @@ What makes each budget hold:
 * with the first batches it is proved against plain autograd that each example's gradient is its own and its norm
   whole, before any step: a weight used outside of its layer is refused, and so is a function that mixes examples. In
   ghost mode, whose criterion is known, that is proved of the losses too;
-* the original optimizer takes no step of its own, all trainable parameters are its, and they stay the same ones;
-* sums are divided by the expected batch size, :math:`\sum_i q_i`, a public number;
+* the original optimizer takes no step of its own, all trainable parameters are its, they stay the same ones, and no
+  forward pass writes into them (as that of an embedding with `max_norm` would);
+* sums are divided by the expected batch size, :math:`\sum_i q_i`, public as the number of examples is;
 * steps are counted where noise is added, and no more are taken than the budgets were made for.  After a step
   with less noise, as Opacus's schedulers of noise and clipping would have it, every epsilon is infinite;
 * draws and noise come from ciphers under keys of the operating system (`dpcompanion.training.secure`), so that nobody
@@ -40,7 +41,9 @@ asked for, when a checkpoint is written, and after the last step. In ghost mode,
 the weights are no numbers from then on, and a FloatingPointError says so at the same places. A filter belongs on the
 CPU, as by default: it is told the norms once a measurement.
 
-Neighbours differ by one example; Poisson sampling; each example's guarantee holds whatever the others are
+Neighbours differ in one example, whose gradients are zero in one of them (zero-out, as in
+`dpcompanion.training.DPSGDPlan`): the number of examples is public, for the rate is 1 / len(loader) and the divisor the
+sum of the rates. `statement` says so in words. Poisson sampling; each example's guarantee holds whatever the others are
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
 them.  The account is one of real numbers: what floats add to a sum is not in it.
 

@@ -92,10 +92,16 @@ class Accountant(IAccountant):
                 "state_dict must come from a run with the same budgets, loader, epochs and accountant: "
                 "make the engine private in the same way before loading"
             )
-        if state["steps"] < self.steps:
+        steps = _checks.whole_number("steps", state["steps"], 0)
+        if steps > self.planned:
+            raise ValueError(
+                f"state_dict must be of a run of at most the {self.planned} steps that the budgets were made for, got "
+                f"one of {steps}"
+            )
+        if steps < self.steps:
             raise ValueError(
                 f"state_dict must not be earlier than this run, which has taken {self.steps} steps that "
-                f"stay spent, got one of {state['steps']}"
+                f"stay spent, got one of {steps}"
             )
         if state.get("origin") != self.origin:
             raise ValueError(
@@ -104,7 +110,7 @@ class Accountant(IAccountant):
             )
         restore(self.generators(), state["generators"])
         self.budgets.load_state_dict(state["budgets"])
-        self.steps, self.voided = state["steps"], self.voided or state["voided"]
+        self.steps, self.voided = steps, self.voided or state["voided"]
 
     def _same(self, saved):
         own = self.budgets.parameters()

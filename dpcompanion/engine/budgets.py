@@ -6,6 +6,7 @@ import torch
 
 from .. import _checks, accounting
 from ..idp.parameters import rdp_epsilons
+from ..training.plan import DPSGDPlan
 
 
 class FixedBudgets:
@@ -59,6 +60,18 @@ class FixedBudgets:
             epsilons = torch.minimum(epsilons, self._budgets)
         return epsilons
 
+    def statement(self):
+        mean = float(self._norms.mean())
+        return DPSGDPlan(
+            n=self.n,
+            sample_rate=_one_if_alike(self._rates),
+            steps=self.planned,
+            max_grad_norm=_one_if_alike(self._norms),
+            noise_multiplier=float(self._noises[0] * self._norms[0]) / mean,
+            delta=self._target_delta,
+            accountant=self._by,
+        ).statement()
+
     def parameters(self):
         """What must be the same in a run that goes on."""
         return {
@@ -75,6 +88,10 @@ class FixedBudgets:
 
     def load_state_dict(self, state):
         pass
+
+
+def _one_if_alike(values):
+    return float(values[0]) if bool((values == values[0]).all()) else values
 
 
 class FilteredBudgets:
@@ -117,6 +134,18 @@ class FilteredBudgets:
 
     def epsilons(self, steps, delta):
         return self._filter.epsilon(delta).cpu()
+
+    def statement(self):
+        plan = DPSGDPlan(
+            n=self.n,
+            sample_rate=self._filter.sample_rate,
+            steps=self.planned,
+            max_grad_norm=self._filter.max_grad_norm,
+            noise_multiplier=self._filter.noise_multiplier,
+            delta=0.5,  # a filter promises an epsilon for each delta
+        )
+        whom, _, _ = plan.statement().partition(", delta ")
+        return f"{whom}; everybody pays for their own gradients' norms, by {type(self._filter).__name__}."
 
     def parameters(self):
         return {"every": self._every, "planned": self.planned}

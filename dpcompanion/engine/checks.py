@@ -84,8 +84,9 @@ def _same(a, b):
 
 
 class Traceless:
-    """Watches the forward passes of a module in training mode: no buffer and no frozen parameter may keep anything of
-    its examples, for no step would hide it. The first passes are compared by value, too."""
+    """Watches the forward passes of a module in training mode: no buffer and no parameter, frozen or trainable, may
+    keep anything of its examples, for no step would hide it. Noise goes to gradients alone, and what a forward pass
+    writes into a weight is there without it. The first passes are compared by value, too."""
 
     def __init__(self, module):
         self._seen, self._begun = 0, threading.local()  # replicas of a module run in threads, and share its hooks
@@ -106,13 +107,40 @@ class Traceless:
 
     def _note(self, module, args):
         watched = any(part.training for part in module.modules())
-        self._passes().append(noted(module, values=self._seen < 2) if watched else None)
+        values = self._seen < 2
+        self._passes().append((noted(module, values=values), _weights(module, values)) if watched else None)
 
     def _compare(self, module, args, output):
         before = self._passes().pop()
         if before is not None:
             self._seen += 1
-            check_untouched(module, before, name="module")
+            check_untouched(module, before[0], name="module")
+            _check_weights(module, before[1])
+
+
+def _weights(module, values):
+    """{name: (version, place in memory, and a copy if asked for)} of the trainable parameters; see `noted`."""
+    return {
+        name: (p._version, p.data_ptr(), p.detach().clone() if values and not p.is_meta else None)
+        for name, p in module.named_parameters()
+        if isinstance(p, torch.nn.Parameter) and p.requires_grad  # expanded weights take no writing
+    }
+
+
+def _check_weights(module, before):
+    now = dict(module.named_parameters())
+    for name, (version, place, value) in before.items():
+        p = now.get(name)
+        if (
+            p is None
+            or (version, place) != (p._version, p.data_ptr())
+            or value is not None
+            and not _same(value, p.detach())
+        ):
+            raise ValueError(
+                f"module must leave its weights alone in a forward pass, but that of a batch changes {name!r}, which "
+                "no noise covers: only the optimizer may"
+            )
 
 
 def check_module(engine, module, optimizer):
@@ -126,6 +154,12 @@ def check_module(engine, module, optimizer):
         engine.validate(module=module, optimizer=None, data_loader=None)
     except Exception as error:
         raise UnsupportedModuleError(f"module must compute each example by itself, but: {error}") from error
+    for name, part in module.named_modules():
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
+            raise ValueError(
+                f"max_norm must be None in an embedding, got {part.max_norm:g} in {name or 'module'!r}: the forward "
+                "pass would write into the rows of those words that are in the batch, which no noise covers"
+            )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held - {id(p) for p in module.parameters()}:
         raise ValueError(

@@ -113,7 +113,12 @@ class GhostCriterion(DPLossFastGradientClipping):
     _open = True
 
     def __call__(self, *args, **kwargs):
-        found = super().__call__(*args, **kwargs)
+        try:
+            found = super().__call__(*args, **kwargs)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, TypeError) as error:
+            raise ValueError(f"criterion must take the module's outputs and the targets, but: {error}") from error
         found.__class__ = GhostLosses
         losses = found.loss_per_sample
         if (

@@ -93,13 +93,6 @@ class Following(DPOptimizer):
                 "module must keep the trainable parameters that it had: freeze and unfreeze before "
                 "make_private_with_budgets"
             )
-        if self._proof is not None and self._proof.open and len(self._noted.handed_out or []) > 1:
-            warnings.warn(
-                "it could not be proved with this batch that the module treats examples one by one: its "
-                "inputs, or the gradients of its outputs, did not allow it. The budgets hold if it does",
-                RuntimeWarning,
-                stacklevel=4,
-            )
 
     def clip_factors(self, norms, share=1.0):
         """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
@@ -108,6 +101,12 @@ class Following(DPOptimizer):
         if batch is None or len(norms) != len(batch):
             raise ValueError(
                 f"a batch must be what the loader handed out last, {len(batch or [])} examples, got {len(norms)}"
+            )
+        if self._proof is not None and self._proof.open and len(batch) > 1:
+            raise ValueError(
+                "module must take tensors with the examples along one axis, and put out tensors that depend on its "
+                "weights: with this batch it could not be proved that it treats examples one by one, which "
+                "prove=False takes on your word"
             )
         own = sent((share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device)
         # A hair less, so that rounding lifts no gradient above its norm.

@@ -1,6 +1,8 @@
 """The engine itself: it checks, calibrates, and has a module, an optimizer and a loader put together."""
 
+import io
 import math
+import pickle
 import warnings
 from collections.abc import Sized
 from typing import Any, NoReturn, cast
@@ -16,6 +18,7 @@ from .account import Accountant
 from .assembly import assemble
 from .budgets import FilteredBudgets, FixedBudgets
 from .checks import check_loader, check_module, clip_norms_of
+from .files import read_sealed, write_sealed
 from .norms import GradientNorms
 from .randomness import find_keys, keep_keys, note_origin, sources
 
@@ -32,6 +35,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             default is "rdp", the paper's; "pld" meets the same targets with less noise.
         secure_mode: True refuses generators of one's own, so that draws and noise come from a cipher for certain (in
             place of Opacus's secure mode, whose package no longer installs). Without generators they do in any case.
+
+    Its epsilons are about neighbours of the same number of examples, one of whose gradients are zero in one of them
+    (zero-out); `statement` says it in full.
 
     Once the module was made private, `sample_rates`, `max_grad_norms` and `noise_multipliers`, (n,) float64,
     say what each example gets; the last is the noise over its own clip norm.
@@ -346,23 +352,58 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = rates, norms, noises
         return found.noise_multiplier
 
-    def save_checkpoint(self, *, path: str, **options: Any) -> None:
-        """As in Opacus. The keys of draws and noise, if they come from ciphers, lie beside the file until the budgets
-        are spent, in one of the same name and ".key" that only its owner can read: whoever reads it can subtract the
-        noise. Those of a seed do not, and a seed that was used on other data, with a checkpoint in the same folder, is
-        warned of. An open file has nothing beside it."""
+    def save_checkpoint(self, *, path: Any, **options: Any) -> None:
+        """As in Opacus, in a file that is written whole or not at all, under a sha256 of its bytes: one that was
+        damaged could say fewer steps than were taken.
+
+        The keys of draws and noise, if they come from ciphers, lie beside the file until the budgets are spent, in one
+        of the same name and ".key" that only its owner can read: whoever reads it can subtract the noise. Those of a
+        seed do not, and a seed that was used on other data, with a checkpoint in the same folder, is warned of. An open
+        file has nothing beside it.
+
+        Raises:
+            ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists and dicts of them.
+        """
         self.accountant.look()
+        buffer = io.BytesIO()
+        super().save_checkpoint(path=buffer, **options)
+        try:
+            content = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts of them, which can "
+                f"be read back without running code, but {error!s:.200}"
+            ) from error
         note_origin(path, self.accountant.origin, self.dataset)
         if self.accountant.origin is None:
             keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
-        super().save_checkpoint(path=path, **options)
+        write_sealed(path, content)
 
-    def load_checkpoint(self, *, path: str, **options: Any) -> Any:
-        """As in Opacus. Without its keys the run goes on with new ones, and a warning: as private, but not the same."""
-        found = super().load_checkpoint(path=path, **options)
+    def load_checkpoint(self, *, path: Any, **options: Any) -> Any:
+        """As in Opacus. Without its keys the run goes on with new ones, and a warning: as private, but not the same.
+
+        Raises:
+            ValueError: a file that is not as `save_checkpoint` wrote it, or that is of another run, of earlier steps,
+                or of more steps than the budgets were made for.
+        """
+        buffer = io.BytesIO()
+        torch.save(read_sealed(path), buffer)
+        buffer.seek(0)
+        found = super().load_checkpoint(path=buffer, **options)
         if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
             find_keys(path, self.accountant.generators(), found["privacy_accountant_state_dict"]["generators"])
         return found
+
+    def statement(self) -> str:
+        """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
+        public constants, sampler, noise, and delta and accountant, or the filter.
+
+        Raises:
+            ValueError: before the module was made private.
+        """
+        if self.accountant.budgets is None:
+            raise ValueError("there are no budgets yet: call make_private_with_budgets first")
+        return self.accountant.budgets.statement()
 
     def get_epsilons(self, delta: float) -> torch.Tensor:
         """Epsilon of each example after the steps so far, (n,) float64: an upper bound for real numbers, inf after too

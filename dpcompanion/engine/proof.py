@@ -6,17 +6,24 @@ the first forward pass some examples of the batch are put through the module tog
 plain autograd.  What Opacus says of each must be what autograd says of it alone; then norms are whole, and an example
 has no influence on the gradient of another.
 
-* The examples are those with the largest gradients among a probe that is spread over the batch, none that is not
-  finite. The loss is a random linear function of the outputs: no example is well fitted by it.
+* Each is put through in three companies: alone, with a few others, and in the whole batch, at whose size the step is
+  taken. The examples are those with the largest gradients among a probe that is spread over the batch. The loss is a
+  random linear function of the outputs: no example is well fitted by it.
+* One whose gradient alone is 0, or not finite, must be so in the whole batch too: the standard deviation of one row is
+  no number, and of its difference from the mean nothing is left. Where hardly any other is in the probe, all of the
+  batch are looked at.
 * All is done twice, with the weights as they are and with weights nearby: behind a weight of zero, as in residual
   blocks at their start, a wrong gradient looks right.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
-An example by itself has no company, so the proof stays open until a batch has two.
+An example by itself has no company, so a proof takes a batch of two. It is made again with a batch of twice the size.
+Without it no step is taken of more than one example: where inputs do not say which rows are examples, it takes
+prove=False, and your word.
 """
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import cast
 
@@ -27,6 +34,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from ..training.checks import check_types
 from ..training.tensors import added_up
 
 _PROBED, _COMPARED = 16, 4
@@ -53,36 +61,45 @@ class Proof:
             ghost,
             batch_size,
         )
-        #: Whether it still has to be seen that examples keep to themselves.
-        self.open, self._busy = True, False
-        self._handle = watched.register_forward_pre_hook(self._before, with_kwargs=True)
+        #: Whether the batch at hand waits for it; of how many examples the largest was that did not.
+        self.open, self._proved, self._busy = True, 0, False
+        watched.register_forward_pre_hook(self._before, with_kwargs=True)
 
-    def close(self):
-        self.open = False
-        self._handle.remove()
+    def __getstate__(self):
+        return {"_busy": True}  # a copy of the module is none of this training's
 
     def _before(self, module, args, kwargs):
+        if self._busy or (n := self._batch_size()) < max(1, 2 * self._proved):
+            return
         parameters = [p for p in self._inner.parameters() if p.requires_grad]
         under_way = any(getattr(p, "_forward_counter", 0) for p in parameters)
-        n = self._batch_size()
         counts = module.training or not hasattr(self._hooks, "hooks_enabled")  # Opacus's hooks look away else
-        if self._busy or under_way or not n or not parameters or not counts or not torch.is_grad_enabled():
+        if under_way or not parameters or not counts or not torch.is_grad_enabled():
             return
-        batch = _Rows((args, kwargs), n, self._dim)
-        if not batch.found:
-            return
-        self._busy = True
+        self.open, self._busy = True, True
         try:
-            with self._aside():
-                rows = self._hardest(batch, parameters)
-                if rows:
-                    self._compare(batch, rows, parameters)
-                    with weights_nearby(parameters):
-                        self._compare(batch, rows, parameters)
+            batch = _Rows((args, kwargs), n, self._dim)
+            if batch.found:
+                with self._aside():
+                    self._prove(batch, parameters)
         finally:
             self._busy = False
-        if len(rows) > 1:
-            self.close()
+
+    def _prove(self, batch, parameters):
+        norms = self._norms(batch, {round(i * (batch.n - 1) / (_PROBED - 1)) for i in range(_PROBED)}, parameters)
+        if len(_fit(norms)) < 2:
+            norms |= self._norms(batch, set(range(batch.n)) - norms.keys(), parameters)
+        if None in norms.values():  # no outputs that depend on the weights
+            return
+        fit = _fit(norms)
+        hardest, unfit = sorted(fit[-_COMPARED:]), [row for row in norms if row not in fit]
+        for weights in (contextlib.nullcontext(), weights_nearby(parameters)):
+            with weights:
+                if hardest:
+                    self._compare(batch, hardest, hardest, parameters)
+                if len(hardest) < batch.n:
+                    self._compare(batch, list(range(batch.n)), hardest + unfit, parameters)
+        self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 
     @contextlib.contextmanager
     def _aside(self):
@@ -148,25 +165,24 @@ class Proof:
             gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
         return gradients, [out.shape for out in outputs]
 
-    def _hardest(self, batch, parameters):
-        """Rows with the largest finite gradients; none if the module does not take rows of the batch by themselves."""
-        norms = {}
-        for row in sorted({round(i * (batch.n - 1) / (_PROBED - 1)) for i in range(_PROBED)}):
-            try:
-                gradients, _ = self._alone(batch, row, parameters)
-            except ValueError as error:
-                raise UnsupportedModuleError(f"module must take an example by itself, but: {error}") from error
-            except (RuntimeError, IndexError, TypeError):
-                return []
-            norm = float(norm_of(gradients)) if gradients else 0.0
-            if 0 < norm < float("inf"):
-                norms[row] = norm
-        return sorted(sorted(norms, key=norms.__getitem__)[-_COMPARED:])
+    def _norms(self, batch, rows, parameters):
+        """{row: norm of its gradient alone}; None where it has none."""
+        try:
+            return {row: self._norm(batch, row, parameters) for row in sorted(rows)}
+        except (ValueError, RuntimeError, IndexError, TypeError) as error:
+            for x in batch.of_another_type({p.dtype for p in parameters}):
+                check_types(self._inner, x)
+            raise UnsupportedModuleError(f"module must take an example by itself, but: {error}") from error
 
-    def _compare(self, batch, rows, parameters):
+    def _norm(self, batch, row, parameters):
+        gradients, _ = self._alone(batch, row, parameters)
+        return float(norm_of(gradients)) if gradients else None
+
+    def _compare(self, batch, rows, checked, parameters):
+        """Of the rows together, those that are checked must have the gradients that they have alone."""
         args, kwargs = batch.take(rows)
         outputs = _outputs(self._watched(*args, **kwargs))
-        _, shapes = self._alone(batch, rows[0], parameters)
+        _, shapes = self._alone(batch, checked[0], parameters)
         parts = [_parts(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
         known = [part for part in parts if part is not None]
         if len(outputs) != len(shapes) or len(known) < len(parts):
@@ -174,40 +190,52 @@ class Proof:
                 f"module must put out something for each example, but {len(rows)} examples gave the shapes "
                 f"{[tuple(out.shape) for out in outputs]} where one has {[tuple(shape) for shape in shapes]}"
             )
-        own = [sum(part[i] for part in known if part.ndim) for i in range(len(rows))]
+        own = sum((part for part in known if part.ndim), torch.zeros(len(rows), device=known[0].device))
         whole = sum(part for part in known if not part.ndim)
-        score = cast(torch.Tensor, whole + sum(own) / (len(rows) if self._mean else 1))
+        score = cast(torch.Tensor, whole + own.sum() / (len(rows) if self._mean else 1))
         score.backward(retain_graph=self._ghost)
-        relative = tolerance_of(parameters[0])
-        norms = type(self._hooks).get_norm_sample(self._hooks).double() if self._ghost else None
-        for i, row in enumerate(rows):
+        relative, longest = tolerance_of(parameters[0]), torch.zeros(())
+        norms = type(self._hooks).get_norm_sample(self._hooks).double().cpu() if self._ghost else None
+        for row in checked:
+            i = rows.index(row)
             expected, _ = self._alone(batch, row, parameters)
             length = norm_of(expected)
+            longest = torch.maximum(longest, length.nan_to_num(0.0, 0.0))
+            allowed = relative * (length if length > 0 else longest)
             if norms is not None:
-                if not abs(norms[i] - length) <= relative * length:
+                if not (abs(norms[i] - length) <= allowed or _neither_finite(norms[i], length)):
                     raise missing(float(norms[i]), float(length))
-                if not isinstance(mine := own[i], torch.Tensor):
-                    continue
+                if rows != checked or not own.requires_grad:
+                    continue  # beside losses that are not finite the gradient of one is none either
                 with self._plain():
                     found = torch.autograd.grad(
-                        mine, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
+                        own[i], parameters, retain_graph=True, allow_unused=True, materialize_grads=True
                     )
             else:
                 found = [_sample(p, i, len(rows)) for p in parameters]
             error = norm_of([a - b for a, b in zip(found, expected)])
-            if not error <= relative * length:
+            if not (error <= allowed or _neither_finite(norm_of(found), length)):
                 raise UnsupportedModuleError(
-                    f"module must compute each example by itself, in layers that Opacus sees, but the gradient of an "
-                    f"example in company is {float(error / length):.2g} of its length off the one that it has alone: "
-                    "it mixes examples, or uses a weight outside of its layer"
+                    "module must compute each example by itself, in layers that Opacus sees, but the gradient of an "
+                    f"example in the company of {len(rows) - 1} is off by {float(error):.2g} where alone it has norm "
+                    f"{float(length):.2g}: it mixes examples, or uses a weight outside of its layer"
                 )
         self._clear()
 
 
+def _fit(norms):
+    """Rows whose gradients show something, the longest last."""
+    return sorted((row for row, norm in norms.items() if norm and math.isfinite(norm)), key=norms.__getitem__)
+
+
+def _neither_finite(a, b):
+    return not (a.isfinite() or b.isfinite())
+
+
 def missing(found, truth):
     return UnsupportedModuleError(
-        f"module must use its weights in its layers only: Opacus says that a gradient has norm {found:.6g}, autograd "
-        f"{truth:.6g}; use grad_sample_mode='functorch' with the weight in one layer, or untie it"
+        f"module must use its weights in its layers only, and mix no examples: Opacus says that a gradient has norm "
+        f"{found:.6g}, autograd {truth:.6g}; use grad_sample_mode='functorch' with the weight in one layer, or untie it"
     )
 
 
@@ -231,6 +259,12 @@ class _Rows:
         self.n, self._dim = n, dim
         self._mine = [torch.is_tensor(t) and t.ndim > dim and t.shape[dim] == n for t in self._leaves]
         self.found = any(self._mine)
+
+    def of_another_type(self, types):
+        """Tensors of examples that are numbers with a fraction, and of none of the types."""
+        return [
+            t for t, mine in zip(self._leaves, self._mine) if mine and t.is_floating_point() and t.dtype not in types
+        ]
 
     def take(self, rows):
         return tree_unflatten(

@@ -16,8 +16,9 @@ budgets allow:
   and the mean clip norm is c (equations 6 to 9).
 * **Combined**: rates go part of the way from q to Sample's, and Scale spends the rest of each budget.
 
-Each group's guarantee is that of DP-SGD with its own rate and noise multiplier: add/remove
-neighbours that differ in one example of that group, Poisson sampling.  Parameters are found
+Each group's guarantee is that of DP-SGD with its own rate and noise multiplier, Poisson sampling: neighbours
+differ in one example of that group, whose gradients are zero in one of them (zero-out).  The number of examples is
+public, and so is that of each group: noise, rates and clip norms are made of the groups' shares.  Parameters are found
 conservatively: no group's `compute_epsilon` exceeds its target.
 
 There may be as many groups as examples.  All groups are searched side by side; of many different

@@ -151,9 +151,17 @@ class Run:
         return epsilon, decides
 
     def _rdp_epsilon_at(self, orders, rates, noises):
-        rdp = self.steps * accounting.rdp_sampled_gaussian(sample_rate=rates, noise_multiplier=noises, orders=orders)
-        rdp = rdp.masked_fill((orders > 1024) & (orders > 32 * noises[:, None]), math.inf)
-        return accounting.rdp_to_epsilon(rdp, orders, self.target_delta)
+        # An order beyond 1024 is for large noise: next to little noise it would take minutes, and decide nothing.
+        counts = (orders <= 1024) | (orders <= 32 * noises[:, None])
+        rdp = torch.full(counts.shape, math.inf, dtype=torch.float64)
+        different, kinds = torch.unique(counts, dim=1, return_inverse=True)
+        for kind, which in enumerate(different.T):
+            columns, rows = (kinds == kind).nonzero()[:, 0], which.nonzero()[:, 0]
+            if len(rows):
+                rdp[rows[:, None], columns] = accounting.rdp_sampled_gaussian(
+                    sample_rate=rates[rows], noise_multiplier=noises[rows], orders=orders[columns]
+                )
+        return accounting.rdp_to_epsilon(self.steps * rdp, orders, self.target_delta)
 
     def _epsilon_at(self, rates, noises, orders):
         """Epsilon of each pair by RDP at its own order."""

@@ -1,5 +1,6 @@
 import copy
 import inspect
+import io
 import math
 
 import pytest
@@ -23,6 +24,7 @@ from dpcompanion import idp
 from dpcompanion.accounting import compute_epsilon
 from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.idp import IndividualizedPrivacyEngine
+from dpcompanion.training.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty")
 N, DELTA = 60, 1e-5
@@ -459,6 +461,59 @@ def test_a_checkpoint_that_was_loaded_to_another_device_is_taken():
         }
     engine = private()[0]
     engine.accountant.load_state_dict(state)
+
+
+@pytest.mark.parametrize("method", ["sample", "scale"])
+def test_the_engine_states_what_its_plan_would(method):
+    """The divisor says how many examples there are, so neighbours have the same number."""
+    engine, *_ = private(method=method)
+    said = engine.statement()
+    assert said.startswith(
+        "Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the number of examples, "
+        "60, is public, and so is the divisor 15); Poisson sampling at rate 0."
+    )
+    assert ("rate 0.25, " in said) == (method == "scale") and ("clip norm 0.5," in said) == (method == "sample")
+    assert "8 steps" in said and said.endswith("delta 1e-05, accountant rdp.")
+    with pytest.raises(ValueError, match="no budgets yet"):
+        IndividualizedPrivacyEngine().statement()
+
+
+def test_a_checkpoint_that_was_damaged_is_refused_before_anything_is_loaded(tmp_path):
+    """Before there was a sha256, one bit made 4 steps 0, and the epsilon 0.0."""
+    engine, model, optimizer, loader = private()
+    steps(model, optimizer, loader)
+    engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
+    written = (tmp_path / "run.pt").read_bytes()
+    again, second, second_optimizer, _ = private()
+    before = weights(second)
+    for place in range(0, len(written), len(written) // 30):
+        (tmp_path / "run.pt").write_bytes(written[:place] + bytes([written[place] ^ 1]) + written[place + 1 :])
+        with pytest.raises(ValueError, match="damaged|must be one of a training run"):
+            again.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    assert len(again.accountant) == 0 and torch.equal(before, weights(second))
+    write_checkpoint(tmp_path / "run.pt", {"identity": {"seed": 0}, "content": {}})
+    with pytest.raises(ValueError, match="another's"):
+        again.load_checkpoint(path=tmp_path / "run.pt", module=second, optimizer=second_optimizer)
+    with pytest.raises(ValueError, match="checkpoint_dict and states must hold numbers"):
+        engine.save_checkpoint(path=tmp_path / "run.pt", module=model, checkpoint_dict={"code": print})
+
+
+def test_a_checkpoint_may_be_an_open_file():
+    engine, model, optimizer, loader = private()
+    steps(model, optimizer, loader)
+    file = io.BytesIO()
+    engine.save_checkpoint(path=file, module=model, optimizer=optimizer)
+    file.seek(0)
+    again, second, second_optimizer, _ = private()
+    again.load_checkpoint(path=file, module=second, optimizer=second_optimizer)
+    assert len(again.accountant) == 4 and torch.equal(weights(second), weights(model))
+
+
+@pytest.mark.parametrize("taken", [132, -1, 2.5, True, math.nan])
+def test_a_checkpoint_of_steps_that_cannot_be_is_refused(taken):
+    engine = private()[0]
+    with pytest.raises(ValueError, match="steps"):
+        engine.accountant.load_state_dict({**engine.accountant.state_dict(), "steps": taken})
 
 
 def test_a_checkpoint_of_other_budgets_is_refused(tmp_path):

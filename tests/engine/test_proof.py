@@ -98,6 +98,13 @@ MIXES = {
     "shifted": lambda h: h + h.roll(1, 0),
     "attention over the batch": lambda h: torch.softmax(h @ h.T, dim=1) @ h,
     "by the size of the batch": lambda h: h * len(h),
+    # No number alone, or 0:
+    "standardised": lambda h: (h - h.mean(0)) / (h.std(0) + 1e-5),
+    "by the variance": lambda h: h * (h.var(0) + 1e-5).rsqrt(),
+    "the second one": lambda h: h + h[1:2],
+    "the fourth one": lambda h: h + h[3],
+    "in large batches": lambda h: h - h.mean(0) if len(h) > 8 else h,
+    "at random": lambda h: h[torch.randperm(len(h))] + h,
 }
 
 
@@ -110,6 +117,40 @@ def test_a_module_that_mixes_examples_is_refused_before_any_step(mix, mode):
         train(model, optimizer, criterion, loader)
     assert isinstance(refused.value, ValueError) or mode == "ew"  # which knows few functions of tensors
     assert torch.equal(before, weights(model)) and engine.accountant.steps == 0
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_a_mean_that_leaves_nothing_of_an_example_alone_is_refused(mode):
+    """Without biases the gradient of one row behind its own mean is 0."""
+    centring = Mixing(MIXES["mean"])
+    centring.first, centring.last = nn.Linear(4, 6, bias=False), nn.Linear(6, 3, bias=False)
+    engine, model, optimizer, criterion, loader = private(centring, mode=mode)
+    before = weights(model)
+    with pytest.raises(UnsupportedModuleError):
+        train(model, optimizer, criterion, loader)
+    assert torch.equal(before, weights(model)) and engine.accountant.steps == 0
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.parametrize("bad", [0.0, math.nan])
+def test_a_batch_of_which_no_gradient_shows_anything_is_taken_and_the_next_is_proved(mode, bad):
+    x, y = vectors().tensors
+    data = TensorDataset(bad * torch.ones_like(x), y)
+    engine, model, optimizer, criterion, loader = private(nn.Linear(4, 3, bias=False), data, mode=mode)
+    train(model, optimizer, criterion, loader, 2)
+    assert engine.accountant.steps == 2 and not optimizer._proof.open and optimizer._proof._proved == 0
+    data.tensors[0].copy_(x)
+    train(model, optimizer, criterion, loader, 1)
+    assert optimizer._proof._proved > 1
+
+
+def test_the_proof_is_made_again_with_a_batch_of_twice_the_size():
+    """The first draw may be of few."""
+    _, model, optimizer, criterion, loader = private(Mixing(lambda h: h - h.mean(0) if len(h) > 24 else h))
+    train(model, optimizer, criterion, loader, 1)
+    loader.batch_sampler.draw = lambda: torch.arange(N)
+    with pytest.raises(UnsupportedModuleError, match="in the company of 47"):
+        train(model, optimizer, criterion, loader, 1)
 
 
 class Residual(nn.Module):
@@ -205,7 +246,6 @@ GOOD = {
 }
 
 
-@pytest.mark.filterwarnings("error:it could not be proved")
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 @pytest.mark.parametrize("name", GOOD)
 def test_modules_that_treat_examples_one_by_one_are_taken(name, mode):
@@ -269,7 +309,61 @@ def test_a_module_that_keeps_statistics_of_its_examples_is_refused(kind):
             optimizer.step()
 
 
-def test_inputs_that_do_not_say_which_rows_are_examples_are_warned_of():
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_an_embedding_that_renorms_its_rows_is_refused(layer):
+    """The rows of the words that are in a batch would say so, without noise."""
+    model = nn.Sequential(nn.Linear(4, 3), layer(12, 4, max_norm=1.0))
+    before = weights(model)
+    with pytest.raises(ValueError, match="max_norm must be None in an embedding, got 1 in '1'"):
+        private(model)
+    assert torch.equal(before, weights(model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["in place", "data", "replaced", "later"])
+def test_a_forward_pass_that_writes_into_a_weight_is_refused(kind, mode):
+    class Writing(nn.Linear):
+        passes = 0
+
+        def forward(self, x):
+            Writing.passes += 1
+            with torch.no_grad():
+                if kind == "in place":
+                    torch.sub(self.weight, x.mean(), out=self.weight)
+                elif kind == "data":
+                    self.weight.data.sub_(x.mean())  # which no version counts
+                elif kind == "replaced":
+                    self.weight.data = self.weight.data - x.mean()
+                elif Writing.passes > 300:
+                    self.weight.sub_(x.mean())
+            return super().forward(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.writing, self.last = Writing(4, 4), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.last(self.writing(x))
+
+    Writing.passes = 0
+    _, model, optimizer, criterion, loader = private(Outer(), mode=mode)
+    with pytest.raises((ValueError, RuntimeError)) as refused:
+        Writing.passes += 290 * (kind == "later")
+        train(model, optimizer, criterion, loader, 4)
+    assert isinstance(refused.value, ValueError) or mode == "ew"
+
+
+@pytest.mark.parametrize("spoil", [lambda y: y + 3, lambda y: y.float(), lambda y: y.int()])
+def test_targets_that_the_criterion_of_ghost_mode_does_not_take_are_refused_in_words(spoil):
+    """In the other modes the loss is the loop's own, and so is its error."""
+    x, y = vectors().tensors
+    _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), TensorDataset(x, spoil(y)), mode="ghost")
+    with pytest.raises(ValueError, match="criterion must take the module's outputs and the targets"):
+        train(model, optimizer, criterion, loader)
+
+
+def test_inputs_that_do_not_say_which_rows_are_examples_are_refused_unless_your_word_is_given():
     class Boxed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -282,9 +376,21 @@ def test_inputs_that_do_not_say_which_rows_are_examples_are_warned_of():
         def __init__(self, x):
             self.x = x
 
-    _, model, optimizer, criterion, loader = private(Boxed())
-    with pytest.warns(RuntimeWarning, match="could not be proved"):
+    engine, model, optimizer, criterion, loader = private(Boxed())
+    with pytest.raises(ValueError, match="could not be proved .* prove=False takes on your word"):
         train(lambda x: model(Box(x)), optimizer, criterion, loader, 1)
+    assert engine.accountant.steps == 0
+    engine, model, optimizer, criterion, loader = private(Boxed(), prove=False)
+    train(lambda x: model(Box(x)), optimizer, criterion, loader, 1)
+    assert engine.accountant.steps == 1
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_inputs_of_another_type_than_the_models_are_refused_in_words(mode):
+    x, y = vectors().tensors
+    _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), TensorDataset(x.double(), y), mode=mode)
+    with pytest.raises(ValueError, match="data must have the model's type, torch.float32, but its inputs are"):
+        train(model, optimizer, criterion, loader)
 
 
 @pytest.mark.parametrize("mode", MODES)
