@@ -190,7 +190,7 @@ def test_a_page_of_exhibits_has_each_in_the_papers_order_at_the_place_that_the_s
     assert sections[::2] == names
     for id, section in zip(names, sections[1::2]):
         assert section.startswith("\n## "), f"{id}: a heading follows its anchor"
-        shows = re.findall(r'exhibits\.show\("([^"]+)"', section)
+        shows = re.findall(r'exhibits\.show\(\s*"([^"]+)"', section)
         assert shows == [id], f"{id}: one cell shows it, and no other"
     for one in scoreboard.standings(slug):
         assert one.place.page == f"book/papers/{slug}-exhibits"
