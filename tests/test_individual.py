@@ -507,6 +507,10 @@ def test_few_norms_of_many_examples_are_accounted_for_in_blocks_without_a_table_
 def test_accounts_where_a_step_shows_who_was_in_it_fit_in_memory(noise, rounding):
     run = dict(sample_rate=0.01, noise_multiplier=noise)
     accountant = IndividualAccountant(4, **run, max_grad_norm=0.5, rounding=rounding)
+    assert accountant.epsilon(1e-5).tolist() == [0.0] * 4
+    accountant.record([0.0] * 4, steps=3)
+    assert accountant.epsilon(1e-5).tolist() == [0.0] * 4
+    accountant = IndividualAccountant(4, **run, max_grad_norm=0.5, rounding=rounding)
     accountant.record([0.5, 0.2, 0.1, 0.0], steps=10)
     everybody, smaller, least, none = accountant.epsilon(1e-5).tolist()
     assert everybody == compute_epsilon(**run, steps=10, delta=1e-5) and none == 0

@@ -205,7 +205,7 @@ class IndividualAccountant(Recorded):
         return self._epsilon(delta).clamp(max=everybody)
 
     def _epsilon(self, delta):
-        if self._by_levels and self.noise_multiplier < revealed.LITTLE_NOISE:
+        if self._by_levels and len(self._levels) and self.noise_multiplier < revealed.LITTLE_NOISE:
             return self._of_largest(delta)
         if self.accountant == "pld":
             return epsilon_of_histories(

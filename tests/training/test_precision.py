@@ -260,7 +260,7 @@ def test_runs_side_by_side_are_those_of_train_in_it_and_shares_keep_to_the_clip_
         )
 
     found = side_by_side("bf16")
-    assert not torch.equal(found.vectors, side_by_side(None).vectors)
+    assert found._identity()["precision"] == "bf16" and not torch.equal(found.vectors, side_by_side(None).vectors)
     for run in range(2):
         alone = copy.deepcopy(model)
         optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
