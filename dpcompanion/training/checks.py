@@ -44,18 +44,24 @@ def _held(model):
 
 
 def noted(model, *, values):
-    """Buffers and parameters of a model now, for `check_untouched`: tensors, their versions and, if asked for, copies.
+    """Buffers and parameters of a model now, for `check_untouched`: tensors, their versions, their places in memory
+    and, if asked for, copies.
 
-    Versions cost nothing, and miss what is written through `.data`; to compare values waits for a device.
+    Versions and places cost nothing, and miss what is written into `.data`; to compare values waits for a device.
     """
     return {
-        what: (t, t._version, t.detach().clone() if values and not t.is_meta else None)
+        what: (t, t._version, _place(t), t.detach().clone() if values and not t.is_meta else None)
         for what, t in _held(model).items()
     }
 
 
+def _place(t):
+    return t.data_ptr() if t.layout is torch.strided else None  # what is sparse has no place of its own
+
+
 def _same(a, b):
     """Whether two tensors hold the same numbers, NaN where NaN is."""
+    a, b = a.to_dense(), b.to_dense()
     return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
 
 
@@ -63,8 +69,9 @@ def check_untouched(model, before, *, name="model", buffers=True):
     """No pass has changed a parameter since `noted`, as a layer does that initialises itself from the first examples
     that it sees, nor (unless `buffers` are let be) a buffer."""
     for what, t in _held(model).items():
-        was, version, value = before.get(what, (None, None, None))
-        changed = was is not t or version != t._version or value is not None and not _same(value, t)
+        was, version, place, value = before.get(what, (None,) * 4)
+        changed = was is not t or (version, place) != (t._version, _place(t))
+        changed = changed or value is not None and not _same(value, t)
         if changed and (buffers or isinstance(t, torch.nn.Parameter)):
             raise ValueError(
                 f"{name} must keep no statistics of its examples, but training changes {what}, which no noise covers"
@@ -83,7 +90,7 @@ def probing(model):
             for place, own in places:
                 place.update(own)
             with torch.no_grad():
-                for t, _, value in before.values():
+                for t, _, _, value in before.values():
                     if isinstance(t, torch.nn.Parameter) and value is not None and not _same(value, t):
                         t.copy_(value)
 

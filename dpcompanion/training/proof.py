@@ -325,7 +325,7 @@ def buffers_kept(model):
             place.update(own)
         with torch.no_grad():
             for b, value in before:
-                if not torch.equal(b, value):
+                if not torch.equal(b.to_dense(), value.to_dense()):
                     b.copy_(value)
 
 
