@@ -263,17 +263,20 @@ def test_many_distinct_norms_are_a_bound_between_the_exact_account_and_a_fine_gr
     assert (found <= recorded(norms, rounding=0.01, accountant="pld").epsilon(1e-5) * 1.001).all()
 
 
-def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_bound(monkeypatch):
-    monkeypatch.setattr("dpcompanion.accounting.levels.DISTINCT", 50)
+@pytest.mark.parametrize("limit", [dict(DISTINCT=50), dict(_COUNTS=50 * 30, _LEAST=1)])
+def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_bound(limit, monkeypatch):
+    for name, value in limit.items():
+        monkeypatch.setattr(f"dpcompanion.accounting.levels.{name}", value)
+    finest = finest_levels(30)
     norms = history(30, 4, seed=3)
     few, all_at_once = (IndividualAccountant(30, **RUN, rounding=None) for _ in range(2))
     for update in norms:
         few.record(update[:10], steps=3, examples=range(10))
-    assert len(few.levels) <= 50 and not torch.equal(few.levels, finest_levels())
+    assert len(few.levels) <= 50 == len(finest) and not torch.equal(few.levels, finest)
     for update in norms:
         few.record(update[10:], steps=3, examples=range(10, 30))
         all_at_once.record(update, steps=3)
-    assert torch.equal(few.levels, finest_levels()) and torch.equal(all_at_once.levels, finest_levels())
+    assert torch.equal(few.levels, finest) and torch.equal(all_at_once.levels, finest)
     assert torch.equal(few.epsilon(1e-5), all_at_once.epsilon(1e-5))
     exact = direct(norms, 3, 1e-5)
     assert (few.charged(norms[0]) >= norms[0].clamp(max=0.7) * (1 - 1e-12)).all()
@@ -284,7 +287,7 @@ def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_b
     rest.load_state_dict(few.state_dict())
     part.merge(rest)
     rest.merge(recorded(norms[:1], rounding=None))
-    assert torch.equal(part.epsilon(1e-5), rest.epsilon(1e-5)) and torch.equal(part.levels, finest_levels())
+    assert torch.equal(part.epsilon(1e-5), rest.epsilon(1e-5)) and torch.equal(part.levels, finest)
 
 
 @settings(max_examples=20, deadline=None)

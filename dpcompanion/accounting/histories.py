@@ -41,7 +41,9 @@ from .pld import _HAIR, _LOG_CAPPED, _TRANSFORM, _WINDOW_LOG_TAIL
 #: What discretisation may add to epsilon, relatively.
 TOLERANCE = 1e-3
 
+_BLOCK = 1 << 27  # counts, of some histories at all levels, that are worked on at a time
 _BUCKET = 1.5  # histories whose epsilons lie within this factor share a grid
+_ASKED = 512  # histories that try all tilts, where there are many
 _IMPOSSIBLE = 1e30  # stands for an infinite moment, so that none times it is none
 _LARGEST_GRID = 1 << 20
 _LARGEST_TABLE = 1 << 23  # complex numbers in one table of frequencies
@@ -83,25 +85,30 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     if sample_rate == 1:
         from .gaussian import gaussian_epsilon
 
-        squares = (counts.double() / torch.tensor(levels, dtype=torch.float64) ** 2).sum(dim=1)
+        each = 1 / torch.tensor(levels, dtype=torch.float64) ** 2
+        squares = torch.cat([part.double() @ each for part in counts.split(_ROWS)])
         return gaussian_epsilon(torch.sqrt(squares) * (1 + 2.0**-50), delta / _HAIR)
     epsilon = torch.zeros(len(counts), dtype=torch.float64)
-    used = counts.any(dim=0).nonzero()[:, 0]
+    used = counts.amax(dim=0).nonzero()[:, 0] if len(counts) else ()
     if not len(used):
         return epsilon
-    busy = counts.any(dim=1).nonzero()[:, 0]
-    log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(counts.sum(dim=1).max()))
+    log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(_totals(counts).max()))
     own = {1 / levels[j]: levels[j] for j in used.tolist()}
     between = Levels.between(
         [1 / levels[j] for j in used.tolist()], most=len(used) if len(used) <= _MOST_LEVELS else _NODES
     )
-    for direction in DIRECTIONS:
-        steps = {
+    steps = [
+        {
             node: _Step(sample_rate, own.get(node, 1 / node), direction, log_capped)
             for node in between.sensitivities.tolist()
         }
-        found = _one_direction(counts[busy][:, used], between, steps, float(delta))
-        epsilon[busy] = torch.maximum(epsilon[busy], found)
+        for direction in DIRECTIONS
+    ]
+    block = max(_BLOCK // len(used), 1)
+    for part, found in zip(counts.split(block), epsilon.split(block)):
+        part, which = _distinct(part[:, used])
+        for own_steps in steps:
+            torch.maximum(found, _one_direction(part, between, own_steps, float(delta))[which], out=found)
     return epsilon
 
 
@@ -110,9 +117,30 @@ def _moments(counts, table):
     return counts.double() @ table.clamp(max=_IMPOSSIBLE)
 
 
+def _distinct(counts):
+    """The distinct rows, and which of them each row is. Of two rows that are told apart for no reason both are kept."""
+    weights = torch.rand(counts.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    marks, which = torch.cat([part.double() @ weights for part in counts.split(_ROWS)]).unique(return_inverse=True)
+    if 2 * len(marks) > len(counts):
+        return counts, torch.arange(len(counts))
+    first = torch.zeros(len(marks), dtype=torch.int64).index_copy_(0, which, torch.arange(len(counts)))
+    rows = counts[first]
+    # Two rows that differ may have the same mark.
+    other = torch.cat(
+        [(part != rows[own]).any(dim=1) for part, own in zip(counts.split(_ROWS), which.split(_ROWS))]
+    ).nonzero()[:, 0]
+    which[other] = torch.arange(len(other)) + len(rows)
+    return torch.cat([rows, counts[other]]), which
+
+
+def _totals(counts):
+    """The steps of each history."""
+    return torch.cat([part.double().sum(dim=1) for part in counts.split(_ROWS)])
+
+
 def _one_direction(counts, levels, steps, delta):
     """Epsilon of histories, counts (n, levels); `steps` are those at the nodes of the levels, by sensitivity."""
-    total = counts.sum(dim=1).double()
+    total = _totals(counts)
     spread = math.sqrt(float(total.max())) * max(step.std for step in steps.values())
     narrow = min(step.std for step in steps.values())
     tilts = torch.from_numpy(np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(narrow, 1.0), 160))
@@ -127,53 +155,83 @@ def _one_direction(counts, levels, steps, delta):
     # A little less than delta leaves room for the capped losses.
     bonus = -math.log(delta * (1 - 2 * math.exp(_LOG_CAPPED))) - torch.log1p(tilts)
     # Chernoff's bound with the factor of Balle et al. (as in `pld`): where to look first.
-    guess = torch.cat(
-        [
-            ((_moments(part, mgf) + bonus) / tilts - torch.log1p(1 / tilts)).min(dim=1).values
-            for part in counts.split(_ROWS)
-        ]
+    guess, at = _least(
+        counts, mgf, lambda moments, rows, of: (moments + bonus[of]) / tilts[of] - torch.log1p(1 / tilts[of])
     )
-    result = guess.clamp(min=0.0)
+    result = torch.where(total > 0, guess.clamp(min=0.0), 0.0)
     floor = 1e-9 / float(tilts[-1])
     open_ = (result > floor).nonzero()[:, 0]
+    own = tilts[at[open_]]  # where the guess is least, a smaller epsilon has the least bound on delta, too
     for _ in range(6):
         if not len(open_):
             break
-        own = torch.cat(
-            [
-                tilts[
-                    (
-                        _moments(part, mgf) - tilts * (epsilon[:, None] + torch.log1p(1 / tilts)) - torch.log1p(tilts)
-                    ).argmin(dim=1)
-                ]
-                for part, epsilon in zip(counts[open_].split(_ROWS), result[open_].split(_ROWS))
-            ]
-        )
-        keys = torch.stack((torch.log(result[open_]) / math.log(_BUCKET), torch.log2(own)), dim=1).floor()
+        sizes, places = torch.log(result[open_]) / math.log(_BUCKET), torch.log2(own)
+        keys = sizes.floor().long() * 2**20 + places.floor().long()
         again = []
-        for key in keys.unique(dim=0):
-            here = (keys == key).all(dim=1)
+        for key in keys.unique():
+            here = keys == key
             members = open_[here]
-            low, found = _bucket(counts[members], levels, steps, result[members], float(own[here].min()), delta)
+            low, found = _bucket(
+                counts[members], total[members], levels, steps, result[members], float(own[here].min()), delta
+            )
             # The guess is itself a bound; what lies below the bucket's range is looked at again, on a finer grid.
             result[members] = torch.minimum(result[members], found)
             again.append(members[(found < low) & (found > floor)])
         open_ = torch.cat(again)
+        epsilon = result[open_][:, None]
+        _, at = _least(
+            counts[open_],
+            mgf,
+            lambda moments, rows, of: (
+                moments - tilts[of] * (epsilon[rows] + torch.log1p(1 / tilts[of])) - torch.log1p(tilts[of])
+            ),
+        )
+        own = tilts[at]
     return result
 
 
-def _bucket(counts, levels, steps, guess, tilt, delta):
+def _least(counts, table, value):
+    """The least of `value` over the columns of a table, and which column it is, for each history (n,).
+
+    `value` gets some histories' moments (m, k), which histories they are and which columns. Some histories are asked
+    about all columns, the others about those in between which these have their least, and about all if they have it at
+    an end or find nothing possible.
+    """
+    everywhere = torch.arange(table.shape[1])
+    least = torch.full((len(counts),), math.inf, dtype=torch.float64)
+    at = torch.zeros(len(counts), dtype=torch.int64)
+
+    def ask(rows, columns):
+        for part in rows.split(_ROWS):
+            least[part], which = value(_moments(counts[part], table[:, columns]), part, columns).min(dim=1)
+            at[part] = columns[which]
+
+    rows = torch.arange(len(counts))
+    if len(counts) <= _ROWS:
+        ask(rows, everywhere)
+        return least, at
+    ask(rows[:: len(counts) // _ASKED], everywhere)
+    asked = at[:: len(counts) // _ASKED]
+    some = everywhere[max(int(asked.min()) - 1, 0) : int(asked.max()) + 2]
+    ask(rows, some)
+    if len(some) < len(everywhere):
+        beside = (at == some[0]) | (at == some[-1]) | (least > 1e-9 * _IMPOSSIBLE)
+        ask(beside.nonzero()[:, 0], everywhere)
+    return least, at
+
+
+def _bucket(counts, total, levels, steps, guess, tilt, delta):
     """Epsilon of histories whose guesses and own tilts lie within a factor; also the least epsilon that this grid
     resolves well.
 
     `tilt` is the least of their own. A larger one than its own magnifies what is added to a history's delta, beyond the
     point where its moments explode without limit; a smaller one does not, for the logarithm of the moment is convex.
     """
-    used = counts.any(dim=0).nonzero()[:, 0]
+    used = counts.amax(dim=0).nonzero()[:, 0]
     counts, levels = counts[:, used], levels.only(used)
     steps = [steps[node] for node in levels.sensitivities.tolist()]
     top, low = float(guess.max()), float(guess.min()) / 2
-    most = float(counts.sum(dim=1).max())
+    most = float(total.max())
     start, stop, _ = _window(counts, levels, steps, tilt, 0.0)
     # Four fifths of the tolerance would be the average; the rest covers what the chords add.
     interval = min(math.sqrt(12 * 0.8 * TOLERANCE * low / (most * (1 + tilt))), 0.2 / tilt)
@@ -191,23 +249,33 @@ def _bucket(counts, levels, steps, guess, tilt, delta):
     grid = torch.linspace(0.6 * low, top, max(2, points) + 1, dtype=torch.float64)
     grid = torch.cat([torch.zeros(1, dtype=torch.float64), grid])
     payoff, heaviest = _payoffs(grid, first, size, interval, tilt, kept)
-    results = []
-    for part in counts.double().split(max(1, min(_ROWS, _LARGEST_TABLE // kept))):
+    found, ratio = torch.empty(len(counts), dtype=torch.float64), 0.0
+    # Of those with like guesses in turn: their epsilons lie on the same few points of the grid.
+    for rows in guess.argsort().split(max(1, min(_ROWS, _LARGEST_TABLE // kept))):
+        part, steps_taken = counts[rows].double(), total[rows][:, None]
         phases = part @ log_phi.imag
         modulus = torch.exp(part @ log_modulus)
-        value = (modulus * torch.cos(phases)) @ payoff.real + (modulus * torch.sin(phases)) @ payoff.imag
+        real, imaginary = modulus * torch.cos(phases), modulus * torch.sin(phases)
         # Rounding errors of a power grow with it, and are relative to the bulk, not to the value.
-        slack = outside + part.sum(dim=1) * (cut + _TRANSFORM) + 1e-14 + 2 * kept / size * _lost(tilt, interval)
-        if kept <= size // 2:
-            tail = torch.exp(part @ beyond(kept)) * 2 * (size // 2 + 1 - kept) / size
-            slack = slack[:, None] + tail[:, None] * heaviest
-        else:
-            slack = slack[:, None]
-        value = value.clamp(min=0) + slack
-        log_deltas = part @ log_mass - tilt * grid + torch.log(value)
-        capped = part.sum(dim=1, keepdim=True) * math.exp(steps[0].log_capped)
-        results.append(_read_off(torch.exp(log_deltas.clamp(max=0.0)) + capped, grid, delta))
-    return 0.6 * low, torch.cat(results)
+        slack = outside + steps_taken * (cut + _TRANSFORM) + 1e-14 + 2 * kept / size * _lost(tilt, interval)
+        left_out = size // 2 + 1 - kept
+        tail = torch.exp(part @ beyond(kept))[:, None] * 2 * left_out / size if left_out else torch.zeros_like(slack)
+        masses, capped = part @ log_mass, steps_taken * math.exp(steps[0].log_capped)
+
+        def on(points):
+            value = real @ payoff.real[:, points] + imaginary @ payoff.imag[:, points]
+            value = value.clamp(min=0) + slack + tail * heaviest[points]
+            log_deltas = masses - tilt * grid[points] + torch.log(value)
+            return _read_off(torch.exp(log_deltas.clamp(max=0.0)) + capped, grid[points], delta)
+
+        least, most = float(guess[rows[0]]) * ratio, float(guess[rows[-1]])
+        first, last = (int(torch.searchsorted(grid, end)) for end in (least, most))
+        first = max(first - 2, 0)
+        own = on(slice(first, last + 1))
+        if first and bool((own <= grid[first]).any()):
+            own = on(slice(None))
+        found[rows], ratio = own, 0.98 * float((own / guess[rows]).min())
+    return 0.6 * low, found
 
 
 def _transforms(levels, steps, size, interval, tilt):
@@ -249,12 +317,8 @@ def _window(counts, levels, steps, tilt, interval):
     here = torch.tensor([tilt], dtype=torch.float64)
     base = levels.blend(torch.stack([step.log_mgf(here) for step in steps]))
     # Of a mixture somewhat less than its own, which only chooses where to look.
-    variance = float(
-        (
-            counts.double()
-            @ torch.tensor([step.tilted_variance(tilt) for step in steps], dtype=torch.float64)[levels.high]
-        ).max()
-    )
+    variances = torch.tensor([step.tilted_variance(tilt) for step in steps], dtype=torch.float64)[levels.high]
+    variance = max(float((part.double() @ variances).max()) for part in counts.split(_ROWS))
     few, many = sorted((tilt, 1 / max(math.sqrt(variance), 1e-6 / tilt)))
     offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(20 * math.log10(1e3 * many / few))))
     ends = []
@@ -262,9 +326,7 @@ def _window(counts, levels, steps, tilt, interval):
         tilts = tilt + sign * offsets
         of_the_grid = (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
         rise = levels.blend(torch.stack([step.log_mgf(tilts) for step in steps])) - base + of_the_grid
-        reach = torch.cat(
-            [((_moments(part, rise) - _WINDOW_LOG_TAIL) / offsets).min(dim=1).values for part in counts.split(_ROWS)]
-        )
+        reach, _ = _least(counts, rise, lambda moments, rows, of: (moments - _WINDOW_LOG_TAIL) / offsets[of])
         ends.append(float(reach.max()))
     return -ends[1], ends[0], 2 * math.exp(_WINDOW_LOG_TAIL)
 

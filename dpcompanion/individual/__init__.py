@@ -11,7 +11,7 @@ the epsilons of all examples, by RDP or by privacy loss distributions (`accounti
 both are still cheap, and still bounds.  RDP at each order is convex in :math:`x = (c/C)^2`, so a chord between two
 nodes of a table lies above it, and a norm adds two weights to its example's row.  Loss distributions take up to 2,048
 distinct norms as they are, each as a mixture of two nodes (`accounting.levels`); where there are more, norms are
-rounded up to a grid of as many, less than 0.001 C apart.
+rounded up to a grid of as many, less than 0.001 C apart; of more than half a million examples to a coarser one.
 
 What the number is: an account along the realised trajectory ("output-specific", theorem 3.1 of Yu et al. 2023).  It is
 exact along it where gradients are clipped to the recorded norms, an estimate where these are merely observed.  It

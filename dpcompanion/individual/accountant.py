@@ -33,7 +33,8 @@ class IndividualAccountant(Recorded):
         noise_multiplier: noise over `max_grad_norm`, above 0.
         max_grad_norm: the clip norm C, above 0; longer norms are taken as C.
         rounding: r as a share of C, in (0, 1]; None for none, so far as the accountant allows: "rdp" takes each norm as
-            it is, "pld" up to 2,048 distinct ones; if more are recorded, all are rounded up, by less than 0.001 C.
+            it is, "pld" up to 2,048 distinct ones; if more are recorded, all are rounded up, by less than 0.001 C (for
+            more than half a million examples by less than n C / 5e8, so that counts take about 2 GB).
         accountant: "pld", which is tight, or "rdp", which is fast.
         device: where the account is kept; norms may come from anywhere.
 

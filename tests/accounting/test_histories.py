@@ -7,7 +7,7 @@ import pytest
 import torch
 from dp_accounting.pld import privacy_loss_distribution
 
-from dpcompanion.accounting import compute_epsilon, gaussian_epsilon
+from dpcompanion.accounting import compute_epsilon, gaussian_epsilon, histories
 from dpcompanion.accounting.histories import epsilon_of_histories
 
 
@@ -86,6 +86,42 @@ def test_no_steps_cost_nothing_and_the_order_of_histories_does_not_matter():
     assert found[0] == 0 and found[1] == found[4] and found[2] > found[1] > found[3] >= 0
     assert torch.allclose(epsilon_of_histories(counts.flip(0), **given), found.flip(0), rtol=1e-9, atol=0)
     assert (epsilon_of_histories(torch.zeros(3, 2), **given) == 0).all()
+
+
+@functools.cache
+def some():
+    generator = torch.Generator().manual_seed(1)
+    counts = torch.randint(0, 300, (600, 12), generator=generator)
+    # Some have none of the higher levels, whose tilts are of another size, and some are the same.
+    counts[:200, 3:] = 0
+    counts[200:220, 1:] = 0
+    counts[220:230] = 0
+    counts[500:] = counts[400:500]
+    run = dict(sample_rate=0.02, noise_multipliers=[20.0 / (k + 1) for k in range(12)], delta=1e-5)
+    return counts, run, epsilon_of_histories(counts, **run)
+
+
+@pytest.mark.parametrize("changed", [dict(_ROWS=64, _ASKED=64), dict(_ROWS=64, _ASKED=4), dict(_BLOCK=100 * 12)])
+def test_in_parts_of_any_size_histories_cost_what_they_cost_together(changed, monkeypatch):
+    counts, run, together = some()
+    for name, value in changed.items():
+        monkeypatch.setattr(histories, name, value)
+    parts = epsilon_of_histories(counts, **run)
+    # Those of a block share grids, so that other blocks have others: either is off by at most a thousandth.
+    torch.testing.assert_close(parts, together, rtol=1e-3 if "_BLOCK" in changed else 1e-9, atol=0)
+
+
+def test_only_rows_that_are_the_same_are_taken_for_the_same(monkeypatch):
+    counts, run, found = some()
+    rows, which = histories._distinct(counts)
+    assert torch.equal(rows[which], counts)
+    few = counts[400:410].repeat(20, 1)
+    rows, which = histories._distinct(few)
+    assert torch.equal(rows[which], few) and len(rows) == 10
+    # Where all have the same mark.
+    monkeypatch.setattr(torch, "rand", lambda *size, generator, dtype: torch.full(size, 0.0, dtype=dtype))
+    rows, which = histories._distinct(counts)
+    assert torch.equal(rows[which], counts)
 
 
 def test_full_batches_are_one_gaussian_mechanism():
