@@ -84,8 +84,10 @@ def probing(model):
     places, before = [(m._parameters, dict(m._parameters)) for m in model.modules()], noted(model, values=True)
     with proof.buffers_kept(model):
         try:
-            yield
-            check_untouched(model, before, buffers=False)
+            try:
+                yield
+            finally:  # that something was written is said first: what else fails may come of it
+                check_untouched(model, before, buffers=False)
         finally:
             for place, own in places:
                 place.update(own)
@@ -123,6 +125,29 @@ def check_types(model, x):
             )
 
 
+def check_sums(model):
+    """The model's trainable parameters have at least the digits of float32: in their type clipped gradients are added
+    up, and where a sum of thousands of them is rounded to bfloat16, one example moves it by several clip norms."""
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.element_size() < 4:
+            raise ValueError(
+                f"model must have trainable parameters in float32 or float64, in which clipped gradients are added up, "
+                f"but {name!r} is {p.dtype}; use model.float(), with precision='bf16' for speed, or a plan with "
+                "arithmetic='float'"
+            )
+
+
+def check_trained(model, parameters):
+    """The trainable parameters are those with which a run began, {name: parameter}."""
+    now = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if now.keys() != parameters.keys() or any(p is not parameters[name] for name, p in now.items()):
+        differ = sorted(name for name in now.keys() | parameters.keys() if now.get(name) is not parameters.get(name))
+        raise ValueError(
+            "model must keep its trainable parameters while it is trained, but these were frozen, unfrozen or "
+            f"exchanged: {', '.join(differ)}; train one after the other, each with a plan of its own"
+        )
+
+
 def check_optimizer(optimizer, model):
     """The optimizer holds every trainable parameter of the model, nothing of another, and needs no closure."""
     own = {p: name for name, p in model.named_parameters()}
@@ -148,7 +173,7 @@ def try_out(model, loss, x, y):
     x, y, described = x[:2], y[:2], f"inputs of {x.dtype} and shape {tuple(x.shape)}, targets of {y.dtype}"
     with probing(model), torch.no_grad(), proof.evaluating(model):
         try:
-            losses = loss(model(x), y)
+            losses = loss(model(x.clone()), y)
         except (RuntimeError, TypeError, IndexError) as error:
             raise ValueError(f"model and loss must accept the data ({described}), but fail: {error}") from error
     check_losses(losses, len(x))

@@ -105,6 +105,8 @@ def check_precision(precision, model, device, method="auto", precise=False):
 def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, precise=False):
     checks.check_data(x, y)
     checks.check_types(model, x)
+    if max_grad_norm is not None and not precise:
+        checks.check_sums(model)
     check_precision(precision, model, x.device, method, precise)
     if chunk is not None:
         _checks.whole_number("chunk", chunk, 1)
@@ -235,6 +237,7 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
         return "func" if method == "auto" else method
     checks.try_out(model, loss, x, y)
     with checks.probing(model):
+        proof.check_forgets(model, loss, x, y)
         return _proved(model, loss, x, y, method, precision, precise)
 
 
@@ -245,8 +248,8 @@ def _proved(model, loss, x, y, method, precision, precise):
     chosen = "mixed" if method == "auto" else method
     way = _held(chosen) if precise else chosen
 
-    def claimed(x, y, precision=None):
-        found = layerwise(model, loss, x, y, math.inf, way, precision=precision)
+    def claimed(x, y, limits, precision=None):
+        found = layerwise(model, loss, x, y, limits, way, precision=precision)
         return found.norms, found.gradients
 
     try:
@@ -264,7 +267,7 @@ def _try_func(model, loss, x, y):
     proof.check_stateless(model, loss, x, y)
     try:
         with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
-            per_example_gradients(model, loss, x[:2], y[:2])
+            per_example_gradients(model, loss, x[:2].clone(), y[:2])
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -273,8 +276,8 @@ def _try_func(model, loss, x, y):
             f"opacus.layers has some that are), but: {error}"
         ) from error
 
-    def claimed(x, y):
-        found = functional(model, loss, x, y, math.inf)
+    def claimed(x, y, limits):
+        found = functional(model, loss, x, y, limits)
         return found.norms, found.gradients
 
     try:

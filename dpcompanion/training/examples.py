@@ -45,7 +45,7 @@ class Tensors:
 
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Those from `start` to before `stop`."""
-        return self.x[start:stop], self.y[start:stop]
+        return self.x[start:stop].clone(), self.y[start:stop]  # a model may overwrite what it is given
 
     @property
     def probe(self) -> tuple[torch.Tensor, torch.Tensor]:

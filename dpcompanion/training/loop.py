@@ -135,7 +135,11 @@ def train(
     if checkpoint is not None and seed is not None:
         note_seeds(checkpoint.path, [(loop.seed, loop.data_digest)])
     run = loop.run
-    with bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance, deferred_interrupt() as interrupted:
+    with (
+        loop.stepping_alone(),
+        bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance,
+        deferred_interrupt() as interrupted,
+    ):
         while run.step < plan.steps:
             loop.step()
             with loop.modes_kept():
@@ -176,6 +180,8 @@ class _Loop:
         _checks.one_of("method", method, clipping.METHODS)
         clipping.check_model(model)
         checks.check_types(model, examples.probe[0])
+        if plan.arithmetic == "real":
+            checks.check_sums(model)
         checks.check_optimizer(optimizer, model)
         self.physical_batch_size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
         self.seed = seed if seed is None else _checks.seed("seed", seed)
@@ -222,6 +228,21 @@ class _Loop:
         )
         self.run = Run(plan, model, optimizer, history)
         self.looked = False  # whether a step was seen to leave no trace, by values
+        self.stepping = False
+
+    @contextlib.contextmanager
+    def stepping_alone(self):
+        """During the run its optimizer takes the run's own steps only: a gradient from elsewhere has no noise."""
+
+        def check(optimizer, args, kwargs):
+            if not self.stepping:
+                raise ValueError("optimizer must be stepped by train alone while it runs, but a callback steps it, too")
+
+        hook = self.run.optimizer.register_step_pre_hook(check)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def step(self):
         run, plan = self.run, self.run.plan
@@ -243,6 +264,7 @@ class _Loop:
             drawn, limits = drawn[taking], limits[taking]
             indices = sent(drawn, self.device)
         run.indices = indices
+        checks.check_trained(run.model, self.parameters)
         before = checks.noted(run.model, values=not self.looked)
         self.looked = True
         with self._own_randomness("examples"):
@@ -266,7 +288,9 @@ class _Loop:
             p.grad = piece.view_as(p).to(p.dtype)
         for t in checks.untrained(run.model).values():
             t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
+        self.stepping = True
         run.optimizer.step()
+        self.stepping = False
         run.norms = total.norms
         self.dropped += (total.norms.isinf() & taking if away else total.norms.isinf()).sum()
         run.history.batch_sizes[run.step] = taking.sum() if away else len(drawn)

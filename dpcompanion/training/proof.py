@@ -9,13 +9,17 @@ compares.  It is made once a run, so it can afford to be strict:
 * Tolerances are relative: a well fitted example, whose gradient is small, is proved like any other.
 * Training mode is proved like evaluation mode, as it may compute something else. What is drawn at random there is
   drawn alike by all that is compared, so that neither dropout nor noise hides anything.
-* All is proved twice, with the weights that the model has and with weights nearby: behind a weight of zero, as in
-  residual blocks at their start, a wrong gradient looks right.
+* All is proved twice, with the weights that the model has and with weights nearby: behind a weight of next to zero, as
+  in residual blocks at their start, a wrong gradient looks right. The second time there is an example less, and the
+  others come the other way round: what takes another axis for that of the examples may find as many there by chance,
+  and what sorts them may find them sorted.
+* Each example is clipped to another share of its gradient, so that whose gradient is whose is proved too, and each
+  parameter's gradient is looked at by itself.
 
 >>> from dpcompanion.training import clipping
 >>> model, x, y = torch.nn.Linear(3, 2), torch.randn(50, 3), torch.arange(50) % 2
->>> def half(x, y):
-...     found = clipping.clipped_sum(model, clipping.cross_entropy, x, y, 1e9)
+>>> def half(x, y, limits):
+...     found = clipping.clipped_sum(model, clipping.cross_entropy, x, y, limits)
 ...     return found.norms / 2, found.gradients
 >>> prove(model, clipping.cross_entropy, x, y, half)
 Traceback (most recent call last):
@@ -24,6 +28,7 @@ dpcompanion.training.tensors.Unfit: the norms of gradients are wrong by up to 50
 """
 
 import contextlib
+import math
 import random
 from typing import Any
 
@@ -45,9 +50,9 @@ def prove(model, loss, x, y, claimed):
         model: a module, on the device of x; it is put into evaluation mode for the proof, and back.
         loss: (outputs, targets) -> (n,).
         x, y: tensors of examples to choose from; at most 64 rows, evenly spread, are looked at.
-        claimed: (x, y) -> (norms (k,), {name: sum of the k gradients}) of k examples, without clipping; the names are
-            those of the model's trainable parameters. It is called with the model's weights as they are, then with
-            others.
+        claimed: (x, y, clip norms (k,)) -> (norms (k,), {name: sum of the k clipped gradients}) of k examples; the
+            names are those of the model's trainable parameters. It is called with the model's weights as they are,
+            then with others.
 
     Raises:
         Unfit: a norm or a sum is wrong, or no example has a finite gradient.
@@ -58,17 +63,18 @@ def prove(model, loss, x, y, claimed):
     if not len(rows):
         raise Unfit("no example has a finite gradient, so that nothing can be proved; use method='func'")
     many, (x, y) = (x[rows], y[rows]), (x[rows[:_COMPARED]], y[rows[:_COMPARED]])
+    fewer = x[:-1].flip(0), y[:-1].flip(0)
     check_independence(model, loss, x, y)
     check_company(model, loss, *many)
     with evaluating(model):
         check_independence(model, loss, x, y)
         _compare(model, loss, x, y, claimed)
         with weights_nearby(model):
-            _compare(model, loss, x, y, claimed)
+            _compare(model, loss, *fewer, claimed)
     if any(module.training for module in model.modules()):
         _compare(model, loss, x, y, claimed, together=True)
         with weights_nearby(model):
-            _compare(model, loss, x, y, claimed, together=True)
+            _compare(model, loss, *fewer, claimed, together=True)
 
 
 def losses_in(precision, model, loss, x, y):
@@ -88,8 +94,8 @@ def prove_in(precision, model, loss, x, y, claimed):
     with evaluating(model):
         rows = hardest(model, loss, x, y)[:2]
 
-        def lowered(x, y):
-            return claimed(x, y, precision)
+        def lowered(x, y, limits):
+            return claimed(x, y, limits, precision)
 
         _compare(model, loss, x[rows], y[rows], lowered, precision)
         with weights_nearby(model):
@@ -144,7 +150,8 @@ def gradients_alone(model, loss, x, y, row, precision=None):
         Unfit: if autograd fails, as where a tensor is overwritten that it needs.
     """
     with torch.enable_grad():
-        value = losses_in(precision, model, loss, x[row : row + 1], y[row : row + 1]).sum()
+        # A copy, for a model may overwrite what it is given.
+        value = losses_in(precision, model, loss, x[row : row + 1].clone(), y[row : row + 1]).sum()
         return value.detach(), _gradients(model, value)
 
 
@@ -166,11 +173,13 @@ def _each(model, loss, x, y, precision, together):
 
 
 def _compare(model, loss, x, y, claimed, precision=None, together=False):
+    if not len(x):
+        return
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     sums: list[Any] = [0] * len(names)
-    lengths = []
-    for gradients in _each(model, loss, x, y, precision, together):
-        sums = [total + g for total, g in zip(sums, gradients)]
+    lengths, shares = [], torch.linspace(1, 0, len(x) + 1, dtype=torch.float64)[:-1].to(x.device)
+    for share, gradients in zip(shares.tolist(), _each(model, loss, x, y, precision, together)):
+        sums = [total + share * g for total, g in zip(sums, gradients)]
         lengths.append(torch.stack([g.double().norm() for g in gradients]))
     lengths = torch.stack(lengths)  # (k, parameters)
     norms = lengths.norm(dim=1)
@@ -178,7 +187,7 @@ def _compare(model, loss, x, y, claimed, precision=None, together=False):
         return
     relative, floor = tolerances(sums[0] if precision is None else sums[0].bfloat16())
     with beginning_alike(model, x.device) if together else contextlib.nullcontext():
-        theirs, totals = claimed(x, y)
+        theirs, totals = claimed(x, y, shares * norms)
     errors = (theirs.double() - norms).abs()
     if not (errors <= relative * norms + floor * norms.max()).all():
         worst = 100 * float((errors / norms.max().clamp(min=1e-300)).max())
@@ -260,6 +269,21 @@ def check_stateless(model, loss, x, y):
     ends = [torch.tensor([row]) for row in (0, len(x) - 1, 0)]
     first, _, again = (_losses_alike(model, loss, x, y, row) for row in ends)
     check_repeats(first, again)
+
+
+def check_forgets(model, loss, x, y):
+    """Refuse a model whose losses in evaluation mode depend on what it has seen in training mode, as with statistics
+    that are kept in an attribute, which neither noise covers nor a look at buffers finds."""
+    if any(module.training for module in model.modules()):
+        ends = [torch.tensor([row]) for row in (0, len(x) - 1)]
+        with evaluating(model):
+            first, draws = (_losses_alike(model, loss, x, y, ends[0]) for _ in range(2))
+        for row in ends:
+            _losses_alike(model, loss, x, y, row)
+        with evaluating(model):
+            again = _losses_alike(model, loss, x, y, ends[0])
+        if _alike(first, draws):
+            check_repeats(first, again)
 
 
 def check_repeats(first, again):
@@ -352,12 +376,13 @@ def evaluating(model):
 
 @contextlib.contextmanager
 def weights_nearby(model):
-    """The trainable weights moved at random by 0.3 of their size, those that are all zero by 0.1; then as before."""
+    """The trainable weights moved at random by 0.3 of their size, or of what they would begin with; then as before."""
     generator = torch.Generator().manual_seed(0)
     own = {p: p.data for p in model.parameters() if p.requires_grad}
     try:
         for p, data in own.items():
-            size = 0.3 * data.double().square().mean().sqrt().item() or 0.1
+            usual = 1 / math.sqrt(data[0].numel()) if data.ndim > 1 and len(data) else 0.3
+            size = 0.3 * max(data.double().square().mean().sqrt().item(), usual)
             p.data = data + size * torch.randn(data.shape, generator=generator).to(data)
         yield
     finally:

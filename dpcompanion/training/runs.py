@@ -100,6 +100,7 @@ class Ensemble:
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
         clipping.check_model(self._template)
         checks.check_types(self._template, x)
+        checks.check_sums(self._template)
         checks.try_out(self._template, loss, self.x, self.y)
         checks.check_leaves_no_trace(self._template, self.x[:2])
         own = {name: p for name, p in self._template.named_parameters() if p.requires_grad}

@@ -658,3 +658,48 @@ def test_a_data_set_that_does_not_fit_is_refused(data, words):
     _, plan = problem()
     with pytest.raises(ValueError, match=words):
         run(data, plan, model=network(torch.float32))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_what_is_trained_may_not_change_on_the_way(frozen):
+    data, plan = problem()
+    model = network()
+    model[0].requires_grad_(not frozen)
+
+    def switch(run):
+        model[0].requires_grad_(frozen)
+        cross_entropy(model(data[0]), data[1]).sum().backward()  # whose gradients the optimizer would follow
+
+    before = model[0].weight.detach().clone()
+    with pytest.raises(ValueError, match="must keep its trainable parameters.*0.bias, 0.weight"):
+        run(data, plan, model=model, **extras(on_step=switch))
+    assert frozen is torch.equal(model[0].weight, before)
+
+
+def test_nobody_else_steps_the_optimizer_of_a_run():
+    data, plan = problem()
+
+    def step(run):
+        run.optimizer.zero_grad()
+        cross_entropy(run.model(data[0]), data[1]).sum().backward()
+        run.optimizer.step()
+
+    with pytest.raises(ValueError, match="must be stepped by train alone"):
+        run(data, plan, **extras(on_step=step))
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0)
+    optimizer.step()  # afterwards it is the caller's again
+
+
+def test_a_model_that_overwrites_its_inputs_leaves_the_data_as_they_were():
+    class Normalized(nn.Module):
+        def forward(self, x):
+            return x.sub_(1).div_(2)
+
+    data, plan = problem()
+    before = data[0].clone()
+    model = nn.Sequential(Normalized(), *network())
+    tracker = NormTracker.for_plan(plan, model, cross_entropy, data)
+    run(data, plan, model=model, trackers=[tracker])
+    assert torch.equal(data[0], before)

@@ -116,8 +116,8 @@ def test_prove_accepts_what_is_right_and_leaves_the_model_as_it_was():
     model[0].eval()
     before = {name: p.clone() for name, p in model.named_parameters()}
 
-    def claimed(x, y):
-        found = clipped_sum(model, cross_entropy, x, y, 1e9, method="func")
+    def claimed(x, y, limits):
+        found = clipped_sum(model, cross_entropy, x, y, limits, method="func")
         return found.norms, found.gradients
 
     random = torch.get_rng_state()
@@ -138,8 +138,8 @@ def test_prove_accepts_what_is_right_and_leaves_the_model_as_it_was():
 def test_prove_refuses_what_is_wrong(wrong, message):
     model, (x, y) = nn.Linear(4, 3), examples()
 
-    def claimed(x, y):
-        found = clipped_sum(model, cross_entropy, x, y, 1e9, method="func")
+    def claimed(x, y, limits):
+        found = clipped_sum(model, cross_entropy, x, y, limits, method="func")
         return wrong(found.norms, found.gradients)
 
     with pytest.raises(Unfit, match=message):
@@ -314,3 +314,61 @@ def test_what_draws_for_each_example_alone_is_still_taken_apart_and_no_generator
     states = torch.get_rng_state(), random.getstate()
     assert clipping.resolve_method(model.double(), cross_entropy, examples()[0].double(), examples()[1]) == "mixed"
     assert torch.equal(states[0], torch.get_rng_state())
+
+
+class Sorted(nn.Module):
+    """Examples in another order for a small part of the way, as code for sequences sorts them by length."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.inner, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+        self.small = nn.Linear(6, 6, bias=False)
+        nn.init.normal_(self.small.weight, std=size)
+        self.first = nn.Linear(6, 6)
+
+    def forward(self, x):
+        h, order = self.first(x), x[:, 0].argsort()
+        return self.head(h + self.small(self.inner(h[order]).tanh()[order.argsort()]))
+
+
+class Places(nn.Module):
+    """Something that has as many rows as the proof has examples, and is none of theirs."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.places = nn.Linear(6, 4), nn.Embedding(4, 1)
+
+    def forward(self, x):
+        return self.linear(x) + self.places(torch.arange(4))[:, 0]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("build", [lambda: Sorted(1e-3), lambda: Sorted(1e-6), Places])
+def test_gradients_that_are_right_but_somebody_elses_are_found(build, seed):
+    torch.manual_seed(seed)
+    model, x, y = build(), torch.randn(40, 6), torch.arange(40) % 3
+    with pytest.raises(Unfit, match="mixed"):
+        clipping.resolve_method(model, cross_entropy, x, y, "mixed")
+    assert clipping.resolve_method(model, cross_entropy, x, y, "auto") == "func"
+
+
+class Remembering(nn.Module):
+    """The mean of what it has seen, in an attribute that is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mean = nn.Linear(6, 3), 0.0
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return self.layer(x)
+        return self.layer(x - self.mean)
+
+
+@pytest.mark.parametrize("method", clipping.METHODS)
+def test_statistics_outside_of_buffers_are_found(method):
+    x, y = torch.randn(40, 6), torch.arange(40) % 3
+    with pytest.raises(ValueError, match="must keep nothing of the examples"):
+        clipping.resolve_method(Remembering(), cross_entropy, x, y, method)
+    clipping.resolve_method(Remembering().eval(), cross_entropy, x, y, method)
