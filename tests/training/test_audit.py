@@ -13,7 +13,7 @@ import pytest
 import torch
 from scipy import stats
 
-from dpcompanion.training import DPSGDPlan, PoissonSampler, sums, train
+from dpcompanion.training import DPSGDPlan, PoissonSampler, proof, sums, train
 
 N = 100_000
 FALSE_ALARM = 1e-6  # two-sided level of the Clopper-Pearson intervals; the seed is fixed
@@ -80,6 +80,7 @@ def join_two_draws(monkeypatch):
 
 def clip_nothing(monkeypatch):
     monkeypatch.setattr(sums, "clip_factors", lambda norms, limits: torch.ones_like(norms))
+    monkeypatch.setattr(proof, "_compare", lambda *args, **kwargs: None)  # which would find it first
 
 
 @pytest.mark.parametrize("break_it", [halve_the_noise, include_everyone, join_two_draws, clip_nothing])
