@@ -57,8 +57,8 @@ _INVERSE_ERROR = 1e-14
 _TAIL = 2.0**-12
 # Numbers that are worked out at a time: more fall out of the processor's cache.
 _BLOCK = 2**14
-# Cells of the grid in a sum, at most: four times as many are whole numbers of float64 still.
-_MOST_CELLS = 2.0**51
+#: Cells of the grid in a sum, at most: four times as many are whole numbers of float64 still.
+MOST_CELLS = 2.0**51
 
 # One thread of a forked process draws a new key, and the rest wait for it.
 _FORKED = threading.Lock()
@@ -274,8 +274,8 @@ def snapped(total, grid):
     """
     multiples = (total.double() / grid).round()
     if multiples.device.type != "cpu":
-        multiples = multiples.nan_to_num(nan=0.0).clamp(-_MOST_CELLS, _MOST_CELLS)
-    elif not bool((multiples.abs() <= _MOST_CELLS).all()):
+        multiples = multiples.nan_to_num(nan=0.0).clamp(-MOST_CELLS, MOST_CELLS)
+    elif not bool((multiples.abs() <= MOST_CELLS).all()):
         raise ValueError(f"total must be finite and at most 2^51 = 2e15 times the grid {grid}")
     return multiples * grid
 
