@@ -64,7 +64,7 @@ def clopper_pearson(successes: Numbers, trials: Numbers, *, confidence: float = 
     Bounds(lower=0.0, upper=0.0295...)
     """
     given = successes, trials
-    _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
+    confidence = _checks.number("confidence", confidence, 0, 1, closed="neither")
     _checks.in_interval("trials", trials, 1)
     successes, trials = (torch.as_tensor(v, dtype=torch.float64) for v in (successes, trials))
     if bool(((successes < 0) | (successes > trials) | (successes % 1 != 0) | (trials % 1 != 0)).any()):
@@ -351,12 +351,17 @@ def roc(members: Array, nonmembers: Array) -> Rates:
 def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Interval:
     """The area under the ROC curve, the chance that a member scores above a nonmember, with DeLong's interval.
 
-    The interval is about other examples of the same kind under this model, not about other models.
+    DeLong's variance is too small, down to 0, where scores are few or nearly all of one side lie above the other's.
+    With k scores on the smaller side the true one is at most area (1 - area) / k, that of a share of k trials. So where
+    k times the area, or times the rest of it, is below 10, the interval also holds Clopper and Pearson's for k trials;
+    it is then too wide rather than too narrow. It is about other examples of the same kind under this model, not about
+    other models.
 
-    >>> [round(x, 3) for x in auc(torch.tensor([3.0, 2.0, 1.0, 2.5]), torch.tensor([1.0, 0.0, 1.5, 2.0]))]
-    [0.812, 0.481, 1.0]
+    >>> members, nonmembers = torch.tensor([3.0, 2.0, 1.0, 2.5]), torch.tensor([1.0, 0.0, 1.5, 2.0])
+    >>> [round(x, 3) for x in auc(members, nonmembers)]
+    [0.812, 0.236, 1.0]
     """
-    _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
+    confidence = _checks.number("confidence", confidence, 0, 1, closed="neither")
     members, nonmembers = _scores(members, nonmembers)
 
     def below(values, others):
@@ -368,7 +373,14 @@ def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Inter
     placed, passed = below(members, nonmembers), below(nonmembers, members)
     variance = sum(float(part.var()) / len(part) for part in (placed, passed) if len(part) > 1)
     value, reach = float(placed.mean()), float(special.ndtri((1 + confidence) / 2)) * math.sqrt(variance)
-    return Interval(value, max(0.0, value - reach), min(1.0, value + reach))
+    low, high = max(0.0, value - reach), min(1.0, value + reach)
+    trials = min(len(members), len(nonmembers))
+    above, below_it = value * trials, (1 - value) * trials
+    if min(above, below_it) < 10:
+        tail = (1 - confidence) / 2
+        low = min(low, float(special.betaincinv(above, below_it + 1, tail)) if above else 0.0)
+        high = max(high, float(special.betaincinv(above + 1, below_it, 1 - tail)) if below_it else 1.0)
+    return Interval(value, low, high)
 
 
 def tpr_at_fpr(members: Array, nonmembers: Array, *, fpr: float = 0.01, confidence: float = 0.95) -> Interval:
@@ -378,9 +390,10 @@ def tpr_at_fpr(members: Array, nonmembers: Array, *, fpr: float = 0.01, confiden
     >>> tpr_at_fpr(torch.arange(100.0) + 50, torch.arange(100.0), fpr=0.1)[0]
     0.6
     """
-    _checks.in_interval("fpr", fpr, 0, 1, closed="left")
+    fpr = _checks.number("fpr", fpr, 0, 1, closed="left")
+    confidence = _checks.number("confidence", confidence, 0, 1, closed="neither")
     members, nonmembers = _scores(members, nonmembers)
-    allowed = math.floor(fpr * len(nonmembers) + 1e-9)
+    allowed = min(math.floor(fpr * len(nonmembers) + 1e-9), len(nonmembers) - 1)
     threshold = nonmembers.sort(descending=True).values[allowed]
     hits = int((members > threshold).sum())
     low, high = clopper_pearson(hits, len(members), confidence=(1 + confidence) / 2)

@@ -69,12 +69,31 @@ _QUESTIONS = {
 }
 
 
+class _Once(argparse.Action):
+    """An option that is given at most once, under whichever of its names: of two values one would be lost."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        given = vars(namespace).setdefault("given_options", set())
+        if self.dest in given:
+            parser.error(f"argument {'/'.join(self.option_strings)}: given twice")
+        given.add(self.dest)
+        setattr(namespace, self.dest, values)
+
+
+class _Parser(argparse.ArgumentParser):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.register("action", None, _Once)
+
+
 def _number(text: str) -> float:
     """A number or a fraction such as 512/60000."""
     top, slash, bottom = text.partition("/")
     if top.isdigit() and not slash:
         return int(top)
     try:
+        if "_" in text:  # which Python skips
+            raise ValueError
         return float(top) / float(bottom) if slash else float(text)
     except (ValueError, ZeroDivisionError):
         raise argparse.ArgumentTypeError(f"{text!r} is neither a number nor a fraction such as 512/60000") from None
@@ -189,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="dpcompanion", description="Privacy accounting for DP-SGD, and the records of the book."
     )
     parser.add_argument("--version", action="version", version=f"dpcompanion {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for command, (_, parameters, _, what) in _QUESTIONS.items():
         words = f"{what}: add/remove one example, Poisson sampling"
         sub = commands.add_parser(command, help=what, description=words.capitalize())

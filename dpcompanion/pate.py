@@ -115,7 +115,14 @@ def histograms(votes: Array, weights: Array, *, classes: int) -> torch.Tensor:
 
 
 def noisy_labels(histogram: torch.Tensor, noise_std: float, generator: torch.Generator) -> torch.Tensor:
-    """The label of each query, (queries,): the largest entry of the histogram (queries, classes) with noise."""
+    """The label of each query, (queries,): the largest entry of the histogram (queries, classes) with noise.
+
+    Raises ValueError for noise that is not above 0 and finite, and for a histogram that is not of finite numbers.
+    """
+    noise_std = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
+    _checks.in_interval("histogram", histogram, -math.inf, math.inf, closed="neither")
+    if not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be a torch.Generator, got {generator!r:.40}")
     noise = torch.randn(histogram.shape, dtype=torch.float64, generator=generator, device=generator.device)
     return (histogram + noise_std * noise.to(histogram.device)).argmax(dim=1)
 

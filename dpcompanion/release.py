@@ -87,7 +87,7 @@ def private_mean(
 
     Args:
         values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN to 0.
-        upper: a public bound, above 0, such as the worst-case epsilon of the run.
+        upper: a public bound, from 1e-100 to 1e100, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
         generator: None, for what is published: the noise comes from a cipher under a key of the operating system and
             is added on a grid (`dpcompanion.training.secure`). Or a torch.Generator, for research: whoever knows or
@@ -99,9 +99,10 @@ def private_mean(
 
     Source: the Gaussian mechanism, calibrated as in Balle and Wang 2018, theorem 8.
     """
+    upper, generator = _upper(upper), _generator(generator)
     values = _bounded(values, upper)
     ratio = noise_ratio(epsilon, delta)
-    noisy = float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio))
+    noisy = float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio, most=upper))
     return min(max(noisy, 0.0), float(upper))  # what is done to what was released costs nothing
 
 
@@ -127,7 +128,7 @@ def private_quantiles(
     Args:
         values: (n,), each from 0 to `upper`; what lies outside is moved to the nearest end, and NaN to 0.
         quantiles: shares in (0, 1).
-        upper: a public bound, above 0, such as the worst-case epsilon of the run.
+        upper: a public bound, from 1e-100 to 1e100, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
         generator: None, for what is published, or a torch.Generator, for research; see `private_mean`.
         method: "cdf" or "andrew2021"; see the module's text.
@@ -140,6 +141,7 @@ def private_quantiles(
     """
     _checks.in_interval("quantiles", quantiles, 0, 1, closed="neither")
     quantiles = torch.as_tensor(quantiles, dtype=torch.float64).reshape(-1)
+    upper, generator = _upper(upper), _generator(generator)
     values = _bounded(values, upper)
     _checks.one_of("method", method, METHODS)
     ratio = noise_ratio(epsilon, delta)
@@ -154,8 +156,9 @@ def private_quantiles(
     ordered = values.sort().values
     for _ in range(steps):
         counts = torch.searchsorted(ordered, found, right=True)
-        below = _noisy(counts, std, generator, ratio=ratio, numbers=steps * len(quantiles))
-        found = (found * torch.exp(-learning_rate * (below / len(values) - quantiles))).clamp(max=upper)
+        below = _noisy(counts, std, generator, ratio=ratio, most=len(values), numbers=steps * len(quantiles))
+        factor = torch.exp(-learning_rate * (below / len(values) - quantiles))
+        found = (found * factor.clamp(max=torch.finfo(factor.dtype).max)).clamp(max=upper)  # 0 times inf is NaN
     return found
 
 
@@ -208,9 +211,25 @@ def _ratio(epsilon, delta):
     return float(gaussian_mu(epsilon, delta))
 
 
+def _upper(upper):
+    # Far from where sums overflow and noise underflows.
+    return _checks.number("upper", upper, 1e-100, 1e100)
+
+
+def _generator(generator):
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise ValueError(f"generator must be None or a torch.Generator, got {generator!r:.40}")
+    return generator
+
+
 def _bounded(values, upper):
-    _checks.number("upper", upper, 0, math.inf, closed="neither")
-    values = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+    try:
+        values = torch.as_tensor(values)
+        if values.is_complex():
+            raise TypeError
+        values = values.to("cpu", torch.float64).detach()
+    except (TypeError, ValueError, RuntimeError):  # its message would show a value
+        raise ValueError(f"values must be real numbers, got {type(values).__name__}") from None
     if values.ndim != 1 or not len(values):
         raise ValueError(f"values must be a list of one number at least, got shape {tuple(values.shape)}")
     return values.nan_to_num(nan=0.0, posinf=upper, neginf=0.0).clamp(0, upper)
@@ -220,13 +239,15 @@ def _normal(shape, generator):
     return torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device).cpu()
 
 
-def _noisy(exact, std, generator, *, ratio, numbers=1):
+def _noisy(exact, std, generator, *, ratio, most, numbers=1):
     """`exact` and N(0, std^2), where `std` is sensitivity / ratio for all `numbers` of the release together.
 
     Without a generator sum and noise are added on a grid g, which moves two releases apart by sqrt(numbers) g more;
-    what floats add to `exact` is less than that again.
+    what floats add to `exact` is less than that again. No number of `exact` can exceed `most`, so that whether the grid
+    has room for them is known without them: an error that hung on private values would tell about them.
     """
     if generator is not None:
+        _check_room(most, std)
         return exact + std * _normal(exact.shape, generator)
     from .training.secure import CELLS, SecureStream, grid_of, snapped  # secure noise alone needs it
 
@@ -234,7 +255,16 @@ def _noisy(exact, std, generator, *, ratio, numbers=1):
     if not moved <= 0.5:
         raise ValueError(f"epsilon must be large enough for noise on a grid, got sensitivity / noise of {ratio:g}")
     std = std / (1 - moved)
+    _check_room(most, grid_of(std))
     return snapped(exact, grid_of(std)) + SecureStream().normal(exact.shape, std)
+
+
+def _check_room(most, unit):
+    """float64 tells the multiples of `unit` apart up to `most` (and a little more, for rounding)."""
+    from .training.secure import MOST_CELLS
+
+    if not most / unit <= MOST_CELLS / 2:
+        raise ValueError(f"epsilon must be smaller: beside what so many values may add up to, {most:g}, noise is lost")
 
 
 def _square_root(bins):
@@ -255,8 +285,11 @@ def _noisy_prefixes(values, upper, bins, ratio, generator):
     column = _square_root(bins)
     std = float(column.square().sum().sqrt()) / ratio
     if generator is None:
-        noisy = _convolved(column, _noisy(_convolved(column, counts), std, None, ratio=ratio, numbers=bins))
+        noisy = _convolved(
+            column, _noisy(_convolved(column, counts), std, None, ratio=ratio, most=len(values), numbers=bins)
+        )
     else:
+        _check_room(len(values), std)
         noisy = counts.cumsum(0) + std * _convolved(column, _normal((bins,), generator))
     return torch.from_numpy(isotonic_regression(noisy.numpy()).x).clamp(0, len(values))
 

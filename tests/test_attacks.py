@@ -186,6 +186,42 @@ def test_delongs_interval_covers_as_often_as_it_says():
     assert 0.86 <= covered / 400 <= 0.94
 
 
+@pytest.mark.parametrize("sizes", [(5, 5), (10, 10), (10, 300), (300, 10), (100, 100)])
+@pytest.mark.parametrize("truth", [0.5, 0.95, 0.98, 0.999])
+def test_the_interval_covers_where_scores_are_few_or_nearly_all_apart(sizes, truth):
+    shift, missed = math.sqrt(2) * stats.norm.ppf(truth), 0
+    for row in torch.randn(300, sum(sizes), dtype=torch.float64, generator=generator()):
+        found = auc(row[: sizes[0]] + shift, row[sizes[0] :])
+        missed += not found.low <= truth <= found.high
+    assert stats.binom.sf(missed - 1, 300, 0.05) > 1e-3
+
+
+def test_the_interval_is_delongs_where_scores_are_many_and_is_never_a_point():
+    for size, shift in ((100, 1.0), (1000, 2.5)):
+        members, others = torch.randn(2, size, dtype=torch.float64, generator=generator()) + torch.tensor(
+            [[shift], [0]]
+        )
+        found, above = auc(members, others), (members[:, None] > others).double()
+        variance = (above.mean(1).var() + above.mean(0).var()) / size
+        assert found.high - found.low == pytest.approx(2 * stats.norm.ppf(0.975) * float(variance) ** 0.5)
+    apart, mixed = (
+        auc(torch.arange(100.0) + 100, torch.arange(100.0)),
+        auc(torch.arange(100.0), torch.arange(100.0) + 100),
+    )
+    assert apart == (1.0, pytest.approx(0.025 ** (1 / 100)), 1.0) and mixed == (0.0, 0.0, pytest.approx(1 - apart.low))
+
+
+def test_a_rate_of_nearly_one_and_confidences_that_are_lists():
+    assert tpr_at_fpr(torch.arange(100.0), torch.arange(100.0), fpr=1 - 1e-12)[0] == 0.99
+    for call in (
+        lambda wrong: clopper_pearson(1, 10, confidence=wrong),
+        lambda wrong: auc([1.0], [0.0], confidence=wrong),
+        lambda wrong: tpr_at_fpr([1.0], [0.0], confidence=wrong),
+    ):
+        with pytest.raises(ValueError, match="confidence must be one number"):
+            call([0.9, 0.95])
+
+
 def test_the_rate_at_a_low_false_positive_rate_respects_it_with_ties():
     members = torch.tensor([5.0, 4.0, 4.0, 1.0])
     others = torch.tensor([4.0, 4.0, 3.0, 2.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])

@@ -81,6 +81,15 @@ def test_scores_that_know_nothing_find_nothing_and_those_that_know_all_find_much
     assert nothing.epsilon < 0.2 and all_.epsilon > 4 and nothing.refuted is None
 
 
+@pytest.mark.parametrize("members_first", [False, True])
+def test_equal_scores_tell_nothing_wherever_members_are_listed(members_first):
+    included = (torch.arange(1000) < 500) == members_first
+    rightly = torch.rand(1000, generator=torch.Generator().manual_seed(0)) < 0.95
+    for scores in (torch.zeros(1000), rightly.double(), -rightly.double()):
+        found = audit.judge(scores, included, delta=1e-5, claims={"everybody": audit.GaussianCurve(0.5)})["everybody"]
+        assert found.epsilon < 0.3 and not found.refuted
+
+
 def test_the_better_of_two_attacks_counts():
     included = audit.coins(1000, torch.Generator().manual_seed(0))
     noise = torch.rand(2, 1000, generator=torch.Generator().manual_seed(1))
@@ -258,6 +267,8 @@ def test_a_network_is_audited_by_group_on_crafted_canaries():
         (lambda: audit.judge([1.0, 2.0], [0.5, 1], delta=0), "included"),
         (lambda: audit.coins(0), "canaries"),
         (lambda: audit.judge([1.0, 2.0], torch.tensor([True, False]), delta=0, groups=[1]), "groups"),
+        (lambda: audit.judge([1.0, 2], torch.tensor([True, False]), delta=0, groups=["a", "everybody"]), "groups"),
+        (lambda: audit.judge([1.0, 2], torch.tensor([True, False]), delta=0, groups=[1.0, math.nan]), "groups"),
         (lambda: audit.PlanCurve(plan(5, noise_multiplier=0.0)), "noise"),
         (lambda: audit.PlanCurve(plan(5, steps=0)), "step"),
         (lambda: audit.audit_training(None, None, None, plan(5), optimizer=None, canaries=[1, 1]), "canaries"),

@@ -328,3 +328,13 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
     page.fill("[name=rate]", "2")
     page.wait_for_function("document.getElementById('calculator-said').textContent.includes('Sample rate must lie')")
     assert page.get_attribute("[name=rate]", "aria-invalid") == "true"
+    # What was said before the wrong number is an answer to another question.
+    cells = page.locator("#calculator .live").all_text_contents()
+    cells += [page.text_content(f"#{name}") for name in ("all-error", "one-error", "exact-error", "calculator-python")]
+    assert len(cells) == 16 and set(cells) == {"\u2013"} and page.text_content("#calculator-filter") == ""
+    assert page.locator("#calculator svg :not(title)").count() == 0
+    assert page.locator("#calculator svg title").all_text_contents() == ["\u2013"] * 2
+    page.fill("[name=rate]", "0.01")
+    page.wait_for_function("Number(document.getElementById('all-pld').textContent) > 0")
+    page.wait_for_selector("#picture-steps polyline", state="attached", timeout=120_000)
+    assert page.text_content("#calculator-python").startswith("from dpcompanion")

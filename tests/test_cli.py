@@ -113,11 +113,25 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys, arguments, words):
     assert captured.out == "" and words in captured.err and captured.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("rate", ["1/0", "x"])
+@pytest.mark.parametrize("rate", ["1/0", "x", "1_0", "1/1_0"])
 def test_an_unreadable_number_is_refused(capsys, rate):
     with pytest.raises(SystemExit) as stop:
         cli.main(["epsilon", "--sample-rate", rate, *RUN[2:]])
     assert stop.value.code == 2 and "512/60000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["--epsilon", "1", "--target-epsilon", "8", "--delta", "1e-5"], "--epsilon/--target-epsilon: given twice"),
+        (["--epsilon", "1", "--delta", "1e-5", "--delta", "1e-2"], "--delta/--target-delta: given twice"),
+        (["--epsilon", "1", "--delta", "1e-5", "--accountant", "rdp", "--accountant", "pld"], "--accountant: given"),
+    ],
+)
+def test_of_two_values_of_an_option_none_is_lost(capsys, arguments, said):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["noise-multiplier", "--sample-rate", "0.01", "--steps", "1000", *arguments])
+    assert stop.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_run_writes_a_record_and_list_shows_it(capsys, tmp_path):

@@ -89,7 +89,7 @@ def test_weights_count_and_noise_decides_close_calls():
     votes = torch.tensor([[0, 2], [0, 1], [1, 1]])
     histogram = pate.histograms(votes, [1.0, 1.0, 2.5], classes=3)
     assert histogram.tolist() == [[2.0, 2.5, 0.0], [0.0, 3.5, 1.0]]
-    assert pate.noisy_labels(histogram, 0.0, torch.Generator()).tolist() == [1, 1]
+    assert pate.noisy_labels(histogram, 1e-9, torch.Generator()).tolist() == [1, 1]
     many = histogram[:1].repeat(20_000, 1)
     labels = pate.noisy_labels(many, 1.5, torch.Generator().manual_seed(0))
     share = torch.bincount(labels, minlength=3) / 20_000
@@ -108,6 +108,10 @@ def test_weights_count_and_noise_decides_close_calls():
         (lambda: pate.histograms([[3]], [1.0], classes=3), "votes must lie in"),
         (lambda: pate.histograms([[0]], [-1.0], classes=3), "weights must lie in"),
         (lambda: pate.histograms([[0]], [1.0, 1.0], classes=3), "votes must have shape"),
+        (lambda: pate.noisy_labels(torch.ones(1, 2), 0.0, torch.Generator()), "noise_std must lie in"),
+        (lambda: pate.noisy_labels(torch.ones(1, 2), math.nan, torch.Generator()), "noise_std must lie in"),
+        (lambda: pate.noisy_labels(torch.tensor([[1, math.nan]]), 1.0, torch.Generator()), "histogram must lie in"),
+        (lambda: pate.noisy_labels(torch.ones(1, 2), 1.0, None), "generator must be a torch.Generator"),
     ],
 )
 def test_bad_input_is_refused_by_name(call, message):

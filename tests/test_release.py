@@ -217,12 +217,45 @@ def test_the_same_generator_gives_the_same_release():
         (dict(method="andrew2021", start=3.0), "start"),
         (dict(values=[]), "values"),
         (dict(values=[[0.1]]), "values"),
+        (dict(values=None), "values must be real numbers"),
+        (dict(values="abc"), "values must be real numbers"),
+        (dict(values=[0.5j]), "values must be real numbers"),
+        (dict(upper=1e-200), "upper"),
+        (dict(upper=1e308), "upper"),
+        (dict(epsilon=1e40), "epsilon"),
+        (dict(generator=0), "generator must be None or a torch.Generator, got 0"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(change, words):
     good = dict(values=[0.5, 0.7], quantiles=[0.5], upper=2.0, generator=torch.Generator(), **BUDGET)
     with pytest.raises(ValueError, match=words):
         private_quantiles(**{**good, **change})
+    if not change.keys() & {"quantiles", "method", "bins"}:
+        with pytest.raises(ValueError, match=words):
+            private_mean(**{name: value for name, value in {**good, **change}.items() if name != "quantiles"})
+
+
+@pytest.mark.parametrize("method", ["mean", "cdf", "andrew2021"])
+def test_whether_the_noises_grid_has_room_does_not_hang_on_the_values(method):
+    def errs(value, epsilon):
+        values, given = torch.full((3000,), value), dict(upper=1.0, epsilon=epsilon, delta=1e-5, generator=None)
+        try:
+            private_mean(values, **given) if method == "mean" else private_quantiles(
+                values, [0.5], method=method, **given
+            )
+        except ValueError as error:
+            assert "epsilon must be smaller" in str(error)
+            return True
+        return False
+
+    found = [[errs(value, 10.0**power) for value in (0.0, 0.5, 1.0)] for power in range(4, 13)]
+    assert [False] * 3 in found and [True] * 3 in found
+    assert all(len(set(alike)) == 1 for alike in found)
+
+
+def test_large_rates_leave_no_nan_in_iterated_quantiles():
+    found = released(epsilons(200), 3, method="andrew2021", learning_rate=1e4, steps=50)
+    assert bool(((found >= 0) & (found <= 2.4)).all())
 
 
 @pytest.mark.parametrize("numbers", [1, 64])
@@ -236,6 +269,8 @@ def test_the_noise_on_a_grid_pays_for_what_the_grid_adds_to_the_sensitivity(numb
     monkeypatch.setattr(secure.SecureStream, "normal", normal)
     for ratio in (1e-4, 1e-2, 1.0):
         drawn.clear()
-        release._noisy(torch.zeros(numbers, dtype=torch.float64), 1.0 / ratio, None, ratio=ratio, numbers=numbers)
+        release._noisy(
+            torch.zeros(numbers, dtype=torch.float64), 1.0 / ratio, None, ratio=ratio, most=1.0, numbers=numbers
+        )
         [std] = drawn
         assert (1.0 + math.sqrt(numbers) * secure.grid_of(std)) / std <= ratio

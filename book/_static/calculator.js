@@ -139,6 +139,19 @@
     });
   }
 
+  // Nothing on the page may go on answering a question that the form no longer asks.
+  function clear() {
+    drawing++;
+    const live = form.querySelectorAll(".live"), errors = ["all-error", "one-error", "exact-error"].map(element);
+    for (const cell of [...live, ...errors, element("calculator-python")]) cell.textContent = "\u2013";
+    for (const id of ["calculator-filter", "calculator-copied"]) element(id).textContent = "";
+    for (const id of ["picture-steps", "picture-attacker"]) {
+      element(id).querySelectorAll(":scope > :not(title)").forEach((part) => part.remove());
+      say(id, "\u2013");
+    }
+    element("calculator-pictures").setAttribute("aria-busy", "false");
+  }
+
   function answer() {
     const value = Object.fromEntries(NAMES.map((name) => [name, Number(field(name).value)]));
     const wrong = NAMES.find((name) => !(value[name] >= Number(field(name).min) && value[name] <= Number(field(name).max))
@@ -146,7 +159,7 @@
     for (const name of NAMES) field(name).setAttribute("aria-invalid", String(name === wrong));
     const said = element("calculator-said");
     if (wrong) {
-      drawing++;
+      clear();
       said.textContent = `${field(wrong).labels[0].textContent} must lie between ${field(wrong).min} and ${field(wrong).max}`
         + (wrong === "steps" ? ", a whole number." : ".");
       return;

@@ -231,10 +231,11 @@ def judge(
 
     Args:
         scores: (m,) numbers, larger for canaries that seem to have taken part; made without the coins. Or (k, m): those
-            of k attacks, of which the best counts.
+            of k attacks, of which the best counts. Equal ones come in an order that does not depend on their places.
         included: (m,) booleans, the coins.
         delta: of every epsilon.
-        groups: (m,) labels, such as budgets or deciles. Canaries of other groups count as given.
+        groups: (m,) labels, such as budgets or deciles, not "everybody" nor NaN. Canaries of other groups count as
+            given.
         claims: {label: curve}, "everybody" for all; such as `PlanCurve`.
         confidence: in (0, 1).
 
@@ -242,8 +243,8 @@ def judge(
         The `Finding` of each label, "everybody" first, then the groups in order.
 
     Raises:
-        ValueError: scores that are no numbers, coins that are no booleans, a claim of a label that there is not, or one
-            that is no curve.
+        ValueError: scores that are no numbers, coins that are no booleans, labels that are none, a claim of a label
+            that there is not, or one that is no curve.
     """
     scores = torch.as_tensor(scores, dtype=torch.float64)
     included = torch.as_tensor(included)
@@ -263,6 +264,8 @@ def judge(
     if groups is not None:
         labels = groups.tolist() if isinstance(groups, torch.Tensor) else list(groups)
         _checks.same_length(included=included, groups=labels)
+        if bad := [label for label in labels if label != label or label == "everybody"]:
+            raise ValueError(f"groups must not hold NaN, nor 'everybody', which stands for all, got {bad[0]!r}")
         members |= {
             label: torch.tensor([i for i, own in enumerate(labels) if own == label]) for label in sorted(set(labels))
         }
@@ -275,9 +278,11 @@ def judge(
     each = 1 - (1 - _checks.number("confidence", confidence, 0, 1, closed="neither")) / tried
     found = {}
     for label, own in members.items():
+        # Canaries may be listed by their coins: among equal scores their places would tell.
+        own = own[torch.randperm(len(own), generator=torch.Generator().manual_seed(0))]
         tries: list[tuple[int, int]] = []
         for share, attack in itertools.product(_SHARES, scores):
-            order = own[attack[own].argsort()]
+            order = own[attack[own].argsort(stable=True)]
             half = max(1, math.floor(share * len(own) / 2))
             correct = int((~included[order[:half]]).sum() + included[order[-half:]].sum())
             tries.append((correct, 2 * half) if len(own) > 1 else (int(included[own].sum()), 1))

@@ -59,7 +59,7 @@ def sgd_sensitivity(
     Raises:
         ValueError: passes, learning rates, Lipschitz or smoothness constants that are not positive, a batch size below
             1, a learning rate above 2 / smoothness (there `sgd_sensitivity_estimate` gives the value,
-            which bounds nothing).
+            which bounds nothing), a result that float64 has no digits for.
 
     >>> round(sgd_sensitivity(passes=5.7, lipschitz=2**0.5, learning_rate=0.1, batch_size=32, smoothness=0.5), 4)
     0.053
@@ -111,9 +111,9 @@ def sgd_sensitivity_estimate(
         for name, value in (("passes", passes), ("lipschitz", lipschitz), ("learning_rate", learning_rate))
     )
     _checks.in_interval("batch_size", batch_size, 1, math.inf, closed="left")
-    return _checks.as_given(
-        2 * passes * lipschitz * learning_rate / torch.as_tensor(batch_size, dtype=torch.float64), *given
-    )
+    batch_size = torch.as_tensor(batch_size, dtype=torch.float64)
+    found = _in_range("learning_rate", "the sensitivity", 2 * passes * lipschitz * learning_rate / batch_size)
+    return _checks.as_given(found, *given)
 
 
 def pairwise_sensitivity(weights: Array) -> torch.Tensor:
@@ -239,7 +239,10 @@ def augmented_sigma(
         target = sensitivity / gaussian_mu(epsilon, delta)
     else:
         target = sensitivity * torch.sqrt(2 * torch.log(1.25 / delta)) / epsilon
-    return _checks.as_given((target**2 - own**2).clamp(min=0).sqrt(), *given)
+    _in_range("sensitivity", "the noise", torch.where(sensitivity == 0, 1.0, target))
+    # No squares of what is small: they would underflow, to no noise at all.
+    ratio = torch.where(target > 0, own / target, 1.0).clamp(max=1)
+    return _checks.as_given(target * ((1 - ratio) * (1 + ratio)).sqrt(), *given)
 
 
 class NoiseCovariance(NamedTuple):
@@ -288,17 +291,22 @@ def mahalanobis(differences: Array, covariance: Array) -> float | torch.Tensor:
 
     What tells two Gaussians N(m, S) and N(m + d, S) apart: they are as far from each other as N(0, 1) and N(mu, 1), so
     that `gaussian_epsilon(mu, delta)` is their exact epsilon. A float of a list of numbers, else float64. Raises
-    ValueError for a covariance that is not positive definite.
+    ValueError for a covariance that is not symmetric and positive definite.
 
     >>> mahalanobis([3.0, 0.5], torch.diag(torch.tensor([9.0, 0.25])))
     1.4142...
     """
     given = _checks.entries(differences)
+    _checks.in_interval("differences", differences, -math.inf, math.inf, closed="neither")
     differences, covariance = (torch.as_tensor(v, dtype=torch.float64) for v in (differences, covariance))
+    _checks.in_interval("covariance", covariance, -math.inf, math.inf, closed="neither")
     if covariance.ndim != 2 or covariance.shape != (differences.shape[-1],) * 2:
         raise ValueError(
             f"covariance must be {differences.shape[-1]} x {differences.shape[-1]}, got {tuple(covariance.shape)}"
         )
+    # Only one half is read below; what a product of matrices rounds is no asymmetry.
+    if bool(((covariance - covariance.T).abs() > 1e-6 * covariance.abs().max()).any()):
+        raise ValueError("covariance must be symmetric")
     factor, failed = torch.linalg.cholesky_ex(covariance)
     if failed:
         raise ValueError("covariance must be positive definite; shrink it, or use more seeds than parameters")
@@ -323,6 +331,14 @@ def _weights(weights, *, data_sets=1, seeds=1):
 
 def _positive(name, value):
     return torch.as_tensor(_checks.in_interval(name, value, 0, math.inf, closed="neither"), dtype=torch.float64)
+
+
+def _in_range(name, what, found):
+    """What came out, if float64 can tell it from 0 and infinity with all its digits."""
+    low, high = torch.finfo(torch.float64).tiny, torch.finfo(torch.float64).max
+    if bool((bad := ~((found >= low) & (found <= high))).any()):
+        raise ValueError(f"{name} must leave {what} between {low:g} and {high:g}, got {float(found[bad][0]):g}")
+    return found
 
 
 def _at_least_0(name, value):

@@ -34,6 +34,8 @@ from dpcompanion.seeds import derive_key, jittered, keyed_generator
 # Runs of a chunk are as many as keep the weights in a core's own cache.
 _CHUNK_BYTES = 2**19
 _ROUNDING = 1e-6
+# Least learning rate over batch size: float64 rounds weights of size 1 by a ten-millionth of it.
+_LEAST_STEP = 1e-9
 
 
 def train_grid(
@@ -56,7 +58,8 @@ def train_grid(
 
     Args:
         features: (n + 1, d), float32 or float64, rows of norm at most 1; row 0 is the held-out example that replaces
-            others. Runs compute in this dtype.
+            others. Runs compute in this dtype, but in float64 where theorem 2 is to hold: a step of learning_rate / B
+            may be less than float32 rounds weights by.
         labels: (n + 1,) of 0 and 1.
         data_sets: different numbers i in [0, n], two at least: data set i has example i replaced by example 0; data
             set 0 has none replaced.
@@ -67,8 +70,9 @@ def train_grid(
         initialization: "varying" with the seed, or "fixed": the same for all seeds.
         hidden: ReLU units of the hidden layer; 0 for logistic regression.
         snapshots: steps in [0, steps] at which to return the weights; the last one by default.
-        enforce_conditions: refuse norms and learning rates that theorem 2 does not cover. Without it runs are as fast
-            and as reproducible, but their sensitivity has no bound.
+        enforce_conditions: refuse norms and learning rates that theorem 2 does not cover, and compute logistic
+            regression in float64. What that rounds (1e-16 of a weight in each step) is small beside learning_rate / B,
+            and not counted. Without it runs are as reproducible, but their sensitivity has no bound.
         device: where to compute; that of the features by default. Seeds are drawn on the CPU everywhere.
         progress: whether to show a bar; on a terminal by default.
 
@@ -79,8 +83,8 @@ def train_grid(
 
     Raises:
         ValueError: bad input; for logistic regression also what breaks the conditions of theorem 2: a row norm above 1
-            (the gradient's bound sqrt(2)), or a learning rate above 2 / beta = 4 (steps would no
-            longer be 1-expansive).
+            (the gradient's bound sqrt(2)), a learning rate above 2 / beta = 4 (steps would no
+            longer be 1-expansive), or one below 1e-9 B (rounding would count).
     """
     data_sets, seeds = _check_grid(features, labels, data_sets, seeds, math.inf if not enforce_conditions else 1)
     n = len(features) - 1
@@ -96,11 +100,17 @@ def train_grid(
             f" fails (logistic loss, norms with the bias up to sqrt(2): beta = 1/2), got "
             f"{learning_rate:g}"
         )
+    if enforce_conditions and not hidden and learning_rate < _LEAST_STEP * batch_size:
+        raise ValueError(
+            f"learning_rate must be at least {_LEAST_STEP:g} times the batch_size, or the rounding of weights counts"
+            f" beside the bound of theorem 2, got {learning_rate:g}"
+        )
     _checks.one_of("initialization", initialization, ("varying", "fixed"))
     stops = [steps] if snapshots is None else [_checks.whole_number("snapshots", s, 0, steps) for s in snapshots]
     device = torch.device(device or features.device)
 
-    features = torch.cat((features, torch.ones_like(features[:, :1])), 1).to(device)
+    dtype = torch.float64 if enforce_conditions and not hidden else features.dtype
+    features = torch.cat((features, torch.ones_like(features[:, :1])), 1).to(device, dtype)
     labels = labels.to(device, features.dtype)
     model = _Network(hidden) if hidden else _Logistic()
     count = model.count(features.shape[1])

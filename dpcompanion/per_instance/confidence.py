@@ -67,8 +67,10 @@ def log_mean_bound(
     given = *_checks.entries(log_values), log_largest
     log_values = torch.as_tensor(log_values, dtype=torch.float64)
     largest = sent(torch.as_tensor(log_largest, dtype=torch.float64), log_values.device).expand(log_values.shape[1:])
+    # Of a Y that is always 0 the logarithm is -inf, which has no room for rounding.
+    most = torch.where(largest.isinf(), largest, largest + 1e-9 * (1 + largest.abs()))
     # One question, since each is a wait where the values lie on a GPU.
-    fit = (log_values <= largest + 1e-9 * (1 + largest.abs())) & (log_values >= log_smallest) & (log_values < math.inf)
+    fit = (log_values <= most) & (log_values >= log_smallest) & (log_values < math.inf)
     if not bool(fit.all()):
         _checks.in_interval("log_values", log_values, -math.inf, math.inf, closed="left")
         raise ValueError(

@@ -95,10 +95,12 @@ def _path(folder: pathlib.Path, name: str) -> pathlib.Path:
 
 def _kept(folder: pathlib.Path, name: str, hashed: str) -> tuple[Any, dict[str, Any]]:
     """(a piece's values, and arrays if there are any; what made it), or one of `_NOT_THERE`."""
-    kept, arrays = read_whole(_path(folder, name))
+    kept, arrays = read_whole(_path(folder, name), sealed=True)
+    if kept.keys() != {"config", "made", "values", "arrays"}:
+        raise ValueError(f"a piece holds config, made, values and arrays, got {', '.join(kept)}")
     if kept["config"] != hashed:
         raise ValueError("another configuration")
-    return (kept["values"], arrays) if arrays else kept["values"], kept.get("made", _UNKNOWN)
+    return (kept["values"], arrays) if arrays else kept["values"], kept["made"]
 
 
 def _is_there(folder: pathlib.Path, name: str, hashed: str) -> bool:
@@ -165,7 +167,6 @@ def unfinished() -> pathlib.Path | None:
 _UNFINISHED: contextvars.ContextVar[pathlib.Path | None] = contextvars.ContextVar(
     "where the piece at hand keeps its state", default=None
 )
-_UNKNOWN: dict[str, Any] = {"commit": None, "versions": {}, "seconds": math.nan}
 _SEEN: contextvars.ContextVar[dict[pathlib.Path, dict[str, Any] | None] | None] = contextvars.ContextVar(
     "what `taken_over` has seen, path -> what made the piece", default=None
 )
@@ -176,8 +177,7 @@ def taken_over() -> Iterator[list[dict[str, Any]]]:
     """What `resumable` takes over from earlier runs, inside: a list that is complete when the block ends.
 
     One dict for each commit and set of versions that made kept pieces: {"pieces": how many, "seconds": what they took
-    together, "commit", "versions"}.  Seconds are NaN, commit None and versions empty for pieces that do not say.
-    Pieces that the block itself makes are none of them.
+    together, "commit", "versions"}.  Pieces that the block itself makes are none of them.
 
     >>> import tempfile
     >>> folder = tempfile.mkdtemp()

@@ -3,8 +3,8 @@
 The JSON file comes last and says which arrays are its own, so that both are written whole or not at all, however their
 writer ends; what they replace is removed after that.  The JSON file holds a sha256 of its own fields, the name of the
 NPZ file one of the arrays, and both are checked when they are read.  (Files of earlier versions have arrays without a
-sha256 in the name, and none of themselves.)  NaN and infinities survive as `{"float": "nan"}`; a mean over seeds as
-`{"mean": ..., "sd": ..., "n": ...}`.
+sha256 in the name, and none of themselves; pieces need one.)  NaN and infinities survive as `{"float": "nan"}`; a mean
+over seeds as `{"mean": ..., "sd": ..., "n": ...}`.
 """
 
 import contextlib
@@ -114,14 +114,18 @@ def _decode(fields: dict[str, Any]) -> Any:
     return fields
 
 
-def read_json(path: pathlib.Path) -> Any:
-    """The fields of a JSON file without their sha256, which must be theirs; ValueError with the file's name if not."""
+def read_json(path: pathlib.Path, *, sealed: bool = False) -> Any:
+    """The fields of a JSON file without their sha256, which must be theirs; ValueError with the file's name if not.
+
+    Where `sealed`, they must have one: a file whose sha256 has lost its name would pass for one of earlier versions."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is no JSON")
 
     try:
         fields = json.loads(path.read_text(encoding="utf-8"), object_hook=_decode, parse_constant=refuse)
+        if sealed and not (isinstance(fields, dict) and "sha256" in fields):
+            raise ValueError("it has no sha256 of its values")
         if isinstance(fields, dict) and "sha256" in fields and fields.pop("sha256") != hash_of(fields):
             raise ValueError("its values are not those that were written")
         return fields
@@ -135,11 +139,12 @@ def write_json(path: pathlib.Path, fields: dict[str, Any], **layout: Any) -> Non
     _files.replace(path, (to_json(whole, **layout) + "\n").encode())
 
 
-def read_whole(path: pathlib.Path) -> tuple[Any, dict[str, np.ndarray]]:
-    """The fields of a JSON file and the arrays that they name; ValueError for what is damaged or missing."""
+def read_whole(path: pathlib.Path, *, sealed: bool = False) -> tuple[Any, dict[str, np.ndarray]]:
+    """The fields of a JSON file and the arrays that they name; ValueError for what is damaged or missing. `sealed` as
+    in `read_json`."""
     while True:
         before = _identity(path)
-        fields = read_json(path)
+        fields = read_json(path, sealed=sealed)
         try:
             return fields, _read_arrays(path, fields.get("arrays") if isinstance(fields, dict) else None)
         except ValueError:

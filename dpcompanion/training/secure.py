@@ -57,13 +57,27 @@ _INVERSE_ERROR = 1e-14
 _TAIL = 2.0**-12
 # Numbers that are worked out at a time: more fall out of the processor's cache.
 _BLOCK = 2**14
-# Cells of the grid in a sum, at most: four times as many are whole numbers of float64 still.
-_MOST_CELLS = 2.0**51
+#: Cells of the grid in a sum, at most: four times as many are whole numbers of float64 still.
+MOST_CELLS = 2.0**51
 
 # One thread of a forked process draws a new key, and the rest wait for it.
 _FORKED = threading.Lock()
+# How many forks lie behind this process: numbers of processes alone come again, as in a new namespace.
+_forks = 0
+
+
+def _after_fork():
+    global _forks
+    _forks += 1
+    _FORKED._at_fork_reinit()  # pyright: ignore[reportAttributeAccessIssue] typeshed lacks it
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_FORKED._at_fork_reinit)  # pyright: ignore[reportAttributeAccessIssue] typeshed lacks it
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+def _here():
+    return os.getpid(), _forks
 
 
 class SecureStream:
@@ -95,7 +109,7 @@ class SecureStream:
             )
         _cipher()
         self._key, self._calls, self._counting = key, 0, threading.Lock()
-        self._process = os.getpid()  # last: who finds it here finds the rest
+        self._process = _here()  # last: who finds it here finds the rest
 
     def __repr__(self):
         return f"SecureStream(<{8 * KEY_BYTES} bits>, calls={self._calls})"  # never the key
@@ -107,27 +121,38 @@ class SecureStream:
 
     def get_state(self, *, with_key=False):
         """{"calls": how many were made}, and {"key": the key} where asked for: whoever reads it knows all the noise."""
+        self._own()
         return {"calls": self._calls} | ({"key": self._key} if with_key else {})
 
     def set_state(self, state):
         """Go on after so many calls, with the key that the state holds, or else with the present one."""
+        if not isinstance(state, dict) or "calls" not in state:
+            raise ValueError(
+                f"state must be a dict with the number of calls, as of get_state, got {type(state).__name__}"
+            )
         calls = _checks.whole_number("calls", state["calls"], 0)
         if "key" in state:
             self.__init__(state["key"])
+        self._own()
         self._calls = calls
 
     @property
     def key(self):
         """The key: whoever has it knows every number of the stream."""
+        self._own()
         return self._key
+
+    def _own(self):
+        """After a fork, a new key: what the parent draws must not be drawn here."""
+        if self._process != _here():
+            with _FORKED:
+                if self._process != _here():
+                    self.__init__()
 
     def words(self, count):
         """`count` uniform 64-bit words, a NumPy array of uint64."""
         count = _checks.whole_number("count", count, 0)
-        if os.getpid() != self._process:  # a fork: what the parent draws must not be drawn here
-            with _FORKED:
-                if os.getpid() != self._process:
-                    self.__init__()
+        self._own()
         with self._counting:  # two threads must not take one number: they would draw the same
             key, call = self._key, self._calls
             self._calls += 1
@@ -206,14 +231,17 @@ class SecureStream:
             std: the standard deviation before rounding, at least 0 and finite.
             grid: a power of two; `grid_of(std)` by default.  Rounding adds a variance of grid^2 / 12.
         """
-        std = float(_checks.in_interval("std", std, 0, math.inf, closed="left"))
+        try:
+            shape = torch.Size(shape)
+        except TypeError:
+            raise ValueError(f"shape must be whole numbers such as (3,), got {shape!r:.40}") from None
+        std = _checks.number("std", std, 0, math.inf, closed="left")
         if std == 0:
             return torch.zeros(shape, dtype=torch.float64)
         grid = grid_of(std) if grid is None else grid
         _checks.in_interval("grid", grid, 0, math.inf, closed="neither")
         if math.frexp(grid)[0] != 0.5 or not 2.0**-400 <= grid or not std / grid <= 2.0**40:
             raise ValueError(f"grid must be a power of two of at least std / 2^40 = {std / 2**40:.3g}, got {grid!r}")
-        shape = torch.Size(shape)
         result = np.empty(shape.numel())
         for start in range(0, len(result), _BLOCK):
             part = result[start : start + _BLOCK]
@@ -274,8 +302,8 @@ def snapped(total, grid):
     """
     multiples = (total.double() / grid).round()
     if multiples.device.type != "cpu":
-        multiples = multiples.nan_to_num(nan=0.0).clamp(-_MOST_CELLS, _MOST_CELLS)
-    elif not bool((multiples.abs() <= _MOST_CELLS).all()):
+        multiples = multiples.nan_to_num(nan=0.0).clamp(-MOST_CELLS, MOST_CELLS)
+    elif not bool((multiples.abs() <= MOST_CELLS).all()):
         raise ValueError(f"total must be finite and at most 2^51 = 2e15 times the grid {grid}")
     return multiples * grid
 

@@ -202,6 +202,17 @@ def test_enough_intrinsic_noise_needs_no_more():
     assert augmented_sigma(0.05, 10.0, target_epsilon=1, target_delta=1e-5) == 0
 
 
+def test_noise_for_a_tiny_sensitivity_does_not_vanish():
+    for mechanism in ("analytic", "classical"):
+        given = dict(target_epsilon=1.0, target_delta=1e-5, mechanism=mechanism)
+        usual = augmented_sigma(1.0, [0.0, 2.0], **given)
+        for scale in (1e-170, 1e-300, 1e170):
+            scaled = augmented_sigma(scale, [0.0, 2 * scale], **given)
+            torch.testing.assert_close(scaled / scale, usual, rtol=1e-12, atol=0)
+    assert augmented_sigma(0.0, 0.0, target_epsilon=1.0, target_delta=1e-5) == 0
+    assert augmented_sigma(1e-200, 1.0, target_epsilon=1.0, target_delta=1e-5) == 0
+
+
 def test_the_covariance_of_many_seeds_is_recovered_and_that_of_few_is_shrunk():
     generator = torch.Generator().manual_seed(0)
     root = torch.randn(6, 6, generator=generator, dtype=torch.float64)
@@ -251,6 +262,21 @@ def test_mahalanobis_is_the_distance_after_whitening():
         (lambda: augmented_sigma(1, 0, target_epsilon=0, target_delta=1e-5), "target_epsilon must lie in"),
         (lambda: mahalanobis(torch.zeros(3), torch.eye(2)), "covariance must be 3 x 3"),
         (lambda: mahalanobis(torch.zeros(2), torch.zeros(2, 2)), "covariance must be positive definite"),
+        (lambda: mahalanobis(torch.ones(2), [[1.0, 0.5], [0.0, 1.0]]), "covariance must be symmetric"),
+        (lambda: mahalanobis(torch.ones(2), torch.full((2, 2), math.nan)), "covariance must lie in"),
+        (lambda: mahalanobis([math.nan, 1.0], torch.eye(2)), "differences must lie in"),
+        (
+            lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1e-323, batch_size=32),
+            "learning_rate must leave the sensitivity between",
+        ),
+        (
+            lambda: augmented_sigma(1e-310, 0, target_epsilon=1, target_delta=1e-5),
+            "sensitivity must leave the noise between",
+        ),
+        (
+            lambda: augmented_sigma([1.0, 1e308], 0, target_epsilon=0.1, target_delta=1e-5),
+            "sensitivity must leave the noise between",
+        ),
         (lambda: noise_covariance(torch.zeros(2, 3, 2), shrinkage=2), "shrinkage must lie in"),
     ],
 )

@@ -68,6 +68,12 @@ def test_moments_beyond_float64_are_no_obstacle():
     assert 4990 < bound < 5000
 
 
+def test_of_what_is_always_0_the_logarithm_has_no_end():
+    assert log_mean_bound([-math.inf] * 5, -math.inf, confidence=0.9) == -math.inf
+    with pytest.raises(ValueError, match="log_values must lie in"):
+        log_mean_bound([-math.inf, -3.0], -math.inf, confidence=0.9)
+
+
 @pytest.mark.parametrize(
     "values, options, message",
     [

@@ -244,6 +244,12 @@ def test_coupled_delta_and_epsilon_bound_the_truth(rule):
         assert float((first - math.exp(float(epsilon)) * second).clamp(min=0).sum()) * cell <= 0.01
 
 
+def test_batches_of_the_largest_sensitivity_have_the_epsilon_of_a_fixed_one():
+    given = dict(sample_rate=0.1, noise_std=1.0, delta=1e-5)
+    with_confidence = coupled_epsilon([1e-3] * 5, max_sensitivity=1e-3, confidence=0.9, **given)
+    assert with_confidence == pytest.approx(coupled_epsilon([1e-3], **given), rel=1e-6)
+
+
 def test_epsilon_is_zero_where_delta_covers_everything():
     assert float(coupled_epsilon([0.0, 0.001], sample_rate=0.01, noise_std=1.0, delta=0.1)) == 0.0
 

@@ -103,6 +103,57 @@ def test_a_forked_process_draws_other_numbers():
     assert not np.intersect1d(theirs, found.words(4)).size
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("ask", ["words", "key", "get_state", "set_state"])
+def test_a_fork_is_known_where_the_process_has_its_parents_number(ask, monkeypatch):
+    """As the first process of a container has, or one whose number comes again."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    found = SecureStream()
+    found.words(1)
+    state, (reader, writer) = found.get_state(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            if ask == "key":
+                os.write(writer, SecureStream(found.key).words(4).tobytes())
+            elif ask == "get_state":
+                other = SecureStream()
+                other.set_state(found.get_state(with_key=True))
+                os.write(writer, other.words(4).tobytes())
+            else:
+                if ask == "set_state":
+                    found.set_state(state)
+                os.write(writer, found.words(4).tobytes())
+        finally:
+            os._exit(0)
+    os.waitpid(child, 0)
+    theirs = os.read(reader, 32)
+    os.close(reader), os.close(writer)
+    ours = {SecureStream(found.key).words(4).tobytes(), found.words(4).tobytes()}
+    assert len(theirs) == 32 and theirs not in ours
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_child_that_sets_its_state_first_goes_on_from_there():
+    found = SecureStream()
+    child = os.fork()
+    if child == 0:
+        found.set_state({"calls": 7})
+        found.words(1)
+        os._exit(found.get_state()["calls"])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
+
+
+def test_states_and_shapes_that_are_none_are_refused():
+    for state in ({}, None, {"key": bytes(32)}, {"calls": -1}):
+        with pytest.raises(ValueError, match="state|calls"):
+            stream().set_state(state)
+    with pytest.raises(ValueError, match="shape must be whole numbers"):
+        stream().normal(3, 1.0)
+    with pytest.raises(ValueError, match="std must be one number"):
+        stream().normal((2,), torch.ones(2))
+
+
 def test_threads_that_share_a_stream_draw_different_numbers():
     found, drawn, before = stream(4), [], sys.getswitchinterval()
 
