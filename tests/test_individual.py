@@ -195,7 +195,18 @@ def test_what_waits_does_not_hang_on_the_tensors_of_the_caller():
 
 
 def test_more_norms_than_may_wait_are_added_up_in_between(monkeypatch):
-    norms = history(40, 12, seed=6) / RUN["max_grad_norm"]
+    norms = history(40, 12, seed=6)
+    accounts = []
+    for waiting in (divergences.WAITING, 2000):
+        with monkeypatch.context() as patch:
+            patch.setattr(divergences, "WAITING", waiting)
+            account = IndividualAccountant(40, **RUN, rounding=None, accountant="rdp")
+            for update in norms:
+                for part in torch.arange(40).split(9):
+                    account.record(update[part], steps=3, examples=part)
+            accounts.append(account.epsilon(1e-5))
+    torch.testing.assert_close(*accounts, rtol=1e-12, atol=0)
+    norms = norms / RUN["max_grad_norm"]
     whole, pieces = (
         Divergences(40, **{key: RUN[key] for key in ("sample_rate", "noise_multiplier")}, device=torch.device("cpu"))
         for _ in range(2)

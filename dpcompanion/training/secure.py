@@ -37,6 +37,7 @@ tensor([ 0.6250,  1.3750, -1.6250], dtype=torch.float64)
 """
 
 import fractions
+import hashlib
 import functools
 import math
 import os
@@ -148,6 +149,20 @@ class SecureStream:
             with _FORKED:
                 if self._process != _here():
                     self.__init__()
+
+    def bound(self, content):
+        """The stream of the next call for this content alone, any buffer of bytes: for other content it is another.
+
+        So two runs that go on from one state, on other data or with another loss, have no noise in common, whose
+        difference would show what they add it to.
+        """
+        self._own()
+        with self._counting:
+            key, call = self._key, self._calls
+            self._calls += 1
+        return SecureStream(
+            hashlib.blake2b(content, key=key, salt=call.to_bytes(16, "little"), digest_size=32).digest()
+        )
 
     def words(self, count):
         """`count` uniform 64-bit words, a NumPy array of uint64."""

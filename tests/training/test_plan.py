@@ -217,3 +217,18 @@ def test_a_step_moves_by_exactly_its_noise_where_nobody_is_clipped_to_anything()
     )
     for last, now in itertools.pairwise([before, *moves]):
         assert stats.kstest(((now - last) * 0.2 * 50).numpy().ravel(), "norm").pvalue > 1e-5
+
+
+def test_two_sums_have_no_noise_in_common_and_one_sum_has_always_the_same():
+    plan = DPSGDPlan(n=10, sample_rate=0.1, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    total, key = torch.randn(5000, dtype=torch.float64), bytes(range(32))
+    one, same, other = (SecureStream(key) for _ in range(3))
+    for _ in range(2):  # two calls in a row differ, too
+        noisy = plan.noisy(total, one)
+        assert torch.equal(noisy, plan.noisy(total, same))
+        moved = total.clone()
+        moved[7] += 1e-3  # so much may be one example's
+        noise = torch.stack([noisy - total, plan.noisy(moved, other) - moved])
+        assert abs(float(torch.corrcoef(noise)[0, 1])) < 6 / math.sqrt(5000)
+        assert (noise.std(dim=1) - 1).abs().max() < 0.07
+    assert not torch.equal(plan.noisy(total, one), noisy)
