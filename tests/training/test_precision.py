@@ -203,12 +203,6 @@ def test_a_run_says_what_it_was_computed_in_and_goes_on_in_that(tmp_path):
     assert all(map(torch.equal, again.parameters(), model.parameters()))
 
 
-def test_a_model_that_is_of_a_lower_type_itself_keeps_it():
-    model, x, y = build("linear")
-    found = clipped_sum(model.bfloat16(), cross_entropy, x.bfloat16(), y, 0.5, method="mixed")
-    assert all(g.dtype == torch.bfloat16 for g in found.gradients.values())
-
-
 @able
 def test_networks_of_the_papers_train_in_it():
     model = models.cifar_cnn(seed=0)
