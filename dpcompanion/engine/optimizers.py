@@ -137,6 +137,9 @@ class Following(DPOptimizer):
         self._step_skip_queue.clear()
         noisy = super().pre_step(closure)
         if noisy:
+            own = {id(p) for p in self.params}
+            for p in (p for group in self.param_groups for p in group["params"] if id(p) not in own):
+                p.grad = None  # what was there before p was frozen, without noise: the step would take it
             # Here, not in the step hook: a hook of one's own would take its place.
             self._accountant.step()
             if not noise_std >= self._noise_std:

@@ -411,6 +411,21 @@ def test_parameters_frozen_or_set_free_between_steps_are_refused(mode, freeze):
     assert torch.equal(before, weights(module))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_from_before_a_parameter_was_frozen_moves_nothing(mode):
+    model, (x, y) = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)), vectors().tensors
+    F.cross_entropy(model(x), y).backward()
+    model[0].requires_grad_(False)
+    frozen = weights(model[0])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, module, optimizer, criterion, loader = private(model, mode=mode, optimizer=optimizer)
+    for x, y in loader:
+        criterion(module(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.accountant.steps == 4 and torch.equal(weights(model[0]), frozen)
+
+
 def test_the_original_optimizer_takes_no_step():
     model = nn.Linear(4, 3)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
