@@ -116,7 +116,20 @@ class Traceless:
             check_untouched(module, before, name="module")
 
 
-def check_module(engine, module, optimizer):
+def _check_types(module, mode):
+    """What can be added up and given noise without loss."""
+    for name, p in module.named_parameters():
+        if p.requires_grad and p.is_complex():
+            raise ValueError(f"module must have real parameters, which noise goes to, got {p.dtype} in {name!r}")
+        if p.requires_grad and mode == "ghost" and p.element_size() < 4:
+            raise ValueError(
+                f"module must have parameters of float32 or float64 in ghost mode, got {p.dtype} in {name!r}: its "
+                "gradients are added up in the type of the parameters, and rounded so one example could move them by "
+                "more than the clip norm; use grad_sample_mode='hooks'"
+            )
+
+
+def check_module(engine, module, optimizer, mode):
     if not module.training:
         raise ValueError("module must be in training mode, got one in evaluation mode: call module.train() first")
     if isinstance(module, torch.nn.parallel.DistributedDataParallel) or type(module).__name__.startswith(
@@ -146,5 +159,6 @@ def check_module(engine, module, optimizer):
         )
     if not trainable(module):
         raise ValueError("module must have a trainable parameter, got none")
+    _check_types(module, mode)
     if isinstance(getattr(optimizer, "original_optimizer", optimizer), torch.optim.LBFGS):
         raise ValueError("optimizer must make its step from one gradient, got LBFGS, which takes several")

@@ -13,6 +13,11 @@ from .checks import trainable
 from .randomness import noisy, not_finite
 
 
+def _wide(dtype):
+    """In what gradients of parameters of this type are added up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 class Following(DPOptimizer):
     """What both optimizers share: each gradient meets its example's clip norm, each draw becomes one step."""
 
@@ -110,7 +115,8 @@ class Following(DPOptimizer):
             )
         own = sent((share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device)
         # A hair less, so that rounding lifts no gradient above its norm.
-        factors = (own / (norms * (1 + 8 * torch.finfo(self.params[0].dtype).eps) + 1e-6)).clamp(max=1.0)
+        coarsest = max(torch.finfo(_wide(p.dtype)).eps for p in self.params)
+        factors = (own / (norms * (1 + 8 * coarsest) + 1e-6)).clamp(max=1.0)
         return torch.where(norms.isfinite(), factors, 0.0)
 
     def pre_step(self, closure=None):
@@ -160,7 +166,7 @@ class Following(DPOptimizer):
         released, spoilt = noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)
         self._spoilt = self._spoilt | spoilt
         for p, gradient in zip(parameters, released):
-            p.grad = gradient.view_as(p)
+            p.grad = gradient.view_as(p).to(p.dtype)
             _mark_as_processed(p.summed_grad)
 
     def _check_skip_next_step(self, pop_next=True):
@@ -179,9 +185,10 @@ class HooksOptimizer(Following, DPOptimizer):
                 raise ValueError("gradients must be cleared between steps: call optimizer.zero_grad() on each")
             if self.shares is not None:
                 factors = torch.where(bad, 0.0, self.clip_factors(squares[i].sqrt(), self.shares[i]))
-            sample = sample.to(p.dtype)
+            # Rounded to bfloat16 before the noise, a sum would move by more than the clip norm with one example.
+            sample = sample.to(_wide(p.dtype))
             if unfit:
                 sample = sample.masked_fill(bad.view(-1, *[1] * (sample.ndim - 1)), 0.0)
-            clipped = torch.einsum("i,i...", factors.to(p.dtype), sample)
+            clipped = torch.einsum("i,i...", factors.to(sample.dtype), sample)
             p.summed_grad = clipped if p.summed_grad is None else p.summed_grad + clipped
             _mark_as_processed(p.grad_sample)

@@ -331,7 +331,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if self.accountant.steps:
             raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
         check_loader(data_loader)
-        check_module(self, module, optimizer)
+        check_module(self, module, optimizer, grad_sample_mode)
 
     def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight, noise_range):
         """Set what each example gets; returns the noise multiplier."""
