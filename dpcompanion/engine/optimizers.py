@@ -127,7 +127,6 @@ class Following(DPOptimizer):
             )
         self._accountant.check_budget()
         self._check_trained()
-        noise_std = self.noise_multiplier * self.max_grad_norm
         draw, batch = self._draws.last, self._noted.handed_out
         if draw is None or batch is None:
             raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
@@ -146,14 +145,6 @@ class Following(DPOptimizer):
             own = {id(p) for p in self.params}
             for p in (p for group in self.param_groups for p in group["params"] if id(p) not in own):
                 p.grad = None  # what was there before p was frozen, without noise: the step would take it
-            # Here, not in the step hook: a hook of one's own would take its place.
-            self._accountant.step()
-            if not noise_std >= self._noise_std:
-                self._accountant.void(
-                    f"a step had noise of standard deviation {noise_std:g} where the budgets were "
-                    f"made for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
-                    "and use no scheduler of noise or clipping"
-                )
             if self._accountant.steps == self._accountant.planned:
                 self.look()
         return noisy
@@ -168,6 +159,18 @@ class Following(DPOptimizer):
         for p, gradient in zip(parameters, released):
             p.grad = gradient.view_as(p).to(p.dtype)
             _mark_as_processed(p.summed_grad)
+
+    def scale_grad(self):
+        # Opacus does this right after the noise. Not in the step hook: one's own takes its place, or fails.
+        self._accountant.step()
+        noise_std = self.noise_multiplier * self.max_grad_norm
+        if not noise_std >= self._noise_std:
+            self._accountant.void(
+                f"a step had noise of standard deviation {noise_std:g} where the budgets were "
+                f"made for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
+                "and use no scheduler of noise or clipping"
+            )
+        super().scale_grad()
 
     def _check_skip_next_step(self, pop_next=True):
         return not self._ended

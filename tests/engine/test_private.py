@@ -218,6 +218,21 @@ def test_a_step_hook_of_ones_own_leaves_the_count_of_steps_as_it_is(mode):
         steps(model, optimizer, loader, criterion)
 
 
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_a_step_whose_hook_fails_is_accounted_for_since_its_noisy_gradient_is_there(mode):
+    engine, model, optimizer, *rest = private(grad_sample_mode=mode)
+    criterion, loader = rest if mode == "ghost" else (None, *rest)
+
+    def fails(of):
+        raise KeyError("of one's own")
+
+    optimizer.attach_step_hook(fails)
+    for count in range(1, 4):
+        with pytest.raises(KeyError):
+            steps(model, optimizer, [next(iter(loader))], criterion)
+        assert len(engine.accountant) == count
+
+
 def clipped_sum(model, x, y, norms):
     """Gradients of each example by itself, clipped to its norm, and summed."""
     parts = []
