@@ -130,6 +130,12 @@ class Following(DPOptimizer):
         draw, batch = self._draws.last, self._noted.handed_out
         if draw is None or batch is None:
             raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
+        if self._draws.passed_over:
+            raise ValueError(
+                f"every draw of the loader must become a step, an empty one too, which is noise alone, but "
+                f"{self._draws.passed_over} in this pass did not: to leave draws out by what is in them raises the "
+                "rate of the others; leave out no batch, as by `if len(x) == 0: continue`"
+            )
         if self._draw != self._draws.number:
             # What an unfinished draw has left behind belongs to no step.
             for p in self._noted_parameters():
@@ -163,6 +169,7 @@ class Following(DPOptimizer):
     def scale_grad(self):
         # Opacus does this right after the noise. Not in the step hook: one's own takes its place, or fails.
         self._accountant.step()
+        self._draws.stepped = self._draws.number
         noise_std = self.noise_multiplier * self.max_grad_norm
         if not noise_std >= self._noise_std:
             self._accountant.void(
