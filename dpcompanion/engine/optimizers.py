@@ -32,6 +32,7 @@ class Following(DPOptimizer):
         if hasattr(original, "_budgets_guard"):
             original._budgets_guard.remove()
         original._budgets_guard = original.register_step_pre_hook(self._only_after_noise)
+        self._retired = 0  # up to which draw none becomes a step any more
         self._draw, self._taken = None, -1  # the draw that is being added up, and the last index in it
         self._ended = False
         # How many gradients were not finite, and of how many that was said; whether a sum was not.
@@ -68,6 +69,11 @@ class Following(DPOptimizer):
         if self.dropped > self._said:
             self._said = self.dropped
             warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=6)
+
+    def retire(self):
+        """The draw under way becomes no step. After a checkpoint the saved run and the one that goes on from it would
+        give the same noise to different draws, which cancels in their difference."""
+        self._retired = self._draws.number
 
     def _generators(self):
         """By name, what noise and draws come from."""
@@ -130,6 +136,11 @@ class Following(DPOptimizer):
         draw, batch = self._draws.last, self._noted.handed_out
         if draw is None or batch is None:
             raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
+        if self._draws.stepped < self._draws.number <= self._retired:
+            raise ValueError(
+                "a checkpoint must be saved or loaded after a step and before the next batch is fetched, but there was "
+                "one since this batch: both runs would give one noise to different batches; fetch another one"
+            )
         if self._draws.passed_over:
             raise ValueError(
                 f"every draw of the loader must become a step, an empty one too, which is noise alone, but "

@@ -361,10 +361,13 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         seed do not, and a seed that was used on other data, with a checkpoint in the same folder, is warned of. An open
         file has nothing beside it.
 
+        Save after a step and before the next batch is fetched: a batch that was fetched before takes no step any more.
+
         Raises:
             ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists and dicts of them.
         """
         self.accountant.look()
+        self._retire_draw()
         buffer = io.BytesIO()
         super().save_checkpoint(path=buffer, **options)
         try:
@@ -389,10 +392,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         buffer = io.BytesIO()
         torch.save(read_sealed(path), buffer)
         buffer.seek(0)
+        self._retire_draw()
         found = super().load_checkpoint(path=buffer, **options)
         if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
             find_keys(path, self.accountant.generators(), found["privacy_accountant_state_dict"]["generators"])
         return found
+
+    def _retire_draw(self):
+        if self.accountant.follower is not None:
+            self.accountant.follower.retire()
 
     def statement(self) -> str:
         """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
