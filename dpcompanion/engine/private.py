@@ -20,7 +20,7 @@ from .budgets import FilteredBudgets, FixedBudgets
 from .checks import check_loader, check_module, clip_norms_of
 from .files import read_sealed, write_sealed
 from .norms import GradientNorms
-from .randomness import find_keys, keep_keys, note_origin, sources
+from .randomness import digest, find_keys, keep_keys, note_origin, sources
 
 METHODS = ("sample", "scale", "combined")
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -359,7 +359,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         The keys of draws and noise, if they come from ciphers, lie beside the file until the budgets are spent, in one
         of the same name and ".key" that only its owner can read: whoever reads it can subtract the noise. Those of a
         seed do not, and a seed that was used on other data, with a checkpoint in the same folder, is warned of. An open
-        file has nothing beside it.
+        file has nothing beside it. Data sets are told apart by the tensors and arrays that they hold (TensorDataset's;
+        `data` and `targets`, as in torchvision), else by type and length alone.
 
         Save after a step and before the next batch is fetched: a batch that was fetched before takes no step any more.
 
@@ -377,13 +378,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts of them, which can "
                 f"be read back without running code, but {error!s:.200}"
             ) from error
-        note_origin(path, self.accountant.origin, self.dataset)
+        content["data"] = digest(self.dataset)
+        note_origin(path, self.accountant.origin, content["data"])
         if self.accountant.origin is None:
             keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
         write_sealed(path, content)
 
     def load_checkpoint(self, *, path: Any, **options: Any) -> Any:
-        """As in Opacus. Without its keys the run goes on with new ones, and a warning: as private, but not the same.
+        """As in Opacus. Without its keys, or on other data, the run goes on with new ones, and a warning: as private,
+        but not the same. Data sets are told apart as far as `save_checkpoint` can.
 
         Raises:
             ValueError: a file that is not as `save_checkpoint` wrote it, or that is of another run, of earlier steps,
@@ -395,7 +398,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         self._retire_draw()
         found = super().load_checkpoint(path=buffer, **options)
         if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
-            find_keys(path, self.accountant.generators(), found["privacy_accountant_state_dict"]["generators"])
+            keys = found["privacy_accountant_state_dict"]["generators"]
+            find_keys(path, self.accountant.generators(), keys, same_data=found.get("data") == digest(self.dataset))
         return found
 
     def _retire_draw(self):
