@@ -1,11 +1,14 @@
 """Optimizers in which each gradient meets its example's clip norm, and each draw becomes one step."""
 
+import functools
 import warnings
+import weakref
 from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._devices import is_away, sent
 from ..training.tensors import added_up, squared_norms
@@ -16,6 +19,22 @@ from .randomness import noisy, not_finite
 def _wide(dtype):
     """In what gradients of parameters of this type are added up."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def _look_beside(following, optimizer, *_):
+    """Before a step of any optimizer: one that is not ours, with our parameters, trains them without clipping and
+    noise. On public data that is fine, so it is said and not refused."""
+    own = following()
+    if own is None or own._own_step or own._accountant.follower is not own or hasattr(optimizer, "_budgets_guard"):
+        return
+    if any(id(p) in own._trained for group in optimizer.param_groups for p in group["params"]):
+        own._beside.remove()  # once is enough
+        warnings.warn(
+            f"parameters of a private run are trained by a {type(optimizer).__name__} beside the optimizer that the "
+            "engine returned, without clipping and noise: no budget covers what it learns from private data",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
 
 class Following(DPOptimizer):
@@ -33,6 +52,8 @@ class Following(DPOptimizer):
             original._budgets_guard.remove()
         original._budgets_guard = original.register_step_pre_hook(self._only_after_noise)
         self._retired = 0  # up to which draw none becomes a step any more
+        self._beside = register_optimizer_step_pre_hook(functools.partial(_look_beside, weakref.ref(self)))
+        weakref.finalize(self, self._beside.remove)
         self._draw, self._taken = None, -1  # the draw that is being added up, and the last index in it
         self._ended = False
         # How many gradients were not finite, and of how many that was said; whether a sum was not.

@@ -3,6 +3,7 @@
 import copy
 import math
 import os
+import warnings
 
 import pytest
 import torch
@@ -437,6 +438,26 @@ def test_the_original_optimizer_takes_no_step():
     optimizer.zero_grad()
     train(module, optimizer, criterion, loader)
     assert engine.accountant.steps == 3
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_another_optimizer_of_the_same_parameters_is_warned_of_once(mode):
+    model = nn.Linear(4, 3)
+    engine, module, optimizer, criterion, loader = private(model, mode=mode)
+    x, y = vectors().tensors
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="parameters of a private run")
+        train(module, optimizer, criterion, loader)
+        other = nn.Linear(4, 3)
+        F.cross_entropy(other(x), y).backward()
+        torch.optim.SGD(other.parameters(), lr=0.1).step()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.warns(RuntimeWarning, match="are trained by a SGD beside the optimizer") as said:
+        plain.step()
+    assert said[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="parameters of a private run")
+        plain.step()
 
 
 def test_an_optimizer_that_lacks_trainable_parameters_is_refused():
