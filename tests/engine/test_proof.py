@@ -168,6 +168,28 @@ class Residual(nn.Module):
         return self.last(h + self.gate(h) * h.mean(0))
 
 
+class Sorted(nn.Module):
+    """A branch, scaled down, in which the rows go through a layer in another order."""
+
+    def __init__(self, scale):
+        super().__init__()
+        self.first, self.layer, self.scale, self.last = (nn.Linear(4, 4) for _ in range(4))
+        nn.init.normal_(self.scale.weight, std=scale)
+
+    def forward(self, x):
+        h, order = self.first(x), x[:, 0].argsort()
+        return self.last(h + self.scale(self.layer(h[order]).tanh()[order.argsort()]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scale", [1e-1, 1e-3, 1e-4, 1e-6])
+def test_rows_in_another_order_are_seen_in_a_short_part_of_the_gradient(scale, mode):
+    torch.manual_seed(0)
+    with pytest.raises(UnsupportedModuleError):
+        _, model, optimizer, criterion, loader = private(Sorted(scale), mode=mode)
+        train(model, optimizer, criterion, loader)
+
+
 def test_what_a_weight_of_zero_hides_is_seen():
     with pytest.raises(UnsupportedModuleError, match="mixes examples|by itself"):
         _, model, optimizer, criterion, loader = private(Residual())
@@ -244,6 +266,13 @@ GOOD = {
         vectors,
     ),
     "recurrent": (Sequence, tokens),
+    # The gradient of the bias is 0, but for rounding.
+    "a bias that cancels": (
+        lambda: nn.Sequential(
+            nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 8, 2), nn.InstanceNorm1d(8), nn.Flatten(), nn.Linear(24, 3)
+        ),
+        vectors,
+    ),
 }
 
 
