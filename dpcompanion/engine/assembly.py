@@ -73,7 +73,7 @@ def assemble(
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     optimizer.follow(draws, noted, engine.accountant, proof, module)
     Traceless(original)
-    optimizer.shares = shares
+    optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
     loader = private_loader(data_loader, noted, draws, batch_first)
     if not isinstance(optimizer, GhostOptimizer):
         return module, optimizer, loader

@@ -20,18 +20,18 @@ def trainable(module):
 
 
 def clip_norms_of(max_grad_norm, clipping, module):
-    """The mean clip norm, and by layer each parameter's share of it."""
+    """The mean clip norm, and by layer {parameter: its share}."""
     if clipping == "flat":
         return _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"), None
-    count = sum(p.requires_grad for p in module.parameters())
-    if not isinstance(max_grad_norm, (list, tuple)) or len(max_grad_norm) != count:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not isinstance(max_grad_norm, (list, tuple)) or len(max_grad_norm) != len(parameters):
         raise ValueError(
-            f"max_grad_norm must be a list of {count} norms with per-layer clipping, one for each "
+            f"max_grad_norm must be a list of {len(parameters)} norms with per-layer clipping, one for each "
             f"trainable parameter, got {max_grad_norm!r}"
         )
     norms = [_checks.number("max_grad_norm", norm, 0, math.inf, closed="neither") for norm in max_grad_norm]
     whole = math.hypot(*norms)
-    return whole, [norm / whole * (1 - 1e-12) for norm in norms]
+    return whole, {p: norm / whole * (1 - 1e-12) for p, norm in zip(parameters, norms)}
 
 
 def check_loader(loader):

@@ -40,7 +40,7 @@ def _look_beside(following, optimizer, *_):
 class Following(DPOptimizer):
     """What both optimizers share: each gradient meets its example's clip norm, each draw becomes one step."""
 
-    #: Of each parameter in the clip norm, for clipping per layer.
+    #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
     shares = None
 
     def follow(self, draws, noted, accountant, proof, hooks):

@@ -109,8 +109,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             target_epsilons: (n,) budgets, one for each example of the data set, in its order.
             target_delta: in (0, 1).
             epochs: an epoch has len(data_loader) steps.
-            max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each parameter, whose
-                Euclidean norm is the mean clip norm.
+            max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each trainable
+                parameter in the order of module.parameters(), whose Euclidean norm is the mean clip norm.
             method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
             noise_range: (low, high) for the noise multiplier of "sample", fixed before the budgets are known: it
                 bounds what others' budgets can do to one's risk (`dpcompanion.idp.sample_parameters`).

@@ -571,21 +571,27 @@ def test_without_wrapping_the_module_is_trained_as_with_it(mode):
         private(nn.Linear(4, 3), mode="ew", wrap_model=False)
 
 
+@pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
-def test_per_layer_clipping_gives_each_parameter_its_share_of_each_examples_norm(mode):
+def test_per_layer_clipping_gives_each_parameter_its_share_of_each_examples_norm(mode, turned):
+    """In the order of the module's parameters, whatever that of the optimizer's."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
     plain.load_state_dict(model.state_dict())
     layers = [0.03, 0.01, 0.04, 0.02]
-    engine, model, optimizer, criterion, loader = private(model, mode=mode, clipping="per_layer", max_grad_norm=layers)
+    groups = [{"params": list(part.parameters())} for part in (model[2], model[0])]
+    sgd = torch.optim.SGD(groups if turned else model.parameters(), lr=0.1)
+    engine, model, optimizer, criterion, loader = private(
+        model, mode=mode, optimizer=sgd, clipping="per_layer", max_grad_norm=layers
+    )
     mean = math.hypot(*layers)
     assert optimizer.max_grad_norm == pytest.approx(mean) and float(engine.max_grad_norms.mean()) == pytest.approx(mean)
     x, y = next(iter(loader))
     criterion(model(x), y).backward()
     optimizer.clip_and_accumulate()
     own = engine.max_grad_norms[loader.dataset.handed_out]
-    for k, p in enumerate(optimizer.params):
+    for k, p in enumerate(optimizer.params[2:] + optimizer.params[:2] if turned else optimizer.params):
         expected = torch.zeros_like(p)
         for i in range(len(x)):
             g = torch.autograd.grad(F.cross_entropy(plain(x[i : i + 1]), y[i : i + 1]), list(plain.parameters()))[k]
