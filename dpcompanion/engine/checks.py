@@ -141,6 +141,12 @@ def check_module(engine, module, optimizer, mode):
     except Exception as error:
         raise UnsupportedModuleError(f"module must compute each example by itself, but: {error}") from error
     for name, part in module.named_modules():
+        bare = isinstance(part, torch.nn.LayerNorm) and part.bias is None
+        if mode in ("hooks", "ghost") and bare and part.weight is not None and part.weight.requires_grad:
+            raise ValueError(
+                f"module must have a bias in each LayerNorm in the mode {mode!r}, as Opacus takes it, got none in "
+                f"{name or 'module'!r}; use grad_sample_mode='functorch'"
+            )
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
             raise ValueError(
                 f"max_norm must be None in an embedding, got {part.max_norm:g} in {name or 'module'!r}: the forward "

@@ -61,6 +61,12 @@ class Following(DPOptimizer):
         self._noise_std = self.noise_multiplier * self.max_grad_norm
         accountant.generators, accountant.follower = self._generators, self
 
+    def __getstate__(self):
+        raise ValueError(
+            "an optimizer of a private run must not be copied or pickled: the copy would give its noise a second time; "
+            "keep its state_dict(), or the engine's save_checkpoint"
+        )
+
     def _noted_parameters(self) -> list[Any]:
         """The parameters, on which Opacus hangs what it computes."""
         return self.params
