@@ -41,7 +41,7 @@ class Following(DPOptimizer):
     """What both optimizers share: each gradient meets its example's clip norm, each draw becomes one step."""
 
     #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
-    shares = None
+    shares: list[float] | None = None
 
     def follow(self, draws, noted, accountant, proof, hooks):
         self._draws, self._noted, self._accountant = draws, noted, accountant
