@@ -16,7 +16,7 @@ from .proof import Proof
 
 
 def _rearranged(rearrange, *, module, **options):
-    """What a layer noted of a batch, where Opacus takes it from an empty list after a pass in evaluation mode."""
+    """As Opacus does, which takes what a layer noted of a batch from an empty list after a pass in evaluation mode."""
     if not getattr(module, "activations", True):
         raise ValueError(
             f"module must be in training mode in the forward pass of each backward pass, but {type(module).__name__} "

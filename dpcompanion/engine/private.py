@@ -124,7 +124,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.
             grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, and only "hooks"
                 takes them for every layer: Opacus cannot in "functorch" with convolutions or embeddings, in "ew" at
-                all, nor in "ghost" with embeddings.
+                all, nor in "ghost" with embeddings. A loop may leave out none. In "ghost" parameters are of float32
+                or float64.
             clipping: "flat", or "per_layer" (not in ghost mode): an example's norm for a parameter is its own clip
                 norm times the parameter's share of the mean.
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
