@@ -23,17 +23,21 @@ What makes each budget hold:
 * the optimizer ends a step with the last piece of its draw: it never joins two draws, takes no example and no draw
   twice, and goes by what was handed out, not by a queue of signals, which an evaluation through the same loader would
   leave out of step;
+* every draw of a pass becomes a step, an empty one too, which is noise alone: a loop that leaves some out by what is in
+  them, and goes on, raises the rate of the others, and is refused;
 * with the first batches it is proved against plain autograd that each example's gradient is its own and its norm
   whole, before any step: a weight used outside of its layer is refused, and so is a function that mixes examples. In
   ghost mode, whose criterion is known, that is proved of the losses too;
 * the original optimizer takes no step of its own, all trainable parameters are its, they stay the same ones, and no
-  forward pass writes into them (as that of an embedding with `max_norm` would);
+  forward pass writes into them (as that of an embedding with `max_norm` would). Another optimizer of theirs is warned
+  of;
 * sums are divided by the expected batch size, :math:`\sum_i q_i`, public as the number of examples is;
 * steps are counted where noise is added, and no more are taken than the budgets were made for.  After a step
   with less noise, as Opacus's schedulers of noise and clipping would have it, every epsilon is infinite;
 * draws and noise come from ciphers under keys of the operating system (`dpcompanion.training.secure`), so that nobody
-  can subtract the noise, and no script that seeds itself repeats it; for research, under keys hashed from a seed. Noise
-  is drawn and added in float64. A checkpoint holds how far they have come; keys lie beside it.
+  can subtract the noise, and no script that seeds itself repeats it; for research, under keys hashed from a seed. Sums
+  are made in float32 at least, noise is drawn and added in float64. A checkpoint holds how far they have come; keys lie
+  beside it.
 
 On a GPU no step waits for the device: what needs a look at numbers is done with the first batches (the proof), or
 afterwards. Gradients that are not finite contribute nothing, and are counted there; a warning says so when epsilons are

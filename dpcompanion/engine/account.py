@@ -38,7 +38,7 @@ class Accountant(IAccountant):
     def void(self, reason):
         """From now on no epsilon is a bound."""
         if not self.voided:
-            warnings.warn(f"{reason}. No budget is kept, and every epsilon is infinite", RuntimeWarning, stacklevel=5)
+            warnings.warn(f"{reason}. No budget is kept, and every epsilon is infinite", RuntimeWarning, stacklevel=6)
         self.voided = True
 
     def check_budget(self):

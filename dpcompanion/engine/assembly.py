@@ -4,6 +4,8 @@ The module gets Opacus's hooks, the loader its draws, the optimizer clip norms a
 optimizer, and a proof with the first batches comes before any step.
 """
 
+import functools
+
 import torch
 
 from .checks import Traceless
@@ -11,6 +13,16 @@ from .ghost import GhostOptimizer
 from .loading import Draws, Noted, private_loader
 from .optimizers import HooksOptimizer
 from .proof import Proof
+
+
+def _rearranged(rearrange, *, module, **options):
+    """As Opacus does, which takes what a layer noted of a batch from an empty list after a pass in evaluation mode."""
+    if not getattr(module, "activations", True):
+        raise ValueError(
+            f"module must be in training mode in the forward pass of each backward pass, but {type(module).__name__} "
+            "was in evaluation mode, or went back twice: call module.train() first"
+        )
+    return rearrange(module=module, **options)
 
 
 def assemble(
@@ -48,6 +60,8 @@ def assemble(
         wrap_model=wrap_model,
     )
     module.forbid_grad_accumulation()
+    if hasattr(module, "rearrange_grad_samples"):
+        module.rearrange_grad_samples = functools.partial(_rearranged, module.rearrange_grad_samples)
     optimizer = getattr(optimizer, "original_optimizer", optimizer)
     kind = GhostOptimizer if ghost else HooksOptimizer
     optimizer = kind(
@@ -73,7 +87,7 @@ def assemble(
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     optimizer.follow(draws, noted, engine.accountant, proof, module)
     Traceless(original)
-    optimizer.shares = shares
+    optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
     loader = private_loader(data_loader, noted, draws, batch_first)
     if not isinstance(optimizer, GhostOptimizer):
         return module, optimizer, loader

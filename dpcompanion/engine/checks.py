@@ -20,18 +20,18 @@ def trainable(module):
 
 
 def clip_norms_of(max_grad_norm, clipping, module):
-    """The mean clip norm, and by layer each parameter's share of it."""
+    """The mean clip norm, and by layer {parameter: its share}."""
     if clipping == "flat":
         return _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither"), None
-    count = sum(p.requires_grad for p in module.parameters())
-    if not isinstance(max_grad_norm, (list, tuple)) or len(max_grad_norm) != count:
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    if not isinstance(max_grad_norm, (list, tuple)) or len(max_grad_norm) != len(parameters):
         raise ValueError(
-            f"max_grad_norm must be a list of {count} norms with per-layer clipping, one for each "
+            f"max_grad_norm must be a list of {len(parameters)} norms with per-layer clipping, one for each "
             f"trainable parameter, got {max_grad_norm!r}"
         )
     norms = [_checks.number("max_grad_norm", norm, 0, math.inf, closed="neither") for norm in max_grad_norm]
     whole = math.hypot(*norms)
-    return whole, [norm / whole * (1 - 1e-12) for norm in norms]
+    return whole, {p: norm / whole * (1 - 1e-12) for p, norm in zip(parameters, norms)}
 
 
 def check_loader(loader):
@@ -116,7 +116,20 @@ class Traceless:
             check_untouched(module, before, name="module")
 
 
-def check_module(engine, module, optimizer):
+def _check_types(module, mode):
+    """What can be added up and given noise without loss."""
+    for name, p in module.named_parameters():
+        if p.requires_grad and p.is_complex():
+            raise ValueError(f"module must have real parameters, which noise goes to, got {p.dtype} in {name!r}")
+        if p.requires_grad and mode == "ghost" and p.element_size() < 4:
+            raise ValueError(
+                f"module must have parameters of float32 or float64 in ghost mode, got {p.dtype} in {name!r}: its "
+                "gradients are added up in the type of the parameters, and rounded so one example could move them by "
+                "more than the clip norm; use grad_sample_mode='hooks'"
+            )
+
+
+def check_module(engine, module, optimizer, mode):
     if not module.training:
         raise ValueError("module must be in training mode, got one in evaluation mode: call module.train() first")
     if isinstance(module, torch.nn.parallel.DistributedDataParallel) or type(module).__name__.startswith(
@@ -128,6 +141,12 @@ def check_module(engine, module, optimizer):
     except Exception as error:
         raise UnsupportedModuleError(f"module must compute each example by itself, but: {error}") from error
     for name, part in module.named_modules():
+        bare = isinstance(part, torch.nn.LayerNorm) and part.bias is None
+        if mode in ("hooks", "ghost") and bare and part.weight is not None and part.weight.requires_grad:
+            raise ValueError(
+                f"module must have a bias in each LayerNorm in the mode {mode!r}, as Opacus takes it, got none in "
+                f"{name or 'module'!r}; use grad_sample_mode='functorch'"
+            )
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
             raise ValueError(
                 f"max_norm must be None in an embedding, got {part.max_norm:g} in {name or 'module'!r}: the forward "
@@ -146,5 +165,6 @@ def check_module(engine, module, optimizer):
         )
     if not trainable(module):
         raise ValueError("module must have a trainable parameter, got none")
+    _check_types(module, mode)
     if isinstance(getattr(optimizer, "original_optimizer", optimizer), torch.optim.LBFGS):
         raise ValueError("optimizer must make its step from one gradient, got LBFGS, which takes several")

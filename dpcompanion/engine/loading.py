@@ -13,20 +13,27 @@ class Draws(PoissonSampler, BatchSampler):
     """The batch sampler: an epoch of draws, each a list of indices; remembers the last one and counts them.
 
     A BatchSampler with the expected batch size, from which Opacus's memory manager makes out its length.
+
+    `stepped` is the number of the last draw that became a step; `passed_over` how many draws of this pass, before the
+    last one, did not. A pass without steps, such as an evaluation, passes over nothing.
     """
 
     def __init__(self, n, rates, generator, steps):
         PoissonSampler.__init__(self, n, rates, generator)
         self._steps, self.number, self.last = steps, 0, None
+        self.stepped, self.passed_over = 0, 0
         self.batch_size, self.drop_last = float(self.sample_rate.sum()), False
 
     def __len__(self):
         return self._steps
 
     def __iter__(self):
+        passed_over = 0
         for _ in range(self._steps):
-            self.number, self.last = self.number + 1, self.draw().tolist()
+            self.number, self.last, self.passed_over = self.number + 1, self.draw().tolist(), passed_over
+            own = self.number
             yield self.last
+            passed_over += self.stepped < own
 
 
 class Noted(Dataset):

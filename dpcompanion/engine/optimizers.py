@@ -1,11 +1,14 @@
 """Optimizers in which each gradient meets its example's clip norm, and each draw becomes one step."""
 
+import functools
 import warnings
+import weakref
 from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._devices import is_away, sent
 from ..training.tensors import added_up, squared_norms
@@ -13,11 +16,32 @@ from .checks import trainable
 from .randomness import noisy, not_finite
 
 
+def _wide(dtype):
+    """In what gradients of parameters of this type are added up."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _look_beside(following, optimizer, *_):
+    """Before a step of any optimizer: one that is not ours, with our parameters, trains them without clipping and
+    noise. On public data that is fine, so it is said and not refused."""
+    own = following()
+    if own is None or own._own_step or own._accountant.follower is not own or hasattr(optimizer, "_budgets_guard"):
+        return
+    if any(id(p) in own._trained for group in optimizer.param_groups for p in group["params"]):
+        own._beside.remove()  # once is enough
+        warnings.warn(
+            f"parameters of a private run are trained by a {type(optimizer).__name__} beside the optimizer that the "
+            "engine returned, without clipping and noise: no budget covers what it learns from private data",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
 class Following(DPOptimizer):
     """What both optimizers share: each gradient meets its example's clip norm, each draw becomes one step."""
 
-    #: Of each parameter in the clip norm, for clipping per layer.
-    shares = None
+    #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
+    shares: list[float] | None = None
 
     def follow(self, draws, noted, accountant, proof, hooks):
         self._draws, self._noted, self._accountant = draws, noted, accountant
@@ -27,12 +51,21 @@ class Following(DPOptimizer):
         if hasattr(original, "_budgets_guard"):
             original._budgets_guard.remove()
         original._budgets_guard = original.register_step_pre_hook(self._only_after_noise)
+        self._retired = 0  # up to which draw none becomes a step any more
+        self._beside = register_optimizer_step_pre_hook(functools.partial(_look_beside, weakref.ref(self)))
+        weakref.finalize(self, self._beside.remove)
         self._draw, self._taken = None, -1  # the draw that is being added up, and the last index in it
         self._ended = False
         # How many gradients were not finite, and of how many that was said; whether a sum was not.
         self._dropped, self._said, self._spoilt = 0, 0, False
         self._noise_std = self.noise_multiplier * self.max_grad_norm
         accountant.generators, accountant.follower = self._generators, self
+
+    def __getstate__(self):
+        raise ValueError(
+            "an optimizer of a private run must not be copied or pickled: the copy would give its noise a second time; "
+            "keep its state_dict(), or the engine's save_checkpoint"
+        )
 
     def _noted_parameters(self) -> list[Any]:
         """The parameters, on which Opacus hangs what it computes."""
@@ -63,6 +96,11 @@ class Following(DPOptimizer):
         if self.dropped > self._said:
             self._said = self.dropped
             warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=6)
+
+    def retire(self):
+        """The draw under way becomes no step. After a checkpoint the saved run and the one that goes on from it would
+        give the same noise to different draws, which cancels in their difference."""
+        self._retired = self._draws.number
 
     def _generators(self):
         """By name, what noise and draws come from."""
@@ -110,7 +148,8 @@ class Following(DPOptimizer):
             )
         own = sent((share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device)
         # A hair less, so that rounding lifts no gradient above its norm.
-        factors = (own / (norms * (1 + 8 * torch.finfo(self.params[0].dtype).eps) + 1e-6)).clamp(max=1.0)
+        coarsest = max(torch.finfo(_wide(p.dtype)).eps for p in self.params)
+        factors = (own / (norms * (1 + 8 * coarsest) + 1e-6)).clamp(max=1.0)
         return torch.where(norms.isfinite(), factors, 0.0)
 
     def pre_step(self, closure=None):
@@ -121,10 +160,20 @@ class Following(DPOptimizer):
             )
         self._accountant.check_budget()
         self._check_trained()
-        noise_std = self.noise_multiplier * self.max_grad_norm
         draw, batch = self._draws.last, self._noted.handed_out
         if draw is None or batch is None:
             raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
+        if self._draws.stepped < self._draws.number <= self._retired:
+            raise ValueError(
+                "a checkpoint must be saved or loaded after a step and before the next batch is fetched, but there was "
+                "one since this batch: both runs would give one noise to different batches; fetch another one"
+            )
+        if self._draws.passed_over:
+            raise ValueError(
+                f"every draw of the loader must become a step, an empty one too, which is noise alone, but "
+                f"{self._draws.passed_over} in this pass did not: to leave draws out by what is in them raises the "
+                "rate of the others; leave out no batch, as by `if len(x) == 0: continue`"
+            )
         if self._draw != self._draws.number:
             # What an unfinished draw has left behind belongs to no step.
             for p in self._noted_parameters():
@@ -137,14 +186,9 @@ class Following(DPOptimizer):
         self._step_skip_queue.clear()
         noisy = super().pre_step(closure)
         if noisy:
-            # Here, not in the step hook: a hook of one's own would take its place.
-            self._accountant.step()
-            if not noise_std >= self._noise_std:
-                self._accountant.void(
-                    f"a step had noise of standard deviation {noise_std:g} where the budgets were "
-                    f"made for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
-                    "and use no scheduler of noise or clipping"
-                )
+            own = {id(p) for p in self.params}
+            for p in (p for group in self.param_groups for p in group["params"] if id(p) not in own):
+                p.grad = None  # what was there before p was frozen, without noise: the step would take it
             if self._accountant.steps == self._accountant.planned:
                 self.look()
         return noisy
@@ -157,8 +201,21 @@ class Following(DPOptimizer):
         released, spoilt = noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)
         self._spoilt = self._spoilt | spoilt
         for p, gradient in zip(parameters, released):
-            p.grad = gradient.view_as(p)
+            p.grad = gradient.view_as(p).to(p.dtype)
             _mark_as_processed(p.summed_grad)
+
+    def scale_grad(self):
+        # Opacus does this right after the noise. Not in the step hook: one's own takes its place, or fails.
+        self._accountant.step()
+        self._draws.stepped = self._draws.number
+        noise_std = self.noise_multiplier * self.max_grad_norm
+        if not noise_std >= self._noise_std:
+            self._accountant.void(
+                f"a step had noise of standard deviation {noise_std:g} where the budgets were "
+                f"made for {self._noise_std:g}: leave noise_multiplier and max_grad_norm alone, "
+                "and use no scheduler of noise or clipping"
+            )
+        super().scale_grad()
 
     def _check_skip_next_step(self, pop_next=True):
         return not self._ended
@@ -176,9 +233,10 @@ class HooksOptimizer(Following, DPOptimizer):
                 raise ValueError("gradients must be cleared between steps: call optimizer.zero_grad() on each")
             if self.shares is not None:
                 factors = torch.where(bad, 0.0, self.clip_factors(squares[i].sqrt(), self.shares[i]))
-            sample = sample.to(p.dtype)
+            # Rounded to bfloat16 before the noise, a sum would move by more than the clip norm with one example.
+            sample = sample.to(_wide(p.dtype))
             if unfit:
                 sample = sample.masked_fill(bad.view(-1, *[1] * (sample.ndim - 1)), 0.0)
-            clipped = torch.einsum("i,i...", factors.to(p.dtype), sample)
+            clipped = torch.einsum("i,i...", factors.to(sample.dtype), sample)
             p.summed_grad = clipped if p.summed_grad is None else p.summed_grad + clipped
             _mark_as_processed(p.grad_sample)

@@ -20,7 +20,7 @@ from .budgets import FilteredBudgets, FixedBudgets
 from .checks import check_loader, check_module, clip_norms_of
 from .files import read_sealed, write_sealed
 from .norms import GradientNorms
-from .randomness import find_keys, keep_keys, note_origin, sources
+from .randomness import digest, find_keys, keep_keys, note_origin, sources
 
 METHODS = ("sample", "scale", "combined")
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -109,8 +109,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             target_epsilons: (n,) budgets, one for each example of the data set, in its order.
             target_delta: in (0, 1).
             epochs: an epoch has len(data_loader) steps.
-            max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each parameter, whose
-                Euclidean norm is the mean clip norm.
+            max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each trainable
+                parameter in the order of module.parameters(), whose Euclidean norm is the mean clip norm.
             method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
             noise_range: (low, high) for the noise multiplier of "sample", fixed before the budgets are known: it
                 bounds what others' budgets can do to one's risk (`dpcompanion.idp.sample_parameters`).
@@ -124,7 +124,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.
             grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, and only "hooks"
                 takes them for every layer: Opacus cannot in "functorch" with convolutions or embeddings, in "ew" at
-                all, nor in "ghost" with embeddings.
+                all, nor in "ghost" with embeddings. A loop may leave out none. In "ghost" parameters are of float32
+                or float64.
             clipping: "flat", or "per_layer" (not in ghost mode): an example's norm for a parameter is its own clip
                 norm times the parameter's share of the mean.
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
@@ -331,7 +332,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if self.accountant.steps:
             raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
         check_loader(data_loader)
-        check_module(self, module, optimizer)
+        check_module(self, module, optimizer, grad_sample_mode)
 
     def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight, noise_range):
         """Set what each example gets; returns the noise multiplier."""
@@ -359,12 +360,16 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         The keys of draws and noise, if they come from ciphers, lie beside the file until the budgets are spent, in one
         of the same name and ".key" that only its owner can read: whoever reads it can subtract the noise. Those of a
         seed do not, and a seed that was used on other data, with a checkpoint in the same folder, is warned of. An open
-        file has nothing beside it.
+        file has nothing beside it. Data sets are told apart by the tensors and arrays that they hold (TensorDataset's;
+        `data` and `targets`, as in torchvision), else by type and length alone.
+
+        Save after a step and before the next batch is fetched: a batch that was fetched before takes no step any more.
 
         Raises:
             ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists and dicts of them.
         """
         self.accountant.look()
+        self._retire_draw()
         buffer = io.BytesIO()
         super().save_checkpoint(path=buffer, **options)
         try:
@@ -374,13 +379,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts of them, which can "
                 f"be read back without running code, but {error!s:.200}"
             ) from error
-        note_origin(path, self.accountant.origin, self.dataset)
+        content["data"] = digest(self.dataset)
+        note_origin(path, self.accountant.origin, content["data"])
         if self.accountant.origin is None:
             keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
         write_sealed(path, content)
 
     def load_checkpoint(self, *, path: Any, **options: Any) -> Any:
-        """As in Opacus. Without its keys the run goes on with new ones, and a warning: as private, but not the same.
+        """As in Opacus. Without its keys, or on other data, the run goes on with new ones, and a warning: as private,
+        but not the same. Data sets are told apart as far as `save_checkpoint` can.
 
         Raises:
             ValueError: a file that is not as `save_checkpoint` wrote it, or that is of another run, of earlier steps,
@@ -389,10 +396,16 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         buffer = io.BytesIO()
         torch.save(read_sealed(path), buffer)
         buffer.seek(0)
+        self._retire_draw()
         found = super().load_checkpoint(path=buffer, **options)
         if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
-            find_keys(path, self.accountant.generators(), found["privacy_accountant_state_dict"]["generators"])
+            keys = found["privacy_accountant_state_dict"]["generators"]
+            find_keys(path, self.accountant.generators(), keys, same_data=found.get("data") == digest(self.dataset))
         return found
+
+    def _retire_draw(self):
+        if self.accountant.follower is not None:
+            self.accountant.follower.retire()
 
     def statement(self) -> str:
         """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,

@@ -12,8 +12,10 @@ has no influence on the gradient of another.
 * One whose gradient alone is 0, or not finite, must be so in the whole batch too: the standard deviation of one row is
   no number, and of its difference from the mean nothing is left. Where hardly any other is in the probe, all of the
   batch are looked at.
-* All is done twice, with the weights as they are and with weights nearby: behind a weight of zero, as in residual
-  blocks at their start, a wrong gradient looks right.
+* The gradient is compared in whole and parameter by parameter, each against its own length: what is off in a short part
+  of it is off in full when it has grown.
+* All is done twice, with the weights as they are and with weights nearby: behind a weight of zero or nearly so, as in
+  residual blocks at their start, a wrong gradient looks right.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
 An example by itself has no company, so a proof takes a batch of two. It is made again with a batch of twice the size.
@@ -194,17 +196,26 @@ class Proof:
         whole = sum(part for part in known if not part.ndim)
         score = cast(torch.Tensor, whole + own.sum() / (len(rows) if self._mean else 1))
         score.backward(retain_graph=self._ghost)
-        relative, longest = tolerance_of(parameters[0]), torch.zeros(())
-        norms = type(self._hooks).get_norm_sample(self._hooks).double().cpu() if self._ghost else None
+        relative, longest = max(map(tolerance_of, parameters)), torch.zeros(())
+        # Each parameter is held against its own length too: what is off where gradients are short now is off in full
+        # when they have grown. What cancels leaves some rounding.
+        lengths = torch.stack([norms_of(self._alone(batch, row, parameters)[0]) for row in checked[:_COMPARED]])
+        lengths = lengths.nan_to_num(0.0, 0.0).amax(0)
+        bounds = relative * lengths + relative / (100 if relative < 1e-2 else 10) * lengths.norm()
+        if self._ghost:
+            samples = torch.stack([p._norm_sample.double().cpu() for p in parameters])
         for row in checked:
             i = rows.index(row)
             expected, _ = self._alone(batch, row, parameters)
             length = norm_of(expected)
             longest = torch.maximum(longest, length.nan_to_num(0.0, 0.0))
             allowed = relative * (length if length > 0 else longest)
-            if norms is not None:
-                if not (abs(norms[i] - length) <= allowed or _neither_finite(norms[i], length)):
-                    raise missing(float(norms[i]), float(length))
+            if self._ghost:
+                norms, truths = samples[:, i], norms_of(expected)
+                fits = abs(norms.norm() - length) <= allowed and bool((abs(norms - truths) <= bounds).all())
+                if not (fits or _neither_finite(norms.norm(), length)):
+                    worst = int((abs(norms - truths) / bounds).argmax())
+                    raise missing(float(norms[worst]), float(truths[worst]))
                 if rows != checked or not own.requires_grad:
                     continue  # beside losses that are not finite the gradient of one is none either
                 with self._plain():
@@ -213,12 +224,16 @@ class Proof:
                     )
             else:
                 found = [_sample(p, i, len(rows)) for p in parameters]
-            error = norm_of([a - b for a, b in zip(found, expected)])
-            if not (error <= allowed or _neither_finite(norm_of(found), length)):
+            errors = norms_of([a - b for a, b in zip(found, expected)])
+            fits = errors.norm() <= allowed and bool((errors <= bounds).all())
+            if not (fits or _neither_finite(norm_of(found), length)):
+                worst = int((errors / bounds).argmax())
+                name = next(name for name, p in self._inner.named_parameters() if p is parameters[worst])
                 raise UnsupportedModuleError(
                     "module must compute each example by itself, in layers that Opacus sees, but the gradient of an "
-                    f"example in the company of {len(rows) - 1} is off by {float(error):.2g} where alone it has norm "
-                    f"{float(length):.2g}: it mixes examples, or uses a weight outside of its layer"
+                    f"example in the company of {len(rows) - 1} is off by {float(errors[worst]):.2g} in {name!r}, "
+                    f"where alone it has norm {float(norms_of(expected)[worst]):.2g}: it mixes examples, or uses "
+                    "a weight outside of its layer"
                 )
         self._clear()
 
@@ -322,8 +337,12 @@ def _sample(p, i, n):
     return sample[i]
 
 
+def norms_of(gradients):
+    return torch.stack([g.detach().double().norm().cpu() for g in gradients])
+
+
 def norm_of(gradients):
-    return torch.stack([g.detach().double().norm().cpu() for g in gradients]).norm()
+    return norms_of(gradients).norm()
 
 
 def tolerance_of(p):
@@ -336,12 +355,13 @@ def tolerance_of(p):
 
 @contextlib.contextmanager
 def weights_nearby(parameters):
-    """The weights moved at random by 0.3 of their size, those that are all zero by 0.1; then as before."""
+    """The weights moved at random by 0.3 of their size, those that are all but zero by 0.1; then as before."""
     generator = torch.Generator().manual_seed(0)
     own = [p.data for p in parameters]
     try:
         for p, data in zip(parameters, own):
-            size = 0.3 * data.double().square().mean().sqrt().item() or 0.1
+            size = data.double().square().mean().sqrt().item()
+            size = 0.3 * size if size > 2e-3 else 0.1
             p.data = data + size * torch.randn(data.shape, generator=generator).to(data)
         yield
     finally:

@@ -11,6 +11,7 @@ A checkpoint holds how far each stream has come.  Keys that nobody knows lie bes
 
 import os
 import pathlib
+import warnings
 
 import torch
 
@@ -41,17 +42,15 @@ def sources(sampling, noise, *, seed=None, secure_mode=False):
     return (SecureStream() if sampling is None else sampling, SecureStream() if noise is None else noise), origin
 
 
-def note_origin(path, origin, dataset):
-    """Warn where noise that repeats itself was used on other data, with a checkpoint in the same folder.
-
-    Data sets are told apart by the tensors and arrays that they hold (TensorDataset's; `data` and `targets`, as in
-    torchvision), behind subsets by what is in them too, and else by type and length alone.
-    """
+def note_origin(path, origin, data):
+    """Warn where noise that repeats itself was used on data of another `digest`, with a checkpoint in this folder."""
     if origin is not None and isinstance(path, (str, os.PathLike)):
-        note_seeds(path, [(origin, _digest(dataset))])
+        note_seeds(path, [(origin, data)])
 
 
-def _digest(dataset):
+def digest(dataset):
+    """What tells data sets apart: the tensors and arrays that they hold (TensorDataset's; `data` and `targets`, as in
+    torchvision), behind subsets what is in them too, and else type and length alone."""
     held = [getattr(dataset, name, None) for name in ("tensors", "data", "targets", "indices")]
     parts = [part for item in held if item is not None for part in (item if isinstance(item, tuple) else (item,))]
     try:
@@ -59,7 +58,7 @@ def _digest(dataset):
     except (TypeError, ValueError, RuntimeError):
         own = "unknown"
     inner = getattr(dataset, "dataset", None)
-    return f"{type(dataset).__name__} {len(dataset)} {own}" + ("" if inner is None else f" of {_digest(inner)}")
+    return f"{type(dataset).__name__} {len(dataset)} {own}" + ("" if inner is None else f" of {digest(inner)}")
 
 
 def noisy(sums, std, generator):
@@ -124,10 +123,19 @@ def keep_keys(path, generators, *, ended):
         write_keys(key_file(path), streams, 0)
 
 
-def find_keys(path, generators, saved):
-    """Give the streams of a checkpoint the keys that lie beside it: then they go on as the saved run would have."""
+def find_keys(path, generators, saved, *, same_data):
+    """Give the streams of a checkpoint the keys that lie beside it: then they go on as the saved run would have. Not on
+    other data: the noise of both runs would cancel in the difference of the models."""
     streams = _streams(path, generators)
     if not streams:
+        return
+    if not same_data:
+        warnings.warn(
+            f"{os.fspath(path)!r} is a checkpoint of a run on other data, whose noise is not used again: the run goes "
+            "on with new random numbers",
+            RuntimeWarning,
+            stacklevel=3,
+        )
         return
     try:
         found = read_keys(key_file(path), streams)

@@ -162,6 +162,49 @@ def test_without_its_keys_a_run_goes_on_with_noise_of_its_own(tmp_path):
     assert len(again.accountant) == 8 and float((later_noise - noise).abs().max()) > 1
 
 
+def test_on_other_data_a_run_with_keys_goes_on_with_noise_of_its_own(tmp_path):
+    """The difference of two models from one checkpoint would show the examples that differ, without noise."""
+    path, noises = tmp_path / "run.pt", []
+    engine, model, optimizer, *_ = private()
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    for changed in (False, True):
+        again, second, its_optimizer, criterion, its_loader = private()
+        its_loader.dataset.tensors[0][7] *= not changed  # the data set is the engine's
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)
+        assert changed == any("a run on other data, whose noise is not used again" in str(w.message) for w in said)
+        noises.append(trained(second, its_optimizer, criterion, its_loader)[0])
+    assert float((noises[0] - noises[1]).abs().max()) > 1
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+def test_no_two_runs_from_one_checkpoint_give_one_noise_to_different_draws(mode, tmp_path):
+    """Written between a draw and its step, a checkpoint gave the noise of the step to the draw after it."""
+    path = tmp_path / "run.pt"
+    engine, model, optimizer, criterion, loader = private(mode=mode)
+
+    def step(x, y, model=model, optimizer=optimizer, criterion=criterion):
+        optimizer.zero_grad()
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+    draws = iter(loader)
+    step(*next(draws))
+    early = next(draws)
+    engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match="after a step and before the next batch is fetched"):
+        step(*early)
+    noise, drawn = trained(model, optimizer, criterion, loader)
+    again, second, its_optimizer, its_criterion, its_loader = private(mode=mode)
+    early = next(iter(its_loader))
+    again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)
+    with pytest.raises(ValueError, match="after a step and before the next batch is fetched"):
+        step(*early, second, its_optimizer, its_criterion)
+    later_noise, later_drawn = trained(second, its_optimizer, its_criterion, its_loader)
+    assert later_drawn == drawn and torch.equal(later_noise, noise)
+
+
 def test_a_stream_is_never_set_back_and_a_spoilt_key_leaves_none_of_it_behind(tmp_path):
     path = tmp_path / "run.pt"
     engine, model, optimizer, *rest = private()
