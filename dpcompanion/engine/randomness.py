@@ -78,6 +78,7 @@ def noisy(sums, std, generator):
             total = snapped(total, grid_of(std))
         except ValueError as error:
             raise FloatingPointError(not_finite(error)) from error
+        generator = generator.bound(total)
     total = total + gaussian_noise(total.shape, std, generator, device=total.device)
     if away:
         total = torch.where(spoilt, torch.nan, total)

@@ -291,14 +291,14 @@ class DPSGDPlan:
         """A sum of clipped gradients with its noise, of its type and on its device: what leaves the data.
 
         With a `SecureStream` the sum is put on the grid of the noise first, and both are added there without rounding:
-        what comes out is the Gaussian mechanism on the snapped sum, rounded (`dpcompanion.training.secure`).  On a CPU
-        the noise belongs to the sum: two runs that go on from one checkpoint share it only while their sums agree.
+        what comes out is the Gaussian mechanism on the snapped sum, rounded (`dpcompanion.training.secure`).  Without
+        a seed, on a CPU, the noise belongs to the sum: two runs that go on from one checkpoint share it only while
+        their sums agree.
         """
         if isinstance(generator, SecureStream) and self.noise_std:
             exact = snapped(total, grid_of(self.noise_std))
-            if exact.device.type == "cpu":  # elsewhere each step would wait for the sum
-                generator = generator.bound(exact.contiguous().numpy())
-            return (exact + self.noise(total.shape, generator, device=total.device)).to(total.dtype)
+            noise = self.noise(total.shape, generator.bound(exact), device=total.device)
+            return (exact + noise).to(total.dtype)
         return total + self.noise(total.shape, generator, dtype=total.dtype, device=total.device)
 
     def statement(self) -> str:

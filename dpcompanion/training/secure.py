@@ -101,6 +101,7 @@ class SecureStream:
     device = torch.device("cpu")
 
     def __init__(self, key=None):
+        self._drawn = key is None  # by the operating system
         if key is None:
             key = os.urandom(KEY_BYTES)
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
@@ -133,7 +134,9 @@ class SecureStream:
             )
         calls = _checks.whole_number("calls", state["calls"], 0)
         if "key" in state:
+            drawn = self._drawn
             self.__init__(state["key"])
+            self._drawn = drawn
         self._own()
         self._calls = calls
 
@@ -150,19 +153,21 @@ class SecureStream:
                 if self._process != _here():
                     self.__init__()
 
-    def bound(self, content):
-        """The stream of the next call for this content alone, any buffer of bytes: for other content it is another.
+    def bound(self, total):
+        """The stream of the next call for this tensor alone: for other numbers it is another.
 
         So two runs that go on from one state, on other data or with another loss, have no noise in common, whose
-        difference would show what they add it to.
+        difference would show what they add it to. It is the stream itself where the key was given, as a seed's is
+        (such runs are alike up to rounding, on every processor), and for a tensor on a GPU, which would be waited for.
         """
         self._own()
+        if not self._drawn or total.device.type != "cpu":
+            return self
         with self._counting:
             key, call = self._key, self._calls
             self._calls += 1
-        return SecureStream(
-            hashlib.blake2b(content, key=key, salt=call.to_bytes(16, "little"), digest_size=32).digest()
-        )
+        content, salt = total.detach().contiguous().numpy(), call.to_bytes(16, "little")
+        return SecureStream(hashlib.blake2b(content, key=key, salt=salt, digest_size=KEY_BYTES).digest())
 
     def words(self, count):
         """`count` uniform 64-bit words, a NumPy array of uint64."""
