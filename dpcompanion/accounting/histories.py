@@ -89,8 +89,7 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
         squares = torch.cat([part.double() @ each for part in counts.split(_ROWS)])
         return gaussian_epsilon(torch.sqrt(squares) * (1 + 2.0**-50), delta / _HAIR)
     epsilon = torch.zeros(len(counts), dtype=torch.float64)
-    used = counts.amax(dim=0).nonzero()[:, 0] if len(counts) else ()
-    if not len(used):
+    if not counts.numel() or not len(used := counts.amax(dim=0).nonzero()[:, 0]):
         return epsilon
     log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(_totals(counts).max()))
     own = {1 / levels[j]: levels[j] for j in used.tolist()}
