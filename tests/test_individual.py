@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian, rdp_to_epsilon
-from dpcompanion.accounting.chords import between, rdp_of_shares
+from dpcompanion.accounting.chords import between, chords, rdp_of_shares
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.accounting.levels import finest_levels
 from dpcompanion.accounting.runs import orders_for
@@ -216,6 +216,26 @@ def test_norms_in_single_precision_are_rounded_up():
         double.record(exact, steps=100)
         single.record(exact.float(), steps=100)
         assert (single.epsilon(1e-5) >= double.epsilon(1e-5)).all()
+
+
+@pytest.mark.parametrize("mode", [*ALL_MODES, dict(rounding=None, accountant="pld", noise_multiplier=0.005)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_accounts_are_the_same_whatever_pytorch_takes_for_the_usual_precision(mode, dtype):
+    """The quotient of two whole numbers is of the default dtype: chords of a table lay far below the divergence."""
+
+    def account():
+        accountant = IndividualAccountant(20, **RUN | mode)
+        accountant.record(torch.linspace(0, 0.8, 20, dtype=torch.float64) ** 2, steps=100)
+        accountant.record([0.31] * 20, steps=7)
+        return accountant.epsilon(1e-5)
+
+    usual = account()
+    torch.set_default_dtype(dtype)
+    try:
+        chords.cache_clear()
+        assert torch.equal(account(), usual)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_many_examples_in_pieces_give_what_few_give():

@@ -72,7 +72,7 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
     _checks.in_interval("noise_multipliers", noise_multipliers, 0, math.inf, closed="neither")
     _checks.in_interval("delta", delta, 0, 1, closed="neither")
-    counts = torch.as_tensor(counts)
+    counts = counts if isinstance(counts, torch.Tensor) else torch.as_tensor(np.asarray(counts))
     if counts.is_floating_point() or (counts.numel() and counts.min() < 0):  # no copy of many whole numbers
         _checks.in_interval("counts", counts, 0, math.inf, closed="left")
     levels = torch.as_tensor(noise_multipliers, dtype=torch.float64).reshape(-1).tolist()
@@ -355,7 +355,7 @@ def _payoffs(grid, first, size, interval, tilt, kept):
     if kept == size // 2 + 1:
         weight[-1] = 1.0 / size
     start = torch.ceil(grid / interval - first).clamp(0, size).long()  # the first position above each epsilon
-    above = ((start + first) * interval - grid).clamp(min=0)
+    above = ((start + first).double() * interval - grid).clamp(min=0)
     count, frequency = size - start, torch.arange(kept)[:, None]
     # The transform counts positions modulo the circle, so a mass has the phase of where its index falls.
     angles = ((frequency * index % size).double() * (-2 * math.pi / size) for index in (start + first, count))
@@ -366,7 +366,12 @@ def _payoffs(grid, first, size, interval, tilt, kept):
         decay = torch.complex(
             torch.full((kept, 1), -rate * interval, dtype=torch.float64), -2 * math.pi / size * frequency.double()
         )
-        return begin * torch.exp(-rate * above) * (1 - end * torch.exp(-rate * interval * count)) / -torch.expm1(decay)
+        return (
+            begin
+            * torch.exp(-rate * above)
+            * (1 - end * torch.exp(-rate * interval * count.double()))
+            / -torch.expm1(decay)
+        )
 
     columns = series(tilt) - series(tilt + 1)
     return columns * weight, columns[0].real * (1 + 1e-9) + _lost(tilt, interval)

@@ -366,8 +366,7 @@ def _total_variation(sample_rate, noise_multiplier, steps):
     one = sample_rate * math.erf(1 / (math.sqrt(8) * noise_multiplier))
     spacing = 0.25 * _scale(sample_rate, noise_multiplier)
     t = torch.arange(-_TAIL, _TAIL + 1 / noise_multiplier, spacing, dtype=torch.float64)
-    root = torch.expm1(
-        log_density_ratio(t, torch.tensor(sample_rate).double(), torch.tensor(noise_multiplier).double()) / 2
-    )
+    q, sigma = torch.tensor([sample_rate, noise_multiplier], dtype=torch.float64)
+    root = torch.expm1(log_density_ratio(t, q, sigma) / 2)
     c = min(float((root**2 * torch.exp(-0.5 * t * t)).sum()) * spacing / math.sqrt(8 * math.pi), 1.0)
     return min(steps * one, math.sqrt(-math.expm1(2 * steps * math.log1p(-c))) if c < 1 else 1.0)

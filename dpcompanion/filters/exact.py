@@ -122,12 +122,12 @@ class ExactFilter:
         elif costs is None:
             raise ValueError("costs must be given with a budget, got None")
         _checks.in_interval("budget", budget, 1, 2**53)
-        budget = torch.as_tensor(budget)
+        budget = torch.as_tensor(budget, dtype=torch.float64)  # which holds whole numbers up to 2^53
         if budget.shape not in ((), (self.n,)):
             raise ValueError(
                 f"budget or target_epsilon must be a number or have shape ({self.n},), got {tuple(budget.shape)}"
             )
-        if not torch.equal(budget.double(), budget.double().round()):
+        if not torch.equal(budget, budget.round()):
             raise ValueError("budget must hold whole numbers, got fractions")
         costs, _ = check_costs(costs, int(budget.min()), len(self.levels))
         #: What a block costs at each level, a tuple.

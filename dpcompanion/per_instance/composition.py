@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
+import numpy as np
 import torch
 
 from dpcompanion import _checks
@@ -204,7 +205,8 @@ def compose_sensitivities(
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
     noise = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
-    sensitivities = torch.as_tensor(sensitivities)
+    if not isinstance(sensitivities, torch.Tensor):  # of lists PyTorch would keep the digits of its default dtype
+        sensitivities = torch.as_tensor(np.asarray(sensitivities))
     if sensitivities.ndim < 2 or 0 in sensitivities.shape:
         raise ValueError(f"sensitivities must be (steps, runs, ...), got shape {tuple(sensitivities.shape)}")
     low, high = torch.stack(sensitivities.aminmax()).tolist()  # which waits for a GPU, once

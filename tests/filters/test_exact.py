@@ -244,3 +244,9 @@ def test_training_clips_everybody_to_what_they_can_pay():
     _, fresh = filtered()
     fresh.load_state_dict(tracker.state_dict())
     assert torch.equal(fresh.budget.spent, filter.spent) and torch.equal(fresh.epsilon(1e-3), tracker.epsilon(1e-3))
+
+
+def test_no_digit_of_a_budget_is_lost():
+    """A list of floats became single precision, and 2^24 + 3 one more."""
+    filter = ExactFilter(2, **FILTER, budget=[2.0**24 + 3, 2.0**53 - 1])
+    assert filter.budget.tolist() == [2**24 + 3, 2**53 - 1]

@@ -156,3 +156,10 @@ def test_bad_runs_are_refused_by_name(shape, options, message):
 def test_bad_divergences_are_refused(found):
     with pytest.raises(ValueError, match="divergence must return"):
         compose(lambda t, a: found, steps=2, order=2, p=4)
+
+
+def test_sensitivities_in_lists_keep_their_digits():
+    sensitivities = [[[0.1, 0.2]] * 3] * 5
+    found = compose_sensitivities(sensitivities, sample_rate=0.05, noise_std=1.0, order=4)
+    exact = torch.tensor(sensitivities, dtype=torch.float64)
+    assert torch.equal(found, compose_sensitivities(exact, sample_rate=0.05, noise_std=1.0, order=4))
