@@ -40,6 +40,7 @@ RECURSIONS = ("proof", "statement")
 _NODES = 1024  # sensitivities in the table of `compose_sensitivities`
 _ORDERS = 33  # orders in it
 _LARGEST_ORDER = 1024
+_FINITE = 1e300  # orders below it, and one over them, have all their digits
 _CHUNK = 1 << 17  # numbers in one temporary tensor
 _HAIR = 1 + 1e-11  # for rounding errors
 
@@ -135,7 +136,8 @@ def compose(
             float), in runs of training that are independent; bounds on them, or the divergences themselves.
         steps: n.
         order: :math:`\alpha`, above 1.
-        p: above 1; the paper takes 3n. See `smallest_exponent`.
+        p: above 1; the paper takes 3n. See `smallest_exponent`. So near 1 that the order of the first step exceeds
+            1e300 it is refused.
         recursion: see `holder_order`.
         each_step: return the contributions, (steps, ...), in place of their sum.
 
@@ -153,6 +155,8 @@ def compose(
     steps = _checks.whole_number("steps", steps, 1)
     i = torch.arange(steps - 1, -1, -1, dtype=torch.float64)
     orders = holder_order(order, p, i, recursion=recursion).tolist()
+    if not orders[0] <= _FINITE:
+        raise ValueError(f"p must keep every order below {_FINITE:g}, got {p:g} for {steps} steps")
     shares = torch.exp(i * math.log1p(-1 / p)) / p / (order - 1)
     contributions, total, given = [], torch.zeros((), dtype=torch.float64), []
     for step, (at, share) in enumerate(zip(orders, shares.tolist()), start=1):
