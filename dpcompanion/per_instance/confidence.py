@@ -68,7 +68,8 @@ def log_mean_bound(
     log_values = torch.as_tensor(log_values, dtype=torch.float64)
     largest = sent(torch.as_tensor(log_largest, dtype=torch.float64), log_values.device).expand(log_values.shape[1:])
     # One question, since each is a wait where the values lie on a GPU.
-    fit = (log_values <= largest + 1e-9 * (1 + largest.abs())) & (log_values >= log_smallest) & (log_values < math.inf)
+    hair = 1e-9 * (1 + largest.clamp(min=-1e300).abs())  # finite, so that a largest value of 0 stays one
+    fit = (log_values <= largest + hair) & (log_values >= log_smallest) & (log_values < math.inf)
     if not bool(fit.all()):
         _checks.in_interval("log_values", log_values, -math.inf, math.inf, closed="left")
         raise ValueError(
