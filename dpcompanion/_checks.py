@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, SupportsFloat, TypeVar
 
 import numpy as np
+import torch
 
 _T = TypeVar("_T")
 _F = TypeVar("_F", bound=SupportsFloat)
@@ -31,15 +32,28 @@ _BRACKETS = {"both": "[]", "left": "[)", "right": "(]", "neither": "()"}
 
 def _flat(name: str, value: Any) -> np.ndarray:
     """The entries of a number, sequence, array or tensor as a flat float64 array."""
-    if hasattr(value, "detach"):
-        value = value.detach().cpu().numpy()
+    real(name, value)
+    if isinstance(value, torch.Tensor):
+        value = value.detach().cpu()
+        value = (value.double() if value.is_floating_point() else value).numpy()  # NumPy has not all kinds of floats
     try:
         entries = np.asarray(value)
-        if entries.dtype.kind in "US":  # texts, which NumPy would read as numbers
+        # Texts, which NumPy would read as numbers; complex numbers, of which it would drop a part; and objects, but for
+        # a whole number that is too large for any of its own kinds.
+        if entries.dtype.kind not in "biuf" and not (entries.dtype.kind == "O" and is_number(value)):
             raise TypeError
         return entries.astype(np.float64).ravel()
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number or an array of numbers, got {value!r}") from None
+
+
+def real(name: str, value: _T) -> _T:
+    """`value` is no tensor or array that holds anything but real numbers, each in its place."""
+    if isinstance(value, torch.Tensor) and (value.is_complex() or value.layout != torch.strided):
+        raise ValueError(f"{name} must be real numbers in a dense tensor, got {value.dtype} in {value.layout}")
+    if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
+        raise ValueError(f"{name} must be an array of numbers, got one of {value.dtype}")
+    return value
 
 
 def in_interval(name: str, value: _T, low: float = -math.inf, high: float = math.inf, *, closed: str = "both") -> _T:
@@ -105,6 +119,23 @@ def same_length(**arrays: Sized) -> None:
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name} has {length}" for name, length in lengths.items())
         raise ValueError(f"{' and '.join(lengths)} must have the same length, but {said}")
+
+
+def entry(state: Any, name: str) -> Any:
+    """What `state`, a dict, holds under this name."""
+    try:
+        return state[name]
+    except (IndexError, KeyError, TypeError):
+        raise ValueError(f"state must be a dict with {name}, got {state!r:.200}") from None
+
+
+def tensor_entry(state: Any, name: str) -> torch.Tensor:
+    """The tensor that `state` holds under this name."""
+    found = entry(state, name)
+    try:
+        return torch.as_tensor(found)
+    except (RuntimeError, TypeError, ValueError):
+        raise ValueError(f"state must hold a tensor as {name}, got {found!r:.200}") from None
 
 
 def is_number(value: object) -> bool:

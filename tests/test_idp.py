@@ -1,5 +1,7 @@
 import math
 
+import warnings
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -353,3 +355,12 @@ def test_budgets_far_apart_are_answered_for_at_the_orders_that_count(monkeypatch
     assert any(order > 1024 for order, _ in looks)
     with pytest.raises(ValueError, match="target_epsilons must be larger, got 0.001"):
         idp.combined_parameters([1e-3, 1e4], [1, 1], **run)
+
+
+def test_a_budget_that_hardly_takes_part_is_named():
+    run = dict(target_delta=1e-5, sample_rate=0.01, steps=1000)
+    with pytest.warns(UserWarning, match=r"budget of 1 beside ones of up to 100 .* rate of 4.8e-09, .* 4.8e-06 times"):
+        idp.sample_parameters([100.0, 1.0], [50, 50], **run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        idp.sample_parameters([1.0, 8.0], [50, 50], **run)

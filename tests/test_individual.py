@@ -3,13 +3,14 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian, rdp_to_epsilon
-from dpcompanion.accounting.chords import between, rdp_of_shares
+from dpcompanion.accounting.chords import between, chords, rdp_of_shares
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.accounting.levels import finest_levels
 from dpcompanion.accounting.runs import orders_for
@@ -229,6 +230,76 @@ def test_norms_in_single_precision_are_rounded_up():
         assert (single.epsilon(1e-5) >= double.epsilon(1e-5)).all()
 
 
+@pytest.mark.parametrize("precision", ["float16", "float32"])
+def test_arrays_in_low_precision_are_rounded_up_as_tensors_are(precision):
+    norms = np.array([0.0701, 0.3503, 0.6502, 0.2001], dtype=precision)
+    for told in (norms, list(norms), [torch.tensor(norm) for norm in norms]):
+        accounts = [IndividualAccountant(4, **RUN, rounding=None) for _ in range(2)]
+        for accountant, each in zip(accounts, (told, torch.from_numpy(norms))):
+            accountant.record(each, steps=100)
+        assert torch.equal(*(accountant.levels for accountant in accounts))
+    assert (accounts[0].levels * RUN["max_grad_norm"] > torch.from_numpy(norms).double().sort().values).all()
+
+
+@pytest.mark.parametrize("accountant", ["pld", "rdp"])
+@pytest.mark.parametrize("norm", [1e-30, 1e-160, 1e-310])
+def test_a_norm_of_next_to_nothing_beside_others_costs_next_to_nothing(norm, accountant):
+    """Losses of 1e-30 and of 1 have no grid in common: nan could not be made a whole number."""
+    some = IndividualAccountant(3, **RUN, rounding=None, accountant=accountant)
+    some.record([RUN["max_grad_norm"], norm, 0.0], steps=1000)
+    full, least, none = some.epsilon(1e-20).tolist()
+    assert full > 1 and 0 <= least < 2e-2 and none == 0
+
+
+def test_so_much_noise_that_its_square_is_no_float_costs_next_to_nothing():
+    for mode in ALL_MODES:
+        for noise in (1e155, 1e200, 1e300):
+            accountant = IndividualAccountant(2, **RUN | mode | dict(noise_multiplier=noise))
+            accountant.record([0.7, 1e-30], steps=10)
+            assert (accountant.epsilon(1e-5) == 0).all()
+
+
+def test_a_delta_that_is_no_normal_float_is_refused_and_the_least_one_is_a_bound():
+    counts, run = [[50, 7], [20, 0]], dict(sample_rate=0.1, noise_multipliers=[1.5, 2.0])
+    with pytest.raises(ValueError, match=r"delta must lie in \[1e-300, 1\), got 4.94066e-324"):
+        epsilon_of_histories(counts, **run, delta=5e-324)
+    found = epsilon_of_histories(counts, **run, delta=1e-300)
+    exact = compute_epsilon(sample_rate=0.1, noise_multiplier=1.5, steps=20, delta=1e-300)
+    assert exact * (1 - 1e-4) <= float(found[1]) <= exact * 1.01
+
+
+@pytest.mark.parametrize("mode", [dict(rounding=0.1), dict(rounding=None)])
+def test_nobody_else_holds_the_levels_of_an_account(mode):
+    """What was done to `levels`, to a state or to what had been loaded made accounts ten times too small."""
+    first = recorded(history(4, 3), **mode)
+    before, state = first.epsilon(1e-5), first.state_dict()
+    restored = IndividualAccountant(4, **RUN, **mode)
+    restored.load_state_dict(state)
+    for tensor in (first.levels, restored.levels, *(value for value in state.values() if torch.is_tensor(value))):
+        tensor.zero_()
+    assert torch.equal(first.epsilon(1e-5), before) and torch.equal(restored.epsilon(1e-5), before)
+
+
+@pytest.mark.parametrize("mode", [*ALL_MODES, dict(rounding=None, accountant="pld", noise_multiplier=0.005)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_accounts_are_the_same_whatever_pytorch_takes_for_the_usual_precision(mode, dtype):
+    """The quotient of two whole numbers is of the default dtype: chords of a table lay far below the divergence."""
+
+    def account():
+        accountant = IndividualAccountant(20, **RUN | mode)
+        accountant.record(torch.linspace(0, 0.8, 20, dtype=torch.float64) ** 2, steps=100)
+        accountant.record([0.31] * 20, steps=7)
+        return accountant.epsilon(1e-5)
+
+    usual = account()
+    torch.set_default_dtype(dtype)
+    try:
+        chords.cache_clear()
+        assert torch.equal(account(), usual)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_many_examples_in_pieces_give_what_few_give():
     norms = history(10, 6, seed=4)
     for mode in MODES:
@@ -347,6 +418,7 @@ def test_who_is_charged_in_full_has_what_everybody_has(mode):
         (dict(max_grad_norm=math.inf), "max_grad_norm"),
         (dict(rounding=0), "rounding"),
         (dict(rounding=1.5), "rounding"),
+        (dict(rounding=1e-20), r"rounding must lie in \[1e-06, 1\]"),
         (dict(accountant="gdp"), "accountant"),
     ],
 )
@@ -362,6 +434,13 @@ def test_bad_parameters_are_refused_by_name(change, words):
         ([0.1, -0.2, 0.0], "norms must lie"),
         ([0.1, math.nan, 0.0], "norms must lie"),
         ([0.1, math.inf, 0.0], "norms must lie"),
+        (["0.1", "0.2", "0.3"], "norms must be"),
+        ([0.1, 0.2j, 0.0], "norms must be"),
+        ([[0.1], [0.2, 0.3], 0.0], "norms must be"),
+        (np.array([0.1, 0.2j, 0.0]), "norms must be"),
+        (np.array([0.1, 0.2, 0.0], dtype=object), "norms must be"),
+        (torch.tensor([0.1, 0.2j, 0.0]), "norms must be real"),
+        (torch.tensor([0.1, 0.2, 0.0]).to_sparse(), "norms must be real"),
     ],
 )
 def test_bad_norms_are_refused_and_leave_the_account_as_it_was(norms, words):
@@ -384,6 +463,11 @@ def test_bad_norms_are_refused_and_leave_the_account_as_it_was(norms, words):
         (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1.0, 2.0])), "steps must be"),
         (dict(norms=[0.1] * 3, steps=torch.tensor([1, 2])), "steps must be"),
         (dict(norms=[0.1] * 3, steps=1.5), "steps"),
+        (dict(norms=[0.1] * 3, steps=10**400), "steps"),
+        (dict(norms=[0.1] * 4, examples=[0] * 4, steps=torch.tensor([2**62] * 4)), "steps must be whole numbers from"),
+        (dict(norms=[0.1], examples=[0], steps=torch.tensor([2**63 - 1])), "steps must be whole numbers from"),
+        (dict(norms=[0.1, 0.1], examples=[0, 0], steps=torch.tensor([2**31 - 1] * 2)), "steps must add up"),
+        (dict(norms=[0.1], examples=[0], steps=torch.tensor([1j])), "steps must be real"),
         (dict(norms=[0.1] * 3, steps=-1), "steps"),
     ],
 )
@@ -410,6 +494,19 @@ def test_the_state_of_another_run_is_refused():
         one.merge(other)
     with pytest.raises(ValueError, match="delta"):
         one.epsilon(1.0)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+def test_a_state_without_what_belongs_in_it_is_refused_and_changes_nothing(mode):
+    whole = recorded(history(4, 3), **mode)
+    good, before = whole.state_dict(), whole.epsilon(1e-5)
+    for name in good:
+        for state in ({**good, name: None}, {key: value for key, value in good.items() if key != name}):
+            with pytest.raises(ValueError, match=f"state must .*{name}"):
+                whole.load_state_dict(state)
+    with pytest.raises(ValueError, match="state must be a dict"):
+        whole.load_state_dict(None)
+    assert torch.equal(whole.epsilon(1e-5), before)
 
 
 def test_more_steps_than_a_count_can_hold_are_refused():

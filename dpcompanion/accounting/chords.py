@@ -63,7 +63,8 @@ def chords(sample_rate, noise_multiplier, orders):
 def weights(shares):
     """(node, weight of the next node) of each share in [0, 1]: its chord's two ends."""
     node = (shares * NODES).long().clamp(max=NODES - 1)
-    left, right = (node / NODES) ** 2, ((node + 1) / NODES) ** 2
+    # Not of whole numbers, whose quotient has the digits of the default dtype only.
+    left, right = ((end.double() / NODES) ** 2 for end in (node, node + 1))
     return node, ((shares**2 - left) / (right - left)).clamp(0, 1)
 
 

@@ -54,7 +54,8 @@ class ComposedLoss:
     def _log_delta(self, epsilon):
         """The logarithm of the bound on delta, and its derivative."""
         # A mass at or below epsilon costs nothing; one far above, in the tilted law, next to nothing.
-        start = min(max(math.floor(epsilon / self.interval) + 1 - self.first, 0), len(self.masses))
+        cell = math.floor(min(epsilon / self.interval, 2.0**62))  # which of the largest epsilons is no float
+        start = min(max(cell + 1 - self.first, 0), len(self.masses))
         above = (self.first + torch.arange(start, len(self.masses), dtype=torch.float64)) * self.interval - epsilon
         above.clamp_(min=0)
         tilted = self.masses[start:] * torch.exp(-self.tilt * above)

@@ -121,7 +121,8 @@ def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float |
     mu, target = _as_tensors(sensitivity_over_sigma, delta)
     finite = torch.where(mu.isfinite(), mu, 1.0)
     # The bracket's upper end holds since delta(eps) <= 1 - Phi(eps/mu - mu/2) <= exp(-(eps/mu - mu/2)^2 / 2) / 2.
-    low, high = torch.zeros_like(mu), finite**2 / 2 + finite * torch.sqrt(-2 * torch.log(target))
+    # Rounded up: from a ratio of 1e17 on its second term is less than a last digit of the first.
+    low, high = torch.zeros_like(mu), (finite**2 / 2 + finite * torch.sqrt(-2 * torch.log(target))) * (1 + 2.0**-50)
     high = torch.where(_delta(finite, low) <= target, 0.0, high)
     found = bisect(lambda epsilon: _delta(finite, epsilon) <= target, good=high, bad=low)
     return _checks.as_given(torch.where(mu.isfinite(), found, math.inf), sensitivity_over_sigma, delta)

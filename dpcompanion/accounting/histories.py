@@ -35,7 +35,7 @@ import torch
 
 from .. import _checks
 from .levels import Levels
-from .loss import DIRECTIONS, _Step
+from .loss import DIRECTIONS, LARGEST_NOISE, _Step
 from .pld import _HAIR, _LOG_CAPPED, _TRANSFORM, _WINDOW_LOG_TAIL
 
 #: What discretisation may add to epsilon, relatively.
@@ -46,6 +46,7 @@ _BUCKET = 1.5  # histories whose epsilons lie within this factor share a grid
 _ASKED = 512  # histories that try all tilts, where there are many
 _IMPOSSIBLE = 1e30  # stands for an infinite moment, so that none times it is none
 _LARGEST_GRID = 1 << 20
+_LEAST_DELTA = 1e-300
 _LARGEST_TABLE = 1 << 23  # complex numbers in one table of frequencies
 _MOST_LEVELS = 128  # levels whose losses are all discretised
 _NODES = 64  # of more levels those that are; the others are mixtures of them
@@ -61,7 +62,7 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
         counts: (n, levels) whole numbers: the steps of history i at level j.
         sample_rate: in (0, 1], the same for all steps.
         noise_multipliers: (levels,), above 0: the noise over the sensitivity at each level.
-        delta: in (0, 1).
+        delta: in [1e-300, 1): below, floats lose digits.
 
     Returns:
         (n,) float64 tensor, about 0.1% above the exact value.
@@ -70,12 +71,12 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
         ValueError: an argument outside its range, or counts that do not fit the levels.
     """
     _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
-    _checks.in_interval("noise_multipliers", noise_multipliers, 0, math.inf, closed="neither")
-    _checks.in_interval("delta", delta, 0, 1, closed="neither")
-    counts = torch.as_tensor(counts)
+    _checks.in_interval("noise_multipliers", noise_multipliers, 0, math.inf, closed="right")
+    _checks.in_interval("delta", delta, _LEAST_DELTA, 1, closed="left")
+    counts = counts if isinstance(counts, torch.Tensor) else torch.as_tensor(np.asarray(counts))
     if counts.is_floating_point() or (counts.numel() and counts.min() < 0):  # no copy of many whole numbers
         _checks.in_interval("counts", counts, 0, math.inf, closed="left")
-    levels = torch.as_tensor(noise_multipliers, dtype=torch.float64).reshape(-1).tolist()
+    levels = torch.as_tensor(noise_multipliers, dtype=torch.float64).reshape(-1).clamp(max=LARGEST_NOISE).tolist()
     if counts.ndim != 2 or counts.shape[1] != len(levels):
         raise ValueError(
             f"counts must have shape (n, {len(levels)}), one column for each noise multiplier, "
@@ -354,7 +355,7 @@ def _payoffs(grid, first, size, interval, tilt, kept):
     if kept == size // 2 + 1:
         weight[-1] = 1.0 / size
     start = torch.ceil(grid / interval - first).clamp(0, size).long()  # the first position above each epsilon
-    above = ((start + first) * interval - grid).clamp(min=0)
+    above = ((start + first).double() * interval - grid).clamp(min=0)
     count, frequency = size - start, torch.arange(kept)[:, None]
     # The transform counts positions modulo the circle, so a mass has the phase of where its index falls.
     angles = ((frequency * index % size).double() * (-2 * math.pi / size) for index in (start + first, count))
@@ -365,7 +366,12 @@ def _payoffs(grid, first, size, interval, tilt, kept):
         decay = torch.complex(
             torch.full((kept, 1), -rate * interval, dtype=torch.float64), -2 * math.pi / size * frequency.double()
         )
-        return begin * torch.exp(-rate * above) * (1 - end * torch.exp(-rate * interval * count)) / -torch.expm1(decay)
+        return (
+            begin
+            * torch.exp(-rate * above)
+            * (1 - end * torch.exp(-rate * interval * count.double()))
+            / -torch.expm1(decay)
+        )
 
     columns = series(tilt) - series(tilt + 1)
     return columns * weight, columns[0].real * (1 + 1e-9) + _lost(tilt, interval)
@@ -385,7 +391,7 @@ def _read_off(deltas, grid, delta):
     before = (index - 1).clamp(min=0)
     row = torch.arange(len(deltas))
     high, low = deltas[row, before], deltas[row, index]
-    share = ((high - delta) / (high - low).clamp(min=1e-300)).clamp(0, 1)
+    share = ((high - delta) / (high - low).clamp(min=5e-324)).clamp(0, 1)
     # In units of exp(epsilon) at the chord's upper end: in those of the grid's end a low epsilon would underflow to 0.
     epsilon = grid[index] + torch.log(share + (1 - share) * torch.exp(grid[before] - grid[index]))
     epsilon = torch.minimum(torch.maximum(epsilon * (1 + 1e-12), grid[before]), grid[index])

@@ -16,6 +16,9 @@ from .rdp import log_density_ratio
 
 DIRECTIONS = ("remove", "add")
 
+#: More noise counts as this: it costs no more, and far beyond its losses are no floats.
+LARGEST_NOISE = 1e100
+
 _LOG_NEGLIGIBLE = -75.0  # tilted densities below e^-75 of the peak are cut, and the cut is accounted for
 _TAIL = 13.0  # standard deviations of the Gaussian that are looked at on the side of small losses
 _STEEPEST = 6.0  # how fast the log of the tilted density may rise between the last two nodes

@@ -61,7 +61,7 @@ from . import revealed
 from .composed import ComposedLoss
 from .conversions import rdp_to_delta, rdp_to_epsilon
 from .gaussian import _composed_mu, gaussian_delta, gaussian_epsilon
-from .loss import _TAIL, DIRECTIONS, _scale, _Step
+from .loss import _TAIL, DIRECTIONS, LARGEST_NOISE, _scale, _Step
 from .rdp import DEFAULT_ORDERS, log_density_ratio, rdp_sampled_gaussian
 
 #: What the discretisation may add to epsilon, relative to epsilon + 1/tilt.
@@ -93,7 +93,7 @@ def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, d
         delta, epsilon: one of the two: where on the curve the result is to be accurate.
             It is an upper bound everywhere.
         direction: "remove" or "add"; the account of a run is the worse of the two.
-        interval: spacing of the grid; None chooses it (see the module's text).
+        interval: spacing of the grid, of which four million points must do; None chooses it (see the module's text).
 
     Raises:
         ValueError: an argument outside its range, or not exactly one of `delta` and `epsilon`.
@@ -103,7 +103,7 @@ def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, d
     """
     run = (
         _checks.number("sample_rate", sample_rate, 0, 1, closed="neither"),
-        _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"),
+        min(_checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither"), LARGEST_NOISE),
         _checks.whole_number("steps", steps, low=1),
         direction,
     )
@@ -197,7 +197,8 @@ def _compose_step(step, steps, epsilon, slope, interval):
     """The loss of `steps` such steps, accurate near `epsilon`, where the log of delta falls
     at the rate `slope` or the tilt."""
     tilts, log_mgfs = _log_mgfs(step, steps)
-    if interval is not None:  # a tilted mass that moves through a cell must stay a float
+    given = interval is not None
+    if given:  # a tilted mass that moves through a cell must stay a float
         tilts = tilts[tilts * interval <= _STEEPEST_CELL]
         if not len(tilts):
             raise ValueError(f"interval must be far less than the losses of such a run, got {interval:g}")
@@ -215,15 +216,18 @@ def _compose_step(step, steps, epsilon, slope, interval):
         )
         interval = max(interval, (high - low) / (_LARGEST_GRID - 2))
     low, high, outside = _window(step, steps, tilt, interval)
+    size = (high - low) / interval + 2
+    # So many steps that what the grid adds outweighs what it resolves, or an interval that was given.
+    if (steps > 1 or given) and not size <= _MOST_POINTS:
+        raise NoGrid(
+            f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: such a run's "
+            f"loss takes {size:.1g} grid points, at most {_MOST_POINTS} are possible: "
+            + (f"an interval above {interval:g}, " if given else "")
+            + "fewer steps or more noise"
+        )
     first, masses, log_mass, cut = step.discretize(interval, tilt)
     slack = steps * cut
     if steps > 1:
-        size = (high - low) / interval + 2
-        if not size <= _MOST_POINTS:  # so many steps that what the grid adds outweighs what it resolves
-            raise NoGrid(
-                f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: such a run's "
-                f"loss takes {size:.1g} grid points, at most {_MOST_POINTS} are possible: fewer steps or more noise"
-            )
         first, masses = _convolve(first, masses, steps, start=math.floor(low / interval), size=size)
         # Errors of the transform grow with the power, and lie anywhere in the window: far from its saddle point a curve
         # would be short of them.  Added up they are below 1.3e-15 a step (measured against 80-bit floats).
@@ -366,8 +370,7 @@ def _total_variation(sample_rate, noise_multiplier, steps):
     one = sample_rate * math.erf(1 / (math.sqrt(8) * noise_multiplier))
     spacing = 0.25 * _scale(sample_rate, noise_multiplier)
     t = torch.arange(-_TAIL, _TAIL + 1 / noise_multiplier, spacing, dtype=torch.float64)
-    root = torch.expm1(
-        log_density_ratio(t, torch.tensor(sample_rate).double(), torch.tensor(noise_multiplier).double()) / 2
-    )
+    q, sigma = torch.tensor([sample_rate, noise_multiplier], dtype=torch.float64)
+    root = torch.expm1(log_density_ratio(t, q, sigma) / 2)
     c = min(float((root**2 * torch.exp(-0.5 * t * t)).sum()) * spacing / math.sqrt(8 * math.pi), 1.0)
     return min(steps * one, math.sqrt(-math.expm1(2 * steps * math.log1p(-c))) if c < 1 else 1.0)

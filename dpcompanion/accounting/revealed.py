@@ -39,7 +39,9 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     draws, weights, beyond = _draws(sample_rate, steps, 1e-5 * delta)
     if _bound(draws, weights, beyond, noise_multiplier, 0.0) <= delta:
         return 0.0
-    most = torch.as_tensor(gaussian_epsilon(_composed_mu(float(draws[-1]), noise_multiplier), delta / 2))
+    most = torch.tensor(
+        gaussian_epsilon(_composed_mu(float(draws[-1]), noise_multiplier), delta / 2), dtype=torch.float64
+    )
 
     def met(epsilon):
         return torch.tensor(_bound(draws, weights, beyond, noise_multiplier, float(epsilon)) <= delta)

@@ -21,9 +21,12 @@ from .. import _checks
 from .._types import Numbers
 from . import pld, revealed
 from .conversions import rdp_to_delta, rdp_to_epsilon
+from .loss import LARGEST_NOISE
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 
 ACCOUNTANTS = ("pld", "rdp")
+
+_TINY = 1e-60  # deltas below it lie so far out that a grid may say less than divergences: the better one counts
 
 
 @overload
@@ -77,11 +80,14 @@ def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
         return 0.0 if steps == 0 else math.inf
     if sigma < revealed.LITTLE_NOISE:
         return revealed.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
+    found = math.inf
     if accountant == "pld":
-        return pld.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
+        found = pld.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
+        if delta >= _TINY:
+            return found
     orders = orders_for(sigma)
     rdp = steps * rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=orders)
-    return float(rdp_to_epsilon(rdp, orders, delta)[0])
+    return min(found, float(rdp_to_epsilon(rdp, orders, delta)[0]))
 
 
 @overload
@@ -129,11 +135,14 @@ def _delta(accountant, *, sample_rate, noise_multiplier, steps, epsilon):
         return 0.0 if steps == 0 else 1.0
     if sigma < revealed.LITTLE_NOISE:
         return revealed.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
+    found = 1.0
     if accountant == "pld":
-        return pld.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
+        found = pld.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
+        if found >= _TINY:
+            return found
     orders = orders_for(sigma)
     rdp = steps * rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=orders)
-    return float(rdp_to_delta(rdp, orders, epsilon)[0])
+    return min(found, float(rdp_to_delta(rdp, orders, epsilon)[0]))
 
 
 def _each(function, accountant, **values):
@@ -158,7 +167,7 @@ def _each(function, accountant, **values):
 def _check_run(sample_rate, noise_multiplier, steps):
     return (
         _checks.number("sample_rate", sample_rate, 0, 1, closed="right"),
-        _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"),
+        min(_checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"), LARGEST_NOISE),
         _checks.whole_number("steps", steps, 0, 10**12),
     )
 

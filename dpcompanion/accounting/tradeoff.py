@@ -180,9 +180,9 @@ class _Curve:
         return (
             self._reduce(
                 rates,
-                lambda x, grows, shrinks: torch.maximum(
-                    1 - self.deltas - grows * x, shrinks * (1 - x - self.deltas)
-                ).amax(1),
+                lambda x, grown, shrinks: torch.maximum(1 - self.deltas - grown, shrinks * (1 - x - self.deltas)).amax(
+                    1
+                ),
             )
             .clamp(0, 1)
             .abs()
@@ -191,16 +191,14 @@ class _Curve:
     def true_positive_rate(self, rates):
         found = self._reduce(
             rates,
-            lambda x, grows, shrinks: torch.minimum(self.deltas + grows * x, 1 - shrinks * (1 - x - self.deltas)).amin(
-                1
-            ),
+            lambda x, grown, shrinks: torch.minimum(self.deltas + grown, 1 - shrinks * (1 - x - self.deltas)).amin(1),
         )
         return torch.minimum(torch.maximum(found, rates), torch.ones_like(rates))
 
     def _reduce(self, rates, envelope):
-        # The largest finite number in place of an overflow, so that a rate of 0 makes it 0.
-        grows, shrinks = torch.exp(self.epsilons).clamp(max=torch.finfo().max), torch.exp(-self.epsilons)
-        return torch.cat([envelope(some[:, None], grows, shrinks) for some in rates.split(64)])
+        grows, shrinks = torch.exp(self.epsilons), torch.exp(-self.epsilons)
+        # A rate of 0 times an overflow is 0, and any other one overflows too: a smaller factor would under-rate.
+        return torch.cat([envelope(x, (grows * x).nan_to_num(nan=0.0), shrinks) for x in rates[:, None].split(64)])
 
 
 class _Gaussian:

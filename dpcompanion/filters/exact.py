@@ -122,12 +122,12 @@ class ExactFilter:
         elif costs is None:
             raise ValueError("costs must be given with a budget, got None")
         _checks.in_interval("budget", budget, 1, 2**53)
-        budget = torch.as_tensor(budget)
+        budget = torch.as_tensor(budget, dtype=torch.float64)  # which holds whole numbers up to 2^53
         if budget.shape not in ((), (self.n,)):
             raise ValueError(
                 f"budget or target_epsilon must be a number or have shape ({self.n},), got {tuple(budget.shape)}"
             )
-        if not torch.equal(budget.double(), budget.double().round()):
+        if not torch.equal(budget, budget.round()):
             raise ValueError("budget must hold whole numbers, got fractions")
         costs, _ = check_costs(costs, int(budget.min()), len(self.levels))
         #: What a block costs at each level, a tuple.
@@ -164,7 +164,7 @@ class ExactFilter:
         Raises:
             ValueError: levels that are none, or that somebody cannot pay; nothing is recorded then.
         """
-        blocks = math.ceil(_checks.whole_number("steps", steps, 1) / self.block)
+        blocks = -(-_checks.whole_number("steps", steps, 1) // self.block)
         levels = torch.as_tensor(levels, dtype=torch.float64, device=self.device)
         if levels.shape != (self.n,):
             raise ValueError(f"levels must have shape ({self.n},), got {tuple(levels.shape)}")
@@ -225,13 +225,15 @@ class ExactFilter:
         return torch.where(fits, places, 0).amax(dim=1)
 
     def _pay(self, index, blocks):
-        after = self.spent + self._costs[index] * blocks
-        if bool((after > self.budget).any()):
+        # By division: a product of 64 bits could wrap around. No budget pays for more blocks than 2^53.
+        blocks = min(blocks, 2**53 + 1)
+        lacking = self._costs[index] > (self.budget - self.spent) // blocks
+        if bool(lacking.any()):
             raise ValueError(
                 f"levels must be ones that everybody can pay for {blocks} block(s) (see levels_for), but "
-                f"{int((after > self.budget).sum())} cannot"
+                f"{int(lacking.sum())} cannot"
             )
-        self.spent = after
+        self.spent = self.spent + self._costs[index] * blocks
 
     def state_dict(self) -> State:
         """Budgets, what was spent, and the levels of a block that is under way."""
@@ -245,9 +247,9 @@ class ExactFilter:
 
     def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of a filter with the same parameters and budgets; ValueError names what differs."""
-        if state["parameters"] != self._parameters():
-            raise ValueError(f"state must be of a filter with {self._parameters()}, got {state['parameters']}")
-        tensors = {name: torch.as_tensor(state[name]) for name in ("budget", "spent", "current")}
+        if (parameters := _checks.entry(state, "parameters")) != self._parameters():
+            raise ValueError(f"state must be of a filter with {self._parameters()}, got {parameters}")
+        tensors = {name: _checks.tensor_entry(state, name) for name in ("budget", "spent", "current")}
         for name, value in tensors.items():
             if value.shape != (self.n,) or value.dtype != torch.int64:
                 raise ValueError(
@@ -255,7 +257,7 @@ class ExactFilter:
                 )
         if not torch.equal(tensors["budget"].to(self.device), self.budget):
             raise ValueError("state must be of a filter with the same budgets, got others")
-        steps_left = _checks.whole_number("steps_left", state["steps_left"], 0, self.block - 1)
+        steps_left = _checks.whole_number("steps_left", _checks.entry(state, "steps_left"), 0, self.block - 1)
         if not bool(((tensors["spent"] >= 0) & (tensors["spent"] <= tensors["budget"])).all()):
             raise ValueError("state must hold spent budgets between 0 and the whole, got others")
         _checks.in_interval("current", tensors["current"], 0, len(self.levels))

@@ -163,7 +163,7 @@ def worst_case(
 
 def check_costs(costs, budget, count):
     """Whole costs of `count` levels and a budget that pays for one at least; ValueError names what is wrong."""
-    costs = [_checks.whole_number("costs", cost, 1) for cost in np.asarray(costs).ravel().tolist()]
+    costs = [_checks.whole_number("costs", cost, 1, 2**53) for cost in np.asarray(costs).ravel().tolist()]
     if len(costs) != count or not count:
         raise ValueError(f"costs must hold one whole number for each of the {count} levels, got {len(costs)}")
     budget = _checks.whole_number("budget", budget, 1)

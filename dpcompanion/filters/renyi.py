@@ -129,6 +129,8 @@ class RenyiFilter:
             ValueError: a target below what the conversion alone costs at every order.
         """
         n = _checks.whole_number("n", n, 1)
+        sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
+        noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
         _checks.in_interval("target_epsilons", target_epsilons, 0, math.inf, closed="neither")
         delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
         targets = torch.as_tensor(target_epsilons, dtype=torch.float64, device="cpu")
@@ -182,7 +184,7 @@ class RenyiFilter:
         after = self.spent + between(shares.clamp(max=1), self._table)
         self.active = self.active & (after <= self.budgets).all(dim=1)
         self.spent = torch.where(self.active[:, None], after, self.spent)
-        return self.active
+        return self.active.clone()  # nobody comes back by what a caller does to it
 
     def clip_norms(self, norms: Array) -> torch.Tensor:
         """The norms to which the next step must clip, paid for, (n,) float64: those of `admit`, 0 for who takes no
@@ -211,11 +213,13 @@ class RenyiFilter:
             ValueError: naming what differs, or what cannot be: an example that has spent less than 0 or more than its
                 budget.
         """
-        if state["parameters"] != self._parameters():
-            raise ValueError(f"state must be of a filter with {self._parameters()}, got {state['parameters']}")
-        if not torch.equal(state["budgets"].to(self.device), self.budgets):
+        if (parameters := _checks.entry(state, "parameters")) != self._parameters():
+            raise ValueError(f"state must be of a filter with {self._parameters()}, got {parameters}")
+        budgets, spent, active = (
+            _checks.tensor_entry(state, name).to(self.device) for name in ("budgets", "spent", "active")
+        )
+        if not torch.equal(budgets, self.budgets):
             raise ValueError("state must be of a filter with the same budgets, got others")
-        spent, active = state["spent"].to(self.device), state["active"].to(self.device)
         if spent.shape != self.budgets.shape or spent.dtype != torch.float64:
             raise ValueError(
                 f"state must hold spent of {tuple(self.budgets.shape)} {torch.float64}, "

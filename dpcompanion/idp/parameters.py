@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 
 import torch
 
@@ -11,6 +12,9 @@ from .._types import Array
 # Under these names: long runs are stamped with the source of the functions that use them.
 from .groups import Groups as _Groups, interpolate
 from .search import HAIR, Run as _Run
+
+
+_FEWEST_DRAWS = 1e-3  # of an example in a run, on average, before a warning
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,6 +72,9 @@ def sample_parameters(
     mean of at least `sample_rate`, and lowers them all by the same factor to make it equal: a lower rate never costs
     more.
 
+    A UserWarning says where budgets are so far apart that an example with the strictest one is drawn less than once in
+    a thousand runs.
+
     Raises:
         ValueError: bad input, or a budget that not even a rate of 1 would use up; the largest that can be is named. A
             budget that not even a rate of 1e-12 would keep, at the noise of a range.
@@ -86,6 +93,14 @@ def sample_parameters(
         noise, rates = _sample(groups, run, sample_rate)
     else:
         noise, rates = _sample_within(_range(noise_range), groups, run, sample_rate)
+    least = int(rates.argmin())
+    if (draws := float(rates[least]) * run.steps) < _FEWEST_DRAWS:
+        warnings.warn(
+            f"with a budget of {float(groups.budgets[least]):g} beside ones of up to {float(groups.budgets[-1]):g} an "
+            f"example has a sample rate of {float(rates[least]):.2g}, and is drawn {draws:.2g} times in the run on "
+            "average: the model learns nothing from it",
+            stacklevel=2,
+        )
     return SampleParameters(noise, rates[groups.which])
 
 

@@ -20,21 +20,24 @@ if TYPE_CHECKING:
     from ..training.plan import DPSGDPlan
 
 _NARROW = 2**15 - 1  # steps that a count of 16 bits can hold
+_FINEST = 1e-6  # steps of a grid, whose counts are kept for each example
+_LEAST_SHARE = 1e-12  # of the clip norm: what is less, but not nothing, counts as it beside others
 
 
 class IndividualAccountant(Recorded):
     """Accounts for n examples; `dpcompanion.individual` says what they are.
 
-    Neighbouring relation: that of the plan, add-remove or zero-out of the example. Sampler: Poisson.
+    Neighbouring relation: that of the plan, add-remove or zero-out of the example. Sampler: Poisson. It is not made for
+    several threads at once.
 
     Args:
         n: number of examples.
         sample_rate: in (0, 1], the same for all.
         noise_multiplier: noise over `max_grad_norm`, above 0.
         max_grad_norm: the clip norm C, above 0; longer norms are taken as C.
-        rounding: r as a share of C, in (0, 1]; None for none, so far as the accountant allows: "rdp" takes each norm as
-            it is, "pld" up to 2,048 distinct ones; if more are recorded, all are rounded up, by less than 0.001 C (for
-            more than half a million examples by less than n C / 5e8, so that counts take about 2 GB).
+        rounding: r as a share of C, in [1e-6, 1]; None for none, so far as the accountant allows: "rdp" takes each norm
+            as it is, "pld" up to 2,048 distinct ones; if more are recorded, all are rounded up, by less than 0.001 C
+            (for more than half a million examples by less than n C / 5e8, so that counts take about 2 GB).
         accountant: "pld", which is tight, or "rdp", which is fast.
         device: where the account is kept; norms may come from anywhere.
 
@@ -59,7 +62,7 @@ class IndividualAccountant(Recorded):
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
         self.accountant = _checks.one_of("accountant", accountant, ACCOUNTANTS)
-        self.rounding = None if rounding is None else _checks.number("rounding", rounding, 0, 1, closed="right")
+        self.rounding = None if rounding is None else _checks.number("rounding", rounding, _FINEST, 1)
         if self._by_levels:
             self._levels = (
                 torch.zeros(0, dtype=torch.float64) if self.rounding is None else even_levels(self.rounding)
@@ -79,7 +82,7 @@ class IndividualAccountant(Recorded):
     def levels(self) -> torch.Tensor:
         """The levels to which norms are rounded up, in units of the clip norm, ascending: without rounding the norms
         that were recorded, or a grid where they are many; none by RDP without rounding."""
-        return self._levels.cpu() if self._by_levels else torch.zeros(0, dtype=torch.float64)
+        return self._levels.cpu().clone() if self._by_levels else torch.zeros(0, dtype=torch.float64)
 
     @classmethod
     def for_plan(
@@ -96,8 +99,8 @@ class IndividualAccountant(Recorded):
         Args:
             plan: it gives sample rate, noise multiplier, clip norm and accountant.
             n: number of examples, all of the plan's by default.
-            rounding: r as a share of the clip norm, in (0, 1], to whose multiples norms are rounded up; None for none,
-                so far as the accountant allows: "rdp" takes each norm as it is, "pld" up to 2,048 distinct ones.
+            rounding: r as a share of the clip norm, in [1e-6, 1], to whose multiples norms are rounded up; None for
+                none, so far as the accountant allows: "rdp" takes each norm as it is, "pld" up to 2,048 distinct ones.
             accountant: "pld", which is tight, or "rdp", which is fast; the plan's by default.
             device: where the account is kept; norms may come from anywhere.
 
@@ -171,6 +174,7 @@ class IndividualAccountant(Recorded):
         else:
             self._widen()
             if self.rounding is None:
+                share = torch.where(share > 0, share.clamp(min=_LEAST_SHARE), share)
                 self._levels, self._counts = with_shares(self._levels, self._counts, share[steps > 0])
             if not len(self._levels):  # norms of 0 only, or charged for no step
                 return
@@ -295,19 +299,19 @@ class IndividualAccountant(Recorded):
             ValueError: naming what differs, or what cannot be an account: a count below 0 or not whole, more steps in
                 an example's row than it took, a divergence below 0 or NaN.
         """
-        if state["parameters"] != self._parameters():
+        if (parameters := _checks.entry(state, "parameters")) != self._parameters():
             raise ValueError(
-                f"state must be of an accountant with the parameters {self._parameters()}, got {state['parameters']}"
+                f"state must be of an accountant with the parameters {self._parameters()}, got {parameters}"
             )
         levels = None
         if not self._by_levels:
             shape, kinds = (self.n, len(self._divergences.orders)), (torch.float64,)
         else:
-            levels = torch.as_tensor(state["levels"]) if self.rounding is None else self._levels
+            levels = _checks.tensor_entry(state, "levels") if self.rounding is None else self._levels
             shape, kinds = (self.n, len(levels)), (torch.int16, torch.int32)
             if levels.dtype != torch.float64 or not ((levels > 0) & (levels <= 1)).all() or (levels.diff() <= 0).any():
                 raise ValueError(f"state must hold ascending levels in (0, 1], got {levels}")
-        accounts, steps = state["accounts"], torch.as_tensor(state["steps"])
+        accounts, steps = (_checks.tensor_entry(state, name) for name in ("accounts", "steps"))
         if steps.shape != (self.n,) or steps.dtype != torch.int64 or steps.min() < 0 or steps.max() > MOST:
             raise ValueError(f"state must hold ({self.n},) int64 steps from 0 to {MOST}, got {steps}")
         if accounts.shape != shape or accounts.dtype not in kinds:
@@ -328,7 +332,7 @@ class IndividualAccountant(Recorded):
         if levels is None:
             self._divergences.load(accounts)
         else:
-            self._levels = levels.to(self.device)
+            self._levels = levels.to(self.device, copy=True)  # what the caller does to it must not move the account
             self._counts = accounts.to(self.device, torch.int16 if self.steps <= _NARROW else torch.int32, copy=True)
 
     def _parameters(self):

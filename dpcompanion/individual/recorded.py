@@ -11,12 +11,24 @@ tensor([0.2000, 1.0000, 1.0000], dtype=torch.float64)
 
 import math
 
+import numpy as np
 import torch
 
 from .. import _checks
 from .._devices import sent
 
 MOST = 2**31 - 1  # steps that a count can hold
+
+
+def _as_tensor(norms):
+    """Norms as a tensor of the precision that they have; those of lists and of whole numbers as float64."""
+    if isinstance(norms, (list, tuple)) and any(isinstance(norm, torch.Tensor) for norm in norms):
+        norms = torch.stack([torch.as_tensor(norm) for norm in norms])
+    if not isinstance(norms, torch.Tensor):
+        doubles, array = _checks._flat("norms", norms), np.asarray(norms)
+        kept = array if array.dtype in (np.float16, np.float32) else doubles.reshape(array.shape)
+        norms = torch.as_tensor(kept)
+    return _checks.real("norms", norms)
 
 
 class Recorded:
@@ -45,7 +57,7 @@ class Recorded:
 
     def _shares(self, norms, count=None):
         """Norms as shares of the clip norm, at most 1, none of them below its norm."""
-        norms = norms if isinstance(norms, torch.Tensor) else torch.as_tensor(norms, dtype=torch.float64)
+        norms = _as_tensor(norms)
         if count is not None and norms.shape != (count,):
             raise ValueError(f"norms must have shape ({count},), got {tuple(norms.shape)}")
         share = sent(norms.detach(), self.device).to(torch.float64) / self.max_grad_norm
@@ -77,10 +89,12 @@ class Recorded:
         if not isinstance(steps, torch.Tensor) or not steps.ndim:
             number = _checks.whole_number("steps", steps, 0, MOST)
             return torch.full((), number, dtype=torch.int64, device=self.device).expand(count)
-        if self._away(steps) and steps.shape == (count,) and not steps.is_floating_point():
-            steps = self._refuse(steps < 0, steps, 0)
-        elif steps.shape != (count,) or steps.is_floating_point() or (count and steps.min() < 0):
-            raise ValueError(f"steps must be whole numbers, at least 0, one or ({count},) of them, got {steps}")
+        # Larger ones than a count can hold must not even be added up: sums of 64 bits wrap around, too.
+        whole = not (_checks.real("steps", steps).is_floating_point() or steps.dtype == torch.bool)
+        if self._away(steps) and steps.shape == (count,) and whole:
+            steps = self._refuse((steps < 0) | (steps > MOST), steps, 0)
+        elif steps.shape != (count,) or not whole or (count and not (steps.min() >= 0 and steps.max() <= MOST)):
+            raise ValueError(f"steps must be whole numbers from 0 to {MOST}, one or ({count},) of them, got {steps}")
         return sent(steps.to(torch.int64, copy=True), self.device)
 
     def _away(self, tensor):

@@ -27,6 +27,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, overload
 
+import numpy as np
 import torch
 
 from dpcompanion import _checks
@@ -39,6 +40,7 @@ RECURSIONS = ("proof", "statement")
 _NODES = 1024  # sensitivities in the table of `compose_sensitivities`
 _ORDERS = 33  # orders in it
 _LARGEST_ORDER = 1024
+_FINITE = 1e300  # orders below it, and one over them, have all their digits
 _CHUNK = 1 << 17  # numbers in one temporary tensor
 _HAIR = 1 + 1e-11  # for rounding errors
 
@@ -134,7 +136,8 @@ def compose(
             float), in runs of training that are independent; bounds on them, or the divergences themselves.
         steps: n.
         order: :math:`\alpha`, above 1.
-        p: above 1; the paper takes 3n. See `smallest_exponent`.
+        p: above 1; the paper takes 3n. See `smallest_exponent`. So near 1 that the order of the first step exceeds
+            1e300 it is refused.
         recursion: see `holder_order`.
         each_step: return the contributions, (steps, ...), in place of their sum.
 
@@ -152,6 +155,8 @@ def compose(
     steps = _checks.whole_number("steps", steps, 1)
     i = torch.arange(steps - 1, -1, -1, dtype=torch.float64)
     orders = holder_order(order, p, i, recursion=recursion).tolist()
+    if not orders[0] <= _FINITE:
+        raise ValueError(f"p must keep every order below {_FINITE:g}, got {p:g} for {steps} steps")
     shares = torch.exp(i * math.log1p(-1 / p)) / p / (order - 1)
     contributions, total, given = [], torch.zeros((), dtype=torch.float64), []
     for step, (at, share) in enumerate(zip(orders, shares.tolist()), start=1):
@@ -204,7 +209,8 @@ def compose_sensitivities(
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
     noise = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
-    sensitivities = torch.as_tensor(sensitivities)
+    if not isinstance(sensitivities, torch.Tensor):  # of lists PyTorch would keep the digits of its default dtype
+        sensitivities = torch.as_tensor(np.asarray(sensitivities))
     if sensitivities.ndim < 2 or 0 in sensitivities.shape:
         raise ValueError(f"sensitivities must be (steps, runs, ...), got shape {tuple(sensitivities.shape)}")
     low, high = torch.stack(sensitivities.aminmax()).tolist()  # which waits for a GPU, once

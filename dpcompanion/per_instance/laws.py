@@ -156,5 +156,5 @@ def _log_law(sensitivity, sample_rate, noise_std, order, jumps, max_sensitivity)
     chance = (jumps * (size / max_sensitivity).clamp(max=1) ** 2)[..., None]
     logs = F.pad(logs + torch.log1p(-chance), (0, max(0, REACH - order)), value=-math.inf)
     k = torch.arange(logs.shape[-1], device=size.device)
-    uniform = torch.where((k >= 1) & (k <= REACH), 1 / REACH, 0.0).to(torch.float64)
+    uniform = ((k >= 1) & (k <= REACH)).double() / REACH
     return torch.logaddexp(logs, torch.log(chance) + torch.log(uniform))

@@ -328,7 +328,8 @@ def coupled_epsilon(
     )
 
     def reached(epsilon):
-        return coupled_delta(sensitivities, epsilon=epsilon, **options) <= delta
+        # Nothing is above an epsilon of inf, which is the answer where no other one is a float.
+        return (coupled_delta(sensitivities, epsilon=epsilon.clamp(max=1e308), **options) <= delta) | epsilon.isinf()
 
     done = reached(torch.zeros((), dtype=torch.float64))
     low, high = torch.zeros_like(done, dtype=torch.float64), torch.ones_like(done, dtype=torch.float64)
@@ -495,9 +496,11 @@ def _sampled_delta(sensitivity, sample_rate, noise_std, epsilon, direction):
     q, sensitivity, noise, epsilon = _as_tensors(
         sample_rate=sample_rate, sensitivity=sensitivity, noise_std=noise_std, epsilon=epsilon
     )
-    rise = torch.expm1(epsilon)
     if direction == "remove":
-        return q * gaussian_delta(sensitivity / noise, torch.log1p(rise / q))
-    rest = (q - (1 - q) * rise).clamp(min=0)  # 1 - (1 - q) e^epsilon
+        small = torch.log1p(torch.expm1(epsilon.clamp(max=30)) / q)
+        large = epsilon - torch.log(q) + torch.log1p(-(1 - q) * torch.exp(-epsilon.clamp(min=30)))
+        return q * gaussian_delta(sensitivity / noise, torch.where(epsilon < 30, small, large))
+    # 1 - (1 - q) e^epsilon, rounded up: near the epsilon at which it is 0 it hangs on the last digits.
+    rest = -torch.expm1(epsilon * (1 - 2.0**-51) + torch.log1p(-q)).clamp(max=0)
     delta = gaussian_delta(sensitivity / noise, epsilon + torch.log(q) - torch.log(rest))
     return torch.where(rest > 0, rest * delta, 0.0)

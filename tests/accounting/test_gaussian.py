@@ -112,3 +112,9 @@ def test_shapes_broadcast_and_stay_where_they_are():
 def test_bad_arguments_are_named(call, name):
     with pytest.raises(ValueError, match=name):
         call()
+
+
+def test_ratios_whose_square_swallows_the_rest_are_rounded_up():
+    """From 1e17 on the end of the search was below the answer."""
+    for mu in (1e16, 1e17, 1e18, 1e30, 1e150):
+        assert gaussian_delta(mu, gaussian_epsilon(mu, 1e-5)) <= 1e-5

@@ -420,3 +420,9 @@ def test_delta_of_a_step_whose_noise_hides_nothing_is_the_sample_rate():
     # The loss of adding has no spread left in float64.
     run = dict(sample_rate=0.9, noise_multiplier=0.011, steps=1)
     assert all(pld.delta(**run, epsilon=epsilon) == pytest.approx(0.9, rel=1e-6) for epsilon in (0.0, 1.0))
+
+
+@pytest.mark.parametrize("steps", [1, 100])
+def test_an_interval_whose_grid_does_not_fit_is_refused(steps):
+    with pytest.raises(ValueError, match="grid points, at most 4194304 are possible: an interval above 1e-10"):
+        pld.compose(sample_rate=0.01, noise_multiplier=1.0, steps=steps, delta=1e-5, interval=1e-10)

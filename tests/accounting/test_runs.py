@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpcompanion.accounting import ACCOUNTANTS, compute_delta, compute_epsilon, gaussian_delta, gaussian_epsilon, pld
+from dpcompanion.accounting import (
+    ACCOUNTANTS,
+    best_true_positive_rate,
+    compute_delta,
+    compute_epsilon,
+    gaussian_delta,
+    gaussian_epsilon,
+    pld,
+)
 
 log_uniform = dict(rate=st.floats(-7, 0), noise=st.floats(-1, 6), log_delta=st.floats(-15, math.log10(0.5)))
 
@@ -311,3 +319,39 @@ def test_shapes_that_do_not_broadcast_are_named():
 def test_noise_whose_square_is_no_float_is_accounted_for(accountant):
     run = dict(sample_rate=0.01, steps=10, delta=1e-5, accountant=accountant)
     assert compute_epsilon(**run, noise_multiplier=1e200) == 0.0
+
+
+@pytest.mark.parametrize("delta", [1e-100, 1e-200])
+def test_loss_distributions_are_not_above_divergences_at_deltas_next_to_nothing(delta):
+    """At 1e-100 they said 31.39, and divergences 30.16."""
+    run = dict(sample_rate=0.01, noise_multiplier=1.0, steps=1000)
+    epsilon, by_divergence = (compute_epsilon(**run, delta=delta, accountant=name) for name in ACCOUNTANTS)
+    assert epsilon <= by_divergence <= 1.1 * epsilon
+    assert compute_delta(**run, epsilon=epsilon) <= compute_delta(**run, epsilon=epsilon, accountant="rdp")
+
+
+@pytest.mark.parametrize("sample_rate", [0.5, 1.0])
+@pytest.mark.parametrize("noise_multiplier", [1e100, 1e155, 1e200, 1.7e308])
+def test_so_much_noise_that_its_square_is_no_float_is_an_answer(noise_multiplier, sample_rate):
+    run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=3)
+    assert 0 <= compute_delta(**run, epsilon=0.1) <= compute_delta(**run, epsilon=0.0) <= 1e-99
+    assert compute_epsilon(**run, delta=1e-5) == 0 <= compute_epsilon(**run, delta=1e-280) <= 1e-97
+    assert best_true_positive_rate(**run, false_positive_rate=0.1) <= 0.1001
+
+
+def test_the_largest_epsilon_is_an_answer():
+    for run in (dict(sample_rate=0.5), dict(sample_rate=1 - 1e-16), dict(sample_rate=1.0)):
+        assert compute_delta(**run, noise_multiplier=1.0, steps=3, epsilon=1e308) <= 1e-300
+
+
+def test_tensors_of_few_bits_are_read_and_what_is_no_real_number_is_refused():
+    run = dict(sample_rate=0.5, noise_multiplier=1.0, steps=1, delta=1e-5)
+    found = compute_epsilon(**{**run, "sample_rate": torch.tensor([0.5], dtype=torch.bfloat16)})
+    assert found.tolist() == [compute_epsilon(**run)]
+    for bad in (0.5 + 5j, np.array([0.5 + 5j]), np.array([0.5], dtype=object), torch.tensor([0.5j]), [0.5, None]):
+        with pytest.raises(ValueError, match="sample_rate must be"):
+            compute_epsilon(**{**run, "sample_rate": bad})
+    with pytest.raises(ValueError, match="sample_rate must be real numbers in a dense tensor"):
+        compute_epsilon(**{**run, "sample_rate": torch.tensor([0.5]).to_sparse()})
+    with pytest.raises(ValueError, match="steps must be"):
+        compute_epsilon(**{**run, "steps": 10**400})

@@ -79,6 +79,20 @@ def test_the_promise_holds_from_1e_minus_15_on_and_below_there_is_a_bound_still(
     assert bool((tpr > exact * (1 + TOLERANCE)).any())  # so the promise says where it holds
 
 
+@pytest.mark.parametrize("rate", [1e-320, 1e-300, 1e-100, 1e-60, 1e-40])
+def test_losses_beyond_float32_do_not_under_rate_the_attacker(rate):
+    """e^epsilon was kept below the largest number of float32: at a rate of 1e-60 the best rate of hits was 1e-19."""
+    run = dict(sample_rate=0.5, noise_multiplier=0.05, steps=1, false_positive_rate=rate)
+    with mpmath.workdps(60):
+        z = -mpmath.sqrt(-2 * mpmath.log(mpmath.mpf(rate)))
+        z = mpmath.findroot(lambda z: mpmath.log(mpmath.ncdf(z) / rate), z)
+        exact = mpmath.ncdf(20 + z) / 2
+    assert best_true_positive_rate(**run) >= exact
+    if rate >= 1e-60:
+        assert best_true_positive_rate(**run) <= exact * (1 + TOLERANCE)
+    assert trade_off(**run) <= 1 - exact
+
+
 @pytest.mark.parametrize("function", [trade_off, best_true_positive_rate])
 def test_a_run_that_no_grid_resolves_is_refused_with_what_would_do(function):
     run = dict(sample_rate=4.84e-6, noise_multiplier=0.154, steps=386155490532)

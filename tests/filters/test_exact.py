@@ -244,3 +244,33 @@ def test_training_clips_everybody_to_what_they_can_pay():
     _, fresh = filtered()
     fresh.load_state_dict(tracker.state_dict())
     assert torch.equal(fresh.budget.spent, filter.spent) and torch.equal(fresh.epsilon(1e-3), tracker.epsilon(1e-3))
+
+
+def test_no_digit_of_a_budget_is_lost():
+    """A list of floats became single precision, and 2^24 + 3 one more."""
+    filter = ExactFilter(2, **FILTER, budget=[2.0**24 + 3, 2.0**53 - 1])
+    assert filter.budget.tolist() == [2**24 + 3, 2**53 - 1]
+
+
+def test_more_steps_than_64_bits_hold_are_not_paid_with_less_than_nothing():
+    """The price of 2^61 steps at a level that costs 8 wrapped around to 0."""
+    filter = ExactFilter(1, **{**FILTER, "costs": [1, 4, 8]}, budget=[20])
+    for norms, steps in ([[0.5], 2**61], [[0.5], 2**60], [[0.1], 2**63], [[0.5], 10**30], [[0.5], 3]):
+        with pytest.raises(ValueError, match="cannot"):
+            filter.record(filter.levels_for(norms), steps=steps)
+    with pytest.raises(ValueError, match="steps must be"):
+        filter.record([0.5], steps=10**400)
+    assert filter.spent.tolist() == [0]
+    filter.record([0.5], steps=2)
+    assert filter.spent.tolist() == [16]
+    with pytest.raises(ValueError, match="costs must lie"):
+        ExactFilter(1, **{**FILTER, "costs": [1, 4, 2**70]}, budget=[20])
+
+
+def test_a_state_without_what_belongs_in_it_is_refused():
+    filter = ExactFilter(1, **FILTER, budget=[20])
+    state = filter.state_dict()
+    for name in state:
+        for change in ({**state, name: None}, {key: value for key, value in state.items() if key != name}):
+            with pytest.raises(ValueError, match=name if name == "steps_left" else f"state must .*({name}|filter)"):
+                filter.load_state_dict(change)

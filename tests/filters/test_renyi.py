@@ -281,3 +281,19 @@ def test_bad_norms_targets_and_states_are_refused():
             steps_per_epoch=3,
             budget=filter,
         )
+
+
+def test_a_state_without_what_belongs_in_it_is_refused_and_nobody_else_says_who_takes_part():
+    filter = RenyiFilter(2, **RUN, orders=[4.0], budgets=[[1e-9], [1.0]])
+    assert filter.admit([0.5, 0.5]).logical_not_().tolist() == [True, False] and filter.active.tolist() == [False, True]
+    state = filter.state_dict()
+    for name in state:
+        for change in ({**state, name: None}, {key: value for key, value in state.items() if key != name}):
+            with pytest.raises(ValueError, match=f"state must .*({name}|filter)"):
+                filter.load_state_dict(change)
+
+
+def test_what_is_no_number_is_refused_before_a_target_is_sought():
+    for change in (dict(noise_multiplier="1"), dict(sample_rate="0.1"), dict(noise_multiplier=0.0)):
+        with pytest.raises(ValueError, match=f"{next(iter(change))} must"):
+            RenyiFilter.for_epsilon(2, target_epsilons=1.0, target_delta=1e-5, **{**RUN, **change})

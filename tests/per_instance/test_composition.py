@@ -156,3 +156,17 @@ def test_bad_runs_are_refused_by_name(shape, options, message):
 def test_bad_divergences_are_refused(found):
     with pytest.raises(ValueError, match="divergence must return"):
         compose(lambda t, a: found, steps=2, order=2, p=4)
+
+
+def test_sensitivities_in_lists_keep_their_digits():
+    sensitivities = [[[0.1, 0.2]] * 3] * 5
+    found = compose_sensitivities(sensitivities, sample_rate=0.05, noise_std=1.0, order=4)
+    exact = torch.tensor(sensitivities, dtype=torch.float64)
+    assert torch.equal(found, compose_sensitivities(exact, sample_rate=0.05, noise_std=1.0, order=4))
+
+
+def test_an_exponent_whose_orders_no_float_holds_is_refused():
+    """0 times infinity was nan, which is below every target."""
+    with pytest.raises(ValueError, match="p must keep every order below 1e\\+300, got 1.5 for 3000 steps"):
+        compose(lambda step, order: [0.001, 0.002], steps=3000, order=2, p=1.5)
+    assert compose(lambda step, order: [0.001, 0.002], steps=3000, order=2, p=9000) == pytest.approx(4.5, rel=0.5)

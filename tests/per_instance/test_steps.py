@@ -250,6 +250,49 @@ def test_batches_of_the_largest_sensitivity_have_the_epsilon_of_a_fixed_one():
     assert with_confidence == pytest.approx(coupled_epsilon([1e-3], **given), rel=1e-6)
 
 
+def one_step_delta(q, s, epsilon, direction):
+    """The text of `coupled_delta` in 60 digits, for a sensitivity of 1."""
+    with mp.workdps(60):
+        q, mu, rise = mp.mpf(q), 1 / mp.mpf(s), mp.exp(mp.mpf(epsilon))
+        c = q if direction == "remove" else 1 - (1 - q) * rise
+        if c <= 0:
+            return mp.mpf(0)
+        ratio = 1 + (rise - 1) / q if direction == "remove" else q * rise / c
+        return c * (mp.ncdf(mu / 2 - mp.log(ratio) / mu) - ratio * mp.ncdf(-mu / 2 - mp.log(ratio) / mu))
+
+
+def test_an_epsilon_beyond_the_largest_exponent_is_found():
+    """e^epsilon overflowed, and no delta was above 0 from an epsilon of 709.8 on."""
+    step = dict(sample_rate=0.5, noise_std=0.01)
+    for epsilon in (29.9, 30.1, 709.0, 800.0, 5300.0, 5600.0):
+        exact = one_step_delta(0.5, 0.01, epsilon, "remove")
+        assert coupled_delta([1.0], **step, epsilon=epsilon) == pytest.approx(float(exact), rel=1e-9)
+    epsilon = coupled_epsilon([1.0], **step, delta=1e-5)
+    assert epsilon == pytest.approx(5409.07484, abs=1e-4) and one_step_delta(0.5, 0.01, epsilon, "remove") <= 1.00001e-5
+    full = dict(sample_rate=1.0, noise_std=0.01, delta=1e-5)
+    assert coupled_epsilon([1.0], **full, direction="add") == coupled_epsilon([1.0], **full) > 5000
+    assert coupled_epsilon([1.0, 1e-3], sample_rate=0.5, noise_std=1e-200, delta=1e-5) == math.inf
+
+
+@pytest.mark.parametrize("q, s", [(0.5, 0.3), (1e-3, 0.1), (0.9, 0.05)])
+def test_the_other_delta_just_below_its_largest_epsilon_is_not_too_small(q, s):
+    for rest in (0.5, 1e-6, 1e-9, 1e-12):
+        epsilon = -math.log1p(-q) * (1 - rest)
+        found = coupled_delta([1.0], sample_rate=q, noise_std=s, epsilon=epsilon, direction="add")
+        exact = one_step_delta(q, s, epsilon, "add")
+        assert exact * (1 - 1e-13) <= found <= exact * (1 + 1e-11 + 1e-14 / rest)
+    largest = -math.log1p(-q) * (1 + 1e-9)
+    for epsilon in (largest, 800.0):
+        assert coupled_delta([1.0], sample_rate=q, noise_std=s, epsilon=epsilon, direction="add") == 0
+
+
+def test_a_confidence_where_no_sensitivity_costs_anything_is_an_answer():
+    """The worst delta was 0, whose logarithm no draw seemed to lie below."""
+    step = dict(sample_rate=0.1, noise_std=10.0, max_sensitivity=1.0, confidence=0.9)
+    assert coupled_delta([0.1, 0.2], **step, epsilon=20.0) == 0
+    assert 0 < coupled_epsilon([0.1] * 50, **step, delta=1e-9) < 1
+
+
 def test_epsilon_is_zero_where_delta_covers_everything():
     assert float(coupled_epsilon([0.0, 0.001], sample_rate=0.01, noise_std=1.0, delta=0.1)) == 0.0
 
