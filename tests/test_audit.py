@@ -10,7 +10,7 @@ from scipy import stats
 from dpcompanion import audit
 from dpcompanion.accounting import gaussian_epsilon
 from dpcompanion.accounting import compute_delta
-from dpcompanion.training import DPSGDPlan, PoissonSampler, cross_entropy, models, sums
+from dpcompanion.training import DPSGDPlan, PoissonSampler, cross_entropy, models, proof, sums
 
 
 class Line:
@@ -197,6 +197,7 @@ def join_two_draws(monkeypatch):
 
 def clip_nothing(monkeypatch):
     monkeypatch.setattr(sums, "clip_factors", lambda norms, limits: torch.ones_like(norms))
+    monkeypatch.setattr(proof, "_compare", lambda *args, **kwargs: None)  # which would find it first
 
 
 def test_a_sound_trainer_is_not_refuted_and_something_is_found():
