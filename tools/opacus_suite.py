@@ -83,7 +83,6 @@ class Adapter(IndividualizedPrivacyEngine):
                 torch.tensor([rate]).double(), torch.tensor([noise_multiplier]).double(), steps=steps, delta=delta
             )[0]
         )
-        self._asked = float(noise_multiplier)
         return self.make_private_with_budgets(
             module=module,
             optimizer=optimizer,

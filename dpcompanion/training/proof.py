@@ -63,7 +63,8 @@ def prove(model, loss, x, y, claimed):
     if not len(rows):
         raise Unfit("no example has a finite gradient, so that nothing can be proved; use method='func'")
     many, (x, y) = (x[rows], y[rows]), (x[rows[:_COMPARED]], y[rows[:_COMPARED]])
-    fewer = x[:-1].flip(0), y[:-1].flip(0)
+    fewer = slice(max(len(x) - 1, 1))
+    fewer = x[fewer].flip(0), y[fewer].flip(0)
     check_independence(model, loss, x, y)
     check_company(model, loss, *many)
     with evaluating(model):
@@ -173,8 +174,6 @@ def _each(model, loss, x, y, precision, together):
 
 
 def _compare(model, loss, x, y, claimed, precision=None, together=False):
-    if not len(x):
-        return
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     sums: list[Any] = [0] * len(names)
     lengths, shares = [], torch.linspace(1, 0, len(x) + 1, dtype=torch.float64)[:-1].to(x.device)

@@ -93,9 +93,10 @@ def test_well_fitted_examples_are_proved_as_strictly_as_others():
     assert clipping.resolve_method(model, cross_entropy, x, y) == "func"
 
 
-def test_a_gate_of_zero_hides_nothing():
+@pytest.mark.parametrize("n", [1, 2, 40])
+def test_a_gate_of_zero_hides_nothing(n):
     """Residual branches begin with a weight of zero; what is wrong behind it has no gradient at the first step."""
-    model, (x, y) = Tied(gate=0.0), examples()
+    model, (x, y) = Tied(gate=0.0), examples(n)
     assert clipping.resolve_method(model, cross_entropy, x, y) == "func"
     assert model.gate.item() == 0
 
