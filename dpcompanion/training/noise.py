@@ -4,8 +4,8 @@ A run has independent streams: `sampling` (who is in a step), `noise`, and `forw
 as dropout, seeded anew for every step).  Initialisation has a stream of its own, see `dpcompanion.training.models`.
 
 Sampling and noise are ciphers under keys of 256 bits: coins are exact, and sum and noise are added on a grid
-(`dpcompanion.training.secure`).  Without a seed the operating system draws the keys: for a model that is released.  On a CPU
-each step's noise then belongs to its sum, so that what goes on from one checkpoint in two ways shares none.
+(`dpcompanion.training.secure`).  Without a seed the operating system draws the keys: for a model that is released.
+On a CPU each step's noise then belongs to its sum: runs that go on from one checkpoint in two ways share none.
 
 With a seed they are hashed from it, so that a run can be repeated: for research.  Every bit of a seed counts, and it
 may have up to 1024; but whoever knows or guesses it can subtract the noise.  Two runs of one seed share their
