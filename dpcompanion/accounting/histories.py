@@ -88,7 +88,8 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
 
         each = 1 / torch.tensor(levels, dtype=torch.float64) ** 2
         squares = torch.cat([part.double() @ each for part in counts.split(_ROWS)])
-        return gaussian_epsilon(torch.sqrt(squares) * (1 + 2.0**-50), delta / _HAIR)
+        # A hair up for what adding up thousands of levels rounds.
+        return gaussian_epsilon(torch.sqrt(squares) * (1 + 2.0**-40), delta / _HAIR)
     epsilon = torch.zeros(len(counts), dtype=torch.float64)
     if not counts.numel() or not len(used := counts.amax(dim=0).nonzero()[:, 0]):
         return epsilon
