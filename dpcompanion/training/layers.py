@@ -40,9 +40,11 @@ from torch.nn.grad import conv2d_weight
 
 from dpcompanion.training.matrices import (
     bias_gradients,
+    CACHED,
     count_positions,
     gram_is_cheaper,
     in_full,
+    in_one_precision,
     matrices,
     padded,
     weight_gradients,
@@ -59,16 +61,25 @@ from dpcompanion.training.tensors import (  # noqa: F401
 
 # Numbers that a block of examples may take while a norm is worked out.
 _BLOCK = 2**23
-# The same where they are worked on several times and had better stay in a processor's cache.
-_CACHED = 2**20
 
 
 def _scaled(tensor, factors):
     return tensor * factors.to(tensor.dtype).reshape(-1, *[1] * (tensor.ndim - 1))
 
 
+def _in_float(g, axis=0):
+    """Pairs (where along the axis, what is there), in float32 what is held in bfloat16, a few examples at a time."""
+    if g.dtype != torch.bfloat16:
+        return [(slice(None), g)]
+    rows = max(1, CACHED * g.shape[axis] // max(1, g.numel()))
+    parts = (slice(start, start + rows) for start in range(0, g.shape[axis], rows))
+    return ((part, g[(slice(None),) * axis + (part,)].float()) for part in parts)
+
+
 class Explicit:
     """Gradients of one layer's parameters, held for every example as {name: (n, *shape)}.
+
+    What was multiplied in bfloat16 is held in it; norms and sums of it are made in float32.
 
     The axes of a convolution's weight may be held in another order, the one in which they were computed: `axes` are
     their places among the axes of the sums, of which the first counts runs.
@@ -78,7 +89,7 @@ class Explicit:
         self.gradients, self.axes = gradients, axes
 
     def squared_norms(self):
-        return sum(squared_norms(g) for g in self.gradients.values())
+        return sum(torch.cat([squared_norms(part) for _, part in _in_float(g)]) for g in self.gradients.values())
 
     def keep_only(self, rows):
         self.gradients = {name: _rows(g, rows) for name, g in self.gradients.items()}
@@ -87,7 +98,8 @@ class Explicit:
         factors, sums = factors.unsqueeze(1), {}
         for name, g in self.gradients.items():
             g, shape = g.reshape(len(factors), factors.shape[-1], -1), g.shape[1:]
-            sums[name] = (factors.to(g.dtype) @ g).reshape(-1, *shape)
+            parts = (factors[..., where].to(part.dtype) @ part for where, part in _in_float(g, 1))
+            sums[name] = added_up(parts).reshape(-1, *shape)
         if self.axes and "weight" in sums:
             sums["weight"] = sums["weight"].permute(self.axes)
         return sums
@@ -186,7 +198,7 @@ class GhostReparametrized:
         examples = len(ghost.uses[0][0]) // runs
         for run in range(runs):
             mine, pull_back = slice(run * examples, (run + 1) * examples), self._pull_back(run)
-            for block in ghost.blocks([(a[mine], g[mine]) for a, g in ghost.uses], _CACHED):
+            for block in ghost.blocks([(a[mine], g[mine]) for a, g in ghost.uses], CACHED):
                 gradients, axes = weight_gradients(ghost.module, block, slide=False)
                 yield pull_back(gradients.permute(axes) if axes else gradients)
 
@@ -292,6 +304,7 @@ def _rows(tensor, rows):
 
 
 def _explicit_matrices(module, uses):
+    uses = in_one_precision(module, uses)
     gradients, axes, trainable = {}, None, own_parameters(module)
     if "weight" in trainable:
         gradients["weight"], axes = weight_gradients(module, uses)
@@ -358,7 +371,7 @@ def layer_gradient(module, uses, method, budget, stacked=None):
         too_large = module.weight.numel() * len(uses[0][0]) > budget
         if method == "ghost" or too_large or gram_is_cheaper(module, count_positions(module, uses)):
             return Ghost(module, uses)
-        return _explicit_matrices(module, [(in_full(module, a), in_full(module, g)) for a, g in uses])
+        return _explicit_matrices(module, uses)
     if isinstance(module, Reparametrized) and set(own_parameters(module)) - {"bias"}:
         layer = GhostReparametrized(module, uses, stacked)
         explicit = sum(p.numel() for p in own_parameters(module).values()) * len(uses[0][0])

@@ -14,6 +14,8 @@ from dpcompanion.training.tensors import added_up, own_parameters
 
 # What it costs to write a number of an explicit gradient and read it twice, in multiply-adds (measured on a CPU).
 _TRAFFIC = 16
+# Numbers that stay in a processor's cache while they are worked on several times.
+CACHED = 2**20
 
 
 def padded(conv, a):
@@ -35,11 +37,13 @@ def _patches(conv, a):
     return windows.reshape(n, conv.groups, height * width, -1)
 
 
-def _slides(conv, positions):
+def _slides(conv, g):
     """Whether `_slid` is faster than patches (measured): steps of one pixel, and many of them beside the channels, but
-    not the colours of an image, whose products would have three columns."""
-    channels = conv.weight.shape[1]
-    return conv.stride == (1, 1) and positions > 2 * channels and channels != 3
+    not the colours of an image, whose products would have three columns, nor in bfloat16, whose products are of
+    copies."""
+    channels, positions = conv.weight.shape[1], g[0, 0].numel()
+    fits = positions > 2 * channels and channels != 3 and g.dtype != torch.bfloat16
+    return conv.stride == (1, 1) and fits
 
 
 def _slid(conv, a, g):
@@ -93,16 +97,31 @@ def in_full(module, tensor):
     return tensor.to(next(iter(own_parameters(module).values())).dtype) if tensor.is_floating_point() else tensor
 
 
+def in_one_precision(module, uses):
+    """Uses whose inputs and output gradients can be multiplied: those of a layer that computed in bfloat16, and is used
+    once, in bfloat16, as plain autograd does it (sums are made in float32, then rounded), all others in full.
+
+    Only for gradients that are held: whoever clips must measure and add up what was rounded.
+    """
+    if len(uses) == 1 and uses[0][1].dtype == torch.bfloat16:
+        return [(a.to(g.dtype), g) for a, g in uses]
+    return [(in_full(module, a), in_full(module, g)) for a, g in uses]
+
+
 def weight_gradients(module, uses, slide=True):
     """Gradients of the weight over all uses of the layer, (n, ...), and where its axes are (see `Explicit`)."""
     conv = type(module) is nn.Conv2d
-    slides = conv and slide and all(_slides(module, g[0, 0].numel()) for _, g in uses)
+    slides = conv and slide and all(_slides(module, g) for _, g in uses)
+    out, inside, *kernel = module.weight.shape
 
     def of_use(a, g):
         if slides:
             return _slid(module, a, g)
-        inputs, outputs = matrices(module, a, g)
-        out, inside, *kernel = module.weight.shape
-        return (outputs @ inputs).reshape(len(a), out, *kernel, inside)
+        found = g.new_empty(len(a), out, *kernel, inside)
+        rows = max(1, CACHED // (count_positions(module, [(a, g)]) * module.weight[0].numel()))
+        for i in range(0, len(a), rows):
+            inputs, outputs = matrices(module, a[i : i + rows], g[i : i + rows])
+            torch.matmul(outputs, inputs, out=found[i : i + rows].view(*outputs.shape[:3], -1))
+        return found
 
     return added_up(of_use(a, g) for a, g in uses), ((0, 3, 4, 1, 2) if slides else (0, 1, 4, 2, 3)) if conv else None

@@ -16,6 +16,7 @@ from dpcompanion.training import (
     clipping,
     cross_entropy,
     gradient_norms,
+    layers,
     models,
     NormTracker,
     train,
@@ -133,13 +134,41 @@ def test_norms_are_proved_in_the_lower_precision_too(monkeypatch):
     model, x, y = build("convolutions")
     assert clipping.resolve_method(model, cross_entropy, x, y, precision="bf16") == "mixed"
 
-    def wrong(module, tensor):
-        return 0.9 * tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+    def wrong(module, uses):
+        return [(a.to(g.dtype), 0.2 * g if g.dtype == torch.bfloat16 else g) for a, g in uses]
 
-    monkeypatch.setattr("dpcompanion.training.layers.in_full", wrong)
+    monkeypatch.setattr("dpcompanion.training.layers.in_one_precision", wrong)
     assert clipping.resolve_method(model, cross_entropy, x, y) == "mixed"
     with pytest.raises(ValueError, match="wrong by up to"):
         clipping.resolve_method(model, cross_entropy, x, y, precision="bf16")
+
+
+@able
+@pytest.mark.parametrize("groups, together", [(1, 1), (2, 1), (1, 2)])
+def test_gradients_that_are_held_are_rounded_as_plain_autograd_rounds_them(groups, together, monkeypatch):
+    """Those of a layer that is used once, also a few examples at a time; of one used twice, and sums, in float32."""
+    monkeypatch.setattr("dpcompanion.training.matrices.CACHED", 1000)
+    monkeypatch.setattr("dpcompanion.training.layers.CACHED", 1000)
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 6, 3, padding=1, groups=groups)
+    a, g = torch.randn(5, 4, 8, 8), torch.randn(5, 6, 8, 8).bfloat16()
+    layer = layers.layer_gradient(conv, [(a, g)] * together, "mixed", 10**9)
+    assert all(held.dtype == (torch.bfloat16 if together == 1 else torch.float32) for held in layer.gradients.values())
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = [conv(a[i : i + 1]) for i in range(5)]
+    theirs = [torch.autograd.grad(out, list(conv.parameters()), g[i : i + 1]) for i, out in enumerate(outputs)]
+    weight = torch.stack([together * weight for weight, _ in theirs])
+    axes = layer.axes
+    held = layer.gradients["weight"].float().permute(axes)
+    torch.testing.assert_close(held, weight, rtol=2**-7, atol=2**-7 * float(weight.abs().max()))
+    # Norms and sums are those of what is held, to float32's last bits.
+    exact = [held.double().flatten(1) for held in layer.gradients.values()]
+    squares = sum(each.square().sum(1) for each in exact)
+    torch.testing.assert_close(layer.squared_norms(), squares, rtol=1e-6, atol=0)
+    factors = torch.rand(1, 5)
+    total = layer.weighted_sum(factors)["weight"][0].double()
+    theirs = (factors[0].double() @ held.double().flatten(1)).view(total.shape)
+    torch.testing.assert_close(total, theirs, rtol=1e-5, atol=1e-5)
 
 
 def test_what_cannot_be_had_is_refused(monkeypatch):
