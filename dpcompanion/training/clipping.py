@@ -16,8 +16,9 @@ norms :math:`C_i` this computes :math:`\sum_i g_i \min(1, C_i / \lVert g_i\rVert
 A loss is a function (outputs, targets) -> (n,), one number an example, such as `cross_entropy` here.
 With `precision="bf16"` the network goes forward and back in bfloat16 (autocast), on a processor or GPU that has it.
 Its gradients are off by about a hundredth; privacy is not: norm, clipping and sum are worked out in float32 from the
-same rounded inputs and output gradients of the layers, so that the share of each example, as it is added up, is no
-longer than its clip norm. As in any precision, the last bits of an example's gradient may depend on the batch's size;
+same rounded numbers, be they inputs and output gradients of a layer or the gradients that `mixed` holds, which are
+multiplied in bfloat16 as plain autograd does it. So the share of each example, as it is added up, is no longer than
+its clip norm. As in any precision, the last bits of an example's gradient may depend on the batch's size;
 these bits are larger here.
 It saves time on a GPU and on processors that multiply matrices of bfloat16 (AMX). One that has it in vectors alone
 (avx512_bf16) gains where layers are wide, as the CIFAR-10 CNN's are, and nothing where they are narrow, as ResNet-20's:
