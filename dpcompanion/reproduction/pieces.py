@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dpcompanion import _files
 from dpcompanion._progress import bar
 from dpcompanion.reproduction import workers
 from dpcompanion.reproduction.provenance import software
@@ -207,6 +208,18 @@ def taken_over() -> Iterator[list[dict[str, Any]]]:
             }
             for group in groups.values()
         ]
+
+
+def bring(begun: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
+    """Copy the pieces that lie in `begun` and not in `folder`, as those that a checkout carries of a run that is not
+    whole yet; `resumable` then reads them as it reads its own, or ignores them."""
+    brought = pathlib.Path(begun)
+    for pattern in ("*.piece*.npz", "*.piece.json"):  # what a piece refers to comes first
+        for path in sorted(brought.glob(pattern)):
+            target = pathlib.Path(folder) / path.name
+            if not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _files.replace(target, path.read_bytes())
 
 
 def discard(folder: str | os.PathLike[str]) -> None:

@@ -69,7 +69,8 @@ class Run:
         """{name: work(name)} for pieces that several exhibits share: each is trained once and kept.
 
         What takes long is kept in the data folder, each piece as it ends, and an interrupted run goes on there; what
-        does not, once a process.
+        does not, once a process.  Pieces that the checkout carries in `results/begun`, under the same folder, are
+        taken over.
 
         Args:
             work: piece name -> values that a record can hold, or a pair (values, {name: array}).
@@ -83,9 +84,10 @@ class Run:
         key = {"config": config, "code": sources.code_hash(by, config), "device": self.device.type}
         hashed, names = records.hash_of([under, key]), list(names)
         if seconds >= KEPT:
-            return pieces.resumable(
-                work, names, folder=data.data_folder() / f"{under}-{hashed[:12]}", config=key, label=label
-            )
+            kept = f"{under}-{hashed[:12]}"
+            folder = data.data_folder() / kept
+            pieces.bring(records.results_folder() / "begun" / kept, folder)
+            return pieces.resumable(work, names, folder=folder, config=key, label=label)
         for name in names:
             if (hashed, name) not in _TRAINED:
                 _TRAINED[hashed, name] = work(name)

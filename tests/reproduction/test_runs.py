@@ -1,4 +1,5 @@
 import dataclasses
+import shutil
 
 import numpy as np
 import pytest
@@ -54,6 +55,31 @@ def test_what_is_short_is_kept_for_the_process_and_shared_by_exhibits(tmp_path, 
     keeping(first, ["seed-0"], calls)
     assert calls[3:] == ["seed-0"] * 3
     runs.forget()
+
+
+def test_what_a_checkout_carries_of_a_run_is_not_done_again(tmp_path, monkeypatch):
+    checkout, mine, other = (tmp_path / name for name in ("results", "mine", "other"))
+    monkeypatch.setattr(runs.records, "results_folder", lambda: checkout)
+    run, calls, long = runs.Run(Config(), torch.device("cpu"), None, "code"), [], {"seconds": runs.KEPT}
+
+    def work(name):
+        calls.append(name)
+        return {"of": name}, {"array": np.arange(3)}
+
+    def kept(names):
+        return run.keep(work, names, by=keeping, config={}, under="runs/some", **long)
+
+    monkeypatch.setenv("DPCOMPANION_DATA", str(mine))
+    first = kept(["a"])["a"]
+    shutil.copytree(mine / "runs", checkout / "begun" / "runs")
+    monkeypatch.setenv("DPCOMPANION_DATA", str(other))
+    both = kept(["a", "b"])
+    assert calls == ["a", "b"] and both["a"][0] == first[0] and np.array_equal(both["a"][1]["array"], np.arange(3))
+    # One that is damaged is done again.
+    (piece,) = checkout.glob("begun/runs/*/a.piece.json")
+    piece.write_text(piece.read_text().replace('"of": "a"', '"of": "x"'))
+    shutil.rmtree(other)
+    assert kept(["a"])["a"][0] == {"of": "a"} and calls == ["a", "b", "a"]
 
 
 def test_what_takes_long_is_kept_on_the_disk_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
