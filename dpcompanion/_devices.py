@@ -1,4 +1,4 @@
-"""Numbers on their way to a device, without waiting for it."""
+"""What hangs on the device where numbers lie: whether to look at them waits for it, and whether they are cast."""
 
 import torch
 
@@ -9,6 +9,12 @@ _ASYNCHRONOUS = ("cuda", "meta")
 def is_away(tensor):
     """Whether to look at a tensor's numbers waits for a device that is not the host."""
     return tensor.device.type != "cpu"
+
+
+def autocasts(device):
+    """Whether `torch.autocast` is on for a device."""
+    kind = torch.device(device).type
+    return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def sent(tensor, device):

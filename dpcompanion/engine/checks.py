@@ -3,16 +3,13 @@
 import copy
 import math
 import threading
-from collections.abc import Mapping
-from typing import Any, cast
 
-import numpy as np
 import torch
 from opacus.validators.errors import UnsupportedModuleError
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from .. import _checks
-from ..training.checks import check_untouched, noted
+from ..training.checks import check_batched, check_untouched, noted, same_items
 
 
 def trainable(module):
@@ -51,6 +48,8 @@ def check_loader(loader):
         raise ValueError(
             "data_loader must go once through its data set, got a sampler with replacement or of another length"
         )
+    with torch.random.fork_rng(devices=[]):  # a transform may draw
+        check_batched(loader.dataset, "data_loader")
     if loader.collate_fn is not default_collate:
         _check_order(loader)
 
@@ -64,23 +63,12 @@ def _check_order(loader):
 
     probed = [loader.dataset[i] for i in sorted({int(i) for i in torch.linspace(0, n - 1, 33, dtype=torch.float64)})]
     for a, b in zip(probed, probed[1:]):
-        if _same(collate(a, b), collate(b, a)) and not _same(collate(a), collate(b)):
+        if same_items(collate(a, b), collate(b, a)) and not same_items(collate(a), collate(b)):
             raise ValueError(
                 "data_loader must have a collate_fn that keeps the order of the examples, got one that "
                 "makes the same batch of two examples in either order: each gradient is clipped to the "
                 "norm of the example in its place"
             )
-
-
-def _same(a, b):
-    """Whether two batches, tensors in any nesting, are equal."""
-    if torch.is_tensor(a) and torch.is_tensor(b):
-        return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
-        return len(a) == len(b) and all(map(_same, a, b))
-    return bool(np.array_equal(cast(Any, a), b))
 
 
 class Traceless:

@@ -8,8 +8,21 @@ import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
 
+from .._devices import autocasts
 from .optimizers import Following
 from .proof import missing, norm_of, tolerance_of
+
+
+def _check_autocast(layer, args):
+    """Of a layer in training nothing is cast: its gradients are added up in the type in which it multiplies."""
+    device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), "cpu")
+    watched = layer is None or (layer.training and torch.is_grad_enabled())
+    if watched and autocasts(device):
+        raise ValueError(
+            "in ghost mode torch.autocast must be left, in the module and in the loop: gradients would be added up in "
+            "its type, and rounded so one example could move them by more than the clip norm; use "
+            "grad_sample_mode='hooks'"
+        )
 
 
 class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
@@ -27,6 +40,9 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
             self._gradients = self._seen()
 
         module.enable_hooks = ends
+        for layer in getattr(module, "_module", module).modules():
+            if any(p.requires_grad for p in layer.parameters(recurse=False)):
+                layer.register_forward_pre_hook(_check_autocast)
         return GhostCriterion(module, self, criterion, loss_reduction)
 
     def _fresh_norms(self, module):
@@ -88,6 +104,7 @@ class GhostLosses(DPTensorFastGradientClipping):
     optimizer: GhostOptimizer
 
     def backward(self):
+        _check_autocast(None, (self.loss_per_sample,))
         self.optimizer.prove_losses(self.loss_per_sample)
         super().backward()
 

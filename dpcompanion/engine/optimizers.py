@@ -1,5 +1,6 @@
 """Optimizers in which each gradient meets its example's clip norm, and each draw becomes one step."""
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -10,7 +11,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._devices import is_away, sent
+from .._devices import autocasts, is_away, sent
 from ..training.tensors import added_up, squared_norms
 from .checks import trainable
 from .randomness import noisy, not_finite
@@ -184,7 +185,10 @@ class Following(DPOptimizer):
         self._taken = batch[-1] if batch else self._taken
         self._ended = not draw or batch[-1:] == draw[-1:]
         self._step_skip_queue.clear()
-        noisy = super().pre_step(closure)
+        # A loop's autocast would round the clipped gradients while they are added up.
+        device = self.params[0].device
+        with torch.autocast(device.type, enabled=False) if autocasts(device) else contextlib.nullcontext():
+            noisy = super().pre_step(closure)
         if noisy:
             own = {id(p) for p in self.params}
             for p in (p for group in self.param_groups for p in group["params"] if id(p) not in own):

@@ -116,7 +116,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 bounds what others' budgets can do to one's risk (`dpcompanion.idp.sample_parameters`).
             criterion: the loss of ghost mode; cross entropy by default.
             batch_first: whether inputs have the examples along their first axis, or else along their second.
-            loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses.
+            loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses. A mean is one over all
+                of them: a criterion with class weights or `ignore_index` divides by what is in the batch, so take it
+                with reduction="none" and then the mean.
             seed: None, for a model that is released: noise and draws come from ciphers under keys of 256 bits that the
                 operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research:
                 the keys are hashed from it, as in `dpcompanion.training.train`, and whoever knows it can subtract the
@@ -243,7 +245,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
             criterion: the loss of ghost mode; cross entropy by default.
             batch_first: whether inputs have the examples along their first axis, or else along their second.
-            loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses.
+            loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses. A mean is one over all
+                of them: a criterion with class weights or `ignore_index` divides by what is in the batch, so take it
+                with reduction="none" and then the mean.
             seed: None, for a model that is released: noise and draws come from ciphers under keys that the operating
                 system draws. Or a whole number below 2^1024, for research, from which the keys are hashed: whoever
                 knows it can subtract the noise.

@@ -36,6 +36,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from .._devices import autocasts
 from ..training.checks import check_types
 from ..training.tensors import added_up
 
@@ -348,7 +349,7 @@ def norm_of(gradients):
 def tolerance_of(p):
     if p.dtype == torch.float64:
         return 1e-6
-    if p.dtype != torch.float32 or torch.is_autocast_enabled(p.device.type):
+    if p.dtype != torch.float32 or autocasts(p.device):
         return 1e-1
     return 2e-3 if p.device.type == "cpu" else 1e-2  # a GPU may round to TF32
 

@@ -10,9 +10,13 @@ ValueError: data must be two tensors (x, y), got a ndarray and a Tensor; use tor
 import contextlib
 import copy
 import inspect
+from collections.abc import Mapping
+from typing import Any, cast
 
+import numpy as np
 import torch
 
+from dpcompanion._devices import autocasts
 from dpcompanion.training import proof
 
 
@@ -137,6 +141,16 @@ def check_sums(model):
             )
 
 
+def check_autocast(device):
+    """No `torch.autocast` of the caller's around it: it would add up clipped gradients in its type, and it keeps the
+    weights that it has cast until it ends. A model may have one of its own."""
+    if autocasts(device):
+        raise ValueError(
+            f"gradients must be taken outside torch.autocast, which would round their sums to "
+            f"{torch.get_autocast_dtype(device.type)}; leave it, and use precision='bf16' for speed"
+        )
+
+
 def check_trained(model, parameters):
     """The trainable parameters are those with which a run began, {name: parameter}."""
     now = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -150,6 +164,8 @@ def check_trained(model, parameters):
 
 def check_optimizer(optimizer, model):
     """The optimizer holds every trainable parameter of the model, nothing of another, and needs no closure."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be one of torch.optim, made of the model's parameters, got {optimizer!r}")
     own = {p: name for name, p in model.named_parameters()}
     held = {p for group in optimizer.param_groups for p in group["params"]}
     if not held <= own.keys():
@@ -185,6 +201,35 @@ def check_losses(losses, n):
         got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
         raise ValueError(f"loss must return one number an example, shape ({n},), got {got}; use reduction='none'")
     return losses
+
+
+def same_items(a, b):
+    """Whether two items or batches, tensors in any nesting, are equal."""
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same_items(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same_items, a, b))
+    return bool(np.array_equal(cast(Any, a), b))
+
+
+def check_batched(dataset, name="data"):
+    """Where a data set gives several items at once (`__getitems__`), they come in the order in which they were asked
+    for: each gradient is clipped to the norm of the example in its place. What is drawn at random is not compared."""
+    if not hasattr(dataset, "__getitems__") or len(dataset) < 2:
+        return
+    places = [int(place) for place in torch.linspace(len(dataset) - 1, 0, min(8, len(dataset)), dtype=torch.float64)]
+    together, alone, again = dataset.__getitems__(list(places)), *([dataset[i] for i in places] for _ in range(2))
+    if len(together) != len(places):
+        raise ValueError(f"{name} must give as many items as it is asked for, {len(places)}, got {len(together)}")
+    for found, item, twin in zip(together, alone, again):
+        parts = zip(found, item, twin) if isinstance(item, (tuple, list)) else [(found, item, twin)]
+        if any(same_items(one, other) and not same_items(got, one) for got, one, other in parts):
+            raise ValueError(
+                f"{name} must give items in the order in which it is asked for them, but its __getitems__ gives others "
+                "than its __getitem__"
+            )
 
 
 def same_bits(one, other):

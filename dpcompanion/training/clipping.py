@@ -24,6 +24,10 @@ It saves time on a GPU and on processors that multiply matrices of bfloat16 (AMX
 (avx512_bf16) gains where layers are wide, as the CIFAR-10 CNN's are, and nothing where they are narrow, as ResNet-20's:
 `python -m benchmarks networks` measures it.
 A gradient that is not finite counts as zero in the sum; its norm is reported as inf.
+A caller's own `torch.autocast` is refused, in which sums would be rounded; the model may have one.
+Norms are those of exact sums, and what is added up has the rounding of its type: where the terms of a gradient cancel
+in all but their last digits (features of 10^6 in float32) a share may exceed its clip norm. Scale features, or use a
+plan with `arithmetic="float"`, which adds up what it has measured.
 On a GPU convolutions may round to TF32, and then a clip norm holds to 1e-3 only; for full float32 set
 `torch.backends.cudnn.allow_tf32 = False`.
 
@@ -172,6 +176,8 @@ def clipped_sum(
             reduced, an unknown method, a norm of 0, ("mixed" or "ghost") a model that is seen not to consist of
             layers, or a precision that the model or the device does not have.
     """
+    if not (isinstance(max_grad_norm, torch.Tensor) or _checks.is_number(max_grad_norm)):
+        max_grad_norm = torch.as_tensor(_checks.in_interval("max_grad_norm", max_grad_norm), device=x.device)
     if not isinstance(max_grad_norm, torch.Tensor) or max_grad_norm.device.type == "cpu":
         _checks.in_interval("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
     if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.shape not in ((), (len(x),)):

@@ -82,6 +82,8 @@ class Items:
             if hasattr(self.dataset, "__getitems__")
             else [self.dataset[i] for i in wanted]
         )
+        if len(found) != len(wanted):
+            raise ValueError(f"data must give as many items as it is asked for, {len(wanted)}, got {len(found)}")
         if not all(isinstance(item, (tuple, list)) and len(item) == 2 for item in found):
             raise ValueError(f"data must have items (x, y), got {type(found[0]).__name__}")
         x, y = default_collate([tuple(item) for item in found])
@@ -131,4 +133,6 @@ def examples_of(data: Data, n: int | None = None) -> Tensors | Items:
         )
     if n not in (None, len(data)) or not len(data):
         raise ValueError(f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got {len(data)}")
+    with torch.random.fork_rng(devices=[]):  # a transform may draw
+        checks.check_batched(data)
     return Items(data)

@@ -62,6 +62,11 @@ def check_follows(tracker, plan, model, loss, data):
     Of a data set that is not the run's own items at 64 places are compared (`_check_items`).
     """
     mine, part = tracker.parameters, tracker.examples
+    if plan.individual:
+        raise ValueError(
+            "trackers follow runs with one rate and one clip norm for all, but the plan has a number for each example: "
+            "its own parameters say what everybody pays"
+        )
     theirs = {
         "n": plan.n if part is None else mine["n"],
         "sample_rate": plan.sample_rate,

@@ -145,7 +145,8 @@ class Ghost:
         inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
         if positions == 1:
             a, g = (squared_norms(part.flatten(0, 1)).view(part.shape[:2]) for part in (inputs, outputs))
-            return torch.where((a > 0) & (g > 0), (a * g).clamp(min=torch.finfo(torch.float64).tiny), 0).sum(1)
+            product = a * g  # nan where one is not finite, be the other 0: that example is to be dropped
+            return torch.where((a > 0) & (g > 0), product.clamp(min=torch.finfo(torch.float64).tiny), product).sum(1)
         inputs, outputs = inputs.double(), outputs.double()
         return ((inputs @ inputs.mT) * (outputs.mT @ outputs)).sum((1, 2, 3)).clamp(min=0)
 

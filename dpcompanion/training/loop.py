@@ -33,7 +33,7 @@ import secrets
 import signal
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -147,6 +147,7 @@ def train(
                     callbacks.on_step(run)
                 if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps:
                     loop.end_epoch(callbacks.on_epoch)
+                loop.check_plan()
             advance()
             stop = interrupted()
             if checkpoint is not None and (stop or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)):
@@ -176,6 +177,8 @@ class _Loop:
         generator_device,
         precision=None,
     ):
+        if not isinstance(plan, DPSGDPlan):
+            raise ValueError(f"plan must be a DPSGDPlan, got {plan!r}")
         examples = examples_of(data, plan.n)
         _checks.one_of("method", method, clipping.METHODS)
         clipping.check_model(model)
@@ -190,6 +193,8 @@ class _Loop:
         self.device = torch.device(device) if device is not None else next(model.parameters()).device
         model.to(self.device)
         self.examples, self.loss = examples.to(self.device), loss
+        if not isinstance(trackers, Iterable):
+            raise ValueError(f"trackers must be a list of them, got a {type(trackers).__name__}")
         self.trackers = tuple(trackers)
         for tracker in self.trackers:
             tracker.check_run(plan, model, loss, data)
@@ -226,6 +231,8 @@ class _Loop:
             guarantee=plan.statement(),
             precision=precision or str(self.dtype).removeprefix("torch."),
         )
+        self.plan = plan
+        self.planned = [torch.as_tensor(each).clone() for each in (plan.sample_rate, plan.max_grad_norm)]
         self.run = Run(plan, model, optimizer, history)
         self.looked = False  # whether a step was seen to leave no trace, by values
         self.stepping = False
@@ -245,7 +252,7 @@ class _Loop:
             hook.remove()
 
     def step(self):
-        run, plan = self.run, self.run.plan
+        run, plan = self.run, self.plan
         with self._own_randomness("tracking"):
             lower = [tracker.before_step() for tracker in self.trackers]
         drawn = self.sampler.draw().cpu()
@@ -318,15 +325,28 @@ class _Loop:
         for module, mode in self.modes.items():
             module.training = mode
 
+    def check_plan(self):
+        """A callback has not put another plan in the run's place, nor other numbers into it."""
+        now = self.run.plan
+        ours = [torch.as_tensor(each) for each in (now.sample_rate, now.max_grad_norm)]
+        if now is not self.plan or not all(map(torch.equal, ours, self.planned)):
+            raise ValueError(
+                "plan must stay what it was when the run began, or its account would be that of another run, but a "
+                "callback has changed it: for other noise or clip norms, train by one plan after the other"
+            )
+
     def end_epoch(self, on_epoch):
-        run, plan = self.run, self.run.plan
+        run, plan = self.run, self.plan
         self.count_dropped()
         self.looked = False  # each epoch's first step is compared by values, as its end waited for the device anyway
         epoch = math.ceil(run.step / plan.steps_per_epoch)
         losses = run.history.losses[(epoch - 1) * plan.steps_per_epoch : run.step]
         entry = {"epoch": epoch, "step": run.step, "loss": losses.nanmean().item()}
         if on_epoch is not None:
-            entry |= on_epoch(run) or {}
+            seen = on_epoch(run)
+            if not isinstance(seen, (Mapping, type(None))):
+                raise ValueError(f"on_epoch must return a dict or None, got a {type(seen).__name__}")
+            entry |= seen or {}
         run.history.epochs.append(entry)
 
     def count_dropped(self):

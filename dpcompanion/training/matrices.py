@@ -118,7 +118,7 @@ def weight_gradients(module, uses, slide=True):
         if slides:
             return _slid(module, a, g)
         found = g.new_empty(len(a), out, *kernel, inside)
-        rows = max(1, CACHED // (count_positions(module, [(a, g)]) * module.weight[0].numel()))
+        rows = max(1, CACHED // max(1, count_positions(module, [(a, g)]) * module.weight[0].numel()))
         for i in range(0, len(a), rows):
             inputs, outputs = matrices(module, a[i : i + rows], g[i : i + rows])
             torch.matmul(outputs, inputs, out=found[i : i + rows].view(*outputs.shape[:3], -1))

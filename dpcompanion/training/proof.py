@@ -35,6 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_map_only
 
 from dpcompanion.seeds import derive_key, seed_torch
 from dpcompanion.training.tensors import Unfit, in_best_format
@@ -84,7 +85,7 @@ def losses_in(precision, model, loss, x, y):
         return loss(model(x), y)
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         outputs = model(x)
-    return loss(outputs.float(), y)
+    return loss(tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, outputs), y)
 
 
 def prove_in(precision, model, loss, x, y, claimed):

@@ -57,16 +57,18 @@ class Ensemble:
         physical_batch_size: int = 1024,
         generator_device: str | torch.device = "cpu",
     ):
+        if not isinstance(seeds, Iterable):
+            raise ValueError(f"seeds must be a list of whole numbers, one for each run, got {seeds!r}")
         self.seeds = [_checks.seed("seeds", seed) for seed in seeds]
         runs = len(self.seeds)
         if not runs:
             raise ValueError("seeds must name one run at least, got none")
-        self.plans = [plans] * runs if isinstance(plans, DPSGDPlan) else list(plans)
+        own = [plans] if isinstance(plans, DPSGDPlan) else list(plans)
         models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        for name, items in (("plans", self.plans), ("model", models)):
+        for name, items in (("plans", own), ("model", models)):
             if len(items) not in (1, runs):
                 raise ValueError(f"{name} must be one, or one for each of the {runs} seeds, got {len(items)}")
-        self.plans *= runs // len(self.plans)
+        self._plans = tuple(own * (runs // len(own)))
         if len({(plan.n, plan.steps) for plan in self.plans}) > 1:
             raise ValueError(
                 f"plans must agree in n and steps, got {sorted({(plan.n, plan.steps) for plan in self.plans})}"
@@ -147,6 +149,11 @@ class Ensemble:
         self.dropped = torch.zeros(runs, dtype=torch.int64, device=self.device)
         self.indices: list[torch.Tensor | None] = [None] * runs
         self.norms: list[torch.Tensor | None] = [None] * runs
+
+    @property
+    def plans(self) -> tuple[DPSGDPlan, ...]:
+        """Of each run its plan."""
+        return self._plans
 
     def __len__(self):
         """R, the number of runs."""

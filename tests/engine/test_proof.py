@@ -682,3 +682,58 @@ def test_a_module_is_copied_with_what_watches_it_and_nan_in_a_buffer_is_no_chang
     again = pickle.loads(pickle.dumps(copy.deepcopy(made)))
     x = torch.randn(5, 4)
     assert torch.equal(again.eval()(x), made.eval()(x))
+
+
+def moved(k, where, mode):
+    """The clipped sum of one step over k examples, in a loop of which autocast takes a part."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2048, 50, generator=generator)[:k] * 0.3 + 1, torch.zeros(k, dtype=torch.int64)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(50, 64), nn.Tanh(), nn.Linear(64, 3))
+    engine = IndividualizedPrivacyEngine()
+    module, optimizer, *rest = engine.make_private_with_budgets(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=k),
+        target_epsilons=[2.0] * k,
+        target_delta=DELTA,
+        epochs=1,
+        max_grad_norm=0.1,
+        seed=0,
+        grad_sample_mode=mode,
+    )
+    criterion = rest[0] if mode == "ghost" else nn.CrossEntropyLoss()
+
+    def cast(part):
+        return torch.autocast("cpu", torch.bfloat16, enabled=part in where)
+
+    for x, y in rest[-1]:
+        with cast("forward"):
+            loss = criterion(module(x), y)
+        with cast("backward"):
+            loss.backward()
+        with cast("step"):
+            optimizer.pre_step()
+    return torch.cat([p.summed_grad.flatten().double() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_a_step_within_autocast_adds_up_in_float32(mode):
+    where = ("forward", "backward", "step")
+    assert (moved(2048, where, mode) - moved(2047, where, mode)).norm() <= 0.1 * 1.02
+
+
+@pytest.mark.parametrize("where", [("forward",), ("backward",), ("forward", "backward")])
+def test_autocast_is_refused_in_ghost_mode(where):
+    """Gradients are added up in the backward pass, in the type of its products."""
+    with pytest.raises(ValueError, match=r"in ghost mode torch\.autocast must be left"):
+        moved(64, where, "ghost")
+
+
+def test_a_data_set_that_sorts_what_it_is_asked_for_is_refused():
+    class Sorted(TensorDataset):
+        def __getitems__(self, places):
+            return [self[i] for i in sorted(places)]
+
+    with pytest.raises(ValueError, match="data_loader must give items in the order"):
+        private(nn.Linear(4, 3), Sorted(*vectors().tensors))

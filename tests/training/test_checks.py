@@ -1,21 +1,25 @@
 """What is refused before a run begins, and models that only look unusual."""
 
 import copy
+import dataclasses
 
 import pytest
 import torch
 from torch import nn
 
 from dpcompanion.training import (
+    Callbacks,
     Checkpoint,
     DPSGDPlan,
     NormTracker,
+    clipped_sum,
     cross_entropy,
     gradient_norms,
     train,
     train_ensemble,
 )
 from dpcompanion.training.layers import call_with
+from dpcompanion.training.runs import Ensemble
 
 PLAN = DPSGDPlan(n=20, sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
@@ -174,3 +178,132 @@ def test_a_finished_run_is_read_without_a_warning(tmp_path, recwarn):
             progress=False,
         )
     assert [str(w.message) for w in recwarn if "is gone" in str(w.message)] == []
+
+
+def cast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("method", ["auto", "mixed", "ghost", "func"])
+def test_an_autocast_of_the_callers_is_refused_and_one_of_the_models_is_not(method):
+    """In bfloat16 sums of 4,096 clipped gradients moved by five clip norms with one example."""
+
+    class Own(nn.Sequential):
+        def forward(self, x):
+            with cast():
+                return super().forward(x).float()
+
+    torch.manual_seed(0)
+    model = Own(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(1024, 4) * 0.1 + 1, torch.zeros(1024, dtype=torch.int64)
+    with cast(), pytest.raises(ValueError, match=r"outside torch\.autocast.*precision='bf16'"):
+        clipped_sum(nn.Linear(4, 3), cross_entropy, x, y, 0.1, method=method)
+    with cast(), pytest.raises(ValueError, match=r"outside torch\.autocast"):
+        gradient_norms(nn.Linear(4, 3), cross_entropy, x, y, method=method)
+    with cast(), pytest.raises(ValueError, match=r"outside torch\.autocast"):
+        fit(nn.Linear(4, 3), method=method)
+    with cast(), pytest.raises(ValueError, match=r"outside torch\.autocast"):
+        train_ensemble(
+            nn.Linear(4, 3), cross_entropy, (X, Y), PLAN, seeds=[0], learning_rate=0.1, method=method, progress=False
+        )
+    if method != "func":
+        whole, fewer = (clipped_sum(model, cross_entropy, x[:k], y[:k], 0.1, method=method) for k in (1024, 1023))
+        moved = sum((g - fewer.gradients[name]).double().square().sum() for name, g in whole.gradients.items()).sqrt()
+        assert moved <= 0.1 * 1.001
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: setattr(run, "plan", dataclasses.replace(run.plan, noise_multiplier=0.01)),
+        lambda run: setattr(run, "plan", dataclasses.replace(run.plan, max_grad_norm=10.0)),
+        lambda run: run.plan.sample_rate.mul_(2),
+    ],
+)
+def test_a_callback_that_changes_the_plan_is_refused(change):
+    plan = dataclasses.replace(PLAN, sample_rate=torch.full((20,), 0.25))
+    model, steps = nn.Linear(4, 3), []
+    with pytest.raises(ValueError, match="plan must stay what it was"):
+        train(
+            model,
+            cross_entropy,
+            (X, Y),
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            callbacks=Callbacks(on_step=lambda run: (steps.append(run.step), change(run))),
+            progress=False,
+        )
+    assert steps == [1]
+    ensemble = Ensemble(model, cross_entropy, (X, Y), PLAN, seeds=[0, 1], learning_rate=0.1)
+    with pytest.raises((TypeError, AttributeError)):
+        ensemble.plans[:] = [change]
+    with pytest.raises(AttributeError):
+        ensemble.plans = [change]
+
+
+class Batched(torch.utils.data.Dataset):
+    """Items that are also given many at once: as asked for, sorted, or one short."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        return X[i] + (torch.rand(4) if self.kind == "at random" else 0), int(Y[i])
+
+    def __getitems__(self, places):
+        places = sorted(places) if self.kind == "sorted" else places[1:] if self.kind == "short" else places
+        return [self[i] for i in places]
+
+
+def test_a_data_set_that_gives_its_items_in_another_order_is_refused():
+    for kind in ("as asked", "at random"):
+        model = nn.Linear(4, 3)
+        train(
+            model,
+            cross_entropy,
+            Batched(kind),
+            PLAN,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            seed=0,
+            progress=False,
+        )
+    for kind, said in (("sorted", "in the order"), ("short", "as many items as it is asked for, 8, got 7")):
+        with pytest.raises(ValueError, match=f"data must give .*{said}"):
+            NormTracker.for_plan(PLAN, nn.Linear(4, 3), cross_entropy, Batched(kind))
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"plan": None}, "plan must be a DPSGDPlan, got None"),
+        ({"optimizer": torch.optim.SGD}, "optimizer must be one of torch.optim"),
+        ({"trackers": 3}, "trackers must be a list"),
+        ({"callbacks": Callbacks(on_epoch=lambda run: [1])}, "on_epoch must return a dict or None, got a list"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_in_words(changed, said):
+    model = nn.Linear(4, 3)
+    options = {"plan": PLAN, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "progress": False, **changed}
+    with pytest.raises(ValueError, match=said):
+        train(model, cross_entropy, (X, Y), **options)
+
+
+def test_a_tracker_of_a_plan_with_a_number_for_each_example_is_refused_in_words():
+    tracker = NormTracker.for_plan(PLAN, nn.Linear(4, 3), cross_entropy, (X, Y))
+    own = dataclasses.replace(PLAN, sample_rate=torch.full((20,), 0.25))
+    with pytest.raises(ValueError, match="one rate and one clip norm for all"):
+        tracker.check_run(own, tracker.model, cross_entropy, (X, Y))
+    with pytest.raises(ValueError, match="seeds must be a list of whole numbers"):
+        train_ensemble(tracker.model, cross_entropy, (X, Y), PLAN, seeds=3, learning_rate=0.1)
+
+
+def test_clip_norms_may_be_a_list():
+    limits = [0.1 + 0.01 * i for i in range(20)]
+    model = nn.Linear(4, 3)
+    one, other = (clipped_sum(model, cross_entropy, X, Y, each) for each in (limits, torch.tensor(limits)))
+    assert torch.allclose(one.gradients["weight"], other.gradients["weight"])
+    with pytest.raises(ValueError, match="a number or have shape"):
+        clipped_sum(model, cross_entropy, X, Y, limits[:3])

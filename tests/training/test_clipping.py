@@ -617,3 +617,29 @@ def test_a_batched_gradient_that_the_framework_gets_wrong_is_refused():
             ]
         )
         torch.testing.assert_close(found, alone)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: nn.Linear(4, 2, bias=False),
+        lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)),
+        lambda: nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(), nn.Linear(5, 2, bias=False)),
+        lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 5, 2), nn.Tanh(), nn.Flatten(), nn.Linear(5, 2)),
+    ],
+)
+def test_a_layer_with_one_position_drops_what_is_not_finite(model, method, bad):
+    """Where one factor of a gradient's norm is 0 and the other is not finite, too."""
+    torch.manual_seed(0)
+    model, x, y = model(), torch.randn(6, 4), torch.arange(6) % 2
+    x[2, 1] = bad
+    _, truth = oracle(model, cross_entropy, x, y, 0.1)
+    found = clipped_sum(model, cross_entropy, x, y, 0.1, method=method)
+    assert torch.equal(found.norms.isfinite(), truth.isfinite())
+    others = torch.arange(6) != 2
+    kept = others if not truth[2].isfinite() else torch.ones(6, dtype=torch.bool)
+    theirs = clipped_sum(model, cross_entropy, x[kept], y[kept], 0.1, method=method)
+    for name, g in found.gradients.items():
+        torch.testing.assert_close(g, theirs.gradients[name])
