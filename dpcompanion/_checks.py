@@ -51,7 +51,7 @@ def real(name: str, value: _T) -> _T:
     """`value` is no tensor or array that holds anything but real numbers, each in its place."""
     if isinstance(value, torch.Tensor) and (value.is_complex() or value.layout != torch.strided):
         raise ValueError(f"{name} must be real numbers in a dense tensor, got {value.dtype} in {value.layout}")
-    if isinstance(value, np.ndarray) and value.dtype.kind not in "biuf":
+    if isinstance(value, np.ndarray) and (value.dtype.kind not in "biuf" or value.dtype.itemsize > 8):
         raise ValueError(f"{name} must be an array of numbers, got one of {value.dtype}")
     return value
 
@@ -67,7 +67,11 @@ def in_interval(name: str, value: _T, low: float = -math.inf, high: float = math
     bad = ~(above & below)
     if bad.any():
         first, last = _BRACKETS[closed]
-        raise ValueError(f"{name} must lie in {first}{low:g}, {high:g}{last}, got {entries[bad][0]:g}")
+        wrong = float(entries[bad][0])
+        text = f"{wrong:g}"
+        if float(text) != wrong and (low <= float(text) <= high or float(text) in (low, high)):
+            text = repr(wrong)  # rounded it would be right
+        raise ValueError(f"{name} must lie in {first}{low:g}, {high:g}{last}, got {text}")
     return value
 
 

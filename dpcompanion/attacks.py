@@ -118,7 +118,7 @@ def epsilon_lower_bound(
 
     Returns a float of numbers, else a float64 tensor.
     """
-    _checks.in_interval("delta", delta, 0, 1, closed="left")
+    delta = _checks.number("delta", delta, 0, 1, closed="left")
     given = true_positives, positives, false_positives, negatives
     tpr, fpr = _rates(*given, confidence)
     found = torch.maximum((tpr - delta) / fpr, (1 - fpr - delta) / (1 - tpr)).clamp(min=1).log()
@@ -304,11 +304,20 @@ def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, v
     Returns (..., n). Raises ValueError for an example with fewer than two shadow models in or out.
     """
     _checks.one_of("variance", variance, ("each", "pooled"))
+    for name, given in (("targets", targets), ("shadows", shadows), ("masks", masks)):
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor, got a {type(given).__name__}; use torch.as_tensor")
     if shadows.shape != masks.shape or shadows.ndim != 2 or targets.shape[-1] != shadows.shape[1]:
         raise ValueError(
             "shadows and masks must have shape (models, n), and targets (..., n), got "
             f"{tuple(shadows.shape)}, {tuple(masks.shape)}, {tuple(targets.shape)}"
         )
+    if masks.dtype != torch.bool:
+        raise ValueError(f"masks must be booleans, as by masks.bool(), got {masks.dtype}")
+    if not (shadows.is_floating_point() and targets.is_floating_point()) or bool(
+        shadows.isnan().any() or targets.isnan().any()
+    ):
+        raise ValueError(f"shadows and targets must be floats without NaN, got {shadows.dtype} and {targets.dtype}")
     ratio = 0
     for inside, sign in ((masks, 1), (~masks, -1)):
         count = inside.sum(0)
@@ -341,10 +350,10 @@ def roc(members: Array, nonmembers: Array) -> Rates:
     members, nonmembers = _scores(members, nonmembers)
     thresholds = torch.cat((members, nonmembers)).unique().flip(0)
     rates = [
-        torch.searchsorted(-values.sort(descending=True).values, -thresholds, right=True) / len(values)
+        torch.searchsorted(-values.sort(descending=True).values, -thresholds, right=True).double() / len(values)
         for values in (nonmembers.double(), members.double())
     ]
-    false, true = (torch.cat((torch.zeros(1, dtype=torch.float64), rate.double())) for rate in rates)
+    false, true = (torch.cat((torch.zeros(1, dtype=torch.float64), rate)) for rate in rates)
     return Rates(false, true)
 
 

@@ -40,7 +40,9 @@ tensor([0.0...], dtype=torch.float64)
 import functools
 import inspect
 import math
+import numbers
 
+import numpy as np
 import torch
 from scipy.optimize import isotonic_regression
 
@@ -50,6 +52,7 @@ from .accounting import gaussian_epsilon, gaussian_mu
 
 METHODS = ("cdf", "andrew2021")
 RELATIONS = ("add or remove", "replace")
+_SMALL = "delta must be small beside epsilon, whose share would be 0 here, got epsilon={} and delta={}"
 
 
 def _in_either_relation(release):
@@ -68,7 +71,10 @@ def _in_either_relation(release):
         if relation == "replace" and given.arguments.get("method") == "cdf":
             ratio = noise_ratio(given.arguments["epsilon"], given.arguments["delta"])
             rise = replacement_factor(given.arguments["bins"])
-            given.arguments["epsilon"] = float(gaussian_epsilon(ratio / rise, given.arguments["delta"])) * (1 - 1e-9)
+            alike = float(gaussian_epsilon(ratio / rise, given.arguments["delta"])) * (1 - 1e-9)
+            if not alike:
+                raise ValueError(_SMALL.format(given.arguments["epsilon"], given.arguments["delta"]))
+            given.arguments["epsilon"] = alike
         return release(*given.args, **given.kwargs)
 
     added = inspect.Parameter("relation", inspect.Parameter.KEYWORD_ONLY, default="add or remove", annotation=str)
@@ -165,14 +171,18 @@ def private_quantiles(
 def split(epsilon: float, delta: float, parts: int) -> float:
     """The epsilon of each of `parts` releases of this module that are together (epsilon, delta)-private.
 
-    Each runs with the same `delta` and the same relation, which is that of the whole.
+    Each runs with the same `delta` and the same relation, which is that of the whole. Raises ValueError where a share
+    of epsilon would be 0, since delta alone pays for as much.
 
     >>> each = split(0.1, 1e-5, 2)
     >>> round(each, 4)
     0.0684
     """
     parts = _checks.whole_number("parts", parts, 1)
-    return float(gaussian_epsilon(noise_ratio(epsilon, delta) / math.sqrt(parts), delta))
+    each = float(gaussian_epsilon(noise_ratio(epsilon, delta) / math.sqrt(parts), delta))
+    if not each:
+        raise ValueError(_SMALL.format(epsilon, delta))
+    return each
 
 
 def replacement_factor(bins: int) -> float:
@@ -224,7 +234,12 @@ def _generator(generator):
 
 def _bounded(values, upper):
     try:
-        values = torch.as_tensor(values)
+        if not isinstance(values, torch.Tensor):
+            entries = np.asarray(values)
+            whole = entries.dtype.kind == "O" and all(isinstance(entry, numbers.Real) for entry in entries.flat)
+            if entries.dtype.kind not in "biuf" and not whole:
+                raise TypeError
+            values = torch.from_numpy(entries.astype(np.float64))  # lists would go through PyTorch's default type
         if values.is_complex():
             raise TypeError
         values = values.to("cpu", torch.float64).detach()

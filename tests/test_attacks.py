@@ -266,3 +266,32 @@ def test_bad_losses_are_refused():
             loss_threshold_attack(members, torch.ones(5), generator=generator())
     with pytest.raises(ValueError, match="confidence"):
         loss_threshold_attack(torch.ones(5), torch.ones(5), generator=generator(), confidence=1)
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"masks": lambda m: m.to(torch.uint8)}, "masks must be booleans, as by masks.bool\\(\\), got torch.uint8"),
+        ({"masks": lambda m: m.long()}, "masks must be booleans"),
+        ({"masks": lambda m: m.numpy()}, "masks must be a tensor, got a ndarray"),
+        ({"shadows": lambda s: s.long()}, "shadows and targets must be floats"),
+        ({"targets": lambda t: t.masked_fill(t > 0, math.nan)}, "without NaN"),
+    ],
+)
+def test_lira_refuses_what_is_not_scores_and_booleans(change, said):
+    """Of masks of bytes ~ is true everywhere, and a model that leaks looked private."""
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        "targets": torch.randn(3, generator=generator),
+        "shadows": torch.randn(6, 3, generator=generator),
+        "masks": torch.arange(18).reshape(6, 3) % 2 == 0,
+    }
+    given["masks"] = torch.tensor([[True] * 3, [False] * 3] * 3)
+    assert lira(**given).shape == (3,)
+    with pytest.raises(ValueError, match=said):
+        lira(**{name: change.get(name, lambda value: value)(value) for name, value in given.items()})
+
+
+def test_rates_of_thirds_have_all_their_digits():
+    false, _ = roc(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 1.5, 2.5]))
+    assert float(false[1]) in (0.0, 1 / 3) and 1 / 3 in false.tolist()

@@ -628,3 +628,38 @@ def test_accounts_where_a_step_shows_who_was_in_it_fit_in_memory(noise, rounding
     for share, found in ((0.4, smaller), (0.2, least)):
         own = compute_epsilon(sample_rate=0.01, noise_multiplier=noise / share, steps=10, delta=1e-5)
         assert own * (1 - 1e-6) <= found <= 1.01 * own < everybody
+
+
+@pytest.mark.parametrize("noise", [9e-3, 1e-5, 1e-100])
+def test_an_account_by_renyi_without_rounding_has_an_answer_however_little_noise_there_is(noise):
+    account = IndividualAccountant(
+        3, accountant="rdp", rounding=None, sample_rate=0.1, noise_multiplier=noise, max_grad_norm=1.0
+    )
+    account.record([0.0, 0.1, 1.0])
+    everybody = compute_epsilon(sample_rate=0.1, noise_multiplier=noise, steps=1, delta=1e-5, accountant="rdp")
+    own = compute_epsilon(sample_rate=0.1, noise_multiplier=noise * 10, steps=1, delta=1e-5)
+    none, tenth, whole = account.epsilon(1e-5).tolist()
+    assert none == 0 and own * (1 - 1e-6) <= tenth < whole == pytest.approx(everybody)
+
+
+def test_an_account_of_a_plan_whose_floats_count_is_refused():
+    plan = DPSGDPlan(
+        n=100,
+        sample_rate=0.1,
+        steps=10,
+        max_grad_norm=1.0,
+        noise_multiplier=1.0,
+        delta=1e-5,
+        arithmetic="float",
+        parameters=10**6,
+    )
+    with pytest.raises(ValueError, match="arithmetic='real', got 'float'"):
+        IndividualAccountant.for_plan(plan)
+    assert IndividualAccountant.for_plan(dataclasses.replace(plan, arithmetic="real", parameters=None)).n == 100
+
+
+def test_rates_that_floats_can_hardly_hold_have_accounts():
+    account = IndividualAccountant(2, sample_rate=1e-300, noise_multiplier=1.0, max_grad_norm=1.0)
+    account.record([0.5, 1.0])
+    assert account.epsilon(1e-5).tolist() == [0, 0]
+    assert compute_epsilon(sample_rate=1e-310, noise_multiplier=0.011, steps=1000, delta=1e-5) == 0

@@ -274,3 +274,25 @@ def test_the_noise_on_a_grid_pays_for_what_the_grid_adds_to_the_sensitivity(numb
         )
         [std] = drawn
         assert (1.0 + math.sqrt(numbers) * secure.grid_of(std)) / std <= ratio
+
+
+def test_lists_keep_the_digits_of_their_numbers():
+    """Through PyTorch's default type 1e50 is infinite."""
+    wide = dict(upper=1e52, epsilon=1.0, delta=1e-5)
+    means = [
+        release.private_mean(values, **wide, generator=torch.Generator().manual_seed(0))
+        for values in ([1e50] * 1000, np.full(1000, 1e50), np.full(1000, 1e50)[::-1], [10**50] * 1000)
+    ]
+    assert len(set(means)) == 1 and means[0] < 1e51
+    for values in (["1"], [1j], [None]):
+        with pytest.raises(ValueError, match="values must be real numbers"):
+            release.private_mean(values, **wide, generator=None)
+
+
+def test_a_share_of_epsilon_for_which_delta_pays_alone_is_refused_in_words():
+    with pytest.raises(ValueError, match="delta must be small beside epsilon.*0.001"):
+        release.split(1e-3, 1e-3, 3)
+    with pytest.raises(ValueError, match="delta must be small beside epsilon"):
+        release.private_quantiles(
+            [0.1] * 100, [0.5], upper=1.0, epsilon=1e-6, delta=1e-4, generator=None, relation="replace"
+        )

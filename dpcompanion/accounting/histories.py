@@ -35,7 +35,7 @@ import torch
 
 from .. import _checks
 from .levels import Levels
-from .loss import DIRECTIONS, LARGEST_NOISE, _Step
+from .loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, _Step
 from .pld import _HAIR, _LOG_CAPPED, _TRANSFORM, _WINDOW_LOG_TAIL
 
 #: What discretisation may add to epsilon, relatively.
@@ -70,13 +70,18 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     Raises:
         ValueError: an argument outside its range, or counts that do not fit the levels.
     """
-    _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
+    sample_rate = max(_checks.number("sample_rate", sample_rate, 0, 1, closed="right"), LEAST_RATE)
     _checks.in_interval("noise_multipliers", noise_multipliers, 0, math.inf, closed="right")
-    _checks.in_interval("delta", delta, _LEAST_DELTA, 1, closed="left")
+    delta = _checks.number("delta", delta, _LEAST_DELTA, 1, closed="left")
     counts = counts if isinstance(counts, torch.Tensor) else torch.as_tensor(np.asarray(counts))
     if counts.is_floating_point() or (counts.numel() and counts.min() < 0):  # no copy of many whole numbers
-        _checks.in_interval("counts", counts, 0, math.inf, closed="left")
-    levels = torch.as_tensor(noise_multipliers, dtype=torch.float64).reshape(-1).clamp(max=LARGEST_NOISE).tolist()
+        _checks.in_interval("counts", counts, 0, 2**53)
+        if not torch.equal(counts, counts.round()):
+            raise ValueError("counts must be whole numbers, got fractions")
+    levels = torch.as_tensor(noise_multipliers, dtype=torch.float64).reshape(-1).clamp(max=LARGEST_NOISE)
+    if len(levels):  # what costs a trillionth of the dearest level counts as so much: one grid holds the losses of all
+        levels = levels.clamp(max=1e12 * float(levels.min()))
+    levels = levels.tolist()
     if counts.ndim != 2 or counts.shape[1] != len(levels):
         raise ValueError(
             f"counts must have shape (n, {len(levels)}), one column for each noise multiplier, "
@@ -144,7 +149,7 @@ def _one_direction(counts, levels, steps, delta):
     total = _totals(counts)
     spread = math.sqrt(float(total.max())) * max(step.std for step in steps.values())
     narrow = min(step.std for step in steps.values())
-    tilts = torch.from_numpy(np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(narrow, 1.0), 160))
+    tilts = torch.from_numpy(np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(max(narrow, 1e-300), 1.0), 160))
     mgf = levels.blend(
         torch.stack(
             [

@@ -18,6 +18,8 @@ DIRECTIONS = ("remove", "add")
 
 #: More noise counts as this: it costs no more, and far beyond its losses are no floats.
 LARGEST_NOISE = 1e100
+#: Rates are raised to this, below which floats underflow on the way; nobody's epsilon then is lower.
+LEAST_RATE = 1e-200
 
 _LOG_NEGLIGIBLE = -75.0  # tilted densities below e^-75 of the peak are cut, and the cut is accounted for
 _TAIL = 13.0  # standard deviations of the Gaussian that are looked at on the side of small losses

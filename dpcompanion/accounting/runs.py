@@ -21,7 +21,7 @@ from .. import _checks
 from .._types import Numbers
 from . import pld, revealed
 from .conversions import rdp_to_delta, rdp_to_epsilon
-from .loss import LARGEST_NOISE
+from .loss import LARGEST_NOISE, LEAST_RATE
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 
 ACCOUNTANTS = ("pld", "rdp")
@@ -166,7 +166,7 @@ def _each(function, accountant, **values):
 
 def _check_run(sample_rate, noise_multiplier, steps):
     return (
-        _checks.number("sample_rate", sample_rate, 0, 1, closed="right"),
+        max(_checks.number("sample_rate", sample_rate, 0, 1, closed="right"), LEAST_RATE),
         min(_checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"), LARGEST_NOISE),
         _checks.whole_number("steps", steps, 0, 10**12),
     )

@@ -137,26 +137,22 @@ class PlanCurve:
             raise ValueError("plan must have noise, got noise_multiplier 0")
         if not plan.steps:
             raise ValueError("plan must have a step, got none")
+        run: dict[str, Any] = dict(sample_rate=rate, noise_multiplier=noise, steps=plan.steps)
         self.epsilons = np.concatenate([np.linspace(0, 3, 31), np.linspace(3.25, 12, 36)])
         if rate == 1:
             deltas = [gaussian_delta(math.sqrt(plan.steps) / noise, torch.as_tensor(self.epsilons)).numpy()]
         elif noise < revealed.LITTLE_NOISE:  # loss distributions would not fit in memory
-            run = dict(sample_rate=rate, noise_multiplier=noise, steps=plan.steps)
             deltas = [[revealed.delta(**run, epsilon=epsilon) for epsilon in self.epsilons.tolist()]]
         else:
-            deltas = [
-                self._deltas(
-                    pld.compose(
-                        sample_rate=rate,
-                        noise_multiplier=noise,
-                        steps=plan.steps,
-                        delta=1e-2,
-                        direction=direction,
-                        interval=1e-3,
-                    )
-                )
-                for direction in ("remove", "add")
-            ]
+            # Where the losses are small, a grid that is fine beside them.
+            interval = 1e-3 if rate * math.sqrt(plan.steps) > 0.1 * noise else None
+            try:
+                deltas = [
+                    self._deltas(pld.compose(**run, delta=1e-2, direction=direction, interval=interval))
+                    for direction in ("remove", "add")
+                ]
+            except pld.NoGrid:  # a bound that needs none
+                deltas = [[revealed.delta(**run, epsilon=epsilon) for epsilon in self.epsilons.tolist()]]
         self.deltas = np.max(deltas, axis=0)
 
     def _deltas(self, composed):
@@ -266,9 +262,11 @@ def judge(
         _checks.same_length(included=included, groups=labels)
         if bad := [label for label in labels if label != label or label == "everybody"]:
             raise ValueError(f"groups must not hold NaN, nor 'everybody', which stands for all, got {bad[0]!r}")
-        members |= {
-            label: torch.tensor([i for i, own in enumerate(labels) if own == label]) for label in sorted(set(labels))
-        }
+        try:
+            distinct = sorted(set(labels))
+        except TypeError as error:
+            raise ValueError(f"groups must be labels of one kind, numbers or texts, but: {error}") from None
+        members |= {label: torch.tensor([i for i, own in enumerate(labels) if own == label]) for label in distinct}
     claims = claims or {}
     for label, claim in claims.items():
         _checks.one_of("claims", label, members)

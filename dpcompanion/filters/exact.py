@@ -132,18 +132,27 @@ class ExactFilter:
         costs, _ = check_costs(costs, int(budget.min()), len(self.levels))
         #: What a block costs at each level, a tuple.
         self.costs = tuple(costs)
-        #: What each example may spend and has spent, (n,) int64.
-        self.budget = budget.to(self.device, torch.int64).expand(self.n).clone()
-        self.spent = torch.zeros_like(self.budget)
+        self._budget = budget.to(self.device, torch.int64).expand(self.n).clone()
+        self._spent = torch.zeros_like(self._budget)
         self._costs = torch.tensor((0, *costs), device=self.device)
         self._shares = torch.tensor(self.levels, dtype=torch.float64, device=self.device)
         self._norms = torch.cat([self._shares.new_zeros(1), self._shares * self.max_grad_norm])
-        self._current, self._limits, self._steps_left = torch.zeros_like(self.budget), None, 0
+        self._current, self._limits, self._steps_left = torch.zeros_like(self._budget), None, 0
+
+    @property
+    def budget(self) -> torch.Tensor:
+        """What each example may spend, (n,) int64, a copy."""
+        return self._budget.clone()
+
+    @property
+    def spent(self) -> torch.Tensor:
+        """What each example has spent, (n,) int64, a copy."""
+        return self._spent.clone()
 
     @property
     def active(self) -> torch.Tensor:
         """Who can still pay for some level, (n,) booleans."""
-        return self.budget - self.spent >= min(self.costs)
+        return self._budget - self._spent >= min(self.costs)
 
     def levels_for(self, norms: Array) -> torch.Tensor:
         """The norms to which the next block must clip, (n,) float64: the least level above each norm, or the largest
@@ -195,7 +204,7 @@ class ExactFilter:
                 that.
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
-        budgets = self.budget
+        budgets = self._budget
         if spent is not None:
             budgets = budgets.clamp(max=_checks.whole_number("spent", spent, 0))
         distinct, which = budgets.unique(return_inverse=True)
@@ -217,7 +226,7 @@ class ExactFilter:
         if not bool((norms >= 0).all()):
             _checks.in_interval("norms", norms, 0, math.inf)
         wanted = torch.searchsorted(self._norms, norms).clamp(max=len(self.levels))
-        left = self.budget - self.spent
+        left = self._budget - self._spent
         if bool((self._costs[wanted] <= left).all()):
             return wanted
         places = torch.arange(len(self._costs), device=self.device)
@@ -227,20 +236,20 @@ class ExactFilter:
     def _pay(self, index, blocks):
         # By division: a product of 64 bits could wrap around. No budget pays for more blocks than 2^53.
         blocks = min(blocks, 2**53 + 1)
-        lacking = self._costs[index] > (self.budget - self.spent) // blocks
+        lacking = self._costs[index] > (self._budget - self._spent) // blocks
         if bool(lacking.any()):
             raise ValueError(
                 f"levels must be ones that everybody can pay for {blocks} block(s) (see levels_for), but "
                 f"{int(lacking.sum())} cannot"
             )
-        self.spent = self.spent + self._costs[index] * blocks
+        self._spent = self._spent + self._costs[index] * blocks
 
     def state_dict(self) -> State:
         """Budgets, what was spent, and the levels of a block that is under way."""
         return {
             "parameters": self._parameters(),
-            "budget": self.budget.cpu().clone(),
-            "spent": self.spent.cpu().clone(),
+            "budget": self._budget.cpu().clone(),
+            "spent": self._spent.cpu().clone(),
             "current": self._current.cpu().clone(),
             "steps_left": self._steps_left,
         }
@@ -255,7 +264,7 @@ class ExactFilter:
                 raise ValueError(
                     f"state must hold {self.n} whole numbers as {name}, got {tuple(value.shape)} of {value.dtype}"
                 )
-        if not torch.equal(tensors["budget"].to(self.device), self.budget):
+        if not torch.equal(tensors["budget"].to(self.device), self._budget):
             raise ValueError("state must be of a filter with the same budgets, got others")
         steps_left = _checks.whole_number("steps_left", _checks.entry(state, "steps_left"), 0, self.block - 1)
         if not bool(((tensors["spent"] >= 0) & (tensors["spent"] <= tensors["budget"])).all()):
@@ -263,7 +272,7 @@ class ExactFilter:
         _checks.in_interval("current", tensors["current"], 0, len(self.levels))
         if bool((tensors["spent"] < self._costs.cpu()[tensors["current"]]).any()):
             raise ValueError("state must hold spent budgets that paid for the current levels, got less")
-        self.spent, self._current = (tensors[name].to(self.device).clone() for name in ("spent", "current"))
+        self._spent, self._current = (tensors[name].to(self.device).clone() for name in ("spent", "current"))
         self._limits, self._steps_left = None, steps_left
 
     def _parameters(self):

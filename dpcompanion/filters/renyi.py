@@ -97,11 +97,27 @@ class RenyiFilter:
                 f"whole numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}"
             )
         self._table = table.to(self.device)
-        #: The orders, ascending, (K,), and the budgets, (n, K).
-        self.orders, self.budgets = orders.to(self.device), budgets[:, place.to(self.device)]
-        #: What each example has paid, (n, K), and whether it still takes part, (n,).
-        self.spent = torch.zeros_like(self.budgets)
-        self.active = torch.ones(self.n, dtype=torch.bool, device=self.device)
+        #: The orders, ascending, (K,).
+        self.orders, self._budgets = orders.to(self.device), budgets[:, place.to(self.device)]
+        self._spent = torch.zeros_like(self._budgets)
+        self._active = torch.ones(self.n, dtype=torch.bool, device=self.device)
+
+    # Copies: nobody gets a budget back by what a caller does to them.
+
+    @property
+    def budgets(self) -> torch.Tensor:
+        """What each example may pay at each order, (n, K), a copy."""
+        return self._budgets.clone()
+
+    @property
+    def spent(self) -> torch.Tensor:
+        """What each example has paid, (n, K), a copy."""
+        return self._spent.clone()
+
+    @property
+    def active(self) -> torch.Tensor:
+        """Whether an example still takes part, (n,) booleans, a copy."""
+        return self._active.clone()
 
     @classmethod
     def for_epsilon(
@@ -181,10 +197,10 @@ class RenyiFilter:
         shares = norms / self.max_grad_norm
         if not bool(((shares >= 0) & (shares <= 1 + slack)).all()):
             _checks.in_interval("norms", norms, 0, self.max_grad_norm)
-        after = self.spent + between(shares.clamp(max=1), self._table)
-        self.active = self.active & (after <= self.budgets).all(dim=1)
-        self.spent = torch.where(self.active[:, None], after, self.spent)
-        return self.active.clone()  # nobody comes back by what a caller does to it
+        after = self._spent + between(shares.clamp(max=1), self._table)
+        self._active = self._active & (after <= self._budgets).all(dim=1)
+        self._spent = torch.where(self._active[:, None], after, self._spent)
+        return self._active.clone()  # nobody comes back by what a caller does to it
 
     def clip_norms(self, norms: Array) -> torch.Tensor:
         """The norms to which the next step must clip, paid for, (n,) float64: those of `admit`, 0 for who takes no
@@ -195,15 +211,15 @@ class RenyiFilter:
     def epsilon(self, delta: float) -> torch.Tensor:
         """The epsilon that each example's budgets guarantee at `delta`, whatever happens: (n,) float64."""
         _checks.in_interval("delta", delta, 0, 1, closed="neither")
-        return rdp_to_epsilon(self.budgets.clamp(max=1e30), self.orders, delta)[0]
+        return rdp_to_epsilon(self._budgets.clamp(max=1e30), self.orders, delta)[0]
 
     def state_dict(self) -> State:
         """Budgets, what was spent, and who takes part."""
         return {
             "parameters": self._parameters(),
-            "budgets": self.budgets.clone(),
-            "spent": self.spent.clone(),
-            "active": self.active.clone(),
+            "budgets": self._budgets.clone(),
+            "spent": self._spent.clone(),
+            "active": self._active.clone(),
         }
 
     def load_state_dict(self, state: State) -> None:
@@ -218,21 +234,21 @@ class RenyiFilter:
         budgets, spent, active = (
             _checks.tensor_entry(state, name).to(self.device) for name in ("budgets", "spent", "active")
         )
-        if not torch.equal(budgets, self.budgets):
+        if not torch.equal(budgets, self._budgets):
             raise ValueError("state must be of a filter with the same budgets, got others")
-        if spent.shape != self.budgets.shape or spent.dtype != torch.float64:
+        if spent.shape != self._budgets.shape or spent.dtype != torch.float64:
             raise ValueError(
-                f"state must hold spent of {tuple(self.budgets.shape)} {torch.float64}, "
+                f"state must hold spent of {tuple(self._budgets.shape)} {torch.float64}, "
                 f"got {tuple(spent.shape)} {spent.dtype}"
             )
         if active.shape != (self.n,) or active.dtype != torch.bool:
             raise ValueError(
                 f"state must hold active of ({self.n},) {torch.bool}, got {tuple(active.shape)} {active.dtype}"
             )
-        possible = (spent >= 0) & (spent <= self.budgets) & spent.isfinite()
+        possible = (spent >= 0) & (spent <= self._budgets) & spent.isfinite()
         if not bool(possible.all()):
             raise ValueError(f"state must hold spent from 0 to the budget, got {float(spent[~possible][0]):g}")
-        self.spent, self.active = spent.clone(), active.clone()
+        self._spent, self._active = spent.clone(), active.clone()
 
     def _parameters(self):
         return {

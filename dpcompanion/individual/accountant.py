@@ -105,7 +105,8 @@ class IndividualAccountant(Recorded):
             device: where the account is kept; norms may come from anywhere.
 
         Raises:
-            ValueError: for a plan with rates or clip norms for each example, or without noise.
+            ValueError: for a plan with rates or clip norms for each example, without noise, or with arithmetic="float":
+                what floats add is not in these accounts.
 
         >>> from dpcompanion.training import DPSGDPlan
         >>> plan = DPSGDPlan(n=3, sample_rate=0.01, steps=1000, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-5)
@@ -115,6 +116,11 @@ class IndividualAccountant(Recorded):
         rate, norm = plan.sample_rate, plan.max_grad_norm
         if not (isinstance(rate, float) and isinstance(norm, float)):
             raise ValueError("plan must have one sample_rate and one max_grad_norm for all examples, got one for each")
+        if plan.arithmetic != "real":
+            raise ValueError(
+                f"plan must have arithmetic='real', got {plan.arithmetic!r}: what floats add is not in individual "
+                "accounts; for one of real numbers, dataclasses.replace(plan, arithmetic='real', parameters=None)"
+            )
         return cls(
             plan.n if n is None else n,
             sample_rate=rate,

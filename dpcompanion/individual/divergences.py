@@ -12,7 +12,7 @@ tensor([2.1014, 0.5203], dtype=torch.float64)
 
 import torch
 
-from ..accounting import rdp_to_epsilon
+from ..accounting import rdp_to_epsilon, revealed
 from ..accounting.chords import NODES, between, chords, weights
 from ..accounting.conversions import least_epsilon
 from ..accounting.runs import orders_for
@@ -34,7 +34,9 @@ class Divergences:
     def __init__(self, n, *, sample_rate, noise_multiplier, device):
         self.n, self.device = n, device
         orders = orders_for(NODES * noise_multiplier)
-        orders = tuple(sorted({order if order < 64 else float(round(order)) for order in orders}))
+        # Whole orders are closed sums; at so little noise the integrals of others take minutes, or fail.
+        whole = 1 if noise_multiplier < revealed.LITTLE_NOISE else 64
+        orders = tuple(sorted({order if order < whole else max(2.0, float(round(order))) for order in orders}))
         self.orders, self.table = (part.to(self.device) for part in chords(sample_rate, noise_multiplier, orders))
         self.summed = None
         self.waiting, self.held = [], 0

@@ -138,9 +138,20 @@ def test_full_batches_are_one_gaussian_mechanism():
         (dict(sample_rate=0), "sample_rate"),
         (dict(noise_multipliers=[0.0, 1.0]), "noise_multipliers"),
         (dict(delta=0), "delta"),
+        (dict(counts=[[0.5, 2.0]]), "counts must be whole numbers"),
+        (dict(sample_rate=[0.1, 0.2]), "sample_rate must be one number"),
+        (dict(delta=[1e-5, 1e-6]), "delta must be one number"),
     ],
 )
 def test_bad_input_is_refused_by_name(change, words):
     given = dict(counts=[[1, 2]], sample_rate=0.1, noise_multipliers=[1.0, 2.0], delta=1e-5)
     with pytest.raises(ValueError, match=words):
         epsilon_of_histories(**{**given, **change})
+
+
+def test_steps_of_next_to_no_cost_beside_others_add_next_to_nothing():
+    run = dict(sample_rate=0.1, delta=1e-5)
+    alone = compute_epsilon(noise_multiplier=1.0, steps=1, **run)
+    for noise in (1e11, 1e99, math.inf):
+        both = float(epsilon_of_histories([[1, 2]], noise_multipliers=[1.0, noise], **run))
+        assert alone * (1 - 1e-6) <= both <= alone * 1.002

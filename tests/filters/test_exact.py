@@ -55,6 +55,9 @@ def test_levels_are_recorded_at_what_they_cost_and_refused_where_they_cannot_be_
     filter.record([0.25, 0.0], steps=20)
     assert filter.spent.tolist() == [20, 16] and filter.active.tolist() == [False, True]
     assert filter.levels_for([0.2, math.inf]).tolist() == [0.0, 0.25]
+    for shown in (filter.spent, filter.budget):  # copies: nobody gets a budget back
+        shown.zero_()
+    assert filter.spent.tolist() == [20, 16] and filter.budget.tolist() == [20, 20]
 
 
 def test_the_budget_is_the_largest_that_keeps_the_target_and_about_that_of_the_plain_account():

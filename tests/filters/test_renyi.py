@@ -297,3 +297,18 @@ def test_what_is_no_number_is_refused_before_a_target_is_sought():
     for change in (dict(noise_multiplier="1"), dict(sample_rate="0.1"), dict(noise_multiplier=0.0)):
         with pytest.raises(ValueError, match=f"{next(iter(change))} must"):
             RenyiFilter.for_epsilon(2, target_epsilons=1.0, target_delta=1e-5, **{**RUN, **change})
+
+
+def test_nobody_gets_a_budget_back_by_what_a_caller_does_to_what_is_shown():
+    filter = RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, **RUN)
+    spared = RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, **RUN)
+    for _ in range(3):
+        filter.admit([RUN["max_grad_norm"]] * 2)
+        spared.admit([RUN["max_grad_norm"]] * 2)
+        for shown in (spared.spent, spared.budgets):
+            shown.zero_()
+        spared.active.fill_(True)
+    assert torch.equal(filter.spent, spared.spent) and torch.equal(filter.budgets, spared.budgets)
+    for name in ("spent", "budgets", "active"):
+        with pytest.raises(AttributeError):
+            setattr(filter, name, getattr(filter, name))

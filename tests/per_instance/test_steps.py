@@ -503,3 +503,11 @@ def test_bad_batches_are_refused_by_name(sizes, options, message):
 def test_bad_pools_are_refused_by_name(pools, options, message):
     with pytest.raises(ValueError, match=message):
         update_divergence(*pools, noise_std=1.0, **options)
+
+
+def test_adding_at_an_epsilon_of_zero_is_computed_at_every_rate():
+    """Rounding made an epsilon that is 0 negative, and refused it, at one rate in 250."""
+    for rate in torch.arange(1, 1000, dtype=torch.float64).tolist():
+        one = coupled_delta([0.5], sample_rate=rate / 1000, noise_std=1.0, epsilon=0.0, direction="add")
+        other = coupled_delta([0.5], sample_rate=rate / 1000, noise_std=1.0, epsilon=0.0, direction="remove")
+        assert float(one) == pytest.approx(float(other), rel=1e-9)  # at 0 both are the total variation
