@@ -118,6 +118,9 @@ def what_is_missing(device):
 def attempt(command, until, into=None):
     """Run a command until a time: its exit status, or None where it was cut off. What it prints goes to the file `into`
     instead, if there is one."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # Begun in the background of a shell, which says so to all that is begun from here; they must hear it below.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command,
         cwd=ROOT,

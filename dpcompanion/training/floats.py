@@ -42,7 +42,7 @@ bits and `mpmath` decide, whose working precision has 128 bits to spare.  A run 
 4. *The inverse of the normal distribution function* in SciPy is right to a relative 1e-14; tests find 1e-15.
 5. *The processor* rounds as IEEE 754 says.
 
-An account for each example (`dpcompanion.individual`) is one for real numbers in any case.
+An account for each example (`dpcompanion.individual`) is one for real numbers, and refuses a plan that says "float".
 
 >>> share = sensitivity(1.0, n=60_000, noise_std=3.4, parameters=26_010) - 1
 >>> 3e-5 < share < 1e-4

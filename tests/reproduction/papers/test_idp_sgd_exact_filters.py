@@ -76,7 +76,9 @@ def test_who_spends_little_has_a_smaller_promise_fixed_beforehand(runs):
         ((half, people),) = found[kind]["spared"]
         assert 0 < half < config.epsilon and 0 <= people < 1
     filter = RenyiFilter(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, orders=8, budgets=0.4)
-    filter.spent[:, 0] = torch.tensor([0.05, 0.1, 0.3])
+    state = filter.state_dict()
+    state["spent"][:, 0] = torch.tensor([0.05, 0.1, 0.3])
+    filter.load_state_dict(state)
     promise, people = exact_filters.spared(filter, 0.5, 1e-5)
     own = RenyiFilter(1, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, orders=8, budgets=0.2)
     assert promise == pytest.approx(float(own.epsilon(1e-5)[0])) and people == pytest.approx(2 / 3)
