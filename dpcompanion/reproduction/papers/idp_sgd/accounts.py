@@ -191,6 +191,15 @@ def table_15(config, run):
     return values
 
 
+@finding("idp-sgd/table-15", "time grows less than the number of groups, whose budgets are searched at once", kind="own")
+def searched_at_once(record):
+    groups = record.config["groups"]
+    for method in ("sample", "scale"):
+        few, many = (record.values[f"precision_1e-4.groups_{n}.{method}"] for n in (groups[0], groups[-1]))
+        ours = f"{groups[-1] // groups[0]} times the groups take {many / few:.1f} times as long"
+        yield method.capitalize(), ours, many / few < groups[-1] / groups[0]
+
+
 @dataclasses.dataclass(frozen=True)
 class Steps:
     """Table 16: how many steps of each method are timed, in turns, on one batch after another."""
