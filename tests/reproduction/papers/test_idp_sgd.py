@@ -11,7 +11,7 @@ from dpcompanion.reproduction import experiments, published, records
 from dpcompanion.accounting import rdp_sampled_gaussian
 from dpcompanion.reproduction.comparison import compare
 from dpcompanion.reproduction.papers import idp_sgd as chapter
-from dpcompanion.reproduction.papers.idp_sgd import training
+from dpcompanion.reproduction.papers.idp_sgd import pate_students, training
 from dpcompanion.reproduction.papers.idp_sgd.training import plan_of
 from dpcompanion.training import cross_entropy, train
 
@@ -400,7 +400,25 @@ def test_weighted_votes_beat_plain_ones_on_the_small_task(tmp_path):
     config = dataclasses.replace(experiments.get("idp-sgd/table-13").presets["quick"], seeds=(0,))
     values = chapter.table_13(config, run_of(config, tmp_path))
     assert values["ipate_A.final"][0] > values["pate.final"][0] + 5
-    assert values["mnist-5k.ipate_A"].n == 1
+    assert values["mnist-5k.ipate_A"].n == 1 and values["pate.labels"] == 50
+
+
+def test_networks_as_teachers_learn_their_own_part_and_each_kind_of_student_takes_its_number_of_labels(tmp_path):
+    config = pate_students.Teachers(
+        training.MNIST_5K, 4, (10, 40), steps=30, student_steps=10, learning_rate=0.05, seeds=(0,), budgets=(5.0, 50.0)
+    )
+    found = chapter.problem(config.task)
+    parts = torch.arange(80).view(2, 40)
+    features, labels = found.features[parts], found.labels[parts].clone()
+    labels[1] = 3
+    said = pate_students.answers(config, features, labels, found.features[:40], 30, seed=0)
+    assert (said[0] == labels[0]).double().mean() > 0.8 and (said[1] == 3).all()
+    again = pate_students.answers(config, features[1:], labels[1:], found.features[:40], 30, seed=0)
+    assert said.shape == (2, 40) and (again == 3).all()
+    config = dataclasses.replace(config, groups={"A": (50, 50)})
+    values = chapter.table_13(config, run_of(config, tmp_path))
+    assert values["ipate_A.labels"] in config.queries and len(values["pate.by_labels"]) == 2
+    assert float(values["ipate_A.final"][0]) in [pytest.approx(float(v)) for v in values["ipate_A.by_labels"]]
 
 
 def test_the_attack_that_the_chapter_writes_by_hand_is_the_librarys():

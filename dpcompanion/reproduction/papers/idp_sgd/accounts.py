@@ -191,7 +191,7 @@ def table_15(config, run):
     return values
 
 
-@finding("idp-sgd/table-15", "time grows less than the number of groups, whose budgets are searched at once", kind="own")
+@finding("idp-sgd/table-15", "time grows less than the number of groups, which are searched at once", kind="own")
 def searched_at_once(record):
     groups = record.config["groups"]
     for method in ("sample", "scale"):
