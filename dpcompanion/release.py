@@ -239,11 +239,14 @@ def _bounded(values, upper):
             whole = entries.dtype.kind == "O" and all(isinstance(entry, numbers.Real) for entry in entries.flat)
             if entries.dtype.kind not in "biuf" and not whole:
                 raise TypeError
+            if whole:  # 10^400 is no float64, and whether a value lies outside must not be seen
+                cut = [min(max(entry, -1e300), 1e300) for entry in entries.flat]
+                entries = np.asarray(cut, dtype=np.float64).reshape(entries.shape)
             values = torch.from_numpy(entries.astype(np.float64))  # lists would go through PyTorch's default type
         if values.is_complex():
             raise TypeError
         values = values.to("cpu", torch.float64).detach()
-    except (TypeError, ValueError, RuntimeError):  # its message would show a value
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # its message would show a value
         raise ValueError(f"values must be real numbers, got {type(values).__name__}") from None
     if values.ndim != 1 or not len(values):
         raise ValueError(f"values must be a list of one number at least, got shape {tuple(values.shape)}")

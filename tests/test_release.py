@@ -284,6 +284,8 @@ def test_lists_keep_the_digits_of_their_numbers():
         for values in ([1e50] * 1000, np.full(1000, 1e50), np.full(1000, 1e50)[::-1], [10**50] * 1000)
     ]
     assert len(set(means)) == 1 and means[0] < 1e51
+    ends = [release.private_mean(v, **wide, generator=torch.Generator().manual_seed(0)) for v in ([10**400], [1e300])]
+    assert ends[0] == ends[1]
     for values in (["1"], [1j], [None]):
         with pytest.raises(ValueError, match="values must be real numbers"):
             release.private_mean(values, **wide, generator=None)

@@ -74,7 +74,10 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     _checks.in_interval("noise_multipliers", noise_multipliers, 0, math.inf, closed="right")
     delta = _checks.number("delta", delta, _LEAST_DELTA, 1, closed="left")
     counts = counts if isinstance(counts, torch.Tensor) else torch.as_tensor(np.asarray(counts))
-    if counts.is_floating_point() or (counts.numel() and counts.min() < 0):  # no copy of many whole numbers
+    if counts.dtype in (torch.uint16, torch.uint32, torch.uint64):  # which PyTorch stores and hardly computes with
+        counts = counts.to(torch.int64)
+    whole = not counts.is_floating_point() and counts.dtype != torch.bool
+    if counts.is_floating_point() or (whole and counts.numel() and not 0 <= counts.min() <= counts.max() <= 2**53):
         _checks.in_interval("counts", counts, 0, 2**53)
         if not torch.equal(counts, counts.round()):
             raise ValueError("counts must be whole numbers, got fractions")

@@ -48,8 +48,7 @@ def check_loader(loader):
         raise ValueError(
             "data_loader must go once through its data set, got a sampler with replacement or of another length"
         )
-    with torch.random.fork_rng(devices=[]):  # a transform may draw
-        check_batched(loader.dataset, "data_loader")
+    check_batched(loader.dataset, "data_loader")
     if loader.collate_fn is not default_collate:
         _check_order(loader)
 

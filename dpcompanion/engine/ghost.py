@@ -40,9 +40,19 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
             self._gradients = self._seen()
 
         module.enable_hooks = ends
-        for layer in getattr(module, "_module", module).modules():
-            if any(p.requires_grad for p in layer.parameters(recurse=False)):
-                layer.register_forward_pre_hook(_check_autocast)
+        watched = [
+            layer.register_forward_pre_hook(_check_autocast)
+            for layer in getattr(module, "_module", module).modules()
+            if any(p.requires_grad for p in layer.parameters(recurse=False))
+        ]
+        remove = module.remove_hooks
+
+        def leaves():  # and the layers are the user's own again
+            for handle in watched:
+                handle.remove()
+            remove()
+
+        module.remove_hooks = leaves
         return GhostCriterion(module, self, criterion, loss_reduction)
 
     def _fresh_norms(self, module):

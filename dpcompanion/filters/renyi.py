@@ -97,12 +97,16 @@ class RenyiFilter:
                 f"whole numbers, got {sorted(set(orders.tolist()) - set(served.tolist()))}"
             )
         self._table = table.to(self.device)
-        #: The orders, ascending, (K,).
-        self.orders, self._budgets = orders.to(self.device), budgets[:, place.to(self.device)]
+        self._orders, self._budgets = orders.to(self.device), budgets[:, place.to(self.device)]
         self._spent = torch.zeros_like(self._budgets)
         self._active = torch.ones(self.n, dtype=torch.bool, device=self.device)
 
     # Copies: nobody gets a budget back by what a caller does to them.
+
+    @property
+    def orders(self) -> torch.Tensor:
+        """The orders, ascending, (K,)."""
+        return self._orders.clone()
 
     @property
     def budgets(self) -> torch.Tensor:
@@ -211,7 +215,7 @@ class RenyiFilter:
     def epsilon(self, delta: float) -> torch.Tensor:
         """The epsilon that each example's budgets guarantee at `delta`, whatever happens: (n,) float64."""
         _checks.in_interval("delta", delta, 0, 1, closed="neither")
-        return rdp_to_epsilon(self._budgets.clamp(max=1e30), self.orders, delta)[0]
+        return rdp_to_epsilon(self._budgets.clamp(max=1e30), self._orders, delta)[0]
 
     def state_dict(self) -> State:
         """Budgets, what was spent, and who takes part."""
@@ -256,5 +260,5 @@ class RenyiFilter:
             "sample_rate": self.sample_rate,
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,
-            "orders": self.orders.tolist(),
+            "orders": self._orders.tolist(),
         }

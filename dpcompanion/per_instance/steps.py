@@ -502,6 +502,7 @@ def _sampled_delta(sensitivity, sample_rate, noise_std, epsilon, direction):
         return q * gaussian_delta(sensitivity / noise, torch.where(epsilon < 30, small, large))
     # 1 - (1 - q) e^epsilon, rounded up: near the epsilon at which it is 0 it hangs on the last digits.
     rest = -torch.expm1(epsilon * (1 - 2.0**-51) + torch.log1p(-q)).clamp(max=0)
-    # At least 0, which rounding may miss by some last digits.
-    delta = gaussian_delta(sensitivity / noise, (epsilon + torch.log(q) - torch.log(rest)).clamp(min=0))
+    # Down by what adding up rounds, which weighs much where little noise hides a small epsilon; and at least 0.
+    hair = 2.0**-51 * (epsilon - torch.log(q) - torch.log(rest.clamp(min=torch.finfo(rest.dtype).tiny)))
+    delta = gaussian_delta(sensitivity / noise, (epsilon + torch.log(q) - torch.log(rest) - hair).clamp(min=0))
     return torch.where(rest > 0, rest * delta, 0.0)

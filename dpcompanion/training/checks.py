@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 
 from dpcompanion._devices import autocasts
 from dpcompanion.training import proof
@@ -146,7 +147,7 @@ def check_autocast(device):
     weights that it has cast until it ends. A model may have one of its own."""
     if autocasts(device):
         raise ValueError(
-            f"gradients must be taken outside torch.autocast, which would round their sums to "
+            f"per-example gradients must be taken outside torch.autocast, which would round them and their sums to "
             f"{torch.get_autocast_dtype(device.type)}; leave it, and use precision='bf16' for speed"
         )
 
@@ -159,6 +160,21 @@ def check_trained(model, parameters):
         raise ValueError(
             "model must keep its trainable parameters while it is trained, but these were frozen, unfrozen or "
             f"exchanged: {', '.join(differ)}; train one after the other, each with a plan of its own"
+        )
+
+
+def numbers_of(plan):
+    """The rates and clip norms of a plan, which may be tensors, as they are now."""
+    return [torch.as_tensor(each).clone() for each in (plan.sample_rate, plan.max_grad_norm)]
+
+
+def check_plan(plan, ours, numbers):
+    """A callback has not put another plan in the place of ours, nor other numbers into it than `numbers_of` it."""
+    now = [torch.as_tensor(each) for each in (plan.sample_rate, plan.max_grad_norm)]
+    if plan is not ours or not all(map(torch.equal, now, numbers)):
+        raise ValueError(
+            "plan must stay what it was when the run began, or its account would be that of another run, but a "
+            "callback has changed it: for other noise or clip norms, train by one plan after the other"
         )
 
 
@@ -204,32 +220,52 @@ def check_losses(losses, n):
 
 
 def same_items(a, b):
-    """Whether two items or batches, tensors in any nesting, are equal."""
+    """Whether two items or batches, tensors in any nesting, are equal; of what cannot be compared it is said of nothing
+    but itself."""
     if torch.is_tensor(a) and torch.is_tensor(b):
-        return a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+        plain = a.layout == b.layout == torch.strided
+        return same_bits(a, b) if plain else a.shape == b.shape and same_bits(a.to_dense(), b.to_dense())
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(same_items(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(same_items, a, b))
-    return bool(np.array_equal(cast(Any, a), b))
+    try:
+        return bool(np.array_equal(cast(Any, a), b))
+    except (TypeError, ValueError, NotImplementedError):  # a sparse row, for instance
+        return a is b
 
 
 def check_batched(dataset, name="data"):
     """Where a data set gives several items at once (`__getitems__`), they come in the order in which they were asked
-    for: each gradient is clipped to the norm of the example in its place. What is drawn at random is not compared."""
-    if not hasattr(dataset, "__getitems__") or len(dataset) < 2:
+    for: each gradient is clipped to the norm of the example in its place.
+
+    Refused is what stands at another's place.  What a transform draws at random is not compared.
+    """
+    alone_too = getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+    if not hasattr(dataset, "__getitems__") or not alone_too or len(dataset) < 2:
         return
     places = [int(place) for place in torch.linspace(len(dataset) - 1, 0, min(8, len(dataset)), dtype=torch.float64)]
-    together, alone, again = dataset.__getitems__(list(places)), *([dataset[i] for i in places] for _ in range(2))
+
+    def parts(item):
+        return item if isinstance(item, (tuple, list)) else (item,)
+
+    def alone(seed):
+        with proof.drawing_alike(torch.device("cpu"), seed):
+            return [parts(dataset[i]) for i in places]
+
+    with proof.drawing_alike(torch.device("cpu")):
+        together = list(map(parts, dataset.__getitems__(list(places))))
     if len(together) != len(places):
         raise ValueError(f"{name} must give as many items as it is asked for, {len(places)}, got {len(together)}")
-    for found, item, twin in zip(together, alone, again):
-        parts = zip(found, item, twin) if isinstance(item, (tuple, list)) else [(found, item, twin)]
-        if any(same_items(one, other) and not same_items(got, one) for got, one, other in parts):
-            raise ValueError(
-                f"{name} must give items in the order in which it is asked for them, but its __getitems__ gives others "
-                "than its __getitem__"
-            )
+    items, twins = alone(0), alone(1)
+    for number, found in enumerate(together):
+        for which, (got, own, twin) in enumerate(zip(found, items[number], twins[number])):
+            others = (item[which] for item in items if which < len(item))
+            if same_items(own, twin) and not same_items(got, own) and any(same_items(got, other) for other in others):
+                raise ValueError(
+                    f"{name} must give items in the order in which it is asked for them, but its __getitems__ gives "
+                    "others than its __getitem__"
+                )
 
 
 def same_bits(one, other):

@@ -40,6 +40,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion._progress import bar
+from dpcompanion.training import checks
 from dpcompanion.training.callbacks import Callbacks, check_extras
 from dpcompanion.training.checkpoints import Checkpoint, note_seeds
 from dpcompanion.training.loop import deferred_interrupt
@@ -141,6 +142,9 @@ def train_ensemble(
             if callbacks.on_epoch is not None and (ensemble.step % ensemble.steps_per_epoch == 0 or end):
                 epoch = math.ceil(ensemble.step / ensemble.steps_per_epoch)
                 ensemble.epochs.append({"epoch": epoch, "step": ensemble.step} | (callbacks.on_epoch(ensemble) or {}))
+            if callbacks.on_step is not None or callbacks.on_epoch is not None:
+                for plan, numbers in zip(ensemble.plans, ensemble._planned):
+                    checks.check_plan(plan, plan, numbers)
             advance()
             stop = interrupted()
             if checkpoint is not None and (

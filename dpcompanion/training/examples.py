@@ -133,6 +133,5 @@ def examples_of(data: Data, n: int | None = None) -> Tensors | Items:
         )
     if n not in (None, len(data)) or not len(data):
         raise ValueError(f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got {len(data)}")
-    with torch.random.fork_rng(devices=[]):  # a transform may draw
-        checks.check_batched(data)
+    checks.check_batched(data)
     return Items(data)

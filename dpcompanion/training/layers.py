@@ -47,6 +47,7 @@ from dpcompanion.training.matrices import (
     in_one_precision,
     matrices,
     padded,
+    rows_at_once,
     weight_gradients,
 )
 from dpcompanion.training.reparametrized import Reparametrized
@@ -68,10 +69,11 @@ def _scaled(tensor, factors):
 
 
 def _in_float(g, axis=0):
-    """Pairs (where along the axis, what is there), in float32 what is held in bfloat16, a few examples at a time."""
+    """Pairs (where along the axis, what is there), in float32 what is held in bfloat16, a few examples at a time where
+    that is faster."""
     if g.dtype != torch.bfloat16:
         return [(slice(None), g)]
-    rows = max(1, CACHED * g.shape[axis] // max(1, g.numel()))
+    rows = rows_at_once(g.device, g.numel() // max(1, g.shape[axis]), g.shape[axis])
     parts = (slice(start, start + rows) for start in range(0, g.shape[axis], rows))
     return ((part, g[(slice(None),) * axis + (part,)].float()) for part in parts)
 

@@ -147,7 +147,7 @@ def train(
                     callbacks.on_step(run)
                 if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps:
                     loop.end_epoch(callbacks.on_epoch)
-                loop.check_plan()
+                checks.check_plan(run.plan, plan, loop.planned)
             advance()
             stop = interrupted()
             if checkpoint is not None and (stop or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)):
@@ -232,7 +232,7 @@ class _Loop:
             precision=precision or str(self.dtype).removeprefix("torch."),
         )
         self.plan = plan
-        self.planned = [torch.as_tensor(each).clone() for each in (plan.sample_rate, plan.max_grad_norm)]
+        self.planned = checks.numbers_of(plan)
         self.run = Run(plan, model, optimizer, history)
         self.looked = False  # whether a step was seen to leave no trace, by values
         self.stepping = False
@@ -324,16 +324,6 @@ class _Loop:
         yield
         for module, mode in self.modes.items():
             module.training = mode
-
-    def check_plan(self):
-        """A callback has not put another plan in the run's place, nor other numbers into it."""
-        now = self.run.plan
-        ours = [torch.as_tensor(each) for each in (now.sample_rate, now.max_grad_norm)]
-        if now is not self.plan or not all(map(torch.equal, ours, self.planned)):
-            raise ValueError(
-                "plan must stay what it was when the run began, or its account would be that of another run, but a "
-                "callback has changed it: for other noise or clip norms, train by one plan after the other"
-            )
 
     def end_epoch(self, on_epoch):
         run, plan = self.run, self.plan

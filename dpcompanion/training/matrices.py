@@ -108,6 +108,12 @@ def in_one_precision(module, uses):
     return [(in_full(module, a), in_full(module, g)) for a, g in uses]
 
 
+def rows_at_once(device, numbers, rows):
+    """How many of some rows, of so many numbers each, to work on at once: on a processor as many as stay in its cache,
+    on a GPU all, since every further product is one more to launch."""
+    return max(1, CACHED // max(1, numbers)) if device.type == "cpu" else max(1, rows)
+
+
 def weight_gradients(module, uses, slide=True):
     """Gradients of the weight over all uses of the layer, (n, ...), and where its axes are (see `Explicit`)."""
     conv = type(module) is nn.Conv2d
@@ -118,7 +124,7 @@ def weight_gradients(module, uses, slide=True):
         if slides:
             return _slid(module, a, g)
         found = g.new_empty(len(a), out, *kernel, inside)
-        rows = max(1, CACHED // max(1, count_positions(module, [(a, g)]) * module.weight[0].numel()))
+        rows = rows_at_once(a.device, count_positions(module, [(a, g)]) * module.weight[0].numel(), len(a))
         for i in range(0, len(a), rows):
             inputs, outputs = matrices(module, a[i : i + rows], g[i : i + rows])
             torch.matmul(outputs, inputs, out=found[i : i + rows].view(*outputs.shape[:3], -1))

@@ -68,7 +68,10 @@ class Ensemble:
         for name, items in (("plans", own), ("model", models)):
             if len(items) not in (1, runs):
                 raise ValueError(f"{name} must be one, or one for each of the {runs} seeds, got {len(items)}")
+        if not all(isinstance(plan, DPSGDPlan) for plan in own):
+            raise ValueError(f"plans must be a DPSGDPlan, or one for each run, got {own!r:.80}")
         self._plans = tuple(own * (runs // len(own)))
+        self._planned = [checks.numbers_of(plan) for plan in self._plans]
         if len({(plan.n, plan.steps) for plan in self.plans}) > 1:
             raise ValueError(
                 f"plans must agree in n and steps, got {sorted({(plan.n, plan.steps) for plan in self.plans})}"

@@ -3,6 +3,7 @@
 import functools
 import math
 
+import numpy as np
 import pytest
 import torch
 from dp_accounting.pld import privacy_loss_distribution
@@ -135,6 +136,7 @@ def test_full_batches_are_one_gaussian_mechanism():
     [
         (dict(counts=[[-1, 0]]), "counts"),
         (dict(counts=[[1, 2, 3]]), r"shape \(n, 2\)"),
+        (dict(counts=[[1, 2**53 + 2]]), "counts"),
         (dict(sample_rate=0), "sample_rate"),
         (dict(noise_multipliers=[0.0, 1.0]), "noise_multipliers"),
         (dict(delta=0), "delta"),
@@ -147,6 +149,12 @@ def test_bad_input_is_refused_by_name(change, words):
     given = dict(counts=[[1, 2]], sample_rate=0.1, noise_multipliers=[1.0, 2.0], delta=1e-5)
     with pytest.raises(ValueError, match=words):
         epsilon_of_histories(**{**given, **change})
+
+
+def test_counts_may_be_of_any_whole_type():
+    given = dict(sample_rate=0.1, noise_multipliers=[1.0, 2.0], delta=1e-5)
+    found = [epsilon_of_histories(np.array([[200, 100]], dtype=kind), **given) for kind in ("int64", "uint64", "uint8")]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
 def test_steps_of_next_to_no_cost_beside_others_add_next_to_nothing():

@@ -730,6 +730,17 @@ def test_autocast_is_refused_in_ghost_mode(where):
         moved(64, where, "ghost")
 
 
+@pytest.mark.parametrize("wrap_model", [True, False])
+def test_after_ghost_mode_a_model_may_be_cast_again(wrap_model):
+    model, x = nn.Sequential(nn.Linear(4, 3)), torch.randn(5, 4)
+    _, module, *_ = private(model, mode="ghost", wrap_model=wrap_model)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ValueError, match="in ghost mode"):
+            model(x)
+        module.to_standard_module() if wrap_model else module.cleanup()
+        assert model(x).dtype == torch.bfloat16
+
+
 def test_a_data_set_that_sorts_what_it_is_asked_for_is_refused():
     class Sorted(TensorDataset):
         def __getitems__(self, places):

@@ -312,3 +312,15 @@ def test_nobody_gets_a_budget_back_by_what_a_caller_does_to_what_is_shown():
     for name in ("spent", "budgets", "active"):
         with pytest.raises(AttributeError):
             setattr(filter, name, getattr(filter, name))
+
+
+def test_what_a_filter_hands_out_is_a_copy():
+    filter = RenyiFilter(2, **RUN, orders=[2, 8], budgets=0.1)
+    filter.admit([0.5, 0.1])
+    before = [
+        part.clone() for part in (filter.spent, filter.budgets, filter.active, filter.orders, filter.epsilon(1e-5))
+    ]
+    for part in (filter.spent, filter.budgets, filter.active, filter.orders):
+        part.zero_()
+    after = [filter.spent, filter.budgets, filter.active, filter.orders, filter.epsilon(1e-5)]
+    assert all(map(torch.equal, before, after))

@@ -222,6 +222,19 @@ def test_the_delta_of_one_sensitivity_is_that_of_a_step(direction):
     assert found == pytest.approx(float(torch.trapezoid((p - math.exp(0.15) * q).clamp(min=0), line)), rel=1e-6)
 
 
+@pytest.mark.parametrize("rate, epsilon", [(0.3, 1e-12), (0.01, 1e-8), (1e-6, 1e-12), (0.5, 1e-300)])
+@pytest.mark.parametrize("sensitivity", [1e-6, 0.01, 1.0])
+def test_the_delta_of_one_added_example_is_never_below_the_truth(rate, epsilon, sensitivity):
+    with mp.workdps(60):
+        q, mu, e = (mp.mpf(value) for value in (rate, sensitivity, epsilon))
+        rest = 1 - (1 - q) * mp.exp(e)
+        level = mp.log(q * mp.exp(e) / rest)
+        gaussian = mp.ncdf(mu / 2 - level / mu) - mp.exp(level) * mp.ncdf(-mu / 2 - level / mu)
+        truth = float(rest * gaussian)
+    found = coupled_delta([sensitivity], sample_rate=rate, noise_std=1.0, epsilon=epsilon, direction="add")
+    assert truth * (1 - 1e-14) <= found <= truth * (1 + 1e-6)
+
+
 def test_the_other_delta_vanishes_where_the_ratio_cannot_reach_epsilon():
     options = dict(sample_rate=0.2, noise_std=1.0, direction="add")
     assert float(coupled_delta([5.0], epsilon=-math.log(0.8) + 1e-9, **options)) == 0
@@ -270,7 +283,8 @@ def test_an_epsilon_beyond_the_largest_exponent_is_found():
     epsilon = coupled_epsilon([1.0], **step, delta=1e-5)
     assert epsilon == pytest.approx(5409.07484, abs=1e-4) and one_step_delta(0.5, 0.01, epsilon, "remove") <= 1.00001e-5
     full = dict(sample_rate=1.0, noise_std=0.01, delta=1e-5)
-    assert coupled_epsilon([1.0], **full, direction="add") == coupled_epsilon([1.0], **full) > 5000
+    removed = coupled_epsilon([1.0], **full)
+    assert coupled_epsilon([1.0], **full, direction="add") == pytest.approx(removed, rel=1e-12) and removed > 5000
     assert coupled_epsilon([1.0, 1e-3], sample_rate=0.5, noise_std=1e-200, delta=1e-5) == math.inf
 
 

@@ -2,8 +2,11 @@
 
 import copy
 import dataclasses
+import random
 
+import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from torch import nn
 
@@ -18,6 +21,7 @@ from dpcompanion.training import (
     train,
     train_ensemble,
 )
+from dpcompanion.training import checks
 from dpcompanion.training.layers import call_with
 from dpcompanion.training.runs import Ensemble
 
@@ -239,6 +243,13 @@ def test_a_callback_that_changes_the_plan_is_refused(change):
         ensemble.plans[:] = [change]
     with pytest.raises(AttributeError):
         ensemble.plans = [change]
+    own = dataclasses.replace(PLAN, max_grad_norm=torch.full((20,), 0.5))
+    callbacks = Callbacks(on_step=lambda ensemble: ensemble.plans[0].max_grad_norm.fill_(100.0))
+    options = {"seeds": [0], "learning_rate": 0.1, "progress": False}
+    with pytest.raises(ValueError, match="plan must stay what it was"):
+        train_ensemble(model, cross_entropy, (X, Y), own, callbacks=callbacks, **options)
+    with pytest.raises(ValueError, match="plans must be a DPSGDPlan"):
+        train_ensemble(model, cross_entropy, (X, Y), [None], **options)
 
 
 class Batched(torch.utils.data.Dataset):
@@ -273,6 +284,60 @@ def test_a_data_set_that_gives_its_items_in_another_order_is_refused():
     for kind, said in (("sorted", "in the order"), ("short", "as many items as it is asked for, 8, got 7")):
         with pytest.raises(ValueError, match=f"data must give .*{said}"):
             NormTracker.for_plan(PLAN, nn.Linear(4, 3), cross_entropy, Batched(kind))
+
+
+class Flipped(torch.utils.data.Dataset):
+    """An example in two is flipped, at random, by one of the usual generators."""
+
+    def __init__(self, coin):
+        self.coin = coin
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        return X[i].flip(0) if self.coin() else X[i], int(Y[i])
+
+
+@pytest.mark.parametrize(
+    "coin", [lambda: torch.rand(()) < 0.5, lambda: np.random.rand() < 0.5, lambda: random.random() < 0.5]
+)
+def test_data_sets_that_augment_at_random_are_taken_and_their_generators_go_on_as_they_were(coin):
+    subset = torch.utils.data.Subset(Flipped(coin), range(20))
+    for seed in range(40):
+        for each in (torch.manual_seed, np.random.seed, random.seed):
+            each(seed)
+        checks.check_batched(subset)
+        first = [bool(coin()) for _ in range(20)]
+        for each in (torch.manual_seed, np.random.seed, random.seed):
+            each(seed)
+        assert first == [bool(coin()) for _ in range(20)]
+
+
+def test_of_items_read_together_only_those_of_other_places_are_refused():
+    class Rounded(Batched):  # other last bits than one by one, and another type
+        def __getitems__(self, places):
+            return [(self[i][0] * (1 + 1e-6), float(self[i][1])) for i in places]
+
+    class Together(torch.utils.data.Dataset):  # in no other way
+        def __len__(self):
+            return len(X)
+
+        def __getitems__(self, places):
+            return [(X[i], int(Y[i])) for i in places]
+
+    class Sparse(Batched):
+        def __getitem__(self, i):
+            return (scipy.sparse.csr_matrix(X[i].numpy()), X[i].to_sparse()), int(Y[i])
+
+    class Shuffled(Batched):  # among labels alone, beside random numbers
+        def __getitems__(self, places):
+            return [(self[i][0], self[j][1]) for i, j in zip(places, reversed(places))]
+
+    for data_set in (Rounded("as asked"), Together(), Sparse("as asked")):
+        checks.check_batched(data_set)
+    with pytest.raises(ValueError, match="in the order"):
+        checks.check_batched(Shuffled("at random"))
 
 
 @pytest.mark.parametrize(
