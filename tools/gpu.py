@@ -28,7 +28,8 @@ GRACE = 30
 NEEDED = ("torch", "numpy", "scipy", "cryptography", "mpmath")
 # What most exhibits lean on first, what takes a day last.
 RECORDS = (
-    "idp-sgd/table-8-cifar10",
+    "idp-sgd/table-8-cifar10-a",
+    "idp-sgd/table-8-cifar10-b",
     "idp-sgd/table-2-cifar10",
     "idp-sgd/figure-2",
     "individual-accounting/figure-3",

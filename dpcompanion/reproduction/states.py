@@ -97,12 +97,18 @@ def shortened(exhibit: published.Exhibit, found: Iterable[records.Record]) -> tu
 def not_run(
     exhibit: published.Exhibit, record: records.Record | None, parts: Iterable[records.Record]
 ) -> tuple[str, ...]:
-    """The tasks that an exhibit's own record leaves out, and no part has; another exhibit's may leave out what this
-    does not show."""
+    """The tasks that an exhibit's own record leaves out, and no part has, and the parts that lack their record while
+    another on the same data has its own; another exhibit's record may leave out what this does not show."""
     if record is None or record.name != exhibit.name:
         return ()
     has = {entry["name"] for part in parts for entry in part.data}
-    return tuple(task for task in record.values.get("not_run", ()) if task not in has)
+    whole = [part.name for part in parts]
+    halves = [
+        part.title
+        for part in published.parts(exhibit.name)
+        if part.name not in whole and not part.shortened and part.data and {*part.data} <= has
+    ]
+    return (*(task for task in record.values.get("not_run", ()) if task not in has), *halves)
 
 
 def state(

@@ -67,7 +67,8 @@ _AHEAD = "ahead of DP-SGD at the smallest budget: the 95% interval of the paired
 
 @finding("idp-sgd/table-2", _AHEAD)
 @finding("idp-sgd/table-2", _AHEAD, of="idp-sgd/table-2-cifar10")
-@finding("idp-sgd/table-8", _AHEAD, of="idp-sgd/table-8-cifar10")
+@finding("idp-sgd/table-8", _AHEAD, of="idp-sgd/table-8-cifar10-a")
+@finding("idp-sgd/table-8", _AHEAD, of="idp-sgd/table-8-cifar10-b")
 def ahead_of_dpsgd(record):
     for kind in record.config["kinds"]:
         if kind.endswith((".sample", ".scale")) and "dpsgd" in record.config["kinds"]:
@@ -76,7 +77,7 @@ def ahead_of_dpsgd(record):
 
 
 @finding("idp-sgd/figure-1", "ends between DP-SGD at 1 and at 3, nearer to 3", of="idp-sgd/table-2")
-@finding("idp-sgd/figure-1", "ends between DP-SGD at 1 and at 3, nearer to 3", of="idp-sgd/table-8-cifar10")
+@finding("idp-sgd/figure-1", "ends between DP-SGD at 1 and at 3, nearer to 3", of="idp-sgd/table-8-cifar10-b")
 def between_the_two(record):
     if {"dpsgd", "loosest"} <= set(record.config["kinds"]):
         low, high = (np.array(record.values[f"{kind}.final"]) for kind in ("dpsgd", "loosest"))
