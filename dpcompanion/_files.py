@@ -18,7 +18,8 @@ _STALE = 3600
 
 
 def replace(path, content, *, mode=0o666):
-    """Put `content`, bytes, at `path` in one step: a reader sees the old file or the new one, never a part.
+    """Put `content`, bytes or blocks of them, at `path` in one step: a reader sees the old file or the new one, never a
+    part.
 
     The content goes to a new file in the same folder under a random name (two containers may share a folder and even a
     process number), then to the disk, then into place. Of several writers at once the last one wins, whole. The
@@ -31,7 +32,7 @@ def replace(path, content, *, mode=0o666):
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}.part")
     try:
         with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(content)
+            file.writelines([content] if isinstance(content, bytes) else content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

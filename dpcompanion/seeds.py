@@ -22,6 +22,10 @@ import torch
 
 from dpcompanion import _checks
 
+#: Which draws belong to a seed. A change that lets seeded runs draw otherwise raises it, and records tell theirs: 1 was
+#: PyTorch's generator, which took 32 bits of a seed, 2 are the keys below.
+DRAWS = 2
+
 # What PyTorch keeps of a Mersenne Twister: seed, how many words are left (int32), whether it is seeded (int32), the
 # next word, 624 words of 64 bits each, and what is left over of normals.
 _WORDS, _STATE_BYTES = 624, 5056

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dpcompanion import seeds
 from dpcompanion.output_perturbation.grids import initial_weights
 from dpcompanion.seeds import derive_key, derive_seed, jittered, keyed_generator, seed_torch
-from dpcompanion.training import models
+from dpcompanion.training import cross_entropy, DPSGDPlan, models, train
 
 SEEDS = st.integers(0, 2**600)
 
@@ -124,3 +125,16 @@ def test_the_jitter_moves_every_fresh_weight_in_its_last_places_and_only_when_it
         moved = (after.double() / before.double() - 1).abs()
         assert 0.4 * least <= moved.min() and moved.max() <= 2.1 * least
     assert torch.equal(jittered(torch.zeros(3)), torch.zeros(3))
+
+
+def test_what_a_seed_draws_is_told_apart_by_a_number():
+    """Where this fails, seeded runs draw otherwise than they did: raise `seeds.DRAWS`, which records tell."""
+    plan = DPSGDPlan(n=200, sample_rate=0.05, steps=5, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    model = torch.nn.Linear(3, 2, bias=False)
+    torch.nn.init.zeros_(model.weight)
+    blank = torch.zeros(200, 3), torch.zeros(200, dtype=torch.int64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    run = train(model, cross_entropy, blank, plan, optimizer=optimizer, seed=0, progress=False)
+    noise = [round(each, 3) for each in model.weight[0].tolist()]
+    sizes = [int(size) for size in run.batch_sizes]
+    assert (sizes, noise, seeds.DRAWS) == ([9, 9, 8, 11, 10], [-0.181, 0.346, 0.016], 2)

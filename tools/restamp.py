@@ -7,7 +7,8 @@ renamed or tidied, or the hash is taken in another way, hours of runs need not b
 
 1. takes the code and the records of REVISION out of git and asks that code (`dpcompanion list`) which are fresh;
 2. gives every record of the working tree that is stale today, was fresh there, and still holds the same run, the hash
-   of today's code, and the name that today's configuration has for one seed ("seed" for "seeds");
+   of today's code, and the name that today's configuration has for one seed ("seed" for "seeds"); the hash that it
+   had until then, and REVISION, stay in its field `restamped`, which the book counts;
 3. leaves everything else in the file as it is, and names each stale record that it leaves alone. It ends with 1 if
    there is one.
 
@@ -35,6 +36,8 @@ def main(arguments=None):
     revision = parser.parse_args(arguments).revision
     from dpcompanion.reproduction import records
 
+    named = ["git", "-C", str(ROOT), "rev-parse", "--verify", f"{revision}^{{commit}}"]
+    commit = subprocess.run(named, capture_output=True, text=True, check=True).stdout.strip()
     with tempfile.TemporaryDirectory() as folder:
         folder = pathlib.Path(folder)
         archive = subprocess.run(
@@ -48,7 +51,7 @@ def main(arguments=None):
         stamped, left = [], []
         for name, preset in states(ROOT, "stale"):
             then = records.path_of(name, preset, folder / "results")
-            if (name, preset) in fresh and restamp(name, preset, then):
+            if (name, preset) in fresh and restamp(name, preset, then, commit):
                 stamped.append(name)
             else:
                 left.append(f"{name} ({preset})")
@@ -78,8 +81,9 @@ def states(checkout, state):
     return found
 
 
-def restamp(name, preset, then):
-    """Write today's hash into a record, and whether that made it fresh; `then`: where the record was that was fresh."""
+def restamp(name, preset, then, commit):
+    """Write today's hash into a record, and whether that made it fresh; `then`: where the record was that was fresh, by
+    the code of `commit`."""
     from dpcompanion.reproduction import experiments, records, storage
 
     path, experiment = records.path_of(name, preset, ROOT / "results"), experiments.get(name)
@@ -87,9 +91,10 @@ def restamp(name, preset, then):
     # Values hold NaN, which does not equal itself; their hashes do.
     if any(
         storage.hash_of(fields.get(key)) != storage.hash_of(before.get(key))
-        for key in {*fields, *before} - {"code_hash", "config"}
+        for key in {*fields, *before} - {"code_hash", "config", "restamped"}
     ):
         return False
+    fields.setdefault("restamped", []).append({"code_hash": before["code_hash"], "commit": commit})
     fields["code_hash"] = experiment.code_hash
     fields["config"] = renamed(fields["config"], storage.plain(experiment.presets[preset]))
     made = records.Record(**{key: value for key, value in fields.items() if key not in ("schema", "arrays")})

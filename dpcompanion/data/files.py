@@ -7,7 +7,6 @@ import gzip
 import hashlib
 import io
 import lzma
-import os
 import pickle
 import sys
 import urllib.request
@@ -18,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from dpcompanion import _files
 from dpcompanion.data.facts import _MD5, _SHA256, _URLS
 
 _Found = TypeVar("_Found")
@@ -253,12 +253,5 @@ def _download(name, folder):
 
 def _fetch(url, path):
     """A file from the network, put in place only when it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
-    try:
-        with urllib.request.urlopen(url, timeout=20) as answer, open(part, "wb") as file:
-            while block := answer.read(1 << 20):
-                file.write(block)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    with urllib.request.urlopen(url, timeout=20) as answer:
+        _files.replace(path, iter(lambda: answer.read(1 << 20), b""))

@@ -260,8 +260,10 @@ def _verdicts(one: scoreboard.Standing) -> str:
         return ""
     said = f"**{one.state.capitalize()}** ({one.basis}){f': {one.marked}' if one.marked else ''}."
     if one.record is not None and one.record.preset == "paper":
-        commands = dict.fromkeys(record.command for record in (one.record, *one.parts))
-        return f"{said} Made by {', '.join(f'`{command}`' for command in commands)}."
+        made = (one.record, *one.parts)
+        commands = ", ".join(dict.fromkeys(f"`{record.command}`" for record in made))
+        earlier = ", with the draws of an earlier version" if any(each.has_earlier_draws for each in made) else ""
+        return f"{said} Made by {commands}{earlier}."
     if one.exhibit.tests and one.basis == "tests":
         files = dict.fromkeys(test.partition("::")[0] for test in one.exhibit.tests)
         return f"{said} {', '.join(f'`{file}`' for file in files)}"

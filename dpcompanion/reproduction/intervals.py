@@ -108,6 +108,15 @@ def unknown(estimate: float) -> Interval:
     return Interval(float(estimate), -math.inf, math.inf)
 
 
+def timed(seconds: float) -> Interval:
+    """Of a time, which other machines may halve or double.
+
+    >>> timed(3.0).below(7), timed(3.0).below(5)
+    ('holds', 'undecided')
+    """
+    return Interval(seconds, seconds / 2, 2 * seconds)
+
+
 def mean(values: Iterable[float], *, confidence: float = 0.95) -> Interval:
     """Of a mean over seeds, by Student's t; one seed alone has no interval.
 

@@ -1,4 +1,4 @@
-"""What a run is made with: versions of libraries, the commit of the code, the device."""
+"""What a run is made with: versions of libraries and of the draws of a seed, the commit of the code, the device."""
 
 import importlib.metadata
 import pathlib
@@ -7,6 +7,8 @@ import subprocess
 from typing import TypedDict
 
 import torch
+
+from dpcompanion import seeds
 
 LIBRARIES = (
     "dpcompanion",
@@ -34,7 +36,7 @@ def software() -> Software:
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of the libraries that are installed."""
+    """The versions of Python, of the libraries that are installed, and of what a seed draws (`seeds.DRAWS`)."""
     found = {"python": platform.python_version()}
     for library in LIBRARIES:
         try:
@@ -44,7 +46,7 @@ def versions() -> dict[str, str]:
     # An uninstalled checkout has no metadata of its own.
     import dpcompanion
 
-    return {**found, "dpcompanion": dpcompanion.__version__}
+    return {**found, "dpcompanion": dpcompanion.__version__, "draws": str(seeds.DRAWS)}
 
 
 def repository() -> pathlib.Path | None:

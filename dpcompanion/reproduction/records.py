@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dpcompanion import _checks
+from dpcompanion import _checks, seeds
 from dpcompanion.reproduction import provenance, published
 from dpcompanion.reproduction.storage import hash_of, plain, read_whole, write_whole
 from dpcompanion.reproduction.storage import MeanSD, mean_and_sd  # noqa: F401, as part of a record's values
@@ -54,10 +54,13 @@ class Record:
         values: what was computed, under the same dotted names as the published numbers where there are such.
         arrays: name -> numpy array, in the NPZ file beside the record.
         config: the full configuration, seeds included.
-        code_hash: of the code that made it, see `dpcompanion.reproduction.sources`.
+        code_hash: of the code that made it, or of what that has become (`restamped`); see
+            `dpcompanion.reproduction.sources`.
         data: `Dataset.provenance()` of each data set.
         versions, commit, device, wall_time (seconds), command, created (UTC): how and when.
         kept: what it took over from earlier runs, see `pieces.taken_over`.
+        restamped: one {"code_hash", "commit"} for each time that the code changed since and no value by it, as those
+            said who gave the record its new hash (`tools/restamp.py`): the hash until then, and by which commit's code.
     """
 
     name: str
@@ -74,6 +77,18 @@ class Record:
     created: str
     arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     kept: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    restamped: list[dict[str, str]] = dataclasses.field(default_factory=list)
+
+    @property
+    def has_earlier_draws(self) -> bool:
+        """Whether its seeds, or those of what it kept, stood for other draws than today's (`dpcompanion.seeds.DRAWS`).
+
+        The same command then draws other batches, noise and first weights: its numbers agree within their spread, not
+        digit for digit.  A run without data and seeds draws nothing."""
+        if not (self.data or self.seeds):
+            return False
+        made_with = [self.versions, *(each["versions"] for each in self.kept)]
+        return any(int(versions.get("draws", 1)) < seeds.DRAWS for versions in made_with)
 
     @property
     def seeds(self) -> list[int]:
@@ -175,10 +190,12 @@ def read(path: Folder) -> Record:
         "created": str,
         "arrays": dict,
         "kept": list,
+        "restamped": list,
     }
     if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
         raise ValueError(f"{path} is no record of schema {SCHEMA}")
-    fields.setdefault("kept", [])  # records of earlier versions do not say what they took over
+    for later in ("kept", "restamped"):  # which records of earlier versions do not tell
+        fields.setdefault(later, [])
     if fields.keys() != types.keys():
         wrong = sorted(fields.keys() ^ types.keys())
         raise ValueError(f"{path} is no record: {', '.join(wrong)} missing or unknown")

@@ -17,7 +17,8 @@ from dpcompanion.reproduction import experiments, published, records
 from dpcompanion.reproduction.comparison import compare, Comparison
 
 STATES = {
-    "reproduced": "recomputed at the paper's scale; every number matches or is close, every claim of the paper holds",
+    "reproduced": "recomputed at the paper's scale, some with fewer seeds; every number matches or is close, every"
+    " claim of the paper holds",
     "in part": "some do; or on some of its data and networks, or stand-ins for them",
     "undecided": "none does so far: the runs are too few, or a chapter's quick run alone, or those that disagree are"
     " stand-ins or of a part of the training, or have settings that are not printed",

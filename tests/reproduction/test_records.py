@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from dpcompanion import seeds
 from dpcompanion.reproduction import provenance, records
 from dpcompanion.reproduction.records import MeanSD, mean_and_sd
 
@@ -283,9 +284,9 @@ def test_records_live_in_the_checkout_or_in_the_current_directory(tmp_path, monk
 def test_a_record_of_an_earlier_version_took_over_nothing_that_it_knows_of(tmp_path):
     path = records.write(record(), tmp_path)
     fields = json.loads(unsealed(path.read_text()))
-    del fields["kept"]
+    del fields["kept"], fields["restamped"]
     path.write_text(json.dumps(fields))
-    assert records.read(path).kept == []
+    assert records.read(path).kept == records.read(path).restamped == []
 
 
 def test_the_mean_over_seeds_has_a_sample_deviation():
@@ -295,3 +296,15 @@ def test_the_mean_over_seeds_has_a_sample_deviation():
     assert math.isnan(mean_and_sd([1.0]).sd) and math.isnan(mean_and_sd([1.0, math.nan]).mean)
     with pytest.raises(ValueError, match="values must be one number or more"):
         mean_and_sd([])
+
+
+def test_a_record_tells_whether_its_seeds_drew_otherwise():
+    made = records.make("idp-sgd/table-5", "paper", {}, config={"seeds": [0]})
+    assert made.versions["draws"] == str(seeds.DRAWS) and not made.has_earlier_draws
+    older = {key: value for key, value in made.versions.items() if key != "draws"}
+    assert dataclasses.replace(made, versions=older).has_earlier_draws
+    taken_over = {"pieces": 1, "seconds": 1.0, "commit": None}
+    assert dataclasses.replace(made, kept=[{**taken_over, "versions": older}]).has_earlier_draws
+    assert not dataclasses.replace(made, kept=[{**taken_over, "versions": made.versions}]).has_earlier_draws
+    # What has neither data nor seeds draws nothing.
+    assert not dataclasses.replace(made, versions=older, config={}).has_earlier_draws

@@ -64,8 +64,10 @@ def test_records_that_were_fresh_are_restamped_and_others_named(checkout):
     done = restamp(checkout)
     assert done.returncode == 1 and done.stdout.splitlines() == ["1 restamped", f"left stale: {OTHER} (paper)"]
     after = json.loads(path.read_text())
-    assert {key for key in before if before[key] != after[key]} == {"code_hash", "sha256"}
+    assert {key for key in before if before[key] != after[key]} == {"code_hash", "sha256", "restamped"}
     assert list(before) == list(after)
+    head = subprocess.run(["git", "-C", checkout, "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    assert after["restamped"] == [*before["restamped"], {"code_hash": before["code_hash"], "commit": head}]
     assert other.read_bytes() == untouched
     # A record of another run than the one that was fresh is left.
     edit(papers / "intrinsic_privacy" / "sensitivity.py", "    positions = places", "    position = places")

@@ -183,11 +183,6 @@ def correlation_with_extremes(accuracy, epsilon):
     )
 
 
-def timed(seconds):
-    """A time, which other machines may halve or double."""
-    return intervals.Interval(seconds, seconds / 2, 2 * seconds)
-
-
 STATISTICS = ("mean", "q10", "q30", "median", "q70", "q90")
 
 

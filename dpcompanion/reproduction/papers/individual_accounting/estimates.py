@@ -25,7 +25,7 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     QUICK,
     trained,
 )
-from dpcompanion.reproduction.papers.yu import Study, timed
+from dpcompanion.reproduction.papers.yu import Study
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ def table_1(config, run):
 def rounding_is_cheap(record):
     seconds = record.values["with_rounding.seconds"]
     said = "less than 1.5 s" if seconds < 1.5 else f"{seconds:.1f} s"
-    yield f"{record.config['examples']:,} examples, processor time", said, timed(seconds).below(3)
+    yield f"{record.config['examples']:,} examples, processor time", said, intervals.timed(seconds).below(3)
 
 
 @dataclasses.dataclass(frozen=True)

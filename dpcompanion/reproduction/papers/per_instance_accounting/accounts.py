@@ -171,7 +171,7 @@ def text_cost(config, run):
 @finding(f"{NAME}/text-cost", "100 divergences take less than 5 seconds, even on a machine half as fast")
 def divergences_are_cheap(record):
     seconds = record.values["hundred_rdp_evaluations_s"]
-    yield "one core", "less than 2.5 s" if seconds < 2.5 else f"{seconds:.1f} s", second.timed(seconds).below(5)
+    yield "one core", "less than 2.5 s" if seconds < 2.5 else f"{seconds:.1f} s", intervals.timed(seconds).below(5)
 
 
 @finding(
@@ -184,7 +184,7 @@ def rounding_is_not_needed(record):
     yield (
         f"{record.config['examples']:,} examples, {record.config['updates']} updates, one core",
         "less than half a minute" if seconds < 30 else f"{seconds:.0f} s",
-        second.timed(seconds).below(60),
+        intervals.timed(seconds).below(60),
     )
 
 
