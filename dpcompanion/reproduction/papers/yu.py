@@ -207,6 +207,29 @@ def clip_key(multiple):
     return "c" + f"{multiple:.1f}".replace(".", "")
 
 
+def share_below(counts, top, limit):
+    """The share of examples below a limit, by a histogram from 0 to `top`; a bin that holds the limit is not below it.
+
+    >>> share_below([2, 1, 1, 4], top=2.0, limit=1.2)
+    0.375
+    """
+    edges = np.linspace(0, top, len(counts) + 1)[1:]
+    return float(np.asarray(counts)[edges <= limit].sum() / np.sum(counts))
+
+
+def against_everybody(epsilons, limit):
+    """Everybody's epsilon by PLD, and which of some others, by name, lie above it.
+
+    >>> against_everybody({"mean": 1.0, "q90": 2.3}, 2.186)
+    'everybody 2.19 by PLD; above it: 1 of 2 (q90)'
+    >>> against_everybody({"mean": 1.0}, 2.186)
+    'everybody 2.19 by PLD; above it: none of 1'
+    """
+    above = [str(name) for name, epsilon in epsilons.items() if epsilon > limit]
+    which = f" ({', '.join(above)})" if above else ""
+    return f"everybody {limit:.2f} by PLD; above it: {len(above) or 'none'} of {len(epsilons)}{which}"
+
+
 def falls(shares):
     """Whether shares (intervals) fall one after the other, from more than half to less than a tenth."""
     return intervals.every(

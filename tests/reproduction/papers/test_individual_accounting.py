@@ -12,6 +12,7 @@ from dpcompanion.reproduction import experiments, records, runs, scoreboard
 from dpcompanion.accounting import gaussian_delta
 from dpcompanion.reproduction.papers import individual_accounting as ia
 from dpcompanion.reproduction.papers import yu
+from dpcompanion.reproduction.papers.individual_accounting import words
 from dpcompanion.reproduction.runs import Run
 from dpcompanion.training import DPSGDPlan
 
@@ -206,6 +207,17 @@ def test_plans_are_those_of_the_papers_epsilons():
     plan = ia.make_plan(ia.MNIST, 60000, 1.0)
     assert isinstance(plan, DPSGDPlan) and plan.steps == 5900
     assert plan.epsilon(accountant="rdp") == pytest.approx(2.4, rel=1e-3) and plan.epsilon(accountant="pld") < 2.3
+
+
+@pytest.mark.parametrize("exhibit, name", [("figure-1", words.MNIST), ("figure-1-resnet20", words.RESNET)])
+def test_what_everybody_has_by_a_records_configuration_is_what_its_run_had(exhibit, name):
+    record = experiments.get(f"{ia.NAME}/{exhibit}").record("paper")
+    by = {accountant: words.plain_epsilon(record, name, accountant) for accountant in ("rdp", "pld")}
+    assert by["rdp"] == pytest.approx(record.values[f"{name}.worst_case"], rel=1e-9)
+    assert by["pld"] == pytest.approx(record.values[f"{name}.pld.worst_case"], rel=1e-6)
+    top = record.values[f"{name}.worst_case"]
+    below = yu.share_below(record.arrays[f"{name}.rdp"], top, by["pld"])
+    assert 0 < below < yu.share_below(record.arrays[f"{name}.rdp"], top, top) == 1
 
 
 def test_a_record_that_leaves_the_papers_networks_out_neither_reproduces_nor_contradicts(tmp_path):

@@ -69,6 +69,20 @@ def test_a_run_charges_what_the_tracker_of_its_setting_charges():
     assert none[0]["passes"] == 0 and (none[1]["epsilon"] >= arrays["epsilon"] * (1 - 1e-9)).mean() > 0.9
 
 
+def test_what_everybody_has_by_a_records_configuration_is_what_its_run_had():
+    for exhibit, setting, n, top in (
+        ("figure-1", None, None, "worst_case"),
+        ("figure-1-short", None, None, "worst_case"),
+        ("figure-4-short", "gender", 6_240, "gender.worst_case"),
+    ):
+        record = experiments.get(f"{chapter.NAME}/{exhibit}").record("paper")
+        which = record.config["settings"][setting] if setting else None
+        by = {accountant: chapter.plain_epsilon(record, which, n, accountant) for accountant in ("rdp", "pld")}
+        assert by["rdp"] == pytest.approx(record.values[top], rel=1e-9) and by["pld"] < by["rdp"]
+        if exhibit == "figure-1":  # the paper's setting
+            assert by["pld"] == pytest.approx(record.values["mnist.worst_case_pld"], rel=1e-6)
+
+
 def test_the_divergence_of_a_mixture_of_histories_is_that_of_quadrature():
     """Two steps, so that the outputs are a plane."""
     config = chapter.Hidden(norms=(0.3, 1.0), sample_rate=0.4, noise=0.8)

@@ -1,6 +1,8 @@
-"""What the book calls the runs of this paper."""
+"""What the book calls the runs of this paper, and what everybody has in one."""
 
 from dpcompanion.reproduction import plotting
+from dpcompanion.reproduction.papers.individual_accounting.runs import make_plan
+from dpcompanion.reproduction.papers.yu import Task
 
 DIGITS, MNIST, RESNET = "mnist-5k", "mnist_cnn", "cifar10_resnet20"
 _DATA = {DIGITS: "digits", MNIST: "MNIST", RESNET: "CIFAR-10, ResNet-20"}
@@ -38,3 +40,12 @@ def label(record, kind, what=""):
     name = next(name for name in _DATA if name in record.config["tasks"])
     parts = [_DATA[name], f"{record.config['tasks'][name]['epochs']} epochs", *([what] if what else [])]
     return f"{', '.join(parts)} ({kind})"
+
+
+def plain_epsilon(record, name, accountant="pld"):
+    """What plain accounting gives everybody in the run of a record's task.
+
+    One example's gradients or zeros in their place, Poisson sampling, the task's delta.
+    """
+    n = next(entry["examples"] for entry in record.data if entry["split"] == "train")
+    return make_plan(Task(**record.config["tasks"][name]), n, 1.0).epsilon(accountant=accountant)

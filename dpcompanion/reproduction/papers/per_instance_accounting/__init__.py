@@ -13,6 +13,6 @@ What the two versions of the paper share is done in `individual_accounting`, who
 """
 
 from . import runs, accounts, membership, clipping, hidden, resnets
-from .runs import DIGITS, NAME, SETTINGS, make_plan, run_setting, worst_case
+from .runs import DIGITS, NAME, SETTINGS, make_plan, plain_epsilon, run_setting, worst_case
 from .accounts import figure_1
 from .hidden import Hidden, algorithm_1, histories, true_divergence

@@ -193,6 +193,17 @@ def label(record, setting=None):
     return ", ".join(words)
 
 
+def plain_epsilon(record, setting=None, n=None, accountant="pld"):
+    """What plain accounting gives everybody in the run of a record, or of one of its settings, on `n` examples.
+
+    One example's gradients or zeros in their place, Poisson sampling, delta 1e-5. By default `n` is the record's.
+    """
+    if n is None:
+        n = next(entry["examples"] for entry in record.data if entry["split"] == "train")
+    setting = types.SimpleNamespace(**(setting or record.config["setting"]))
+    return make_plan(setting, n, 1.0).epsilon(accountant=accountant)
+
+
 def of_examples(record, share):
     """The interval of a share of the training examples."""
     n = next(entry["examples"] for entry in record.data if entry["split"] == "train")
