@@ -175,6 +175,61 @@ def test_analytic_epsilon_solves_the_exact_equation():
         assert intrinsic_epsilon(ratio, 1.0, delta) == pytest.approx(exact, rel=1e-9)
 
 
+def counted_delta(epsilon, shift, *stds):
+    """The delta of a shift under independent Gaussian noises of these sizes, from the sum of densities on a grid."""
+    reach = 10 * math.hypot(*stds) + shift
+    points, spacing = np.linspace(-reach, reach, 4001, retstep=True)
+
+    def density(center):
+        found = stats.norm(center, stds[0]).pdf(points)
+        for std in stds[1:]:
+            found = np.convolve(found, stats.norm(0, std).pdf(points), mode="same") * spacing
+        return found
+
+    return float(np.clip(density(shift) - math.exp(epsilon) * density(0.0), 0, None).sum() * spacing)
+
+
+def test_theorem_1_holds_below_epsilon_1_and_not_at_every_epsilon_above():
+    for delta in (0.5, 0.1, 1e-2, 9.62e-5, 2.64e-6, 1e-9):
+        for epsilon in (0.05, 0.3, 0.7, 0.999):
+            sigma = math.sqrt(2 * math.log(1.25 / delta)) * 0.05 / epsilon
+            assert 0 < counted_delta(epsilon, 0.05, sigma) <= delta
+            by_library = augmented_sigma(0.05, 0.0, target_epsilon=epsilon, target_delta=delta, mechanism="classical")
+            assert by_library == pytest.approx(sigma, rel=1e-12)
+    sigma = math.sqrt(2 * math.log(1.25 / 9.62e-5)) * 0.05 / 12
+    assert counted_delta(12, 0.05, sigma) > 5 * 9.62e-5
+
+
+def algorithm_2(sigma_i, epsilon, delta, sensitivity, *, printed=False):
+    """The standard deviation that it adds, by hand; with the constant as printed, or as equation 16 means it."""
+    c = math.sqrt(2 * math.log(1.25) / delta) + 1e-5 if printed else math.sqrt(2 * math.log(1.25 / delta))
+    target = c * sensitivity / epsilon
+    return math.sqrt(target**2 - sigma_i**2) if sigma_i < target else 0.0
+
+
+def test_theorem_3_holds_of_round_gaussian_noise_and_of_no_other():
+    delta, sensitivity = 1e-4, 0.05
+    for epsilon in (0.1, 0.5, 0.999):
+        for sigma_i in (0.05, 0.2, 0.8, 5.0):
+            added = algorithm_2(sigma_i, epsilon, delta, sensitivity)
+            told = counted_delta(epsilon, sensitivity, *filter(None, (sigma_i, added)))
+            assert told <= delta
+            by_library = augmented_sigma(
+                sensitivity, sigma_i, target_epsilon=epsilon, target_delta=delta, mechanism="classical"
+            )
+            assert by_library == pytest.approx(added, rel=1e-9)
+            # The misprinted constant is on the safe side for a small delta.
+            literal = algorithm_2(sigma_i, epsilon, delta, sensitivity, printed=True)
+            assert literal >= added
+            assert counted_delta(epsilon, sensitivity, *filter(None, (sigma_i, literal))) <= told + 1e-12
+    # Standard deviations of 0.4 and 0.04 pool to 0.284. Where there is little noise, what is added is too little.
+    pooled, little = math.sqrt((0.4**2 + 0.04**2) / 2), 0.04
+    added = algorithm_2(pooled, 0.7, delta, sensitivity)
+    assert added > 0 and counted_delta(0.7, sensitivity, little, added) > 10 * delta
+    assert algorithm_2(pooled, 0.999, delta, sensitivity) == 0
+    assert counted_delta(0.999, sensitivity, little) > 1000 * delta
+
+
 def test_classical_epsilon_is_no_bound_for_large_ratios():
     small, large = intrinsic_epsilon([0.1, 10.0], 1.0, 1e-5, mechanism="classical")
     exact_small, exact_large = intrinsic_epsilon([0.1, 10.0], 1.0, 1e-5)

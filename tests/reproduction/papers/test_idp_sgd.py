@@ -1,14 +1,18 @@
 import dataclasses
 import functools
+import itertools
 import math
 import pathlib
 
+import numpy as np
 import pytest
 import torch
+from dp_accounting.pld import privacy_loss_distribution
+from scipy import stats
 
-from dpcompanion import attacks, data
+from dpcompanion import attacks, data, idp
 from dpcompanion.reproduction import experiments, published, records
-from dpcompanion.accounting import rdp_sampled_gaussian
+from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
 from dpcompanion.reproduction.comparison import compare
 from dpcompanion.reproduction.papers import idp_sgd as chapter
 from dpcompanion.reproduction.papers.idp_sgd import pate_students, training
@@ -379,6 +383,109 @@ def test_individualised_dp_lies_between_dp_at_the_smallest_and_at_the_largest_bu
     deltas = [(one - math.exp(epsilon) * other).clamp(min=0).sum(-1) for epsilon in (0.3, *chapter.BUDGETS)]
     assert all((strict >= loose).all() for strict, loose in zip(deltas, deltas[1:]))
     assert all((strict > loose).any() for strict, loose in zip(deltas, deltas[1:]))
+
+
+@pytest.mark.parametrize("noise_multiplier", [1.0, 10.0, 100.0])
+def test_algorithm_1_as_printed_tells_by_the_length_of_its_noise_how_many_were_drawn(noise_multiplier):
+    """Two people, or one, each drawn with probability 1/2, whose gradients are zero: line 8 divides the noise by their
+    number, so that in 1,000 dimensions short noise means two."""
+    dimensions = 1000
+    short = 0.75 * noise_multiplier * math.sqrt(dimensions)
+
+    def chance(people, divisor):
+        return sum(
+            math.comb(people, drawn)
+            * 0.5**people
+            * stats.chi(dimensions).cdf(short * divisor(drawn) / noise_multiplier)
+            for drawn in range(1, people + 1)
+        )
+
+    claimed = compute_epsilon(sample_rate=0.5, noise_multiplier=noise_multiplier, steps=1, delta=1e-5, accountant="rdp")
+    printed = chance(2, lambda drawn: drawn) - math.exp(claimed) * chance(1, lambda drawn: drawn)
+    assert printed == pytest.approx(0.25, abs=1e-6)  # the delta that claimed goes with is at least that, not 1e-5
+    assert chance(2, lambda drawn: 1) < 1e-6  # by a constant: noise of one length
+
+
+# Theorems G.1 and G.2 counted out: five people in three groups, two steps, one dimension.
+FIVE = [0, 0, 1, 1, 2]
+LAST = [1, 3, 4]  # one of each group
+TWO_STEPS = {"sample_rate": 0.3, "steps": 2, "target_delta": 1e-3}
+# The gradient of each, as a share of their clip norm, after the first output (0 at the first step).
+STRATEGIES = {
+    "alone": lambda seen, who, mine: float(who == mine) + 0 * seen,
+    "together": lambda seen, who, mine: 1 + 0 * seen,
+    "against": lambda seen, who, mine: (-1.0) ** who * np.where(seen > 0, 1, -1),
+    "adaptive": lambda seen, who, mine: np.where(seen > 0, 1, -1) if who == mine else np.cos(seen + who),
+}
+
+
+def five_people(method, accountant):
+    """(rate, clip norm) of each group, and the standard deviation of the noise."""
+    given = ([0.5, 1.0, 2.0], [2, 2, 1])
+    if method == "sample":
+        found = idp.sample_parameters(*given, accountant=accountant, **TWO_STEPS)
+        return [(rate, 1.0) for rate in found.sample_rates.tolist()], float(found.noise_multiplier)
+    found = idp.scale_parameters(*given, max_grad_norm=1.0, accountant=accountant, **TWO_STEPS)
+    return [(0.3, norm) for norm in found.max_grad_norms.tolist()], float(found.noise_multiplier)
+
+
+def delta_of_two_steps(people, std, strategy, mine, epsilon):
+    """The delta of both noisy sums, with `mine` and without, from all sets that may be drawn."""
+    reach = 8 * std + sum(norm for _, norm in people)
+    outputs, spacing = np.linspace(-reach, reach, 401, retstep=True)
+
+    def density(seen, present):
+        total = np.zeros((len(seen), len(outputs)))
+        for drawn in itertools.product((0, 1), repeat=len(present)):
+            chance, shift = 1.0, np.zeros(len(seen))
+            for here, who in zip(drawn, present):
+                rate, norm = people[who]
+                chance *= rate if here else 1 - rate
+                shift = shift + here * norm * strategy(seen, who, mine)
+            total += chance * np.exp(-((outputs - shift[:, None]) ** 2) / (2 * std**2))
+        return total / (std * math.sqrt(2 * math.pi))
+
+    def both(present):
+        return density(np.zeros(1), present)[0][:, None] * density(outputs, present)
+
+    everybody = list(range(len(people)))
+    one, other = both(everybody), both([who for who in everybody if who != mine])
+    assert one.sum() * spacing**2 == pytest.approx(1, abs=1e-9)
+    return max(np.clip(a - math.exp(epsilon) * b, 0, None).sum() * spacing**2 for a, b in ((one, other), (other, one)))
+
+
+@pytest.mark.parametrize("method", ["sample", "scale"])
+def test_theorems_g_1_and_g_2_hold_of_two_steps_counted_out_whatever_the_others_do(method):
+    """Whoever leaves, two outputs tell no more than their own group's budget, and what others do only hides more."""
+    for accountant in ("rdp", "pld"):
+        groups, std = five_people(method, accountant)
+        people = [groups[group] for group in FIVE]
+        for budget, mine in zip((0.5, 1.0, 2.0), LAST):
+            spent = {
+                name: delta_of_two_steps(people, std, strategy, mine, budget) for name, strategy in STRATEGIES.items()
+            }
+            assert max(spent.values()) <= TWO_STEPS["target_delta"], (accountant, budget, spent)
+            assert spent["alone"] == max(spent.values())
+            if accountant == "pld":
+                assert spent["alone"] >= 0.99 * TWO_STEPS["target_delta"]  # a budget that is used up
+    # The next group's parameters are too much for a budget: what is counted here can be exceeded.
+    for budget, stranger in zip((0.5, 1.0), LAST[1:]):
+        assert delta_of_two_steps(people, std, STRATEGIES["alone"], stranger, budget) > 0.01
+
+
+@pytest.mark.parametrize("setup", ["A", "B"])
+@pytest.mark.parametrize("method", ["sample", "scale"])
+def test_theorems_g_1_and_g_2_hold_at_the_papers_scale_by_dp_accounting(method, setup):
+    """MNIST: dp-accounting's epsilon of each group's own mechanism, over all steps, is within the group's budget."""
+    training = chapter.TABLE_5["mnist"]
+    noise, rates, norms = chapter.parameters(method, chapter.BUDGETS, chapter.GROUPS[setup], training, 1e-5)
+    multipliers = float(noise) * training.clip / norms
+    for budget, rate, multiplier in zip(chapter.BUDGETS, rates.tolist(), multipliers.tolist()):
+        step = privacy_loss_distribution.from_gaussian_mechanism(
+            multiplier, sampling_prob=rate, value_discretization_interval=1e-3
+        )
+        spent = step.self_compose(training.steps).get_epsilon_for_delta(1e-5)
+        assert 0.85 * budget < spent <= budget
 
 
 def test_the_students_regressions_are_gradient_descent_on_the_mean_cross_entropy():
