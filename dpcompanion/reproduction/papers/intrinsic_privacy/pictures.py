@@ -80,12 +80,12 @@ def answer(found):
 
 
 def paths(found):
-    """Figure 1: two weights during training."""
+    """Figure 1: two weights during training, of the first six runs."""
     import matplotlib.pyplot as plt
 
     fig, axes = plotting.figure(columns=2, height=3.4)
     for ax, (kind, record) in zip(axes, found.items()):
-        for path in np.moveaxis(record.arrays["path"], 1, 0):
+        for path in np.moveaxis(record.arrays["path"][:, :6], 1, 0):
             ax.plot(*path.T, linewidth=1, alpha=0.8)
             ax.plot(*path[-1], "o", color="black", markersize=4)
         ax.plot(*record.arrays["path"][0, 0], "s", color="black", markersize=6)
@@ -94,7 +94,7 @@ def paths(found):
             title=f"{NAMES[next(iter(record.config['tasks']))]} ({kind})", xlabel=f"weight {i}", ylabel=f"weight {j}"
         )
     plt.show()
-    return plotting.digest(digits=3, **{kind: record.arrays["path"] for kind, record in found.items()})
+    return plotting.digest(digits=3, **{kind: record.arrays["path"][:, :6] for kind, record in found.items()})
 
 
 def distances(found, panels=None):

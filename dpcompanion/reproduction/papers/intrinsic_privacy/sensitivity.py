@@ -27,10 +27,11 @@ from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
 
 @dataclasses.dataclass(frozen=True)
 class Paths(Grids):
-    """Figure 1: which two weights to follow, for how many seeds, at how many steps."""
+    """Figure 1: which two weights to follow, for how many seeds, at how many steps; six runs are drawn, and twenty
+    pairs tell how far runs end apart."""
 
     coordinates: tuple = (26, 36)
-    runs: int = 6
+    runs: int = 40
     points: int = 60
 
 
