@@ -42,6 +42,10 @@ class Audit(Grids):
     first_seed: int = 100_000
 
 
+# Of shrinkage: a weight that none of the drawn batches moves has no noise at all, and its covariance no inverse.
+_HAIR = 1e-9
+
+
 def worst_neighbors(weights, count):
     """The data sets furthest from data set 0 by `mahalanobis`, of a small grid: candidates for an audit."""
     covariance, _ = op.noise_covariance(weights)
@@ -66,7 +70,7 @@ def gaussian_view(weights):
         square = torch.einsum("pi,ij,pj->p", differences, inverse, differences)
         return (square - (inverse * spread).sum((1, 2)) / seeds).clamp(min=0).sqrt()
 
-    covariance, _ = op.noise_covariance(weights, shrinkage=0.0)
+    covariance, _ = op.noise_covariance(weights, shrinkage=_HAIR)
     shrunk, shrinkage = op.noise_covariance(weights)
     return {
         "mu": mu(covariance),
@@ -82,9 +86,7 @@ def gaussian_ratio(first, second):
     """The log likelihood ratio of Gaussians fitted to two clouds of weights, (seeds, parameters), as a function."""
     fits = []
     for cloud in (first, second):
-        # A hair of shrinkage, since a weight that no batch moves has no noise at all;
-        # any score is a valid distinguisher.
-        covariance, _ = op.noise_covariance(cloud[None], shrinkage=1e-9)
+        covariance, _ = op.noise_covariance(cloud[None], shrinkage=_HAIR)  # any score is a valid distinguisher
         fits.append((cloud.mean(0), covariance, torch.linalg.slogdet(covariance).logabsdet))
 
     def score(weights):
@@ -141,7 +143,7 @@ def canary(found, weights, count):
     pull' S^-1 pull is taken, and the `count` examples that pull against it the most.
     Returns ((features, label), numbers).
     """
-    covariance, _ = op.noise_covariance(weights[:1], shrinkage=0.0)
+    covariance, _ = op.noise_covariance(weights[:1], shrinkage=_HAIR)
     mean, directions = weights[0].mean(0), torch.linalg.eigh(covariance).eigenvectors[:-1, :8].T
     norm = found.features.norm(dim=1).max()
     rows = torch.cat((directions, -directions)) / directions.norm(dim=1).repeat(2)[:, None] * norm
