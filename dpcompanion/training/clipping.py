@@ -49,6 +49,7 @@ from torch import nn
 from dpcompanion import _checks
 from dpcompanion._types import Loss
 from dpcompanion.training import checks, proof
+from dpcompanion.training.portions import examples_at_once
 from dpcompanion.training.sums import BUDGET, ClippedSum, functional, layerwise, per_example_gradients
 from dpcompanion.training.sums import clip_factors as clip_factors, in_best_format as in_best_format  # for others
 from dpcompanion.training.tensors import Unfit
@@ -120,7 +121,7 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, preci
     if method == "auto":
         method = resolve_method(model, loss, x, y, precision=precision, precise=precise)
     method = _held(method) if precise else method
-    chunk = chunk or 512
+    chunk = chunk or examples_at_once(model, loss, x, y, method, precision)
     if method in ("func", "held"):  # which hold a gradient of the whole model for each example
         chunk = max(1, min(chunk, BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad)))
     for start in range(0, len(x), chunk):
@@ -163,7 +164,8 @@ def clipped_sum(
         max_grad_norm: a number above 0, or a tensor (n,). One on a GPU is taken at its word: 0 there, or what is below
             or no number, leaves the example out.
         method: "auto", "mixed", "ghost" or "func".
-        chunk: examples in one pass at most; the sum does not depend on it but for rounding.
+        chunk: examples in one pass at most; by default as many as a processor's caches hold what they leave of
+            (`dpcompanion.training.portions`). The sum does not depend on it but for rounding.
         precision: None for the model's own type, or "bf16" (see above).
         precise: hold the gradients that are measured, and add them up in float64, as a plan that counts what floats do
             asks (`dpcompanion.training.floats`); sums and norms are then float64, and `method` is not "ghost".
@@ -212,7 +214,8 @@ def gradient_norms(
         loss: (outputs, targets) -> (n,).
         x, y: tensors whose first axis counts the examples.
         method: "auto", "mixed", "ghost" or "func".
-        chunk: examples in one pass at most; the norms do not depend on it but for rounding.
+        chunk: examples in one pass at most, by default as for `clipped_sum`; the norms do not depend on it but for
+            rounding.
         precision: None for the model's own type, or "bf16".
 
     Raises:

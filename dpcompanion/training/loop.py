@@ -73,7 +73,7 @@ def train(
     device: Device = None,
     method: str = "auto",
     precision: str | None = None,
-    physical_batch_size: int = 512,
+    physical_batch_size: int | None = None,
     trackers: Iterable[Any] = (),
     callbacks: Callbacks | None = None,
     checkpoint: Checkpoint | None = None,
@@ -96,7 +96,8 @@ def train(
         device: where to train; the model's own by default. Model and data (of a data set each draw) are moved there.
         method: how to clip, see `dpcompanion.training.clipping`.
         precision: None for the model's own, or "bf16" for the way forward and back, see there.
-        physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another.
+        physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another. By default
+            as many as suit a processor's caches (`dpcompanion.training.portions`), or 512.
         trackers: objects that follow the norms of all examples, such as a `dpcompanion.training.tracking.NormTracker`,
             and may clip to less than the plan does. They must have been made with this model, loss and data, and are
             saved with the run.
@@ -186,7 +187,9 @@ class _Loop:
         if plan.arithmetic == "real":
             checks.check_sums(model)
         checks.check_optimizer(optimizer, model)
-        self.physical_batch_size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
+        if physical_batch_size is not None:
+            _checks.whole_number("physical_batch_size", physical_batch_size, 1)
+        self.physical_batch_size = physical_batch_size
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed

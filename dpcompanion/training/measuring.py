@@ -37,7 +37,7 @@ class Measured:
         self.keep_norms = bool(keep_norms)
         self.method, self._proved = _checks.one_of("method", method, clipping.METHODS), False
         self.precision = _checks.one_of("precision", precision, clipping.PRECISIONS)
-        self.chunk = passes.chunk_for(self.data.probe[0]) if chunk is None else _checks.whole_number("chunk", chunk, 1)
+        self.chunk = None if chunk is None else _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((n,), largest, dtype=torch.float64, device=device)
         #: Steps begun, and full-batch passes made.

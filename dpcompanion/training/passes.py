@@ -15,19 +15,21 @@ from dpcompanion.training import checks, clipping, proof
 from dpcompanion.training.examples import examples_of  # noqa: F401 (for the example above)
 
 
-def norms_of_all(model, loss, examples, *, method, chunk, precision=None):
+def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None):
     """The gradient norm of each of the n examples (`dpcompanion.training.examples`), (n,), on the model's device.
 
-    The model computes in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example
-    gradients stay as they are.
+    `chunk` examples are loaded and measured at once, by default as many as suit memory and caches. The model computes
+    in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example gradients stay as they
+    are.
     """
     device = next(model.parameters()).device
     norms = []
     with undisturbed(model) as inner:
         before = checks.noted(inner, values=device.type == "cpu")  # elsewhere it would be waited for
-        for start in range(0, len(examples), chunk):
+        size = chunk or loaded_at_once(examples.probe[0])
+        for start in range(0, len(examples), size):
             with torch.random.fork_rng(devices=[]):  # a transform may draw
-                x, y = examples.part(start, start + chunk)
+                x, y = examples.part(start, start + size)
             norms.append(
                 clipping.gradient_norms(
                     inner, loss, x.to(device), y.to(device), method=method, chunk=chunk, precision=precision
@@ -45,10 +47,9 @@ def resolve_method(model, loss, examples, method, precision=None):
         return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method, precision)
 
 
-def chunk_for(x):
-    """512 examples of up to 1,024 numbers, fewer of larger ones: activations that leave the caches cost a third."""
-    numbers = x[0].numel()
-    return 512 if numbers <= 1024 else max(16, 2**18 // numbers)
+def loaded_at_once(x):
+    """512 examples of up to 8,192 numbers, fewer of larger ones, lest what they leave fill a GPU."""
+    return min(512, max(16, 2**22 // max(1, x[0].numel())))
 
 
 @contextlib.contextmanager

@@ -102,6 +102,24 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
     )
 
 
+def numbers_left(model, loss, x, y, method, precision=None):
+    """How many numbers `layerwise` finds or makes on its way back through the model for the examples (x, y): inputs and
+    output gradients of layers, and the gradients that it holds."""
+    recorder, numbers = Recorder(model), 0
+
+    def take(module, uses):
+        nonlocal numbers
+        layer = layer_gradient(module, uses, method, BUDGET)
+        held = getattr(layer, "gradients", {}).values()
+        numbers += sum(a.numel() + g.numel() for a, g in uses) + sum(g.numel() for g in held)
+
+    with recorder.listening(), torch.enable_grad():
+        losses = checks.check_losses(proof.losses_in(precision, model, loss, x, y), len(x))
+    with torch.no_grad():
+        recorder.backward(losses, take)
+    return numbers
+
+
 def _clip(layers, squares, losses, max_grad_norm, dtype, runs, precise=False):
     """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`; float64 if `precise`.
     Gradients are of `dtype`."""

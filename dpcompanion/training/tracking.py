@@ -81,8 +81,7 @@ class NormTracker(Measured, OwnLoop):
         trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch (`trajectory`): 4 bytes an
             example and epoch.
         keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass.
-        method, chunk: how the passes are computed, see `gradient_norms`; by default 512 small examples at a time, or as
-            many large ones as stay fast.
+        method, chunk: how the passes are computed, see `gradient_norms`.
         precision: None for the model's own, or "bf16": in what the passes go forward and back, see
             `dpcompanion.training.clipping`. Norms are then off by about a hundredth: with clipping "individual" no less
             is enforced than is charged, and an estimate is as much less accurate.
@@ -200,8 +199,7 @@ class NormTracker(Measured, OwnLoop):
                 clips, and who cannot pay takes no part. Needs clipping "individual" without running estimates.
             trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch (`trajectory`).
             keep_norms: keep the norms of each pass (`norms_of_passes`).
-            method, chunk: how the passes are computed, see `gradient_norms`; by default 512 small examples at a time,
-                or as many large ones as stay fast.
+            method, chunk: how the passes are computed, see `gradient_norms`.
             precision: None for the model's own, or "bf16": in what the passes go forward and back.
             rounding: of the account, r as a share of C, to whose multiples norms are rounded up; None for none.
             accountant: "pld" or "rdp"; the plan's by default.
