@@ -5,8 +5,7 @@ inputs :math:`A_i` (positions x in; the patches, for a convolution) and the grad
 of its outputs :math:`G_i` (out x positions).  The gradient of the weight is :math:`G_i A_i`.
 Clipping needs its norm, and then a weighted sum over examples.  Two ways:
 
-* explicit: multiply, in x out numbers an example, and take the norm; where a kernel moves by one pixel over many
-  positions, patches need not be copied (`_slid`);
+* explicit: multiply, in x out numbers an example, and take the norm;
 * ghost: :math:`\lVert G_i A_i\rVert^2 = \langle A_i A_i^T, G_i^T G_i\rangle`, positions^2 numbers an
   example and no gradient (Goodfellow 2015; Li et al. 2022; Bu et al. 2022).
   With one position it is a product of two norms.
@@ -60,6 +59,8 @@ from dpcompanion.training.tensors import (  # noqa: F401
     squared_norms,
 )
 
+# Where the axes of a convolution's weight, (n, out, in, height, width), are among those of its gradients as computed.
+AXES = (0, 1, 4, 2, 3)
 # Numbers that a block of examples may take while a norm is worked out.
 _BLOCK = 2**23
 
@@ -141,8 +142,7 @@ class Ghost:
     def _weight_squares(self, uses):
         positions = count_positions(self.module, uses)
         if positions > 1 and not gram_is_cheaper(self.module, positions):
-            gradients, _ = weight_gradients(self.module, uses)
-            return squared_norms(gradients)
+            return squared_norms(weight_gradients(self.module, uses))
         pairs = [matrices(self.module, a, g) for a, g in uses]
         inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
         if positions == 1:
@@ -202,8 +202,8 @@ class GhostReparametrized:
         for run in range(runs):
             mine, pull_back = slice(run * examples, (run + 1) * examples), self._pull_back(run)
             for block in ghost.blocks([(a[mine], g[mine]) for a, g in ghost.uses], CACHED):
-                gradients, axes = weight_gradients(ghost.module, block, slide=False)
-                yield pull_back(gradients.permute(axes) if axes else gradients)
+                gradients = weight_gradients(ghost.module, block)
+                yield pull_back(gradients.permute(AXES) if gradients.ndim == 5 else gradients)
 
     def squared_norms(self):
         squares = torch.cat([added_up(squared_norms(g) for g in pulled.values()) for pulled in self.pulled()])
@@ -211,7 +211,7 @@ class GhostReparametrized:
 
     def explicit(self):
         """The same, with the gradients held."""
-        gradients, axes = {}, (0, 1, 4, 2, 3) if isinstance(self.module, nn.Conv2d) else None
+        gradients, axes = {}, AXES if isinstance(self.module, nn.Conv2d) else None
         for pulled in self.pulled():
             for name, g in pulled.items():
                 gradients.setdefault(name, []).append(g.permute(0, 1, 3, 4, 2) if axes and name == "weight" else g)
@@ -308,12 +308,12 @@ def _rows(tensor, rows):
 
 def _explicit_matrices(module, uses):
     uses = in_one_precision(module, uses)
-    gradients, axes, trainable = {}, None, own_parameters(module)
+    gradients, trainable = {}, own_parameters(module)
     if "weight" in trainable:
-        gradients["weight"], axes = weight_gradients(module, uses)
+        gradients["weight"] = weight_gradients(module, uses)
     if "bias" in trainable:
         gradients["bias"] = added_up(bias_gradients(module, g) for _, g in uses)
-    return Explicit(gradients, axes)
+    return Explicit(gradients, AXES if type(module) is nn.Conv2d else None)
 
 
 def _explicit_norm_layer(module, uses):

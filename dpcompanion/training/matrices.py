@@ -15,7 +15,7 @@ from dpcompanion.training.tensors import added_up, own_parameters
 # What it costs to write a number of an explicit gradient and read it twice, in multiply-adds (measured on a CPU).
 _TRAFFIC = 16
 # Numbers that stay in a processor's cache while they are worked on several times.
-CACHED = 2**20
+CACHED = 2**19
 
 
 def padded(conv, a):
@@ -37,33 +37,22 @@ def _patches(conv, a):
     return windows.reshape(n, conv.groups, height * width, -1)
 
 
-def _slides(conv, g):
-    """Whether `_slid` is faster than patches (measured): steps of one pixel, and many of them beside the channels, but
-    not the colours of an image, whose products would have three columns, nor in bfloat16, whose products are of
-    copies."""
-    channels, positions = conv.weight.shape[1], g[0, 0].numel()
-    fits = positions > 2 * channels and channels != 3 and g.dtype != torch.bfloat16
-    return conv.stride == (1, 1) and fits
+def _strips(conv, a):
+    """(n, channels, height, width) -> (n * groups, rows x columns of the output, in): what lies before each column of
+    the output in one row of the (padded) input.  A patch is as many of them as its kernel has rows."""
+    windows = padded(conv, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    (_, width), stride, dilation = conv.kernel_size, conv.stride[1], conv.dilation[1]
+    windows = windows.unfold(2, dilation * (width - 1) + 1, stride)[..., ::dilation]
+    n, rows, columns = windows.shape[:3]
+    windows = windows.unflatten(3, (conv.groups, -1)).permute(0, 3, 1, 2, 5, 4)
+    return windows.reshape(n * conv.groups, rows * columns, -1)
 
 
-def _slid(conv, a, g):
-    """Gradients of a convolution's weight without patches, (n, height, width, out, in), for steps of one pixel.
-
-    With its rows padded to those of the input and laid end to end, an output gradient meets the input of each place of
-    the kernel at one constant offset: one product of matrices for each place, and nothing of the input is copied.
-    """
-    a, groups = padded(conv, a), conv.groups
-    width, wider = a.shape[3], a.shape[3] - g.shape[3]
-    length = g.shape[2] * width - wider
-    outputs = F.pad(g, (0, wider)).flatten(2)[..., :length].unflatten(1, (groups, -1)).flatten(0, 1)
-    inputs = a.flatten(2).unflatten(1, (groups, -1)).flatten(0, 1)
-    found = g.new_empty(len(g), *conv.kernel_size, *conv.weight.shape[:2])
-    for row in range(conv.kernel_size[0]):
-        for column in range(conv.kernel_size[1]):
-            offset = row * conv.dilation[0] * width + column * conv.dilation[1]
-            product = outputs @ inputs[..., offset : offset + length].mT
-            found[:, row, column] = product.view(len(g), *conv.weight.shape[:2])
-    return found
+def _by_strips(conv, positions):
+    """Whether strips are faster than patches (measured): where the kernel goes down row by row, over more positions
+    than there are channels to copy a gradient for; not where they are as narrow as those of an image's colours."""
+    out, inside, height, width = conv.weight.shape
+    return conv.stride[0] == 1 and height > 1 and inside * width >= 16 and positions > 2 * out
 
 
 def matrices(module, a, g):
@@ -114,20 +103,34 @@ def rows_at_once(device, numbers, rows):
     return max(1, CACHED // max(1, numbers)) if device.type == "cpu" else max(1, rows)
 
 
-def weight_gradients(module, uses, slide=True):
-    """Gradients of the weight over all uses of the layer, (n, ...), and where its axes are (see `Explicit`)."""
-    conv = type(module) is nn.Conv2d
-    slides = conv and slide and all(_slides(module, g) for _, g in uses)
+def weight_gradients(module, uses):
+    """Gradients of the weight over all uses of the layer, (n, out, in); those of a convolution in the order in which
+    they are computed, (n, out, height, width, in)."""
     out, inside, *kernel = module.weight.shape
 
     def of_use(a, g):
-        if slides:
-            return _slid(module, a, g)
-        found = g.new_empty(len(a), out, *kernel, inside)
-        rows = rows_at_once(a.device, count_positions(module, [(a, g)]) * module.weight[0].numel(), len(a))
+        found, positions = g.new_empty(len(a), out, *kernel, inside), count_positions(module, [(a, g)])
+        strips = bool(kernel) and _by_strips(module, positions)
+        seen = module.weight[0].numel() // (kernel[0] if strips else 1)
+        rows = rows_at_once(a.device, positions * seen, len(a))
         for i in range(0, len(a), rows):
-            inputs, outputs = matrices(module, a[i : i + rows], g[i : i + rows])
-            torch.matmul(outputs, inputs, out=found[i : i + rows].view(*outputs.shape[:3], -1))
+            multiply = _by_rows if strips else _at_once
+            multiply(module, a[i : i + rows], g[i : i + rows], found[i : i + rows])
         return found
 
-    return added_up(of_use(a, g) for a, g in uses), ((0, 3, 4, 1, 2) if slides else (0, 1, 4, 2, 3)) if conv else None
+    return added_up(of_use(a, g) for a, g in uses)
+
+
+def _at_once(module, a, g, found):
+    inputs, outputs = matrices(module, a, g)
+    torch.matmul(outputs, inputs, out=found.view(*outputs.shape[:3], -1))
+
+
+def _by_rows(conv, a, g, found):
+    """One product for each row of the kernel: of patches of 3 x 3 pixels only a third is copied."""
+    inputs, positions, per_row = _strips(conv, a), g[0, 0].numel(), conv.dilation[0] * g.shape[3]
+    outputs = g.reshape(len(inputs), -1, positions)
+    found = found.view(len(inputs), outputs.shape[1], conv.kernel_size[0], -1)
+    for row in range(conv.kernel_size[0]):
+        # Written where it is to go, products would be made one by one.
+        found[:, :, row] = outputs @ inputs[:, row * per_row : row * per_row + positions]
