@@ -2,7 +2,9 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
+import json
 import math
 import os
 import pathlib
@@ -34,8 +36,9 @@ def resumable(
 
     Pieces that `folder` already holds for the same `config` are read, not computed again; those of another
     configuration are ignored.  An interruption (Ctrl-C) loses the piece it hits and nothing else.  Each piece notes
-    what made it and in how many seconds.  Who does the pieces, `dpcompanion.reproduction.workers` says: this process,
-    or whatever back end of joblib is active, or a share of them.
+    what made it and in how many seconds, with those of earlier runs that it went on from (`unfinished`).  Who does the
+    pieces, `dpcompanion.reproduction.workers` says: this process, or whatever back end of joblib is active, or a share
+    of them.
 
     Args:
         work: piece name -> values that a record can hold, or a pair (values, {name: array}).
@@ -74,8 +77,9 @@ def resumable(
         for name, _ in workers.each(
             functools.partial(_make, work, kept_in, hashed), ours, lambda name: _is_there(kept_in, name, hashed)
         ):
-            seen[_path(kept_in, name)] = None  # this run's own, however often it is read again
-            results[name], _ = _arrived(kept_in, name, hashed)
+            results[name], made = _arrived(kept_in, name, hashed)
+            # This run's own, however often it is read again, but for what an earlier run had done of it.
+            seen[_path(kept_in, name)] = {**made, "seconds": made["earlier"]} if made.get("earlier") else None
             advance()
     # Another run may have done its share meanwhile.
     for name in left:
@@ -116,22 +120,25 @@ def _make(work: Callable[[str], Any], folder: pathlib.Path, hashed: str, name: s
     made: dict[str, Any] = {**software()}
     started, state = time.perf_counter(), folder / f"{name}.{hashed[:12]}.unfinished"
     folder.mkdir(parents=True, exist_ok=True)
-    token, begun = _UNFINISHED.set(state), state.exists()
+    stretch, begun = _Stretch(state), state.exists()
+    token = _UNFINISHED.set(stretch)
     try:
         try:
             values = work(name)
         except ValueError:
             if not begun:
                 raise
-            state.unlink(missing_ok=True)  # of an earlier version of the library, for instance
+            stretch.forget()  # what an earlier version of the library has left, for instance
             values = work(name)
     finally:
         _UNFINISHED.reset(token)
-    made["seconds"] = round(time.perf_counter() - started, 3)
+    made["seconds"] = round(time.perf_counter() - started + stretch.earlier, 3)
+    if stretch.earlier:
+        made["earlier"] = round(stretch.earlier, 3)
     values, arrays = values if _has_arrays(values) else (values, {})
     arrays = {key: np.asarray(array) for key, array in arrays.items()}
     write_whole(_path(folder, name), {"config": hashed, "made": made, "values": plain(values)}, arrays)
-    state.unlink(missing_ok=True)
+    stretch.forget()
 
 
 def _arrived(folder: pathlib.Path, name: str, hashed: str, patience: float = 60) -> tuple[Any, dict[str, Any]]:
@@ -162,10 +169,45 @@ def unfinished() -> pathlib.Path | None:
     >>> unfinished() is None
     True
     """
-    return _UNFINISHED.get()
+    stretch = _UNFINISHED.get()
+    return stretch and stretch.begin()
 
 
-_UNFINISHED: contextvars.ContextVar[pathlib.Path | None] = contextvars.ContextVar(
+@dataclasses.dataclass
+class _Stretch:
+    """Work at a piece from its start, or from the `state` that an interruption left, to its end or the next one.
+
+    `earlier` are the seconds that earlier stretches took until they last wrote the state: what came after it is done
+    again.  They are known from a note beside the state, of what they took and when this stretch began.
+    """
+
+    state: pathlib.Path
+    earlier: float = 0.0
+    begun: bool = False
+
+    @property
+    def _note(self):
+        return self.state.with_suffix(".begun")
+
+    def begin(self) -> pathlib.Path:
+        """The state's path, once it is noted that this stretch begins."""
+        if not self.begun:
+            with contextlib.suppress(*_NOT_THERE):
+                noted = json.loads(self._note.read_bytes())
+                self.earlier = noted["seconds"] + max(0.0, self.state.stat().st_mtime - noted["since"])
+            note = {"seconds": self.earlier, "since": time.time()}
+            _files.replace(self._note, json.dumps(note).encode())
+            self.begun = True
+        return self.state
+
+    def forget(self) -> None:
+        """Remove the state and its note."""
+        for path in (self.state, self._note):
+            path.unlink(missing_ok=True)
+        self.earlier, self.begun = 0.0, False
+
+
+_UNFINISHED: contextvars.ContextVar[_Stretch | None] = contextvars.ContextVar(
     "where the piece at hand keeps its state", default=None
 )
 _SEEN: contextvars.ContextVar[dict[pathlib.Path, dict[str, Any] | None] | None] = contextvars.ContextVar(

@@ -1,4 +1,5 @@
 import json
+import os
 
 import numpy as np
 import pytest
@@ -72,6 +73,51 @@ def test_a_record_lists_what_it_took_over_and_from_which_code(tmp_path, monkeypa
     assert [(each["commit"], each["pieces"]) for each in kept] == [("first", 2), ("second", 1)]
     assert all(each["seconds"] >= 0 for each in kept)
     assert written(kept, tmp_path) == kept
+
+
+def test_a_piece_tells_what_all_its_stretches_took(tmp_path):
+    """Those that were cut off count up to the last state that they left, be it by a kill."""
+
+    def begin(name):
+        state = pieces.unfinished()
+        assert state == pieces.unfinished()
+        state.write_text("half of it")
+        raise KeyboardInterrupt
+
+    def end(name):
+        assert pieces.unfinished().read_text() == "half of it"
+        return 1.0
+
+    for stretch in (100, 200):
+        with pytest.raises(KeyboardInterrupt):
+            pieces.resumable(begin, ["a"], folder=tmp_path, config={})
+        (state,) = tmp_path.glob("*.unfinished")
+        began = json.loads(state.with_suffix(".begun").read_text())["since"]
+        os.utime(state, (began + stretch, began + stretch))
+    with pieces.taken_over() as kept:
+        assert pieces.resumable(end, ["a"], folder=tmp_path, config={}) == {"a": 1.0}
+    assert [path.name for path in tmp_path.iterdir()] == ["a.piece.json"]
+    made = json.loads((tmp_path / "a.piece.json").read_text())["made"]
+    assert made["earlier"] == pytest.approx(300, abs=0.01) and 300 <= made["seconds"] < 310
+    assert [(each["pieces"], each["seconds"]) for each in kept] == [(1, made["earlier"])]
+
+
+def test_what_an_earlier_version_began_counts_for_nothing(tmp_path):
+    def work(name):
+        state = pieces.unfinished()
+        if not state.exists():
+            return 1.0
+        raise ValueError("another format")
+
+    with pytest.raises(KeyboardInterrupt):
+        pieces.resumable(_cut_off, ["a"], folder=tmp_path, config={})
+    assert pieces.resumable(work, ["a"], folder=tmp_path, config={}) == {"a": 1.0}
+    assert "earlier" not in json.loads((tmp_path / "a.piece.json").read_text())["made"]
+
+
+def _cut_off(name):
+    pieces.unfinished().write_text("of another version")
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("names", [["a/b"], ["../a"], [""], [3], ["a", "a"]])
