@@ -3,7 +3,7 @@
 On a processor time goes where memory is: the gradients that are held until their norms are known, and the inputs and
 output gradients of layers, are written and read again, several times slower once they leave the caches. Too few
 examples at once leave matrices small and Python busy. So a network's numbers are counted on two examples, and as many
-go at once as leave `CACHED` numbers. Against all 512 at once, clipped sums of ResNet-20 take two thirds of the time,
+go at once as leave `NUMBERS` numbers. Against all 512 at once, clipped sums of ResNet-20 take two thirds of the time,
 those of the CIFAR-10 CNN and of a small transformer three quarters and less; networks for digits are as they were.
 
 >>> from dpcompanion.training import cross_entropy, models
@@ -23,7 +23,7 @@ from dpcompanion.training.sums import numbers_left
 
 #: Numbers that the examples which go through a network at once may leave, and the fewest and most such examples
 #: (measured on one core, for networks of 10^4 to 3 * 10^6 parameters; twice or half as many change little).
-CACHED, FEWEST, MOST = 2**25, 32, 512
+NUMBERS, FEWEST, MOST = 2**25, 32, 512
 
 # {model: {what else matters: numbers that an example leaves}}: they depend on shapes alone, and are counted once.
 _counted = weakref.WeakKeyDictionary()
@@ -41,4 +41,4 @@ def examples_at_once(model, loss, x, y, method, precision=None):
     if key not in counted:
         with torch.random.fork_rng(devices=[]), checks.probing(model):
             counted[key] = numbers_left(model, loss, x[:2], y[:2], method, precision) / 2
-    return min(MOST, max(FEWEST, int(CACHED / max(1, counted[key]))))
+    return min(MOST, max(FEWEST, int(NUMBERS / max(1, counted[key]))))
