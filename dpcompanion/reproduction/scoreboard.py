@@ -96,8 +96,8 @@ class Standing:
             parts = [f"{self.record.preset} record"]
             if all(experiments.is_stand_in(each, self.exhibit.name) for each in (self.record, *self.parts)):
                 parts[0] += " of a stand-in"
-            if self.record.seeds:
-                parts.append("one seed" if len(self.record.seeds) == 1 else f"{len(self.record.seeds)} seeds")
+            if self._seeds:
+                parts.append(self._seeds)
             if self.stale:
                 parts.append("stale")
             parts += [f"with {part}" for part in self.shortened]
@@ -115,17 +115,33 @@ class Standing:
         """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None where nothing is.
 
         The second is a command, or says what has to be written first. The first says how long it takes, where that is
-        known.
+        known. Where all is run and too few seeds leave claims undecided, it is twice as many seeds.
         """
         if self._left is None:
-            return None
+            return self._more_seeds
         what, how = self._left
         takes = [published.exhibit(name).takes for name in re.findall(r"dpcompanion run (\S+)", how)]
         return "; ".join([what, *filter(None, takes)]), how
 
     @property
+    def _more_seeds(self) -> tuple[str, str] | None:
+        """`to_do` where nothing is left but to decide what a record's seeds leave undecided."""
+        claims = self.findings.get("undecided", 0) + self.smaller.get("undecided", 0)
+        if self.record is None or not claims or not self.record.config.get("seeds"):
+            return None
+        more = " ".join(map(str, range(2 * len(self.record.seeds))))
+        command = f"dpcompanion run {self.record.name} --preset paper --seeds {more}"
+        return f"claims undecided with {self._seeds}: {claims}", command
+
+    @property
+    def _seeds(self) -> str:
+        """How many seeds the record has, in words, or nothing."""
+        seeds = len(self.record.seeds) if self.record is not None else 0
+        return "one seed" if seeds == 1 else f"{seeds} seeds" if seeds else ""
+
+    @property
     def _left(self) -> tuple[str, str] | None:
-        """`to_do` without times."""
+        """`to_do` without times and further seeds."""
         recorded = self.record if self.record is not None and self.record.preset == "paper" else None
         tasks = states.not_run(self.exhibit, recorded, self.parts)
         missing = ", ".join([*self.missing, *(f"more than {part}" for part in self.shortened)])

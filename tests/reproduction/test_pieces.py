@@ -25,6 +25,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
     assert done["seed-1"][0] == {"accuracy": 1.0} and done["seed-1"][1]["norms"].tolist() == [1, 1, 1]
     pieces.resumable(work, names, folder=tmp_path, config={"lr": 2})
     assert len(calls) == 8  # another configuration: everything anew
+    with pytest.raises(KeyboardInterrupt):
+        pieces.resumable(_cut_off, ["half"], folder=tmp_path, config={})
+    assert len(list(tmp_path.glob("half.*"))) == 2  # its state, and when it began
     pieces.discard(tmp_path)
     assert not tmp_path.exists()
 

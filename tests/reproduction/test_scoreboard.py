@@ -365,4 +365,17 @@ def test_settings_and_numbers_of_other_tables_are_no_results():
 
 def test_another_exhibits_tasks_that_were_not_run_leave_an_exhibit_whole():
     one = BY_NAME["idp-sgd/figure-1"]
-    assert one.record.name == "idp-sgd/table-2" and one.record.values["not_run"] and one.to_do is None
+    assert one.record.name == "idp-sgd/table-2" and one.record.values["not_run"] and one._left is None
+
+
+@pytest.mark.parametrize("sample, left", [([90.0, 96.0, 93.0], True), ([95.0, 95.1, 95.2], False)])
+def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample, left):
+    kept = BY_NAME["idp-sgd/table-14"].record
+    accuracies = {f"weight_{weight}": [90.0, 90.1, 90.2] for weight in (0, 25, 50, 75)} | {"weight_100": sample}
+    values = {key: records.mean_and_sd(each) for key, each in accuracies.items()}
+    values |= {f"{key}.final": each for key, each in accuracies.items()}
+    config = {**kept.config, "seeds": [0, 1, 2]}
+    records.write(records.make(kept.name, "paper", values, config=config, data=kept.data), tmp_path)
+    one = scoreboard.standing(kept.name, folder=tmp_path)
+    more = f"dpcompanion run {kept.name} --preset paper --seeds 0 1 2 3 4 5"
+    assert one.to_do == (("claims undecided with 3 seeds: 1", more) if left else None)

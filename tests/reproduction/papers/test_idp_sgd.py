@@ -15,7 +15,7 @@ from dpcompanion.reproduction import experiments, published, records
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
 from dpcompanion.reproduction.comparison import compare
 from dpcompanion.reproduction.papers import idp_sgd as chapter
-from dpcompanion.reproduction.papers.idp_sgd import pate_students, training
+from dpcompanion.reproduction.papers.idp_sgd import classes, pate_students, side_by_side, training
 from dpcompanion.reproduction.papers.idp_sgd.training import plan_of
 from dpcompanion.training import cross_entropy, train
 
@@ -278,6 +278,26 @@ def test_the_search_for_level_budgets_helps_those_that_lag_keeps_the_mean_and_ha
     assert (cost >= budgets[:2].amax(0) * 0.99).all() and (cost <= budgets[:2].sum(0) + 0.5).all()
 
 
+def test_a_search_for_budgets_that_was_broken_off_goes_on_and_ends_with_the_same(tmp_path, monkeypatch):
+    config = dataclasses.replace(experiments.get("idp-sgd/table-11").presets["quick"], task=TINY, rounds=2, runs=2)
+    whole = chapter.level_budgets(config, run_of(config, tmp_path / "whole"))
+    trained, left = [], [3]  # it is broken off at its fourth training
+
+    def train_all(*arguments, **options):
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        trained.append(arguments[2])
+        return side_by_side.train_all(*arguments, **options)
+
+    monkeypatch.setattr(classes, "train_all", train_all)
+    with pytest.raises(KeyboardInterrupt):
+        chapter.level_budgets(config, run_of(config, tmp_path))
+    left[0] = 10
+    assert torch.equal(chapter.level_budgets(config, run_of(config, tmp_path)), whole)
+    assert len(trained) == len({seed for (seed,) in trained}) == 4, "no training is done twice"
+
+
 def test_lira_finds_more_of_those_who_allow_more(tmp_path):
     config = dataclasses.replace(experiments.get("idp-sgd/figure-2").presets["quick"], shadows=8, targets=2)
     found = chapter.attacked(config, "sample", run_of(config, tmp_path))
@@ -357,8 +377,8 @@ def test_texts_are_learned_within_each_groups_budget(few_texts, tmp_path, monkey
         spent = plan.epsilon(accountant="rdp")
         assert plan.n == {1.0: 48, 5.0: 20}[budgets[0]] and plan.steps == 8
         assert (spent.unique() <= torch.tensor(budgets, dtype=torch.float64)[: len(spent.unique())]).all()
-    for row, classes in (("charrnn_surnames", 3), ("embedding_imdb", 2)):
-        assert values[f"{row}.majority"] >= 100 / classes and values[f"{row}.scale"].n == 2
+    for row, labels in (("charrnn_surnames", 3), ("embedding_imdb", 2)):
+        assert values[f"{row}.majority"] >= 100 / labels and values[f"{row}.scale"].n == 2
         assert values[f"{row}.scale"].mean == pytest.approx(sum(values[f"{row}.scale.final"]) / 2)
         assert len(values[f"{row}.scale.accuracy"]) == 2 and values[f"{row}.scale.dropped"] == 0
     record = records.make(

@@ -129,10 +129,15 @@ def level_budgets(config, run):
     features, labels = found.features.to(run.device), found.labels.to(run.device)
     for number in range(config.rounds):
         history.append(budgets)
-        seeds = [derive_seed(number, "level", r) % 2**31 for r in range(config.runs)]
         plan = plan_of("sample", found.labels, tuple(budgets.tolist()), task.training, delta=config.delta)
-        trained = train_all(task, [plan] * config.runs, seeds, found.features, found.labels, device=run.device)
-        reached = class_accuracy(trained.predict(features).flatten(0, 1), labels.repeat(config.runs)).cpu()
+        seeds = [derive_seed(number, "level", r) % 2**31 for r in range(config.runs)]
+        pieces = {f"round-{number}.seed-{seed}": seed for seed in seeds}
+
+        def work(piece, plan=plan, pieces=pieces):
+            trained = train_all(task, [plan], [pieces[piece]], found.features, found.labels, device=run.device)
+            return class_accuracy(trained.predict(features)[0], labels)
+
+        reached = torch.tensor(list(run.pieces(work, pieces, label=f"round {number + 1}").values())).double().mean(0)
         budgets = budgets * torch.exp(config.step * (reached.mean() - reached).clamp(-10, 10))
         budgets = (budgets * config.baseline / budgets.mean()).round(decimals=2)
     return torch.stack([*history, budgets])
