@@ -6,8 +6,8 @@
     dpcompanion steps --epsilon 1 --delta 1e-5 --noise-multiplier 1 --sample-rate 0.01
     dpcompanion list
     dpcompanion run idp-sgd/table-5 --preset paper
-    dpcompanion run idp-sgd/table-2-cifar10 --preset paper --shard 2/5
-    dpcompanion merge idp-sgd/table-2-cifar10 --preset paper
+    dpcompanion run idp-sgd/figures-5-6 --preset paper --shard 2/5
+    dpcompanion merge idp-sgd/figures-5-6 --preset paper
 
 Every answer names the neighbouring relation, the sampler, the accountant and delta.  It is rounded to the safe side,
 what was given is not rounded, and `--json` gives all digits.  A mistake ends in one line on stderr and exit status 2.

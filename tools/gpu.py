@@ -30,7 +30,8 @@ NEEDED = ("torch", "numpy", "scipy", "cryptography", "mpmath")
 RECORDS = (
     "idp-sgd/table-8-cifar10-a",
     "idp-sgd/table-8-cifar10-b",
-    "idp-sgd/table-2-cifar10",
+    "idp-sgd/table-2-cifar10-a",
+    "idp-sgd/table-2-cifar10-b",
     "idp-sgd/figure-2",
     "individual-accounting/figure-3",
     "individual-accounting/figures-9-10",

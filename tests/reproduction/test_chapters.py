@@ -127,7 +127,7 @@ def test_long_tables_unfold_and_what_was_not_run_stands_apart():
 
 def test_an_exhibit_is_shown_with_the_numbers_of_its_parts(monkeypatch):
     part = records.make(
-        "idp-sgd/table-2-cifar10",
+        "idp-sgd/table-2-cifar10-a",
         "paper",
         {"cifar10.A.dpsgd": 10.0},
         config={"kinds": []},

@@ -334,10 +334,10 @@ def of_part(folder, name, values, model="resnet20", data="mnist"):
 
 
 def test_a_part_counts_with_the_exhibits_own_record_and_without_it(tmp_path):
-    of_part(tmp_path, "idp-sgd/table-2-cifar10", {"cifar10.A.dpsgd": 10.0})
+    of_part(tmp_path, "idp-sgd/table-2-cifar10-a", {"cifar10.A.dpsgd": 10.0})
     one = scoreboard.standing("idp-sgd/table-2", folder=tmp_path)
-    assert one.numbers["differs"] == 1 and one.record.name == "idp-sgd/table-2-cifar10"
-    assert one.to_do[1].startswith("dpcompanion run idp-sgd/table-2 ")
+    assert one.numbers["differs"] == 1 and one.record.name == "idp-sgd/table-2-cifar10-a"
+    assert one.to_do[1].startswith("dpcompanion run idp-sgd/table-2-cifar10-b "), "the parts come first"
     of_part(tmp_path, "idp-sgd/table-2", {"mnist.A.dpsgd": 10.0})
     assert scoreboard.standing("idp-sgd/table-2", folder=tmp_path).numbers["differs"] == 2
     assert len(scoreboard.compared([one])[0][1].rows) == 18

@@ -66,7 +66,8 @@ _AHEAD = "ahead of DP-SGD at the smallest budget: the 95% interval of the paired
 
 
 @finding("idp-sgd/table-2", _AHEAD)
-@finding("idp-sgd/table-2", _AHEAD, of="idp-sgd/table-2-cifar10")
+@finding("idp-sgd/table-2", _AHEAD, of="idp-sgd/table-2-cifar10-a")
+@finding("idp-sgd/table-2", _AHEAD, of="idp-sgd/table-2-cifar10-b")
 @finding("idp-sgd/table-8", _AHEAD, of="idp-sgd/table-8-cifar10-a")
 @finding("idp-sgd/table-8", _AHEAD, of="idp-sgd/table-8-cifar10-b")
 def ahead_of_dpsgd(record):
