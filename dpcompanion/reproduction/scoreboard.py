@@ -41,6 +41,7 @@ class Standing:
         experiment: the `experiments.Experiment` that computes it, or None.
         parts: records of runs that computed a part of it each (`published.parts`), at full length.
         shortened: what alone it has, of data and networks that no record has for all of the paper's training.
+        undecided: records that leave claims of the paper undecided, each with how many.
     """
 
     exhibit: published.Exhibit
@@ -57,6 +58,7 @@ class Standing:
     experiment: experiments.Experiment | None
     parts: tuple[records.Record, ...] = ()
     shortened: tuple[str, ...] = ()
+    undecided: tuple[tuple[records.Record, int], ...] = ()
 
     @property
     def verdicts(self) -> str:
@@ -96,8 +98,8 @@ class Standing:
             parts = [f"{self.record.preset} record"]
             if all(experiments.is_stand_in(each, self.exhibit.name) for each in (self.record, *self.parts)):
                 parts[0] += " of a stand-in"
-            if self._seeds:
-                parts.append(self._seeds)
+            if self.record.seeds:
+                parts.append(_seeds(self.record))
             if self.stale:
                 parts.append("stale")
             parts += [f"with {part}" for part in self.shortened]
@@ -115,7 +117,7 @@ class Standing:
         """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None where nothing is.
 
         The second is a command, or says what has to be written first. The first says how long it takes, where that is
-        known. Where all is run and too few seeds leave claims undecided, it is twice as many seeds.
+        known. Where all is run and too few seeds leave claims undecided, it is twice as many, three at least.
         """
         if self._left is None:
             return self._more_seeds
@@ -126,18 +128,11 @@ class Standing:
     @property
     def _more_seeds(self) -> tuple[str, str] | None:
         """`to_do` where nothing is left but to decide what a record's seeds leave undecided."""
-        claims = self.findings.get("undecided", 0) + self.smaller.get("undecided", 0)
-        if self.record is None or not claims or not self.record.config.get("seeds"):
+        few = [(record, claims) for record, claims in self.undecided if record.config.get("seeds")]
+        if not few:
             return None
-        more = " ".join(map(str, range(2 * len(self.record.seeds))))
-        command = f"dpcompanion run {self.record.name} --preset paper --seeds {more}"
-        return f"claims undecided with {self._seeds}: {claims}", command
-
-    @property
-    def _seeds(self) -> str:
-        """How many seeds the record has, in words, or nothing."""
-        seeds = len(self.record.seeds) if self.record is not None else 0
-        return "one seed" if seeds == 1 else f"{seeds} seeds" if seeds else ""
+        what = ", ".join(f"{claims} with {_seeds(record)}" for record, claims in few)
+        return f"undecided claims: {what}", " && ".join(_with_more_seeds(record) for record, _ in few)
 
     @property
     def _left(self) -> tuple[str, str] | None:
@@ -223,6 +218,17 @@ def sums(standings: Iterable[Standing]) -> dict[str, dict[str, int]]:
     return {part: {word: here[word] for word in published.VERDICTS if word in here} for part, here in found.items()}
 
 
+def _seeds(record: records.Record) -> str:
+    """How many seeds a record has, in words."""
+    return "one seed" if len(record.seeds) == 1 else f"{len(record.seeds)} seeds"
+
+
+def _with_more_seeds(record: records.Record) -> str:
+    """The command that makes a record with twice as many seeds, three at least."""
+    seeds = " ".join(map(str, range(max(3, 2 * len(record.seeds)))))
+    return f"dpcompanion run {record.name} --preset paper --seeds {seeds}"
+
+
 def _said(counts: Mapping[str, int]) -> str:
     """Counts in words."""
     return re.sub(r"(^|, )\S (?=\d)", r"\1", tally(counts))
@@ -298,6 +304,7 @@ def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: 
     parts = tuple(filter(None, (records.find(part.name, "paper", folder) for part in whole)))
     numbers: dict[str, int] = {}
     held: dict[str, dict[str, int]] = {kind: {} for kind in (*published.FINDINGS, "smaller")}
+    undecided: list[tuple[records.Record, int]] = []
     if found[exhibit.name] is not None or parts:
         numbers = states.numbers(exhibit, found[exhibit.name], parts).counts()
         if count := numbers.pop("stand-in", 0):
@@ -309,6 +316,8 @@ def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: 
             counts = held["smaller" if kind == "claim" and smaller else kind]
             for word, count in judged_by.counts(kind).items():
                 counts[word] = counts.get(word, 0) + count
+        if claims := judged_by.counts("claim").get("undecided"):
+            undecided.append((record, claims))
     record = next(filter(None, (*found.values(), *parts)), None)
     known = [experiments.get(name) for name in found if name in experiments.names()]
     experiment = next(iter(known), None)
@@ -334,6 +343,7 @@ def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: 
         experiment,
         parts,
         shortened,
+        tuple(undecided),
     )
 
 

@@ -378,4 +378,4 @@ def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample,
     records.write(records.make(kept.name, "paper", values, config=config, data=kept.data), tmp_path)
     one = scoreboard.standing(kept.name, folder=tmp_path)
     more = f"dpcompanion run {kept.name} --preset paper --seeds 0 1 2 3 4 5"
-    assert one.to_do == (("claims undecided with 3 seeds: 1", more) if left else None)
+    assert one.to_do == (("undecided claims: 1 with 3 seeds", more) if left else None)
