@@ -273,7 +273,7 @@ def _verdicts(one: scoreboard.Standing) -> str:
 def _remains(one: scoreboard.Standing) -> list[str]:
     """What is left to run, and the command, as parts."""
     if one.to_do is None:
-        return []
+        return [f"Undecided: {what}. More seeds: `{how}`." for what, how in filter(None, [one.more_seeds])]
     what, how = one.to_do
     return [f"Not run: {what}: {f'`{how}`' if how.startswith('dpcompanion') else how}."]
 

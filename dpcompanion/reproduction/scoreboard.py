@@ -2,7 +2,7 @@
 
 `states` tells which states there are and when an exhibit is in which; a `Standing` says the rest, by which record it
 is judged, how many numbers and claims agree, and where the book shows it.
-`Standing.to_do` says what is left to run of an exhibit, and how.
+`Standing.to_do` says what is left to run of an exhibit, and how; `Standing.more_seeds` what would decide the rest.
 
 >>> board = standings("intrinsic-privacy")
 >>> [one.state for one in board if one.exhibit.id == "claims-1-2"]
@@ -117,26 +117,27 @@ class Standing:
         """What is left to run, and how: ("cifar10", "dpcompanion run ... --device cuda"), or None where nothing is.
 
         The second is a command, or says what has to be written first. The first says how long it takes, where that is
-        known. Where all is run and too few seeds leave claims undecided, it is twice as many, three at least.
+        known.
         """
         if self._left is None:
-            return self._more_seeds
+            return None
         what, how = self._left
         takes = [published.exhibit(name).takes for name in re.findall(r"dpcompanion run (\S+)", how)]
         return "; ".join([what, *filter(None, takes)]), how
 
     @property
-    def _more_seeds(self) -> tuple[str, str] | None:
-        """`to_do` where nothing is left but to decide what a record's seeds leave undecided."""
+    def more_seeds(self) -> tuple[str, str] | None:
+        """Where all is run, what the seeds were too few for, and how to run twice as many: ("2 claims with 3 seeds",
+        "dpcompanion run ... --seeds 0 1 2 3 4 5"), or None."""
         few = [(record, claims) for record, claims in self.undecided if record.config.get("seeds")]
-        if not few:
+        if self.to_do is not None or not few:
             return None
-        what = ", ".join(f"{claims} with {_seeds(record)}" for record, claims in few)
-        return f"undecided claims: {what}", " && ".join(_with_more_seeds(record) for record, _ in few)
+        what = ", ".join(f"{claims} claim{'s' * (claims > 1)} with {_seeds(record)}" for record, claims in few)
+        return what, " && ".join(_with_more_seeds(record) for record, _ in few)
 
     @property
     def _left(self) -> tuple[str, str] | None:
-        """`to_do` without times and further seeds."""
+        """`to_do` without times."""
         recorded = self.record if self.record is not None and self.record.preset == "paper" else None
         tasks = states.not_run(self.exhibit, recorded, self.parts)
         missing = ", ".join([*self.missing, *(f"more than {part}" for part in self.shortened)])

@@ -365,7 +365,7 @@ def test_settings_and_numbers_of_other_tables_are_no_results():
 
 def test_another_exhibits_tasks_that_were_not_run_leave_an_exhibit_whole():
     one = BY_NAME["idp-sgd/figure-1"]
-    assert one.record.name == "idp-sgd/table-2" and one.record.values["not_run"] and one._left is None
+    assert one.record.name == "idp-sgd/table-2" and one.record.values["not_run"] and one.to_do is None
 
 
 @pytest.mark.parametrize("sample, left", [([90.0, 96.0, 93.0], True), ([95.0, 95.1, 95.2], False)])
@@ -378,4 +378,4 @@ def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample,
     records.write(records.make(kept.name, "paper", values, config=config, data=kept.data), tmp_path)
     one = scoreboard.standing(kept.name, folder=tmp_path)
     more = f"dpcompanion run {kept.name} --preset paper --seeds 0 1 2 3 4 5"
-    assert one.to_do == (("undecided claims: 1 with 3 seeds", more) if left else None)
+    assert one.to_do is None and one.more_seeds == (("1 claim with 3 seeds", more) if left else None)
