@@ -11,11 +11,11 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy import stats
 
 from dpcompanion import attacks, data, idp
-from dpcompanion.reproduction import experiments, published, records
+from dpcompanion.reproduction import experiments, published, records, runs
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
 from dpcompanion.reproduction.comparison import compare
 from dpcompanion.reproduction.papers import idp_sgd as chapter
-from dpcompanion.reproduction.papers.idp_sgd import classes, pate_students, side_by_side, training
+from dpcompanion.reproduction.papers.idp_sgd import classes, membership, pate_students, side_by_side, training
 from dpcompanion.reproduction.papers.idp_sgd.training import plan_of
 from dpcompanion.training import cross_entropy, train
 
@@ -309,6 +309,39 @@ def test_lira_finds_more_of_those_who_allow_more(tmp_path):
     assert values["auc_interval.eps_20"][0] < values["auc.eps_20"] < values["auc_interval.eps_20"][1]
     curve = chapter.curves(config, groups, masks, scores, chapter.RATES)["eps_20"]
     assert (curve[1:] >= curve[:-1]).all() and curve[-1] == 1
+
+
+def test_shadow_models_go_on_where_they_stopped(tmp_path, monkeypatch):
+    config = dataclasses.replace(
+        experiments.get("idp-sgd/figure-2").presets["quick"], examples=100, shadows=4, targets=1, size=2
+    )
+    whole = chapter.attacked(config, "sample", run_of(config, tmp_path / "whole"))
+    monkeypatch.setattr(runs, "KEPT", 0)
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
+    begun = []
+
+    def train_all(*arguments, **options):
+        begun.append(len(arguments[2]))
+        if len(begun) == 2:
+            raise KeyboardInterrupt
+        return side_by_side.train_all(*arguments, **options)
+
+    monkeypatch.setattr(membership, "train_all", train_all)
+    with pytest.raises(KeyboardInterrupt):
+        chapter.attacked(config, "sample", run_of(config, tmp_path))
+    groups, masks, scores, accuracies = chapter.attacked(config, "sample", run_of(config, tmp_path))
+    assert begun == [2, 2, 2, 1], "of three sets the first is trained once"
+    assert torch.equal(groups, whole[0]) and torch.equal(masks, whole[1]) and torch.equal(scores, whole[2])
+    assert accuracies == whole[3]
+
+
+def test_a_short_attack_is_on_the_papers_network_with_fewer_models_one_at_a_time():
+    paper, short = (experiments.get(f"idp-sgd/{name}").presets["paper"] for name in ("figure-2", "figure-2-short"))
+    assert short.task == paper.task and short.size == 1 and short.shadows < paper.shadows
+    assert {finding.of for finding in experiments.criteria("idp-sgd/table-12")} == {
+        "idp-sgd/figure-2",
+        "idp-sgd/figure-2-short",
+    }
 
 
 def test_nobody_is_in_a_filtered_run_beyond_their_budget_and_the_larger_budget_stays_longer(tmp_path):

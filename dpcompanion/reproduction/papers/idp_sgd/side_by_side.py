@@ -37,11 +37,12 @@ class Compared:
 ALL = 10_000  # runs of softmax regression go side by side, however many they are
 
 
-def train_all(task, plans, seeds, features, labels, *, device="cpu", members=None, watch=None):
+def train_all(task, plans, seeds, features, labels, *, device="cpu", members=None, watch=None, **options):
     """The ensemble of one run for each plan and seed, each with the task's network of its seed.
 
     `members`, (runs, n): who is in the data of each run.  Sums are divided by what everybody's batch would hold; the
-    learning rate makes up for it.  `watch(epoch, ensemble)` is called after every epoch.
+    learning rate makes up for it.  `watch(epoch, ensemble)` is called after every epoch; `options` are further ones of
+    `train_ensemble`.
     """
     rate = task.learning_rate if members is None else task.learning_rate / float(members.double().mean())
     return train_ensemble(
@@ -58,6 +59,7 @@ def train_all(task, plans, seeds, features, labels, *, device="cpu", members=Non
         callbacks=Callbacks(
             on_epoch=watch and (lambda ensemble: watch(math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble))
         ),
+        **options,
     )
 
 
