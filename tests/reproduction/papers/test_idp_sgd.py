@@ -335,6 +335,31 @@ def test_shadow_models_go_on_where_they_stopped(tmp_path, monkeypatch):
     assert accuracies == whole[3]
 
 
+def test_a_comparison_that_was_cut_off_goes_on_within_its_runs(tmp_path, monkeypatch):
+    config = side_by_side.Compared(chapter.DIGITS, ("dpsgd",), seeds=(0, 1), together=2)
+
+    def plan(kind, seed):
+        groups = torch.zeros(config.task.training.examples).long()
+        return plan_of(kind, groups, config.budgets[:1], config.task.training, delta=config.delta)
+
+    whole = side_by_side.compared(config, run_of(config, tmp_path / "whole"), plan)
+    looks = []
+
+    def cut_off(*arguments):
+        looks.append(len(looks))
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+        return training.accuracy(*arguments)
+
+    monkeypatch.setattr(side_by_side, "accuracy", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side.compared(config, run_of(config, tmp_path), plan)
+    assert side_by_side.compared(config, run_of(config, tmp_path), plan) == whole
+    epochs = config.task.training.epochs
+    assert len(looks) == 4 + (epochs - 3) + 2, "three epochs are kept; then the others, and the end of both runs"
+    assert whole["dpsgd"][0]["epochs"] == list(range(1, epochs + 1))
+
+
 def test_a_short_attack_is_on_the_papers_network_with_fewer_models_one_at_a_time():
     paper, short = (experiments.get(f"idp-sgd/{name}").presets["paper"] for name in ("figure-2", "figure-2-short"))
     assert short.task == paper.task and short.size == 1 and short.shadows < paper.shadows

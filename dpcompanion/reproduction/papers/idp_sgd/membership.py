@@ -7,13 +7,13 @@ import torch
 from scipy import stats
 
 from dpcompanion import attacks
-from dpcompanion.reproduction import intervals, pieces
+from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import Training
 from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, train_all
 from dpcompanion.reproduction.papers.idp_sgd.training import assign, CIFAR10, HALVES, as_printed, plan_of, problem, Task
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import Checkpoint, derive_seed
+from dpcompanion.training import derive_seed
 
 # Membership inference ----------------------------------------------------------------------------------------------
 
@@ -50,7 +50,6 @@ def trained_on(config, kind, numbers, masks, run):
     budgets = (float(budget),) * 2 if budget else config.budgets
     groups = assign(n, (1, 1), seed)
     plan = plan_of("dpsgd" if budget else method, groups, budgets, task.training, delta=config.delta)
-    state = pieces.unfinished()
     trained = train_all(
         task,
         [plan] * len(numbers),
@@ -61,7 +60,6 @@ def trained_on(config, kind, numbers, masks, run):
         members=masks,
         precision=config.precision,
         physical_batch_size=config.together,
-        checkpoint=state and Checkpoint(state),
     )
     logits = trained.predict(features)
     right = (logits.argmax(-1) == labels).double().cpu()

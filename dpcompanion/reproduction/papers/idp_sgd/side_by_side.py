@@ -3,7 +3,7 @@
 import dataclasses
 import math
 
-from dpcompanion.reproduction import records
+from dpcompanion.reproduction import pieces, records
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     accuracy,
@@ -14,7 +14,7 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
     Task,
 )
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import Callbacks, cross_entropy, train_ensemble
+from dpcompanion.training import Callbacks, Checkpoint, cross_entropy, train_ensemble
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +41,11 @@ def train_all(task, plans, seeds, features, labels, *, device="cpu", members=Non
     """The ensemble of one run for each plan and seed, each with the task's network of its seed.
 
     `members`, (runs, n): who is in the data of each run.  Sums are divided by what everybody's batch would hold; the
-    learning rate makes up for it.  `watch(epoch, ensemble)` is called after every epoch; `options` are further ones of
-    `train_ensemble`.
+    learning rate makes up for it.  What `watch(epoch, ensemble)` returns after every epoch is in the ensemble's
+    `epochs`; `options` are further ones of `train_ensemble`.  As a piece of a run it goes on from its last whole epoch
+    if it was cut off.
     """
+    state = pieces.unfinished()
     rate = task.learning_rate if members is None else task.learning_rate / float(members.double().mean())
     return train_ensemble(
         [network(task, seed) for seed in seeds],
@@ -56,6 +58,7 @@ def train_all(task, plans, seeds, features, labels, *, device="cpu", members=Non
         members=members,
         device=device,
         progress=False,
+        checkpoint=state and Checkpoint(state),
         callbacks=Callbacks(
             on_epoch=watch and (lambda ensemble: watch(math.ceil(ensemble.step / ensemble.steps_per_epoch), ensemble))
         ),
@@ -77,14 +80,14 @@ def compared(config, run, plan):
 
     def work(piece):
         part = parts[piece]
-        course = {}
 
         def watch(epoch, ensemble):
             if epoch % config.look == 0:
-                course[epoch] = accuracy(ensemble.predict(test_features), test_labels)
+                return {"accuracy": accuracy(ensemble.predict(test_features), test_labels).tolist()}
 
         plans, seeds = [plan(kind, seed) for kind, seed in part], [seed for _, seed in part]
         trained = train_all(task, plans, seeds, found.features, found.labels, device=run.device, watch=watch)
+        course = {epoch["epoch"]: epoch["accuracy"] for epoch in trained.epochs if "accuracy" in epoch}
         return {
             "outcomes": [
                 {
