@@ -165,7 +165,7 @@ class Standing:
         command = " && ".join([*commands, command])
         if recorded is None:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
-        if not tasks and recorded.name != self.exhibit.name == self.experiment.name:
+        if not tasks and recorded.name != self.experiment.name:
             return missing, command  # judged so far by the record of another
         if not tasks:
             return missing, f"needs {'a GPU and ' if gpu else ''}a configuration"
@@ -321,7 +321,7 @@ def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: 
             undecided.append((record, claims))
     record = next(filter(None, (*found.values(), *parts)), None)
     known = [experiments.get(name) for name in found if name in experiments.names()]
-    experiment = next(iter(known), None)
+    experiment = next((one for one in known if not published.exhibit(one.name).shortened), next(iter(known), None))
     stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
     seen = [*filter(None, found.values()), *parts]
     missing, shortened = states.missing(exhibit, seen), states.shortened(exhibit, seen)

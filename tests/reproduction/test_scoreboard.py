@@ -379,3 +379,24 @@ def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample,
     one = scoreboard.standing(kept.name, folder=tmp_path)
     more = f"dpcompanion run {kept.name} --preset paper --seeds 0 1 2 3 4 5"
     assert one.to_do is None and one.more_seeds == (("1 claim with 3 seeds", more) if left else None)
+
+
+@pytest.mark.parametrize("exhibit", ["figure-2", "table-12", "figures-8-10"])
+def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tmp_path, exhibit):
+    whole = "dpcompanion run idp-sgd/figure-2 --preset paper --device cuda"
+    before = scoreboard.standing(f"idp-sgd/{exhibit}", folder=tmp_path)
+    assert before.to_do == ("all of it (cifar10); one core, about fifty days", whole)
+    areas = {
+        f"{prefix}auc_all.eps_{budget}": records.mean_and_sd([area, area + 0.001])
+        for prefix in ("", "dpsgd-10.")
+        for budget, area in ((10, 0.52), (20, 0.57))
+    }
+    values = {**areas, "p": [0.01] * 5}
+    for name in ("figure-2-short", "figures-8-10-short"):
+        config = dataclasses.asdict(experiments.get(f"idp-sgd/{name}").presets["paper"])
+        records.write(
+            records.make(f"idp-sgd/{name}", "paper", values, config=config, data=[{"name": "cifar10"}]), tmp_path
+        )
+    one = scoreboard.standing(f"idp-sgd/{exhibit}", folder=tmp_path)
+    assert one.to_do[0].startswith("more than 12 of 512 shadow models on CIFAR-10") and one.to_do[1] == whole
+    assert sum(one.smaller.values()) == 1 and not sum(one.findings.values())
