@@ -254,6 +254,9 @@ def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 def shadow_masks(models: int, n: int, *, generator: torch.Generator) -> torch.Tensor:
     """Who is in the data of each shadow model, (models, n) booleans; every example is in exactly half of them.
 
+    So a shadow model is no fair target of the others: each example that it was trained on is in one fewer of them. With
+    few models that alone draws the area under the curve below 1/2. Targets get random halves of their own.
+
     Raises ValueError for an odd number of models.
 
     >>> masks = shadow_masks(4, 100, generator=torch.Generator().manual_seed(0))

@@ -265,9 +265,9 @@ def bring(begun: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None
 
 
 def discard(folder: str | os.PathLike[str]) -> None:
-    """Remove the pieces in a folder, and the folder when nothing else is in it."""
+    """Remove the pieces in a folder with all that was noted of them, and the folder when nothing else is in it."""
     emptied = pathlib.Path(folder)
-    for pattern in ("*.unfinished", "*.begun", "*.piece.json", "*.piece.npz", "*.piece.*.npz"):
+    for pattern in ("*.unfinished", "*.begun", "seeds-used.json", "*.piece.json", "*.piece.npz", "*.piece.*.npz"):
         for path in emptied.glob(pattern):
             path.unlink()
     if emptied.is_dir() and not any(emptied.iterdir()):

@@ -127,9 +127,13 @@ class Standing:
 
     @property
     def more_seeds(self) -> tuple[str, str] | None:
-        """Where all is run, what the seeds were too few for, and how to run twice as many: ("2 claims with 3 seeds",
-        "dpcompanion run ... --seeds 0 1 2 3 4 5"), or None."""
-        few = [(record, claims) for record, claims in self.undecided if record.config.get("seeds")]
+        """Where all is run, what the seeds were too few for, and how to run twice as many, three at least:
+        ("2 claims with 3 seeds", "dpcompanion run ... --seeds 0 1 2 3 4 5"), or None."""
+        few = [
+            (record, claims)
+            for record, claims in self.undecided
+            if record.preset == "paper" and record.config.get("seeds")
+        ]
         if self.to_do is not None or not few:
             return None
         what = ", ".join(f"{claims} claim{'s' * (claims > 1)} with {_seeds(record)}" for record, claims in few)
@@ -225,9 +229,10 @@ def _seeds(record: records.Record) -> str:
 
 
 def _with_more_seeds(record: records.Record) -> str:
-    """The command that makes a record with twice as many seeds, three at least."""
-    seeds = " ".join(map(str, range(max(3, 2 * len(record.seeds)))))
-    return f"dpcompanion run {record.name} --preset paper --seeds {seeds}"
+    """The command that makes a record with twice as many seeds, three at least, its own among them."""
+    seeds = sorted({*range(max(3, 2 * len(record.seeds))), *record.seeds})
+    device = "" if record.device.startswith("cpu") else " --device cuda"
+    return f"dpcompanion run {record.name} --preset paper{device} --seeds {' '.join(map(str, seeds))}"
 
 
 def _said(counts: Mapping[str, int]) -> str:

@@ -387,16 +387,19 @@ def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tm
     before = scoreboard.standing(f"idp-sgd/{exhibit}", folder=tmp_path)
     assert before.to_do == ("all of it (cifar10); one core, about fifty days", whole)
     areas = {
-        f"{prefix}auc_all.eps_{budget}": records.mean_and_sd([area, area + 0.001])
+        f"{prefix}auc_each.eps_{budget}": [area, area + 0.001]
         for prefix in ("", "dpsgd-10.")
         for budget, area in ((10, 0.52), (20, 0.57))
     }
-    values = {**areas, "p": [0.01] * 5}
+    values = {**areas, "t": [3.0, 2.0, 4.0], "p": [0.003, 0.04, 0.0001]}
     for name in ("figure-2-short", "figures-8-10-short"):
         config = dataclasses.asdict(experiments.get(f"idp-sgd/{name}").presets["paper"])
         records.write(
             records.make(f"idp-sgd/{name}", "paper", values, config=config, data=[{"name": "cifar10"}]), tmp_path
         )
     one = scoreboard.standing(f"idp-sgd/{exhibit}", folder=tmp_path)
-    assert one.to_do[0].startswith("more than 12 of 512 shadow models on CIFAR-10") and one.to_do[1] == whole
+    assert (
+        one.to_do[0].startswith("more than 12 of 512 shadow models, with pooled variances, on CIFAR-10")
+        and one.to_do[1] == whole
+    )
     assert sum(one.smaller.values()) == 1 and not sum(one.findings.values())

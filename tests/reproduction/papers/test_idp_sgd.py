@@ -11,7 +11,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy import stats
 
 from dpcompanion import attacks, data, idp
-from dpcompanion.reproduction import experiments, published, records, runs
+from dpcompanion.reproduction import experiments, pieces, published, records, runs
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
 from dpcompanion.reproduction.comparison import compare
 from dpcompanion.reproduction.papers import idp_sgd as chapter
@@ -299,40 +299,109 @@ def test_a_search_for_budgets_that_was_broken_off_goes_on_and_ends_with_the_same
 
 
 def test_lira_finds_more_of_those_who_allow_more(tmp_path):
-    config = dataclasses.replace(experiments.get("idp-sgd/figure-2").presets["quick"], shadows=8, targets=2)
+    config = dataclasses.replace(experiments.get("idp-sgd/figure-2").presets["quick"], shadows=8, targets=6)
     found = chapter.attacked(config, "sample", run_of(config, tmp_path))
     groups, masks, scores, accuracies = found
-    assert masks.shape == scores.shape == (10, 2000) and (masks[:8].sum(0) == 4).all()
-    assert torch.bincount(groups).tolist() == [1000, 1000] and len(accuracies) == 10
+    assert masks.shape == scores.shape == (14, 2000) and torch.equal(masks, chapter.memberships(config))
+    assert torch.bincount(groups).tolist() == [1000, 1000] and len(accuracies) == 14
     values = chapter.attack_values(config, *found)
-    assert values["auc_all.eps_10"].mean < values["auc_all.eps_20"].mean
+    assert values["auc_mean.eps_10"].mean < values["auc_mean.eps_20"].mean
+    assert values["auc_each.eps_20"][0] == values["auc.eps_20"] and len(values["auc_each.eps_20"]) == 6
     assert values["auc_interval.eps_20"][0] < values["auc.eps_20"] < values["auc_interval.eps_20"][1]
     curve = chapter.curves(config, groups, masks, scores, chapter.RATES)["eps_20"]
     assert (curve[1:] >= curve[:-1]).all() and curve[-1] == 1
 
 
+def test_everybody_is_in_half_of_the_shadow_models_and_the_targets_have_halves_of_their_own():
+    config = dataclasses.replace(experiments.get("idp-sgd/figure-2-short").presets["paper"], examples=20_000)
+    masks = chapter.memberships(config)
+    assert masks.shape == (17, 20_000) and (masks[:12].sum(0) == 6).all()
+    shares = masks.double().mean(1)
+    assert ((shares - 0.5).abs() < 4 * 0.5 / 20_000**0.5).all()
+    correlations = torch.corrcoef(masks.double())
+    correlations -= torch.eye(17)
+    assert (correlations[12:].abs() < 4.5 / 20_000**0.5).all()
+
+
+def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing():
+    config = experiments.get("idp-sgd/figure-2-short").presets["paper"]
+    config = dataclasses.replace(config, examples=1000, seed=1)
+    groups, generator, held = torch.arange(1000) % 2, torch.Generator().manual_seed(0), 0
+    areas = []
+    for seed in range(60):
+        masks = chapter.memberships(dataclasses.replace(config, seed=seed))
+        # Scores that depend on the example alone, and on chance.
+        scores = 3 * torch.randn(1000, generator=generator) + torch.randn(17, 1000, generator=generator)
+        values = chapter.attack_values(config, groups, masks, scores.double(), [(50.0, 50.0)] * 17)
+        values |= {f"dpsgd-10.{key}": value for key, value in values.items()}
+        record = records.make("idp-sgd/figure-2-short", "paper", values, config=dataclasses.asdict(config), data=[])
+        held += sum(outcome == "holds" for _, _, outcome in membership.looser_leaks_more(record))
+        areas += [*values["auc_each.eps_10"], *values["auc_each.eps_20"]]
+    assert abs(np.mean(areas) - 0.5) < 4 * np.std(areas) / len(areas) ** 0.5
+    assert held <= 6, "one in forty holds by chance"
+
+
+@pytest.mark.parametrize(
+    "t, outcome", [([5.16, 2.41, 1.84, 4.03, 2.537], "holds"), ([-5.0, -2.0, -3.0, -4.0, -2.0], "fails")]
+)
+def test_the_papers_own_t_tests_tell_its_groups_apart(t, outcome):
+    config = dataclasses.asdict(experiments.get("idp-sgd/figure-2-short").presets["paper"])
+    p = [2 * stats.norm.sf(abs(one)) for one in t]
+    record = records.make("idp-sgd/figure-2-short", "paper", {"t": t, "p": p}, config=config, data=[])
+    [(_, words, found)] = membership.groups_differ(record)
+    assert found == outcome and words.endswith(f"{sum(one < 0.05 for one in p)} of 5")
+
+
 def test_shadow_models_go_on_where_they_stopped(tmp_path, monkeypatch):
+    """The second of three sets is cut off after five epochs."""
     config = dataclasses.replace(
         experiments.get("idp-sgd/figure-2").presets["quick"], examples=100, shadows=4, targets=1, size=2
     )
     whole = chapter.attacked(config, "sample", run_of(config, tmp_path / "whole"))
     monkeypatch.setattr(runs, "KEPT", 0)
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
-    begun = []
+    begun, epochs = [], []
+
+    def watch(epoch, ensemble):
+        epochs.append(epoch)
+        if len(begun) == 2 and epoch == 6:
+            raise KeyboardInterrupt
 
     def train_all(*arguments, **options):
         begun.append(len(arguments[2]))
-        if len(begun) == 2:
-            raise KeyboardInterrupt
-        return side_by_side.train_all(*arguments, **options)
+        return side_by_side.train_all(*arguments, watch=watch, **options)
 
     monkeypatch.setattr(membership, "train_all", train_all)
     with pytest.raises(KeyboardInterrupt):
         chapter.attacked(config, "sample", run_of(config, tmp_path))
     groups, masks, scores, accuracies = chapter.attacked(config, "sample", run_of(config, tmp_path))
-    assert begun == [2, 2, 2, 1], "of three sets the first is trained once"
+    length = config.task.training.epochs
+    assert begun == [2, 2, 2, 1]
+    assert epochs == [*range(1, length + 1), *range(1, 7), *range(6, length + 1), *range(1, length + 1)]
     assert torch.equal(groups, whole[0]) and torch.equal(masks, whole[1]) and torch.equal(scores, whole[2])
     assert accuracies == whole[3]
+
+
+@pytest.mark.parametrize("name, exhibits", [("figure-2-short", 2), ("figures-8-10-short", 1)])
+def test_a_short_attack_is_judged_by_the_papers_claims(tmp_path, name, exhibits):
+    """A tiny one, on digits."""
+    presets = [experiments.get(f"idp-sgd/{one}").presets for one in (name, "figure-2")]
+    assert presets[0]["paper"].task == presets[1]["paper"].task
+    config = dataclasses.replace(
+        presets[0]["paper"], task=presets[1]["quick"].task, examples=100, shadows=4, precision=None
+    )
+    values, arrays = membership.figure_2(config, run_of(config, tmp_path))
+    assert len(values["mnist-5k.t"]) == config.targets == 5 and {*config.kinds} == {
+        key.partition(".")[0] for key in arrays if "." in key
+    }
+    record = records.make(f"idp-sgd/{name}", "paper", values, config=dataclasses.asdict(config), data=[])
+    judged = [
+        (one, outcome)
+        for one in ("figure-2", "table-12", "figures-8-10")
+        for outcome in [experiments.findings(record, f"idp-sgd/{one}")]
+        if outcome.counts("claim")
+    ]
+    assert len(judged) == exhibits
 
 
 def test_a_comparison_that_was_cut_off_goes_on_within_its_runs(tmp_path, monkeypatch):
@@ -358,15 +427,8 @@ def test_a_comparison_that_was_cut_off_goes_on_within_its_runs(tmp_path, monkeyp
     epochs = config.task.training.epochs
     assert len(looks) == 4 + (epochs - 3) + 2, "three epochs are kept; then the others, and the end of both runs"
     assert whole["dpsgd"][0]["epochs"] == list(range(1, epochs + 1))
-
-
-def test_a_short_attack_is_on_the_papers_network_with_fewer_models_one_at_a_time():
-    paper, short = (experiments.get(f"idp-sgd/{name}").presets["paper"] for name in ("figure-2", "figure-2-short"))
-    assert short.task == paper.task and short.size == 1 and short.shadows < paper.shadows
-    assert {finding.of for finding in experiments.criteria("idp-sgd/table-12")} == {
-        "idp-sgd/figure-2",
-        "idp-sgd/figure-2-short",
-    }
+    pieces.discard(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["whole"], "nothing is left beside another folder"
 
 
 def test_nobody_is_in_a_filtered_run_beyond_their_budget_and_the_larger_budget_stays_longer(tmp_path):

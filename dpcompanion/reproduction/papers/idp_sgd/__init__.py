@@ -45,7 +45,7 @@ from .side_by_side import train_all
 from .accuracy_tables import ahead, table_2, table_3, text_trial, texts
 from .many_groups import Baselines, exclude, in_sequence, table_14, table_9
 from .classes import level_budgets, search_cost
-from .membership import RATES, attack_values, attacked, curves
+from .membership import RATES, attack_values, attacked, curves, memberships
 from .with_filters import Descent, filtered
 from .exact_filters import Promised, Table4, Watched
 from .pate_students import softmax_regressions, table_13

@@ -137,7 +137,8 @@ def level_budgets(config, run):
             trained = train_all(task, [plan], [pieces[piece]], found.features, found.labels, device=run.device)
             return class_accuracy(trained.predict(features)[0], labels)
 
-        reached = torch.tensor(list(run.pieces(work, pieces, label=f"round {number + 1}").values())).double().mean(0)
+        done = run.pieces(work, pieces, label=f"round {number + 1}")
+        reached = torch.tensor(list(map(list, done.values())), dtype=torch.float64).mean(0)
         budgets = budgets * torch.exp(config.step * (reached.mean() - reached).clamp(-10, 10))
         budgets = (budgets * config.baseline / budgets.mean()).round(decimals=2)
     return torch.stack([*history, budgets])

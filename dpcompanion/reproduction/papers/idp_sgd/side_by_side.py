@@ -37,25 +37,21 @@ class Compared:
 ALL = 10_000  # runs of softmax regression go side by side, however many they are
 
 
-def train_all(task, plans, seeds, features, labels, *, device="cpu", members=None, watch=None, **options):
+def train_all(task, plans, seeds, features, labels, *, device="cpu", watch=None, **options):
     """The ensemble of one run for each plan and seed, each with the task's network of its seed.
 
-    `members`, (runs, n): who is in the data of each run.  Sums are divided by what everybody's batch would hold; the
-    learning rate makes up for it.  What `watch(epoch, ensemble)` returns after every epoch is in the ensemble's
-    `epochs`; `options` are further ones of `train_ensemble`.  As a piece of a run it goes on from its last whole epoch
-    if it was cut off.
+    What `watch(epoch, ensemble)` returns after every epoch is in the ensemble's `epochs`; `options` are further ones of
+    `train_ensemble`.  As a piece of a run it goes on from its last whole epoch if it was cut off.
     """
     state = pieces.unfinished()
-    rate = task.learning_rate if members is None else task.learning_rate / float(members.double().mean())
     return train_ensemble(
         [network(task, seed) for seed in seeds],
         cross_entropy,
         (features, labels),
         plans,
         seeds=seeds,
-        learning_rate=rate,
+        learning_rate=task.learning_rate,
         momentum=task.momentum,
-        members=members,
         device=device,
         progress=False,
         checkpoint=state and Checkpoint(state),
