@@ -325,7 +325,7 @@ def test_everybody_is_in_half_of_the_shadow_models_and_the_targets_have_halves_o
 
 def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing():
     config = experiments.get("idp-sgd/figure-2-short").presets["paper"]
-    config = dataclasses.replace(config, examples=1000, seed=1)
+    config = dataclasses.replace(config, examples=1000)
     groups, generator, held = torch.arange(1000) % 2, torch.Generator().manual_seed(0), 0
     areas = []
     for seed in range(60):
@@ -333,7 +333,6 @@ def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing(
         # Scores that depend on the example alone, and on chance.
         scores = 3 * torch.randn(1000, generator=generator) + torch.randn(17, 1000, generator=generator)
         values = chapter.attack_values(config, groups, masks, scores.double(), [(50.0, 50.0)] * 17)
-        values |= {f"dpsgd-10.{key}": value for key, value in values.items()}
         record = records.make("idp-sgd/figure-2-short", "paper", values, config=dataclasses.asdict(config), data=[])
         held += sum(outcome == "holds" for _, _, outcome in membership.looser_leaks_more(record))
         areas += [*values["auc_each.eps_10"], *values["auc_each.eps_20"]]

@@ -43,13 +43,11 @@ class Shadows:
 def memberships(config):
     """Who is in the data of each shadow model, then of each target, (models, n): a random half of the examples.
 
-    Of the shadow models every other one is trained on those whom the one before it leaves out, so that everybody is in
-    half of them; the targets' halves have nothing to do with theirs.
+    Everybody is in half of the shadow models; the targets' halves have nothing to do with theirs.
     """
     generator = torch.Generator().manual_seed(derive_seed(config.seed, "shadow"))
-    halves = torch.rand(config.shadows // 2 + config.targets, config.examples, generator=generator) < 0.5
-    shadows, targets = halves.split((config.shadows // 2, config.targets))
-    return torch.cat((torch.stack((shadows, ~shadows), dim=1).flatten(0, 1), targets))
+    shadows = attacks.shadow_masks(config.shadows, config.examples, generator=generator)
+    return torch.cat((shadows, torch.rand(config.targets, config.examples, generator=generator) < 0.5))
 
 
 def trained(config, kind, numbers, run):
