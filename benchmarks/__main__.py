@@ -5,21 +5,24 @@
     python -m benchmarks training --write   and write its table into benchmarks/README.md
 
 A module of this folder takes part if it has a function `run()` that returns rows: dicts with the same keys, which
-become the columns.  The module's docstring becomes the text above the table.
+become the columns.  The module's docstring becomes the text above the table, and the machine stands below it.  Written
+anew, a table takes the place of the one that the same make of processor has left; those of other makes stay.
 """
 
 import argparse
+import datetime
 import importlib
 import os
 import pathlib
 import pkgutil
 import platform
 import re
+import subprocess
 import sys
 
 FOLDER = pathlib.Path(__file__).parent
 README = FOLDER / "README.md"
-TITLE = "# Benchmarks\n\nMade by `python -m benchmarks --write`; each section names its machine."
+TITLE = "# Benchmarks\n\nMade by `python -m benchmarks --write`; each table names its machine below it."
 
 
 def names():
@@ -49,7 +52,7 @@ def table(rows):
 
 
 def machine():
-    """The machine, how busy it is, and the versions, in one line."""
+    """The machine, how busy it is, the versions, the commit and the day, in one line."""
     import torch
 
     processor = (
@@ -61,7 +64,22 @@ def machine():
         else platform.processor()
     )
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
-    return f"{processor}, {os.cpu_count()} cores{load}; Python {platform.python_version()}, torch {torch.__version__}"
+    named = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty=+changes", "--exclude=*"]
+    commit = subprocess.run(named, capture_output=True, text=True).stdout.strip() or "unknown"
+    return (
+        f"{processor}, {os.cpu_count()} cores{load}; Python {platform.python_version()}, torch {torch.__version__}; "
+        f"commit {commit}, {datetime.date.today():%-d %B %Y}"
+    )
+
+
+def tables(section):
+    r"""The tables of a section of the README, with the line below that names the machine, by make of processor.
+
+    >>> tables("## one\n\nWhat is timed.\n\n| ms |\n|---|\n| 1 |\n\nAcme 3, 2 cores; Python 3.\n")
+    {'Acme 3': '| ms |\n|---|\n| 1 |\n\nAcme 3, 2 cores; Python 3.'}
+    """
+    found = re.findall(r"^((?:\|.*\n)+\n([^|\n]+?),.*)$", section, flags=re.MULTILINE)
+    return {make: text for text, make in found}
 
 
 def sections(text):
@@ -82,7 +100,9 @@ def main(arguments=None):
         module = importlib.import_module(f"benchmarks.{name}")
         if hasattr(module, "run"):
             print(f"benchmarks.{name} ...", file=sys.stderr, flush=True)
-            written[name] = f"## {name}\n\n{module.__doc__.strip()}\n\n{table(module.run())}\n\n{machine()}."
+            made = f"{table(module.run())}\n\n{machine()}."
+            of_makes = tables(written.get(name, "")) | tables(made)
+            written[name] = "\n\n".join([f"## {name}", module.__doc__.strip(), *of_makes.values()])
             print(written[name] + "\n", flush=True)
             if options.write:
                 parts = [TITLE, *(written[name] for name in names() if name in written)]

@@ -127,10 +127,18 @@ def _at_once(module, a, g, found):
 
 
 def _by_rows(conv, a, g, found):
-    """One product for each row of the kernel: of patches of 3 x 3 pixels only a third is copied."""
+    """Of patches of 3 x 3 pixels only a third is copied, with one product for each row of the kernel."""
     inputs, positions, per_row = _strips(conv, a), g[0, 0].numel(), conv.dilation[0] * g.shape[3]
     outputs = g.reshape(len(inputs), -1, positions)
     found = found.view(len(inputs), outputs.shape[1], conv.kernel_size[0], -1)
+    if g.dtype == torch.bfloat16:
+        # oneDNN copies a part of the strips before it multiplies, and multiplies large matrices several times faster:
+        # one product with output gradients that are shifted by each row of the kernel, side by side.
+        shifted = outputs.new_zeros(*inputs.shape[:2], conv.kernel_size[0], outputs.shape[1])
+        for row in range(conv.kernel_size[0]):
+            shifted[:, row * per_row : row * per_row + positions, row] = outputs.mT
+        found.copy_((shifted.flatten(2).mT @ inputs).view(len(inputs), *shifted.shape[2:], -1).transpose(1, 2))
+        return
     for row in range(conv.kernel_size[0]):
         # Written where it is to go, products would be made one by one.
         found[:, :, row] = outputs @ inputs[:, row * per_row : row * per_row + positions]

@@ -18,10 +18,13 @@ from dpcompanion.training import checks, clipping, noise, proof, sums
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.tensors import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.training.portions import examples_at_once
 from dpcompanion.training.secure import SecureStream, grid_of, snapped
 from dpcompanion.training.stacking import StackedNetwork
 
 _FORMAT = 4
+# Examples of all runs in one pass at most, where nobody says it.
+_MOST = 1024
 
 
 class Ensemble:
@@ -54,7 +57,7 @@ class Ensemble:
         device: Device = None,
         method: str = "auto",
         precision: str | None = None,
-        physical_batch_size: int = 1024,
+        physical_batch_size: int | None = None,
         generator_device: str | torch.device = "cpu",
     ):
         if not isinstance(seeds, Iterable):
@@ -95,7 +98,8 @@ class Ensemble:
                 )
         self.members = members
         _checks.one_of("method", method, clipping.METHODS)
-        self._size = _checks.whole_number("physical_batch_size", physical_batch_size, 1)
+        if physical_batch_size is not None:
+            _checks.whole_number("physical_batch_size", physical_batch_size, 1)
         for name, value in (("learning_rate", learning_rate), ("momentum", momentum), ("weight_decay", weight_decay)):
             _checks.in_interval(name, value, 0, math.inf, closed="left")
         self.momentum, self.weight_decay = float(momentum), float(weight_decay)
@@ -145,6 +149,9 @@ class Ensemble:
                     f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' or 'auto'"
                 )
             self.method = "func"
+        self._size = physical_batch_size or examples_at_once(
+            self._template, loss, self.x, self.y, self.method, precision, most=_MOST
+        )
         self._network = self._workplace()
         self.step, self.epochs = 0, []
         self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)

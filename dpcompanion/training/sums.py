@@ -102,22 +102,22 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
     )
 
 
-def numbers_left(model, loss, x, y, method, precision=None):
-    """How many numbers `layerwise` finds or makes on its way back through the model for the examples (x, y): inputs and
+def bytes_left(model, loss, x, y, method, precision=None):
+    """How many bytes `layerwise` finds or makes on its way back through the model for the examples (x, y): inputs and
     output gradients of layers, and the gradients that it holds."""
-    recorder, numbers = Recorder(model), 0
+    recorder, left = Recorder(model), 0
 
     def take(module, uses):
-        nonlocal numbers
+        nonlocal left
         layer = layer_gradient(module, uses, method, BUDGET)
         held = getattr(layer, "gradients", {}).values()
-        numbers += sum(a.numel() + g.numel() for a, g in uses) + sum(g.numel() for g in held)
+        left += sum(a.nbytes + g.nbytes for a, g in uses) + sum(g.nbytes for g in held)
 
     with recorder.listening(), torch.enable_grad():
         losses = checks.check_losses(proof.losses_in(precision, model, loss, x, y), len(x))
     with torch.no_grad():
         recorder.backward(losses, take)
-    return numbers
+    return left
 
 
 def _clip(layers, squares, losses, max_grad_norm, dtype, runs, precise=False):

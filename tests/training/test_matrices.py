@@ -43,6 +43,34 @@ def test_gradients_of_convolutions(monkeypatch, options, channels_last, strips):
     torch.testing.assert_close(found, alone + alone.flip(0))
 
 
+@pytest.mark.parametrize("strips", [False, True])
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(kernel_size=3, padding=1),
+        dict(kernel_size=3, padding=1, groups=2),
+        dict(kernel_size=(5, 2), stride=(1, 2), padding=(2, 0)),
+        dict(kernel_size=(3, 5), dilation=(2, 3), padding="same"),
+    ],
+    ids=str,
+)
+def test_gradients_of_convolutions_in_bfloat16(monkeypatch, options, channels_last, strips):
+    """Sums of ones and minus ones, as many as bfloat16 has whole numbers for, come out as they are."""
+    torch.manual_seed(0)
+    layer = nn.Conv2d(4, 8, **options).double()
+    a = torch.randint(-1, 2, (5, 4, 11, 9)).double()
+    g = torch.randint(-1, 2, layer(a).shape).double()
+    monkeypatch.setattr(matrices, "_by_strips", lambda *_: strips)
+    monkeypatch.setattr(matrices, "CACHED", 2500)
+    low = [t.bfloat16() for t in (a, g)]
+    if channels_last:
+        low = [t.contiguous(memory_format=torch.channels_last) for t in low]
+    found = matrices.weight_gradients(layer, [tuple(low)])
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found.double(), one_by_one(layer, a, g))
+
+
 def test_strips_are_chosen_where_they_are_faster():
     def chosen(positions, *sizes, **options):
         return matrices._by_strips(nn.Conv2d(*sizes, **options), positions)

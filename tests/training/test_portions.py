@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, models, portions
-from dpcompanion.training.sums import numbers_left
+from dpcompanion.training.sums import bytes_left
 
 
 def data(n, *shape):
@@ -19,7 +19,8 @@ def test_what_an_example_leaves_is_counted():
     model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.Flatten(), nn.Linear(4 * 36, 10))
     x, y = data(3, 2, 6, 6)
     alone = 2 * 36 + 4 * 36 + (4 * 2 * 9 + 4) + 4 * 36 + 10
-    assert numbers_left(model, cross_entropy, x, y, "mixed") == 3 * alone
+    assert bytes_left(model, cross_entropy, x, y, "mixed") == 3 * 4 * alone
+    assert bytes_left(model.double(), cross_entropy, x.double(), y, "mixed") == 3 * 8 * alone
 
 
 @pytest.mark.parametrize("task", [lambda *a, **o: gradient_norms(*a, **o), lambda *a, **o: clipped_sum(*a, 0.5, **o)])
@@ -29,9 +30,9 @@ def test_large_networks_are_taken_in_small_portions(monkeypatch, task):
     whole = task(model, cross_entropy, x, y, method="mixed", chunk=130)
     model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
     ours = task(model, cross_entropy, x, y, method="mixed")
-    assert sizes == [2, 52, 52, 26]  # two to count, once for each network
+    assert sizes == [2, 32, 32, 32, 32, 2]  # two to count, once for each network
     task(model, cross_entropy, x, y, method="mixed")
-    assert sizes[4:] == [52, 52, 26]
+    assert sizes[6:] == [32, 32, 32, 32, 2]
     of = getattr(ours, "norms", ours), getattr(whole, "norms", whole)
     torch.testing.assert_close(*of, rtol=1e-5, atol=0)
 
@@ -53,6 +54,14 @@ def test_counting_draws_nothing_and_changes_nothing():
     torch.manual_seed(0)
     assert torch.equal(ours, torch.rand(3))
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_another_precision_is_noticed():
+    model = models.mnist_cnn(seed=0)
+    x, y = data(40, 1, 28, 28)
+    single = portions.examples_at_once(model, cross_entropy, x, y, "mixed")
+    double = portions.examples_at_once(model.double(), cross_entropy, x.double(), y, "mixed")
+    assert portions.FEWEST < double < single < portions.MOST
 
 
 def test_freezing_a_layer_is_noticed():
