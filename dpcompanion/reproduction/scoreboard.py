@@ -157,16 +157,20 @@ class Standing:
             f"dpcompanion run {part.name} --preset paper{' --device cuda' if part.scale == 'gpu' else ''}"
             for part in left
         ]
+        runs_whole = self.experiment is not None and "paper" in self.experiment.presets
+        if runs_whole:
+            commands.append(f"dpcompanion run {self.experiment.name} --preset paper{' --device cuda' if gpu else ''}")
         if left and not tasks and (missing or recorded is None):
-            return missing or ", ".join(self.exhibit.data), " && ".join(commands)
-        if self.experiment is None or "paper" not in self.experiment.presets:
+            if recorded is not None:
+                commands = commands[: len(left)]  # its own record is there
+            return missing or ", ".join(self.exhibit.data), " && ".join(dict.fromkeys(commands))
+        if not runs_whole:
             needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if gpu else ""
             return (
                 f"the paper's scale{needs}",
                 f"needs {'an experiment' if self.experiment is None else 'a paper preset'}",
             )
-        command = f"dpcompanion run {self.experiment.name} --preset paper{' --device cuda' if gpu else ''}"
-        command = " && ".join([*commands, command])
+        command = " && ".join(dict.fromkeys(commands))
         if recorded is None:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
         if not tasks and recorded.name != self.experiment.name:

@@ -65,6 +65,7 @@ def by_class(config, run):
 @experiment(
     "idp-sgd/figures-5-6", quick=Classes(DIGITS, seeds=tuple(range(2)), together=ALL), paper=Classes(MNIST, seeds=(0,))
 )
+@experiment("idp-sgd/figures-5-6-cifar10", paper=Classes(CIFAR10, seeds=tuple(range(10)), together=10))
 def figures_5_6(config, run):
     """`changes.lower` and `changes.higher`: how far the accuracy of the class in the column moves when the class in
     the row gets another budget, in points, mean over seeds (10 x 10)."""
@@ -78,10 +79,11 @@ def figures_5_6(config, run):
     return values, {f"changes.{level}": change.numpy() for level, change in changes.items()}
 
 
-@finding(
-    "idp-sgd/figures-5-6",
-    "with a higher budget the class itself gains, with a lower one it loses: on average, and most of the classes",
-)
+_MOVES = "with a higher budget the class itself gains, with a lower one it loses: on average, and most of the classes"
+
+
+@finding("idp-sgd/figures-5-6", _MOVES)
+@finding("idp-sgd/figures-5-6", _MOVES, of="idp-sgd/figures-5-6-cifar10")
 def own_budget_matters(record):
     for level, sign in (("higher", 1), ("lower", -1)):
         moved = sign * np.array(record.values[f"{level}.own"])

@@ -19,6 +19,7 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
     predictions,
     problem,
     Task,
+    SVHN,
 )
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import derive_seed
@@ -126,6 +127,7 @@ def students(config, seed, run):
 
 
 _NUMBERS = (100, 150, 200, 300, 400, 600)
+_LARGER = Teachers(CIFAR10, 250, _NUMBERS, steps=300, student_steps=300, learning_rate=0.05, seeds=(0, 1, 2))
 
 
 @experiment(
@@ -133,10 +135,8 @@ _NUMBERS = (100, 150, 200, 300, 400, 600)
     quick=Teachers(DIGITS, teachers=100, queries=(50,)),
     paper=Teachers(MNIST, 250, _NUMBERS, steps=150, student_steps=300, learning_rate=0.05, seeds=tuple(range(5))),
 )
-@experiment(
-    "idp-sgd/table-13-cifar10",
-    paper=Teachers(CIFAR10, 250, _NUMBERS, steps=300, student_steps=300, learning_rate=0.05, seeds=(0, 1, 2)),
-)
+@experiment("idp-sgd/table-13-cifar10", paper=_LARGER)
+@experiment("idp-sgd/table-13-svhn", paper=dataclasses.replace(_LARGER, task=SVHN))
 def table_13(config, run):
     """Accuracy of the student of PATE at the smallest budget, and of PATE with weighted votes (A and B): for each
     number of labels (`by_labels`, mean over the seeds), and at the best one (`labels`)."""

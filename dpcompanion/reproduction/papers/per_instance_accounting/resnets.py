@@ -125,6 +125,14 @@ for _exhibit, _function, _config in (
     # What is found on the stand-in is asked of the paper's network, too.
     ask_also(f"{NAME}/{_exhibit}", of=f"{NAME}/{_exhibit}-resnet20")
 
+for _exhibit, _function, _config in (
+    ("figure-3", figure_3, Estimates(UTKFACE_GENDER)),
+    ("figure-6", figure_6, Study(UTKFACE_GENDER)),
+    ("figure-7", figure_7, Membership(UTKFACE_GENDER, overfit=_OVERFIT)),
+):
+    experiment(f"{NAME}/{_exhibit}-utkface", paper=_config)(_function)
+    ask_also(f"{NAME}/{_exhibit}", of=f"{NAME}/{_exhibit}-utkface")
+
 
 # Few epochs --------------------------------------------------------------------------------------------------------
 
