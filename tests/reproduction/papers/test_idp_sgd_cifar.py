@@ -80,7 +80,8 @@ def test_the_configurations_have_every_kind_that_the_tables_print_and_the_papers
         ("table-2", ("table-2-cifar10-a", "table-2-cifar10-b"), {30, 60, 70}),
     ):
         configs = [experiments.get(f"idp-sgd/{part}").presets["paper"] for part in parts]
-        assert [part.name for part in published.parts(f"idp-sgd/{table}")] == [f"idp-sgd/{part}" for part in parts]
+        whole = [part.name for part in published.parts(f"idp-sgd/{table}") if not part.shortened]
+        assert whole == [f"idp-sgd/{part}" for part in parts]
         kinds = [kind for config in configs for kind in config.kinds]
         assert {f"{setup}.{method}" for setup in GROUPS for method in ("sample", "scale")} < {*kinds}
         assert all(config.kinds[0] == "dpsgd" for config in configs)
@@ -126,3 +127,21 @@ def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
     assert after.verdicts == "12 match, 2 hold, 6 not run" and after.state == "in part"
     assert after.to_do == ("svhn", "dpcompanion run idp-sgd/table-8 --preset paper --device cuda")
     assert len(dict(scoreboard.compared([after]))["Table 8: " + after.exhibit.title].rows) == 18
+
+
+def test_precisions_share_everything_else_and_a_loss_of_accuracy_is_found(tmp_path):
+    alike = cifar.Precisions(dataclasses.replace(CONFIG, kinds=("same",)), {"float32": None, "bfloat16": None})
+    values = cifar.table_8_precision(alike, run_of(tmp_path, alike))
+    assert values["float32.accuracy"] == values["bfloat16.accuracy"]
+    assert values["float32.final"] == [values["float32.accuracy"][0][-1]]
+
+    def outcome(*half):
+        values = {"float32.final": [40.0, 41.0, 42.0], "bfloat16.final": [*half]}
+        made = records.make("idp-sgd/table-8-precision", "paper", values, config={})
+        (found,) = experiments.findings(made, "idp-sgd/table-8").rows
+        assert found.kind == "own"
+        return found.outcome
+
+    assert outcome(39.8, 41.1, 41.9) == "holds"
+    assert outcome(37.0, 38.1, 39.0) == "fails"
+    assert outcome(39.0, 41.0, 41.0) == "undecided"
