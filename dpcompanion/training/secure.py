@@ -27,9 +27,9 @@ rounded afterwards, and rounding costs nothing.  `snapped` puts a sum there; eac
 Sharp edges.  A process that is forked gets a key of its own.  A virtual machine that is copied while it runs does not.
 A stream with a given key repeats itself, which is what research wants and a release does not: a run with a seed draws
 from streams whose keys are hashed from the seed (`dpcompanion.training.noise`).
-Whoever measures the time of a draw learns something: a number that its first bits leave open takes longer, and float64
-inverses are of no constant time.  Neither the package nor the cipher in NumPy changes that; the latter has no
-branches and no indices that depend on the key, but wipes no copies of it either.
+The time of a draw may tell something of it: a number that its first bits leave open takes longer, and for an inverse in
+float64 nobody claims constant time, whichever cipher is below it.  The one in NumPy has no branches and no indices that
+depend on the key.  Neither wipes the key from memory.
 What the grid and the rounding of the sum add to the sensitivity is counted where a plan asks for it
 (`dpcompanion.training.floats`).
 

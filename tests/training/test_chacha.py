@@ -1,4 +1,4 @@
-"""The cipher in NumPy: RFC 8439's known answers, byte for byte that of the package `cryptography`, and instead of it."""
+"""The cipher in NumPy: the known answers of RFC 8439; the bytes of the package `cryptography`, and instead of it."""
 
 import random
 import subprocess
