@@ -4,9 +4,9 @@ there).  Each trial is 400 steps of softmax regression on MNIST-5k.
 
 What is lost to a cluster does not depend on how long pieces are: the processor time that a worker takes besides its
 pieces, which is that of importing torch, of being told and of writing. `CPU s a piece` is the median of a piece's own,
-`CPU s besides` what each worker used beyond its pieces, and `efficiency at a minute` what is left of two workers' time
-for eight pieces of a minute each: 480 s over 480 s and what is besides. Times are processor times; a piece of the same
-work takes more of it on a busy machine, whose other work takes the caches.
+`CPU s besides` what each worker used beyond its pieces, and `efficiency at a minute` what that would leave of two
+workers' time for eight pieces of a minute each, computed: 480 s over 480 s and what is besides. Times are processor
+times; a piece of the same work takes more of it on a busy machine, whose other work takes the caches.
 """
 
 import contextlib

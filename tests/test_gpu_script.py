@@ -1,12 +1,22 @@
 """The command for a GPU is cut off in time, and goes on where it stopped."""
 
 import importlib.util
+import io
+import json
+import os
 import pathlib
+import re
+import shutil
 import signal
+import subprocess
 import sys
+import tarfile
 import time
 
 import pytest
+
+from dpcompanion import data
+from dpcompanion.reproduction import experiments, scoreboard
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 _spec = importlib.util.spec_from_file_location("gpu_script", ROOT / "tools" / "gpu.py")
@@ -51,6 +61,159 @@ def test_the_list_is_of_records_that_there_are(tmp_path, monkeypatch, capsys):
     assert gpu.main(["--list", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert all(f"to do: {name}\n" in said for name in gpu.RECORDS)
+
+
+def test_whatever_the_book_says_remains_to_be_run_is_among_the_records():
+    left = [how for one in scoreboard.standings() for how in (one.to_do, one.more_seeds) if how]
+    commands = [command for _, how in left for command in how.split(" && ") if command.startswith("dpcompanion")]
+    assert commands and {command.split()[2] for command in commands} <= set(gpu.RECORDS)
+    with_seeds = {name: " ".join(seeds) for name, seeds in gpu.more_seeds().items()}
+    for command in commands:
+        if "--seeds" in command:
+            assert with_seeds.pop(command.split()[2]) == command.partition(" --seeds ")[2]
+    assert not with_seeds
+
+
+def test_short_forms_come_before_long_ones_and_the_widest_network_last():
+    place = {name: index for index, name in enumerate(gpu.RECORDS)}
+    assert len(place) == len(gpu.RECORDS)
+    shorts = [name for name in place if name.endswith("-short") and name.removesuffix("-short") in place]
+    assert shorts and all(place[name] < place[name.removesuffix("-short")] for name in shorts)
+    widest = ["wrn16-4" in str(experiments.get(name).presets["paper"]) for name in gpu.RECORDS]
+    assert widest == sorted(widest) and any(widest)
+
+
+def test_each_record_names_its_data_sets():
+    for name in gpu.RECORDS:
+        named = gpu.data_sets(gpu.dataclasses.asdict(experiments.get(name).presets["paper"]))
+        assert named and named <= set(data.names())
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """A function that takes data sets away."""
+
+    def load(name, **options):
+        if name in missing:
+            raise FileNotFoundError(f"{name} is not in the folder: get it\nsomewhere")
+
+    missing = set()
+    monkeypatch.setattr(data, "load", load)
+    gpu.unreadable.cache_clear()
+    yield missing.update
+    gpu.unreadable.cache_clear()
+
+
+def test_where_data_are_missing_it_is_said_and_only_what_needs_them_is_left_out(told, without, tmp_path):
+    without(["svhn", "utkface"])
+    records = {name: "pass" for name in ("idp-sgd/table-2", "idp-sgd/table-11", "per-instance-accounting/figure-4")}
+    status, said = told(records)
+    assert status == 0 and "idp-sgd/table-11: done" in said and said.count(": done") == 1
+    assert "left out: idp-sgd/table-2: svhn is not in the folder: get it\n" in said
+    assert "left out: per-instance-accounting/figure-4: utkface is not" in said
+    assert (tmp_path / "done-cpu-paper.txt").read_text().split() == ["idp-sgd/table-11"]
+
+
+PIECES = """
+import time
+from dpcompanion import data
+from dpcompanion.reproduction import pieces
+
+def work(name):
+    state = pieces.unfinished()
+    if name == "second" and not state.exists():
+        state.write_bytes(b"an epoch")
+        time.sleep(600)
+    print(name, "goes on" if state.exists() else "begins", flush=True)
+
+pieces.resumable(work, ["first", "second"], folder=data.data_folder() / "runs" / "some", config={})
+"""
+
+
+def test_on_another_machine_pieces_and_their_unfinished_states_are_taken_up(told, monkeypatch, tmp_path):
+    folder, kept, options = tmp_path / "data", tmp_path / "carried" / "kept.tar", ["--minutes", "0.2"]
+    monkeypatch.setenv("DPCOMPANION_DATA", str(folder))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    folder.mkdir()
+    (folder / "cifar10.npz").write_bytes(b"a data set")
+    status, _ = told({"trial": PIECES}, "--keep", str(kept), *options)
+    with tarfile.open(kept) as tar:
+        names = sorted(re.sub(r"\.[0-9a-f]{12}\.", ".", name) for name in tar.getnames())
+    assert status == 3
+    assert names == [f"data/runs/some/{name}" for name in ("first.piece.json", "second.begun", "second.unfinished")]
+    state = next(folder.rglob("*.unfinished"))
+    written = state.stat().st_mtime
+    shutil.rmtree(folder)
+    assert told({"trial": PIECES}, "--keep", str(kept))[0] == 0
+    (piece,) = folder.rglob("second.piece.json")
+    assert json.loads(piece.read_text())["made"]["earlier"] > 0 and not state.exists()
+    with tarfile.open(kept) as tar:
+        assert "data/runs/some/second.piece.json" in tar.getnames() and "out/done-cpu-paper.txt" in tar.getnames()
+        assert not any("unfinished" in name for name in tar.getnames())
+    assert list(kept.parent.iterdir()) == [kept] and written < piece.stat().st_mtime
+    (tmp_path / "done-cpu-paper.txt").unlink()
+    assert "done: trial" in told({"trial": "raise SystemExit(9)"}, "--keep", str(kept))[1]
+
+
+def test_a_rehearsal_goes_on_from_the_file_with_the_pieces_beside_its_record(monkeypatch, tmp_path):
+    name, out = "idp-sgd/table-13", tmp_path / "out"
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    common = [name, "--preset", "quick", "--out", str(out)]
+    subprocess.run([sys.executable, "-m", "dpcompanion", "run", *common, "--shard", "1/2"], cwd=ROOT, check=True)
+    assert list(out.rglob("*.piece.json"))
+    rehearsal = ["--device", "cpu", "--preset", "quick", "--out", str(out), "--keep", str(tmp_path / "kept.tar")]
+    rehearsal += ["--records", name]
+    assert gpu.main([*rehearsal, "--only", "nothing"]) == 0
+    shutil.rmtree(out)
+    assert gpu.main([*rehearsal, "--only", name]) == 0
+    (taken,) = experiments.get(name).record("quick", out).kept
+    assert taken["pieces"] == 2
+    shutil.rmtree(out)
+    assert gpu.main([*rehearsal, "--only", name]) == 0
+    assert experiments.get(name).record("quick", out) is not None
+
+
+def test_a_file_that_leads_out_of_its_folders_is_refused_and_what_is_there_stays(told, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "data"))
+    kept, state = tmp_path / "kept.tar", tmp_path / "data" / "a.unfinished"
+    state.parent.mkdir()
+    state.write_bytes(b"new")
+
+    def packed(**content):
+        with tarfile.open(kept, "w") as tar:
+            for name, text in content.items():
+                info = tarfile.TarInfo(name)
+                info.size = len(text)
+                tar.addfile(info, io.BytesIO(text))
+
+    packed(**{"data/a.unfinished": b"old", "data/b.unfinished": b"b"})
+    told({}, "--keep", str(kept))
+    assert state.read_bytes() == b"new" and state.with_name("b.unfinished").read_bytes() == b"b"
+    for name in ("data/../../outside", "elsewhere/a", "/outside"):
+        packed(**{"data/c.unfinished": b"c", name: b""})
+        with pytest.raises(SystemExit):
+            told({}, "--keep", str(kept))
+        assert "cannot be read" in capsys.readouterr().err and not state.with_name("c.unfinished").exists()
+    kept.write_bytes(b"no tar")
+    with pytest.raises(SystemExit):
+        told({}, "--keep", str(kept))
+    assert kept.read_bytes() == b"no tar"
+
+
+def test_a_call_that_is_ended_by_a_signal_keeps_what_it_has(told, monkeypatch, tmp_path):
+    monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "data"))
+    ended = f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGTERM)\ntime.sleep(600)"
+    with pytest.raises(KeyboardInterrupt):
+        told({"first": "pass", "second": ended}, "--keep", str(tmp_path / "kept.tar"))
+    with tarfile.open(tmp_path / "kept.tar") as tar:
+        assert tar.getnames() == ["out/done-cpu-paper.txt"]
+
+
+def test_the_checkouts_own_records_are_not_carried_about(capsys):
+    with pytest.raises(SystemExit):
+        gpu.main(["--device", "cpu", "--keep", "kept.tar"])
+    assert "--keep needs an --out of its own" in capsys.readouterr().err
 
 
 def test_a_benchmark_that_was_cut_off_comes_last_and_what_it_prints_is_kept(told, tmp_path):

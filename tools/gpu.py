@@ -3,45 +3,63 @@
     python tools/gpu.py                      everything that is not done yet
     python tools/gpu.py --minutes 9          as much of it as fits; the next call goes on
     python tools/gpu.py --list               what there is, and what is done
+    python tools/gpu.py --out FOLDER --keep FILE.tar     on a machine that loses its disk
     python tools/gpu.py --device cpu --preset quick --out FOLDER     a rehearsal, without a GPU
 
-It needs torch, numpy, scipy, cryptography, mpmath and this checkout (pytest for the tests, Opacus to be timed too);
-no network. Data lie in the folder that DPCOMPANION_DATA names: what is missing is said and left out. Records come
-most valuable first. Each is made by `dpcompanion run`, whose pieces are kept as they end, and trials of whose pieces
-go on from their last epoch; when the time is up the command is interrupted as by Ctrl-C, and given half a minute.
-Tests and benchmarks begin anew, so those that were cut off come last at the next call. What benchmarks print stands
-in FOLDER/NAME.txt too. A task is done when it ended well; its name then stands in FOLDER/done-DEVICE-PRESET.txt,
-which may be removed to do all again.
+It needs torch, numpy, scipy, mpmath and this checkout; no network. With cryptography noise is drawn three times as
+fast; pytest is for the tests, torchvision for ResNet-18, and Opacus is timed where it is installed. Data lie in the
+folder that DPCOMPANION_DATA names. Before a record is tried its data sets are loaded once: where one is missing or
+damaged, or a package that reads it, that is said, and this record is left out.
+
+Records come most valuable first, short forms before long ones, and what takes more than a few hours of a GPU last.
+Where the book asks for more seeds, they are run. Each record is made by `dpcompanion run`, whose pieces are kept as
+they end, and trials of whose pieces go on from their last epoch; when the time is up the command is interrupted as by
+Ctrl-C, and given half a minute. Tests and benchmarks begin anew, so those that were cut off come last at the next
+call. What benchmarks print stands in FOLDER/NAME.txt too. A task is done when it ended well; its name then stands in
+FOLDER/done-DEVICE-PRESET.txt, which may be removed to do all again.
+
+Pieces that several records share, and their unfinished states, lie in the data folder; those of one record lie beside
+it, in FOLDER. A machine that is lent loses both with its disk. `--keep FILE.tar` puts them into one file when the
+call ends, however it ends, with all else that is in FOLDER; the data sets stay out. The next call with the same
+option, on whatever machine, first puts back from it what is not there, and goes on. FOLDER is then one of its own,
+not the checkout's `results`, whose records of the same names would stay. Only whoever kills the call with signal 9
+loses what came after the last file; with `--minutes`, leave half a minute, and what the writing takes.
 """
 
 import argparse
+import contextlib
+import dataclasses
+import functools
 import importlib.util
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # this checkout, wherever the call comes from
 GRACE = 30
-NEEDED = ("torch", "numpy", "scipy", "cryptography", "mpmath")
-# What most exhibits lean on first, what takes a day last.
+NEEDED = ("torch", "numpy", "scipy", "mpmath")
+# What most exhibits lean on first, short forms before long ones; what takes more than a few hours of a GPU last.
 RECORDS = (
     "idp-sgd/table-8-cifar10-a",
     "idp-sgd/table-8-cifar10-b",
     "idp-sgd/table-2-cifar10-a",
     "idp-sgd/table-2-cifar10-b",
-    "idp-sgd/figure-2",
     "individual-accounting/figure-3",
     "individual-accounting/figures-9-10",
-    "gradients-look-alike/figure-2",
     "gradients-look-alike/figure-3",
     "gradients-look-alike/figure-4",
     "idp-sgd/figures-5-6",
     "idp-sgd/table-11",
-    "idp-sgd/table-10",
     "idp-sgd/table-16",
+    "idp-sgd/table-13-cifar10",
+    "idp-sgd/figure-2-short",
+    "idp-sgd/figures-8-10-short",
     "per-instance-accounting/text-worst-case-share",
     "per-instance-accounting/figure-1-resnet20",
     "per-instance-accounting/figure-2-resnet20",
@@ -51,18 +69,25 @@ RECORDS = (
     "per-instance-accounting/table-3",
     "per-instance-accounting/figure-7-resnet20",
     "per-instance-accounting/figure-3-resnet20",
-    "per-instance-accounting/figure-8-resnet20",
     "per-instance-accounting/figure-4",
     "per-instance-accounting/figures-9-10-resnet20",
-    "per-instance-accounting/table-1-resnet20",
+    "gradients-look-alike/figure-7",
+    "gradients-look-alike/figure-9",
+    "individual-accounting/figure-6",
+    "idp-sgd/table-14",
+    "idp-sgd/table-17",
     "idp-sgd/table-3-resnet18",
     "idp-sgd/table-8",
     "idp-sgd/table-2",
+    "gradients-look-alike/figure-2",
+    "per-instance-accounting/figure-8-resnet20",
+    # Ten hours and more; how long one class's budget and LiRA take on a GPU is not known: ten and fifty days of a core.
     "gradients-look-alike/figure-6",
-    "gradients-look-alike/figure-7",
-    "gradients-look-alike/figure-9",
+    "per-instance-accounting/table-1-resnet20",
+    "idp-sgd/table-10",
+    "idp-sgd/figure-2",
+    # WRN-16-4: a day.
     "individual-accounting/figure-2",
-    "individual-accounting/figure-6",
     "individual-accounting/figure-1",
     "individual-accounting/figure-4",
     "individual-accounting/table-2",
@@ -77,10 +102,9 @@ RECORDS = (
 
 def tasks(options):
     """{name: command}, in order."""
-    sys.path.insert(0, str(ROOT))
     from dpcompanion.reproduction import experiments
 
-    python, found = sys.executable, {}
+    python, found, seeds = sys.executable, {}, more_seeds() if options.preset == "paper" else {}
     if not importlib.util.find_spec("pytest"):
         print("left out: tests, for which pytest is not installed", flush=True)
     else:
@@ -101,8 +125,110 @@ def tasks(options):
                 options.device,
                 "--out",
                 str(options.out),
+                *(["--seeds", *seeds[name]] if name in seeds else []),
             ]
     return {name: command for name, command in found.items() if not options.only or name in options.only}
+
+
+def more_seeds():
+    """{record: seeds} of those that the book asks for once more, since their own were too few to decide its claims."""
+    from dpcompanion.reproduction import scoreboard
+
+    commands = " && ".join(one.more_seeds[1] for one in scoreboard.standings() if one.more_seeds)
+    return {name: seeds.split() for name, seeds in re.findall(r"dpcompanion run (\S+)[^&]* --seeds ([\d ]+)", commands)}
+
+
+def without_data(name, preset):
+    """Why a task cannot be done for want of data, in a line; "" where it can."""
+    if "/" not in name:  # tests and benchmarks draw their own
+        return ""
+    from dpcompanion.reproduction import experiments
+
+    config = dataclasses.asdict(experiments.get(name).presets[preset])
+    return next(filter(None, map(unreadable, sorted(data_sets(config)))), "")
+
+
+def data_sets(config):
+    """The data sets that a configuration names, at any depth: "utkface-age" is a problem on utkface."""
+    from dpcompanion import data
+
+    if isinstance(config, (list, tuple)):
+        return set().union(*map(data_sets, config))
+    if not isinstance(config, dict):
+        return set()
+    named = {name if name in data.names() else name.partition("-")[0] for name in [config.get("data")] if name}
+    return named.union(*map(data_sets, config.values()))
+
+
+@functools.cache
+def unreadable(name):
+    """Why a data set cannot be loaded, in a line; "" where it can."""
+    from dpcompanion import data
+
+    try:
+        data.load(name, split="test")
+    except (OSError, ValueError, ImportError) as error:
+        return str(error).strip().partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def folders(options):
+    """{first part of a name in the file that is kept: where it lies}."""
+    from dpcompanion import data
+
+    return {"data": data.data_folder().resolve(), "out": options.out}
+
+
+def keep(options):
+    """Write what would be lost with the disk: pieces and states of the data folder, all of the folder of records."""
+    from dpcompanion.reproduction import pieces
+
+    options.keep.parent.mkdir(parents=True, exist_ok=True)
+    part = options.keep.with_name(f".{options.keep.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as whole:
+            with tarfile.open(fileobj=whole, mode="w", dereference=True) as tar:
+                for first, folder in folders(options).items():
+                    patterns = pieces.FILES if first == "data" else ["*"]
+                    found = {path for pattern in patterns for path in folder.rglob(pattern) if path.is_file()}
+                    found -= {options.keep}
+                    if first == "out":  # the data folder may lie in it
+                        found = {path for path in found if not path.is_relative_to(folders(options)["data"])}
+                    for path in sorted(path for path in found if path.suffix != ".part"):
+                        # Another process may replace it meanwhile, or end its piece.
+                        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+                            name = f"{first}/{path.relative_to(folder).as_posix()}"
+                            tar.addfile(tar.gettarinfo(arcname=name, fileobj=file), file)
+            whole.flush()
+            os.fsync(whole.fileno())
+        os.replace(part, options.keep)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def put_back(options):
+    """What `keep` wrote, to where it was; a file that is there stays as it is.
+
+    Raises:
+        tarfile.TarError, OSError: for what is no such file, or holds a name that leads out of the two folders.
+    """
+    from dpcompanion import _files
+
+    with tarfile.open(options.keep) as tar:
+        found = []
+        for member in tar.getmembers():
+            first, _, name = member.name.partition("/")
+            if not member.isreg() or first not in folders(options):
+                raise tarfile.TarError(f"{member.name} has no place in it")
+            folder = folders(options)[first]
+            safe = tarfile.data_filter(member.replace(name=name, deep=False), str(folder))
+            found.append((member, folder / safe.name))
+        # What a piece refers to comes first.
+        for member, path in sorted(found, key=lambda each: each[1].suffix == ".json"):
+            if not path.exists():
+                content = tar.extractfile(member)
+                _files.replace(path, iter(lambda content=content: content.read(1 << 20), b""))
+                os.utime(path, (member.mtime, member.mtime))  # by which a piece knows how long its state took
 
 
 def what_is_missing(device):
@@ -153,13 +279,35 @@ def main(arguments=None):
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "results")
     parser.add_argument("--only", nargs="+", metavar="TASK", help="these tasks only")
     parser.add_argument("--records", nargs="+", metavar="NAME", help="these records instead of the usual ones")
+    parser.add_argument("--keep", type=pathlib.Path, metavar="FILE.tar", help="go on from this file, and write it anew")
     parser.add_argument("--list", action="store_true")
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()
+    if options.keep and options.out == ROOT / "results":
+        parser.error("--keep needs an --out of its own")
     if not options.list and (missing := what_is_missing(options.device)):
         parser.error(missing)
     if not options.list:
         options.out.mkdir(parents=True, exist_ok=True)
+    if options.keep is None or options.list:
+        return work(options)
+    options.keep = options.keep.resolve()
+    if options.keep.exists():
+        try:
+            put_back(options)
+        except (tarfile.TarError, OSError) as error:
+            parser.error(f"--keep {options.keep} cannot be read: {error}")
+    # What ends a job in good time says so by SIGTERM: as Ctrl-C, then.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return work(options)
+    finally:
+        keep(options)
+        signal.signal(signal.SIGTERM, before)
+
+
+def work(options):
+    """Do the tasks that are left; the exit status."""
     until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
     log = options.out / f"done-{options.device}-{options.preset}.txt"
     done = log.read_text().split() if log.is_file() else []
@@ -174,6 +322,10 @@ def main(arguments=None):
             continue
         if until is not None and time.monotonic() >= until:
             break
+        if without := without_data(name, options.preset):
+            print(f"left out: {name}: {without}", flush=True)
+            del left[name]
+            continue
         print(f"== {' '.join(command)}", flush=True)
         started = time.monotonic()
         into = options.out / f"{name}.txt" if name.startswith("benchmarks.") else None

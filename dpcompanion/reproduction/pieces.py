@@ -23,6 +23,10 @@ from dpcompanion.reproduction.provenance import software
 from dpcompanion.reproduction.storage import hash_of, MeanSD, plain, read_whole, write_whole
 
 
+#: What lies in a folder of pieces: states of those that are not whole yet, with a note of each; the pieces; arrays.
+FILES = ("*.unfinished", "*.begun", "seeds-used.json", "*.piece.json", "*.piece.npz", "*.piece.*.npz")
+
+
 def resumable(
     work: Callable[[str], Any],
     pieces: Iterable[str],
@@ -267,7 +271,7 @@ def bring(begun: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None
 def discard(folder: str | os.PathLike[str]) -> None:
     """Remove the pieces in a folder with all that was noted of them, and the folder when nothing else is in it."""
     emptied = pathlib.Path(folder)
-    for pattern in ("*.unfinished", "*.begun", "seeds-used.json", "*.piece.json", "*.piece.npz", "*.piece.*.npz"):
+    for pattern in FILES:
         for path in emptied.glob(pattern):
             path.unlink()
     if emptied.is_dir() and not any(emptied.iterdir()):

@@ -1,4 +1,4 @@
-r"""The two networks of Boenisch et al.'s table 3 that are not run here, in a form in which IDP-SGD trains them.
+r"""The two large networks of Boenisch et al.'s table 3, in a form in which IDP-SGD trains them.
 
 A budget enters through rates and clip norms, so all that a network must do is treat examples one by one and have a
 gradient for each of them:
@@ -10,7 +10,8 @@ gradient for each of them:
   is usual for BERT under DP.  The trainer goes through it by `torch.func`; for the engine Opacus's
   `ModuleValidator.fix` puts its own attention in place of PyTorch's.
 
-What the rows of the table need besides: SNLI, BERT's pretrained weights and a GPU; CIFAR-10 and a GPU.
+ResNet-18's row is the experiment `idp-sgd/table-3-resnet18`, which needs CIFAR-10 and a GPU.  BERT's row has none: it
+needs SNLI, BERT's pretrained weights and a GPU.
 
 >>> model = fine_tune(encoder(tokens=50, classes=3, width=8, heads=2, blocks=2, length=6))
 >>> model(torch.randint(1, 50, (4, 6))).shape
