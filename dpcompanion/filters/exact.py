@@ -43,9 +43,10 @@ from .. import _checks
 from .._types import Array, Device, Numbers, State
 from .calibration import calibrate_filter, epsilon_of_budget, level_costs
 from .game import check_costs, check_levels
+from .told import Told
 
 
-class ExactFilter:
+class ExactFilter(Told):
     """Budgets of n examples at K levels; see the module's text.
 
     Args:
@@ -61,7 +62,7 @@ class ExactFilter:
             0 or (n,)).
         steps: of the run.
         block: steps for which a level holds.
-        device: where the account is kept.
+        device: where the account is kept; norms may come from anywhere.
         progress: show a bar while budgets or promises are sought; by default on a terminal only.
 
     Raises:
@@ -85,13 +86,12 @@ class ExactFilter:
         device: Device = None,
         progress: bool | None = None,
     ):
-        self.n = _checks.whole_number("n", n, 1)
+        super().__init__(n, device=device)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
         self.max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
         self.levels = tuple(check_levels(levels))
         self.steps, self.block = _checks.whole_number("steps", steps, 1), _checks.whole_number("block", block, 1)
-        self.device = torch.device("cpu" if device is None else device)
         if (budget is None) == (target_epsilon is None) or (target_epsilon is None) != (target_delta is None):
             raise ValueError(
                 "either budget, or target_epsilon and target_delta must be given, "
@@ -168,7 +168,7 @@ class ExactFilter:
 
     def record(self, levels: Array, steps: int) -> None:
         """Pay for `steps` steps in which gradients were clipped to `levels`, (n,), as `levels_for` gave them. A block
-        that is begun is paid in full.
+        that is begun is paid in full. Where they lie on a GPU, this waits for it.
 
         Raises:
             ValueError: levels that are none, or that somebody cannot pay; nothing is recorded then.
@@ -181,14 +181,26 @@ class ExactFilter:
         wrong = ~((levels - self._norms[index]).abs() <= 1e-6 * self._norms[index])
         if wrong.any():
             raise ValueError(f"levels must be 0 or among {self._norms[1:].tolist()}, got {float(levels[wrong][0]):g}")
+        # By division: a product of 64 bits could wrap around. No budget pays for more blocks than 2^53.
+        blocks = min(blocks, 2**53 + 1)
+        lacking = self._costs[index] > (self._budget - self._spent) // blocks
+        if bool(lacking.any()):
+            raise ValueError(
+                f"levels must be ones that everybody can pay for {blocks} block(s) (see levels_for), but "
+                f"{int(lacking.sum())} cannot"
+            )
         self._pay(index, blocks)
 
     def clip_norms(self, norms: Array) -> torch.Tensor:
         """The norms to which the next step must clip, (n,) float64, paid for: where a block begins, by `norms` as in
-        `levels_for`; within one they stay."""
+        `levels_for`; within one they stay.
+
+        Where filter and norms are on a GPU nothing here waits for it, nor in `levels_for`: norms that are refused count
+        as infinite, and are found when `epsilon` or `state_dict` is asked for.
+        """
         if not self._steps_left:
             index = self._payable(norms)
-            self._pay(index, 1)
+            self._pay(index, 1)  # as `_payable` found that all can
             self._current, self._limits, self._steps_left = index, None, self.block
         self._steps_left -= 1
         if self._limits is None:
@@ -204,6 +216,7 @@ class ExactFilter:
                 that.
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
+        self._check_nothing_refused()
         budgets = self._budget
         if spent is not None:
             budgets = budgets.clamp(max=_checks.whole_number("spent", spent, 0))
@@ -220,32 +233,21 @@ class ExactFilter:
         )
 
     def _payable(self, norms):
-        norms = torch.as_tensor(norms, dtype=torch.float64, device=self.device)
-        if norms.shape != (self.n,):
-            raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
-        if not bool((norms >= 0).all()):
-            _checks.in_interval("norms", norms, 0, math.inf)
-        wanted = torch.searchsorted(self._norms, norms).clamp(max=len(self.levels))
+        wanted = torch.searchsorted(self._norms, self._norms_told(norms)).clamp(max=len(self.levels))
         left = self._budget - self._spent
-        if bool((self._costs[wanted] <= left).all()):
+        # Mostly everybody can pay. Elsewhere the answer takes longer than to look for what they can.
+        if not self._away(wanted) and bool((self._costs[wanted] <= left).all()):
             return wanted
         places = torch.arange(len(self._costs), device=self.device)
         fits = (self._costs <= left[:, None]) & (places <= wanted[:, None])
         return torch.where(fits, places, 0).amax(dim=1)
 
     def _pay(self, index, blocks):
-        # By division: a product of 64 bits could wrap around. No budget pays for more blocks than 2^53.
-        blocks = min(blocks, 2**53 + 1)
-        lacking = self._costs[index] > (self._budget - self._spent) // blocks
-        if bool(lacking.any()):
-            raise ValueError(
-                f"levels must be ones that everybody can pay for {blocks} block(s) (see levels_for), but "
-                f"{int(lacking.sum())} cannot"
-            )
         self._spent = self._spent + self._costs[index] * blocks
 
     def state_dict(self) -> State:
         """Budgets, what was spent, and the levels of a block that is under way."""
+        self._check_nothing_refused()
         return {
             "parameters": self._parameters(),
             "budget": self._budget.cpu().clone(),

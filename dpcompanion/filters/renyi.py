@@ -39,9 +39,10 @@ from .._types import Array, Device, State
 from ..accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from ..accounting.chords import between, chords
 from ..accounting.runs import orders_for
+from .told import Told
 
 
-class RenyiFilter:
+class RenyiFilter(Told):
     """Budgets of n examples at K orders; see the module's text.
 
     Args:
@@ -52,7 +53,7 @@ class RenyiFilter:
         orders: (K,) distinct orders above 1, fixed before the run.
         budgets: Rényi divergences (nats) above 0 that broadcast to (n, K); inf for no limit at an order, but each
             example has one that is finite.
-        device: where the account is kept.
+        device: where the account is kept; norms may come from anywhere.
 
     Raises:
         ValueError: an argument outside its range, or a fractional order at which the divergence is not convex in the
@@ -70,7 +71,7 @@ class RenyiFilter:
         budgets: Array,
         device: Device = None,
     ):
-        self.n = _checks.whole_number("n", n, 1)
+        super().__init__(n, device=device)
         self.sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
         self.max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
@@ -79,7 +80,6 @@ class RenyiFilter:
         if len(orders.unique()) != len(orders) or not len(orders):
             raise ValueError(f"orders must be distinct and one at least, got {orders.tolist()}")
         _checks.in_interval("budgets", budgets, 0, math.inf, closed="right")
-        self.device = torch.device("cpu" if device is None else device)
         budgets = torch.as_tensor(budgets, dtype=torch.float64, device=self.device)
         try:
             budgets = budgets.expand(self.n, len(orders)).clone()
@@ -190,35 +190,41 @@ class RenyiFilter:
         Args:
             norms: (n,), from 0 to `max_grad_norm`: the lengths to which gradients will be clipped in this step.
 
+        Where filter and norms are on a GPU nothing here waits for it: whose norm is refused leaves, and that it was is
+        found when `epsilon` or `state_dict` is asked for.
+
         Raises:
             ValueError: norms of another shape or outside their range.
         """
+        return self._admit(self._in_range(norms))
+
+    def _in_range(self, norms):
         # A norm that was clipped to C may come a little above it where fewer digits are kept; it pays the full share.
         slack = 1e-6 if getattr(norms, "dtype", None) == torch.float32 else 1e-12
-        norms = torch.as_tensor(norms, dtype=torch.float64, device=self.device)
-        if norms.shape != (self.n,):
-            raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
-        shares = norms / self.max_grad_norm
-        if not bool(((shares >= 0) & (shares <= 1 + slack)).all()):
-            _checks.in_interval("norms", norms, 0, self.max_grad_norm)
-        after = self._spent + between(shares.clamp(max=1), self._table)
-        self._active = self._active & (after <= self._budgets).all(dim=1)
+        return self._norms_told(norms, self.max_grad_norm, slack)
+
+    def _admit(self, norms):
+        after = self._spent + between((norms / self.max_grad_norm).clamp(max=1), self._table)
+        # An infinite norm is one that was refused without a look at it: what clips to it would not keep the promise.
+        self._active = self._active & norms.isfinite() & (after <= self._budgets).all(dim=1)
         self._spent = torch.where(self._active[:, None], after, self._spent)
         return self._active.clone()  # nobody comes back by what a caller does to it
 
     def clip_norms(self, norms: Array) -> torch.Tensor:
         """The norms to which the next step must clip, paid for, (n,) float64: those of `admit`, 0 for who takes no
         part."""
-        stays = self.admit(norms)
-        return torch.where(stays, torch.as_tensor(norms, dtype=torch.float64, device=self.device), 0)
+        norms = self._in_range(norms)
+        return torch.where(self._admit(norms), norms, 0)
 
     def epsilon(self, delta: float) -> torch.Tensor:
         """The epsilon that each example's budgets guarantee at `delta`, whatever happens: (n,) float64."""
         _checks.in_interval("delta", delta, 0, 1, closed="neither")
+        self._check_nothing_refused()
         return rdp_to_epsilon(self._budgets.clamp(max=1e30), self._orders, delta)[0]
 
     def state_dict(self) -> State:
         """Budgets, what was spent, and who takes part."""
+        self._check_nothing_refused()
         return {
             "parameters": self._parameters(),
             "budgets": self._budgets.clone(),

@@ -157,7 +157,9 @@ class IndividualAccountant(Recorded):
                 named twice is charged twice.
 
         Where account and numbers are on a GPU nothing here waits for it: what is refused is found when the account is
-        read, and has been charged at C meanwhile.
+        read, and has been charged at C meanwhile. Only accounts without rounding do wait: by PLD each time, as
+        their levels are the norms that are recorded, and how many of these are new must be known; by RDP where some
+        examples' norms have come to fill 200 MB, and are added up.
 
         Raises:
             ValueError: norms, steps or examples of another shape, norms that are negative or not finite, examples that

@@ -46,9 +46,10 @@ class Measured:
 
     @property
     def norms_of_passes(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(steps, norms): before which step (from 0) each pass was made, and what it found, (passes, n) float32."""
+        """(steps, norms): before which step (from 0) each pass was made, and what it found, (passes, n) float32 on
+        the host."""
         steps = torch.tensor([step for step, _ in self._kept], dtype=torch.int64)
-        norms = [norms for _, norms in self._kept]
+        norms = [norms.cpu() for _, norms in self._kept]
         return steps, torch.stack(norms) if norms else torch.zeros(0, len(self.norms))
 
     def _due(self):
@@ -67,7 +68,8 @@ class Measured:
         self.norms = self._bounded(norms)
         self.passes += 1
         if self.keep_norms:
-            self._kept.append((self.steps, rounded_up(self.norms.cpu(), torch.float32)))
+            # Where they are: a copy to the host would be waited for.
+            self._kept.append((self.steps, rounded_up(self.norms, torch.float32)))
 
     def _bounded(self, norms):
         """Norms as float64, a few units up for what their summation may have lost, at most C, also where not finite."""

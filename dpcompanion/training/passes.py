@@ -11,6 +11,7 @@ import contextlib
 
 import torch
 
+from dpcompanion._devices import sent
 from dpcompanion.training import checks, clipping, proof
 from dpcompanion.training.examples import examples_of  # noqa: F401 (for the example above)
 
@@ -32,7 +33,7 @@ def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None):
                 x, y = examples.part(start, start + size)
             norms.append(
                 clipping.gradient_norms(
-                    inner, loss, x.to(device), y.to(device), method=method, chunk=chunk, precision=precision
+                    inner, loss, sent(x, device), sent(y, device), method=method, chunk=chunk, precision=precision
                 )
             )
         checks.check_untouched(inner, before)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dpcompanion._devices import sent
 from dpcompanion.training import checks, proof
 from dpcompanion.training.layers import Explicit, layer_gradient, wide_sum
 from dpcompanion.training.recording import Recorder
@@ -54,7 +55,7 @@ def clip_factors(norms, max_grad_norm):
     tensor([1.0000, 0.2500, 0.0000])
     """
     if isinstance(max_grad_norm, torch.Tensor):
-        limits = max_grad_norm.to(norms, non_blocking=True)
+        limits = sent(max_grad_norm.to(norms.dtype), norms.device)
     else:  # filled in where it is needed, without a copy
         limits = torch.full((), max_grad_norm, dtype=norms.dtype, device=norms.device)
     slack = 1 + 8 * torch.finfo(norms.dtype).eps

@@ -79,8 +79,8 @@ class NormTracker(Measured, OwnLoop):
         budget: a `RenyiFilter` or `ExactFilter` (`dpcompanion.filters`) of the n examples: it says to what each step
             clips, and who cannot pay takes no part. Needs clipping "individual" without running estimates.
         trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch (`trajectory`): 4 bytes an
-            example and epoch.
-        keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass.
+            example and epoch. It is worked out there and then, which waits for the account's device.
+        keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass, where the account is.
         method, chunk: how the passes are computed, see `gradient_norms`.
         precision: None for the model's own, or "bf16": in what the passes go forward and back, see
             `dpcompanion.training.clipping`. Norms are then off by about a hundredth: with clipping "individual" no less
@@ -203,7 +203,8 @@ class NormTracker(Measured, OwnLoop):
             precision: None for the model's own, or "bf16": in what the passes go forward and back.
             rounding: of the account, r as a share of C, to whose multiples norms are rounded up; None for none.
             accountant: "pld" or "rdp"; the plan's by default.
-            device: where the account is kept.
+            device: where the account is kept, by default on the processor; the steps of a model on a GPU wait for one
+                that is not there, too.
 
         Raises:
             ValueError: an argument outside its range, or options that contradict each other.
@@ -392,7 +393,7 @@ class NormTracker(Measured, OwnLoop):
             "step": self.steps,
             "passes": self.passes,
             "trajectory": list(self._trajectory),
-            "kept": list(self._kept),
+            "kept": [(step, norms.cpu()) for step, norms in self._kept],
             "budget": None if self.budget is None else self.budget.state_dict(),
             # Of an exact account: the limits of a step that was left half done, and whether some were not kept.
             "begun": self._begun.cpu().clone() if self.exact and isinstance(self._begun, torch.Tensor) else None,

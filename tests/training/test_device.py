@@ -9,6 +9,8 @@ from torch import nn
 from waits import Waits
 
 from dpcompanion import _checks
+from dpcompanion._devices import sent
+from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.output_perturbation import noise_covariance
 from dpcompanion.training import (
@@ -21,6 +23,7 @@ from dpcompanion.training import (
     models,
     NormTracker,
     runs,
+    sums,
     train,
 )
 
@@ -131,13 +134,35 @@ TRACKERS = {
     "running and clipping": {"running": True, "clipping": "individual"},
     "some examples": {"running": True, "examples": list(range(0, 64, 3))},
     "without rounding": {"rounding": None, "accountant": "rdp", "clipping": "individual"},
+    "kept norms": {"keep_norms": True},
+    "data of its own": {"data": (X, Y)},
+    "exact filter": {"clipping": "individual", "budget": "exact"},
+    "Rényi filter": {"clipping": "individual", "budget": "renyi"},
 }
+
+
+def there(filter):
+    """A filter that was made on the processor, from now on on the meta device."""
+    filter.device = torch.device("meta")
+    for name, value in vars(filter).items():
+        if isinstance(value, torch.Tensor):
+            setattr(filter, name, value.to("meta"))
+    return filter
+
+
+def filter_of(kind, n=64):
+    own = {"sample_rate": PLAN.sample_rate, "noise_multiplier": PLAN.noise_multiplier, "max_grad_norm": 0.4}
+    if kind == "renyi":
+        return RenyiFilter(n, **own, orders=[2.0, 8.0], budgets=[1.0, 5.0])
+    return ExactFilter(n, **own, levels=[0.25, 0.5, 1.0], costs=[1, 4, 16], budget=40, steps=PLAN.steps, block=2)
 
 
 @pytest.mark.parametrize("name", TRACKERS)
 def test_a_step_with_a_tracker_reads_nothing_back(name):
-    options, found = TRACKERS[name], begun()
-    own = found.examples.x, found.examples.y
+    options, found = dict(TRACKERS[name]), begun()
+    own = options.pop("data", (found.examples.x, found.examples.y))
+    if "budget" in options:
+        options["budget"] = there(filter_of(options["budget"]))
     if "examples" in options:
         own = tuple(part[options["examples"]] for part in own)
     tracker = NormTracker.for_plan(
@@ -195,6 +220,15 @@ def test_a_covariance_lies_where_the_weights_do(monkeypatch):
     assert covariance.device.type == "meta"
 
 
+def test_limits_go_to_the_device_from_pinned_memory_in_the_type_of_the_norms(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sums, "sent", lambda tensor, device: seen.append((tensor, device)) or sent(tensor, device))
+    limits = torch.tensor([0.5, 1.0], dtype=torch.float64)
+    assert sums.clip_factors(torch.ones(2, device="meta"), limits).device.type == "meta"
+    ((tensor, device),) = seen
+    assert device.type == "meta" and torch.equal(tensor, limits.float()) and tensor.dtype == torch.float32
+
+
 class Away(IndividualAccountant):
     """An account that takes numbers as one on a device does, without a look at them."""
 
@@ -233,6 +267,48 @@ def test_what_is_not_looked_at_is_accounted_for_the_same():
         account.record(torch.tensor([0.1, 0.2, 0.7]), steps=torch.tensor([3, 5, 7]))
         account.record(torch.tensor([0.1]), examples=torch.tensor([2]))
     assert torch.equal(one.epsilon(1e-5), other.epsilon(1e-5)) and one.steps == other.steps == 8
+
+
+KINDS = {"exact": ExactFilter, "renyi": RenyiFilter}
+
+
+def filter_away(kind, n):
+    """A filter that takes norms as one on a device does, without a look at them."""
+    found = filter_of(kind, n)
+    found.__class__ = type("Away", (KINDS[kind],), {"_away": lambda self, tensor: True})
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_filter_that_does_not_look_at_norms_answers_the_same(kind):
+    one, other = filter_of(kind, 50), filter_away(kind, 50)
+    draws = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        norms = torch.rand(50, dtype=torch.float64, generator=draws) * 0.4
+        assert torch.equal(one.clip_norms(norms), other.clip_norms(norms))
+        assert torch.equal(one.spent, other.spent) and torch.equal(one.active, other.active)
+    assert not one.active.all() and torch.equal(one.epsilon(1e-3), other.epsilon(1e-3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("norm", [-0.1, math.nan])
+def test_a_norm_that_a_filter_did_not_look_at_breaks_no_promise_and_is_refused_when_it_is_read(kind, norm):
+    filter = filter_away(kind, 2)
+    limits = filter.clip_norms(torch.tensor([norm, 0.05]))
+    if kind == "exact":  # it asks for the most, which is paid for
+        assert limits.tolist() == [0.4, 0.1] and filter.spent.tolist() == [16, 1]
+    else:
+        assert limits[0] == 0 < limits[1] and filter.active.tolist() == [False, True]
+    for read in (lambda: filter.epsilon(1e-3), filter.state_dict):
+        with pytest.raises(ValueError, match="some that the filter was told on the device were not"):
+            read()
+
+
+def test_who_would_be_clipped_to_more_than_the_clip_norm_leaves_a_renyi_filter_that_did_not_look():
+    filter = filter_away("renyi", 2)
+    assert filter.admit(torch.tensor([0.5, 0.4])).tolist() == [False, True]
+    with pytest.raises(ValueError, match="told on the device"):
+        filter.epsilon(1e-3)
 
 
 class Leaving(NormTracker):

@@ -1,4 +1,5 @@
-"""Long runs of three papers go on from their last whole epoch, and end as if nothing had happened."""
+"""Long runs of three papers go on from their last whole epoch, and end as if nothing had happened, and keep accounts on
+their device."""
 
 import dataclasses
 
@@ -53,3 +54,21 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(paper, tmp_path, monke
     assert whole.keys() == again.keys()
     for name in whole.keys() - {"seconds", "plan", "found", "task"}:
         np.testing.assert_array_equal(whole[name], again[name], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "module, start",
+    [(second, lambda *of: second.run_task(TASK, *of)), (first, lambda *of: first.run_setting(SETTING, *of))],
+)
+def test_accounts_of_runs_lie_on_the_device_of_the_run(module, start, monkeypatch):
+    class Begun(Exception):
+        pass
+
+    def begin(*arguments, trackers, **options):
+        assert [tracker.accountant.device for tracker in trackers] == [device, device]
+        raise Begun
+
+    device = torch.device("cpu", 0)  # is not torch.device("cpu"), where accounts are by default
+    monkeypatch.setattr(module, "train", begin)
+    with pytest.raises(Begun):
+        start(0, device)

@@ -132,7 +132,7 @@ def run_task(task, seed, device):
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps) if task.cosine else None
 
     everybody = NormTracker(
-        IndividualAccountant.for_plan(plan),
+        IndividualAccountant.for_plan(plan, device=device),
         model,
         loss,
         (x, y),
@@ -145,7 +145,7 @@ def run_task(task, seed, device):
     chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[: task.reference])
     some = x[chosen.to(device)], y[chosen.to(device)]
     if task.reference:
-        theirs = IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen)))
+        theirs = IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen)), device=device)
         trackers.append(
             NormTracker(
                 theirs,

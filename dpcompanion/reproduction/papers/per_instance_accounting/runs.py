@@ -95,7 +95,7 @@ def run_setting(setting, seed, device):
     limit = setting.median_multiple * float(gradient_norms(model, cross_entropy, x, y).median())
     plan = make_plan(setting, len(y), limit)
     everybody = NormTracker(
-        IndividualAccountant.for_plan(plan),
+        IndividualAccountant.for_plan(plan, device=device),
         model,
         cross_entropy,
         (x, y),
@@ -109,7 +109,7 @@ def run_setting(setting, seed, device):
         some = torch.as_tensor(chosen)
         trackers.append(
             NormTracker(
-                IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen))),
+                IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen)), device=device),
                 model,
                 cross_entropy,
                 (x[some.to(device)], y[some.to(device)]),

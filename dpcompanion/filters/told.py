@@ -1,0 +1,51 @@
+"""What a filter is told before a step: everybody's norm.
+
+Where filter and norms lie on a GPU, nothing here waits for it: a norm that is out of range counts as infinite, so that
+what the filter promises holds, is noted, and refused when the filter is read.
+
+>>> told = Told(2, device=None)
+>>> told._norms_told([0.3, 7.0])
+tensor([0.3000, 7.0000], dtype=torch.float64)
+"""
+
+import math
+
+import torch
+
+from .. import _checks
+from .._devices import is_away, sent
+
+
+class Told:
+    """The n examples of a filter, and checks of their norms."""
+
+    def __init__(self, n, *, device):
+        self.n = _checks.whole_number("n", n, 1)
+        self.device = torch.device("cpu" if device is None else device)
+        # Whether a norm was out of range, where the device has to be asked.
+        self._wrong = None
+
+    def _norms_told(self, norms, most=math.inf, slack=0.0):
+        """Norms from 0 to `most`, relatively at most `slack` above it, as (n,) float64 on the filter's device."""
+        norms = torch.as_tensor(norms, dtype=torch.float64)
+        if norms.shape != (self.n,):
+            raise ValueError(f"norms must have shape ({self.n},), got {tuple(norms.shape)}")
+        wrong = ~((norms >= 0) & (norms <= most * (1 + slack)))  # nor for NaN
+        if self._away(norms):
+            found = wrong.any()
+            self._wrong = found if self._wrong is None else self._wrong | found
+            norms = torch.where(wrong, math.inf, norms)
+        elif bool(wrong.any()):
+            _checks.in_interval("norms", norms, 0, most)
+        return sent(norms, self.device)
+
+    def _away(self, tensor):
+        """Whether a look at a tensor's numbers would wait for the device of the filter."""
+        return self.device.type != "cpu" and is_away(tensor)
+
+    def _check_nothing_refused(self):
+        if self._wrong is not None and bool(self._wrong):
+            raise ValueError(
+                "norms must be at least 0, and for a RenyiFilter at most max_grad_norm, but some that the filter was "
+                "told on the device were not"
+            )
