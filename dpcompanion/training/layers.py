@@ -104,10 +104,11 @@ class Explicit:
     def weighted_sum(self, factors):
         factors, sums = factors.unsqueeze(1), {}
         for name, g in self.gradients.items():
-            g, shape, total = g.reshape(len(factors), factors.shape[-1], -1), g.shape[1:], None
+            g, shape = g.reshape(len(factors), factors.shape[-1], -1), g.shape[1:]
+            dtype = torch.float32 if g.dtype == torch.bfloat16 else g.dtype
+            total = g.new_zeros(len(factors), 1, g.shape[2], dtype=dtype)
             for where, part in _in_float(g, 1):
-                total = part.new_zeros(len(part), 1, part.shape[2]) if total is None else total
-                total.baddbmm_(factors[..., where].to(part.dtype), part)  # in its place: it is as large as a gradient
+                total.baddbmm_(factors[..., where].to(dtype), part)  # in its place: it is as large as a gradient
             sums[name] = total.reshape(-1, *shape)
         if self.axes and "weight" in sums:
             sums["weight"] = sums["weight"].permute(self.axes)
