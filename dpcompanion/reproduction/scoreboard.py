@@ -157,14 +157,14 @@ class Standing:
             f"dpcompanion run {part.name} --preset paper{' --device cuda' if part.scale == 'gpu' else ''}"
             for part in left
         ]
-        runs_whole = self.experiment is not None and "paper" in self.experiment.presets
-        if runs_whole:
-            commands.append(f"dpcompanion run {self.experiment.name} --preset paper{' --device cuda' if gpu else ''}")
+        own = self.experiment if self.experiment is not None and "paper" in self.experiment.presets else None
+        if own is not None:
+            commands.append(f"dpcompanion run {own.name} --preset paper{' --device cuda' if gpu else ''}")
         if left and not tasks and (missing or recorded is None):
             if recorded is not None:
                 commands = commands[: len(left)]  # its own record is there
             return missing or ", ".join(self.exhibit.data), " && ".join(dict.fromkeys(commands))
-        if not runs_whole:
+        if own is None:
             needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if gpu else ""
             return (
                 f"the paper's scale{needs}",
@@ -173,7 +173,7 @@ class Standing:
         command = " && ".join(dict.fromkeys(commands))
         if recorded is None:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
-        if not tasks and recorded.name != self.experiment.name:
+        if not tasks and recorded.name != own.name:
             return missing, command  # judged so far by the record of another
         if not tasks:
             return missing, f"needs {'a GPU and ' if gpu else ''}a configuration"

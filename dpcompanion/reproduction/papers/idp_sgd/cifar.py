@@ -252,13 +252,14 @@ def table_8_precision(config, run):
     """Accuracy of DP-SGD over a few epochs, with the ways forward and back in float32 and in bfloat16: all else, first
     weights, batches and noise, is the same."""
     trial = config.trial
+    (kind,) = trial.kinds
     problem(trial.task, run)
     pieces = {f"{name}.seed-{seed}": (name, seed) for seed in trial.seeds for name in config.precisions}
 
     def work(piece):
         name, seed = pieces[piece]
         own = dataclasses.replace(trial, precision=config.precisions[name])
-        return kept_trial(own, trial.task, *trial.kinds, seed, run)
+        return kept_trial(own, trial.task, kind, seed, run)
 
     done, values = run.pieces(work, pieces, label="trials"), {}
     for name in config.precisions:
