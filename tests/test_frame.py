@@ -173,7 +173,7 @@ def test_the_tests_on_the_lowest_versions_import_no_more_than_is_installed_for_t
     paths = [ROOT / path for path in re.search(r"^CORE_TESTS := (.*)", makefile, re.MULTILINE)[1].split()]
     files = [file for path in paths for file in (path.glob("*.py") if path.is_dir() else [path])]
     (beside,) = re.findall(r"tools/lowest\.py opacus\) (.*)", makefile)  # pytest and what tests compare with
-    installed = {"dpcompanion", "torch", "numpy", "scipy", "opacus", *beside.replace("-", "_").split()}
+    installed = {"dpcompanion", "torch", "numpy", "scipy", "cryptography", "opacus", *beside.replace("-", "_").split()}
     installed |= {*sys.stdlib_module_names, *(file.stem for file in files)}
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):

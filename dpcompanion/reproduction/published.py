@@ -267,8 +267,8 @@ def exhibits(paper: str | None = None, *, ours: bool = False) -> list[Exhibit]:
 def parts(name: str) -> list[Exhibit]:
     """The exhibits whose records hold a part of this one's numbers, see `Exhibit.part_of`.
 
-    >>> [part.name for part in parts("idp-sgd/table-8")]
-    ['idp-sgd/table-8-cifar10-a', 'idp-sgd/table-8-cifar10-b']
+    >>> [part.name for part in parts("idp-sgd/table-2")]
+    ['idp-sgd/table-2-cifar10-a', 'idp-sgd/table-2-cifar10-b']
     """
     whole = exhibit(name)
     return [found for found in exhibits(whole.paper, ours=True) if found.part_of == whole.id]
