@@ -11,8 +11,8 @@ network), norms within 1.3, 1.6 and 1.4, memory within 1.5 (the wide one). Norms
 machine so far: a gradient of its first layers is a product of 16 rows, which runs at two thirds of the speed of the
 convolution that plain autograd takes instead. On Intel norms of the wide one and both of the CIFAR-10 network's miss
 theirs by little. The wide one's memory misses it beside plain in its best format. In time dpcompanion is ahead of every
-mode of Opacus, but for the float32 step of BERT's size, where all but the largest gradients are held; in memory not
-always. Expanded weights do not take the wide one.
+mode of Opacus, but for the float32 step of BERT's size, in memory not always. Expanded weights do not take the wide
+one.
 """
 
 import functools

@@ -57,6 +57,7 @@ RECORDS = (
     "idp-sgd/figures-5-6",
     "idp-sgd/table-11",
     "idp-sgd/table-16",
+    "idp-sgd/table-8-precision",
     "idp-sgd/table-13-cifar10",
     "idp-sgd/table-13-svhn",
     "idp-sgd/figure-2-short",

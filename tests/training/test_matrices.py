@@ -14,21 +14,25 @@ def one_by_one(layer, a, g):
     )
 
 
-@pytest.mark.parametrize("strips", [False, True])
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(kernel_size=3, padding=1),
-        dict(kernel_size=3, padding=1, groups=2),
-        dict(kernel_size=(5, 2), stride=(1, 2), padding=(2, 0)),
-        dict(kernel_size=(3, 5), dilation=(2, 3), padding="same"),
-        dict(kernel_size=3, padding=2, padding_mode="circular", groups=4),
-        dict(kernel_size=3, padding=(0, 1), dilation=(1, 2), padding_mode="reflect"),
-        dict(kernel_size=(2, 1)),
-    ],
-    ids=str,
-)
+CONVOLUTIONS = [
+    dict(kernel_size=3, padding=1),
+    dict(kernel_size=3, padding=1, groups=2),
+    dict(kernel_size=(5, 2), stride=(1, 2), padding=(2, 0)),
+    dict(kernel_size=(3, 5), dilation=(2, 3), padding="same"),
+    dict(kernel_size=3, padding=2, padding_mode="circular", groups=4),
+    dict(kernel_size=3, padding=(0, 1), dilation=(1, 2), padding_mode="reflect"),
+    dict(kernel_size=(2, 1)),
+]
+
+
+def in_all_ways(test):
+    """By patches and by strips, in either layout of memory, for every kind of convolution."""
+    for name, values in (("strips", [False, True]), ("channels_last", [False, True]), ("options", CONVOLUTIONS)):
+        test = pytest.mark.parametrize(name, values, ids=str)(test)
+    return test
+
+
+@in_all_ways
 def test_gradients_of_convolutions(monkeypatch, options, channels_last, strips):
     torch.manual_seed(0)
     layer = nn.Conv2d(4, 8, **options).double()
@@ -43,18 +47,7 @@ def test_gradients_of_convolutions(monkeypatch, options, channels_last, strips):
     torch.testing.assert_close(found, alone + alone.flip(0))
 
 
-@pytest.mark.parametrize("strips", [False, True])
-@pytest.mark.parametrize("channels_last", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        dict(kernel_size=3, padding=1),
-        dict(kernel_size=3, padding=1, groups=2),
-        dict(kernel_size=(5, 2), stride=(1, 2), padding=(2, 0)),
-        dict(kernel_size=(3, 5), dilation=(2, 3), padding="same"),
-    ],
-    ids=str,
-)
+@in_all_ways
 def test_gradients_of_convolutions_in_bfloat16(monkeypatch, options, channels_last, strips):
     """Sums of ones and minus ones, as many as bfloat16 has whole numbers for, come out as they are."""
     torch.manual_seed(0)
