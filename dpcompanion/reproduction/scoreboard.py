@@ -161,7 +161,7 @@ class Standing:
         if own is not None:
             commands.append(f"dpcompanion run {own.name} --preset paper{' --device cuda' if gpu else ''}")
         if left and not tasks and (missing or recorded is None):
-            if recorded is not None:
+            if recorded is not None and not published.exhibit(recorded.name).shortened:
                 commands = commands[: len(left)]  # its own record is there
             return missing or ", ".join(self.exhibit.data), " && ".join(dict.fromkeys(commands))
         if own is None:

@@ -2,6 +2,7 @@ import dataclasses
 import pathlib
 import re
 
+import numpy as np
 import pytest
 
 from dpcompanion.reproduction import experiments, places, published, records, scoreboard, states
@@ -403,3 +404,31 @@ def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tm
         and one.to_do[1] == whole
     )
     assert sum(one.smaller.values()) == 1 and not sum(one.findings.values())
+
+
+@pytest.mark.parametrize(
+    "exhibit, left, whole",
+    [
+        ("figures-5-6", "cifar10, more than 5 of 80 epochs on MNIST", ["figures-5-6-cifar10", "figures-5-6"]),
+        ("table-11", "more than 5 of 80 epochs on MNIST", ["table-11"]),
+        ("figure-7", "more than 5 of 80 epochs on MNIST", ["table-11"]),
+    ],
+)
+def test_shortened_runs_of_classes_leave_whole_ones_to_do(tmp_path, exhibit, left, whole):
+    moved = np.linspace(1, 2, 10)
+    gaps = {
+        f"gap.{kind}": records.mean_and_sd([gap, gap + 0.1, gap + 0.2])
+        for kind, gap in (("baseline", 5.0), ("sample", 2.0), ("scale", 2.5))
+    }
+    made = {"figures-5-6-short": {"higher.own": moved, "lower.own": -moved}, "table-11-short": gaps}
+    for name, values in made.items():
+        config = dataclasses.asdict(experiments.get(f"idp-sgd/{name}").presets["paper"])
+        assert config["task"]["training"]["epochs"] == 5
+        records.write(
+            records.make(f"idp-sgd/{name}", "paper", values, config=config, data=[{"name": "mnist"}]), tmp_path
+        )
+    one = scoreboard.standing(f"idp-sgd/{exhibit}", folder=tmp_path)
+    todo, commands = one.to_do
+    assert todo.startswith(left)
+    assert [part.split()[2] for part in commands.split(" && ")] == [f"idp-sgd/{name}" for name in whole]
+    assert one.smaller["holds"] >= 1 and not sum(one.findings.values())
