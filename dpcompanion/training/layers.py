@@ -71,14 +71,15 @@ def _scaled(tensor, factors):
 
 def _in_float(g, axis=0):
     """Pairs (where along the axis, what is there), in float32 what is held in bfloat16: on a processor a few examples
-    at a time, each in the place of those before it, so that they stay in its cache."""
+    at a time, each in the place of those before it, so that they stay in its cache. One pair at least, if an empty one.
+    """
     if g.dtype != torch.bfloat16:
         yield slice(None), g
         return
     # A quarter: they lie beside what they are made from, and are read at once.
     rows = rows_at_once(g.device, 4 * g.numel() // max(1, g.shape[axis]), g.shape[axis])
     place = torch.empty_like(g.narrow(axis, 0, min(rows, g.shape[axis])), dtype=torch.float32)
-    for start in range(0, g.shape[axis], rows):
+    for start in range(0, max(1, g.shape[axis]), rows):
         part = g.narrow(axis, start, min(rows, g.shape[axis] - start))
         yield slice(start, start + rows), place.narrow(axis, 0, part.shape[axis]).copy_(part)
 
@@ -104,11 +105,13 @@ class Explicit:
     def weighted_sum(self, factors):
         factors, sums = factors.unsqueeze(1), {}
         for name, g in self.gradients.items():
-            g, shape = g.reshape(len(factors), factors.shape[-1], -1), g.shape[1:]
+            shape = g.shape[1:]
+            g = g.reshape(len(factors), factors.shape[-1], shape.numel())
             dtype = torch.float32 if g.dtype == torch.bfloat16 else g.dtype
-            total = g.new_zeros(len(factors), 1, g.shape[2], dtype=dtype)
-            for where, part in _in_float(g, 1):
-                total.baddbmm_(factors[..., where].to(dtype), part)  # in its place: it is as large as a gradient
+            total = g.new_empty(len(factors), 1, g.shape[2], dtype=dtype)
+            for number, (where, part) in enumerate(_in_float(g, 1)):
+                # In its place: it is as large as a gradient. Nothing is read of it at first.
+                total.baddbmm_(factors[..., where].to(dtype), part, beta=min(number, 1))
             sums[name] = total.reshape(-1, *shape)
         if self.axes and "weight" in sums:
             sums["weight"] = sums["weight"].permute(self.axes)
@@ -148,7 +151,7 @@ class Ghost:
 
     def _weight_squares(self, uses):
         positions = count_positions(self.module, uses)
-        if positions > 1 and not gram_is_cheaper(self.module, positions):
+        if positions > 1 and not gram_is_cheaper(self.module, positions, kept=False):
             return squared_norms(weight_gradients(self.module, uses))
         pairs = [matrices(self.module, a, g) for a, g in uses]
         inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
@@ -364,13 +367,14 @@ def _explicit_any(module, uses, stacked):
     return Explicit(gradients)
 
 
-def layer_gradient(module, uses, method, budget, stacked=None):
+def layer_gradient(module, uses, method, budget, stacked=None, kept=True):
     """The gradient of `module` from its uses [(inputs, output gradients)], in the cheapest form.
 
     The parameters of several runs of the layer, if so, are in `stacked`, {name: (runs, *shape)}. `method` "ghost" keeps
     no gradient of a linear layer, convolution or embedding; "mixed" keeps it where that saves arithmetic and needs at
-    most `budget` numbers. "held" is for `wide_sum`: what is measured is what is added, so that only a linear layer with
-    one position an example, whose gradient is a product of two vectors, need not be held.
+    most `budget` numbers, and makes none where it is not to be `kept` for a sum and the norm is cheaper without.
+    "held" is for `wide_sum`: what is measured is what is added, so that only a linear layer with one position an
+    example, whose gradient is a product of two vectors, need not be held.
     """
     if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
         return GhostEmbedding(module, uses)
@@ -379,7 +383,8 @@ def layer_gradient(module, uses, method, budget, stacked=None):
         return Ghost(module, uses) if outer else _explicit_matrices(module, uses)
     if type(module) in (nn.Linear, nn.Conv2d):
         too_large = module.weight.numel() * len(uses[0][0]) > budget
-        if method == "ghost" or too_large or gram_is_cheaper(module, count_positions(module, uses)):
+        positions, dtype = count_positions(module, uses), uses[0][1].dtype
+        if method == "ghost" or too_large or gram_is_cheaper(module, positions, kept, dtype):
             return Ghost(module, uses)
         return _explicit_matrices(module, uses)
     if isinstance(module, Reparametrized) and set(own_parameters(module)) - {"bias"}:

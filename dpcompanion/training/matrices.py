@@ -66,11 +66,23 @@ def count_positions(module, uses):
     return sum(g[0].numel() for _, g in uses) // module.weight.shape[0]
 
 
-def gram_is_cheaper(module, positions):
-    """Whether the Gram matrices cost less arithmetic than what writing and reading a gradient costs."""
+def gram_is_cheaper(module, positions, kept=True, dtype=torch.float32):
+    """Whether the Gram matrices, in float64, cost less arithmetic than a gradient: than what writing and reading it
+    costs, if it is `kept`, since without it the sum takes as much to make; than all of it, if it is made for its norm
+    alone.
+
+    Linear layers alone make a difference: patches of a convolution in float64 cost more than they save, and what was
+    computed in bfloat16 (`dtype`) is multiplied in it several times faster.
+    """
     groups = getattr(module, "groups", 1)
     gram = positions**2 * (module.weight.shape[0] + groups * module.weight[0].numel())
-    return gram < _TRAFFIC * module.weight.numel()
+    cost = _TRAFFIC
+    if type(module) is nn.Linear and dtype != torch.bfloat16:
+        if module.weight.numel() > CACHED:
+            cost = 3 * _TRAFFIC  # from and to memory (measured)
+        if not kept:
+            cost = max(cost, (cost + positions) / 2)
+    return gram < cost * module.weight.numel()
 
 
 def bias_gradients(module, g):

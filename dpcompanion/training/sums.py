@@ -66,18 +66,18 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
     """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
     those of the first run, then those of the second, as many for each, and there is a sum for each run."""
     checks.check_autocast(x.device)
-    recorder, budget = Recorder(model), BUDGET
+    recorder, budget, kept = Recorder(model), BUDGET, max_grad_norm is not None
     squares: dict[nn.Module, Any] = dict.fromkeys(recorder.owners, 0)
     layers: dict[nn.Module, Any] = dict.fromkeys(recorder.owners)
 
     def take(module, uses):
         nonlocal budget
         if isinstance(module, StackedLayer):
-            layer = layer_gradient(module.layer, uses, method, budget, own_parameters(module))
+            layer = layer_gradient(module.layer, uses, method, budget, own_parameters(module), kept)
         else:
-            layer = layer_gradient(module, uses, method, budget)
+            layer = layer_gradient(module, uses, method, budget, kept=kept)
         squares[module] = layer.squared_norms()
-        if max_grad_norm is not None:
+        if kept:
             layers[module] = layer
             budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
 
@@ -96,7 +96,9 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
     return dataclasses.replace(
         total,
         gradients={
-            name: found.get(name, torch.zeros_like(p, dtype=torch.float64 if method == "held" else None))
+            name: found[name]
+            if name in found
+            else torch.zeros_like(p, dtype=torch.float64 if method == "held" else None)
             for name, p in model.named_parameters()
             if p.requires_grad
         },

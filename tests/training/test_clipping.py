@@ -223,6 +223,36 @@ def test_clipped_gradients_are_not_added_up_in_half_precision(kind):
     assert (summed(x) - whole).norm() <= 1.001
 
 
+def test_a_norm_alone_may_come_from_another_product_than_the_norm_that_clips(monkeypatch):
+    """Thirty-two positions of width 96: a gradient that the sum takes anyway is made, one for its norm alone is not."""
+    torch.manual_seed(0)
+    model, made = nn.Linear(96, 96), []
+    x, y = torch.randn(6, 32, 96), torch.zeros(6, 32, 96)
+
+    def loss(outputs, targets):
+        return (outputs - targets).square().sum((1, 2))
+
+    def explicit(*arguments):
+        made.append(weight_gradients(*arguments))
+        return made[-1]
+
+    weight_gradients = layers.weight_gradients
+    monkeypatch.setattr(layers, "weight_gradients", explicit)
+    clipped = clipped_sum(model, loss, x, y, 1.0, method="mixed")
+    assert made
+    made.clear()
+    norms = gradient_norms(model, loss, x, y, method="mixed")
+    assert not made
+    torch.testing.assert_close(norms, clipped.norms)
+
+
+def test_gradients_of_nobody_that_are_held_in_bfloat16_add_up_to_zero():
+    layer = layers.Explicit({"weight": torch.empty(0, 3, 2, dtype=torch.bfloat16)})
+    assert layer.squared_norms().shape == (0,)
+    total = layer.weighted_sum(torch.empty(1, 0))["weight"]
+    assert total.dtype == torch.float32 and torch.equal(total, torch.zeros(1, 3, 2))
+
+
 def test_gram_norms_in_float32_survive_terms_that_cancel():
     torch.manual_seed(0)
     layer = nn.Linear(64, 64, bias=False)
