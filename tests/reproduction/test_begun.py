@@ -44,7 +44,7 @@ def asked(monkeypatch, tmp_path):
 def test_each_piece_is_whole_and_of_the_run_that_will_ask_for_it(asked):
     there = set(BEGUN.rglob("*.piece.json"))
     read = set()
-    for name in ("table-8-cifar10-a", "table-8-cifar10-b", "table-2-cifar10-a", "table-2-cifar10-b"):
+    for name in ("figure-2-short", "figures-8-10-short"):
         folder, hashed, names = asked(f"idp-sgd/{name}")
         for piece in names:
             path = pieces._path(BEGUN / folder, piece)
