@@ -2,10 +2,9 @@ r"""Clipped sums and gradient norms of the papers' networks and of two transform
 
 *Step*: the gradient of a batch, ours and Opacus's clipped (noise and update cost all the same), kept until the next
 step; *norms*: everybody's gradient norm in one batch. Ways take turns, call by call, and medians of processor time are
-shown. `ratio` is the time
-over that of a plain gradient in its own best format, contiguous or `channels_last`, in the same turns. Batches are of
-32, of the transformer of BERT's size (109 million parameters, 128 tokens) of 4. `peak MiB` is what the memory of a
-process of its own grows by at most in a step.
+shown. `ratio` is the time over that of a plain gradient in its own best format, contiguous or `channels_last`, in the
+same turns. Batches are of 32, of the transformer of BERT's size (109 million parameters, 128 tokens) of 4. `peak MiB`
+is what the memory of a process of its own grows by at most in a step.
 
 Goals that we set ourselves, beside plain: steps within 1.6 (ResNet-20), 1.9 (the wide one) and 1.5 (the CIFAR-10
 network), norms within 1.3, 1.6 and 1.4, memory within 1.5 (the wide one). Norms of ResNet-20 miss theirs on every
