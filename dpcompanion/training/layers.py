@@ -327,18 +327,27 @@ def _explicit_matrices(module, uses):
 
 
 def _explicit_norm_layer(module, uses):
-    """Group and layer norm: scale sees the normalised input, shift sees the output gradient."""
+    """Group and layer norm, on a processor a few examples at a time, so that what is made for them stays in its cache.
+    """
     gradients = {}
     for a, g in uses:
-        if isinstance(module, nn.GroupNorm):
-            normal, shape = F.group_norm(a, module.num_groups, eps=module.eps), (len(a), a.shape[1], -1)
-            terms = {"weight": (normal * g).reshape(shape).sum(2), "bias": g.reshape(shape).sum(2)}
-        else:
-            normal, shape = F.layer_norm(a, module.normalized_shape, eps=module.eps), (len(a), -1, *module.weight.shape)
-            terms = {"weight": (normal * g).reshape(shape).sum(1), "bias": g.reshape(shape).sum(1)}
+        rows = rows_at_once(a.device, 4 * a.numel() // max(1, len(a)), len(a))
+        blocks = [_norm_layer_gradients(module, *pair) for pair in zip(a.split(rows), g.split(rows))]
         for name in own_parameters(module):
-            gradients[name] = gradients[name] + terms[name] if name in gradients else terms[name]
+            term = torch.cat([block[name] for block in blocks])
+            gradients[name] = gradients[name] + term if name in gradients else term
     return Explicit(gradients)
+
+
+def _norm_layer_gradients(module, a, g):
+    """Scale sees the normalised input, shift sees the output gradient; both everywhere."""
+    if isinstance(module, nn.GroupNorm):
+        normal, everywhere = F.group_norm(a, module.num_groups, eps=module.eps), range(2, a.ndim)
+    else:
+        normal = F.layer_norm(a, module.normalized_shape, eps=module.eps)
+        everywhere = range(1, a.ndim - module.weight.ndim)
+    gradients = {"weight": normal.mul_(g), "bias": g}
+    return {name: t.sum(tuple(everywhere)) for name, t in gradients.items()} if everywhere else gradients
 
 
 def _explicit_any(module, uses, stacked):

@@ -99,10 +99,10 @@ class Recorder:
                 else:
                     first.append((module, use, edge))
         silent = [p for module in self.owners if module not in self.uses for p in own_parameters(module).values()]
+        with torch.enable_grad():
+            total = losses.sum()  # weights of ones would make PyTorch import SymPy: a second, and 30 MB
         try:
-            gradients = torch.autograd.grad(
-                losses, [*(edge for _, _, edge in first), *silent], torch.ones_like(losses), allow_unused=True
-            )
+            gradients = torch.autograd.grad(total, [*(edge for _, _, edge in first), *silent], allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
