@@ -109,6 +109,14 @@ def seed(name: str, value: Any) -> int:
     return found
 
 
+def generator(name: str, value: _T, *others: type) -> _T:
+    """`value` is a torch.Generator, or of one of the `others`."""
+    if not isinstance(value, (torch.Generator, *others)):
+        kinds = " or a ".join(["torch.Generator", *(kind.__name__ for kind in others)])
+        raise ValueError(f"{name} must be a {kinds}, got {value!r:.40}")
+    return value
+
+
 def one_of(name: str, value: _T, allowed: Iterable[_T]) -> _T:
     """`value` is one of the `allowed` names."""
     allowed = tuple(allowed)

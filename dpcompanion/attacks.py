@@ -217,6 +217,7 @@ def loss_threshold_attack(
     ([0.6, 0.56, 0.63], 0.6)
     """
     _checks.in_interval("confidence", confidence, 0, 1, closed="neither")
+    _checks.generator("generator", generator)
     sides = _scores(members, nonmembers)
     half = min(map(len, sides)) // 2
     if not half:
@@ -265,6 +266,7 @@ def shadow_masks(models: int, n: int, *, generator: torch.Generator) -> torch.Te
     """
     if _checks.whole_number("models", models, 2) % 2:
         raise ValueError(f"models must be even, so that every example is in half of them, got {models}")
+    _checks.generator("generator", generator)
     draws = torch.rand(models, _checks.whole_number("n", n, 1), generator=generator, device=generator.device)
     return draws.argsort(0) < models // 2
 

@@ -121,8 +121,7 @@ def noisy_labels(histogram: torch.Tensor, noise_std: float, generator: torch.Gen
     """
     noise_std = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
     _checks.in_interval("histogram", histogram, -math.inf, math.inf, closed="neither")
-    if not isinstance(generator, torch.Generator):
-        raise ValueError(f"generator must be a torch.Generator, got {generator!r:.40}")
+    _checks.generator("generator", generator)
     noise = torch.randn(histogram.shape, dtype=torch.float64, generator=generator, device=generator.device)
     return (histogram + noise_std * noise.to(histogram.device)).argmax(dim=1)
 

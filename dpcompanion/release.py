@@ -3,7 +3,7 @@ r"""Publishing what individual epsilons look like together: a private mean and p
 An epsilon of one's own is computed from one's own data and may not be published as it is.  Two
 releases add Gaussian noise instead, calibrated by the analytic Gaussian mechanism.
 
-**What is protected.**  By default one value is added or removed: ``relation="add or remove"``.  Where one value becomes
+**What is protected.**  By default one value is added or removed: ``relation="add-remove"``.  Where one value becomes
 another, ``relation="replace"`` is the one to ask for: it moves two of the counts behind a curve of quantiles, and a
 release of epsilon 0.1 for add or remove is one of 0.131 for replacement (512 bins, delta 1e-5).  The mean and the
 iterations cost the same in both.  The number of values n counts as public.  Given the models of the training run,
@@ -38,7 +38,6 @@ tensor([0.0...], dtype=torch.float64)
 """
 
 import functools
-import inspect
 import math
 import numbers
 
@@ -51,40 +50,18 @@ from ._types import Array
 from .accounting import gaussian_epsilon, gaussian_mu
 
 METHODS = ("cdf", "andrew2021")
-RELATIONS = ("add or remove", "replace")
+RELATIONS = ("add-remove", "replace")
 _SMALL = "delta must be small beside epsilon, whose share would be 0 here, got epsilon={} and delta={}"
 
 
-def _in_either_relation(release):
-    """Give a release that is calibrated for add or remove the argument `relation`.
-
-    A Gaussian mechanism whose sensitivity for replacement is c times that for add or remove has the epsilon for
-    replacement at noise c times as large, that is at the epsilon for add or remove of a ratio c times smaller.
-    """
-    usual = inspect.signature(release)
-
-    @functools.wraps(release)
-    def released(*arguments, relation="add or remove", **options):
-        _checks.one_of("relation", relation, RELATIONS)
-        given = usual.bind(*arguments, **options)
-        given.apply_defaults()
-        if relation == "replace" and given.arguments.get("method") == "cdf":
-            ratio = noise_ratio(given.arguments["epsilon"], given.arguments["delta"])
-            rise = replacement_factor(given.arguments["bins"])
-            alike = float(gaussian_epsilon(ratio / rise, given.arguments["delta"])) * (1 - 1e-9)
-            if not alike:
-                raise ValueError(_SMALL.format(given.arguments["epsilon"], given.arguments["delta"]))
-            given.arguments["epsilon"] = alike
-        return release(*given.args, **given.kwargs)
-
-    added = inspect.Parameter("relation", inspect.Parameter.KEYWORD_ONLY, default="add or remove", annotation=str)
-    vars(released).update(__signature__=usual.replace(parameters=[*usual.parameters.values(), added]))
-    return released
-
-
-@_in_either_relation
 def private_mean(
-    values: Array, *, upper: float, epsilon: float, delta: float, generator: torch.Generator | None
+    values: Array,
+    *,
+    upper: float,
+    epsilon: float,
+    delta: float,
+    generator: torch.Generator | None,
+    relation: str = "add-remove",
 ) -> float:
     """The mean of `values` with noise of standard deviation sigma upper / n, (epsilon, delta)-private: a float from 0
     to `upper`, where what the noise carries beyond is moved to the nearest end.
@@ -98,7 +75,7 @@ def private_mean(
         generator: None, for what is published: the noise comes from a cipher under a key of the operating system and
             is added on a grid (`dpcompanion.training.secure`). Or a torch.Generator, for research: whoever knows or
             guesses its seed subtracts the noise.
-        relation: "add or remove" or "replace": what (epsilon, delta) is for.
+        relation: "add-remove" or "replace": what (epsilon, delta) is for.
 
     Raises:
         ValueError: an argument outside its range.
@@ -107,12 +84,12 @@ def private_mean(
     """
     upper, generator = _upper(upper), _generator(generator)
     values = _bounded(values, upper)
+    _checks.one_of("relation", relation, RELATIONS)
     ratio = noise_ratio(epsilon, delta)
     noisy = float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio, most=upper))
     return min(max(noisy, 0.0), float(upper))  # what is done to what was released costs nothing
 
 
-@_in_either_relation
 def private_quantiles(
     values: Array,
     quantiles: Array,
@@ -126,6 +103,7 @@ def private_quantiles(
     steps: int = 20,
     learning_rate: float = 1.0,
     start: float | None = None,
+    relation: str = "add-remove",
 ) -> torch.Tensor:
     """Quantiles of `values`, together (epsilon, delta)-private: (len(quantiles),) float64, from 0 to `upper`.
 
@@ -140,7 +118,7 @@ def private_quantiles(
         method: "cdf" or "andrew2021"; see the module's text.
         bins: of the public grid of "cdf".
         steps, learning_rate, start: of "andrew2021"; it starts at upper / 2 by default.
-        relation: "add or remove" or "replace": what (epsilon, delta) is for.
+        relation: "add-remove" or "replace": what (epsilon, delta) is for.
 
     Raises:
         ValueError: an argument outside its range.
@@ -150,10 +128,12 @@ def private_quantiles(
     upper, generator = _upper(upper), _generator(generator)
     values = _bounded(values, upper)
     _checks.one_of("method", method, METHODS)
-    ratio = noise_ratio(epsilon, delta)
+    _checks.one_of("relation", relation, RELATIONS)
     if method == "cdf":
         bins = _checks.whole_number("bins", bins, 2)
+        ratio = noise_ratio(_epsilon_of_adding(epsilon, delta, bins) if relation == "replace" else epsilon, delta)
         return _read_off(_noisy_prefixes(values, upper, bins, ratio, generator), quantiles, upper, len(values))
+    ratio = noise_ratio(epsilon, delta)
     steps = _checks.whole_number("steps", steps, 1)
     learning_rate = _checks.number("learning_rate", learning_rate, 0, math.inf, closed="neither")
     start = upper / 2 if start is None else _checks.number("start", start, 0, upper, closed="right")
@@ -202,6 +182,18 @@ def replacement_factor(bins: int) -> float:
     shared = torch.fft.irfft(spectrum.abs().square(), 2 * bins)[1:bins]
     longest = (own[-1] + own[:-1].flip(0) - 2 * shared).max()
     return min(float((longest / own[-1]).sqrt()) * (1 + 1e-9), math.sqrt(2))
+
+
+def _epsilon_of_adding(epsilon, delta, bins):
+    """The epsilon, for one value added, of a curve of quantiles that is (epsilon, delta)-private for one replaced.
+
+    A Gaussian mechanism whose sensitivity for replacement is c times that for adding has the epsilon for replacement
+    at noise c times as large, that is at the epsilon for adding of a ratio c times smaller.
+    """
+    found = float(gaussian_epsilon(noise_ratio(epsilon, delta) / replacement_factor(bins), delta)) * (1 - 1e-9)
+    if not found:
+        raise ValueError(_SMALL.format(epsilon, delta))
+    return found
 
 
 def noise_ratio(epsilon: float, delta: float) -> float:

@@ -97,6 +97,8 @@ def test_every_example_is_in_half_of_the_shadow_models():
     assert (masks.sum(0) == 3).all() and masks.unique(dim=1).shape[1] > 10
     with pytest.raises(ValueError, match="even"):
         shadow_masks(5, 50, generator=generator())
+    with pytest.raises(ValueError, match="generator must be a torch.Generator, got None"):
+        shadow_masks(6, 50, generator=None)
 
 
 @pytest.mark.parametrize("variance", ["each", "pooled"])

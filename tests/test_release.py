@@ -124,7 +124,7 @@ def test_a_release_is_calibrated_for_the_relation_that_is_asked_for():
         return seen[0]
 
     usual, replaced = noise(), noise(relation="replace")
-    assert usual == noise(relation="add or remove") == noise_ratio(**BUDGET)
+    assert usual == noise(relation="add-remove") == noise_ratio(**BUDGET)
     # A value that is replaced moves the curve by the factor times what one that is added does.
     for ratio, least, most in ((usual, 0.1306, 0.131), (replaced, 0.1 - 1e-8, 0.1)):
         assert least <= float(gaussian_epsilon(ratio * replacement_factor(512), 1e-5)) <= most + 1e-12
@@ -138,8 +138,8 @@ def test_a_release_is_calibrated_for_the_relation_that_is_asked_for():
     ],
 )
 def test_counts_of_one_value_move_alike_in_both_relations(release_of):
-    assert release_of() == release_of(relation="replace") == release_of(relation="add or remove")
-    with pytest.raises(ValueError, match="relation must be one of 'add or remove', 'replace', got 'zero-out'"):
+    assert release_of() == release_of(relation="replace") == release_of(relation="add-remove")
+    with pytest.raises(ValueError, match="relation must be one of 'add-remove', 'replace', got 'zero-out'"):
         release_of(relation="zero-out")
 
 

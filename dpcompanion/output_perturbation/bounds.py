@@ -234,7 +234,7 @@ def augmented_sigma(
     _checks.one_of("mechanism", mechanism, _MECHANISMS)
     given = sensitivity, sigma_intrinsic, target_epsilon, target_delta
     sensitivity, own = _at_least_0("sensitivity", sensitivity), _at_least_0("sigma_intrinsic", sigma_intrinsic)
-    epsilon, delta = _positive("target_epsilon", target_epsilon), _delta(target_delta)
+    epsilon, delta = _positive("target_epsilon", target_epsilon), _delta(target_delta, "target_delta")
     if mechanism == "analytic":
         target = sensitivity / gaussian_mu(epsilon, delta)
     else:
@@ -345,5 +345,5 @@ def _at_least_0(name, value):
     return torch.as_tensor(_checks.in_interval(name, value, 0, math.inf, closed="left"), dtype=torch.float64)
 
 
-def _delta(value):
-    return torch.as_tensor(_checks.in_interval("delta", value, 0, 1, closed="neither"), dtype=torch.float64)
+def _delta(value, name="delta"):
+    return torch.as_tensor(_checks.in_interval(name, value, 0, 1, closed="neither"), dtype=torch.float64)

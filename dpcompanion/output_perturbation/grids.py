@@ -48,7 +48,7 @@ def train_grid(
     batch_size: int,
     learning_rate: float,
     initialization: str = "varying",
-    hidden: int | None = 0,
+    hidden: int = 0,
     snapshots: Sequence[int] | None = None,
     enforce_conditions: bool = True,
     device: Device = None,
@@ -66,6 +66,7 @@ def train_grid(
         seeds: different whole numbers, two at least, of which every bit counts (`dpcompanion.seeds`). A run depends on
             its own seed and data set only, not on what is trained beside it, so that a large grid can be trained in
             parts.
+        steps: of SGD, each on one batch.
         batch_size, learning_rate: B in [1, n] and eta.
         initialization: "varying" with the seed, or "fixed": the same for all seeds.
         hidden: ReLU units of the hidden layer; 0 for logistic regression.
@@ -93,7 +94,7 @@ def train_grid(
     if batch_size > n:
         raise ValueError(f"batch_size must be at most the {n} examples of a data set, got {batch_size}")
     hidden = _checks.whole_number("hidden", hidden, 0)
-    _checks.in_interval("learning_rate", learning_rate, 0, math.inf, closed="neither")
+    learning_rate = _checks.number("learning_rate", learning_rate, 0, math.inf, closed="neither")
     if enforce_conditions and not hidden and learning_rate > 4:
         raise ValueError(
             "learning_rate must be at most 2 / beta = 4, or a step of SGD is not 1-expansive and theorem 2"
@@ -163,7 +164,11 @@ def _check_grid(features, labels, data_sets, seeds, max_norm):
             "features must be a float32 or float64 tensor of shape (n + 1, d), got "
             f"{tuple(features.shape) if hasattr(features, 'shape') else type(features).__name__}"
         )
-    _checks.same_length(features=features, labels=labels)
+    if not (torch.is_tensor(labels) and labels.shape == (len(features),)):
+        raise ValueError(
+            f"labels must be a tensor of shape ({len(features)},), got "
+            f"{tuple(labels.shape) if hasattr(labels, 'shape') else type(labels).__name__}"
+        )
     if not bool(((labels == 0) | (labels == 1)).all()):
         raise ValueError(f"labels must be 0 or 1, got {labels[(labels != 0) & (labels != 1)][0].item():g}")
     norms = features.norm(dim=1)

@@ -74,6 +74,7 @@ def law_counts(
     [...]
     """
     log_law = _log_law(sensitivity, sample_rate, noise_std, order, jumps, max_sensitivity)
+    _checks.generator("generator", generator)
     below = torch.exp(log_law).cumsum(-1)
     draw = torch.rand(below.shape[:-1], generator=generator, dtype=torch.float64, device=below.device)
     return ((draw * below[..., -1])[..., None] >= below[..., :-1]).sum(-1)

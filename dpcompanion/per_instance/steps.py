@@ -106,6 +106,7 @@ def log_mass(
     tensor([0.0000, 0.0...], dtype=torch.float64)
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
+    _checks.in_interval("noise_std", noise_std, 0, math.inf, closed="neither")
     return (order - 1) * step_divergence(
         sample_rate=sample_rate, noise_multiplier=noise_std, sensitivity=sensitivity, orders=order, direction=direction
     )

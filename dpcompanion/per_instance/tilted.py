@@ -80,6 +80,7 @@ def tilted_counts(
     """
     order = _checks.whole_number("order", order, 2)
     _checks.in_interval("noise_std", noise_std, 0, math.inf, closed="neither")
+    _checks.generator("generator", generator)
     sensitivity, q, noise = _as_tensors(sensitivity=sensitivity, sample_rate=sample_rate, noise_std=noise_std)
     k = torch.arange(order + 1, dtype=torch.float64, device=sensitivity.device)
     log_choose = math.lgamma(order + 1) - torch.lgamma(k + 1) - torch.lgamma(order - k + 1)
@@ -127,6 +128,7 @@ def tilted_noise(
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
     noise_std = _checks.number("noise_std", noise_std, 0, math.inf, closed="neither")
+    _checks.generator("generator", generator)
     noise, gradient = torch.broadcast_tensors(noise, gradient.to(noise.dtype))
     size = torch.linalg.vector_norm(gradient, dim=-1).double()
     drawn = noise_std * _tilted_component(size / noise_std, sample_rate, order - 1, generator)

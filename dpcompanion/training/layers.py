@@ -327,8 +327,7 @@ def _explicit_matrices(module, uses):
 
 
 def _explicit_norm_layer(module, uses):
-    """Group and layer norm, on a processor a few examples at a time, so that what is made for them stays in its cache.
-    """
+    """Group and layer norm, on a processor a few examples at a time, so that what is made for them stays in its cache."""
     gradients = {}
     for a, g in uses:
         rows = rows_at_once(a.device, 4 * a.numel() // max(1, len(a)), len(a))

@@ -60,7 +60,8 @@ def gaussian_noise(
 
     A float64 draw reaches further into the tails than a float32 one, and models of both types get the same noise.
     """
-    _checks.in_interval("std", std, 0, float("inf"), closed="left")
+    std = _checks.number("std", std, 0, float("inf"), closed="left")
+    _checks.generator("generator", generator, SecureStream)
     if isinstance(generator, SecureStream):
         return sent(generator.normal(shape, std).to(dtype), device)
     noise = torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device)

@@ -120,9 +120,7 @@ class DPSGDPlan:
                 raise ValueError(f"{name} must be a number or have shape ({self.n},), got shape {tuple(value.shape)}")
             fix(name, value if value.ndim else value.item())
         for name, high, closed in (("noise_multiplier", math.inf, "left"), ("delta", 1, "neither")):
-            if not _checks.is_number(getattr(self, name)):
-                raise ValueError(f"{name} must be a number, got {getattr(self, name)!r}")
-            fix(name, float(_checks.in_interval(name, getattr(self, name), 0, high, closed=closed)))
+            fix(name, _checks.number(name, getattr(self, name), 0, high, closed=closed))
         given = None if isinstance(self.expected_batch_size, _SumOfRates) else self.expected_batch_size
         if given is not None:
             given = _checks.number("expected_batch_size", given, 0, math.inf, closed="neither")
@@ -347,7 +345,7 @@ class DPSGDPlan:
             ValueError: if `steps` exceeds the plan's, `delta` is outside (0, 1) or `accountant` is unknown.
         """
         steps = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
-        delta = _checks.in_interval("delta", self.delta if delta is None else delta, 0, 1, closed="neither")
+        delta = _checks.number("delta", self.delta if delta is None else delta, 0, 1, closed="neither")
         accountant = _checks.one_of("accountant", self.accountant if accountant is None else accountant, ACCOUNTANTS)
         rates = torch.as_tensor(self.sample_rate, dtype=torch.float64)
         multipliers = torch.as_tensor(self.effective_noise_multiplier, dtype=torch.float64)

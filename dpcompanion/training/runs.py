@@ -100,9 +100,9 @@ class Ensemble:
         _checks.one_of("method", method, clipping.METHODS)
         if physical_batch_size is not None:
             _checks.whole_number("physical_batch_size", physical_batch_size, 1)
-        for name, value in (("learning_rate", learning_rate), ("momentum", momentum), ("weight_decay", weight_decay)):
-            _checks.in_interval(name, value, 0, math.inf, closed="left")
-        self.momentum, self.weight_decay = float(momentum), float(weight_decay)
+        _checks.in_interval("learning_rate", learning_rate, 0, math.inf, closed="left")
+        self.momentum = _checks.number("momentum", momentum, 0, math.inf, closed="left")
+        self.weight_decay = _checks.number("weight_decay", weight_decay, 0, math.inf, closed="left")
 
         self.device = torch.device(device) if device is not None else next(models[0].parameters()).device
         self._template = copy.deepcopy(models[0]).to(self.device)
@@ -194,8 +194,9 @@ class Ensemble:
                 model.get_parameter(name).copy_(p[run])
         return model
 
-    def predict(self, x: torch.Tensor, *, chunk: int | None = 1024) -> torch.Tensor:
-        """The outputs of every run for x, (R, len(x), ...), in evaluation mode."""
+    def predict(self, x: torch.Tensor, *, chunk: int = 1024) -> torch.Tensor:
+        """The outputs of every run for x, (R, len(x), ...), in evaluation mode; `chunk` examples at once."""
+        chunk = _checks.whole_number("chunk", chunk, 1)
         model = copy.deepcopy(self._template).eval()
         parameters = self.parameters
         with torch.no_grad():
@@ -211,16 +212,18 @@ class Ensemble:
                 ]
             )
 
-    def gradients_of(self, x: torch.Tensor, y: torch.Tensor, *, chunk: int | None = None) -> torch.Tensor:
+    def gradients_of(self, x: torch.Tensor, y: torch.Tensor, *, runs_at_once: int | None = None) -> torch.Tensor:
         """The gradient of each run's loss at each of the m points (x, y), not clipped, (R, m, parameters).
 
-        `chunk` runs are worked on at once, by default as many as keep 256 MiB.
+        By default as many runs are worked on at once as keep 256 MiB.
         """
         x, y = x.to(self.device), y.to(self.device)
         found = self.vectors.new_empty(len(self), len(x), self.vectors.shape[1])
-        chunk = chunk or max(1, sums.BUDGET // max(1, found[0].numel()))
-        for start in range(0, len(self), chunk):
-            rows = slice(start, start + chunk)
+        if runs_at_once is None:
+            runs_at_once = max(1, sums.BUDGET // max(1, found[0].numel()))
+        runs_at_once = _checks.whole_number("runs_at_once", runs_at_once, 1)
+        for start in range(0, len(self), runs_at_once):
+            rows = slice(start, start + runs_at_once)
             found[rows] = self._explicit(rows, x, y)
         return found
 

@@ -48,6 +48,7 @@ class PoissonSampler:
     def __init__(self, n: int, sample_rate: float | torch.Tensor, generator: torch.Generator | SecureStream):
         self.n = _checks.whole_number("n", n, 1)
         _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
+        _checks.generator("generator", generator, SecureStream)
         self.sample_rate = torch.as_tensor(sample_rate, dtype=torch.float64, device=generator.device)
         if self.sample_rate.shape not in ((), (self.n,)):
             raise ValueError(f"sample_rate must be a number or have shape ({n},), got {tuple(self.sample_rate.shape)}")

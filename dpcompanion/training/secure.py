@@ -223,7 +223,7 @@ class SecureStream:
             rate: the probability with which a coin comes up, in (0, 1).
             most: a whole number below 2^50.
         """
-        rate = float(_checks.in_interval("rate", rate, 0, 1, closed="neither"))
+        rate = _checks.number("rate", rate, 0, 1, closed="neither")
         most = _checks.whole_number("most", most, 0, 2**50 - 1)
         words, log = self.words(count), -math.log1p(-rate)
         u = np.ldexp(words.astype(np.float64) + 0.5, -64)
@@ -337,7 +337,7 @@ def grid_of(std):
     >>> grid_of(1.0) == 2.0**-24, grid_of(1.9) == 2.0**-24, grid_of(2.0) == 2.0**-23
     (True, True, True)
     """
-    std = float(_checks.in_interval("std", std, 0, math.inf, closed="neither"))
+    std = _checks.number("std", std, 0, math.inf, closed="neither")
     return 2.0 ** (math.frexp(std)[1] - 1) / CELLS
 
 

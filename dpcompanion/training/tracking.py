@@ -402,19 +402,27 @@ class NormTracker(Measured, OwnLoop):
 
     def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of a tracker with the same options; ValueError names what differs."""
-        if state["options"] != self._options():
-            raise ValueError(f"state must be of a tracker with {self._options()}, got {state['options']}")
-        self._accountant.load_state_dict(state["accountant"])
+        if (options := _checks.entry(state, "options")) != self._options():
+            raise ValueError(f"state must be of a tracker with {self._options()}, got {options}")
+        norms = _checks.tensor_entry(state, "norms")
+        if norms.shape != self.norms.shape or norms.dtype != self.norms.dtype:
+            raise ValueError(
+                f"state must hold norms of shape {tuple(self.norms.shape)} and {self.norms.dtype}, got "
+                f"{tuple(norms.shape)} and {norms.dtype}"
+            )
+        steps, passes = (_checks.whole_number(name, _checks.entry(state, name), 0) for name in ("step", "passes"))
+        begun, over = (_checks.entry(state, name) for name in ("begun", "over"))
+        trajectory, kept = (list(_checks.entry(state, name)) for name in ("trajectory", "kept"))
+        self._accountant.load_state_dict(_checks.entry(state, "accountant"))
         if self.budget is not None:
-            self.budget.load_state_dict(state["budget"])
-        self.norms.copy_(state["norms"])
-        self.steps, self.passes = int(state["step"]), int(state["passes"])
+            self.budget.load_state_dict(_checks.entry(state, "budget"))
+        self.norms.copy_(norms)
+        self.steps, self.passes = steps, passes
         self._charged, self._limits = self.norms, None
-        begun = state.get("begun")
         self._begun = False if begun is None else begun.to(self.norms.device)
-        self._over = torch.tensor(True) if state.get("over") else None
+        self._over = torch.tensor(True) if over else None
         self._recorded.fill_(self.steps)
-        self._trajectory, self._kept = list(state["trajectory"]), [tuple(kept) for kept in state["kept"]]
+        self._trajectory, self._kept = trajectory, [tuple(pair) for pair in kept]
 
     def _options(self):
         return {

@@ -478,6 +478,11 @@ def test_bad_steps_are_refused_by_name(change, message):
         step_divergence(**{"sample_rate": 0.1, "noise_multiplier": 1.0, "sensitivity": 1.0, "orders": 2, **change})
 
 
+def test_log_mass_names_its_own_arguments():
+    with pytest.raises(ValueError, match="noise_std must lie in"):
+        log_mass(1.0, sample_rate=0.1, noise_std=-1.0, order=3)
+
+
 @pytest.mark.parametrize(
     "sizes, options, message",
     [

@@ -195,12 +195,13 @@ def test_bad_sums_are_refused_by_name(sums, options, message):
         ({"sample_rate": 0.0}, "sample_rate must"),
         ({"noise_std": 0.0}, "noise_std must lie in"),
         ({"sensitivity": -1.0}, "sensitivity must lie in"),
+        ({"generator": None}, "generator must be a torch.Generator, got None"),
     ],
 )
 def test_bad_counts_are_refused_by_name(options, message):
     arguments = {"sensitivity": 1.0, "sample_rate": 0.1, "noise_std": 1.0, "order": 2, **options}
     with pytest.raises(ValueError, match=message):
-        tilted_counts(arguments.pop("sensitivity"), generator=generator(), **arguments)
+        tilted_counts(arguments.pop("sensitivity"), **{"generator": generator(), **arguments})
 
 
 def test_masses_that_lie_on_a_device_are_asked_twice_in_a_whole_call(monkeypatch):

@@ -284,7 +284,7 @@ def test_gradients_and_norms_at_given_points_are_those_of_each_run(name):
         learning_rate=0.5,
         physical_batch_size=11,
     )
-    norms, gradients = ensemble.norms_of(*data), ensemble.gradients_of(data[0][:3], data[1][:3], chunk=3)
+    norms, gradients = ensemble.norms_of(*data), ensemble.gradients_of(data[0][:3], data[1][:3], runs_at_once=3)
     for run in range(RUNS):
         model = ensemble.model(run)
         torch.testing.assert_close(norms[run], gradient_norms(model, cross_entropy, *data))
@@ -294,6 +294,15 @@ def test_gradients_and_norms_at_given_points_are_those_of_each_run(name):
             torch.testing.assert_close(gradients[run, k], expected)
         named = ensemble.split(gradients[run])
         assert all(named[key].shape[1:] == p.shape for key, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("at_once", [0, -1, 1.5])
+def test_what_is_worked_on_at_once_is_one_run_or_example_at_least(at_once):
+    ensemble, data = small(plans=PLANS[:2], model=nn.Linear(4, 3).double()), examples((4,))
+    with pytest.raises(ValueError, match="runs_at_once must"):
+        ensemble.gradients_of(*data, runs_at_once=at_once)
+    with pytest.raises(ValueError, match="chunk must"):
+        ensemble.predict(data[0], chunk=at_once)
 
 
 def test_what_add_returns_joins_the_clipped_sum_before_noise_and_division():

@@ -34,7 +34,7 @@ GOOD = dict(n=10, sample_rate=0.5, steps=20, max_grad_norm=2.0, noise_multiplier
         {"noise_multiplier": float("nan")},
         {"delta": 0.0},
         {"delta": 1.0},
-        {"delta": [0.1]},
+        {"delta": [0.1, 0.2]},
     ],
 )
 def test_a_bad_argument_is_refused_by_name(change):
@@ -85,7 +85,7 @@ def test_no_noise_costs_everything_and_no_step_costs_nothing():
     assert DPSGDPlan(**GOOD).epsilon(steps=0) == 0.0
 
 
-@pytest.mark.parametrize("arguments", [{"steps": 21}, {"delta": 0.0}, {"accountant": "gdp"}])
+@pytest.mark.parametrize("arguments", [{"steps": 21}, {"delta": 0.0}, {"delta": [1e-3, 1e-4]}, {"accountant": "gdp"}])
 def test_epsilon_refuses_what_the_plan_does_not_do(arguments):
     with pytest.raises(ValueError, match=next(iter(arguments))):
         DPSGDPlan(**GOOD).epsilon(**arguments)

@@ -146,9 +146,17 @@ def test_noise_is_the_same_in_both_precisions_but_for_rounding():
     torch.testing.assert_close(one, other.float(), rtol=0, atol=0)
 
 
-def test_a_negative_standard_deviation_is_refused():
+@pytest.mark.parametrize("std", [-1.0, [1.0, 2.0]])
+def test_a_bad_standard_deviation_is_refused(std):
     with pytest.raises(ValueError, match="std"):
-        gaussian_noise((3,), -1.0, generator())
+        gaussian_noise((3,), std, generator())
+
+
+@pytest.mark.parametrize("take", [lambda g: gaussian_noise((3,), 1.0, g), lambda g: PoissonSampler(5, 0.5, g)])
+@pytest.mark.parametrize("source", [None, 7])
+def test_draws_need_a_source(take, source):
+    with pytest.raises(ValueError, match=f"generator must be a torch.Generator or a SecureStream, got {source}"):
+        take(source)
 
 
 def test_streams_of_one_seed_differ_and_repeat():

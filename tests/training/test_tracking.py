@@ -623,7 +623,13 @@ def test_a_step_cut_short_is_not_forgotten_where_the_state_is_saved_and_loaded()
         pass
     loaded.after_step([3], clipped=limits[[3]])  # who saw it after all may say so
     assert torch.equal(loaded.epsilon(1e-3), cut.accountant.epsilon(1e-3))
-    over = loaded.state_dict() | {"over": True}  # as on a GPU, which is asked late
+    good = loaded.state_dict()
+    bad = {name: {key: value for key, value in good.items() if key != name} for name in good if name != "budget"}
+    bad |= {"norms": good | {"norms": torch.ones(3)}, "step": good | {"step": -1}}
+    for name, state in bad.items():
+        with pytest.raises(ValueError, match=name):
+            loaded.load_state_dict(state)
+    over = good | {"over": True}  # as on a GPU, which is asked late
     loaded.load_state_dict(over)
     with pytest.raises(ValueError, match="in some step an example's was above"):
         loaded.epsilon(1e-3)
