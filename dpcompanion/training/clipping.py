@@ -25,9 +25,10 @@ It saves time on a GPU and on processors that multiply matrices of bfloat16 (AMX
 tenth for ResNet-20: `python -m benchmarks networks` measures it.
 A gradient that is not finite counts as zero in the sum; its norm is reported as inf.
 A caller's own `torch.autocast` is refused, in which sums would be rounded; the model may have one.
-Norms are those of exact sums, and what is added up has the rounding of its type: where the terms of a gradient cancel
-in all but their last digits (features of 10^6 in float32) a share may exceed its clip norm. Scale features, or use a
-plan with `arithmetic="float"`, which adds up what it has measured.
+Where terms of a gradient cancel, what their sum is rounded by may be longer than what is left of it: with features of
+10^6 in float32, say, or of two items that are alike and compared. A norm counts what the rounding of the example's own
+terms may add, up to positions x 6e-8 of the sum of their lengths, so the share stays below the clip norm there, too. A
+plan with `arithmetic="float"` counts all roundings of a sum, and adds up the very numbers that it has measured.
 On a GPU convolutions may round to TF32, and then a clip norm holds to 1e-3 only; for full float32 set
 `torch.backends.cudnn.allow_tf32 = False`.
 

@@ -30,6 +30,7 @@ True
 True
 """
 
+import math
 from typing import Any
 
 import torch
@@ -118,11 +119,24 @@ class Explicit:
         return sums
 
 
+def _rounded_on(squares, length, terms, dtype):
+    """Squared norms of an example's exact gradients, made so long that they hold for what is added to a sum in `dtype`.
+
+    A gradient is a sum of so many `terms`, whose norms add up to `length` at most. Each takes two roundings, and one
+    more whenever another is added to it. Where terms cancel, what these leave may be longer than the exact gradient.
+    inf where a term may be longer than `dtype` can hold, and nan where one is not finite.
+    """
+    unit = torch.finfo(dtype).eps / 2
+    length = torch.where(length < torch.finfo(dtype).max / 4, length, length * math.inf)
+    return (squares.sqrt() + (terms + 4) * unit * length).square()
+
+
 class Ghost:
     """A linear layer or convolution of which only inputs and output gradients are held.
 
     The norm comes from Gram matrices, or from explicit gradients of a few examples at a time where that is less
-    work.  Gram products are added up in float64: their terms can cancel, and a norm must not come out too small.
+    work.  Gram products are added up in float64: their terms can cancel, and a norm must not come out too small. Nor
+    must it where the sum, which is added up in the type of the weight, rounds what cancels.
     """
 
     def __init__(self, module, uses):
@@ -131,8 +145,29 @@ class Ghost:
     def squared_norms(self):
         squares = 0
         if "weight" in own_parameters(self.module):
-            squares = squares + torch.cat([self._weight_squares(block) for block in self.blocks(self.uses)])
+            squares = torch.cat([self._weight_squares(block) for block in self.blocks(self.uses)])
+            squares = self.rounded_on(squares)
         return squares + self.bias_squares()
+
+    def rounded_on(self, squares, stretch=1.0):
+        """Squared norms of gradients of the weight, which hold for what is added up: of the weight's own parameters, if
+        these gradients are at most `stretch` times as long."""
+        positions = count_positions(self.module, self.uses)
+        if positions == 1:
+            return squares  # one product, in which nothing cancels
+        # By Cauchy and Schwarz; a place of the input is in as many patches as a kernel has places, at most.
+        each = self.module.weight[0, 0].numel()
+        products = (squared_norms(self._seen(a)) * each * squared_norms(g) for a, g in self.uses)
+        length = added_up(product.sqrt() for product in products)
+        return _rounded_on(squares, stretch * length, positions, self._dtype)
+
+    def _seen(self, a):
+        conv = self.module
+        return padded(conv, a) if type(conv) is nn.Conv2d and conv.padding_mode != "zeros" else a
+
+    @property
+    def _dtype(self):
+        return next(iter(own_parameters(self.module).values())).dtype
 
     def blocks(self, uses, numbers=_BLOCK):
         """The uses of a few examples at a time, such that their gradients or patches take that many numbers."""
@@ -147,7 +182,12 @@ class Ghost:
         """What the bias adds to the squared norms; 0 if it has none to train."""
         if "bias" not in own_parameters(self.module):
             return 0
-        return squared_norms(added_up(bias_gradients(self.module, in_full(self.module, g)) for _, g in self.uses))
+        squares = squared_norms(added_up(bias_gradients(self.module, in_full(self.module, g)) for _, g in self.uses))
+        positions = count_positions(self.module, self.uses)
+        if positions == 1:
+            return squares
+        length = (positions * added_up(squared_norms(g) for _, g in self.uses)).sqrt()
+        return _rounded_on(squares, length, positions, self._dtype)
 
     def _weight_squares(self, uses):
         positions = count_positions(self.module, uses)
@@ -217,7 +257,10 @@ class GhostReparametrized:
 
     def squared_norms(self):
         squares = torch.cat([added_up(squared_norms(g) for g in pulled.values()) for pulled in self.pulled()])
-        return squares + self.ghost.bias_squares()
+        runs = len(next(iter(self.stacked.values()))) if self.stacked else 1
+        stretches = [self.module.stretch(**self.module.weight_parameters(self.stacked, run)) for run in range(runs)]
+        stretch = torch.stack(stretches).double().repeat_interleave(len(squares) // runs)
+        return self.ghost.rounded_on(squares, stretch) + self.ghost.bias_squares()
 
     def explicit(self):
         """The same, with the gradients held."""
@@ -261,7 +304,11 @@ class GhostEmbedding:
         return pairs, sums.index_add_(0, where.flatten(), self.g.flatten(0, 1).double())
 
     def squared_norms(self):
-        return self._by_pairs_of_positions() if self.tokens.device.type != "cpu" else self._by_tokens()
+        squares = self._by_pairs_of_positions() if self.tokens.device.type != "cpu" else self._by_tokens()
+        terms = self.tokens.shape[1]
+        if terms == 1:
+            return squares
+        return _rounded_on(squares, (terms * squared_norms(self.g)).sqrt(), terms, self.g.dtype)
 
     def _by_pairs_of_positions(self):
         """Without the number of different tokens, for which a GPU would make its host wait."""

@@ -193,6 +193,13 @@ class StandardizedConv2d(Reparametrized, nn.Conv2d):
         scale = gain * torch.rsqrt((variance * weight[0].numel()).clamp(min=1e-4))
         return (weight - mean) * scale
 
+    def stretch(self, weight, gain):
+        """As of any `Reparametrized` layer, from the closed form."""
+        centred = weight - weight.mean((1, 2, 3), keepdim=True)
+        size = torch.linalg.vector_norm(centred, dim=(1, 2, 3), keepdim=True)
+        scale = 1 / size.clamp(min=1e-2)
+        return ((gain * scale).square() + (size * scale).square()).max().sqrt()
+
     def pull_back(self, weight, gain):
         """As of any `Reparametrized` layer, in closed form."""
         # The inputs' channels last, as the gradients of a convolution are held.

@@ -43,5 +43,5 @@ def examples_at_once(model, loss, x, y, method, precision=None, most=MOST):
     key, counted = (method, precision, x.shape[1:], trainable), _counted.setdefault(model, {})
     if key not in counted:
         with torch.random.fork_rng(devices=[]), checks.probing(model):
-            counted[key] = bytes_left(model, loss, x[:2], y[:2], method, precision) / 2
+            counted[key] = bytes_left(model, loss, x[:2].clone(), y[:2].clone(), method, precision) / 2
     return min(most, max(FEWEST, int(BYTES / max(1, counted[key]))))

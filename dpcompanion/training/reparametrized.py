@@ -28,6 +28,9 @@ import torch.nn.functional as F
 from torch import nn
 
 
+_ROUNDS = 6  # of the power method
+
+
 class Reparametrized(nn.Module):
     """Before `torch.nn.Linear` or `torch.nn.Conv2d` among the bases of a layer: it uses `effective_weight` of its
     parameters, all but the bias, in the place of its weight."""
@@ -55,6 +58,22 @@ class Reparametrized(nn.Module):
         :math:`J^T g_i`, {name: (n, \*shape)}; it may overwrite what it is given."""
         back = torch.func.vjp(lambda parameters: self.effective_weight(**parameters), parameters)[1]
         return torch.func.vmap(lambda g: back(g)[0])
+
+    def stretch(self, **parameters) -> torch.Tensor:
+        """How many times longer :math:`J^T` makes a gradient, at most: what the power method finds, doubled."""
+
+        def weight_of(parameters):
+            return self.effective_weight(**parameters)
+
+        weight, back = torch.func.vjp(weight_of, parameters)
+        g = torch.arange(weight.numel(), dtype=weight.dtype, device=weight.device).cos().view(weight.shape)
+        found = g.new_zeros(())
+        for _ in range(_ROUNDS):
+            g = g / g.norm().clamp(min=torch.finfo(g.dtype).tiny)
+            (pulled,) = back(g)
+            found = torch.stack([p.norm() for p in pulled.values()]).norm()
+            g = torch.func.jvp(weight_of, (parameters,), (pulled,))[1]
+        return 2 * found
 
     def ordinary(self) -> nn.Linear | nn.Conv2d:
         """A layer with the same sizes, options and trainable bias, whose weight is an ordinary one; without memory."""

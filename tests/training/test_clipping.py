@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from test_reparametrized import WeightNorm
 from torch import nn
 from torch.nn import functional as F
 
@@ -186,7 +187,7 @@ def test_in_float32_no_clipped_gradient_is_longer_than_the_clip_norm(method):
     for i in range(64):
         result = clipped_sum(model, cross_entropy, x[i : i + 1], y[i : i + 1], 0.1, method=method)
         length = math.sqrt(sum(g.double().square().sum().item() for g in result.gradients.values()))
-        assert result.norms.item() < 0.1 or 0.1 * (1 - 1e-5) < length <= 0.1 * (1 + 1e-6)
+        assert result.norms.item() < 0.1 or 0.1 * (1 - 1e-4) < length <= 0.1
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
@@ -243,7 +244,53 @@ def test_a_norm_alone_may_come_from_another_product_than_the_norm_that_clips(mon
     made.clear()
     norms = gradient_norms(model, loss, x, y, method="mixed")
     assert not made
-    torch.testing.assert_close(norms, clipped.norms)
+    torch.testing.assert_close(norms, clipped.norms, rtol=3e-5, atol=0)
+
+
+class Weighed(nn.Module):
+    """A sum over positions of what a layer gives, with weights that add up to 0."""
+
+    def __init__(self, layer, weights):
+        super().__init__()
+        self.layer, self.weights = layer, torch.tensor(weights)
+
+    def forward(self, x):
+        return (self.layer(x).flatten(2).mT if isinstance(self.layer, nn.Conv2d) else self.layer(x)).mT @ self.weights
+
+
+CANCELLING = {
+    # of layers that see the same everywhere: what they are, their input for a size, and how positions are weighed
+    "linear": (lambda: nn.Linear(64, 32), lambda size: size * torch.linspace(0.7, 1.3, 64).expand(1, 4, 64)),
+    "bias": (lambda: nn.Linear(64, 32), lambda size: torch.zeros(1, 4, 64)),
+    "convolution": (lambda: nn.Conv2d(3, 8, 1), lambda size: size * torch.ones(1, 3, 2, 2)),
+    "embedding": (lambda: nn.Embedding(9, 32), lambda size: torch.full((1, 4), 3)),
+    "weight norm": (lambda: WeightNorm(64, 32), lambda size: size * torch.linspace(0.7, 1.3, 64).expand(1, 4, 64)),
+    "standardised": (
+        lambda: models.StandardizedConv2d(3, 8, 1),
+        lambda size: size * torch.linspace(0.7, 1.3, 3)[:, None, None].expand(1, 3, 2, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("method", ["mixed", "ghost"])
+@pytest.mark.parametrize("name", CANCELLING)
+def test_what_is_rounded_where_a_gradient_cancels_is_no_longer_than_the_clip_norm(name, method):
+    make, of_size = CANCELLING[name]
+    torch.manual_seed(0)
+    model, clip = Weighed(make(), [0.3, 0.45, 0.25, -1.0]), 0.1
+    cancels = False
+    for size in (1.0, 1e4, 1e8, 1e12, 1e30, 3e37):
+
+        def loss(outputs, targets):
+            return (outputs - size).square().sum(1) if name in ("bias", "embedding") else outputs.sum(1)
+
+        for count in (1, 2):  # the other one has no clip norm
+            x, limits = of_size(size).repeat_interleave(count, 0), torch.tensor([clip, 1e-30][:count]).double()
+            found = clipped_sum(model, loss, x, torch.zeros(count), limits, method=method)
+            share = torch.cat([g.flatten().double() for g in found.gradients.values()]).norm()
+            assert share <= clip
+            cancels |= bool(found.norms[0] >= clip) and bool(share < 0.99 * clip)
+    assert cancels  # norms are not those of what was added by chance
 
 
 def test_gradients_of_nobody_that_are_held_in_bfloat16_add_up_to_zero():
@@ -259,7 +306,8 @@ def test_gram_norms_in_float32_survive_terms_that_cancel():
     a, g = torch.ones(1, 4, 64) + 1e-3 * torch.randn(1, 4, 64), torch.randn(1, 4, 64)
     g[:, 3] = -g[:, :3].sum(1)
     exact = torch.einsum("npo,npi->noi", g.double(), a.double()).norm()
-    assert relative(layers.Ghost(layer, [(a, g)]).squared_norms().sqrt()[0], exact) < 1e-6
+    found = layers.Ghost(layer, [(a, g)]).squared_norms().sqrt()[0]
+    assert exact <= found < exact * (1 + 1e-3)  # with what the sum may round: terms are 500 times as long
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -104,7 +104,7 @@ def test_no_share_is_longer_than_the_clip_norm(name, method):
             )
             length = math.sqrt(sum(g.double().square().sum().item() for g in found.gradients.values()))
             assert length <= 0.01
-            assert found.norms.item() < 0.01 or length > 0.01 * (1 - 1e-5)
+            assert found.norms.item() < 0.01 or length > 0.01 * (1 - 1e-3)
 
 
 @able

@@ -185,3 +185,19 @@ def test_runs_side_by_side_each_use_their_own_weights(name):
         torch.testing.assert_close(found.norms[mine], alone.norms)
         for parameter, g in alone.gradients.items():
             torch.testing.assert_close(found.gradients[parameter][run], g)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: WeightNorm(7, 5), lambda: LowRank(2, 4, 3), lambda: StandardizedConv2d(3, 4, 3)]
+)
+@pytest.mark.parametrize("size", [1.0, 1e-4])
+def test_no_gradient_of_a_weight_is_longer_for_its_parameters_than_stretched(make, size):
+    torch.manual_seed(0)
+    layer = make().double()
+    with torch.no_grad():
+        layer.gain.copy_(torch.rand_like(layer.gain) * 3) if hasattr(layer, "gain") else None
+        [p.mul_(size) for p in layer.parameters()]
+    parameters = {name: p.detach() for name, p in layer.weight_parameters().items()}
+    parts = torch.func.jacrev(lambda parameters: layer.effective_weight(**parameters).flatten())(parameters)
+    longest = torch.linalg.matrix_norm(torch.cat([part.flatten(1) for part in parts.values()], 1), 2)
+    assert longest * (1 - 1e-12) <= layer.stretch(**parameters) <= 2.1 * longest
