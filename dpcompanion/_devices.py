@@ -17,6 +17,15 @@ def autocasts(device):
     return torch.amp.autocast_mode.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
+def shortens_products(device):
+    """Whether matrices of float32 are multiplied in a shorter type on a device, by a setting of PyTorch."""
+    backend = torch.backends.mkldnn if torch.device(device).type == "cpu" else torch.backends.cuda
+    setting = getattr(getattr(backend, "matmul", None), "fp32_precision", None)
+    if setting is None:  # before PyTorch 2.9
+        return torch.get_float32_matmul_precision() != "highest"
+    return setting not in ("none", "ieee")
+
+
 def sent(tensor, device):
     """A tensor of the host on a device. A GPU takes it from pinned memory of its own, so that the host goes on
     meanwhile, and may write to what it sent."""

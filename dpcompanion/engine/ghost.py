@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+from torch import nn
 
 from .._devices import autocasts
+from ..training.layers import Ghost, GhostEmbedding
+from ..training.tensors import rounded_up
 from .optimizers import Following
 from .proof import missing, norm_of, tolerance_of
 
@@ -25,6 +28,21 @@ def _check_autocast(layer, args):
         )
 
 
+def _norms(layer, activations, backprops):
+    """Norms of the gradients of a linear layer or an embedding, {parameter: (n,)}, as `dpcompanion.training.layers`
+    has them: Opacus's own, in float32, lose what cancels over the positions of an example."""
+    uses = [(activations[0], backprops)]
+    if isinstance(layer, nn.Embedding):
+        squares = {layer.weight: GhostEmbedding(layer, uses).squared_norms} if layer.weight.requires_grad else {}
+    else:
+        ghost = Ghost(layer, [(activations[0].to(backprops.dtype), backprops)])
+        squares = {layer.weight: ghost.weight_squares, layer.bias: ghost.bias_squares}
+        squares = {p: found for p, found in squares.items() if p is not None and p.requires_grad}
+    if not len(backprops):
+        return {p: backprops.new_zeros(0) for p in squares}
+    return {p: rounded_up(found().sqrt(), backprops.dtype) for p, found in squares.items()}
+
+
 class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
     _clipped = None  # the batch whose loss was clipped last
     _gradients: list[Any] | None = None  # and what the clipped loss gave
@@ -32,6 +50,7 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
 
     def clips(self, module, criterion, loss_reduction):
         """The criterion whose backward pass clips."""
+        module.NORM_SAMPLERS = {**module.NORM_SAMPLERS, nn.Linear: _norms, nn.Embedding: _norms}
         module.get_clipping_coef = lambda: self.clip_factors(self._fresh_norms(module))
         enable = module.enable_hooks
 

@@ -15,13 +15,15 @@ class Draws(PoissonSampler, BatchSampler):
     A BatchSampler with the expected batch size, from which Opacus's memory manager makes out its length.
 
     `stepped` is the number of the last draw that became a step; `passed_over` how many draws of this pass, before the
-    last one, did not. A pass without steps, such as an evaluation, passes over nothing.
+    last one, did not. A pass without steps, such as an evaluation, passes over nothing; but its last draw begins the
+    next pass, so that a new pass is no way either to leave out a draw by what is in it. Draws up to the number
+    `retired` become no step any more.
     """
 
     def __init__(self, n, rates, generator, steps):
         PoissonSampler.__init__(self, n, rates, generator)
         self._steps, self.number, self.last = steps, 0, None
-        self.stepped, self.passed_over = 0, 0
+        self.stepped, self.passed_over, self.retired = 0, 0, 0
         self.batch_size, self.drop_last = float(self.sample_rate.sum()), False
 
     def __len__(self):
@@ -29,8 +31,11 @@ class Draws(PoissonSampler, BatchSampler):
 
     def __iter__(self):
         passed_over = 0
-        for _ in range(self._steps):
-            self.number, self.last, self.passed_over = self.number + 1, self.draw().tolist(), passed_over
+        open_still = self.number > max(self.stepped, self.retired)
+        for number in range(self._steps):
+            if number or not open_still:
+                self.last = self.draw().tolist()
+            self.number, self.passed_over = self.number + 1, passed_over
             own = self.number
             yield self.last
             passed_over += self.stepped < own

@@ -12,6 +12,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._devices import autocasts, is_away, sent
+from ..training.checks import check_products
 from ..training.tensors import added_up, squared_norms
 from .checks import trainable
 from .randomness import noisy, not_finite
@@ -52,7 +53,6 @@ class Following(DPOptimizer):
         if hasattr(original, "_budgets_guard"):
             original._budgets_guard.remove()
         original._budgets_guard = original.register_step_pre_hook(self._only_after_noise)
-        self._retired = 0  # up to which draw none becomes a step any more
         self._beside = register_optimizer_step_pre_hook(functools.partial(_look_beside, weakref.ref(self)))
         weakref.finalize(self, self._beside.remove)
         self._draw, self._taken = None, -1  # the draw that is being added up, and the last index in it
@@ -101,7 +101,7 @@ class Following(DPOptimizer):
     def retire(self):
         """The draw under way becomes no step. After a checkpoint the saved run and the one that goes on from it would
         give the same noise to different draws, which cancels in their difference."""
-        self._retired = self._draws.number
+        self._draws.retired = self._draws.number
 
     def _generators(self):
         """By name, what noise and draws come from."""
@@ -136,6 +136,7 @@ class Following(DPOptimizer):
     def clip_factors(self, norms, share=1.0):
         """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
         self._accountant.check_budget()
+        check_products(norms.device)
         batch = self._noted.handed_out
         if batch is None or len(norms) != len(batch):
             raise ValueError(
@@ -164,7 +165,7 @@ class Following(DPOptimizer):
         draw, batch = self._draws.last, self._noted.handed_out
         if draw is None or batch is None:
             raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
-        if self._draws.stepped < self._draws.number <= self._retired:
+        if self._draws.stepped < self._draws.number <= self._draws.retired:
             raise ValueError(
                 "a checkpoint must be saved or loaded after a step and before the next batch is fetched, but there was "
                 "one since this batch: both runs would give one noise to different batches; fetch another one"

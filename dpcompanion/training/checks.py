@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from dpcompanion._devices import autocasts
+from dpcompanion._devices import autocasts, shortens_products
 from dpcompanion.training import proof
 
 
@@ -142,9 +142,23 @@ def check_sums(model):
             )
 
 
-def check_autocast(device):
-    """No `torch.autocast` of the caller's around it: it would add up clipped gradients in its type, and it keeps the
-    weights that it has cast until it ends. A model may have one of its own."""
+def check_products(device):
+    """Matrices of float32 are not multiplied in a shorter type: shares would be up to 1.003 of the clip norm, and more
+    where gradients cancel."""
+    if shortens_products(device):
+        raise ValueError(
+            "clipped gradients must be added up in full float32, but PyTorch is set to multiply matrices in a shorter "
+            "type; use torch.set_float32_matmul_precision('highest'), with precision='bf16' for speed"
+        )
+
+
+def check_arithmetic(device):
+    """Sums of clipped gradients are made in the type that they have.
+
+    There is no `torch.autocast` of the caller's around them: it would add up clipped gradients in its type, and it
+    keeps the weights that it has cast until it ends. A model may have one of its own.
+    """
+    check_products(device)
     if autocasts(device):
         raise ValueError(
             f"per-example gradients must be taken outside torch.autocast, which would round them and their sums to "

@@ -24,7 +24,8 @@ It saves time on a GPU and on processors that multiply matrices of bfloat16 (AMX
 (avx512_bf16) gains where layers are wide, a third of a step for the CIFAR-10 CNN, and little where they are narrow, a
 tenth for ResNet-20: `python -m benchmarks networks` measures it.
 A gradient that is not finite counts as zero in the sum; its norm is reported as inf.
-A caller's own `torch.autocast` is refused, in which sums would be rounded; the model may have one.
+A caller's own `torch.autocast` is refused, in which sums would be rounded; the model may have one. So are products of
+float32 in a shorter type (`torch.set_float32_matmul_precision` "medium" or "high").
 Where terms of a gradient cancel, what their sum is rounded by may be longer than what is left of it: with features of
 10^6 in float32, say, or of two items that are alike and compared. A norm counts what the rounding of the example's own
 terms may add, up to positions x 6e-8 of the sum of their lengths, so the share stays below the clip norm there, too. A

@@ -143,11 +143,13 @@ class Ghost:
         self.module, self.uses = module, uses
 
     def squared_norms(self):
-        squares = 0
-        if "weight" in own_parameters(self.module):
-            squares = torch.cat([self._weight_squares(block) for block in self.blocks(self.uses)])
-            squares = self.rounded_on(squares)
-        return squares + self.bias_squares()
+        return self.weight_squares() + self.bias_squares()
+
+    def weight_squares(self):
+        """What the weight adds to the squared norms; 0 if it is not trained."""
+        if "weight" not in own_parameters(self.module):
+            return 0
+        return self.rounded_on(torch.cat([self._weight_squares(block) for block in self.blocks(self.uses)]))
 
     def rounded_on(self, squares, stretch=1.0):
         """Squared norms of gradients of the weight, which hold for what is added up: of the weight's own parameters, if
@@ -374,7 +376,7 @@ def _explicit_matrices(module, uses):
 
 
 def _explicit_norm_layer(module, uses):
-    """Group and layer norm, on a processor a few examples at a time, so that what is made for them stays in its cache."""
+    """Group and layer norm; on a processor a few examples at a time, which stay in its cache."""
     gradients = {}
     for a, g in uses:
         rows = rows_at_once(a.device, 4 * a.numel() // max(1, len(a)), len(a))

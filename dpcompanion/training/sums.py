@@ -65,7 +65,7 @@ def clip_factors(norms, max_grad_norm):
 def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=None):
     """Norms and clipped sum through the layers. With `runs`, the layers of `model` are stacked ones, the examples are
     those of the first run, then those of the second, as many for each, and there is a sum for each run."""
-    checks.check_autocast(x.device)
+    checks.check_arithmetic(x.device)
     recorder, budget, kept = Recorder(model), BUDGET, max_grad_norm is not None
     squares: dict[nn.Module, Any] = dict.fromkeys(recorder.owners, 0)
     layers: dict[nn.Module, Any] = dict.fromkeys(recorder.owners)
@@ -165,7 +165,7 @@ def per_example_gradients(model, loss, x, y):
 
 def functional(model, loss, x, y, max_grad_norm, stacked=None, precise=False):
     """As `layerwise`, for any model; `stacked` are the parameters of several runs, {name: (runs, *shape)}."""
-    checks.check_autocast(x.device)
+    checks.check_arithmetic(x.device)
     if stacked is None:
         runs, (gradients, losses) = None, per_example_gradients(model, loss, x, y)
     else:

@@ -188,6 +188,19 @@ def cast():
     return torch.autocast("cpu", torch.bfloat16)
 
 
+@pytest.mark.parametrize("setting", ["medium", "high"])
+@pytest.mark.parametrize("method", ["auto", "mixed", "ghost", "func"])
+def test_shorter_products_of_float32_are_refused(method, setting):
+    torch.set_float32_matmul_precision(setting)
+    try:
+        with pytest.raises(ValueError, match=r"full float32.*set_float32_matmul_precision\('highest'\)"):
+            clipped_sum(nn.Linear(4, 3), cross_entropy, X, Y, 0.1, method=method)
+        with pytest.raises(ValueError, match="full float32"):
+            fit(nn.Linear(4, 3), method=method)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 @pytest.mark.parametrize("method", ["auto", "mixed", "ghost", "func"])
 def test_an_autocast_of_the_callers_is_refused_and_one_of_the_models_is_not(method):
     """In bfloat16 sums of 4,096 clipped gradients moved by five clip norms with one example."""
