@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dpcompanion.training import clipped_sum, clipping, cross_entropy, gradient_norms, layers, models, sums
+from dpcompanion.training import checks, clipped_sum, clipping, cross_entropy, gradient_norms, layers, models, sums
 
 METHODS = ("auto", "mixed", "ghost", "func")
 
@@ -288,11 +288,11 @@ def test_a_gradient_that_is_not_finite_contributes_nothing(method, bad):
 def test_layers_that_mix_examples_are_refused_by_name(layer):
     model = nn.ModuleDict({"first": nn.Linear(3, 3), "mixer": layer})
     with pytest.raises(ValueError, match=f"'mixer' is a {type(layer).__name__}"):
-        clipping.check_model(model)
+        checks.check_model(model)
 
 
 def test_instance_norm_without_statistics_is_allowed():
-    clipping.check_model(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(3)))
+    checks.check_model(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(3)))
 
 
 def test_a_model_that_mixes_examples_in_its_own_code_is_found_out():
