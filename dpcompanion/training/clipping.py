@@ -50,7 +50,6 @@ from dpcompanion._types import Loss
 from dpcompanion.training import checks, proof
 from dpcompanion.training.portions import examples_at_once
 from dpcompanion.training.sums import BUDGET, ClippedSum, functional, layerwise, per_example_gradients
-from dpcompanion.training.sums import clip_factors as clip_factors, in_best_format as in_best_format  # for others
 from dpcompanion.training.tensors import Unfit
 
 METHODS = ("auto", "mixed", "ghost", "func")
