@@ -25,8 +25,6 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import _MODELS, D
 from dpcompanion.seeds import derive_seed
 from dpcompanion.training import cross_entropy, gaussian_noise, models, train_ensemble
 
-# A point's own epsilon by the loss ------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Own:

@@ -39,8 +39,6 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
 from dpcompanion.seeds import derive_seed
 from dpcompanion.training import cross_entropy, train_ensemble
 
-# Figures 1, 5 and 6: the cost of steps over training -----------------------------------------------------------------
-
 
 def _vary(task, **changes):
     return dataclasses.replace(task, **changes)

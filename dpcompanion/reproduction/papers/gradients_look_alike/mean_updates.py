@@ -26,8 +26,6 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
 from dpcompanion.training import clipped_sum, cross_entropy
 from dpcompanion.training.sums import per_example_gradients
 
-# Figures 4 and 8: the mean of the clipped gradients ------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Means(Watch):
