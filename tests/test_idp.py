@@ -269,8 +269,6 @@ def test_a_million_budgets_are_rounded_down_to_few(top):
     assert bool((stand_in <= budgets).all()) and bool((stand_in >= (1 - 5.01e-4) * budgets).all())
 
 
-# What others' budgets may do to mine ----------------------------------------------------------------------------------
-
 OTHERS = [([1.0], [1]), ([1.0, 0.2], [1, 99]), ([1.0, 8.0], [1, 99]), ([1.0, 0.5, 3.0], [5, 60, 35])]
 
 

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from .. import _checks
+from .gaussian import gaussian_epsilon
 from .levels import Levels
 from .loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, _Step
 from .pld import _HAIR, _LOG_CAPPED, _TRANSFORM, _WINDOW_LOG_TAIL
@@ -92,8 +93,6 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
         )
     counts = counts.cpu()
     if sample_rate == 1:
-        from .gaussian import gaussian_epsilon
-
         each = 1 / torch.tensor(levels, dtype=torch.float64) ** 2
         squares = torch.cat([part.double() @ each for part in counts.split(_ROWS)])
         # A hair up for what adding up thousands of levels rounds.

@@ -13,11 +13,12 @@ from scipy import special, stats
 from dpcompanion import _checks
 from dpcompanion._types import Array
 from dpcompanion.training.plan import DPSGDPlan
-from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
+from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, pld, revealed
 from dpcompanion.accounting.search import bisect
 
 # Shares of the canaries about which an auditor guesses; a confidence is spent on each.
 _SHARES = (0.5, 0.2)
+_TOLERANCE = 1e-4  # within which the largest refuted epsilon or mu is found
 
 
 def coins(canaries: int, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -77,7 +78,7 @@ def one_run_mu(correct: int, guesses: int, canaries: int, *, confidence: float =
     return _largest_refuted(lambda mu: refutes(GaussianCurve(mu), correct, guesses, canaries, confidence=confidence))
 
 
-def _largest_refuted(refuted, tolerance=1e-4):
+def _largest_refuted(refuted):
     low, high = 0.0, 1.0
     if not refuted(low):
         return 0.0
@@ -86,7 +87,7 @@ def _largest_refuted(refuted, tolerance=1e-4):
         if high > 64:
             return low
     low, high = torch.tensor([low, high], dtype=torch.float64)
-    halvings = math.ceil(math.log2(float(high - low) / tolerance))
+    halvings = math.ceil(math.log2(float(high - low) / _TOLERANCE))
     return float(bisect(lambda x: torch.tensor(refuted(float(x))), good=low, bad=high, halvings=halvings))
 
 
@@ -125,8 +126,6 @@ class PlanCurve:
     """
 
     def __init__(self, plan: "DPSGDPlan", among: Array | None = None):
-        from dpcompanion.accounting import pld, revealed
-
         rows = slice(None) if among is None else among
         rates, noise = (
             torch.as_tensor(value, dtype=torch.float64).expand(plan.n)[rows]

@@ -10,7 +10,7 @@ from dpcompanion import _checks
 from dpcompanion._types import Array, Loss
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.audit.bounds import Finding, PlanCurve, audit
-from dpcompanion.training import clipping, train
+from dpcompanion.training import clipping, sums, train
 
 
 def audit_training(
@@ -105,7 +105,7 @@ class _Observer:
 
     def before_step(self):
         with torch.random.fork_rng(devices=[]):
-            gradients, _ = clipping.per_example_gradients(
+            gradients, _ = sums.per_example_gradients(
                 self.model, self.loss, self.x[self.canaries], self.y[self.canaries]
             )
         rows = torch.cat([g.flatten(1).double().cpu() for g in gradients.values()], 1)

@@ -87,17 +87,17 @@ def _select(raw, split):
     return _take(whole, _stratified(whole.labels)[split])
 
 
-def _stratified(labels, test_share=0.2, seed=0):
-    """Indices of a train and a test part: in each class the same share, both in a shuffled order.
+def _stratified(labels):
+    """Indices of a train and a test part: a fifth of each class is for the test, and both are in a shuffled order.
 
     numpy promises that a RandomState's stream never changes, which it does not for its newer generators.
     """
-    order = np.random.RandomState(seed).permutation(len(labels))
+    order = np.random.RandomState(0).permutation(len(labels))
     rank, size = np.empty(len(labels), dtype=np.int64), np.empty(len(labels), dtype=np.int64)
     for value in np.unique(labels):
         members = order[labels[order] == value]
         rank[members], size[members] = np.arange(len(members)), len(members)
-    test = rank < np.floor(test_share * size + 0.5)
+    test = rank < np.floor(0.2 * size + 0.5)
     return {"train": order[~test[order]], "test": order[test[order]]}
 
 

@@ -1,4 +1,4 @@
-"""How each set is read from its files: `SETS` says which reader looks where."""
+"""How each set is read from its files: `_SETS` says which reader looks where."""
 
 import functools
 import hashlib

@@ -18,9 +18,10 @@ from collections.abc import Sequence
 
 from .. import _checks
 from ..accounting import compute_epsilon, find_noise_multiplier, find_steps
+from ..accounting.loss import DIRECTIONS
 from .game import adaptive_delta, check_costs, check_levels, worst_case
 from .kept import remembered
-from .pairs import DIRECTIONS, SampledGaussian
+from .pairs import SampledGaussian
 
 #: A search for noise or epsilon stops when the answer is known to this relative precision.
 PRECISION = 1e-3

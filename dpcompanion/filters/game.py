@@ -38,7 +38,8 @@ from scipy.fft import irfft, next_fast_len, rfft
 
 from .. import _checks
 from .._progress import bar
-from .pairs import DIRECTIONS, SampledGaussian
+from ..accounting.loss import DIRECTIONS
+from .pairs import SampledGaussian
 
 #: Half of what the discretisation may add to epsilon, relatively, where the grid is chosen.
 TOLERANCE = 2e-3

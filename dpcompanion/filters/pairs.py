@@ -23,7 +23,6 @@ import numpy as np
 import torch
 
 from .. import _checks
-from ..accounting import pld
 from ..accounting.pld import _chernoff_log_delta, _compose_near, _convolve, _largest_loss_of_adding, _Step, _window
 
 _TRIMMED = 1e-16  # tilted mass cut off at either end of a law, relative to all of it; it is accounted for
@@ -213,6 +212,3 @@ def _trimmed(first, masses, lost, blur, capped, log_mass):
     stop = len(masses) - int(np.searchsorted(np.cumsum(masses[::-1]), limit))
     cut = masses[:start].sum() + masses[stop:].sum()
     return Law(first + start, masses[start:stop].copy(), lost + float(cut), blur, capped, log_mass)
-
-
-DIRECTIONS = pld.DIRECTIONS

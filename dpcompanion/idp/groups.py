@@ -36,9 +36,9 @@ class Groups:
     def harmonic_mean(self, values):
         return 1 / float((self.weights / values).sum())
 
-    def lumped(self, run):
+    def lumped(self, search):
         """Few budgets with weights that stand for all of them."""
-        nodes = nodes_of(self.budgets, run.searched, 3 * run.spacing)
+        nodes = nodes_of(self.budgets, search.searched, 3 * search.spacing)
         if nodes is self.budgets:
             return nodes, self.weights
         left, share = between(self.budgets, nodes)

@@ -8,11 +8,8 @@ import torch
 
 from .. import _checks
 from .._types import Array
-
-# Under these names: long runs are stamped with the source of the functions that use them.
-from .groups import Groups as _Groups, interpolate
-from .search import HAIR, Run as _Run
-
+from .groups import Groups, interpolate
+from .search import HAIR, Search
 
 _FEWEST_DRAWS = 1e-3  # of an example in a run, on average, before a warning
 
@@ -86,15 +83,15 @@ def sample_parameters(
     >>> [sample_parameters([1.0, other], [50, 50], **fixed).sample_rates[0].item() for other in (0.5, 8.0)]
     [0.003561..., 0.003561...]
     """
-    groups = _Groups(target_epsilons, counts)
-    run = _Run(target_delta, steps, accountant)
+    groups = Groups(target_epsilons, counts)
+    search = Search(target_delta, steps, accountant)
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
     if noise_range is None:
-        noise, rates = _sample(groups, run, sample_rate)
+        noise, rates = _sample(groups, search, sample_rate)
     else:
-        noise, rates = _sample_within(_range(noise_range), groups, run, sample_rate)
+        noise, rates = _sample_within(_range(noise_range), groups, search, sample_rate)
     least = int(rates.argmin())
-    if (draws := float(rates[least]) * run.steps) < _FEWEST_DRAWS:
+    if (draws := float(rates[least]) * search.steps) < _FEWEST_DRAWS:
         warnings.warn(
             f"with a budget of {float(groups.budgets[least]):g} beside ones of up to {float(groups.budgets[-1]):g} an "
             f"example has a sample rate of {float(rates[least]):.2g}, and is drawn {draws:.2g} times in the run on "
@@ -135,11 +132,11 @@ def scale_parameters(
     >>> torch.allclose(found.noise_multipliers * found.max_grad_norms, torch.tensor(found.noise_multiplier).double())
     True
     """
-    groups = _Groups(target_epsilons, counts)
-    run = _Run(target_delta, steps, accountant)
+    groups = Groups(target_epsilons, counts)
+    search = Search(target_delta, steps, accountant)
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
     max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
-    noises = run.noises(groups.budgets, torch.full_like(groups.budgets, sample_rate))
+    noises = search.noises(groups.budgets, torch.full_like(groups.budgets, sample_rate))
     pooled = groups.harmonic_mean(noises)
     return ScaleParameters(pooled, noises[groups.which], (max_grad_norm * pooled / noises)[groups.which])
 
@@ -185,16 +182,16 @@ def combined_parameters(
     >>> round(found.noise_multiplier, 3), found.sample_rates.round(decimals=4), found.max_grad_norms.round(decimals=3)
     (1.207, tensor([0.0083, 0.0117], dtype=torch.float64), tensor([0.9050, 1.0950], dtype=torch.float64))
     """
-    groups = _Groups(target_epsilons, counts)
-    run = _Run(target_delta, steps, accountant)
+    groups = Groups(target_epsilons, counts)
+    search = Search(target_delta, steps, accountant)
     sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")
     max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
     sample_weight = _checks.number("sample_weight", sample_weight, 0, 1)
     rates = torch.full_like(groups.budgets, sample_rate)
     if sample_weight > 0:
-        noise, sampled = _sample(groups, run, sample_rate)
+        noise, sampled = _sample(groups, search, sample_rate)
         rates = (1 - sample_weight) * rates + sample_weight * sampled
-    noises = run.noises(groups.budgets, rates) if sample_weight < 1 else torch.full_like(rates, noise)
+    noises = search.noises(groups.budgets, rates) if sample_weight < 1 else torch.full_like(rates, noise)
     pooled = groups.harmonic_mean(noises)
     return CombinedParameters(
         pooled, noises[groups.which], (max_grad_norm * pooled / noises)[groups.which], rates[groups.which]
@@ -212,8 +209,8 @@ def rdp_epsilons(
     >>> rdp_epsilons(torch.tensor([0.01, 0.02]).double(), torch.tensor([1.0, 1.0]).double(), steps=1000, delta=1e-5)
     tensor([2.1014, 4.3242], dtype=torch.float64)
     """
-    run = _Run(delta, steps, "rdp")
-    found = [run._rdp_epsilon(*pair)[0] for pair in zip(sample_rates.split(4096), noise_multipliers.split(4096))]
+    search = Search(delta, steps, "rdp")
+    found = [search.rdp_epsilon(*pair)[0] for pair in zip(sample_rates.split(4096), noise_multipliers.split(4096))]
     return torch.cat(found) * (1 + HAIR)
 
 
@@ -228,39 +225,39 @@ def _range(noise_range):
     return low, high
 
 
-def _sample_within(noise_range, groups, run, sample_rate):
+def _sample_within(noise_range, groups, search, sample_rate):
     """As `_sample`, with the noise in a range; its nearer end fixes the rates where it binds."""
     low, high = noise_range
-    rates = run.rates(groups.budgets, high, start=torch.full_like(groups.budgets, sample_rate))
+    rates = search.rates(groups.budgets, high, start=torch.full_like(groups.budgets, sample_rate))
     # Rates grow with the noise: where even the most of it leaves their mean below, it is the end that binds.
     if low == high or float((groups.weights * rates).sum()) <= sample_rate:
         return high, rates
-    rates = run.rates(groups.budgets, low, start=rates)
+    rates = search.rates(groups.budgets, low, start=rates)
     if float((groups.weights * rates).sum()) >= sample_rate:
         return low, rates
-    noise, rates = _sample(groups, run, sample_rate)
-    return (noise, rates) if low <= noise <= high else (low, run.rates(groups.budgets, low, start=rates))
+    noise, rates = _sample(groups, search, sample_rate)
+    return (noise, rates) if low <= noise <= high else (low, search.rates(groups.budgets, low, start=rates))
 
 
-def _sample(groups, run, sample_rate):
+def _sample(groups, search, sample_rate):
     """The noise multiplier of Sample, and the rates of the different budgets."""
     budgets, flat = groups.budgets, torch.full_like(groups.budgets, sample_rate)
     if len(budgets) == 1:
-        return float(run.noises(budgets, flat)[0]), flat
+        return float(search.noises(budgets, flat)[0]), flat
     if sample_rate == 1:
         _refuse_beyond(float(budgets[0]), budgets, sample_rate)
     # The search looks at few budgets first, each with the weight of those near it, and at all of them in the end.
-    nodes, weights = groups.lumped(run)
-    noises = run.noises(nodes, torch.full_like(nodes, sample_rate))
+    nodes, weights = groups.lumped(search)
+    noises = search.noises(nodes, torch.full_like(nodes, sample_rate))
     # The pooled noise of Scale is near.
     log_noise, slope = -math.log(float((weights / noises).sum())) - 0.02, 1.2
     rates = (sample_rate * (math.exp(log_noise) / noises) ** slope).clamp(max=1.0)
-    log_noise, slope, rates, mean = _match_mean(run, nodes, weights, sample_rate, log_noise, slope, rates)
+    log_noise, slope, rates, mean = _match_mean(search, nodes, weights, sample_rate, log_noise, slope, rates)
     if nodes is not budgets:
         rates = interpolate(budgets, nodes, rates)
-        log_noise, _, rates, mean = _match_mean(run, budgets, groups.weights, sample_rate, log_noise, slope, rates)
+        log_noise, _, rates, mean = _match_mean(search, budgets, groups.weights, sample_rate, log_noise, slope, rates)
     noise = math.exp(log_noise)
-    if float(rates.max()) > 1 - 1e-3 and float(budgets[-1]) > (1 + 1e-3) * (most := run.epsilon(1.0, noise)):
+    if float(rates.max()) > 1 - 1e-3 and float(budgets[-1]) > (1 + 1e-3) * (most := search.epsilon(1.0, noise)):
         _refuse_beyond(most, budgets, sample_rate)
     return noise, rates * min(1.0, sample_rate / mean)
 
@@ -273,23 +270,23 @@ def _refuse_beyond(most, budgets, sample_rate):
     )
 
 
-def _match_mean(run, budgets, weights, sample_rate, log_noise, slope, rates):
+def _match_mean(search, budgets, weights, sample_rate, log_noise, slope, rates):
     """The noise at which the rates have a mean at or a little above `sample_rate`: secants within a bracket."""
     # Not `accounting.search`: this stops by how near the mean is, not the noise, and starts each look from the last.
     low, high, last = -math.inf, math.inf, None
     for _ in range(60):
-        rates = run.rates(budgets, math.exp(log_noise), start=rates)
+        rates = search.rates(budgets, math.exp(log_noise), start=rates)
         mean = float(weights @ rates)
         gap = math.log(mean / sample_rate)
-        if -1e-12 <= gap <= run.slack:
+        if -1e-12 <= gap <= search.slack:
             break
         low, high = (max(low, log_noise), high) if gap < 0 else (low, min(high, log_noise))
         if last and abs(log_noise - last[0]) > 1e-4:
             slope = min(max((gap - last[1]) / (log_noise - last[0]), 0.3), 10.0)
-        step = min(max((run.slack / 2 - gap) / slope, -0.5), 0.5)
+        step = min(max((search.slack / 2 - gap) / slope, -0.5), 0.5)
         if not low < log_noise + step < high:
             step = (low + high) / 2 - log_noise
-        if high - low < run.slack / 10:  # too rough here to hit so small an interval: the safe end will do
+        if high - low < search.slack / 10:  # too rough here to hit so small an interval: the safe end will do
             step = high - log_noise if gap < 0 else 0.0
             if step == 0.0:
                 break

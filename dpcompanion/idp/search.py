@@ -19,7 +19,7 @@ _LARGEST_NOISE, _SMALLEST_RATE = 1e9, 1e-12
 _Pair = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-class Run:
+class Search:
     """What all groups share: delta, steps and accountant.  Finds what uses up budgets, many at once.
 
     Searches go along a coordinate y that makes a group safer as it grows: the logarithm of the noise, or minus that of
@@ -104,7 +104,7 @@ class Run:
     def _excess(self, rates, noises, budgets, accountant):
         """ln of epsilon over a budget less a hair, which is kept for what nearby parameters may differ by, (D,)."""
         if accountant == "rdp":
-            return _log_ratio(self._rdp_epsilon(rates, noises)[0], budgets * (1 - HAIR))
+            return _log_ratio(self.rdp_epsilon(rates, noises)[0], budgets * (1 - HAIR))
         epsilons = [self.epsilon(*pair) for pair in zip(rates.tolist(), noises.tolist())]
         return _log_ratio(torch.tensor(epsilons, dtype=torch.float64), budgets * (1 - _JITTER))
 
@@ -120,7 +120,7 @@ class Run:
             return y + 2 * float(above.max().clamp(min=0))
         # Which order decides changes slowly, and any order gives a bound.
         left, share = between(budgets, nodes)
-        orders = self._rdp_epsilon(*pair(found, torch.searchsorted(budgets, nodes).clamp(max=len(budgets) - 1)))[1]
+        orders = self.rdp_epsilon(*pair(found, torch.searchsorted(budgets, nodes).clamp(max=len(budgets) - 1)))[1]
         orders = orders.nan_to_num(nan=1024.0)[torch.where(share < 0.5, left, left + 1)]
         open_, step = torch.arange(len(y)), _PRECISION / 2
         while len(open_):
@@ -128,12 +128,12 @@ class Run:
             if step < 10 * _PRECISION:
                 epsilons = self._epsilon_at(rates, noises, orders[open_])
             else:
-                epsilons = self._rdp_epsilon(rates, noises)[0]
+                epsilons = self.rdp_epsilon(rates, noises)[0]
             open_ = open_[epsilons > budgets[open_] * (1 - HAIR)]
             y[open_], step = y[open_] + step, 2 * step
         return y
 
-    def _rdp_epsilon(self, rates, noises):
+    def rdp_epsilon(self, rates, noises):
         """Epsilon of each pair by RDP, at the orders of `compute_epsilon` or fewer, and the order that decides."""
         every = torch.tensor(orders_for(float(noises.max())), dtype=torch.float64)
         near = torch.ones_like(every, dtype=torch.bool)

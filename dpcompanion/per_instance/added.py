@@ -10,8 +10,6 @@ import torch
 from dpcompanion.accounting.rdp import log_density_ratio
 from dpcompanion.accounting.search import bisect
 
-DIRECTIONS = ("remove", "add")
-
 _TAIL = 9.0  # standard deviations beyond which a Gaussian tail is below float64's resolution
 _CHUNK = 1 << 18  # numbers in one temporary tensor
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from dpcompanion import _checks
 from dpcompanion._types import Numbers
-from dpcompanion.per_instance.added import DIRECTIONS
+from dpcompanion.accounting.loss import DIRECTIONS
 
 #: How often x enters at most where a law jumps.
 REACH = 6

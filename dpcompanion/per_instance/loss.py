@@ -30,6 +30,7 @@ gradients to a schedule, and account for that schedule (`dpcompanion.accounting.
 A run of four steps whose gradient shrinks as the model moves, one parameter, q = 0.3, s = 1:
 
 >>> from dpcompanion.accounting import compute_epsilon
+>>> from dpcompanion.per_instance import law_counts, law_log_density, log_mass, step_loss
 >>> generator, each = torch.Generator().manual_seed(0), 400
 >>> step, laws = {"sample_rate": 0.3, "noise_std": 1.0}, [(2, 0.1), (4, 0.0), (7, 0.0)]      # orders, and how they jump
 >>> theta, losses = torch.zeros(3, each, dtype=torch.float64), torch.zeros(3, each, dtype=torch.float64)
@@ -62,22 +63,8 @@ from dpcompanion import _checks
 from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting.search import bisect
 from dpcompanion.per_instance.confidence import log_mean_bound
-from dpcompanion.per_instance.laws import REACH, law_counts, law_log_density, step_loss
-from dpcompanion.per_instance.steps import log_mass
 
-__all__ = [
-    "DeltaEstimate",
-    "EpsilonEstimate",
-    "REACH",
-    "law_counts",
-    "law_log_density",
-    "log_mass",
-    "loss_delta",
-    "loss_divergence",
-    "loss_epsilon",
-    "step_loss",
-]
-
+__all__ = ["DeltaEstimate", "EpsilonEstimate", "loss_delta", "loss_divergence", "loss_epsilon"]
 
 _LEVELS = 200  # epsilons that the upper bound tries, from the worst case down
 _HALVINGS = 60

@@ -22,8 +22,9 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, rdp_sampled_gaussian
+from dpcompanion.accounting.loss import DIRECTIONS
 from dpcompanion.accounting.search import bisect
-from dpcompanion.per_instance.added import DIRECTIONS, log_mass_add
+from dpcompanion.per_instance.added import log_mass_add
 from dpcompanion.per_instance.confidence import log_mean_bound
 
 _LARGEST_NOISE = 1e100  # so that a sensitivity that is tiny beside the noise still costs something

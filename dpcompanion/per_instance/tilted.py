@@ -25,6 +25,7 @@ differs from the noise along g only, and is drawn exactly by rejection (`tilted_
 
 A run of four steps whose gradient shrinks as the model moves, one parameter, q = 0.3, s = 1, order 4:
 
+>>> from dpcompanion.per_instance import log_mass
 >>> generator = torch.Generator().manual_seed(0)
 >>> theta, total = torch.zeros(4_000, dtype=torch.float64), torch.zeros(4_000, dtype=torch.float64)
 >>> for step in range(4):
@@ -48,9 +49,9 @@ from dpcompanion._devices import is_away, sent
 from dpcompanion._types import Array, Numbers
 from dpcompanion.per_instance.added import add_mode
 from dpcompanion.per_instance.confidence import log_mean_bound
-from dpcompanion.per_instance.steps import _as_tensors, _log_mean, log_mass
+from dpcompanion.per_instance.steps import _as_tensors, _log_mean
 
-__all__ = ["CompositionEstimate", "exact_composition", "log_mass", "tilted_counts", "tilted_noise"]
+__all__ = ["CompositionEstimate", "exact_composition", "tilted_counts", "tilted_noise"]
 
 _CHUNK = 1 << 22  # numbers in one temporary tensor
 

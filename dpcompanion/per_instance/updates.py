@@ -5,7 +5,7 @@ import math
 import torch
 
 from dpcompanion import _checks
-from dpcompanion.per_instance.added import DIRECTIONS
+from dpcompanion.accounting.loss import DIRECTIONS
 from dpcompanion.per_instance.confidence import log_mean_bound
 
 _CHUNK = 1 << 18  # numbers in one temporary tensor

@@ -369,18 +369,6 @@ def rows_of(found: Mapping[str, Any], make: Callable[[Any], Iterable[Sequence[An
     return {"rows": [row for _, row in rows], "row_kinds": [kind for kind, _ in rows]}
 
 
-def labeled_table(
-    heads: Sequence[object], rows: Iterable[Sequence[Any]], kinds: Sequence[str | None] | None = None
-) -> comparison.Table:
-    """The same of cells, of which the first says the kind in brackets.
-
-    >>> labeled_table(["", "epsilon"], [["digits (live)", 1.5]])
-                     epsilon
-    digits (live)        1.5
-    """
-    return table(heads, [(cells[0].rpartition("(")[2].rstrip(")"), cells) for cells in rows], kinds)
-
-
 def panels(found: Mapping[str, Any], height: float = 3.4) -> Any:
     """The axes of a figure with a panel for each record of `Chapter.both`."""
     return plotting.figure(columns=len(found), height=height, squeeze=False)[1][0]

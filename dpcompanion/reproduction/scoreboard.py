@@ -196,14 +196,14 @@ def standings(
     return [_standing(exhibit, folder, found[exhibit.paper].get(exhibit.id)) for exhibit in exhibits]
 
 
-def standing(name: str, *, folder: records.Folder | None = None, book: records.Folder | None = None) -> Standing:
+def standing(name: str, *, folder: records.Folder | None = None) -> Standing:
     """How one exhibit stands.
 
     >>> standing("intrinsic-privacy/claims-1-2").basis
     'paper record, one seed'
     """
     exhibit = published.exhibit(name)
-    return _standing(exhibit, folder, places.of_paper(exhibit.paper, book).get(exhibit.id))
+    return _standing(exhibit, folder, places.of_paper(exhibit.paper).get(exhibit.id))
 
 
 def counts(standings: Sequence[Standing]) -> dict[str, int]:
@@ -245,19 +245,18 @@ def _said(counts: Mapping[str, int]) -> str:
 
 
 class Board:
-    """The table of some standings, with links to their places when a notebook shows it.
+    """The table of some standings, with links to their places when the notebook of the scoreboard shows it.
 
     Args:
         standings: the rows.
-        page: the page that the table stands on, which links start from.
 
     >>> Board(standings("intrinsic-privacy")[:1])
     exhibit     state         verdicts    basis
     Figure 1    reproduced    1 holds     paper record
     """
 
-    def __init__(self, standings: Iterable[Standing], page: str = "book/scoreboard"):
-        self.rows, self.page = tuple(standings), page
+    def __init__(self, standings: Iterable[Standing]):
+        self.rows = tuple(standings)
 
     def __repr__(self) -> str:
         table = [[label(one.exhibit), one.state, one.verdicts, one.basis] for one in self.rows]
@@ -274,7 +273,7 @@ class Board:
     def _link(self, one: Standing) -> str:
         if one.place is None:
             return label(one.exhibit)
-        address = os.path.relpath(one.place.page, os.path.dirname(self.page))
+        address = os.path.relpath(one.place.page, "book")  # the scoreboard stands there
         return f'<a href="{address}.html#{one.place.anchor}">{label(one.exhibit)}</a>'
 
 

@@ -25,12 +25,13 @@ A plan, a training, and what it cost everybody:
 '100 steps, epsilon 2.00 at delta 1e-05'
 """
 
+from dpcompanion.seeds import derive_seed
 from dpcompanion.training.callbacks import Callbacks, History, Run
 from dpcompanion.training.checkpoints import Checkpoint
 from dpcompanion.training.clipping import clipped_sum, cross_entropy, gradient_norms
 from dpcompanion.training.ensembles import train_ensemble
 from dpcompanion.training.loop import train
-from dpcompanion.training.noise import derive_seed, gaussian_noise, generators
+from dpcompanion.training.noise import gaussian_noise, generators
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
 from dpcompanion.training.sampling import PoissonSampler

@@ -17,8 +17,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from dpcompanion import _checks
 from dpcompanion._devices import autocasts, shortens_products
 from dpcompanion.training import proof
+
+PRECISIONS = (None, "bf16")
 
 
 def check_data(x, y, n=None):
@@ -130,6 +133,25 @@ def check_types(model, x):
             )
 
 
+def check_model(model):
+    """Refuse layers that mix examples or keep statistics of them.
+
+    Raises:
+        ValueError: naming the layer, for batch norm and for instance norm with running statistics.
+    """
+    for name, module in model.named_modules():
+        mixes = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(
+            module, torch.nn.modules.instancenorm._InstanceNorm
+        )
+        if mixes or getattr(module, "track_running_stats", False):
+            raise ValueError(
+                f"model must treat examples one by one, but layer {name or 'model'!r} is a "
+                f"{type(module).__name__}, which mixes them; group norm is allowed"
+            )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("model must have a trainable parameter, got none")
+
+
 def check_sums(model):
     """The model's trainable parameters have at least the digits of float32: in their type clipped gradients are added
     up, and where a sum of thousands of them is rounded to bfloat16, one example moves it by several clip norms."""
@@ -140,6 +162,32 @@ def check_sums(model):
                 f"but {name!r} is {p.dtype}; use model.float(), with precision='bf16' for speed, or a plan with "
                 "arithmetic='float'"
             )
+
+
+def check_precision(precision, model, device, method="auto", precise=False):
+    """Refuse a precision that the model's type, the device or the method does not allow.
+
+    Raises:
+        ValueError: naming which.
+    """
+    _checks.one_of("precision", precision, PRECISIONS)
+    if precision is None:
+        return
+    if precise:
+        raise ValueError("precision must be None where sums are precise, got 'bf16'")
+    types = {p.dtype for p in model.parameters() if p.requires_grad}
+    if types != {torch.float32}:
+        raise ValueError(f"precision 'bf16' takes a model in float32, got {', '.join(sorted(map(str, types)))}")
+    if method == "func":
+        raise ValueError("precision 'bf16' takes method 'mixed' or 'ghost', got 'func'")
+    device = torch.device(device)
+    able = (
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if device.type == "cpu"
+        else device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    )
+    if not able:
+        raise ValueError(f"precision 'bf16' takes a processor or GPU that has it, but {str(device)!r} does not")
 
 
 def check_products(device):

@@ -46,18 +46,15 @@ import math
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from dpcompanion import _checks
 from dpcompanion._types import Loss
 from dpcompanion.training import checks, proof
 from dpcompanion.training.portions import examples_at_once
 from dpcompanion.training.sums import BUDGET, ClippedSum, functional, layerwise, per_example_gradients
-from dpcompanion.training.sums import clip_factors as clip_factors, in_best_format as in_best_format  # for others
 from dpcompanion.training.tensors import Unfit
 
 METHODS = ("auto", "mixed", "ghost", "func")
-PRECISIONS = (None, "bf16")
 
 
 def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -65,61 +62,16 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
-def check_model(model):
-    """Refuse layers that mix examples or keep statistics of them.
-
-    Raises:
-        ValueError: naming the layer, for batch norm and for instance norm with running statistics.
-    """
-    for name, module in model.named_modules():
-        mixes = isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(
-            module, nn.modules.instancenorm._InstanceNorm
-        )
-        if mixes or getattr(module, "track_running_stats", False):
-            raise ValueError(
-                f"model must treat examples one by one, but layer {name or 'model'!r} is a "
-                f"{type(module).__name__}, which mixes them; group norm is allowed"
-            )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ValueError("model must have a trainable parameter, got none")
-
-
-def check_precision(precision, model, device, method="auto", precise=False):
-    """Refuse a precision that the model's type, the device or the method does not allow.
-
-    Raises:
-        ValueError: naming which.
-    """
-    _checks.one_of("precision", precision, PRECISIONS)
-    if precision is None:
-        return
-    if precise:
-        raise ValueError("precision must be None where sums are precise, got 'bf16'")
-    types = {p.dtype for p in model.parameters() if p.requires_grad}
-    if types != {torch.float32}:
-        raise ValueError(f"precision 'bf16' takes a model in float32, got {', '.join(sorted(map(str, types)))}")
-    if method == "func":
-        raise ValueError("precision 'bf16' takes method 'mixed' or 'ghost', got 'func'")
-    device = torch.device(device)
-    able = (
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        if device.type == "cpu"
-        else device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    )
-    if not able:
-        raise ValueError(f"precision 'bf16' takes a processor or GPU that has it, but {str(device)!r} does not")
-
-
 def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, precise=False):
     checks.check_data(x, y)
     checks.check_types(model, x)
     if max_grad_norm is not None and not precise:
         checks.check_sums(model)
-    check_precision(precision, model, x.device, method, precise)
+    checks.check_precision(precision, model, x.device, method, precise)
     if chunk is not None:
         _checks.whole_number("chunk", chunk, 1)
     _checks.one_of("method", method, METHODS)
-    check_model(model)
+    checks.check_model(model)
     if method == "auto":
         method = resolve_method(model, loss, x, y, precision=precision, precise=precise)
     method = _held(method) if precise else method
@@ -244,7 +196,7 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
             proved because no example has a finite gradient, or the precision does not fit the model, the device or the
             method.
     """
-    check_precision(precision, model, x.device, method, precise)
+    checks.check_precision(precision, model, x.device, method, precise)
     if not len(x):
         return "func" if method == "auto" else method
     checks.try_out(model, loss, x, y)

@@ -51,14 +51,7 @@ from dpcompanion.training.matrices import (
     weight_gradients,
 )
 from dpcompanion.training.reparametrized import Reparametrized
-from dpcompanion.training.tensors import (  # noqa: F401
-    Unfit,
-    added_up,
-    call_with,
-    own_parameters,
-    rounded_up,
-    squared_norms,
-)
+from dpcompanion.training.tensors import Unfit, added_up, call_with, own_parameters, squared_norms
 
 # Where the axes of a convolution's weight, (n, out, in, height, width), are among those of its gradients as computed.
 AXES = (0, 1, 4, 2, 3)

@@ -182,7 +182,7 @@ class _Loop:
             raise ValueError(f"plan must be a DPSGDPlan, got {plan!r}")
         examples = examples_of(data, plan.n)
         _checks.one_of("method", method, clipping.METHODS)
-        clipping.check_model(model)
+        checks.check_model(model)
         checks.check_types(model, examples.probe[0])
         if plan.arithmetic == "real":
             checks.check_sums(model)

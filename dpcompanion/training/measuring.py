@@ -5,7 +5,7 @@ import math
 import torch
 
 from dpcompanion import _checks
-from dpcompanion.training import clipping, passes
+from dpcompanion.training import checks, clipping, passes
 from dpcompanion.training.examples import examples_of
 from dpcompanion.training.tensors import rounded_up
 
@@ -36,7 +36,7 @@ class Measured:
         self.updates_per_epoch = min(_checks.number("updates_per_epoch", updates_per_epoch, 0), self.steps_per_epoch)
         self.keep_norms = bool(keep_norms)
         self.method, self._proved = _checks.one_of("method", method, clipping.METHODS), False
-        self.precision = _checks.one_of("precision", precision, clipping.PRECISIONS)
+        self.precision = _checks.one_of("precision", precision, checks.PRECISIONS)
         self.chunk = None if chunk is None else _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((n,), largest, dtype=torch.float64, device=device)

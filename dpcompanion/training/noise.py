@@ -27,10 +27,10 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import sent
-from dpcompanion.seeds import derive_key, derive_seed, keyed_generator
+from dpcompanion.seeds import derive_key, keyed_generator
 from dpcompanion.training.secure import SecureStream
 
-__all__ = ["STREAMS", "derive_seed", "gaussian_noise", "generators"]
+__all__ = ["STREAMS", "gaussian_noise", "generators"]
 STREAMS = ("sampling", "noise")
 
 

@@ -1,6 +1,7 @@
 """Gradient norms of all examples at once, by passes over the data that leave no trace in the model.
 
 >>> from dpcompanion.training import cross_entropy
+>>> from dpcompanion.training.examples import examples_of
 >>> model = torch.nn.Linear(2, 2).train()
 >>> examples = examples_of((torch.zeros(3, 2), torch.tensor([0, 1, 1])))
 >>> norms_of_all(model, cross_entropy, examples, method="mixed", chunk=2).shape
@@ -13,7 +14,6 @@ import torch
 
 from dpcompanion._devices import sent
 from dpcompanion.training import checks, clipping, proof
-from dpcompanion.training.examples import examples_of  # noqa: F401 (for the example above)
 
 
 def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None):

@@ -1,6 +1,6 @@
 """What each trainable layer of a network was given, and the gradients that come back to what it gave.
 
->>> model, found = nn.Linear(3, 2), {}
+>>> model, found = torch.nn.Linear(3, 2), {}
 >>> recorder = Recorder(model)
 >>> with recorder.listening():
 ...     losses = model(torch.ones(5, 3)).sum(1)
@@ -12,7 +12,6 @@
 import contextlib
 
 import torch
-from torch import nn  # noqa: F401 (for the example above)
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.dropout import _DropoutNd
 

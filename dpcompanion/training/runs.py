@@ -107,7 +107,7 @@ class Ensemble:
         self.device = torch.device(device) if device is not None else next(models[0].parameters()).device
         self._template = copy.deepcopy(models[0]).to(self.device)
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
-        clipping.check_model(self._template)
+        checks.check_model(self._template)
         checks.check_types(self._template, x)
         checks.check_sums(self._template)
         checks.try_out(self._template, loss, self.x, self.y)

@@ -22,8 +22,8 @@ from dpcompanion.training import (
     train_ensemble,
 )
 from dpcompanion.training import checks
-from dpcompanion.training.layers import call_with
 from dpcompanion.training.runs import Ensemble
+from dpcompanion.training.tensors import call_with
 
 PLAN = DPSGDPlan(n=20, sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3

@@ -7,7 +7,7 @@ from test_reparametrized import WeightNorm
 from torch import nn
 from torch.nn import functional as F
 
-from dpcompanion.training import clipped_sum, clipping, cross_entropy, gradient_norms, layers, models, sums
+from dpcompanion.training import checks, clipped_sum, clipping, cross_entropy, gradient_norms, layers, models, sums
 
 METHODS = ("auto", "mixed", "ghost", "func")
 
@@ -336,11 +336,11 @@ def test_a_gradient_that_is_not_finite_contributes_nothing(method, bad):
 def test_layers_that_mix_examples_are_refused_by_name(layer):
     model = nn.ModuleDict({"first": nn.Linear(3, 3), "mixer": layer})
     with pytest.raises(ValueError, match=f"'mixer' is a {type(layer).__name__}"):
-        clipping.check_model(model)
+        checks.check_model(model)
 
 
 def test_instance_norm_without_statistics_is_allowed():
-    clipping.check_model(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(3)))
+    checks.check_model(nn.Sequential(nn.Linear(2, 2), nn.InstanceNorm1d(3)))
 
 
 def test_a_model_that_mixes_examples_in_its_own_code_is_found_out():
@@ -551,7 +551,7 @@ def test_a_sum_of_squares_of_many_equal_numbers_is_right_to_single_precision():
 
 
 def test_func_holds_no_more_gradients_than_fit_however_many_are_asked_for(monkeypatch):
-    seen, work = [], clipping.functional
+    seen, work = [], sums.functional
     monkeypatch.setattr(clipping, "BUDGET", 60)
     monkeypatch.setattr(
         clipping, "functional", lambda *args, **options: seen.append(len(args[2])) or work(*args, **options)

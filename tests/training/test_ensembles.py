@@ -26,8 +26,8 @@ from dpcompanion.training import (
     train,
     train_ensemble,
 )
-from dpcompanion.training.layers import Unfit
 from dpcompanion.training.secure import grid_of, snapped
+from dpcompanion.training.tensors import Unfit
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
 N, RUNS = 40, 4

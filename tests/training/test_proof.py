@@ -20,7 +20,7 @@ from dpcompanion.training import (
     proof,
     train,
 )
-from dpcompanion.training.layers import Unfit
+from dpcompanion.training.tensors import Unfit
 
 
 class Tied(nn.Module):

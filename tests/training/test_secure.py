@@ -350,11 +350,9 @@ def test_no_noise_is_no_noise():
     assert stream().normal((0,), 1.0).shape == (0,) and stream().coins(0, 0.5).shape == (0,)
 
 
-# The attack of Mironov (2012), on low bits ----------------------------------------------------------------------------
-
-
 def success(release, canary=1.0, runs=400, coordinates=64):
-    """The share of right guesses about runs of which half hold the canary in every coordinate."""
+    """The share of right guesses, by low bits (Mironov 2012), about runs of which half hold the canary in every
+    coordinate."""
     holds = torch.arange(runs) % 2 == 0
     sums = torch.stack([release(canary * torch.ones(coordinates) * bool(held)) for held in holds])
     found = low_bits_tell(sums, canary)

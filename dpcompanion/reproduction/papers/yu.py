@@ -61,9 +61,6 @@ class Study(Tasks):
     seed: int = 0
 
 
-# Data and models ---------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
     """Training and test examples, the group of each (class, or race), the groups' names, and where all came from."""

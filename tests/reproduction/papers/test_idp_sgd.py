@@ -104,8 +104,6 @@ def test_the_tables_render(table_5, table_7):
     assert "svhn.A.q_p[3]" in repr(compare("idp-sgd/table-7", live=table_7))
 
 
-# Training ----------------------------------------------------------------------------------------------------------
-
 TINY = dataclasses.replace(chapter.DIGITS, training=chapter.Training(4000, 400, 2, 1.0))
 
 

@@ -74,8 +74,6 @@ def test_a_part_is_a_part_of_something():
             assert "paper" in experiments.get(exhibit.name).presets
 
 
-# Shortened runs: the paper's network and data for some of its epochs ----------------------------------------------
-
 #: Boenisch et al. have networks of their own: test_idp_sgd_cifar.
 SHORTENED = [part.name for part in published.exhibits(ours=True) if part.shortened and part.paper != "idp-sgd"]
 #: What those of Yu et al. 2022 change: they have shorter batches too, so that there are steps enough.

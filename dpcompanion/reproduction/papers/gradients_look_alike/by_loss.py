@@ -22,10 +22,8 @@ from dpcompanion.reproduction.experiments import experiment
 from dpcompanion.reproduction.papers.common import left_out, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.compositions import theorem_3_3
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import _MODELS, DIRECTIONS, plan_of
-from dpcompanion.training import cross_entropy, models, train_ensemble
-from dpcompanion.training.noise import derive_seed, gaussian_noise
-
-# A point's own epsilon by the loss ------------------------------------------------------------------------------------
+from dpcompanion.seeds import derive_seed
+from dpcompanion.training import cross_entropy, gaussian_noise, models, train_ensemble
 
 
 @dataclasses.dataclass(frozen=True)

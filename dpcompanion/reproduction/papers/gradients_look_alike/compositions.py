@@ -19,8 +19,6 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
     soft_maximum,
 )
 
-# Theorem 3.3 beside the exact composition, and unlearning: many runs of softmax regression side by side --------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Regression:

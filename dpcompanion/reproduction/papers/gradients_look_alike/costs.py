@@ -36,10 +36,8 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
     weighted_costs,
     worst_case,
 )
+from dpcompanion.seeds import derive_seed
 from dpcompanion.training import cross_entropy, train_ensemble
-from dpcompanion.training.noise import derive_seed
-
-# Figures 1, 5 and 6: the cost of steps over training -----------------------------------------------------------------
 
 
 def _vary(task, **changes):

@@ -24,9 +24,7 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
     watched,
 )
 from dpcompanion.training import clipped_sum, cross_entropy
-from dpcompanion.training.clipping import per_example_gradients
-
-# Figures 4 and 8: the mean of the clipped gradients ------------------------------------------------------------------
+from dpcompanion.training.sums import per_example_gradients
 
 
 @dataclasses.dataclass(frozen=True)

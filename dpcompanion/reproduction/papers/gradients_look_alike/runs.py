@@ -64,8 +64,6 @@ class WatchMore(Watch):
     larger: dict = dataclasses.field(default_factory=dict)
 
 
-# Training ------------------------------------------------------------------------------------------------------------
-
 _MODELS = {
     "lenet5": models.lenet5,
     "mnist_cnn": models.mnist_cnn,
@@ -206,9 +204,6 @@ def watched(task, run):
     return Watched(plan, moments(task, plan.steps), **arrays, accuracy=[values["accuracy"] for values, _ in parts])
 
 
-# Theorems 3.2 and 3.3 ------------------------------------------------------------------------------------------------
-
-
 def divergence(norms, plan, order):
     """Theorem 3.2 for one step, of clipped gradients of these norms: the shape of `norms`."""
     return step_divergence(
@@ -278,9 +273,6 @@ def _points(record, name):
 def _mean_of(share, n):
     """The interval of a mean over n points of shares between 0 and 1: none varies more than zeros and ones do."""
     return intervals.share(round(share * n), n) if 0 <= share <= 1 + 1e-6 else intervals.unknown(share)
-
-
-# Figures 2, 3, 7 and 9: points at three stages of one run ------------------------------------------------------------
 
 
 def stages_of(found, order):

@@ -137,9 +137,6 @@ for _name in ("figure-3", "figure-7"):
     )(_correct_more_private)
 
 
-# Figure 9: corollary 3.1 ---------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Corollary(WatchMore):
     """Figure 9: the exponent p of the paper's code, others of which the best is taken, and the delta of the step."""

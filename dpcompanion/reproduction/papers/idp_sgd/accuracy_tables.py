@@ -130,9 +130,6 @@ def table_d7(config, run):
     return values
 
 
-# Other networks ----------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class TextTask(Task):
     """A task on texts: how many tokens are read, torch's optimizer, and the budgets of the groups."""

@@ -14,8 +14,6 @@ from dpcompanion.reproduction.papers.idp_sgd.training import assign, DIGITS, par
 from dpcompanion.reproduction.runs import Run
 from dpcompanion.training import derive_seed, DPSGDPlan
 
-# Beyond the paper --------------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Beyond(Compared):

@@ -179,8 +179,6 @@ def table_2_cifar10(config, run):
     return accuracies(config, kept_trials(config, run))
 
 
-# Parts of the epochs -----------------------------------------------------------------------------------------------
-
 _SHORT = dataclasses.replace(CIFAR10, training=dataclasses.replace(CIFAR10.training, epochs=5))
 
 
@@ -229,9 +227,6 @@ def budgets_move_classes(record):
                 f"{100 * moved.estimate:+.1f} points, the others {100 * theirs.estimate:+.1f}",
                 intervals.every(gains.above(0), loses.below(0)),
             )
-
-
-# Precision ---------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

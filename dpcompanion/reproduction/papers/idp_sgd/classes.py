@@ -26,8 +26,6 @@ from dpcompanion.training import derive_seed
 # The MNIST network for 5 of its 80 epochs, with the noise that makes them cost the same budgets.
 _SHORT = dataclasses.replace(MNIST, training=dataclasses.replace(MNIST.training, epochs=5))
 
-# Classes -----------------------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Classes(Compared):

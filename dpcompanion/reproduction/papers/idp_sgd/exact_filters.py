@@ -140,9 +140,6 @@ def gathered(each, name):
     return values
 
 
-# One promise, the same noise or less ---------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True)
 class Promised:
     """Runs in which everybody is promised `epsilon` beforehand.
@@ -250,9 +247,6 @@ def ahead_of_dpsgd(record):
     for where, exact, _ in pairs(record):
         ahead = gain(record, exact, "dpsgd")
         yield where, f"{ahead:+.1f} points", ahead.above(0)
-
-
-# Table 4 again ------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

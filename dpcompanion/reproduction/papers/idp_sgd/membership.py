@@ -15,8 +15,6 @@ from dpcompanion.reproduction.papers.idp_sgd.training import assign, CIFAR10, HA
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import derive_seed
 
-# Membership inference ----------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Shadows:

@@ -24,8 +24,6 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import derive_seed
 
-# PATE --------------------------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Teachers:

@@ -14,8 +14,6 @@ from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, TA
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import Callbacks, cross_entropy, derive_seed, DPSGDPlan, models, train
 
-# Training ----------------------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Task:
@@ -153,9 +151,6 @@ def class_accuracy(logits, labels, classes=10):
 def as_printed(values, task, data):
     """The values under the published names if the task's data are the paper's, else under the name of the data."""
     return values if task.data == data else {f"{task.data}.{key}": value for key, value in values.items()}
-
-
-# Accuracy ----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

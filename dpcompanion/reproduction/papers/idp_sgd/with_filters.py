@@ -25,8 +25,6 @@ from dpcompanion.reproduction.papers.idp_sgd.training import (
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, NormTracker, train
 
-# Accounting and assignment together --------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Descent:

@@ -21,8 +21,6 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
 )
 from dpcompanion.reproduction.papers.yu import correlation_with_extremes, examples, Study, WORST
 
-# Exhibits ----------------------------------------------------------------------------------------------------------
-
 
 @experiment(f"{NAME}/figure-1", quick=Study(QUICK), paper=Study(at_length(PAPER)))
 def figure_1(config, run):

@@ -32,9 +32,6 @@ LONG = {"mnist_cnn": MNIST_LONG}
 PAPER = {**CPU, "mnist": MNIST, "cifar10": CIFAR10, "utkface_gender": UTKFACE_GENDER, "utkface_age": UTKFACE_AGE}
 
 
-# Runs --------------------------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trained:
     """What a run of DP-SGD leaves.
@@ -228,8 +225,6 @@ def trained(task, seed, run):
     plan = dataclasses.replace(plan, max_grad_norm=values["max_grad_norm"])
     return Trained(task, plan, found, **arrays, seconds=values["seconds"])
 
-
-# What exhibits share -----------------------------------------------------------------------------------------------
 
 LABELS = {
     "mnist-5k": "digits",

@@ -25,8 +25,6 @@ from dpcompanion.reproduction.papers.yu import build, examples, LOSSES, MNIST_5K
 from dpcompanion.training import Callbacks, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
-# What an account along a trajectory means --------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Trajectories(Tasks):

@@ -24,8 +24,6 @@ from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
 )
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import _bounded, NAMES
 
-# Beyond the paper --------------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Audit(Grids):

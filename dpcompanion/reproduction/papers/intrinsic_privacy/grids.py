@@ -61,9 +61,6 @@ class Problem:
         return len(self.labels)
 
 
-# Data --------------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _digits(source, unscaled):
     """3 against 5, projected from 784 to 50 features."""
@@ -145,9 +142,6 @@ def problem(name, run=None):
     if run is not None:
         run.note(loaded)
     return found
-
-
-# Grids -------------------------------------------------------------------------------------------------------------
 
 
 def trained(name, task, run, initialization="varying", **options):

@@ -22,8 +22,6 @@ from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
     UNSCALED,
 )
 
-# Exhibits ----------------------------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Paths(Grids):
@@ -132,8 +130,6 @@ def claims_1_2(config, run):
         "fixed_points": np.bincount(fixed.ravel(), minlength=8)[:8] / fixed.size,
     }
 
-
-# Criteria of the qualitative findings ------------------------------------------------------------------------------
 
 NAMES = {
     "mnist-binary": "MNIST-binary",

@@ -27,8 +27,6 @@ from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
     worst_case,
 )
 
-# Exhibits ----------------------------------------------------------------------------------------------------------
-
 
 @experiment(f"{NAME}/figure-1", quick=QUICK, paper=PAPER)
 def figure_1(config, run):

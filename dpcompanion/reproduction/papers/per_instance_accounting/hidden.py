@@ -11,8 +11,6 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import named
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import NAME
 
-# What a running estimate hides -------------------------------------------------------------------------------------
-
 
 @dataclasses.dataclass(frozen=True)
 class Hidden:

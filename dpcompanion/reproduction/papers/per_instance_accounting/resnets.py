@@ -134,8 +134,6 @@ for _exhibit, _function, _config in (
     ask_also(f"{NAME}/{_exhibit}", of=f"{NAME}/{_exhibit}-utkface")
 
 
-# Few epochs --------------------------------------------------------------------------------------------------------
-
 CIFAR10_SHORT = Resnet(
     "cifar10", 1000, 5, 0.686, refreshes=0.4, learning_rate=1.0, reference=200, looks=2, dtype="float32"
 )

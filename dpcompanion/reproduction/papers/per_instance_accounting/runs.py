@@ -62,9 +62,6 @@ class Study:
 QUICK, PAPER = Study(), Study(MNIST)
 
 
-# Runs --------------------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def worst_case(setting="mnist", accountant="rdp"):
     """Epsilon of one of the paper's settings, for anybody."""
