@@ -139,7 +139,7 @@ def test_initial_weights_are_those_of_keras():
     [
         (dict(labels=torch.full((N + 1,), 2)), "labels must be 0 or 1, got 2"),
         (dict(features=problem(scale=1.01)[0]), "features must have row norms of at most 1"),
-        (dict(features=problem()[0] * float("nan")), "features must be finite"),
+        (dict(features=problem()[0] * float("nan")), "features must be finite numbers, got a row of norm nan"),
         (dict(features=problem()[0].half()), "features must be a float32 or float64"),
         (dict(labels=torch.zeros(3)), "features and labels must have the same length"),
         (dict(batch_size=N + 1), f"batch_size must be at most the {N} examples"),
