@@ -7,15 +7,13 @@ parameters, by `train_grid` and by a plain PyTorch loop, whose time is that of t
 grows by at most.
 """
 
-import json
-import os
-import subprocess
 import sys
 import time
 
 import torch
 from torch import nn
 
+from benchmarks._turns import peak_memory, print_peak_of
 from dpcompanion.output_perturbation.grids import epoch_orders, initial_weights, train_grid
 
 # Examples, features, batch size, learning rate, batches, data sets, seeds, and the share of the seeds that is timed.
@@ -84,23 +82,9 @@ def _runs(tasks):
     return sum(2 * TASKS[task][6] * TASKS[task][5] for task in tasks)
 
 
-def peak_memory(task, dtype):
-    """MiB by which the memory of a fresh process grows at most while it trains a part of a grid; None off Linux."""
-    if not os.path.exists("/proc/self/clear_refs"):
-        return None
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.output_perturbation", task, str(dtype).removeprefix("torch.")],
-        check=True,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
-    return json.loads(done.stdout)
-
-
-def _own_memory(field):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) / 1024 for line in status if line.startswith(field))
+def _peak(task, dtype):
+    """`peak_memory` while a part of a task's grid is trained."""
+    return peak_memory("benchmarks.output_perturbation", task, str(dtype).removeprefix("torch."))
 
 
 def run():
@@ -130,7 +114,7 @@ def run():
                         "s": times["MNIST-binary"],
                         "runs/s": _runs(["MNIST-binary"]) / times["MNIST-binary"],
                         "times the loop": loop / times["MNIST-binary"],
-                        "peak MiB": peak_memory("MNIST-binary", dtype) if threads == 2 else None,
+                        "peak MiB": _peak("MNIST-binary", dtype) if threads == 2 else None,
                     },
                 ]
                 if dtype == torch.float64:
@@ -142,7 +126,7 @@ def run():
                             "s": total,
                             "runs/s": _runs(TASKS) / total,
                             "times the loop": None,
-                            "peak MiB": max(peak_memory(task, dtype) for task in TASKS) if threads == 2 else None,
+                            "peak MiB": max(_peak(task, dtype) for task in TASKS) if threads == 2 else None,
                         }
                     )
     finally:
@@ -152,8 +136,4 @@ def run():
 
 if __name__ == "__main__":
     task, dtype = sys.argv[1], getattr(torch, sys.argv[2])
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-    start = _own_memory("VmRSS")
-    grid(task, dtype, share=1.0 if task == "MNIST-binary" else 0.25)
-    print(json.dumps(_own_memory("VmHWM") - start))
+    print_peak_of(lambda: grid(task, dtype, share=1.0 if task == "MNIST-binary" else 0.25))

@@ -414,7 +414,7 @@ def tpr_at_fpr(members: Array, nonmembers: Array, *, fpr: float = 0.01, confiden
     return Interval(hits / len(members), low, high)
 
 
-def low_bits_tell(releases: torch.Tensor, canary: torch.Tensor) -> torch.Tensor:
+def low_bits_tell(releases: torch.Tensor, canary: float) -> torch.Tensor:
     """Whether each release holds the canary, by the low bits of numbers near 0 alone (after Mironov 2012).
 
     A float near 0 has bits far below those of a float near the canary.  So canary + float noise that lands near 0 is a
@@ -422,7 +422,7 @@ def low_bits_tell(releases: torch.Tensor, canary: torch.Tensor) -> torch.Tensor:
 
     Args:
         releases: (runs, coordinates) floats, each canary + noise or noise alone.
-        canary: what was added to each coordinate, or was not; above 0.
+        canary: the number that was added to each coordinate, or was not; above 0.
 
     Returns (runs,) booleans; False where no number is near enough to 0 to tell.
 
@@ -432,7 +432,9 @@ def low_bits_tell(releases: torch.Tensor, canary: torch.Tensor) -> torch.Tensor:
     """
     _checks.number("canary", canary, 0, math.inf, closed="neither")
     if not isinstance(releases, torch.Tensor) or releases.ndim != 2 or not releases.is_floating_point():
-        raise ValueError("releases must be a floating tensor of shape (runs, coordinates)")
+        tensor = isinstance(releases, torch.Tensor)
+        got = f"{releases.dtype} of shape {tuple(releases.shape)}" if tensor else type(releases).__name__
+        raise ValueError(f"releases must be a floating tensor of shape (runs, coordinates), got {got}")
     unit = canary * torch.finfo(releases.dtype).eps / 2
     near = releases.abs() < canary / 16
     coarse = (releases / unit == (releases / unit).round()) | ~near

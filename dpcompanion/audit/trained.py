@@ -63,7 +63,7 @@ def audit_training(
         or len(canaries.unique()) < len(canaries)
         or not 0 <= int(canaries.min()) <= int(canaries.max()) < n
     ):
-        raise ValueError(f"canaries must be different indices below plan.n = {n}")
+        raise ValueError(f"canaries must be different indices below plan.n = {n}, got {canaries.tolist()!r:.80}")
     if not isinstance(data, (tuple, list)):
         raise ValueError(f"data must be two tensors (x, y), so that an audit sees them, got {type(data).__name__}")
     if groups is not None:

@@ -37,7 +37,7 @@ def check_loader(loader):
     if loader.batch_sampler is None:
         raise ValueError("data_loader must have a batch_size, got None")
     if loader.drop_last:
-        raise ValueError("data_loader must have drop_last=False: Poisson draws have no last batch to drop")
+        raise ValueError("data_loader must have drop_last=False, got True: Poisson draws have no last batch to drop")
     if type(loader.batch_sampler) is not BatchSampler or type(loader.sampler) not in (SequentialSampler, RandomSampler):
         culprit = loader.sampler if type(loader.batch_sampler) is BatchSampler else loader.batch_sampler
         raise ValueError(

@@ -145,7 +145,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         _checks.one_of("method", method, METHODS)
         _checks.one_of("clipping", clipping, CLIPPINGS)
         if grad_sample_mode == "ghost" and clipping == "per_layer":
-            raise ValueError("clipping must be 'flat' in ghost mode, which knows no norms of single layers")
+            raise ValueError("clipping must be 'flat' in ghost mode, which knows no norms of layers, got 'per_layer'")
         if (sample_weight is not None) != (method == "combined"):
             raise ValueError(
                 f"sample_weight must be given with the method 'combined' and only then, got "
@@ -284,7 +284,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if not isinstance(filter, (ExactFilter, RenyiFilter)):
             raise ValueError(f"filter must be an ExactFilter or a RenyiFilter, got {type(filter).__name__}")
         if (loss is None) == (norms is None):
-            raise ValueError("either loss or norms must be given, by which gradients are measured")
+            both = "neither" if loss is None else "both"
+            raise ValueError(f"either loss or norms must be given, by which gradients are measured, got {both}")
         if loss is not None and not batch_first:
             raise ValueError("norms must be given where batch_first is False, got loss")
         self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
@@ -332,7 +333,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     def _check(self, module, optimizer, data_loader, grad_sample_mode, wrap_model):
         _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
         if not wrap_model and grad_sample_mode == "ew":
-            raise ValueError("wrap_model must be True with grad_sample_mode 'ew', which has no hooks")
+            raise ValueError(f"wrap_model must be True with grad_sample_mode 'ew', got {wrap_model!r}: it has no hooks")
         if self.accountant.steps:
             raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
         check_loader(data_loader)

@@ -305,11 +305,16 @@ def mahalanobis(differences: Array, covariance: Array) -> float | torch.Tensor:
             f"covariance must be {differences.shape[-1]} x {differences.shape[-1]}, got {tuple(covariance.shape)}"
         )
     # Only one half is read below; what a product of matrices rounds is no asymmetry.
-    if bool(((covariance - covariance.T).abs() > 1e-6 * covariance.abs().max()).any()):
-        raise ValueError("covariance must be symmetric")
+    askew = (covariance - covariance.T).abs().max()
+    if bool(askew > 1e-6 * covariance.abs().max()):
+        raise ValueError(f"covariance must be symmetric, got entries across the diagonal that differ by {askew:g}")
     factor, failed = torch.linalg.cholesky_ex(covariance)
     if failed:
-        raise ValueError("covariance must be positive definite; shrink it, or use more seeds than parameters")
+        least = float(torch.linalg.eigvalsh(covariance)[0])
+        raise ValueError(
+            f"covariance must be positive definite, got a smallest eigenvalue of {least:g}; shrink it, or use more "
+            "seeds than parameters"
+        )
     flat = differences.reshape(-1, differences.shape[-1])
     found = torch.linalg.solve_triangular(factor, flat.T, upper=False).norm(dim=0).reshape(differences.shape[:-1])
     return _checks.as_given(found, *given)

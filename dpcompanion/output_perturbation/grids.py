@@ -173,7 +173,7 @@ def _check_grid(features, labels, data_sets, seeds, max_norm):
         raise ValueError(f"labels must be 0 or 1, got {labels[(labels != 0) & (labels != 1)][0].item():g}")
     norms = features.norm(dim=1)
     if not bool(norms.isfinite().all()):
-        raise ValueError("features must be finite numbers")
+        raise ValueError(f"features must be finite numbers, got a row of norm {norms[~norms.isfinite()][0].item():g}")
     if not bool((norms <= max_norm + _ROUNDING).all()):
         worst = norms.max().item()
         raise ValueError(

@@ -39,7 +39,11 @@ def check_clipped(indices, clipped, limits):
             f"{int(indices[over][0])} has {clipped[over][0]:g} where {limits[over][0]:g} is allowed"
         )
     if len(indices.unique()) < len(indices):
-        raise ValueError("indices must be distinct: who is summed twice is longer than was allowed")
+        different, times = indices.unique(return_counts=True)
+        twice = int(different[times > 1][0])
+        raise ValueError(
+            f"indices must be distinct, got {twice} more than once: who is summed twice is longer than was allowed"
+        )
     return over.any() if away else None
 
 

@@ -80,7 +80,9 @@ class Ensemble:
                 f"plans must agree in n and steps, got {sorted({(plan.n, plan.steps) for plan in self.plans})}"
             )
         if any(plan.arithmetic == "float" for plan in self.plans):
-            raise ValueError("plans must have arithmetic='real': runs side by side have seeds and are for research")
+            raise ValueError(
+                "plans must have arithmetic='real', got 'float': runs side by side have seeds and are for research"
+            )
         n, self.steps = self.plans[0].n, self.plans[0].steps
         if not isinstance(data, (tuple, list)) or len(data) != 2:
             raise ValueError(
@@ -246,8 +248,13 @@ class Ensemble:
             {name: t for name, t in [*one.named_parameters(), *one.named_buffers()] if name not in own}
             for one in (self._template, model)
         )
-        if set(shared) != set(given) or not all(torch.equal(t, given[name].to(t)) for name, t in shared.items()):
-            raise ValueError("model must have the same frozen parameters and buffers in all runs")
+        differ = sorted(set(shared) ^ set(given)) or [
+            name for name, t in shared.items() if not torch.equal(t, given[name].to(t))
+        ]
+        if differ:
+            raise ValueError(
+                f"model must have the same frozen parameters and buffers in all runs, got others of {', '.join(differ)}"
+            )
         return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
 
     def _stacks(self, precision):

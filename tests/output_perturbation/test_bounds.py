@@ -317,8 +317,14 @@ def test_mahalanobis_is_the_distance_after_whitening():
         (lambda: augmented_sigma(1, 0, target_epsilon=0, target_delta=1e-5), "target_epsilon must lie in"),
         (lambda: augmented_sigma(1, 0, target_epsilon=1, target_delta=2), "target_delta must lie in"),
         (lambda: mahalanobis(torch.zeros(3), torch.eye(2)), "covariance must be 3 x 3"),
-        (lambda: mahalanobis(torch.zeros(2), torch.zeros(2, 2)), "covariance must be positive definite"),
-        (lambda: mahalanobis(torch.ones(2), [[1.0, 0.5], [0.0, 1.0]]), "covariance must be symmetric"),
+        (
+            lambda: mahalanobis(torch.zeros(2), torch.diag(torch.tensor([1.0, -2.0]))),
+            "covariance must be positive definite, got a smallest eigenvalue of -2",
+        ),
+        (
+            lambda: mahalanobis(torch.ones(2), [[1.0, 0.5], [0.0, 1.0]]),
+            "covariance must be symmetric, got entries across the diagonal that differ by 0.5",
+        ),
         (lambda: mahalanobis(torch.ones(2), torch.full((2, 2), math.nan)), "covariance must lie in"),
         (lambda: mahalanobis([math.nan, 1.0], torch.eye(2)), "differences must lie in"),
         (

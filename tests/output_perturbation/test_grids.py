@@ -139,7 +139,7 @@ def test_initial_weights_are_those_of_keras():
     [
         (dict(labels=torch.full((N + 1,), 2)), "labels must be 0 or 1, got 2"),
         (dict(features=problem(scale=1.01)[0]), "features must have row norms of at most 1"),
-        (dict(features=problem()[0] * float("nan")), "features must be finite"),
+        (dict(features=problem()[0] * float("nan")), "features must be finite numbers, got a row of norm nan"),
         (dict(features=problem()[0].half()), "features must be a float32 or float64"),
         (dict(labels=torch.zeros(3)), f"labels must be a tensor of shape ({N + 1},), got (3,)"),
         (dict(labels=[0] * (N + 1)), f"labels must be a tensor of shape ({N + 1},), got list"),

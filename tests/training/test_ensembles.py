@@ -607,7 +607,7 @@ class Shifted(nn.Module):
         ("'seen'", Counting),
         ("frozen parameter '0.mean'", lambda: nn.Sequential(Averaging(), nn.Linear(4, 3))),
         ("parameters differ", lambda: [nn.Linear(4, 3), nn.Linear(4, 2)]),
-        ("frozen", lambda: [frozen_bias(), frozen_bias()]),
+        ("frozen.* got others of 0.bias", lambda: [frozen_bias(), frozen_bias()]),
         ("model must be one", lambda: [nn.Linear(4, 3)] * 3),
     ],
 )

@@ -529,7 +529,7 @@ def test_an_exact_account_wants_to_see_that_its_limits_were_kept():
             tracker.after_step([3, 4], clipped=bad)
     with pytest.raises(ValueError, match="same length"):
         tracker.after_step([3, 4], clipped=[0.0])
-    with pytest.raises(ValueError, match="distinct"):  # twice as long as was allowed, in the sum
+    with pytest.raises(ValueError, match="distinct, got 3 more than once"):  # twice as long as was allowed, in the sum
         tracker.after_step([3, 3], clipped=limits[[3, 3]])
     tracker.after_step([3, 4], clipped=limits[[3, 4]].float())
     tracker.before_step()

@@ -1,0 +1,28 @@
+"""Ways in which a trainer may be broken, for audits and attacks to find; each takes pytest's `monkeypatch`."""
+
+import torch
+
+from dpcompanion.training import DPSGDPlan, PoissonSampler, proof, sums
+
+
+def halve_the_noise(monkeypatch, factor=0.5):
+    noise = DPSGDPlan.noise
+    monkeypatch.setattr(DPSGDPlan, "noise", lambda *args, **kwargs: factor * noise(*args, **kwargs))
+
+
+def add_no_noise(monkeypatch):
+    halve_the_noise(monkeypatch, 0.0)
+
+
+def include_everyone(monkeypatch):
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self: torch.arange(self.n))
+
+
+def join_two_draws(monkeypatch):
+    draw = PoissonSampler.draw
+    monkeypatch.setattr(PoissonSampler, "draw", lambda self: torch.cat([draw(self), draw(self)]))
+
+
+def clip_nothing(monkeypatch):
+    monkeypatch.setattr(sums, "clip_factors", lambda norms, limits: torch.ones_like(norms))
+    monkeypatch.setattr(proof, "_compare", lambda *args, **kwargs: None)  # which would find it first
