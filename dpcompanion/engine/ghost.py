@@ -40,7 +40,7 @@ def _norms(layer, activations, backprops):
         squares = {p: found for p, found in squares.items() if p is not None and p.requires_grad}
     if not len(backprops):
         return {p: backprops.new_zeros(0) for p in squares}
-    return {p: rounded_up(found().sqrt(), backprops.dtype) for p, found in squares.items()}
+    return {p: rounded_up(torch.as_tensor(found()).sqrt(), backprops.dtype) for p, found in squares.items()}
 
 
 class GhostOptimizer(Following, DPOptimizerFastGradientClipping):

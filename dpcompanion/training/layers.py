@@ -144,7 +144,7 @@ class Ghost:
             return 0
         return self.rounded_on(torch.cat([self._weight_squares(block) for block in self.blocks(self.uses)]))
 
-    def rounded_on(self, squares, stretch=1.0):
+    def rounded_on(self, squares, stretch: float | torch.Tensor = 1.0):
         """Squared norms of gradients of the weight, which hold for what is added up: of the weight's own parameters, if
         these gradients are at most `stretch` times as long."""
         positions = count_positions(self.module, self.uses)

@@ -65,7 +65,7 @@ class Reparametrized(nn.Module):
         def weight_of(parameters):
             return self.effective_weight(**parameters)
 
-        weight, back = torch.func.vjp(weight_of, parameters)
+        weight, back, *_ = torch.func.vjp(weight_of, parameters)
         g = torch.arange(weight.numel(), dtype=weight.dtype, device=weight.device).cos().view(weight.shape)
         found = g.new_zeros(())
         for _ in range(_ROUNDS):
