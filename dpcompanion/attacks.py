@@ -58,7 +58,17 @@ def clopper_pearson(successes: Numbers, trials: Numbers, *, confidence: float = 
 def clopper_pearson(successes: Numbers, trials: Numbers, *, confidence: float = 0.95) -> Bounds[Any]:
     """One-sided bounds on a probability, each missed with probability at most 1 - confidence.
 
+    Args:
+        successes: whole numbers from 0 to the trials; a number or a tensor.
+        trials: whole numbers of 1 or more; a number or a tensor. The two broadcast.
+        confidence: of each bound by itself, in (0, 1).
+
     Returns `Bounds`, (lower, upper): floats of numbers, else float64 tensors.
+
+    Raises:
+        ValueError: no trial, successes beyond the trials, counts that are not whole, or a confidence outside (0, 1).
+
+    Source: Clopper and Pearson 1934.
 
     >>> clopper_pearson(0, 100)
     Bounds(lower=0.0, upper=0.0295...)
@@ -244,6 +254,15 @@ def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
     A logit by itself is not enough: adding a constant to all logits of an example changes no prediction.
 
+    Args:
+        logits: (..., n, classes), of a floating type.
+        labels: the true classes, whole numbers from 0 to classes - 1, of a shape that expands to (..., n).
+
+    Returns (..., n), of the type of the logits; inf where there is one class only.
+
+    Raises:
+        RuntimeError: labels that are not whole, outside their range, or of a shape that does not expand.
+
     >>> log_odds(torch.tensor([[2.0, 0.0]]), torch.tensor([0]))
     tensor([2.])
     """
@@ -371,6 +390,17 @@ def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Inter
     it is then too wide rather than too narrow. It is about other examples of the same kind under this model, not about
     other models.
 
+    Args:
+        members, nonmembers: (k,) and (m,) scores, larger for members, one at least of each and none of them NaN.
+        confidence: of the two-sided interval, in (0, 1).
+
+    Returns `Interval`, (value, low, high).
+
+    Raises:
+        ValueError: a side without scores, or with NaN among them, or a confidence outside (0, 1).
+
+    Source: DeLong, DeLong and Clarke-Pearson 1988.
+
     >>> members, nonmembers = torch.tensor([3.0, 2.0, 1.0, 2.5]), torch.tensor([1.0, 0.0, 1.5, 2.0])
     >>> [round(x, 3) for x in auc(members, nonmembers)]
     [0.812, 0.236, 1.0]
@@ -400,6 +430,16 @@ def auc(members: Array, nonmembers: Array, *, confidence: float = 0.95) -> Inter
 def tpr_at_fpr(members: Array, nonmembers: Array, *, fpr: float = 0.01, confidence: float = 0.95) -> Interval:
     """The true positive rate at the lowest threshold that at most the share `fpr` of nonmembers exceeds, with Clopper
     and Pearson's interval, in which the threshold counts as given.
+
+    Args:
+        members, nonmembers: (k,) and (m,) scores, larger for members, one at least of each and none of them NaN.
+        fpr: the largest false positive rate, in [0, 1).
+        confidence: of the two-sided interval, in (0, 1).
+
+    Returns `Interval`, (value, low, high).
+
+    Raises:
+        ValueError: a side without scores, or with NaN among them, or an argument outside its range.
 
     >>> tpr_at_fpr(torch.arange(100.0) + 50, torch.arange(100.0), fpr=0.1)[0]
     0.6

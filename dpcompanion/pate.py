@@ -136,15 +136,19 @@ def rdp_of_votes(
     that at any neighbouring ones; for group p its Rényi divergences are those of noise s / w_p. Where the theorem does
     not apply or gives more, the bound that holds for all votes, order w_p^2 / s^2, stands.
 
-    Args:
-        histogram: (queries, classes), weighted votes.
-        parameters: `PateParameters`.
-        orders: above 1.
-
     It is one direction: the one that starts from neighbouring votes depends on theirs. And it depends on the votes, so
-        on the
-    private data: releasing it takes a mechanism of its own. Before the labels are drawn, plan with
-        `PateParameters.epsilons`.
+    on the private data: releasing it takes a mechanism of its own. Before the labels are drawn, plan with
+    `PateParameters.epsilons`.
+
+    Args:
+        histogram: (queries, classes), weighted votes, at least 0.
+        parameters: `PateParameters`.
+        orders: (orders,), above 1.
+
+    Returns float64, nats.
+
+    Raises:
+        ValueError: votes that are negative or not finite, or an order that is not above 1.
     """
     _checks.in_interval("histogram", histogram, 0, math.inf, closed="left")
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
@@ -171,7 +175,17 @@ def rdp_of_votes(
 def epsilons_of_votes(
     histogram: torch.Tensor, parameters: PateParameters, delta: float, *, orders: Array = DEFAULT_ORDERS
 ) -> torch.Tensor:
-    """(P,) epsilons of the groups after the labels of these votes, by RDP; as private as `rdp_of_votes`."""
+    """(P,) epsilons of the groups after the labels of these votes, by RDP; as private as `rdp_of_votes`.
+
+    Args:
+        histogram: (queries, classes), weighted votes, at least 0.
+        parameters: `PateParameters`.
+        delta: in (0, 1).
+        orders: (orders,), above 1; each group's epsilon is that of the best.
+
+    Raises:
+        ValueError: an argument outside its range.
+    """
     rdp = rdp_of_votes(histogram, parameters, orders=orders).sum(dim=0)
     return rdp_to_epsilon(rdp, orders, delta)[0]
 

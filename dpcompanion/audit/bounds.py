@@ -42,9 +42,13 @@ def one_run_epsilon(correct: int, guesses: int, canaries: int, *, delta: float, 
     Args:
         correct, guesses, canaries: v <= r <= m. The number of guesses must not depend on the coins.
         delta: in [0, 1).
-        confidence: that the true epsilon is not below the result.
+        confidence: that the true epsilon is not below the result, in (0, 1).
 
     Returns a float. Source: Steinke, Nasr and Jagielski 2023, theorem 5.2.
+
+    Raises:
+        ValueError: counts that are not whole numbers with 0 <= correct <= guesses <= canaries, no guess, or a delta or
+            confidence outside its range.
 
     >>> round(one_run_epsilon(190, 200, 1000, delta=1e-5), 2)
     2.39
@@ -70,7 +74,13 @@ def one_run_mu(correct: int, guesses: int, canaries: int, *, confidence: float =
 
     Args:
         correct, guesses, canaries: v <= r <= m. The number of guesses must not depend on the coins.
-        confidence: that the true mu is not below the result.
+        confidence: that the true mu is not below the result, in (0, 1).
+
+    Returns a float. Source: Mahloujifar, Melis and Chaudhuri 2024.
+
+    Raises:
+        ValueError: counts that are not whole numbers with 0 <= correct <= guesses <= canaries, no guess, or a
+            confidence outside its range.
 
     >>> round(one_run_mu(190, 200, 1000), 2)
     0.91
@@ -170,7 +180,11 @@ def refutes(curve: Any, correct: int, guesses: int, canaries: int, *, confidence
     Args:
         curve: with a function `inverse`, such as `GaussianCurve` and `PlanCurve`.
         correct, guesses, canaries: v <= r <= m. The number of guesses must not depend on the coins.
-        confidence: that a curve which holds is not refuted.
+        confidence: that a curve which holds is not refuted, in (0, 1).
+
+    Raises:
+        ValueError: counts that are not whole numbers with 0 <= correct <= guesses <= canaries, no guess, or a
+            confidence outside its range.
 
     >>> refutes(GaussianCurve(1.0), 199, 200, 1000), refutes(GaussianCurve(2.0), 199, 200, 1000)
     (True, False)
@@ -327,6 +341,10 @@ def audit(
 
     Returns:
         The `Finding` of each label, "everybody" first, then the groups in order.
+
+    Raises:
+        ValueError: no canary, a delta or confidence outside its range, or what `judge` refuses of the scores, groups
+            and claims.
 
     >>> noise = torch.Generator().manual_seed(0)
     >>> def answers(included):                          # randomised response at epsilon 2

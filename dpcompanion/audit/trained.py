@@ -44,7 +44,7 @@ def audit_training(
             or rows that were put there for the audit (`crafted`).
         groups: (n,) labels of the examples, such as budgets or deciles of individual epsilon.
         together: make the second attack.
-        confidence: that all bounds hold.
+        confidence: that all bounds hold, in (0, 1).
         generator: a torch.Generator for coins and canaries.
         arguments: what else `train` takes by name: seed, device, method, precision, physical_batch_size,
             callbacks, checkpoint, generator_device, progress.
@@ -52,6 +52,21 @@ def audit_training(
     Returns:
         {label: `Finding`}, with whether the plan's claim is refuted; memory: a gradient for each canary, and for
         the second attack the products of all pairs, for which a step takes canaries^2 x parameters multiplications.
+
+    Raises:
+        ValueError: canaries that are not different indices of examples, data that are no two tensors, groups of another
+            length or with a label that is none, a plan without noise or without a step, a confidence outside (0, 1), or
+            what `train` refuses.
+
+    Examples whose gradients are five times the clip norm, each in a weight of its own:
+
+    >>> plan = DPSGDPlan(n=200, sample_rate=1.0, steps=5, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5)
+    >>> model = torch.nn.Linear(200, 1, bias=False)
+    >>> found = audit_training(model, lambda outputs, _: -5 * outputs[:, 0], (torch.eye(200), torch.zeros(200)), plan,
+    ...                        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), together=False, seed=0,
+    ...                        generator=torch.Generator().manual_seed(0))["everybody"]
+    >>> 0 < found.epsilon < plan.epsilon(), found.refuted
+    (True, False)
     """
     n = plan.n
     if canaries is None:
@@ -171,9 +186,14 @@ def crafted(
 
     Args:
         x, y: inputs (n, ...) of a floating type, labels (n,).
+        count: how many, 1 or more.
         size: their length, in mean lengths of the rows of x.
+        generator: a torch.Generator for directions and labels; PyTorch's own by default.
 
     Returns `Crafted`: (inputs (count, ...), labels (count,)).
+
+    Raises:
+        ValueError: no canary.
 
     >>> crafted(torch.rand(5, 3), torch.arange(5), 2).x.shape
     torch.Size([2, 3])

@@ -139,14 +139,21 @@ class RenyiFilter(Told):
         """A filter that holds every example to its epsilon at `target_delta`.
 
         Args:
+            n: number of examples.
             target_epsilons: a number above 0 or one for each example, (n,).
+            target_delta: in (0, 1).
+            sample_rate: in (0, 1]; 1 for full-batch gradient descent.
+            noise_multiplier: noise over `max_grad_norm`, above 0.
+            max_grad_norm: the longest norm that may be admitted, above 0.
             order: at which to keep the budgets, above 1. By default each distinct target has its own, the one that
                 admits the most steps at the full norm; a higher one may suit examples with short gradients better.
+            device: where the account is kept; norms may come from anywhere.
 
         The conversion is that of Balle et al. 2020.
 
         Raises:
-            ValueError: a target below what the conversion alone costs at every order.
+            ValueError: an argument outside its range, or a target below what the conversion alone costs at every
+                order.
         """
         n = _checks.whole_number("n", n, 1)
         sample_rate = _checks.number("sample_rate", sample_rate, 0, 1, closed="right")

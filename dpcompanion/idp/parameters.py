@@ -54,7 +54,9 @@ def sample_parameters(
     Args:
         target_epsilons: (P,) budgets.
         counts: (P,) numbers of examples, or their shares.
-        target_delta, sample_rate, steps: as in plain DP-SGD.
+        target_delta: in (0, 1).
+        sample_rate: the mean over the examples, in (0, 1].
+        steps: of the run.
         accountant: "rdp", the default and the paper's, or "pld", which meets the same targets with less noise.
         noise_range: (low, high), between which the noise multiplier stays, fixed before the budgets are known; None
             for any.

@@ -181,6 +181,9 @@ def intrinsic_epsilon(
     Returns:
         A float of numbers, else a float64 tensor of the common shape.
 
+    Raises:
+        ValueError: an argument outside its range, or an unknown mechanism.
+
     >>> round(intrinsic_epsilon(0.050, 0.028, 9.62e-5, mechanism="classical"), 4)
     7.7724
     """
@@ -227,6 +230,9 @@ def augmented_sigma(
     Returns:
         A float of numbers, else a float64 tensor of the common shape. The analytic noise is found conservatively:
         `gaussian_delta` at the total never exceeds the target.
+
+    Raises:
+        ValueError: an argument outside its range, an unknown mechanism, or a noise that float64 has no digits for.
 
     >>> augmented_sigma(0.050, [0.0, 0.028, 0.3], target_epsilon=1, target_delta=9.62e-5)
     tensor([0.1598, 0.1573, 0.0000], dtype=torch.float64)

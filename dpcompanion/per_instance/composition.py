@@ -62,6 +62,9 @@ def holder_order(order: float, p: float, i: Numbers, *, recursion: str = "proof"
     Returns:
         A float of numbers, else a float64 tensor like i.
 
+    Raises:
+        ValueError: an argument outside its range, or an unknown recursion.
+
     >>> round(holder_order(8, 30, 9), 4), round(holder_order(8, 30, 9, recursion="statement"), 4)
     (10.4975, 10.5093)
     """
@@ -146,6 +149,10 @@ def compose(
         this is an *estimate*, low on average, unless the divergences are the same in all states. `log_runs_needed` says
         why no confidence bound comes with it; `exact_composition` has one, and is smaller.
 
+    Raises:
+        ValueError: an argument outside its range, an unknown recursion, a p with which the order of the first step
+            exceeds 1e300, or divergences that are negative, NaN or no list of runs.
+
     >>> steps, sizes = 20, torch.tensor([0.9, 1.0])
     >>> compose(lambda step, order: 0.001 * order * sizes**2, steps=steps, order=4, p=3 * steps)
     tensor(0.0825, dtype=torch.float64)
@@ -193,14 +200,18 @@ def compose_sensitivities(
 
     Args:
         sensitivities: (steps, runs, ...) norms of the clipped gradient of each point, at least 0.
-        sample_rate, noise_std: numbers.
+        sample_rate, noise_std: q in (0, 1] and s above 0, numbers.
         order: above 1.
-        p: by default 3 x steps. The largest order, that of the first step, may not exceed 1024.
+        p: above 1, by default 3 x steps. The largest order, that of the first step, may not exceed 1024.
         recursion: "proof" or "statement", the order that the theorem's proof or its text gives (`holder_order`).
         each_step: return the contributions, (steps, ...), in place of their sum.
 
     Returns:
         (...) float64, or (steps, ...) contributions: an *estimate*, see `compose`.
+
+    Raises:
+        ValueError: an argument outside its range, an unknown recursion, sensitivities of another shape or without an
+            entry, or a p with which the order of the first step exceeds 1024.
 
     >>> sensitivities = torch.linspace(1.0, 0.2, 100)[:, None, None].expand(100, 10, 3)
     >>> compose_sensitivities(sensitivities, sample_rate=0.05, noise_std=1.0, order=4)

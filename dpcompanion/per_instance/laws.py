@@ -34,6 +34,10 @@ def step_loss(
     Returns:
         (...) float64, nats.
 
+    Raises:
+        ValueError: an argument outside its range, an unknown direction, or `moved` and `gradient` with different
+            numbers of parameters.
+
     >>> step_loss([[0.0], [3.0]], [[1.0], [1.0]], sample_rate=0.1, noise_std=1.0)
     tensor([-0.0401,  0.7506], dtype=torch.float64)
     """
@@ -68,6 +72,9 @@ def law_counts(
 
     Returns:
         (...) int64.
+
+    Raises:
+        ValueError: an argument outside its range, such as a sensitivity above `max_sensitivity`.
 
     >>> law_counts(torch.ones(9), sample_rate=0.1, noise_std=1.0, order=1, jumps=0.5,
     ...            generator=torch.Generator().manual_seed(0)).tolist()
@@ -107,6 +114,10 @@ def law_log_density(
 
     Returns:
         (...) float64.
+
+    Raises:
+        ValueError: an argument outside its range, a gradient longer than `max_sensitivity`, or `moved` and `gradient`
+            with different numbers of parameters.
 
     >>> law_log_density([[2.0]], [[1.0]], sample_rate=0.1, noise_std=1.0, order=3)
     tensor([0.5341], dtype=torch.float64)

@@ -59,6 +59,9 @@ def step_divergence(
         ``(*S, K)`` float64 (``S`` for a single order, a float where all are numbers): nats. The proof's equation 21
         loses the factor :math:`q^k`; the theorem has it.
 
+    Raises:
+        ValueError: an argument outside its range, or an unknown direction.
+
     >>> step_divergence(sample_rate=0.1, noise_multiplier=1.0, sensitivity=[1.0, 0.5, 0.0], orders=[2, 8])
     tensor([[0.0170, 1.3784],
             [0.0028, 0.0137],
@@ -97,11 +100,15 @@ def log_mass(
 
     Args:
         sensitivity: (...) at least 0.
-        sample_rate, noise_std: numbers, or (...).
+        sample_rate, noise_std: q in (0, 1] and s > 0, numbers or (...).
         order: above 1.
+        direction: "remove", x's presence against its absence, or "add", the other way round.
 
     Returns:
         A float of numbers, else (...) float64.
+
+    Raises:
+        ValueError: an argument outside its range, or an unknown direction.
 
     >>> log_mass([0.0, 1.0], sample_rate=0.1, noise_std=1.0, order=3)
     tensor([0.0000, 0.0...], dtype=torch.float64)
@@ -170,6 +177,11 @@ def coupled_divergence(
 
     Returns:
         A float of numbers and lists of them, else (...) float64: nats.
+
+    Raises:
+        ValueError: an argument outside its range; an unknown direction; no batch; sensitivities above
+            `max_sensitivity`; a confidence without `max_sensitivity` or beside probabilities; probabilities that are
+            not one for each batch or do not sum to 1.
 
     >>> sensitivities = torch.linspace(0.1, 0.5, 1000)
     >>> coupled_divergence(sensitivities, sample_rate=0.1, noise_std=1.0, order=8)
@@ -250,6 +262,11 @@ def coupled_delta(
     Returns:
         A float of numbers and lists of them, else (...) float64.
 
+    Raises:
+        ValueError: an argument outside its range; an unknown direction; no batch; sensitivities above
+            `max_sensitivity`; a confidence without `max_sensitivity` or beside probabilities; probabilities that are
+            not one for each batch or do not sum to 1.
+
     >>> coupled_delta([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, epsilon=0.2)
     0.0129...
     """
@@ -315,6 +332,11 @@ def coupled_epsilon(
 
     Returns:
         A float of numbers and lists of them, else (...) float64.
+
+    Raises:
+        ValueError: an argument outside its range; an unknown direction; no batch; sensitivities above
+            `max_sensitivity`; a confidence without `max_sensitivity` or beside probabilities; probabilities that are
+            not one for each batch or do not sum to 1.
 
     >>> coupled_epsilon([0.5, 1.0, 1.5], sample_rate=0.1, noise_std=1.0, delta=1e-5)
     3.4819...
@@ -410,6 +432,11 @@ def holder_epsilon(
 
     Returns:
         A float of numbers and lists of them, else (...) float64.
+
+    Raises:
+        ValueError: an argument outside its range; no batch; sensitivities above `max_sensitivity`; a
+            confidence without `max_sensitivity` or beside probabilities; probabilities that are not one for each batch
+            or do not sum to 1.
 
     >>> holder_epsilon([0.2, 0.4, 0.6], sample_rate=0.01, noise_std=1.0, delta=1e-5, p=[10, 100, 1000, 10000])
     0.0501...

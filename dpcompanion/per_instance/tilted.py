@@ -74,6 +74,9 @@ def tilted_counts(
         (...) int64 between 0 and `order`. Add k times the clipped gradient to the sum over a Poisson batch of the
         *other* points, and the usual noise.
 
+    Raises:
+        ValueError: an argument outside its range.
+
     >>> generator = torch.Generator().manual_seed(0)
     >>> sizes = torch.tensor([0.1, 1.0, 3.0]).repeat(5, 1)
     >>> tilted_counts(sizes, sample_rate=0.3, noise_std=1.0, order=4, generator=generator).tolist()
@@ -119,6 +122,10 @@ def tilted_noise(
         (..., parameters), the noise with its component along the gradient drawn anew: from :math:`N(m, s^2)` at the
         mode m, and accepted with the probability that is left. The target is log-concave with a curvature of at least
         :math:`1/s^2`, so this is exact.
+
+    Raises:
+        ValueError: an argument outside its range, or a gradient that is not finite.
+        RuntimeError: noise and gradient of shapes that do not broadcast.
 
     >>> generator = torch.Generator().manual_seed(0)
     >>> noise = torch.randn(10_000, 2, generator=generator, dtype=torch.float64)

@@ -141,44 +141,50 @@ class Standing:
 
     @property
     def _left(self) -> tuple[str, str] | None:
-        """`to_do` without times."""
+        """`to_do` without times: first the exhibit's parts, then its own experiment."""
         recorded = self.record if self.record is not None and self.record.preset == "paper" else None
         tasks = states.not_run(self.exhibit, recorded, self.parts)
         missing = ", ".join([*self.missing, *(f"more than {part}" for part in self.shortened)])
         if self.exhibit.tests or recorded is not None and not (missing or tasks):
             return None
-        gpu = self.exhibit.scale == "gpu"
-        left = [
-            part
+        done = [record.name for record in self.parts]
+        parts = [
+            _at_full_scale(part.name, part.scale)
             for part in published.parts(self.exhibit.name)
-            if not part.shortened and part.name not in [record.name for record in self.parts]
-        ]
-        commands = [
-            f"dpcompanion run {part.name} --preset paper{' --device cuda' if part.scale == 'gpu' else ''}"
-            for part in left
+            if not part.shortened and part.name not in done
         ]
         own = self.experiment if self.experiment is not None and "paper" in self.experiment.presets else None
-        if own is not None:
-            commands.append(f"dpcompanion run {own.name} --preset paper{' --device cuda' if gpu else ''}")
-        if left and not tasks and (missing or recorded is None):
-            if recorded is not None and not published.exhibit(recorded.name).shortened:
-                commands = commands[: len(left)]  # its own record is there
-            return missing or ", ".join(self.exhibit.data), " && ".join(dict.fromkeys(commands))
+        all_of_it = parts if own is None else [*parts, _at_full_scale(own.name, self.exhibit.scale)]
+        if parts and not tasks:
+            its_own_is_there = recorded is not None and not published.exhibit(recorded.name).shortened
+            return missing or ", ".join(self.exhibit.data), _in_turn(parts if its_own_is_there else all_of_it)
         if own is None:
-            needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if gpu else ""
-            return (
-                f"the paper's scale{needs}",
-                f"needs {'an experiment' if self.experiment is None else 'a paper preset'}",
-            )
-        command = " && ".join(dict.fromkeys(commands))
+            return self._to_be_written()
+        return self._left_of(own, recorded, tasks, missing, _in_turn(all_of_it))
+
+    def _to_be_written(self) -> tuple[str, str]:
+        """What is left where no experiment at the paper's scale computes the exhibit."""
+        needs = f" ({', '.join(('a GPU', *self.exhibit.data))})" if self.exhibit.scale == "gpu" else ""
+        lacks = "an experiment" if self.experiment is None else "a paper preset"
+        return f"the paper's scale{needs}", f"needs {lacks}"
+
+    def _left_of(
+        self,
+        own: experiments.Experiment,
+        recorded: records.Record | None,
+        tasks: Sequence[str],
+        missing: str,
+        command: str,
+    ) -> tuple[str, str]:
+        """What is left of the exhibit's own experiment: all, the tasks that its record leaves out, or what it lacks."""
         if recorded is None:
             return f"all of it ({', '.join(self.exhibit.data)})" if self.exhibit.data else "all of it", command
-        if not tasks and recorded.name != own.name:
+        if tasks:
+            needs = {name: task.get("needs") for name, task in recorded.config.get("tasks", {}).items()}
+            return ", ".join(f"{name} ({needs[name]})" if needs.get(name) else name for name in tasks), command
+        if recorded.name != own.name:
             return missing, command  # judged so far by the record of another
-        if not tasks:
-            return missing, f"needs {'a GPU and ' if gpu else ''}a configuration"
-        needs = {name: task.get("needs") for name, task in recorded.config.get("tasks", {}).items()}
-        return ", ".join(f"{name} ({needs[name]})" if needs.get(name) else name for name in tasks), command
+        return missing, f"needs {'a GPU and ' if self.exhibit.scale == 'gpu' else ''}a configuration"
 
 
 def standings(
@@ -230,6 +236,16 @@ def sums(standings: Iterable[Standing]) -> dict[str, dict[str, int]]:
 def _seeds(record: records.Record) -> str:
     """How many seeds a record has, in words."""
     return "one seed" if len(record.seeds) == 1 else f"{len(record.seeds)} seeds"
+
+
+def _at_full_scale(name: str, scale: str) -> str:
+    """The command that makes an exhibit's record at the paper's scale."""
+    return f"dpcompanion run {name} --preset paper{' --device cuda' if scale == 'gpu' else ''}"
+
+
+def _in_turn(commands: Iterable[str]) -> str:
+    """Commands as one, each of them once."""
+    return " && ".join(dict.fromkeys(commands))
 
 
 def _with_more_seeds(record: records.Record) -> str:

@@ -39,6 +39,15 @@ def generators(seed: int | None, device: str | torch.device = "cpu") -> dict[str
     keys of the operating system.
 
     With a seed and on a GPU, CUDA's own generators; see the module's text.
+
+    Args:
+        seed: a whole number in [0, 2^1024), or None.
+        device: where the draws of a seed are made.
+
+    Returns {name: stream}.
+
+    Raises:
+        ValueError: a seed outside its range.
     """
     if seed is None:
         return {name: SecureStream() for name in STREAMS}
@@ -59,6 +68,19 @@ def gaussian_noise(
     """Independent N(0, std^2) entries, drawn in float64 on the generator's device, then rounded and moved.
 
     A float64 draw reaches further into the tails than a float32 one, and models of both types get the same noise.
+    That of a `SecureStream` lies on a grid (`dpcompanion.training.secure.grid_of`) until it is rounded.
+
+    Args:
+        shape: of the tensor.
+        std: standard deviation, at least 0 and finite.
+        generator: a stream of `generators`, or any `torch.Generator`.
+        dtype: of the result.
+        device: of the result.
+
+    Returns a tensor of that shape, type and device.
+
+    Raises:
+        ValueError: a standard deviation outside its range.
     """
     std = _checks.number("std", std, 0, float("inf"), closed="left")
     _checks.generator("generator", generator, SecureStream)

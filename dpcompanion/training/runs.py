@@ -30,6 +30,11 @@ _MOST = 1024
 class Ensemble:
     """R runs of one architecture: what callbacks see and may read, and what remains after training.
 
+    Args:
+        model, loss, data, plans: as in `dpcompanion.training.train_ensemble`, which makes the ensemble.
+        seeds, learning_rate, momentum, weight_decay, members: as there.
+        device, method, precision, physical_batch_size, generator_device: as there.
+
     Attributes:
         plans, seeds: of each run.
         step: steps done.
@@ -40,6 +45,10 @@ class Ensemble:
         dropped: how many per-example gradients were not finite and so contributed nothing, (R,) int64.
         epochs: what `on_epoch` returned, a dict each, with `epoch` and `step`.
         indices, norms: of the step just done and of each run, the examples and their gradient norms before clipping.
+
+    Raises:
+        ValueError: plans, models, members or data that do not fit together, an argument outside its range, a model that
+            mixes examples or draws at random, or a method or precision that does not fit it.
     """
 
     def __init__(

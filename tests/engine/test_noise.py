@@ -253,7 +253,7 @@ def test_a_forked_run_draws_noise_of_its_own():
     assert theirs.shape == mine.shape and float((theirs - mine).abs().min()) > 0
 
 
-def test_a_seed_repeats_the_run_and_is_that_of_train(tmp_path):
+def test_a_seed_repeats_the_run_and_is_that_of_train():
     runs = []
     for _ in range(2):
         engine, *parts = private(seed=2**80 + 5)

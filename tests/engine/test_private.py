@@ -615,6 +615,7 @@ class Elsewhere(torch.Tensor):
 
 def test_a_checkpoint_that_was_loaded_to_another_device_is_taken():
     state = private()[0].accountant.state_dict()
+    state["steps"] = 2
     for part in ("parameters", "generators"):
         state[part] = {
             name: value.as_subclass(Elsewhere) if torch.is_tensor(value) else value
@@ -622,6 +623,7 @@ def test_a_checkpoint_that_was_loaded_to_another_device_is_taken():
         }
     engine = private()[0]
     engine.accountant.load_state_dict(state)
+    assert len(engine.accountant) == 2
 
 
 @pytest.mark.parametrize("method", ["sample", "scale"])

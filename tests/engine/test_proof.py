@@ -35,7 +35,7 @@ def vectors():
     return TensorDataset(torch.randn(N, 4, generator=generator), torch.randint(3, (N,), generator=generator))
 
 
-def private(model, dataset=None, *, optimizer=None, mode="hooks", num_workers=0, loader_generator=None, **options):
+def private(model, dataset=None, *, optimizer=None, mode="hooks", num_workers=0, **options):
     """(engine, model, optimizer, criterion, loader)."""
     engine = IndividualizedPrivacyEngine()
     optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
