@@ -23,8 +23,9 @@ What makes each budget hold:
 * the optimizer ends a step with the last piece of its draw: it never joins two draws, takes no example and no draw
   twice, and goes by what was handed out, not by a queue of signals, which an evaluation through the same loader would
   leave out of step;
-* every draw of a pass becomes a step, an empty one too, which is noise alone: a loop that leaves some out by what is in
-  them, and goes on, raises the rate of the others, and is refused;
+* every draw becomes a step, in its turn, an empty one too, which is noise alone: a loop that leaves some out by what is
+  in them raises the rate of the others, and is refused. Each pass begins with the first draw that is no step yet, and
+  so does a run that goes on from a checkpoint: there is one sequence of draws, however often it is looked at;
 * with the first batches it is proved against plain autograd that each example's gradient is its own and its norm
   whole, before any step: a weight used outside of its layer is refused, and so is a function that mixes examples. In
   ghost mode, whose criterion is known, that is proved of the losses too;

@@ -8,7 +8,7 @@ import torch
 from opacus.accountants.accountant import IAccountant
 
 from .. import _checks
-from .randomness import restore, states
+from .randomness import restore
 
 
 class Accountant(IAccountant):
@@ -79,7 +79,7 @@ class Accountant(IAccountant):
             kind=type(self.budgets).__name__,
             parameters=None if self.budgets is None else self.budgets.parameters(),
             budgets=None if self.budgets is None else self.budgets.state_dict(),
-            generators=states(self.generators()),
+            generators={} if self.follower is None else self.follower.states(),
             origin=self.origin,
         )
         return state
@@ -108,6 +108,8 @@ class Accountant(IAccountant):
                 "generators must be given as in the run that was saved, whose noise came from "
                 f"{state.get('origin') or 'no seed'}, got {self.origin or 'none'}"
             )
+        if self.follower is not None:
+            self.follower.rewind()
         restore(self.generators(), state["generators"])
         self.budgets.load_state_dict(state["budgets"])
         self.steps, self.voided = steps, self.voided or state["voided"]

@@ -1,5 +1,6 @@
 """Poisson draws for a loader, and a data set that notes which examples it handed out."""
 
+import collections
 import math
 
 import torch
@@ -10,35 +11,59 @@ from ..training.sampling import PoissonSampler
 
 
 class Draws(PoissonSampler, BatchSampler):
-    """The batch sampler: an epoch of draws, each a list of indices; remembers the last one and counts them.
+    """The batch sampler: an epoch of draws, each a list of indices.
 
     A BatchSampler with the expected batch size, from which Opacus's memory manager makes out its length.
 
-    `stepped` is the number of the last draw that became a step; `passed_over` how many draws of this pass, before the
-    last one, did not. A pass without steps, such as an evaluation, passes over nothing; but its last draw begins the
-    next pass, so that a new pass is no way either to leave out a draw by what is in it. Draws up to the number
-    `retired` become no step any more.
+    There is one sequence of draws, and they become steps in its order. Every pass begins with the first that is no step
+    yet: an evaluation sees what will be trained on, and neither a new pass nor a checkpoint is a way to leave out a
+    draw by what is in it.
+
+    `last` is what was handed out last, None where it can become no step any more, and `number` counts what was handed
+    out; `passed_over` is how many draws before the last one are no steps.
     """
 
     def __init__(self, n, rates, generator, steps):
         PoissonSampler.__init__(self, n, rates, generator)
         self._steps, self.number, self.last = steps, 0, None
-        self.stepped, self.passed_over, self.retired = 0, 0, 0
+        self._taken, self._place = 0, 0  # how many draws became steps; how many come before the last one
+        self._ahead = collections.deque()  # the next ones, as far as they are known, each behind the state it came from
         self.batch_size, self.drop_last = float(self.sample_rate.sum()), False
 
     def __len__(self):
         return self._steps
 
     def __iter__(self):
-        passed_over = 0
-        open_still = self.number > max(self.stepped, self.retired)
-        for number in range(self._steps):
-            if number or not open_still:
-                self.last = self.draw().tolist()
-            self.number, self.passed_over = self.number + 1, passed_over
-            own = self.number
+        place = self._taken
+        for _ in range(self._steps):
+            self._place, self.last, self.number = place, self._draw_at(place).tolist(), self.number + 1
             yield self.last
-            passed_over += self.stepped < own
+            place = max(place + 1, self._taken)
+
+    @property
+    def passed_over(self):
+        return self._place - self._taken
+
+    def step(self):
+        """The first draw that was no step is one now."""
+        self._draw_at(self._taken)
+        self._ahead.popleft()
+        self._taken += 1
+
+    def state(self):
+        """That of the generator before the first draw that is no step."""
+        return self._ahead[0][0] if self._ahead else self.generator.get_state()
+
+    def rewind(self):
+        """Bring the generator there; what was handed out becomes no step any more."""
+        self.generator.set_state(self.state())
+        self._ahead.clear()
+        self.last = None
+
+    def _draw_at(self, place):
+        while len(self._ahead) <= place - self._taken:
+            self._ahead.append((self.generator.get_state(), self.draw()))
+        return self._ahead[place - self._taken][1]
 
 
 class Noted(Dataset):

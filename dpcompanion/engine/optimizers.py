@@ -98,10 +98,18 @@ class Following(DPOptimizer):
             self._said = self.dropped
             warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=6)
 
-    def retire(self):
-        """The draw under way becomes no step. After a checkpoint the saved run and the one that goes on from it would
-        give the same noise to different draws, which cancels in their difference."""
-        self._draws.retired = self._draws.number
+    def rewind(self):
+        """Before a checkpoint is loaded: draws that are no steps yet are drawn again, from where it says."""
+        self._draws.rewind()
+
+    def states(self):
+        """What a checkpoint keeps of noise and draws; of a stream how far it has come, never its key.
+
+        A draw that was fetched and is no step yet is drawn again by the run that goes on, so that both give the same
+        noise to the same draw.
+        """
+        states = {name: generator.get_state() for name, generator in self._generators().items()}
+        return states | {"sampling": self._draws.state()}
 
     def _generators(self):
         """By name, what noise and draws come from."""
@@ -164,16 +172,14 @@ class Following(DPOptimizer):
         self._check_trained()
         draw, batch = self._draws.last, self._noted.handed_out
         if draw is None or batch is None:
-            raise ValueError("a step needs a batch of the loader that make_private_with_budgets returned")
-        if self._draws.stepped < self._draws.number <= self._draws.retired:
             raise ValueError(
-                "a checkpoint must be saved or loaded after a step and before the next batch is fetched, but there was "
-                "one since this batch: both runs would give one noise to different batches; fetch another one"
+                "a step needs a batch of the loader that make_private_with_budgets returned, fetched after any "
+                "checkpoint was loaded"
             )
-        if self._draws.passed_over:
+        if self._draws.passed_over > 0:
             raise ValueError(
                 f"every draw of the loader must become a step, an empty one too, which is noise alone, but "
-                f"{self._draws.passed_over} in this pass did not: to leave draws out by what is in them raises the "
+                f"{self._draws.passed_over} before this one did not: to leave draws out by what is in them raises the "
                 "rate of the others; leave out no batch, as by `if len(x) == 0: continue`"
             )
         if self._draw != self._draws.number:
@@ -212,7 +218,7 @@ class Following(DPOptimizer):
     def scale_grad(self):
         # Opacus does this right after the noise. Not in the step hook: one's own takes its place, or fails.
         self._accountant.step()
-        self._draws.stepped = self._draws.number
+        self._draws.step()
         noise_std = self.noise_multiplier * self.max_grad_norm
         if not noise_std >= self._noise_std:
             self._accountant.void(

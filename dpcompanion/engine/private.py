@@ -104,8 +104,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             module: the model, which must treat examples one by one.
             optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the others beforehand.
             data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one
-                with Poisson draws, shuffled or not. Its `generator` draws them, if it has one. Worker processes read
-                the examples of one batch side by side; they do not read ahead.
+                with Poisson draws, shuffled or not. Its `generator`, if it has one, seeds that of the draws. Worker
+                processes read the examples of one batch side by side; they do not read ahead.
             target_epsilons: (n,) budgets, one for each example of the data set, in its order.
             target_delta: in (0, 1).
             epochs: an epoch has len(data_loader) steps.
@@ -231,9 +231,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         Args:
             module: the model, which must treat examples one by one.
             optimizer: a torch.optim optimizer of all trainable parameters of the module; freeze the others beforehand.
-            data_loader: of a map-style data set; replaced by one with Poisson draws, shuffled or not. Its `generator`
-                draws them, if it has one. Worker processes read the examples of one batch side by side; they do not
-                read ahead.
+            data_loader: of a map-style data set; replaced by one with Poisson draws, shuffled or not. Its `generator`,
+                if it has one, seeds that of the draws. Worker processes read the examples of one batch side by side;
+                they do not read ahead.
             filter: a `dpcompanion.filters.ExactFilter` or `RenyiFilter` of the data set's examples, in its order, with
                 the loader's rate, 1 / len(data_loader). With different targets, different people have different
                 budgets.
@@ -368,13 +368,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         file has nothing beside it. Data sets are told apart by the tensors and arrays that they hold (TensorDataset's;
         `data` and `targets`, as in torchvision), else by type and length alone.
 
-        Save after a step and before the next batch is fetched: a batch that was fetched before takes no step any more.
+        A batch that was fetched and took no step yet is fetched again by the run that goes on.
 
         Raises:
             ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists and dicts of them.
         """
         self.accountant.look()
-        self._retire_draw()
         buffer = io.BytesIO()
         super().save_checkpoint(path=buffer, **options)
         try:
@@ -392,7 +391,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     def load_checkpoint(self, *, path: Any, **options: Any) -> Any:
         """As in Opacus. Without its keys, or on other data, the run goes on with new ones, and a warning: as private,
-        but not the same. Data sets are told apart as far as `save_checkpoint` can.
+        but not the same. Data sets are told apart as far as `save_checkpoint` can. A batch that was fetched before can
+        take no step any more.
 
         Raises:
             ValueError: a file that is not as `save_checkpoint` wrote it, or that is of another run, of earlier steps,
@@ -401,16 +401,11 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         buffer = io.BytesIO()
         torch.save(read_sealed(path), buffer)
         buffer.seek(0)
-        self._retire_draw()
         found = super().load_checkpoint(path=buffer, **options)
         if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
             keys = found["privacy_accountant_state_dict"]["generators"]
             find_keys(path, self.accountant.generators(), keys, same_data=found.get("data") == digest(self.dataset))
         return found
-
-    def _retire_draw(self):
-        if self.accountant.follower is not None:
-            self.accountant.follower.retire()
 
     def statement(self) -> str:
         """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,

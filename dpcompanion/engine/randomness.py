@@ -36,9 +36,12 @@ def sources(sampling, noise, *, seed=None, secure_mode=False):
         streams = generators(seed)
         return (streams["sampling"], streams["noise"]), str(seed)
     origin = None if noise is None else f"torch.Generator, {noise.initial_seed()}"
-    if sampling is None and noise is not None:
-        words = torch.randint(-(2**63), 2**63 - 1, (4,), generator=noise, device=noise.device)
-        sampling = keyed_generator(words.cpu().numpy().tobytes())
+    # Draws have a generator of their own: were it used for anything else, a run that goes on from a checkpoint could
+    # give the noise of the saved one to other draws.
+    source = noise if sampling is None else sampling
+    if source is not None:
+        words = torch.randint(-(2**63), 2**63 - 1, (4,), generator=source, device=source.device)
+        sampling = keyed_generator(words.cpu().numpy().tobytes(), "cpu" if source is noise else source.device)
     return (SecureStream() if sampling is None else sampling, SecureStream() if noise is None else noise), origin
 
 
@@ -94,13 +97,8 @@ def not_finite(reason):
     )
 
 
-def states(generators):
-    """{name: state}; of a stream how far it has come, never its key."""
-    return {name: generator.get_state() for name, generator in generators.items()}
-
-
 def restore(generators, saved):
-    """Go on from `states`. A stream whose key is not that of the saved run goes on with its own, and never back."""
+    """Go on from saved states. A stream whose key is not that of the saved run goes on with its own, and never back."""
     kinds = {name: isinstance(state, dict) for name, state in saved.items()}
     if kinds != {name: isinstance(generator, SecureStream) for name, generator in generators.items()}:
         # A generator that starts again would repeat noise that was already used.

@@ -191,18 +191,54 @@ def test_no_two_runs_from_one_checkpoint_give_one_noise_to_different_draws(mode,
 
     draws = iter(loader)
     step(*next(draws))
-    early = next(draws)
+    early, own = next(draws), loader.batch_sampler.last
     engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
-    with pytest.raises(ValueError, match="after a step and before the next batch is fetched"):
-        step(*early)
-    noise, drawn = trained(model, optimizer, criterion, loader)
     again, second, its_optimizer, its_criterion, its_loader = private(mode=mode)
-    early = next(iter(its_loader))
+    other = next(iter(its_loader))
     again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)
-    with pytest.raises(ValueError, match="after a step and before the next batch is fetched"):
-        step(*early, second, its_optimizer, its_criterion)
+    with pytest.raises(ValueError, match="fetched after any checkpoint was loaded"):
+        step(*other, second, its_optimizer, its_criterion)
+    step(*early)  # the draw that was under way is that of both
+    its_early = next(iter(its_loader))
+    assert its_loader.batch_sampler.last == own
+    step(*its_early, second, its_optimizer, its_criterion)
+    assert torch.equal(weights(second), weights(model))
+    noise, drawn = trained(model, optimizer, criterion, loader)
     later_noise, later_drawn = trained(second, its_optimizer, its_criterion, its_loader)
     assert later_drawn == drawn and torch.equal(later_noise, noise)
+
+
+@pytest.mark.parametrize("generators", ["given", "one for both", "none"])
+def test_neither_a_checkpoint_nor_a_pass_chooses_what_the_next_noise_is_added_to(generators, tmp_path):
+    """In the middle of a pass the loader's own use of its generator, and an evaluation, gave other draws."""
+    path = tmp_path / "run.pt"
+    one = torch.Generator().manual_seed(1)
+    options = {
+        "given": dict(loader_generator=torch.Generator().manual_seed(2), noise_generator=one),
+        "one for both": dict(loader_generator=one, noise_generator=one),
+        "none": {},
+    }[generators]
+    engine, model, optimizer, criterion, loader = private(**options)
+    sampler = loader.batch_sampler
+
+    def step(batch):
+        optimizer.zero_grad()
+        x, y = batch
+        criterion(model(x), y).backward()
+        optimizer.step()
+
+    iterator = iter(loader)
+    step(next(iterator))
+    for place in (path, open(tmp_path / "open", "w+b")):
+        coming = list(sampler)[:3]
+        engine.save_checkpoint(path=place, module=model, optimizer=optimizer)
+        sampler_pass = iter(sampler)
+        assert [next(sampler_pass) for _ in range(3)] == coming
+        if place is not path:
+            place.seek(0)
+        engine.load_checkpoint(path=place, module=model, optimizer=optimizer)
+        assert list(sampler)[:3] == coming
+    assert trained(model, optimizer, criterion, loader)[1][:3] == coming
 
 
 def test_a_stream_is_never_set_back_and_a_spoilt_key_leaves_none_of_it_behind(tmp_path):

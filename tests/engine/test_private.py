@@ -394,19 +394,30 @@ def test_a_draw_that_is_left_half_way_adds_nothing_to_the_next():
     assert torch.equal(trained(True), trained(False))
 
 
-def test_a_new_pass_is_no_way_to_leave_out_a_draw():
+def test_there_is_one_sequence_of_draws_and_no_pass_is_a_way_out_of_it():
     _, model, optimizer, loader = private(epochs=3)
     draws = loader.batch_sampler
-    first = next(iter(draws))
-    assert next(iter(draws)) == next(iter(draws)) == first  # until it is a step
-    *_, last = iter(draws)  # an evaluation: its last draw begins the next pass
-    assert next(iter(draws)) == last
-    steps(model, optimizer, [next(iter(loader))])
-    assert loader.dataset.handed_out == last
-    following = [next(iter(draws)) for _ in range(2)]
-    assert following[0] == following[1] != last
-    optimizer.retire()  # at a checkpoint
-    assert next(iter(draws)) != following[0]
+    coming = list(draws)  # an evaluation, which sees what will be trained on
+    assert len(coming) == len(draws) and list(draws) == coming
+    for own in coming:
+        left = iter(draws)
+        next(left), next(left)  # whoever stops at a draw begins again with the first that is no step
+        steps(model, optimizer, [next(iter(loader))])
+        assert loader.dataset.handed_out == own
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(ValueError, match="every draw of the loader must become a step"):
+        steps(model, optimizer, iterator)
+
+
+def test_two_passes_at_once_hand_out_no_draw_that_was_a_step():
+    _, model, optimizer, loader = private(epochs=3)
+    first, second = iter(loader), iter(loader)
+    next(first)
+    for _ in range(3):
+        steps(model, optimizer, [next(second)])
+    steps(model, optimizer, [next(first)])  # the fourth
+    assert len(optimizer._accountant) == 4
 
 
 def test_a_batch_serves_one_step_only():
