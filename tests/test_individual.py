@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.accounting.chords import between, chords, rdp_of_shares
 from dpcompanion.accounting.histories import epsilon_of_histories
-from dpcompanion.accounting.levels import finest_levels
+from dpcompanion.individual.levels import finest_levels
 from dpcompanion.accounting.runs import orders_for
 from dpcompanion.individual import IndividualAccountant, divergences
 from dpcompanion.individual.divergences import Divergences
@@ -348,7 +348,7 @@ def test_many_distinct_norms_are_a_bound_between_the_exact_account_and_a_fine_gr
 @pytest.mark.parametrize("limit", [dict(DISTINCT=50), dict(_COUNTS=50 * 30, _LEAST=1)])
 def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_bound(limit, monkeypatch):
     for name, value in limit.items():
-        monkeypatch.setattr(f"dpcompanion.accounting.levels.{name}", value)
+        monkeypatch.setattr(f"dpcompanion.individual.levels.{name}", value)
     finest = finest_levels(30)
     norms = history(30, 4, seed=3)
     few, all_at_once = (IndividualAccountant(30, **RUN, rounding=None) for _ in range(2))

@@ -11,9 +11,9 @@ from ..accounting import ACCOUNTANTS, compute_epsilon, revealed
 from ..accounting.chords import rdp_of_shares
 from ..accounting.conversions import least_epsilon
 from ..accounting.histories import epsilon_of_histories
-from ..accounting.levels import even_levels, joined, with_shares
 from ..accounting.runs import orders_for
 from .divergences import ROWS, Divergences
+from .levels import even_levels, joined, with_shares
 from .recorded import MOST, Recorded
 
 if TYPE_CHECKING:

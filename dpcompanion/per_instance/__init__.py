@@ -4,9 +4,9 @@ r"""How private is one point of one data set, against whoever sees the models th
 Per-instance DP fixes the pair of data sets, X and X' = X with the point x, and asks how well the two trainings can be
 told apart. Everything that a worst case must allow for may then be replaced by what happens on this data. Five parts:
 
-* `steps`: one step. `step_divergence` (theorem 3.2), `update_divergence` (theorem 3.6, in `updates`), `holder_epsilon`
-  (corollary 3.1), and what the paper says it has no way to do: `coupled_divergence`, by the distribution of the
-  sensitivity;
+* one step: `step_divergence` (theorem 3.2, in `steps`), `update_divergence` (theorem 3.6, in `updates`),
+  `holder_epsilon` (corollary 3.1), and what the paper says it has no way to do: `coupled_divergence`, by the
+  distribution of the sensitivity (both in `batches`);
 * `composition`: many steps, by theorem 3.3 (`compose`);
 * `tilted`: many steps, exactly, from a handful of runs in which x enters more often (`tilted_counts`,
   `exact_composition`);
@@ -28,11 +28,12 @@ Whatever the number, it holds for this X and this x alone, and publishing it may
 tensor([2.1..., 0.7..., 0.2...], dtype=torch.float64)
 """
 
+from .batches import coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon
 from .composition import compose, compose_sensitivities, holder_order, log_runs_needed, smallest_exponent
 from .confidence import log_mean_bound
 from .laws import law_counts, law_log_density, step_loss
 from .loss import DeltaEstimate, EpsilonEstimate, loss_delta, loss_divergence, loss_epsilon
-from .steps import coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon, log_mass, step_divergence
+from .steps import log_mass, step_divergence
 from .tilted import CompositionEstimate, exact_composition, tilted_counts, tilted_noise
 from .unlearning import Decision, naive_unlearning
 from .updates import update_divergence

@@ -48,8 +48,9 @@ from dpcompanion import _checks
 from dpcompanion._devices import is_away, sent
 from dpcompanion._types import Array, Numbers
 from dpcompanion.per_instance.added import add_mode
+from dpcompanion.per_instance.batches import log_mean
 from dpcompanion.per_instance.confidence import log_mean_bound
-from dpcompanion.per_instance.steps import _as_tensors, _log_mean
+from dpcompanion.per_instance.steps import as_tensors
 
 __all__ = ["CompositionEstimate", "exact_composition", "tilted_counts", "tilted_noise"]
 
@@ -85,7 +86,7 @@ def tilted_counts(
     order = _checks.whole_number("order", order, 2)
     _checks.in_interval("noise_std", noise_std, 0, math.inf, closed="neither")
     _checks.generator("generator", generator)
-    sensitivity, q, noise = _as_tensors(sensitivity=sensitivity, sample_rate=sample_rate, noise_std=noise_std)
+    sensitivity, q, noise = as_tensors(sensitivity=sensitivity, sample_rate=sample_rate, noise_std=noise_std)
     k = torch.arange(order + 1, dtype=torch.float64, device=sensitivity.device)
     log_choose = math.lgamma(order + 1) - torch.lgamma(k + 1) - torch.lgamma(order - k + 1)
     unsampled = torch.where(k == order, 0.0, (order - k) * torch.log1p(-q)[..., None])
@@ -147,7 +148,7 @@ def tilted_noise(
 
 def _tilted_component(ratio, sample_rate, power, generator):
     """A draw of t with density proportional to r(t)^-power phi(t), for each sensitivity over noise."""
-    ratio, q = _as_tensors(sensitivity=ratio, sample_rate=sample_rate)
+    ratio, q = as_tensors(sensitivity=ratio, sample_rate=sample_rate)
     shape, ratio, q = ratio.shape, ratio.reshape(-1), q.reshape(-1)
     result = torch.randn(len(ratio), generator=generator, dtype=torch.float64, device=ratio.device)
     result = torch.where(q == 1, result - power * ratio, result)  # there the law is a shifted Gaussian
@@ -251,7 +252,7 @@ def exact_composition(
     log_masses = torch.minimum(log_masses, (order - 1) * worst)
     bound = log_mean_bound(log_masses, (order - 1) * worst, confidence=confidence, log_smallest=0.0)
     low, high = _bootstrap(log_masses, confidence, resamples, generator)
-    estimate, low, high, bound = (v / (order - 1) for v in (_log_mean(log_masses), low, high, bound))
+    estimate, low, high, bound = (v / (order - 1) for v in (log_mean(log_masses), low, high, bound))
     return CompositionEstimate(order, len(log_masses), confidence, estimate, low, high, bound, worst)
 
 

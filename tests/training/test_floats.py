@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpcompanion.accounting import compute_epsilon
-from dpcompanion.training import DPSGDPlan, clipping, cross_entropy, layers, models, floats, sums, train, train_ensemble
+from dpcompanion.training import (
+    DPSGDPlan,
+    clipping,
+    company,
+    cross_entropy,
+    floats,
+    layers,
+    models,
+    sums,
+    train,
+    train_ensemble,
+)
 from dpcompanion.training.secure import grid_of, snapped
 
 GOOD = dict(
@@ -279,11 +290,11 @@ def test_a_run_that_the_account_does_not_cover_is_refused(arguments, match):
 
 def test_gradients_change_with_their_company_in_the_last_bits_only():
     model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 3))
-    error = floats.company_error(
+    error = company.company_error(
         model, cross_entropy, *data(), examples=4, batches=6, generator=torch.Generator().manual_seed(0)
     )
     assert 0 <= error < 1e-5
-    double = floats.company_error(
+    double = company.company_error(
         model.double(),
         cross_entropy,
         *data(torch.float64),
@@ -299,7 +310,7 @@ def test_company_that_matters_is_seen():
         def forward(self, x):
             return super().forward(x - 0.01 * x.mean(0))
 
-    error = floats.company_error(
+    error = company.company_error(
         Mixing(nn.Linear(5, 3)),
         cross_entropy,
         *data(),

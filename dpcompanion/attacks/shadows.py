@@ -1,0 +1,117 @@
+"""LiRA: what an example scores under models that have seen it, against those that have not."""
+
+import math
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+from dpcompanion import _checks
+
+
+def log_odds(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    r"""ln(p / (1 - p)) of the true class, (..., n), from logits (..., n, classes): the score that LiRA needs.
+
+    A logit by itself is not enough: adding a constant to all logits of an example changes no prediction.
+
+    Args:
+        logits: (..., n, classes), of a floating type.
+        labels: the true classes, whole numbers from 0 to classes - 1, of a shape that expands to (..., n).
+
+    Returns (..., n), of the type of the logits; inf where there is one class only.
+
+    Raises:
+        RuntimeError: labels that are not whole, outside their range, or of a shape that does not expand.
+
+    >>> log_odds(torch.tensor([[2.0, 0.0]]), torch.tensor([0]))
+    tensor([2.])
+    """
+    labels = labels.expand(logits.shape[:-1]).unsqueeze(-1)
+    others = logits.scatter(-1, labels, -math.inf).logsumexp(-1)
+    return logits.gather(-1, labels).squeeze(-1) - others
+
+
+def shadow_masks(models: int, n: int, *, generator: torch.Generator) -> torch.Tensor:
+    """Who is in the data of each shadow model, (models, n) booleans; every example is in exactly half of them.
+
+    So a shadow model is no fair target of the others: each example that it was trained on is in one fewer of them. With
+    few models that alone draws the area under the curve below 1/2. Targets get random halves of their own.
+
+    Raises ValueError for an odd number of models.
+
+    >>> masks = shadow_masks(4, 100, generator=torch.Generator().manual_seed(0))
+    >>> masks.sum(0).unique()
+    tensor([2])
+    """
+    if _checks.whole_number("models", models, 2) % 2:
+        raise ValueError(f"models must be even, so that every example is in half of them, got {models}")
+    _checks.generator("generator", generator)
+    draws = torch.rand(models, _checks.whole_number("n", n, 1), generator=generator, device=generator.device)
+    return draws.argsort(0) < models // 2
+
+
+def shadow_scores(fit: Callable[..., Any], masks: torch.Tensor, *, size: int = 1, jobs: int = 1) -> torch.Tensor:
+    """The scores of all examples under every shadow model, (models, n).
+
+    Args:
+        fit: (numbers (k,), masks (k, n)) -> (k, n) scores of models trained on these masks, such as `log_odds`.
+        masks: (models, n) booleans.
+        size: how many models `fit` trains at a time.
+        jobs: how many such sets to train at once, by joblib; whatever back end is active there (processes, Dask, Ray)
+            carries them. `fit` must then be picklable. 1 runs them here.
+
+    >>> shadow_scores(lambda numbers, masks: masks.double() + numbers[:, None], torch.eye(2, dtype=torch.bool))
+    tensor([[1., 0.],
+            [1., 2.]], dtype=torch.float64)
+    """
+    if not _checks.whole_number("jobs", jobs, -1):
+        raise ValueError("jobs must be 1 or more, or -1 for all processors, got 0")
+    numbers = torch.arange(len(masks)).split(_checks.whole_number("size", size, 1))
+    if jobs == 1:
+        return torch.cat([fit(some, masks[some]) for some in numbers])
+    import joblib
+
+    found = joblib.Parallel(n_jobs=jobs)(joblib.delayed(fit)(some, masks[some]) for some in numbers)
+    return torch.cat(cast(list[torch.Tensor], found))
+
+
+def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, variance: str = "each") -> torch.Tensor:
+    """The log-likelihood ratio of LiRA: how much likelier a target's score is if the example was in its data.
+
+    Args:
+        targets: (..., n) scores under one or more target models.
+        shadows: (models, n) scores under the shadow models.
+        masks: (models, n) booleans: who was in their data.
+        variance: "each" example's own in and out variances, or "pooled" over examples (one for in and one for out),
+            which is steadier below some 64 shadow models.
+
+    Returns (..., n). Raises ValueError for an example with fewer than two shadow models in or out.
+    """
+    _checks.one_of("variance", variance, ("each", "pooled"))
+    for name, given in (("targets", targets), ("shadows", shadows), ("masks", masks)):
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(f"{name} must be a tensor, got a {type(given).__name__}; use torch.as_tensor")
+    if shadows.shape != masks.shape or shadows.ndim != 2 or targets.shape[-1] != shadows.shape[1]:
+        raise ValueError(
+            "shadows and masks must have shape (models, n), and targets (..., n), got "
+            f"{tuple(shadows.shape)}, {tuple(masks.shape)}, {tuple(targets.shape)}"
+        )
+    if masks.dtype != torch.bool:
+        raise ValueError(f"masks must be booleans, as by masks.bool(), got {masks.dtype}")
+    if not (shadows.is_floating_point() and targets.is_floating_point()) or bool(
+        shadows.isnan().any() or targets.isnan().any()
+    ):
+        raise ValueError(f"shadows and targets must be floats without NaN, got {shadows.dtype} and {targets.dtype}")
+    ratio = 0
+    for inside, sign in ((masks, 1), (~masks, -1)):
+        count = inside.sum(0)
+        if bool((count < 2).any()):
+            raise ValueError(
+                f"masks must have every example in two shadow models and out of two, got {int(count.min())}"
+            )
+        mean = torch.where(inside, shadows, 0).sum(0) / count
+        squares = torch.where(inside, (shadows - mean) ** 2, 0).sum(0)
+        spread = squares / (count - 1) if variance == "each" else squares.sum() / (count - 1).sum()
+        spread = spread.clamp(min=torch.finfo(shadows.dtype).tiny)
+        ratio = ratio - sign * ((targets - mean) ** 2 / spread + spread.log()) / 2
+    return ratio
