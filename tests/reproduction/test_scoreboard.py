@@ -401,7 +401,9 @@ def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tm
         )
     one = scoreboard.standing(f"idp-sgd/{exhibit}", folder=tmp_path)
     assert (
-        one.to_do[0].startswith("more than 12 of 512 shadow models, with pooled variances, on CIFAR-10")
+        one.to_do[0].startswith(
+            "more than 17 of 517 networks, 12 of them shadow models, with pooled variances, on CIFAR-10"
+        )
         and one.to_do[1] == whole
     )
     assert sum(one.smaller.values()) == 1 and not sum(one.findings.values())
