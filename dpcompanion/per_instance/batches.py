@@ -86,7 +86,8 @@ def coupled_divergence(
     tensor(0.0050, dtype=torch.float64)
     >>> coupled_divergence(sensitivities, sample_rate=0.1, noise_std=1.0, order=8, max_sensitivity=0.5, confidence=0.99)
     tensor(0.0055, dtype=torch.float64)
-    >>> round(step_divergence(sample_rate=0.1, noise_multiplier=1.0, sensitivity=0.5, orders=8), 4)    # the worst batch
+    >>> from dpcompanion.per_instance import step_divergence    # by the worst batch:
+    >>> round(step_divergence(sample_rate=0.1, noise_multiplier=1.0, sensitivity=0.5, orders=8), 4)
     0.0137
     """
     order = _checks.number("order", order, 1, math.inf, closed="neither")
