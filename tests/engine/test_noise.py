@@ -1,5 +1,6 @@
 """Where the engine's draws and noise come from, and that no two runs, processes or resumptions share them."""
 
+import io
 import os
 import stat
 import warnings
@@ -229,11 +230,10 @@ def test_neither_a_checkpoint_nor_a_pass_chooses_what_the_next_noise_is_added_to
 
     iterator = iter(loader)
     step(next(iterator))
-    for place in (path, open(tmp_path / "open", "w+b")):
+    for place in (path, io.BytesIO()):
         coming = list(sampler)[:3]
         engine.save_checkpoint(path=place, module=model, optimizer=optimizer)
-        sampler_pass = iter(sampler)
-        assert [next(sampler_pass) for _ in range(3)] == coming
+        assert list(sampler)[:3] == coming
         if place is not path:
             place.seek(0)
         engine.load_checkpoint(path=place, module=model, optimizer=optimizer)
