@@ -150,10 +150,11 @@ def test_without_a_chromium_the_check_says_so_and_fails_only_in_ci(tmp_path, ci,
     assert done.returncode == status and "NOT checked" in done.stdout and "Chromium" in done.stdout
 
 
-@pytest.mark.parametrize("ci, status, said", [("", 0, "apt-get install nodejs"), ("true", 1, "Chromium")])
-def test_tests_that_lack_a_browser_or_node_skip_with_a_reason_and_fail_in_ci(ci, status, said):
-    # As if neither were installed: the calculator's tests need both.
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/test_calculator.py"]
-    without = {**os.environ, "PATH": "/nonexistent", "CHROMIUM": "", "CI": ci}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=without)
-    assert done.returncode == status and said in done.stdout, done.stdout
+@pytest.mark.parametrize("ci, outcome", [("", pytest.skip.Exception), ("true", pytest.fail.Exception)])
+def test_tests_that_lack_a_program_skip_with_a_reason_and_fail_in_ci(request, monkeypatch, browser_check, ci, outcome):
+    conftest = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    for name, value in (("PATH", "/nonexistent"), ("CHROMIUM", ""), ("CI", ci)):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(outcome, match="apt-get install chromium"):
+        conftest.needed(browser_check.find_chromium(), "a Chromium", "apt-get install chromium")
+    assert conftest.needed("/usr/bin/node", "node", "apt-get install nodejs") == "/usr/bin/node"

@@ -295,20 +295,15 @@ def read_back(stream, offset, sheets):
 def about_the_book():
     """Title, authors and notes for the title page, from CITATION.cff and the commit."""
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    authors = ", ".join(
-        author.get("name") or f"{author['given-names']} {author['family-names']}" for author in cited["authors"]
-    )
-    notes = [f"Version {cited['version']}. {cited['license']}."]
-    commit = subprocess.run(
-        ["git", "log", "-1", "--format=commit %h of %cs"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-    if commit:
-        notes.append(f"Printed at {commit}.")
-    notes.append(
+    names = [author.get("name") or f"{author['given-names']} {author['family-names']}" for author in cited["authors"]]
+    command = ["git", "log", "-1", "--format=Printed at commit %h of %cs."]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    folded = (
         "Verdicts, solutions and proofs are unfolded. The code of figures is folded, and can be read in the notebooks. "
         "The calculator and the moving picture are shown as they open."
     )
-    return {"title": cited["title"], "authors": authors, "notes": notes}
+    notes = [f"Version {cited['version']}. {cited['license']}.", commit, folded]
+    return {"title": cited["title"], "authors": ", ".join(names), "notes": notes}
 
 
 def main(arguments=None):
