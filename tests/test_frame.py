@@ -71,9 +71,21 @@ def test_a_notebook_is_shown_and_its_source_is_not():
         assert any(source.match(pattern) for pattern in excluded), f"_config.yml: exclude_patterns lacks {source}"
 
 
-def test_the_vendored_mathjax_is_that_of_npm():
-    bundle = (ROOT / "book" / "_static" / "mathjax" / "tex-svg.js").read_bytes()
-    assert hashlib.sha256(bundle).hexdigest() == "d4295dc33744836935c1399feece5159577b34c5c8ffb9f1c6324cd82e03a882"
+def test_what_is_vendored_is_what_the_packages_of_npm_have():
+    """mathjax 3.2.2, @ibm/plex-sans 1.1.0, @ibm/plex-mono 2.5.0 @expo-google-fonts/ibm-plex-sans 0.4.1."""
+    lines = (ROOT / "tests" / "vendored.sha256").read_text().splitlines()
+    vendored = {ROOT / file: digest for digest, file in map(str.split, lines)}
+    for kind in ("*.woff2", "*.ttf", "tex-svg.js"):
+        assert {file for folder in ("book", "dpcompanion") for file in (ROOT / folder).rglob(kind)} <= vendored.keys()
+    for file, digest in vendored.items():
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == digest, file
+        assert list(file.parent.glob("LICENSE*")), f"{file} lacks its licence"
+
+
+def test_the_style_sheet_names_the_fonts_that_are_there():
+    style = (ROOT / "book" / "_static" / "custom.css").read_text(encoding="utf-8")
+    there = {f"fonts/{file.name}" for file in (ROOT / "book" / "_static" / "fonts").glob("*.woff2")}
+    assert set(re.findall(r'url\("(.*?)"\)', style)) == there
 
 
 def test_the_readme_computes_what_it_says():
