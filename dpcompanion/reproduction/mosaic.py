@@ -21,6 +21,7 @@ MARKS = {
     "undecided": "?",
     "contradicted": "×",
     "wrong in the paper": "!",
+    "vacuous": "=",
     "not run": "–",
 }
 

@@ -129,8 +129,9 @@ class Exhibit:
     wrong or loose in it, `data` and `networks` the data sets and networks that it shows, and `scale` what its own scale
     needs: "cpu" or "gpu".
     `wrong` are patterns of the numbers that are proved wrong on the page of errata, or "statement" where it is the
-    words that are; `given` of those that are not held against ours: settings, results of another exhibit printed again,
-    and times of one machine; `accuracies` of those that are accuracies, where the exhibit's unit does not say so;
+    words that are; `vacuous` is whether the statement, as printed, says nothing; `given` are patterns of those numbers
+    that are not held against ours: settings, what holds by construction, results of another exhibit printed again, and
+    times of one machine; `accuracies` of those that are accuracies, where the exhibit's unit does not say so;
     `tests` name the tests that check an exhibit that no experiment computes, as "tests/test_x.py::test_y".
     `tolerance` is how far a close number may lie from the print, as a share of it. `unprinted` says which settings the
     paper leaves out: a disagreement then contradicts nothing. `part_of` is the id of the exhibit that a run of its own
@@ -152,6 +153,7 @@ class Exhibit:
     networks: tuple[str, ...] = ()
     scale: str = "gpu"
     wrong: tuple[str, ...] = ()
+    vacuous: bool = False
     given: tuple[str, ...] = ()
     accuracies: tuple[str, ...] = ()
     tests: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ class Standing:
     Attributes:
         exhibit: the `published.Exhibit`.
         state: a word of `STATES`.
-        numbers: verdict -> how many of its numbers.
+        numbers: verdict -> how many of its numbers; without a record all of them are "not run".
         findings: {"holds": ..., "fails": ..., "undecided": ...} of the paper's claims, judged by its networks and all
             of its training.
         smaller: the same of the paper's claims, judged by stand-ins or by a part of the training.
@@ -313,7 +313,7 @@ def compared(standings: Iterable[Standing]) -> list[tuple[str, Comparison]]:
     return [
         (f"{label(one.exhibit)}: {one.exhibit.title}", states.numbers(one.exhibit, _of_exhibit(one), one.parts))
         for one in standings
-        if one.numbers
+        if one.numbers and (_of_exhibit(one) or one.parts)
     ]
 
 
@@ -327,13 +327,11 @@ def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: 
     found = {name: _record(name, folder) for name in dict.fromkeys(judged)}
     whole = [part for part in published.parts(exhibit.name) if not part.shortened]
     parts = tuple(filter(None, (records.find(part.name, "paper", folder) for part in whole)))
-    numbers: dict[str, int] = {}
+    numbers = states.numbers(exhibit, found[exhibit.name], parts).counts()
+    if count := numbers.pop("stand-in", 0):
+        numbers["not run"] = numbers.get("not run", 0) + count
     held: dict[str, dict[str, int]] = {kind: {} for kind in (*published.FINDINGS, "smaller")}
     undecided: list[tuple[records.Record, int]] = []
-    if found[exhibit.name] is not None or parts:
-        numbers = states.numbers(exhibit, found[exhibit.name], parts).counts()
-        if count := numbers.pop("stand-in", 0):
-            numbers["not run"] = numbers.get("not run", 0) + count
     for record in filter(None, found.values()):
         judged_by = experiments.findings(record, exhibit.name)
         smaller = published.exhibit(record.name).shortened or experiments.is_stand_in(record, exhibit.name)

@@ -4,7 +4,8 @@ An exhibit is *reproduced* if every number that it prints was recomputed at the 
 close, and every claim that was put to the test holds; *in part* if some do, or if the record is without a data set or a
 network that the exhibit shows; *contradicted* if none does and something disagrees; *undecided* if all claims are open,
 if only a chapter's quick run shows them, or if what disagrees are stand-ins or runs whose settings are not printed;
-*wrong in the paper* if something that it prints is proved wrong (the rest is counted beside it); *not run* otherwise.
+*wrong in the paper* if something that it prints is proved wrong (the rest is counted beside it); *vacuous* if its
+statement holds whatever its numbers are, and so says nothing; *not run* otherwise.
 Findings of our own, and refutations, are counted apart and make nothing reproduced.
 Numbers of a stand-in, a record with none of the exhibit's networks, count as not run.
 What no experiment computes, such as a lemma, can be checked by tests, which `published` names.
@@ -24,6 +25,7 @@ STATES = {
     " stand-ins or of a part of the training, or have settings that are not printed",
     "contradicted": "recomputed, something disagrees, and nothing agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
+    "vacuous": "its statement, as printed, holds whatever the numbers in it are, and so says nothing; nothing is wrong",
     "not run": "with what it would need",
 }
 
@@ -139,6 +141,8 @@ def state(
     undecided
     not run
     """
+    if exhibit.vacuous:
+        return "vacuous"
     if exhibit.wrong and (record is not None or "statement" in exhibit.wrong):
         return "wrong in the paper"
     good = sum(numbers.get(word, 0) for word in ("matches", "close")) + held.get("holds", 0)

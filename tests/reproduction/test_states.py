@@ -29,6 +29,7 @@ QUICK = dataclasses.replace(RECORD, preset="quick")
         ({"wrong": ("a",)}, {"matches": 2}, {}, RECORD, False, False, "wrong in the paper"),
         ({"wrong": ("a",)}, {}, {}, None, False, False, "not run"),
         ({"wrong": ("statement",)}, {}, {}, None, False, False, "wrong in the paper"),
+        ({"vacuous": True}, {"matches": 2}, {"holds": 1}, RECORD, False, False, "vacuous"),
     ],
 )
 def test_a_state_follows_from_counts_and_from_what_is_left(exhibit, numbers, held, record, left, live, state):

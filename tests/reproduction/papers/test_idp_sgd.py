@@ -276,6 +276,18 @@ def test_the_search_for_level_budgets_helps_those_that_lag_keeps_the_mean_and_ha
     assert (cost >= budgets[:2].amax(0) * 0.99).all() and (cost <= budgets[:2].sum(0) + 0.5).all()
 
 
+@pytest.mark.parametrize("printed, outcome", [(2.0, "holds"), (9.0, "fails")])
+def test_the_paper_is_judged_by_its_own_budgets_and_not_by_those_of_the_search(printed, outcome):
+    gaps = {"baseline": 5.0, "sample": 7.0, "scale": 7.0, "paper.sample": printed, "paper.scale": printed}
+    values = {f"gap.{kind}": records.mean_and_sd([gap, gap + 0.1, gap + 0.2]) for kind, gap in gaps.items()}
+    config = experiments.get("idp-sgd/table-11").presets["paper"]
+    record = records.make("idp-sgd/table-11", "paper", values, config=config)
+    for exhibit in ("table-11", "figure-7"):
+        found = experiments.findings(record, f"idp-sgd/{exhibit}")
+        assert found.counts() == {outcome: 2} and found.counts("own") == {"fails": 2}
+    assert {"paper.sample", "gap.paper.scale"} <= set(published.exhibit("idp-sgd/table-11").flat())
+
+
 def test_a_search_for_budgets_that_was_broken_off_goes_on_and_ends_with_the_same(tmp_path, monkeypatch):
     config = dataclasses.replace(experiments.get("idp-sgd/table-11").presets["quick"], task=TINY, rounds=2, runs=2)
     whole = chapter.level_budgets(config, run_of(config, tmp_path / "whole"))

@@ -249,6 +249,7 @@ def _noise_is_not_always_better(record):
 @finding(
     "gradients-look-alike/figure-1",
     "theorem 3.3, at the best order, gives the median point at most half of the data-independent epsilon",
+    kind="own",
 )
 def _epsilon_halved(record):
     for name, direction, row in _rows(record):

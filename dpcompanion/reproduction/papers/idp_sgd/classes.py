@@ -199,17 +199,30 @@ def table_11(config, run):
 
 
 _NARROWER = "the searched budgets narrow the gap between the best and the worst class, for Sample and for Scale"
-_CLOSER = "the classes end closer together than with one budget for all"
+_CLOSER = "with the printed budgets the classes end closer together than with one budget for all"
 
 
-@finding("idp-sgd/table-11", _NARROWER)
-@finding("idp-sgd/table-11", _NARROWER, of="idp-sgd/table-11-short")
-@finding("idp-sgd/figure-7", _CLOSER, of="idp-sgd/table-11")
-@finding("idp-sgd/figure-7", _CLOSER, of="idp-sgd/table-11-short")
+@finding("idp-sgd/table-11", _NARROWER, kind="own")
+@finding("idp-sgd/table-11", _NARROWER, of="idp-sgd/table-11-short", kind="own")
+@finding("idp-sgd/figure-7", _NARROWER, of="idp-sgd/table-11", kind="own")
+@finding("idp-sgd/figure-7", _NARROWER, of="idp-sgd/table-11-short", kind="own")
 def gap_narrows(record):
-    prefix = "" if "gap.baseline" in record.values else f"{record.config['task']['data']}."
+    """Of the budgets of our search, which the paper does not have."""
+    yield from _changes(record, "" if "gap.baseline" in record.values else f"{record.config['task']['data']}.")
+
+
+@finding("idp-sgd/table-11", _CLOSER)
+@finding("idp-sgd/figure-7", _CLOSER, of="idp-sgd/table-11")
+def printed_budgets_narrow_the_gap(record):
+    """Of the budgets that the paper prints, on the data and for the epochs that they were tuned for."""
+    if record.config["task"]["data"] == "mnist":
+        yield from _changes(record, "", "paper.")
+
+
+def _changes(record, prefix, of=""):
+    """How far the gap between classes changes from one budget for all to those of each class, for both methods."""
     before = record.values[f"{prefix}gap.baseline"]
     for method in ("sample", "scale"):
-        after = record.values[f"{prefix}gap.{method}"]
+        after = record.values[f"{prefix}gap.{of}{method}"]
         change = intervals.unpaired(after, before)
         yield (method.capitalize(), f"{before.mean:.1f} to {after.mean:.1f} points, by {change:+.1f}", change.below(0))
