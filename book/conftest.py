@@ -6,7 +6,7 @@ executes a committed notebook again and compares every output (`make notebooks` 
 a notebook that was never executed, ignores pictures, lets a cell opt out, and gives each kernel the environment of the
 caller. Here, a cell without an execution count fails; pictures may differ in a thousandth of their pixels; a cell's
 `tolerance` holds for its numbers; no cell opts out. The pages of one paper run one after the other in one worker of
-pytest-xdist (`--dist loadgroup`), and share a fresh folder of live records. Pages that train have the mark `trains`.
+pytest-xdist, and share a fresh folder of live records. Pages that train have the mark `trains`.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ import jupyter_client.manager
 import nbval.kernel
 import pytest
 from nbval.plugin import IPyNbCell
+from xdist.scheduler import LoadScopeScheduling
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import notebooks
@@ -43,35 +44,40 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "trains: a page of the book that trains networks")
 
 
+def pytest_xdist_make_scheduler(config, log):
+    if config.option.nbval:
+        return ByPaper(config, log)
+
+
+class ByPaper(LoadScopeScheduling):
+    """The cells of all pages of a paper go to one worker, in the order in which they were collected."""
+
+    def _split_scope(self, nodeid):
+        return str(notebooks.paper_of(self.config.rootpath / nodeid.partition("::")[0]))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     cells = {}
     for item in items:
         if isinstance(item, IPyNbCell):
             cells.setdefault(item.path, []).append(item)
+            if trains(item.path):
+                item.add_marker(pytest.mark.trains)
+            item.output_timeout = SECONDS_FOR_OUTPUT
+            item.options.update(check=True, skip=False, check_exception=False)
+            item.compare_outputs = functools.partial(compare, item, item.compare_outputs)
     # What takes longest comes first: papers with pages that train, and of these the large ones.
-    papers = sorted(notebooks.papers(list(cells)), key=lambda pages: (not any(map(trains, pages)), -size(pages)))
-    ordered = []
-    for pages in papers:
-        for page in pages:
-            for item in cells[page]:
-                item.add_marker(pytest.mark.xdist_group(pages[-1].stem))
-                if trains(page):
-                    item.add_marker(pytest.mark.trains)
-                item.output_timeout = SECONDS_FOR_OUTPUT
-                item.options.update(check=True, skip=False, check_exception=False)
-                item.compare_outputs = functools.partial(compare, item, item.compare_outputs)
-                ordered.append(item)
-    items[:] = [item for item in items if not isinstance(item, IPyNbCell)] + ordered
+    papers = notebooks.papers(cells)
+    papers.sort(key=lambda pages: (not any(map(trains, pages)), -sum(page.stat().st_size for page in pages)))
+    items[:] = [item for item in items if item.path not in cells] + [
+        item for pages in papers for page in pages for item in cells[page]
+    ]
 
 
 @functools.cache
 def trains(page):
     return notebooks.trains(page)
-
-
-def size(pages):
-    return sum(page.stat().st_size for page in pages)
 
 
 @functools.cache
@@ -84,8 +90,7 @@ def folder_of(paper):
 @pytest.hookimpl(tryfirst=True)  # before nbval starts the kernel of the first cell
 def pytest_runtest_setup(item):
     if isinstance(item, IPyNbCell):
-        paper = item.get_closest_marker("xdist_group").args[0]
-        os.environ.update(notebooks.kernel_environment("quick", folder_of(paper)))
+        os.environ.update(notebooks.kernel_environment("quick", folder_of(notebooks.paper_of(item.path))))
         if item.cell.execution_count is None:
             pytest.fail(f"{item.path.name}, cell {item.cell_num}: was not executed", pytrace=False)
 

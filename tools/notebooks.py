@@ -166,17 +166,19 @@ def trains(page):
     return bool(TRAINS.search(page.read_text(encoding="utf-8")))
 
 
+def paper_of(page):
+    """The page whose name begins the names of all pages of its paper."""
+    words = page.stem.split("-")
+    firsts = (page.with_stem("-".join(words[:number])) for number in range(1, len(words)))
+    return next((first for first in firsts if first.exists()), page)
+
+
 def papers(pages):
     """The pages, those of one paper together: all exhibits first, so that what they share is computed in one kernel."""
     found = {}
-    for page in pages:
-        kin = [
-            other
-            for other in pages
-            if other.parent == page.parent and (other == page or page.stem.startswith(f"{other.stem}-"))
-        ]
-        found.setdefault(min(kin, key=lambda other: len(other.stem)), []).append(page)
-    return [sorted(each, key=lambda page: not page.stem.endswith("-exhibits")) for each in found.values()]
+    for page in sorted(pages, key=lambda page: not page.stem.endswith("-exhibits")):
+        found.setdefault(paper_of(page), []).append(page)
+    return list(found.values())
 
 
 def kernel_environment(preset, folder):

@@ -1,8 +1,8 @@
 """Whether two executions of a cell give the same outputs, where equal is more than equal bytes.
 
-Memory addresses and wall times may differ (nbval.cfg), and a thousandth of a picture's pixels, since machines smooth lines
-differently. A cell may state a tolerance in its metadata (`tolerance: 0.01`): its numbers may then differ by this share
-of the larger one, its words may not.
+Memory addresses and wall times may differ (nbval.cfg), and a thousandth of a picture's pixels, since machines smooth
+lines differently. A cell may state a tolerance in its metadata (`tolerance: 0.01`): its numbers may then differ by
+this share of the larger one, its words may not.
 
 >>> same_text("mean 1.00, holds", "mean 1.01, holds"), same_text("mean 1.00, holds", "mean 1.01, holds", tolerance=0.02)
 (False, True)
@@ -36,31 +36,24 @@ NUMBER = re.compile(r"[-+\u2212]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 def same(fresh, committed, tolerance=0.0):
     """Whether two lists of outputs are the same, but for what may differ."""
-    new, old = ([{**output, "execution_count": None} for output in each] for each in (fresh, committed))
-    if len(new) != len(old) or not all(map(same_picture, pictures(new), pictures(old))):
+    if [plain(output) for output in within(fresh, committed, tolerance)] != [plain(output) for output in committed]:
         return False
-    return [texts(output) for output in within(new, old, tolerance)] == [texts(output) for output in old]
+    return all(map(same_picture, pictures(fresh), pictures(committed)))
 
 
-def texts(output):
-    """All of an output but its picture, sanitized."""
-    return {
-        key: texts(value)
-        if isinstance(value, dict)
-        else sanitized(value)
-        if isinstance(value, str) and key != PICTURE
-        else key == PICTURE or value
-        for key, value in output.items()
-    }
+def plain(output):
+    """An output without its count and its pixels."""
+    data = {kind: value if kind != PICTURE else "" for kind, value in output.get("data", {}).items()}
+    return {**output, "data": data, "execution_count": None}
 
 
 def within(fresh, committed, tolerance):
-    """The fresh outputs, with the committed text in place of each whose numbers are within the tolerance of it."""
+    """The fresh outputs, with the committed text in place of each that is the same within the tolerance."""
     fresh = copy.deepcopy(fresh)
     for new, old in zip(fresh, committed):
         for text, other in ((new, old), (new.get("data", {}), old.get("data", {}))):
-            for kind in text.keys() & other.keys() - {"data", PICTURE}:
-                if isinstance(text[kind], str) and same_text(text[kind], other[kind], tolerance):
+            for kind in text.keys() & other.keys():
+                if isinstance(text[kind], str) and kind != PICTURE and same_text(text[kind], other[kind], tolerance):
                     text[kind] = other[kind]
     return fresh
 
@@ -99,7 +92,7 @@ def same_picture(new, old):
 
 
 def changed_lines(fresh, committed):
-    """The lines of committed outputs that a fresh execution lacks, and those that it has instead, as `diff` writes them."""
+    """The lines that were committed (-) and those that a fresh execution has instead (+)."""
     old, new = ([line for output in each for line in shown(output)] for each in (committed, fresh))
     return [line for line in difflib.ndiff(old, new) if line[0] in "-+"] or ["another picture"]
 
