@@ -42,6 +42,7 @@ nbval.kernel.KernelManager = kernel_manager
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "trains: a page of the book that trains networks")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_xdist_make_scheduler(config, log):

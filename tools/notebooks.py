@@ -35,6 +35,7 @@ import tomllib
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import arithmetic
 import jupytext
 import nbformat
 import outputs
@@ -114,7 +115,7 @@ def execute(root, source, preset, timeout, folder):
         config=Config(KernelManager=channel),
     )
     try:
-        client.execute(env={**os.environ, **kernel_environment(preset, folder)})
+        client.execute(env={**arithmetic.environment("as it is"), **kernel_environment(preset, folder)})
     except (CellExecutionError, CellTimeoutError, DeadKernelError, RuntimeError) as error:
         return f"{name}: FAILED after {time.monotonic() - started:.0f} s", str(error), False
     fresh.metadata = nbformat.from_dict(metadata)
@@ -138,9 +139,10 @@ def adopt(fresh, committed):
         if old is None:
             added.append(str(number))
         elif outputs.same(cell.outputs, old, float(cell.metadata.get("tolerance", 0))):
-            cell.outputs = [
-                {**output, **({"execution_count": number} if "execution_count" in output else {})} for output in old
-            ]
+            cell.outputs = old
+            for output in old:
+                if "execution_count" in output:
+                    output.execution_count = cell.execution_count
         else:
             moved.append(str(number))
             lines += [f"cell {number}: {line}" for line in outputs.changed_lines(cell.outputs, old)[:SHOWN]]
