@@ -16,6 +16,8 @@ JUPYTER_BOOK := .venv/bin/jupyter-book build . -q
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
+# Neither settings nor a folder of the user's home plays a part in what is drawn.
+export MPLCONFIGDIR := $(CURDIR)/.venv/.matplotlib
 
 .PHONY: help book site pdf test prove notebooks gpu cluster portable bench soundness lint types lowest wheel clean
 .DEFAULT_GOAL := help

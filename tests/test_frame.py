@@ -110,7 +110,11 @@ def make(folder, *arguments, **environment):
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     return subprocess.run(
-        ["make", *arguments], capture_output=True, text=True, cwd=folder, env={**os.environ, **environment}
+        [shutil.which("make"), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **environment},
     )
 
 
@@ -133,6 +137,8 @@ def test_make_says_plainly_what_python_is_needed(tmp_path):
         done = make(tmp_path, "book", f"PYTHON={python}")
         assert done.returncode != 0 and complaint in done.stdout, done.stdout + done.stderr
         assert not (tmp_path / ".venv").exists()
+    done = make(tmp_path, "book", PATH=str(tmp_path))
+    assert done.returncode != 0 and "git is missing" in done.stdout and not (tmp_path / ".venv").exists()
 
 
 def test_the_ci_script_runs():
