@@ -145,7 +145,7 @@ def test_run_writes_a_record_and_list_shows_it(capsys, tmp_path):
 
 def test_a_damaged_record_of_the_paper_is_a_warning_beside_a_run_that_succeeded(capsys, tmp_path):
     (tmp_path / "idp-sgd").mkdir()
-    (tmp_path / "idp-sgd" / "table-5.paper.json").write_text("{")
+    (tmp_path / "idp-sgd" / "table-5.paper.json").write_text("{", encoding="utf-8")
     assert cli.main(["run", "idp-sgd/table-5", "--preset", "quick", "--out", str(tmp_path)]) == 0
     captured = capsys.readouterr()
     assert "mnist.sigma" in captured.out and "table-5.quick.json" in captured.out
@@ -176,13 +176,17 @@ def test_the_command_is_there_without_importing_anything_heavy_for_its_help():
 
 
 def test_the_module_is_the_command_and_says_its_version():
-    done = subprocess.run([sys.executable, "-m", "dpcompanion", "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "dpcompanion", "--version"], capture_output=True, text=True, encoding="utf-8"
+    )
     assert (done.returncode, done.stdout) == (0, f"dpcompanion {dpcompanion.__version__}\n")
 
 
 def test_a_reader_who_has_seen_enough_ends_the_command_quietly():
     command = [sys.executable, "-m", "dpcompanion", "epsilon", *RUN, "--accountant", "rdp"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8"
+    ) as process:
         process.stdout.close()
         assert process.stderr.read() == ""
     assert process.returncode == 141

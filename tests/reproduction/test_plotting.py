@@ -80,7 +80,7 @@ def luminance(colour):
 
 
 def test_the_three_kinds_of_number_can_be_read_on_light_and_dark_pages():
-    css = (pathlib.Path(__file__).resolve().parents[2] / "book" / "_static" / "custom.css").read_text()
+    css = (pathlib.Path(__file__).resolve().parents[2] / "book" / "_static" / "custom.css").read_text(encoding="utf-8")
     light, dark = (
         dict(re.findall(r"--(\w+): (#\w{6})", line))
         for line in re.findall(r"^(?::root|html\[data-theme).*--live.*$", css, re.MULTILINE)

@@ -22,7 +22,7 @@ NAME = "idp-sgd/table-5"
 
 def arrays_of(path):
     """The file in which a record keeps its arrays."""
-    return path.with_name(json.loads(path.read_text())["arrays"]["file"])
+    return path.with_name(json.loads(path.read_text(encoding="utf-8"))["arrays"]["file"])
 
 
 def unsealed(text):
@@ -60,7 +60,7 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
     )
     path = records.write(made, tmp_path)
     assert path == tmp_path / "idp-sgd" / "table-5.paper.json"
-    text, content = path.read_text(), arrays_of(path).read_bytes()
+    text, content = path.read_text(encoding="utf-8"), arrays_of(path).read_bytes()
     named = hashlib.sha256(content).hexdigest()
     assert sorted(file.name for file in path.parent.iterdir()) == [
         f"table-5.paper.{named[:16]}.npz",
@@ -76,7 +76,10 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
         np.testing.assert_array_equal(back.arrays[key], array)
         assert back.arrays[key].dtype == array.dtype
     assert back.seeds == [1, 2]
-    json.loads(path.read_text(), parse_constant=lambda constant: pytest.fail(f"{constant} is not standard JSON"))
+    json.loads(
+        path.read_text(encoding="utf-8"),
+        parse_constant=lambda constant: pytest.fail(f"{constant} is not standard JSON"),
+    )
 
 
 def test_a_record_says_what_it_was_made_with():
@@ -137,7 +140,7 @@ def test_a_record_is_stale_when_configuration_or_code_changed_but_not_for_other_
 )
 def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path, damage, message):
     path = records.write(record(), tmp_path)
-    path.write_text(damage(path.read_text()))
+    path.write_text(damage(path.read_text(encoding="utf-8")))
     with pytest.raises(ValueError, match=f"table-5.paper.json {message}|table-5.paper.json.*{message}"):
         records.read(path)
 
@@ -227,7 +230,7 @@ for i in range(40):
     assert (found.arrays["a"] == found.values["number"]).all()
 """
     run = [sys.executable, "-c", code, str(tmp_path)]
-    writers = [subprocess.Popen([*run, str(i)], stderr=subprocess.PIPE, text=True) for i in range(2)]
+    writers = [subprocess.Popen([*run, str(i)], stderr=subprocess.PIPE, text=True, encoding="utf-8") for i in range(2)]
     assert [(writer.communicate()[1], writer.returncode) for writer in writers] == [("", 0)] * 2
     path = tmp_path / "idp-sgd" / "table-5.paper.json"
     assert {arrays_of(path), path} == set(path.parent.iterdir())
@@ -238,7 +241,11 @@ def test_the_arrays_of_an_earlier_version_are_read_and_replaced(tmp_path):
     path = records.write(record(arrays={"a": np.ones(3)}), tmp_path)
     old = path.with_suffix(".npz")
     named = arrays_of(path).rename(old).name
-    path.write_text(unsealed(path.read_text()).replace(json.loads(path.read_text())["arrays"]["file"], named))
+    path.write_text(
+        unsealed(path.read_text(encoding="utf-8")).replace(
+            json.loads(path.read_text(encoding="utf-8"))["arrays"]["file"], named
+        )
+    )
     assert records.read(path).arrays["a"].tolist() == [1, 1, 1]
     records.write(record(arrays={"a": np.zeros(3)}), tmp_path)
     assert not old.exists() and records.read(path).arrays["a"].tolist() == [0, 0, 0]
@@ -283,9 +290,9 @@ def test_records_live_in_the_checkout_or_in_the_current_directory(tmp_path, monk
 
 def test_a_record_of_an_earlier_version_took_over_nothing_that_it_knows_of(tmp_path):
     path = records.write(record(), tmp_path)
-    fields = json.loads(unsealed(path.read_text()))
+    fields = json.loads(unsealed(path.read_text(encoding="utf-8")))
     del fields["kept"], fields["restamped"]
-    path.write_text(json.dumps(fields))
+    path.write_text(json.dumps(fields), encoding="utf-8")
     assert records.read(path).kept == records.read(path).restamped == []
 
 

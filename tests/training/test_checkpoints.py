@@ -81,7 +81,7 @@ def test_the_keys_lie_beside_the_checkpoint_for_their_owner_alone_and_go_with_th
         run(stop_at=7, path=path, every=3)
     keys = tmp_path / "run.pt.key"
     assert stat.S_IMODE(os.stat(keys).st_mode) == 0o600
-    assert (1).to_bytes(32, "little").hex() in keys.read_text()
+    assert (1).to_bytes(32, "little").hex() in keys.read_text(encoding="utf-8")
     for number in (1, 2):
         key = number.to_bytes(32, "little")
         assert key not in path.read_bytes() and key.hex().encode() not in path.read_bytes()
@@ -104,7 +104,7 @@ def test_damaged_keys_are_refused(content, tmp_path):
     path = tmp_path / "run.pt"
     with pytest.raises(InterruptedError):
         run(stop_at=7, path=path, every=3)
-    (tmp_path / "run.pt.key").write_text(content)
+    (tmp_path / "run.pt.key").write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="keys"):
         run(path=path)
 
@@ -133,7 +133,7 @@ def test_a_seed_that_is_used_on_other_data_in_the_same_folder_is_warned_of_once(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         begin(6, changed=True)
-    (tmp_path / "seeds-used.json").write_text("[1, 2")
+    (tmp_path / "seeds-used.json").write_text("[1, 2", encoding="utf-8")
     begin(7)
 
 
