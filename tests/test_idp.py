@@ -115,7 +115,7 @@ def test_by_loss_distributions_no_budget_is_exceeded_either_and_less_noise_does(
             assert 0.998 * budgets[index] <= spent <= budgets[index]
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_groups_found_side_by_side_are_those_found_one_at_a_time(accountant):
     budgets = [0.7, 2.5]
     found = idp.scale_parameters(budgets, [1] * 2, max_grad_norm=1.0, accountant=accountant, **RUN)
@@ -272,7 +272,7 @@ def test_a_million_budgets_are_rounded_down_to_few(top):
 OTHERS = [([1.0], [1]), ([1.0, 0.2], [1, 99]), ([1.0, 8.0], [1, 99]), ([1.0, 0.5, 3.0], [5, 60, 35])]
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_in_scale_others_budgets_do_not_move_my_curve(accountant):
     mine = [
         idp.scale_parameters(*others, max_grad_norm=1.0, accountant=accountant, **RUN).noise_multipliers[0].item()
@@ -283,7 +283,7 @@ def test_in_scale_others_budgets_do_not_move_my_curve(accountant):
     assert max(moved) > 1.5 * min(moved)
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_with_one_noise_sample_is_a_function_of_my_own_budget(accountant):
     alone = find_sample_rate(
         target_epsilon=1.0, noise_multiplier=1.5, steps=490, target_delta=1e-5, accountant=accountant

@@ -345,7 +345,9 @@ def test_many_distinct_norms_are_a_bound_between_the_exact_account_and_a_fine_gr
     assert (found <= recorded(norms, rounding=0.01, accountant="pld").epsilon(1e-5) * 1.001).all()
 
 
-@pytest.mark.parametrize("limit", [dict(DISTINCT=50), dict(_COUNTS=50 * 30, _LEAST=1)])
+@pytest.mark.parametrize(
+    "limit", [dict(DISTINCT=50), pytest.param(dict(_COUNTS=50 * 30, _LEAST=1), marks=pytest.mark.slow)]
+)
 def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_bound(limit, monkeypatch):
     for name, value in limit.items():
         monkeypatch.setattr(f"dpcompanion.individual.levels.{name}", value)
@@ -372,7 +374,7 @@ def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_b
     assert torch.equal(part.epsilon(1e-5), rest.epsilon(1e-5)) and torch.equal(part.levels, finest)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from(MODES),
     charges(),
@@ -552,7 +554,7 @@ def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
     assert torch.equal(whole.epsilon(1e-5), before)
 
 
-@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-12])
+@pytest.mark.parametrize("delta", [1e-2, *(pytest.param(delta, marks=pytest.mark.slow) for delta in (1e-5, 1e-12))])
 @pytest.mark.parametrize("rounding", [0.05, None])
 def test_the_least_epsilon_over_some_orders_is_that_over_all(rounding, delta):
     generator = torch.Generator().manual_seed(3)
@@ -602,7 +604,7 @@ def test_counts_grow_to_32_bits_before_they_could_wrap_around():
 
 
 def test_few_norms_of_many_examples_are_accounted_for_in_blocks_without_a_table_of_orders():
-    n = 200_000
+    n = 20_000  # two blocks and a part
     account = Divergences(n, sample_rate=0.01, noise_multiplier=1.0, device=torch.device("cpu"))
     norms = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     account.add(None, norms, torch.full((n,), 600))

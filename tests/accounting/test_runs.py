@@ -43,7 +43,7 @@ def check_monotone(run, delta, argument, factor, accountant):
 
 
 @given(log_steps=st.floats(0, 7), **log_uniform)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_over_the_whole_range_epsilon_is_finite_and_pld_is_never_above_rdp(rate, noise, log_steps, log_delta):
     run, delta = run_of(rate, noise, log_steps), 10**log_delta
     check_order(*(compute_epsilon(**run, delta=delta, accountant=a) for a in ("pld", "rdp")))
@@ -75,7 +75,7 @@ def test_the_corners_of_the_range_are_finite_and_ordered(sample_rate, noise_mult
     **log_uniform,
     argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps", "delta"]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_pld_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, log_delta, argument, factor):
     check_monotone(run_of(rate, noise, log_steps), 10**log_delta, argument, factor, "pld")
 
@@ -86,7 +86,7 @@ def test_the_pld_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, l
     **log_uniform,
     argument=st.sampled_from(["sample_rate", "noise_multiplier", "steps", "delta"]),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_the_rdp_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, log_delta, argument, factor):
     check_monotone(run_of(rate, noise, log_steps), 10**log_delta, argument, factor, "rdp")
 
@@ -99,7 +99,7 @@ def test_the_rdp_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, l
     noise=st.floats(-0.5, 3),
     accountant=st.sampled_from(ACCOUNTANTS),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_delta_falls_with_epsilon_and_stays_a_probability(rate, noise, log_steps, scale, factor, accountant):
     run = run_of(rate, noise, log_steps)
     epsilon = scale * compute_epsilon(**run, delta=1e-5, accountant=accountant)
@@ -108,7 +108,7 @@ def test_delta_falls_with_epsilon_and_stays_a_probability(rate, noise, log_steps
 
 
 @given(log_steps=st.floats(0, 5), rate=st.floats(-4, 0), noise=st.floats(-0.5, 2), log_delta=st.floats(-14, -2))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_delta_and_epsilon_are_inverse_to_each_other(rate, noise, log_steps, log_delta):
     run, delta = run_of(rate, noise, log_steps), 10**log_delta
     for accountant, tolerance in (("rdp", 1e-6), ("pld", 1e-2)):
@@ -120,7 +120,7 @@ def test_delta_and_epsilon_are_inverse_to_each_other(rate, noise, log_steps, log
 
 
 @given(noise=st.floats(-1, 6), log_steps=st.floats(0, 7), log_delta=st.floats(-15, -0.31))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_full_batches_are_the_gaussian_mechanism(noise, log_steps, log_delta):
     run, delta = run_of(0, noise, log_steps), 10**log_delta
     mu = math.sqrt(run["steps"]) / run["noise_multiplier"]

@@ -22,7 +22,7 @@ FILTER = dict(RUN, max_grad_norm=0.5, levels=LEVELS, costs=[1, 4, 16], steps=100
     st.integers(1, 3),
     st.lists(st.integers(1, 60), min_size=3, max_size=3),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_nobody_spends_more_than_the_budget_and_everybody_stays_while_something_is_left(history, block, budgets):
     filter = ExactFilter(3, **FILTER, budget=budgets, block=block)
     cost = {0.0: 0, 0.125: 1, 0.25: 4, 0.5: 16}

@@ -90,6 +90,7 @@ def test_a_worker_that_is_killed_costs_the_piece_that_it_was_at(cluster, tmp_pat
     assert resumable(noting(tmp_path, killed=NAMES), tmp_path) == EXPECTED
 
 
+@pytest.mark.slow
 def test_a_piece_that_kills_every_worker_is_given_up(tmp_path):
     with own(), pytest.raises(RuntimeError, match="3 workers were lost at seed-2"):
         list(workers.each(noting(tmp_path, killed=("seed-2",), times=99), ["seed-2"]))
