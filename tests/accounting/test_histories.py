@@ -140,9 +140,9 @@ def test_full_batches_are_one_gaussian_mechanism():
         (dict(sample_rate=0), "sample_rate"),
         (dict(noise_multipliers=[0.0, 1.0]), "noise_multipliers"),
         (dict(delta=0), "delta"),
-        (dict(counts=[[0.5, 2.0]]), "counts must be whole numbers"),
-        (dict(sample_rate=[0.1, 0.2]), "sample_rate must be one number"),
-        (dict(delta=[1e-5, 1e-6]), "delta must be one number"),
+        (dict(counts=[[0.5, 2.0]]), "counts"),
+        (dict(sample_rate=[0.1, 0.2]), "sample_rate"),
+        (dict(delta=[1e-5, 1e-6]), "delta"),
     ],
 )
 def test_bad_input_is_refused_by_name(change, words):

@@ -161,7 +161,7 @@ def test_a_wrong_pull_back_is_found_by_the_proof():
     model, (x, y) = network(lambda: Wrong(4, 6, 3)), examples()
     model(x)
     assert clipping.resolve_method(model, cross_entropy, x, y) == "func"
-    with pytest.raises(ValueError, match="norms of gradients are wrong"):
+    with pytest.raises(ValueError, match="norms"):
         clipping.resolve_method(model, cross_entropy, x, y, "mixed")
 
 
