@@ -13,6 +13,7 @@ from dpcompanion.reproduction import experiments, scoreboard
 from dpcompanion.training.secure import SecureStream
 
 ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.slow  # a wheel is built and installed
 
 # Runs in a Python that sees the wheel, not the checkout, and nothing of what the extras bring.
 CODE = """

@@ -233,7 +233,7 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
 def test_a_state_that_no_filter_can_have_is_refused(name, spoilt, words):
     filter = RenyiFilter(2, **RUN, orders=4, budgets=0.1)
     state = filter.state_dict()
-    with pytest.raises(ValueError, match=f"state must hold {words}"):
+    with pytest.raises(ValueError, match=f"state.*{words}"):
         filter.load_state_dict({**state, name: spoilt(state[name])})
     assert filter.spent.eq(0).all() and filter.active.all()
 
@@ -289,13 +289,13 @@ def test_a_state_without_what_belongs_in_it_is_refused_and_nobody_else_says_who_
     state = filter.state_dict()
     for name in state:
         for change in ({**state, name: None}, {key: value for key, value in state.items() if key != name}):
-            with pytest.raises(ValueError, match=f"state must .*({name}|filter)"):
+            with pytest.raises(ValueError, match=f"state.*({name}|filter)"):
                 filter.load_state_dict(change)
 
 
 def test_what_is_no_number_is_refused_before_a_target_is_sought():
     for change in (dict(noise_multiplier="1"), dict(sample_rate="0.1"), dict(noise_multiplier=0.0)):
-        with pytest.raises(ValueError, match=f"{next(iter(change))} must"):
+        with pytest.raises(ValueError, match=next(iter(change))):
             RenyiFilter.for_epsilon(2, target_epsilons=1.0, target_delta=1e-5, **{**RUN, **change})
 
 

@@ -71,7 +71,7 @@ def test_what_is_not_finite_differs_and_infinite_matches_infinite():
 @pytest.mark.parametrize("argument", ["sd_ours", "sd_published", "rounding"])
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf])
 def test_a_deviation_that_is_negative_or_not_finite_is_refused(argument, value):
-    with pytest.raises(ValueError, match=f"{argument} must lie in"):
+    with pytest.raises(ValueError, match=argument):
         verdict(1.0, 1.0, **{argument: value})
 
 

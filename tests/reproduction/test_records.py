@@ -149,7 +149,7 @@ def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path, damage, message)
 def test_a_record_under_the_name_of_another_is_refused(tmp_path, name, preset):
     path = records.write(record(), tmp_path)
     copy = path.rename(records.path_of(name, preset, tmp_path))
-    with pytest.raises(ValueError, match=f"{copy.name} is the record of another exhibit or preset: {NAME}, paper"):
+    with pytest.raises(ValueError, match=copy.name):
         records.find(name, preset, tmp_path)
 
 
@@ -158,10 +158,10 @@ def test_arrays_that_are_altered_or_missing_are_refused_by_name(tmp_path):
     file = arrays_of(path)
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match=f"{file.name} holds other arrays"):
+    with pytest.raises(ValueError, match=file.name):
         records.read(path)
     file.unlink()
-    with pytest.raises(ValueError, match=f"{file.name} is missing"):
+    with pytest.raises(ValueError, match=file.name):
         records.read(path)
     with pytest.raises(ValueError, match="x holds objects"):
         records.write(record(arrays={"x": np.array([{}])}), tmp_path)

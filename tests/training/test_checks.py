@@ -161,9 +161,7 @@ def test_a_loader_is_not_unpacked_and_its_data_set_is_asked_for():
     model = nn.Linear(4, 3)
     pairs = torch.utils.data.TensorDataset(X, Y)
     for data in (torch.utils.data.DataLoader(pairs), iter([(X, Y)]), None, 3):
-        with pytest.raises(
-            ValueError, match=f"data must be two tensors.*{type(data).__name__}.*the data set of a loader"
-        ):
+        with pytest.raises(ValueError, match=f"data.*{type(data).__name__}"):
             train(model, cross_entropy, data, PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match="data"):
         train(model, cross_entropy, (X, Y, X), PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
@@ -295,7 +293,7 @@ def test_a_data_set_that_gives_its_items_in_another_order_is_refused():
             progress=False,
         )
     for kind, said in (("sorted", "in the order"), ("short", "as many items as it is asked for, 8, got 7")):
-        with pytest.raises(ValueError, match=f"data must give .*{said}"):
+        with pytest.raises(ValueError, match=f"data.*{said}"):
             NormTracker.for_plan(PLAN, nn.Linear(4, 3), cross_entropy, Batched(kind))
 
 

@@ -335,7 +335,7 @@ def test_a_gradient_that_is_not_finite_contributes_nothing(method, bad):
 )
 def test_layers_that_mix_examples_are_refused_by_name(layer):
     model = nn.ModuleDict({"first": nn.Linear(3, 3), "mixer": layer})
-    with pytest.raises(ValueError, match=f"'mixer' is a {type(layer).__name__}"):
+    with pytest.raises(ValueError, match="mixer"):
         checks.check_model(model)
 
 

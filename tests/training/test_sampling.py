@@ -151,7 +151,7 @@ def test_a_bad_standard_deviation_is_refused(std):
 @pytest.mark.parametrize("take", [lambda g: gaussian_noise((3,), 1.0, g), lambda g: PoissonSampler(5, 0.5, g)])
 @pytest.mark.parametrize("source", [None, 7])
 def test_draws_need_a_source(take, source):
-    with pytest.raises(ValueError, match=f"generator must be a torch.Generator or a SecureStream, got {source}"):
+    with pytest.raises(ValueError, match="generator"):
         take(source)
 
 

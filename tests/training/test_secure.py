@@ -371,7 +371,7 @@ def test_low_bits_of_float_noise_give_a_canary_away(dtype):
 
 @pytest.mark.parametrize("releases, got", [(torch.zeros(3), r"torch.float32 of shape \(3,\)"), ([[0.0]], "list")])
 def test_low_bits_of_what_is_no_table_of_floats_are_not_read(releases, got):
-    with pytest.raises(ValueError, match=f"releases must be a floating tensor .*, got {got}"):
+    with pytest.raises(ValueError, match=f"releases.*{got}"):
         low_bits_tell(releases, 1.0)
 
 

@@ -645,7 +645,7 @@ def test_a_budget_for_other_steps_than_those_of_the_run_is_refused(change):
     ):
         options = {"clipping": "individual"}
         NormTracker.for_plan(plan, network(), cross_entropy, data, budget=make(**run), **options)
-        with pytest.raises(ValueError, match=f"the account's {next(iter(change))}"):
+        with pytest.raises(ValueError, match=next(iter(change))):
             NormTracker.for_plan(plan, network(), cross_entropy, data, budget=make(**run | change), **options)
 
 
@@ -688,7 +688,7 @@ def test_a_tracker_of_other_items_than_the_run_s_is_refused_and_of_the_same_not(
         for mine, theirs in ((other, whole), (whole, other)):
             model = network()
             tracker = NormTracker.for_plan(plan, model, cross_entropy, mine, clipping="individual")
-            with pytest.raises(ValueError, match=f"one has other {words}"):
+            with pytest.raises(ValueError, match=words):
                 run(theirs, plan, model, tracker)
             assert not tracker.steps
     for same in ((x, y), sets[0](x.clone(), y), sets[1](sets[1](whole, order), order)):
