@@ -28,6 +28,7 @@ STEPS = {
     },
     "prove": {
         "slow tests": (*PYTEST, "-m", "slow"),
+        "deliberate faults, each caught by the short run": (sys.executable, "-m", "tests.mutations", "--jobs", "2"),
         "notebooks that train, under another arithmetic": (*MAKE, "notebooks", "MARK=trains", "UNDER=sse+jitter"),
         "site": (*MAKE, "site"),
         "pages in a browser": (sys.executable, "tools/browser_check.py"),
