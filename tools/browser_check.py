@@ -160,7 +160,10 @@ def browser(chromium=None, **options):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium or find_chromium())
+        # Hinting is a setting of the machine, and moves letters.
+        opened = playwright.chromium.launch(
+            executable_path=chromium or find_chromium(), args=["--font-render-hinting=none"]
+        )
         context = opened.new_context(**{"viewport": {"width": WIDTHS[-1], "height": 900}, **options})
         context.set_default_timeout(60_000)
         context.add_init_script("try { localStorage.setItem('mode', 'auto') } catch {}")
