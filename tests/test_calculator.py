@@ -56,12 +56,8 @@ def run_chart(node):
 @pytest.fixture
 def page(chromium, browser_check):
     """An empty page in a headless Chromium."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=browser_check.LAUNCH)
-        yield browser.new_page()
-        browser.close()
+    with browser_check.browser(chromium) as context:
+        yield context.new_page()
 
 
 RUNS = [  # sample rate, noise multiplier, steps, delta

@@ -61,6 +61,9 @@ def pip(*arguments):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+pytestmark = pytest.mark.slow  # an install into a folder of its own
+
+
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
     """What an installed wheel of this checkout says."""

@@ -39,6 +39,28 @@ def test_every_figure_has_the_same_width_and_a_white_ground():
         plotting.figure(1, 3)
 
 
+def test_figures_are_set_in_the_font_of_the_package_whatever_the_machine_has(monkeypatch, recwarn):
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    from matplotlib import font_manager
+
+    # A machine with a Plex of its own, which comes first.
+    manager = font_manager.fontManager
+    other = font_manager.FontEntry(fname="/nowhere/Plex.ttf", name="IBM Plex Sans", style="normal", weight=400)
+    monkeypatch.setattr(manager, "ttflist", [other, *manager.ttflist])
+    fig, axes = plotting.figure()
+    axes.loglog([1, 10, 100], label="\u03c3, \u03b5 \u2264 1")
+    axes.set_xlabel(r"$\sigma$, $\mathcal{N}$")
+    axes.legend()
+    fig.canvas.draw()
+    plt.close(fig)
+    for text in fig.findobj(matplotlib.text.Text):
+        assert font_manager.findfont(text.get_fontproperties()) == str(plotting.FONT)
+    assert not list(recwarn), "a character that is missing is a warning"
+
+
 def test_two_drawings_of_the_same_figure_are_the_same_bytes(tmp_path):
     import matplotlib
 

@@ -13,6 +13,7 @@ from .__main__ import note, read, run
 from .power import delta_at_zero_from_above, delta_from_below, verdict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIECES)
 def test_no_case_of_the_short_part_is_a_violation(name, request):
     if name == "calculator":
