@@ -41,6 +41,14 @@ def test_randomised_response_is_not_accused_more_often_than_the_confidence_allow
     assert epsilon_lower_bound(**counts, delta=0.0, confidence=0.9).median() > 0.5 * epsilon
 
 
+def test_the_two_rates_of_a_bound_share_its_confidence():
+    """By SciPy's beta distribution: each rate has an error of 2.5%, so that both hold in 95% of cases."""
+    counts = dict(true_positives=80, positives=100, false_positives=10, negatives=90)
+    least, most = stats.beta.ppf(0.025, 80, 21), stats.beta.ppf(0.975, 11, 80)
+    assert epsilon_lower_bound(**counts, delta=0.01) == pytest.approx(math.log((least - 0.01) / most), rel=1e-9)
+    assert mu_lower_bound(**counts) == pytest.approx(stats.norm.ppf(least) - stats.norm.ppf(most), rel=1e-9)
+
+
 def test_a_gaussian_mechanism_is_bounded_below_its_mu_and_close_to_it():
     mu, trials, generator = 1.5, 20000, torch.Generator().manual_seed(1)
     right = int(torch.randn(trials, generator=generator).add(mu).gt(mu / 2).sum())
