@@ -82,7 +82,8 @@ class _Once(argparse.Action):
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **options):
-        super().__init__(**options)
+        # Of an abbreviation one letter decides what is meant: `--n 60000` would be a noise multiplier of 60,000.
+        super().__init__(**options, allow_abbrev=False)
         self.register("action", None, _Once)
 
 
@@ -204,9 +205,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dpcompanion", description="Privacy accounting for DP-SGD, and the records of the book."
-    )
+    parser = _Parser(prog="dpcompanion", description="Privacy accounting for DP-SGD, and the records of the book.")
     parser.add_argument("--version", action="version", version=f"dpcompanion {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for command, (_, parameters, _, what) in _QUESTIONS.items():

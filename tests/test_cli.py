@@ -45,6 +45,15 @@ def test_each_search_answers_as_the_library_does(capsys, question, other, name):
     assert answer["neighbouring_relation"] and answer["sampler"] == "Poisson"
 
 
+@pytest.mark.parametrize("short", [["--n", "60000"], ["--st", "5"], ["--acc", "rdp"]])
+def test_an_abbreviated_option_is_refused(capsys, short):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(
+            ["epsilon", "--sample-rate", "0.01", "--steps", "100", "--noise-multiplier", "1", "--delta", "1e-5", *short]
+        )
+    assert stop.value.code == 2 and short[0] in capsys.readouterr().err
+
+
 def test_json_of_an_infinite_epsilon_is_valid_json(capsys):
     out = said(
         capsys, "epsilon", "--sample-rate", "1", "--noise-multiplier", "0", "--steps", "1", "--delta", "1e-5", "--json"

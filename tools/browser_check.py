@@ -332,15 +332,15 @@ def picture(site, file, name, what):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Check the rendered pages in a headless Chromium.")
+    parser = argparse.ArgumentParser(description="Check the rendered pages in a headless Chromium.", allow_abbrev=False)
     parser.add_argument("--site", type=Path, default=ROOT / "_build" / "html")
     commands = parser.add_subparsers(dest="command")
-    one = commands.add_parser("check", help="check pages (the default)")
+    one = commands.add_parser("check", help="check pages (the default)", allow_abbrev=False)
     one.add_argument("pages", nargs="*", help="such as book/intro.html (default: all)")
-    two = commands.add_parser("screenshot", help="draw pages into a folder")
+    two = commands.add_parser("screenshot", help="draw pages into a folder", allow_abbrev=False)
     two.add_argument("folder", type=Path)
     two.add_argument("pages", nargs="*", help="such as book/intro.html (default: all of book/)")
-    three = commands.add_parser("picture", help="draw one element of a page")
+    three = commands.add_parser("picture", help="draw one element of a page", allow_abbrev=False)
     three.add_argument("file", type=Path)
     three.add_argument("page")
     three.add_argument("what", help="a CSS selector")

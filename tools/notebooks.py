@@ -312,11 +312,15 @@ def check_outputs(cell):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Execute the book's notebooks, or check what is committed.")
+    parser = argparse.ArgumentParser(
+        description="Execute the book's notebooks, or check what is committed.", allow_abbrev=False
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the folder that holds book/")
     commands = parser.add_subparsers(dest="command", required=True)
-    live = commands.add_parser("execute", help="execute sources into their notebooks")
-    again = commands.add_parser("verify", help="execute again and compare, under other arithmetics where asked")
+    live = commands.add_parser("execute", help="execute sources into their notebooks", allow_abbrev=False)
+    again = commands.add_parser(
+        "verify", help="execute again and compare, under other arithmetics where asked", allow_abbrev=False
+    )
     again.add_argument(
         "--under",
         nargs="+",
@@ -333,9 +337,11 @@ def main(arguments=None):
         command.add_argument(
             "--timeout", type=int, default=900, help="seconds that one cell may take (default: %(default)s)"
         )
-    words = commands.add_parser("prose", help="take over new prose where the code is what was executed")
+    words = commands.add_parser(
+        "prose", help="take over new prose where the code is what was executed", allow_abbrev=False
+    )
     words.add_argument("names", nargs="+", help="which ones, by stem or path")
-    commands.add_parser("check", help="check that notebooks and sources are one thing")
+    commands.add_parser("check", help="check that notebooks and sources are one thing", allow_abbrev=False)
     options = parser.parse_args(arguments)
     root = options.root.resolve()
 

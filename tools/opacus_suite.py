@@ -193,7 +193,7 @@ def write(path, version, found):
 def main():
     import opacus
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--examples", type=int, default=3, help="examples that hypothesis tries in each of its tests")
     parser.add_argument("-k", nargs="*", default=(), help="run the tests whose names hold one of these words")
     parser.add_argument("--write", type=pathlib.Path, help="the file that the outcomes are added to")

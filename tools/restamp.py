@@ -31,7 +31,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--from", dest="revision", required=True, help="a git revision by whose code records are fresh")
     revision = parser.parse_args(arguments).revision
     from dpcompanion.reproduction import records
