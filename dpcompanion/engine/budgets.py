@@ -142,7 +142,7 @@ class FilteredBudgets:
             steps=self.planned,
             max_grad_norm=self._filter.max_grad_norm,
             noise_multiplier=self._filter.noise_multiplier,
-            delta=0.5,  # a filter promises an epsilon for each delta
+            delta=0.5 / self.n,  # unused: a filter promises an epsilon for each delta
         )
         whom, _, _ = plan.statement().partition(", delta ")
         return f"{whom}; everybody pays for their own gradients' norms, by {type(self._filter).__name__}."
