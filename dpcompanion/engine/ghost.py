@@ -12,6 +12,7 @@ from torch import nn
 from .._devices import autocasts
 from ..training.layers import Ghost, GhostEmbedding
 from ..training.tensors import rounded_up
+from .losses import LossCompany, Unreduced, note_call
 from .optimizers import Following
 from .proof import missing, norm_of, tolerance_of
 
@@ -72,7 +73,9 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
             remove()
 
         module.remove_hooks = leaves
-        return GhostCriterion(module, self, criterion, loss_reduction)
+        unreduced = Unreduced(criterion)
+        unreduced.reduction = loss_reduction  # which Opacus asks for, and sets to "none" for a call
+        return GhostCriterion(module, self, unreduced, loss_reduction)
 
     def _fresh_norms(self, module):
         """Norms of this backward pass: none is left from an earlier one."""
@@ -156,7 +159,10 @@ for _name in ("__truediv__", "__mul__", "__rmul__", "__add__", "__radd__", "__su
 
 class GhostCriterion(DPLossFastGradientClipping):
     optimizer: GhostOptimizer
-    _open = True
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._company = LossCompany()
 
     def __call__(self, *args, **kwargs):
         try:
@@ -166,32 +172,9 @@ class GhostCriterion(DPLossFastGradientClipping):
         except (RuntimeError, IndexError, TypeError) as error:
             raise ValueError(f"criterion must take the module's outputs and the targets, but: {error}") from error
         found.__class__ = GhostLosses
-        losses = found.loss_per_sample
-        if (
-            self._open
-            and self.optimizer._proof is not None
-            and len(args) > 1
-            and not kwargs
-            and losses.ndim == 1
-            and len(losses) > 1
-            and all(torch.is_tensor(t) and t.ndim and len(t) == len(losses) for t in args)
-        ):
-            self._open = False
-            self._check_company(args, losses.detach())
+        losses, watch = found.loss_per_sample, self.optimizer._watch
+        if watch is not None and losses.ndim == 1 and losses.requires_grad and "shape" not in kwargs:
+            note_call(watch, self.criterion, args, kwargs, losses, self.loss_reduction)
+            if self._company.due(len(losses)) and losses.device.type != "meta":
+                self._company.check(self.criterion, args, kwargs, losses, tolerance_of(losses))
         return found
-
-    def _check_company(self, args, losses):
-        rows = sorted({round(i * (len(losses) - 1) / 7) for i in range(8)})
-        with torch.no_grad():
-            alone = torch.cat(
-                [
-                    super(GhostCriterion, self).__call__(*(t[row : row + 1] for t in args)).loss_per_sample.reshape(1)
-                    for row in rows
-                ]
-            )
-        together, tolerance = losses[rows], tolerance_of(losses)
-        if bool(alone.isfinite().all()) and not torch.allclose(together, alone, rtol=tolerance, atol=1e-6):
-            raise ValueError(
-                "criterion must give each example a loss of its own, but it changes with its company: "
-                f"{together.tolist()} together, {alone.tolist()} alone"
-            )

@@ -45,9 +45,9 @@ class Following(DPOptimizer):
     #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
     shares: list[float] | None = None
 
-    def follow(self, draws, noted, accountant, proof, hooks):
+    def follow(self, draws, noted, accountant, proof, hooks, watch):
         self._draws, self._noted, self._accountant = draws, noted, accountant
-        self._proof, self.hooks, self._trained = proof, hooks, trainable(hooks._module)
+        self._proof, self.hooks, self._trained, self._watch = proof, hooks, trainable(hooks._module), watch
         self._own_step = False
         original: Any = self.original_optimizer
         if hasattr(original, "_budgets_guard"):
@@ -94,6 +94,11 @@ class Following(DPOptimizer):
         """
         if self._spoilt:
             raise FloatingPointError(not_finite("it was noticed after the step"))
+        if self._watch is not None and self._watch.spoilt:
+            raise ValueError(
+                "loss must be a mean of losses of which each depends on one example, as it was in the first batch, but "
+                "in a later one another gradient came back to the module's outputs; the steps since were noise alone"
+            )
         if self.dropped > self._said:
             self._said = self.dropped
             warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=6)
@@ -156,11 +161,16 @@ class Following(DPOptimizer):
                 "weights: with this batch it could not be proved that it treats examples one by one, which "
                 "prove=False takes on your word"
             )
+        if self._watch is not None:
+            self._watch.check()
         own = sent((share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device)
         # A hair less, so that rounding lifts no gradient above its norm.
         coarsest = max(torch.finfo(_wide(p.dtype)).eps for p in self.params)
         factors = (own / (norms * (1 + 8 * coarsest) + 1e-6)).clamp(max=1.0)
-        return torch.where(norms.isfinite(), factors, 0.0)
+        fits = norms.isfinite()
+        if self._watch is not None and self._watch.spoilt is not False:
+            fits = fits & ~self._watch.spoilt
+        return torch.where(fits, factors, 0.0)
 
     def pre_step(self, closure=None):
         if self._accountant.follower is not self:

@@ -96,6 +96,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         clipping: str = "flat",
         wrap_model: bool = True,
         prove: bool = True,
+        trust_loss: bool = False,
     ) -> Any:
         """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
         `epochs`.
@@ -198,6 +199,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
             prove=prove,
+            trust_loss=trust_loss,
         )
 
     def make_private_with_filter(
@@ -219,6 +221,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
         prove: bool = True,
+        trust_loss: bool = False,
     ) -> Any:
         """Model, optimizer and loader (in ghost mode the criterion before the loader) of a run in which everybody pays
         into a filter for each step, and no budget is exceeded whatever their gradients do.
@@ -319,6 +322,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
             prove=prove,
+            trust_loss=trust_loss,
         )
         if norms is None:
             budgets.measure = GradientNorms(
@@ -409,14 +413,21 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     def statement(self) -> str:
         """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
-        public constants, sampler, noise, and delta and accountant, or the filter.
+        public constants, sampler, noise, and delta and accountant, or the filter. It is of the steps that were taken;
+        before the first, of those that are planned. With trust_loss=True it says that the loss was not checked.
 
         Raises:
             ValueError: before the module was made private.
         """
         if self.accountant.budgets is None:
             raise ValueError("there are no budgets yet: call make_private_with_budgets first")
-        return self.accountant.budgets.statement()
+        said = self.accountant.budgets.statement(self.accountant.steps)
+        if self.accountant.trusts_loss:
+            said += (
+                " It takes on trust that the loss of the training loop was made of losses of which each depends on one "
+                "example; if one did not, no epsilon holds."
+            )
+        return said
 
     def get_epsilons(self, delta: float) -> torch.Tensor:
         """Epsilon of each example after the steps so far, (n,) float64: an upper bound for real numbers, inf after too

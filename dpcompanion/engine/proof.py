@@ -54,9 +54,11 @@ class Proof:
         loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses.
         ghost: whether Opacus finds norms only.
         batch_size: called, it gives the number of examples that the loader handed out last.
+        own_loss: of a number that the module puts out for a whole batch (its own loss), None if the loop cannot use it;
+            True if it may, whatever it is; False if its use is refused once it is known to mix examples.
     """
 
-    def __init__(self, hooks, watched, *, batch_first, loss_reduction, ghost, batch_size):
+    def __init__(self, hooks, watched, *, batch_first, loss_reduction, ghost, batch_size, own_loss):
         self._hooks, self._watched, self._inner = hooks, watched, hooks._module
         self._dim, self._mean, self._ghost, self._batch_size = (
             int(not batch_first),
@@ -65,30 +67,54 @@ class Proof:
             batch_size,
         )
         #: Whether the batch at hand waits for it; of how many examples the largest was that did not.
-        self.open, self._proved, self._busy = True, 0, False
+        self.open, self._proved, self.busy = True, 0, False
+        self._own_loss = own_loss
+        #: What is known against the number that the module puts out; None where it is one of examples.
+        self.own_loss_mixes, self._numbers = None, False
         watched.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def __getstate__(self):
-        return {"_busy": True}  # a copy of the module is none of this training's
+        return {"busy": True}  # a copy of the module is none of this training's
 
     def _before(self, module, args, kwargs):
-        if self._busy or (n := self._batch_size()) < max(1, 2 * self._proved):
+        if self.busy or (n := self._batch_size()) < max(1, 2 * self._proved):
             return
         parameters = [p for p in self._inner.parameters() if p.requires_grad]
         under_way = any(getattr(p, "_forward_counter", 0) for p in parameters)
         counts = module.training or not hasattr(self._hooks, "hooks_enabled")  # Opacus's hooks look away else
         if under_way or not parameters or not counts or not torch.is_grad_enabled():
             return
-        self.open, self._busy = True, True
+        self.open, self.busy = True, True
         try:
             batch = _Rows((args, kwargs), n, self._dim)
             if batch.found:
                 with self._aside():
                     self._prove(batch, parameters)
         finally:
-            self._busy = False
+            self.busy = False
 
     def _prove(self, batch, parameters):
+        try:
+            self._prove_outputs(batch, parameters)
+        except UnsupportedModuleError as error:
+            if not self._numbers or self._own_loss is not False:
+                raise
+            # Without it the module may be as it should; then the loop may take the loss of its outputs.
+            self.own_loss_mixes = "it is no mean of the examples' own losses"
+            self._clear()
+            try:
+                self._prove_outputs(batch, parameters)
+            except UnsupportedModuleError:
+                raise error from None
+
+    def _outputs(self, value):
+        """Those that a loss can be made of here."""
+        found = _outputs(value)
+        self._numbers = any(not out.ndim for out in found)
+        leaves_out = self._own_loss is None or self.own_loss_mixes is not None
+        return [out for out in found if out.ndim or not leaves_out]
+
+    def _prove_outputs(self, batch, parameters):
         norms = self._norms(batch, {round(i * (batch.n - 1) / (_PROBED - 1)) for i in range(_PROBED)}, parameters)
         if len(_fit(norms)) < 2:
             norms |= self._norms(batch, set(range(batch.n)) - norms.keys(), parameters)
@@ -161,7 +187,7 @@ class Proof:
         """Gradients of one example by plain autograd, and the shapes of its outputs."""
         args, kwargs = batch.take([row])
         with self._plain():
-            outputs = _outputs(self._inner(*args, **kwargs))
+            outputs = self._outputs(self._inner(*args, **kwargs))
             if not outputs:
                 return (), []
             value = added_up(_weighed(out, row, i) for i, out in enumerate(outputs))
@@ -184,7 +210,7 @@ class Proof:
     def _compare(self, batch, rows, checked, parameters):
         """Of the rows together, those that are checked must have the gradients that they have alone."""
         args, kwargs = batch.take(rows)
-        outputs = _outputs(self._watched(*args, **kwargs))
+        outputs = self._outputs(self._watched(*args, **kwargs))
         _, shapes = self._alone(batch, checked[0], parameters)
         parts = [_parts(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
         known = [part for part in parts if part is not None]
