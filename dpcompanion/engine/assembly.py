@@ -10,6 +10,7 @@ import torch
 
 from .checks import Traceless
 from .ghost import GhostOptimizer
+from .layers import ForEachExample, embedding_grad_sample
 from .loading import Draws, Noted, private_loader
 from .losses import LossWatch, PerExampleCriterion
 from .optimizers import HooksOptimizer
@@ -18,7 +19,7 @@ from .proof import Proof, tolerance_of
 
 def _rearranged(rearrange, *, module, **options):
     """As Opacus does, which takes what a layer noted of a batch from an empty list after a pass in evaluation mode."""
-    if not getattr(module, "activations", True):
+    if not getattr(module, "activations", None):
         raise ValueError(
             f"module must be in training mode in the forward pass of each backward pass, but {type(module).__name__} "
             "was in evaluation mode, or went back twice: call module.train() first"
@@ -62,6 +63,8 @@ def assemble(
         wrap_model=wrap_model,
     )
     module.forbid_grad_accumulation()
+    if hasattr(module, "GRAD_SAMPLERS"):
+        module.GRAD_SAMPLERS = {**module.GRAD_SAMPLERS, torch.nn.Embedding: embedding_grad_sample}
     if hasattr(module, "rearrange_grad_samples"):
         module.rearrange_grad_samples = functools.partial(_rearranged, module.rearrange_grad_samples)
     optimizer = getattr(optimizer, "original_optimizer", optimizer)
@@ -100,10 +103,12 @@ def assemble(
             criterion=ghost or criterion is not None,
         )
     )
+    ForEachExample(
+        original, original, lambda: proof.rows if proof is not None and proof.busy else len(noted.handed_out or [])
+    )
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.trusts_loss = trust_loss
-    optimizer.follow(draws, noted, engine.accountant, proof, module, watch)
-    Traceless(original)
+    optimizer.follow(draws, noted, engine.accountant, proof, module, watch, Traceless(original))
     optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
     loader = private_loader(data_loader, noted, draws, batch_first)
     if isinstance(optimizer, GhostOptimizer):

@@ -32,6 +32,8 @@ def _check_autocast(layer, args):
 def _norms(layer, activations, backprops):
     """Norms of the gradients of a linear layer or an embedding, {parameter: (n,)}, as `dpcompanion.training.layers`
     has them: Opacus's own, in float32, lose what cancels over the positions of an example."""
+    if not len(backprops):
+        return {p: backprops.new_zeros(0) for p in layer.parameters(recurse=False) if p.requires_grad}
     uses = [(activations[0], backprops)]
     if isinstance(layer, nn.Embedding):
         squares = {layer.weight: GhostEmbedding(layer, uses).squared_norms} if layer.weight.requires_grad else {}
@@ -39,8 +41,6 @@ def _norms(layer, activations, backprops):
         ghost = Ghost(layer, [(activations[0].to(backprops.dtype), backprops)])
         squares = {layer.weight: ghost.weight_squares, layer.bias: ghost.bias_squares}
         squares = {p: found for p, found in squares.items() if p is not None and p.requires_grad}
-    if not len(backprops):
-        return {p: backprops.new_zeros(0) for p in squares}
     return {p: rounded_up(torch.as_tensor(found()).sqrt(), backprops.dtype) for p, found in squares.items()}
 
 

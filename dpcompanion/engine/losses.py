@@ -377,6 +377,8 @@ def _resemblance(loss, gradient, found, bound, n, mean):
     known = factors[~factors.isnan()]
     if float(known.max() - known.min()) <= 10 * bound * float(known.max()):
         return f"it looks like {loss.name} that {_scaled(float(known.mean()), n, mean=mean)}"
+    if loss.of_outputs_alone:
+        return None
     if loss.tokens:
         return (
             f"it looks like {loss.name} averaged over all tokens of the batch, so that an example with many moves the "
@@ -407,6 +409,10 @@ class Standard:
 
     def __init__(self, name, f, target, *, classes=None, tokens=False):
         self.name, self._f, self._target, self.classes, self.tokens = name, f, target, classes, tokens
+
+    @property
+    def of_outputs_alone(self):
+        return self._target is None
 
     def __call__(self, out, batch):
         target = None if self._target is None else self._target(batch, out.device)

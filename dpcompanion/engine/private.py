@@ -98,8 +98,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         prove: bool = True,
         trust_loss: bool = False,
     ) -> Any:
-        """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
-        `epochs`.
+        """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) that spend each
+        budget in `epochs`.
 
         Args:
             module: the model, which must treat examples one by one.
@@ -115,11 +115,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
             noise_range: (low, high) for the noise multiplier of "sample", fixed before the budgets are known: it
                 bounds what others' budgets can do to one's risk (`dpcompanion.idp.sample_parameters`).
-            criterion: the loss of ghost mode; cross entropy by default.
+            criterion: a loss of outputs and targets: a module or function with a `reduction`, which the engine calls
+                without, or a function to (n,). Class weights and `ignore_index` are allowed: of one example's tokens
+                the mean counts those that are not ignored. With it a criterion is returned before the loader, in every
+                mode, through which every loss must come. In ghost mode it is cross entropy by default; else, without
+                one, the loop's own loss must be a standard one (`dpcompanion.engine.losses`).
             batch_first: whether inputs have the examples along their first axis, or else along their second.
-            loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses. A mean is one over all
-                of them: a criterion with class weights or `ignore_index` divides by what is in the batch, so take it
-                with reduction="none" and then the mean.
+            loss_reduction: "mean" or "sum", what the loop's loss (or the criterion that is returned) makes of the
+                examples' losses. A mean is one over all of them: what divides by the weights or tokens of a batch is
+                refused at the step.
             seed: None, for a model that is released: noise and draws come from ciphers under keys of 256 bits that the
                 operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research:
                 the keys are hashed from it, as in `dpcompanion.training.train`, and whoever knows it can subtract the
@@ -134,6 +138,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
             prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
                 examples one by one and uses every weight in its layer only.
+            trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
+                on one example, no epsilon holds; `statement` says that your word was taken.
 
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
@@ -142,6 +148,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 step.
             ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes examples, here
                 for layers that do, at the first forward pass for any other; or whose norms are not whole.
+            ValueError: at the step, for a loss that mixes examples, as with class weights, or that is not known to be a
+                mean (or sum) of one number an example.
         """
         _checks.one_of("method", method, METHODS)
         _checks.one_of("clipping", clipping, CLIPPINGS)
@@ -223,8 +231,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         prove: bool = True,
         trust_loss: bool = False,
     ) -> Any:
-        """Model, optimizer and loader (in ghost mode the criterion before the loader) of a run in which everybody pays
-        into a filter for each step, and no budget is exceeded whatever their gradients do.
+        """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) of a run in which
+        everybody pays into a filter for each step, and no budget is exceeded whatever their gradients do.
 
         Norms of all examples are measured now and then. An example is clipped to what the filter makes of its own, and
         pays for that; one that can pay for nothing is clipped to 0, and has left. Rate, noise, clip norm and
@@ -246,11 +254,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             norms: or else a function that is called without arguments and gives the norms itself, (n,); that of an
                 example must depend on the weights and on this example alone.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
-            criterion: the loss of ghost mode; cross entropy by default.
+            criterion: a loss of outputs and targets: a module or function with a `reduction`, which the engine calls
+                without, or a function to (n,). Class weights and `ignore_index` are allowed: of one example's tokens
+                the mean counts those that are not ignored. With it a criterion is returned before the loader, in every
+                mode, through which every loss must come. In ghost mode it is cross entropy by default; else, without
+                one, the loop's own loss must be a standard one (`dpcompanion.engine.losses`).
             batch_first: whether inputs have the examples along their first axis, or else along their second.
-            loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses. A mean is one over all
-                of them: a criterion with class weights or `ignore_index` divides by what is in the batch, so take it
-                with reduction="none" and then the mean.
+            loss_reduction: "mean" or "sum", what the loop's loss (or the criterion that is returned) makes of the
+                examples' losses. A mean is one over all of them: what divides by the weights or tokens of a batch is
+                refused at the step.
             seed: None, for a model that is released: noise and draws come from ciphers under keys that the operating
                 system draws. Or a whole number below 2^1024, for research, from which the keys are hashed: whoever
                 knows it can subtract the noise.
@@ -259,6 +271,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
             prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
                 examples one by one and uses every weight in its layer only.
+            trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
+                on one example, no epsilon holds; `statement` says that your word was taken.
 
         Raises:
             ValueError: bad input; a filter of another rate or number of examples; and what would void the account: a
