@@ -47,8 +47,8 @@ class ForEachExample:
         return {"_batch_size": None, "_n": None, "_shared": set(), "_handles": []}
 
     def _begin(self, module, args):
-        counts = self._batch_size is not None and module.training and torch.is_grad_enabled()
-        self._n = self._batch_size() if counts else None
+        counts = module.training and torch.is_grad_enabled()
+        self._n = self._batch_size() if counts and self._batch_size is not None else None
 
     def _end(self, module, args, outputs):
         self._n = None

@@ -259,7 +259,7 @@ class LossWatch:
                     return None
             best = best or _resemblance(loss, gradient / scale, found, bound, n, self._mean)
         for _, value in _targets(self._noted.batch, n):
-            if best is None and value.ndim == 1 and out.shape[1:].numel() == 1:
+            if value.ndim == 1 and out.shape[1:].numel() == 1:
                 crossed = 2 * (out.reshape(-1, 1) - value.to(out)).mean(1)
                 if _fits(gradient.reshape(n, 1) / scale, crossed[:, None], bound, 1.0):
                     best = (
@@ -377,8 +377,8 @@ def _resemblance(loss, gradient, found, bound, n, mean):
     known = factors[~factors.isnan()]
     if float(known.max() - known.min()) <= 10 * bound * float(known.max()):
         return f"it looks like {loss.name} that {_scaled(float(known.mean()), n, mean=mean)}"
-    if loss.of_outputs_alone:
-        return None
+    if loss.of_outputs_alone or gradient[0].numel() == 1 and loss.classes is None:
+        return None  # of one number each, every gradient is a multiple
     if loss.tokens:
         return (
             f"it looks like {loss.name} averaged over all tokens of the batch, so that an example with many moves the "
@@ -571,7 +571,7 @@ def _of_numbers(out, target, value):
     }
     if bool(((out >= 0) & (out <= 1)).all()):
         functions["binary cross entropy"] = lambda o, t: F.binary_cross_entropy(o, t, reduction="none")
-    classes = value.reshape(-1) if rows == 1 else None
+    classes = value.reshape(-1) if rows == 1 and not value.is_floating_point() else None
     for name, f in functions.items():
         for reduce, kind in ((_own_mean, ""), (_own_sum, ", summed over an example's numbers"))[: 2 if rows > 1 else 1]:
             yield Standard(name + kind, both(f, reduce), target, classes=classes)
