@@ -180,6 +180,13 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             "steps": epochs * len(data_loader),
             "accountant": self._by,
         }
+        if target_delta >= 1 / n:
+            warnings.warn(
+                f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got {target_delta:g}: a mechanism that "
+                "publishes one example in full has such a delta",
+                UserWarning,
+                stacklevel=2,
+            )
         multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight, noise_range)
         fixed = FixedBudgets(
             rates=self.sample_rates,

@@ -61,12 +61,11 @@ def private(model, data, *, mode="hooks", epochs=3, batch_size=N, **options):
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(data, batch_size=batch_size),
         target_epsilons=[3.0] * len(data),
-        target_delta=1e-3,
         epochs=epochs,
         max_grad_norm=CLIP,
         seed=0,
         grad_sample_mode=mode,
-        **options,
+        **{"target_delta": 1e-3, **options},
     )
     return engine, *made
 
@@ -464,6 +463,12 @@ def test_on_a_device_a_loss_that_mixes_later_makes_steps_of_noise_and_is_said(mo
             assert all(not p.summed_grad.any() for p in module.parameters())
     with pytest.raises(ValueError, match="loss must be"):
         engine.get_epsilons(1e-3)
+
+
+@pytest.mark.parametrize("delta", [0.5, 1 / N])
+def test_a_delta_that_one_example_in_full_would_have_is_warned_of(delta):
+    with pytest.warns(UserWarning, match="target_delta"):
+        private(nn.Linear(4, 3), classes(), target_delta=delta)
 
 
 def test_the_statement_is_of_the_steps_that_were_taken():
