@@ -10,7 +10,7 @@ import torch
 
 from .checks import Traceless
 from .ghost import GhostOptimizer
-from .layers import ForEachExample, embedding_grad_sample
+from .layers import ForEachExample, check_packed, embedding_grad_sample
 from .loading import Draws, Noted, private_loader
 from .losses import LossWatch, PerExampleCriterion
 from .optimizers import HooksOptimizer
@@ -103,6 +103,7 @@ def assemble(
             criterion=ghost or criterion is not None,
         )
     )
+    check_packed(original)
     ForEachExample(
         original, original, lambda: proof.rows if proof is not None and proof.busy else len(noted.handed_out or [])
     )

@@ -1,14 +1,18 @@
-"""Embeddings as Opacus does not have them: with a padding index, in an empty batch, and of positions.
+"""What Opacus gets wrong in layers: embeddings with a padding index, in an empty batch, and of positions; packed rows.
 
 * Opacus gives the row of `padding_idx` a gradient, which autograd does not.
 * Of an empty batch it makes the gradient of one example, where there is none.
 * A model that looks its positions up once for the whole batch, `positions(torch.arange(T))` of shape (T, d) or
   (1, T, d), adds them to each example by broadcasting. Then the layer gets one sum of all examples' gradients, and
   nobody's own. So such a layer is asked for the positions of each example: the sum that follows is the same.
+* Rows of a packed sequence are in the order of falling length. Where that is not the order of the batch, Opacus gives
+  an example the gradient of another, so it is refused in whichever batch it comes.
 """
 
 import torch
+from opacus.layers.dp_rnn import DPRNNBase
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence
 
 
 def embedding_grad_sample(layer, activations, backprops):
@@ -24,6 +28,24 @@ def embedding_grad_sample(layer, activations, backprops):
             sent = sent.masked_fill(ids == layer.padding_idx, 0.0)
         sample.scatter_add_(1, ids.expand(-1, -1, width), sent)
     return {layer.weight: sample}
+
+
+def check_packed(module):
+    """From now on packed sequences must have the order of the batch."""
+    for part in module.modules():
+        if isinstance(part, DPRNNBase):
+            part.register_forward_pre_hook(_check_order)
+
+
+def _check_order(layer, args):
+    order = args[0].sorted_indices if args and isinstance(args[0], PackedSequence) else None
+    if order is None or not (layer.training and torch.is_grad_enabled()):
+        return
+    if not torch.equal(order, torch.arange(len(order), device=order.device)):
+        raise ValueError(
+            f"packed sequences must be in the order of the batch, in a {type(layer).__name__}, for Opacus takes an "
+            "example for another where they are sorted: collate the batch without packing, and leave its rows padded"
+        )
 
 
 class ForEachExample:

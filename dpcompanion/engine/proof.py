@@ -238,10 +238,12 @@ class Proof:
 
     def _compare(self, batch, rows, checked, parameters):
         """Of the rows together, those that are checked must have the gradients that they have alone."""
+        # Before the pass that Opacus watches: between that and its backward pass nothing may overwrite its notes.
+        _, shapes = self._alone(batch, checked[0], parameters)
+        self._clear()
         args, kwargs = batch.take(rows)
         self.rows = len(rows)
         outputs = self._outputs(self._watched(*args, **kwargs))
-        _, shapes = self._alone(batch, checked[0], parameters)
         parts = [_parts(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
         known = [part for part in parts if part is not None]
         if len(outputs) != len(shapes) or len(known) < len(parts):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from opacus.layers import DPLSTM
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -104,3 +105,69 @@ def test_embeddings_take_empty_draws(positions, mode):
 def test_a_padding_index_is_refused_by_name_where_it_would_be_wrong():
     with pytest.raises(ValueError, match="padding_idx .* in 'words'"):
         private(Padded(), sentences(), "ew")
+
+
+class Packed(nn.Module):
+    def __init__(self, enforce_sorted=False):
+        super().__init__()
+        self.words, self.recurrent, self.head = nn.Embedding(9, 4), DPLSTM(4, 5, batch_first=True), nn.Linear(5, 3)
+        self.enforce_sorted = enforce_sorted
+
+    def forward(self, t):
+        lengths = (t != 0).sum(1)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.words(t), lengths, batch_first=True, enforce_sorted=self.enforce_sorted
+        )
+        return self.head(self.recurrent(packed)[1][0][-1])
+
+
+def falling():
+    """Rows of 14, 13, ..., 3 words."""
+    generator = torch.Generator().manual_seed(0)
+    t = torch.randint(1, 9, (N, 14), generator=generator)
+    for i in range(N):
+        t[i, 14 - i :] = 0
+    return TensorDataset(t, torch.randint(3, (N,), generator=generator))
+
+
+@pytest.mark.parametrize("enforce_sorted", [False, True])
+def test_packed_rows_in_the_order_of_the_batch_are_right(enforce_sorted):
+    torch.manual_seed(0)
+    check_sum(Packed(enforce_sorted), falling(), "hooks")
+
+
+def test_packed_rows_in_another_order_are_refused_in_whichever_batch_they_come():
+    engine, module, optimizer, criterion, loader = private(Packed(), falling(), "hooks", epochs=2)
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        if number:
+            with pytest.raises(ValueError, match="packed sequences"):
+                module(x.flip(0))
+            break
+        criterion(module(x), y).backward()
+        optimizer.step()
+    assert engine.accountant.steps == 1
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+def test_a_frozen_batch_norm_in_evaluation_mode_is_taken_until_it_wakes(mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+    x = torch.randn(N, 4)
+    model(x)
+    model[:2].requires_grad_(False)
+    model[1].eval()
+    data = TensorDataset(x, torch.arange(N) % 3)
+    check_sum(copy.deepcopy(model), data, mode)
+    engine, module, optimizer, criterion, loader = private(model, data, mode, epochs=2)
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        if number:
+            module.train()
+            with pytest.raises(ValueError, match="mixes|statistics|module must"):
+                criterion(module(x), y).backward()
+                optimizer.step()
+            break
+        criterion(module(x), y).backward()
+        optimizer.step()
+    assert engine.accountant.steps == 1
