@@ -110,8 +110,8 @@ FAULTS = (
     fault(
         "epsilon by RDP is composed for one step less",
         "accounting/runs.py",
-        "return min(found, float(rdp_to_epsilon(rdp, orders, delta)[0]))",
-        "return min(found, float(rdp_to_epsilon(rdp * (1 - 1 / steps), orders, delta)[0]))",
+        "(float(value) for value in rdp_to_epsilon(rdp, orders, delta))",
+        "(float(value) for value in rdp_to_epsilon(rdp * (1 - 1 / steps), orders, delta))",
         "accounting/test_runs.py::test_the_corners_of_the_range_are_finite_and_ordered",
     ),
     fault(
@@ -526,7 +526,9 @@ def attempts(faults, jobs):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.mutations", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="faults tried at a time")
     parser.add_argument("--only", default="", help="faults whose names contain this text")
     options = parser.parse_args(arguments)
