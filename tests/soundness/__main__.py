@@ -24,7 +24,9 @@ DONE = pathlib.Path(__file__).resolve().parents[2] / ".soundness"
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m tests.soundness", description="Random cases against oracles.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soundness", description="Random cases against oracles.", allow_abbrev=False
+    )
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; all by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; a later run goes on")
@@ -104,7 +106,7 @@ def _processor_seconds():
 def _commit():
     """The commit that is tried; with a plus where the tree differs from it."""
     git = ["git", "-C", str(DONE.parent), "describe", "--always", "--exclude=*", "--dirty=+"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "no commit"
+    return subprocess.run(git, capture_output=True, text=True, encoding="utf-8").stdout.strip() or "no commit"
 
 
 if __name__ == "__main__":
