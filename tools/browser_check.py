@@ -284,7 +284,7 @@ def draw(site, folder, pages, element=None):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Check the rendered pages in a headless Chromium.")
+    parser = argparse.ArgumentParser(description="Check the rendered pages in a headless Chromium.", allow_abbrev=False)
     parser.add_argument("pages", nargs="*", help="such as book/intro.html (default: all)")
     parser.add_argument("--site", type=Path, default=ROOT / "_build" / "html")
     parser.add_argument("--draw", type=Path, metavar="DIR", help="pictures of the pages instead of checks")
