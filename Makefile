@@ -1,4 +1,4 @@
-# Two commands: `make book` computes and shows the book, `make test` proves it.
+# Two commands: `make book` computes and shows the book, `make test` proves it, in ten minutes; `make prove` does the rest.
 # Where PyPI's torch is too large (CUDA), install the CPU build instead:
 #   make book TORCH_INDEX=https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
@@ -7,21 +7,29 @@ PY := .venv/bin/python
 INSTALLED := .venv/.installed
 LOWEST := .venv-lowest/bin/python
 CORE_TESTS := tests/accounting tests/engine tests/filters tests/per_instance tests/training tests/test_individual.py
+# Of the committed notebooks: all, or PAGES, or those with a MARK; as it is, or UNDER another arithmetic.
+PAGES ?= $$(find book -name '*.ipynb' -not -path '*/.*')
+NBVAL := $(PY) -m pytest -n 2 --no-loadscope-reorder -p no:cacheprovider --color=no --nbval --nbval-current-env \
+  --nbval-sanitize-with=nbval.cfg $(if $(MARK),-m $(MARK)) $(PAGES)
 JUPYTER_BOOK := .venv/bin/jupyter-book build . -q
 
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYDEVD_DISABLE_FILE_VALIDATION := 1
+# Neither settings nor a folder of the user's home plays a part in what is drawn.
+export MPLCONFIGDIR := $(CURDIR)/.venv/.matplotlib
 
-.PHONY: help book site pdf test gpu cluster portable bench soundness lint types lowest wheel clean
+.PHONY: help book site pdf test prove notebooks gpu cluster portable bench soundness lint types lowest wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make book      install, compute every chapter here and now, render the book"
 	@echo "make site      render the book from the committed outputs"
 	@echo "make pdf       the same as one PDF, by a Chromium, and checked"
-	@echo "make test      prove it: tests, notebooks, pages"
-	@echo "make portable  execute every chapter under the arithmetics of other processors: does a number move?"
+	@echo "make test      prove it, in some ten minutes: tests, notebooks executed again (nbval), pages without a warning"
+	@echo "make prove     the rest, twenty minutes more: slow tests, another arithmetic, pages in a browser"
+	@echo "make notebooks the part of make test that executes the notebooks again (PAGES=book/accounting.ipynb: this one)"
+	@echo "make portable  the same under the arithmetics of other processors: does a number move?"
 	@echo "make bench     time the library beside its peers"
 	@echo "make gpu       what waits for a GPU: its tests, benchmarks, then the records (MINUTES=9 stops in time, and goes on)"
 	@echo "make cluster   the pieces of a run on local clusters of Dask and Ray, with workers that are killed"
@@ -61,10 +69,17 @@ pdf: site
 	@$(PY) tools/pdf.py
 
 test: $(INSTALLED)
-	@$(PY) tools/prove.py
+	@$(PY) tools/prove.py test
+
+prove: $(INSTALLED)
+	@$(PY) tools/prove.py prove
+
+notebooks: $(INSTALLED)
+	@$(if $(UNDER),$(PY) tools/arithmetic.py $(UNDER)) $(NBVAL)
 
 portable: $(INSTALLED)
-	@$(PY) tools/notebooks.py verify --under compatible avx2 sse two-threads jitter
+	@for under in compatible avx2 sse two-threads jitter; do \
+	  $(PY) tools/arithmetic.py $$under $(NBVAL) || moved=1; done; exit $${moved:-0}
 
 bench: $(INSTALLED)
 	@$(PY) -m benchmarks

@@ -55,9 +55,10 @@ def machine():
     """The machine, how busy it is, the versions, the commit and the day, in one line."""
     import torch
 
+    cpuinfo = pathlib.Path("/proc/cpuinfo").read_text(encoding="utf-8") if os.path.exists("/proc/cpuinfo") else ""
     processor = (
         next(
-            (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")),
+            (line.split(":")[1].strip() for line in cpuinfo.splitlines() if line.startswith("model name")),
             platform.processor(),
         )
         if os.path.exists("/proc/cpuinfo")
@@ -65,7 +66,7 @@ def machine():
     )
     load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
     named = ["git", "-C", str(FOLDER), "describe", "--always", "--dirty=+changes", "--exclude=*"]
-    commit = subprocess.run(named, capture_output=True, text=True).stdout.strip() or "unknown"
+    commit = subprocess.run(named, capture_output=True, text=True, encoding="utf-8").stdout.strip() or "unknown"
     return (
         f"{processor}, {os.cpu_count()} cores{load}; Python {platform.python_version()}, torch {torch.__version__}; "
         f"commit {commit}, {datetime.date.today():%-d %B %Y}"
@@ -97,7 +98,7 @@ def main(arguments=None):
     options = parser.parse_args(arguments)
     if unknown := set(options.modules) - set(names()):
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names())}")
-    written = sections(README.read_text()) if README.exists() else {}
+    written = sections(README.read_text(encoding="utf-8")) if README.exists() else {}
     for name in options.modules or names():
         module = importlib.import_module(f"benchmarks.{name}")
         if hasattr(module, "run"):
@@ -108,7 +109,7 @@ def main(arguments=None):
             print(written[name] + "\n", flush=True)
             if options.write:
                 parts = [TITLE, *(written[name] for name in names() if name in written)]
-                README.write_text("\n\n".join(parts) + "\n")
+                README.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

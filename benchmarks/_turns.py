@@ -39,6 +39,7 @@ def peak_memory(module, *which):
         check=True,
         capture_output=True,
         text=True,
+        encoding="utf-8",
         env={**os.environ, "OMP_NUM_THREADS": "2"},
     )
     return json.loads(done.stdout)
@@ -46,7 +47,7 @@ def peak_memory(module, *which):
 
 def print_peak_of(block):
     """Print by how many MiB this process's memory grows at most while the block runs."""
-    with open("/proc/self/clear_refs", "w") as file:
+    with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
         file.write("5")
     start = _own_memory("VmRSS")
     block()
@@ -54,5 +55,5 @@ def print_peak_of(block):
 
 
 def _own_memory(field):
-    with open("/proc/self/status") as status:
+    with open("/proc/self/status", encoding="utf-8") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith(field))

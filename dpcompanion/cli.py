@@ -207,7 +207,7 @@ def _run(arguments: argparse.Namespace) -> None:
         return
     path = records.path_of(record.name, record.preset, folder)
     if arguments.json:
-        print(path.read_text())
+        print(path.read_text(encoding="utf-8"))
     else:
         try:
             table = experiments.compare(record, folder=arguments.out)

@@ -5,7 +5,16 @@ import os
 import shutil
 from pathlib import Path
 
+import hypothesis
 import pytest
+
+# The same examples in every run and on every machine: a search for new ones is `make soundness`.
+hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+without_shrinking = [
+    phase for phase in hypothesis.Phase if phase not in (hypothesis.Phase.shrink, hypothesis.Phase.explain)
+]
+hypothesis.settings.register_profile("unshrunk", hypothesis.settings.get_profile("fixed"), phases=without_shrinking)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))  # "unshrunk" by tests/mutations.py
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -250,10 +250,7 @@ def test_a_network_is_audited_by_group_on_crafted_canaries():
         (lambda: audit.judge([1.0, 2], torch.tensor([True, False]), delta=0, groups=[1.0, math.nan]), "groups"),
         (lambda: audit.PlanCurve(plan(5, noise_multiplier=0.0)), "noise"),
         (lambda: audit.PlanCurve(plan(5, steps=0)), "step"),
-        (
-            lambda: audit.audit_training(None, None, None, plan(5), optimizer=None, canaries=[1, 1]),
-            r"canaries .*, got \[1, 1\]",
-        ),
+        (lambda: audit.audit_training(None, None, None, plan(5), optimizer=None, canaries=[1, 1]), "canaries"),
     ],
 )
 def test_bad_input_is_refused(call, match):

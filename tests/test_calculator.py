@@ -33,7 +33,9 @@ def run_script(node):
         script = f"const accountant = require({str(STATIC / 'accountant.js')!r});"
         script += f"const exactFilter = require({str(STATIC / 'filter.js')!r});"
         script += f"console.log(JSON.stringify({expression}))"
-        return json.loads(subprocess.run([node, "-e", script], capture_output=True, text=True, check=True).stdout)
+        return json.loads(
+            subprocess.run([node, "-e", script], capture_output=True, text=True, encoding="utf-8", check=True).stdout
+        )
 
     return run
 
@@ -44,7 +46,9 @@ def run_chart(node):
 
     def run(expression):
         script = f"const chart = require({str(STATIC / 'chart.js')!r}); console.log(JSON.stringify({expression}))"
-        return json.loads(subprocess.run([node, "-e", script], capture_output=True, text=True, check=True).stdout)
+        return json.loads(
+            subprocess.run([node, "-e", script], capture_output=True, text=True, encoding="utf-8", check=True).stdout
+        )
 
     return run
 
@@ -52,12 +56,8 @@ def run_chart(node):
 @pytest.fixture
 def page(chromium, browser_check):
     """An empty page in a headless Chromium."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=browser_check.LAUNCH)
-        yield browser.new_page()
-        browser.close()
+    with browser_check.browser(chromium) as context:
+        yield context.new_page()
 
 
 RUNS = [  # sample rate, noise multiplier, steps, delta

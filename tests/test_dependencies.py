@@ -23,7 +23,7 @@ LIBRARY = (
     {"__main__"},
 )
 REPRODUCTION = (
-    {"intervals", "moving", "plotting", "provenance", "published", "sources", "storage", "workers"},
+    {"intervals", "moving", "plotting", "provenance", "published", "storage", "workers"},
     {"pieces", "records"},
     {"comparison", "places", "runs"},
     {"findings"},
@@ -118,7 +118,7 @@ for statement in ("import dpcompanion.engine", "from dpcompanion.idp import Indi
     except ImportError as error:
         print(error)
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, encoding="utf-8", check=True)
     needs = "the engine stands on Opacus: pip install 'dpcompanion[opacus]'"
     assert found.stdout.splitlines() == ["[2.0]", needs, needs]
 

@@ -2,7 +2,6 @@
 
 import ast
 import hashlib
-import importlib
 import os
 import re
 import shutil
@@ -11,6 +10,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import prove
 import pytest
 import yaml
 
@@ -39,12 +39,6 @@ def test_everything_that_the_package_asks_for_is_pinned():
     assert names <= pinned
 
 
-def test_every_notebook_is_executed_from_the_source_beside_it():
-    check = [sys.executable, str(ROOT / "tools" / "notebooks.py"), "check"]
-    done = subprocess.run(check, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
-
-
 def chapters(entry):
     for key in ("root", "file"):
         if key in entry:
@@ -71,9 +65,21 @@ def test_a_notebook_is_shown_and_its_source_is_not():
         assert any(source.match(pattern) for pattern in excluded), f"_config.yml: exclude_patterns lacks {source}"
 
 
-def test_the_vendored_mathjax_is_that_of_npm():
-    bundle = (ROOT / "book" / "_static" / "mathjax" / "tex-svg.js").read_bytes()
-    assert hashlib.sha256(bundle).hexdigest() == "d4295dc33744836935c1399feece5159577b34c5c8ffb9f1c6324cd82e03a882"
+def test_what_is_vendored_is_what_the_packages_of_npm_have():
+    """mathjax 3.2.2, @ibm/plex-sans 1.1.0, @ibm/plex-mono 2.5.0 @expo-google-fonts/ibm-plex-sans 0.4.1."""
+    lines = (ROOT / "tests" / "vendored.sha256").read_text().splitlines()
+    vendored = {ROOT / file: digest for digest, file in map(str.split, lines)}
+    for kind in ("*.woff2", "*.ttf", "tex-svg.js"):
+        assert {file for folder in ("book", "dpcompanion") for file in (ROOT / folder).rglob(kind)} <= vendored.keys()
+    for file, digest in vendored.items():
+        assert hashlib.sha256(file.read_bytes()).hexdigest() == digest, file
+        assert list(file.parent.glob("LICENSE*")), f"{file} lacks its licence"
+
+
+def test_the_style_sheet_names_the_fonts_that_are_there():
+    style = (ROOT / "book" / "_static" / "custom.css").read_text(encoding="utf-8")
+    there = {f"fonts/{file.name}" for file in (ROOT / "book" / "_static" / "fonts").glob("*.woff2")}
+    assert set(re.findall(r'url\("(.*?)"\)', style)) == there
 
 
 def test_the_readme_computes_what_it_says():
@@ -116,7 +122,11 @@ def make(folder, *arguments, **environment):
     for name in ("Makefile", "constraints.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder)
     return subprocess.run(
-        ["make", *arguments], capture_output=True, text=True, cwd=folder, env={**os.environ, **environment}
+        [shutil.which("make"), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env={**os.environ, **environment},
     )
 
 
@@ -139,6 +149,8 @@ def test_make_says_plainly_what_python_is_needed(tmp_path):
         done = make(tmp_path, "book", f"PYTHON={python}")
         assert done.returncode != 0 and complaint in done.stdout, done.stdout + done.stderr
         assert not (tmp_path / ".venv").exists()
+    done = make(tmp_path, "book", PATH=str(tmp_path))
+    assert done.returncode != 0 and "git is missing" in done.stdout and not (tmp_path / ".venv").exists()
 
 
 def test_the_ci_script_runs():
@@ -161,11 +173,22 @@ def test_a_workflow_calls_what_the_repository_has(workflow):
         assert program in (".ci/run", "gh") or program == "make" and target in targets, command
 
 
+def test_a_pull_request_is_tested_on_one_python_and_every_night_on_all():
+    on_request, at_night = (
+        yaml.safe_load((ROOT / ".github" / "workflows" / name).read_text()) for name in ("ci.yml", "nightly.yml")
+    )
+    assert "pull_request" in on_request[True] and {"schedule", "workflow_dispatch"} <= at_night[True].keys()
+    assert [step["run"] for step in on_request["jobs"]["test"]["steps"] if "run" in step] == ["make test"]
+    jobs = at_night["jobs"]
+    ran = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
+    assert ran == {"all": [".ci/run"], "cluster": ["make cluster"], "lowest": ["make lowest"]}
+
+
 def test_the_pythons_that_are_claimed_are_those_that_are_tried():
     classifiers = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["classifiers"]
     claimed = [words.split()[-1] for words in classifiers if re.search(r":: 3\.\d+$", words)]
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
-    assert claimed == jobs["test"]["strategy"]["matrix"]["python"] and jobs["lowest"]
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())["jobs"]
+    assert claimed == jobs["all"]["strategy"]["matrix"]["python"]
 
 
 def test_the_tests_on_the_lowest_versions_import_no_more_than_is_installed_for_them():
@@ -215,66 +238,31 @@ def test_docstrings_write_formulas_in_one_way():
                 assert "$" not in (ast.get_docstring(node) or ""), f"{file}: a formula that is no :math:"
 
 
-@pytest.mark.parametrize(
-    "file", ["book/_ext/digests.py", "book/_ext/docstrings.py", "tools/lowest.py", "tools/outputs.py", "tools/pdf.py"]
-)
-def test_the_examples_of_the_tools_hold(file):
-    assert subprocess.run([sys.executable, "-m", "doctest", str(ROOT / file)]).returncode == 0
+def test_the_end_says_what_was_proved_and_is_red_if_anything_is(monkeypatch, capsys):
+    steps = {
+        "good": "print('SKIPPED [2] a.py:3: no node'); print('SKIPPED [1] b.py:4: no node'); print('7 passed')",
+        "bad": "print('8 failed'); raise SystemExit(1)",
+        "unseen": "print('pages NOT checked: no browser')",
+    }
+    commands = {title: [sys.executable, "-c", code] for title, code in steps.items()}
+    monkeypatch.setattr(prove, "STEPS", {"test": commands, "prove": {"long": []}})
+    assert prove.main("test") == 1
+    end = capsys.readouterr().out.partition("== what was proved")[2].splitlines()
+    assert "proved: good: 7 passed" in end and "FAILED: bad: 8 failed" in end and not any("unseen" in x for x in end)
+    assert "not tried: no node (3)" in end and any("no browser" in line for line in end)
+    assert any("make prove" in line and "long" in line for line in end)
+    del commands["bad"]
+    assert prove.main("test") == 0
 
 
-@pytest.fixture
-def prove(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "tools"))
-    return importlib.import_module("prove")
-
-
-@pytest.mark.parametrize(
-    "broken", [None, "lint", "types", "unit tests and doctests", "notebooks executed again, outputs compared"]
-)
-def test_the_end_of_the_tests_says_what_was_proved_and_is_red_if_anything_is(prove, monkeypatch, capsys, broken):
-    tried = []
-
-    def step(title, *command):
-        tried.append(title)
-        return title != broken, ["pages NOT checked in a browser: none" if "browser" in title else f"{title}: all"]
-
-    monkeypatch.setattr(prove, "step", step)
-    assert prove.main() == (broken is not None) and len(tried) == 7
-    said = capsys.readouterr().out
-    assert said.count("proved: ") == (6 if broken is None else 5) and said.count("FAILED: ") == (broken is not None)
-    assert ("FAILED" if broken == "types" else "proved") + ": its types, by basedpyright: types: all" in said
-    assert "not tried: pages NOT checked in a browser: none" in said
-
-
-def test_the_summary_of_the_tests_counts_them_and_names_what_was_skipped(prove, tmp_path):
-    (tmp_path / "test_three.py").write_text(
-        "import pytest\ndef test_one(): pass\ndef test_two(): pytest.skip('no browser')\ndef test_three(): assert 0\n"
-    )
-    report = tmp_path / "tests.xml"
-    subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            f"--junitxml={report}",
-            "--rootdir",
-            str(tmp_path),
-            str(tmp_path),
-        ],
-        capture_output=True,
-    )
-    assert prove.counts(report) == (1, {"no browser": 1}) and prove.counts(tmp_path / "none.xml") == (0, {})
+def test_the_steps_call_what_the_repository_has():
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    for command in [command for steps in prove.STEPS.values() for command in steps.values()]:
+        if command[0] == "make":
+            assert [word for word in command[2:] if "=" not in word][0] in targets
+        else:
+            assert command[1] == "-m" or (ROOT / command[1]).exists()
 
 
 def test_buttons_for_binder_and_colab_are_off_until_an_address_is_set():
-    launch = ROOT / "book" / "_ext" / "launch.py"
-    assert subprocess.run([sys.executable, "-m", "doctest", str(launch)]).returncode == 0
     assert yaml.safe_load((ROOT / "_config.yml").read_text())["sphinx"]["config"]["public_repository"] == ""
-
-
-def test_a_lighter_picture_looks_the_same():
-    light = ROOT / "book" / "_ext" / "light.py"
-    assert subprocess.run([sys.executable, "-m", "doctest", str(light)]).returncode == 0

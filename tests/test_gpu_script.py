@@ -1,6 +1,5 @@
 """The command for a GPU is cut off in time, and goes on where it stopped."""
 
-import importlib.util
 import io
 import json
 import os
@@ -11,17 +10,23 @@ import signal
 import subprocess
 import sys
 import tarfile
-import time
 
+import gpu
 import pytest
 
 from dpcompanion import data
 from dpcompanion.reproduction import experiments, scoreboard
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("gpu_script", ROOT / "tools" / "gpu.py")
-gpu = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gpu)
+SLEEP = "import time\ntry:\n    time.sleep(1e6)\nexcept KeyboardInterrupt:\n    "
+
+
+@pytest.fixture
+def time_up(monkeypatch, tmp_path_factory):
+    """A file: the time of the calls is over once it is there, whatever the clock says."""
+    file = tmp_path_factory.mktemp("clock") / "up"
+    monkeypatch.setattr(gpu, "deadline", lambda minutes: file.exists)
+    return file
 
 
 @pytest.fixture
@@ -38,17 +43,20 @@ def told(monkeypatch, tmp_path, capsys):
     return call
 
 
-def test_what_is_cut_off_may_keep_what_it_has_and_is_done_by_the_next_call(told, tmp_path):
+def test_what_is_cut_off_may_keep_what_it_has_and_is_done_by_the_next_call(told, tmp_path, time_up):
     kept = tmp_path / "kept"
-    slow = f"import time\ntry: time.sleep(600)\nexcept KeyboardInterrupt: open({str(kept)!r}, 'w').close()"
-    started = time.monotonic()
+    slow = f"open({str(time_up)!r}, 'w').close()\n{SLEEP}open({str(kept)!r}, 'w').close()"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as where a shell runs it in the background
-    status, said = told({"first": "pass", "second": slow, "third": "pass"}, "--minutes", "0.6")
+    status, said = told({"first": "pass", "second": slow, "third": "pass"})
     signal.signal(signal.SIGINT, before)
-    assert status == 3 and "left for the next call: second, third" in said
-    assert kept.exists() and time.monotonic() - started < 90
+    assert status == 3 and "left for the next call: second, third" in said and kept.exists()
+    time_up.unlink()
     status, said = told({"first": "raise SystemExit(9)", "second": "pass", "third": "pass"})
     assert status == 0 and "done: first" in said and "second: done" in said and "third: done" in said
+
+
+def test_the_time_is_over_after_so_many_minutes_and_without_them_never():
+    assert gpu.deadline(0)() and not gpu.deadline(1e9)() and not gpu.deadline(None)()
 
 
 def test_what_fails_keeps_nothing_else_from_running_and_is_tried_again(told):
@@ -123,20 +131,21 @@ def work(name):
     state = pieces.unfinished()
     if name == "second" and not state.exists():
         state.write_bytes(b"an epoch")
-        time.sleep(600)
+        open({!r}, "w").close()
+        time.sleep(1e6)
     print(name, "goes on" if state.exists() else "begins", flush=True)
 
-pieces.resumable(work, ["first", "second"], folder=data.data_folder() / "runs" / "some", config={})
+pieces.resumable(work, ["first", "second"], folder=data.data_folder() / "runs" / "some", config=dict())
 """
 
 
-def test_on_another_machine_pieces_and_their_unfinished_states_are_taken_up(told, monkeypatch, tmp_path):
-    folder, kept, options = tmp_path / "data", tmp_path / "carried" / "kept.tar", ["--minutes", "0.2"]
+def test_on_another_machine_pieces_and_their_unfinished_states_are_taken_up(told, monkeypatch, tmp_path, time_up):
+    folder, kept, work = tmp_path / "data", tmp_path / "carried" / "kept.tar", PIECES.format(str(time_up))
     monkeypatch.setenv("DPCOMPANION_DATA", str(folder))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     folder.mkdir()
     (folder / "cifar10.npz").write_bytes(b"a data set")
-    status, _ = told({"trial": PIECES}, "--keep", str(kept), *options)
+    status, _ = told({"trial": work}, "--keep", str(kept))
     with tarfile.open(kept) as tar:
         names = sorted(re.sub(r"\.[0-9a-f]{12}\.", ".", name) for name in tar.getnames())
     assert status == 3
@@ -144,7 +153,8 @@ def test_on_another_machine_pieces_and_their_unfinished_states_are_taken_up(told
     state = next(folder.rglob("*.unfinished"))
     written = state.stat().st_mtime
     shutil.rmtree(folder)
-    assert told({"trial": PIECES}, "--keep", str(kept))[0] == 0
+    time_up.unlink()
+    assert told({"trial": work}, "--keep", str(kept))[0] == 0
     (piece,) = folder.rglob("second.piece.json")
     assert json.loads(piece.read_text())["made"]["earlier"] > 0 and not state.exists()
     with tarfile.open(kept) as tar:
@@ -155,6 +165,7 @@ def test_on_another_machine_pieces_and_their_unfinished_states_are_taken_up(told
     assert "done: trial" in told({"trial": "raise SystemExit(9)"}, "--keep", str(kept))[1]
 
 
+@pytest.mark.slow
 def test_a_rehearsal_goes_on_from_the_file_with_the_pieces_beside_its_record(monkeypatch, tmp_path):
     name, out = "idp-sgd/table-13", tmp_path / "out"
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "data"))
@@ -216,10 +227,11 @@ def test_the_checkouts_own_records_are_not_carried_about(capsys):
     assert "--keep needs an --out of its own" in capsys.readouterr().err
 
 
-def test_a_benchmark_that_was_cut_off_comes_last_and_what_it_prints_is_kept(told, tmp_path):
-    slow = "print('a row', flush=True)\nimport time\ntime.sleep(600)"
-    status, said = told({"benchmarks.one": slow, "record": "pass"}, "--minutes", "0.3")
+def test_a_benchmark_that_was_cut_off_comes_last_and_what_it_prints_is_kept(told, tmp_path, time_up):
+    slow = f"print('a row', flush=True)\nopen({str(time_up)!r}, 'w').close()\n{SLEEP}raise"
+    status, said = told({"benchmarks.one": slow, "record": "pass"})
     assert status == 3 and "left for the next call: benchmarks.one, record" in said and "a row" in said
+    time_up.unlink()
     quick = "print('a table')"
     status, said = told({"benchmarks.one": quick, "record": "pass"})
     assert status == 0 and said.index("record: done") < said.index("benchmarks.one: done") and "a table" in said

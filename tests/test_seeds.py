@@ -51,12 +51,12 @@ def test_two_names_never_share_a_stream(one, other):
 @pytest.mark.parametrize("name", ["1", "-7", "0012", True, None, 1.5, b"noise", ("a",)])
 @pytest.mark.parametrize("derive", [derive_key, derive_seed])
 def test_a_name_that_could_be_taken_for_another_is_refused(derive, name):
-    with pytest.raises(ValueError, match="names must be texts"):
+    with pytest.raises(ValueError, match="names"):
         derive(0, "noise", name)
 
 
 def test_a_slash_within_a_name_of_a_seed_is_refused():
-    with pytest.raises(ValueError, match="names must hold no '/'"):
+    with pytest.raises(ValueError, match="names"):
         derive_seed(0, "a/b")
 
 
@@ -102,13 +102,13 @@ def test_seeds_of_all_kinds_keep_their_bits():
 @pytest.mark.parametrize("seed", [-1, 0.5, "7", None, True, 2**1024])
 def test_a_bad_seed_is_refused(seed):
     for derive in (derive_key, derive_seed):
-        with pytest.raises(ValueError, match="seed must be a whole number"):
+        with pytest.raises(ValueError, match="seed"):
             derive(seed, "noise")
 
 
 @pytest.mark.parametrize("key", [b"", b"short", 5, "0" * 32])
 def test_a_bad_key_is_refused(key):
-    with pytest.raises(ValueError, match="key must be 32 bytes"):
+    with pytest.raises(ValueError, match="key"):
         keyed_generator(key)
 
 

@@ -6,15 +6,11 @@ STATIC = Path(__file__).resolve().parent.parent / "book" / "_static"
 
 
 def test_a_table_says_that_it_scrolls_sideways_where_it_does_and_can_be_scrolled_by_keyboard(chromium, browser_check):
-    from playwright.sync_api import sync_playwright
-
     script, style = ((STATIC / name).read_text(encoding="utf-8") for name in ("formulas.js", "custom.css"))
     table = "<div class=pst-scrollable-table-container><table><tr>{}</tr></table></div>"
     tables = table.format("<td>one</td>") + table.format("<td style='min-width: 200px'>wide</td>" * 4)
-    with sync_playwright() as driver:
-        page = driver.chromium.launch(executable_path=chromium, args=browser_check.LAUNCH).new_page(
-            viewport={"width": 390, "height": 800}
-        )
+    with browser_check.browser(chromium, viewport={"width": 390, "height": 800}) as context:
+        page = context.new_page()
         page.set_content(
             f"<!DOCTYPE html><html lang=en data-theme=light><style>{style}</style><body>"
             f"<article class=bd-content>{tables}</article><script>{script}</script></body></html>"

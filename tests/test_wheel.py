@@ -13,6 +13,7 @@ from dpcompanion.reproduction import experiments, scoreboard
 from dpcompanion.training.secure import SecureStream
 
 ROOT = Path(__file__).resolve().parent.parent
+pytestmark = pytest.mark.slow  # a wheel is built and installed
 
 # Runs in a Python that sees the wheel, not the checkout, and nothing of what the extras bring.
 CODE = """
@@ -56,8 +57,11 @@ print(json.dumps({
 
 def pip(*arguments):
     command = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+pytestmark = pytest.mark.slow  # an install into a folder of its own
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +74,13 @@ def said(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     pip("wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source)
     pip("install", "--no-deps", "--no-index", "--no-compile", "--target", target, *wheels.iterdir())
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     done = subprocess.run(
-        [sys.executable, "-I", "-c", CODE, str(target), str(ROOT), snippet], capture_output=True, text=True, cwd=here
+        [sys.executable, "-I", "-c", CODE, str(target), str(ROOT), snippet],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        cwd=here,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     answers = json.loads(done.stdout)

@@ -1,6 +1,7 @@
 """Other processors, imitated: settings under which the same code rounds differently.
 
-    python tools/arithmetic.py       what each of them changes on this machine
+    python tools/arithmetic.py                            what each of them changes on this machine
+    python tools/arithmetic.py sse+jitter COMMAND ...     run a command under two of them at once
 
 MKL, oneDNN and PyTorch choose their kernels by the processor's vector units, and each kernel adds in an order of its
 own. The settings below forbid the newest units or split the work in two; the jitter moves every fresh weight in its
@@ -25,23 +26,15 @@ ARITHMETICS = {
 }
 
 
-def known(name):
-    """The name of an arithmetic, or of several at once that are joined by "+"; ValueError for any other."""
+def environment(name):
+    """All variables under an arithmetic, or several that are joined by "+"; those of the others are taken away."""
     if unknown := set(name.split("+")) - set(ARITHMETICS):
         raise ValueError(f"name must be of {', '.join(ARITHMETICS)}, got {', '.join(sorted(unknown))}")
-    return name
-
-
-def settings(name):
-    """The variables that `known(name)` sets."""
-    return {key: value for part in known(name).split("+") for key, value in ARITHMETICS[part].items()}
-
-
-def environment(name):
-    """All variables under an arithmetic: those of the others are taken away."""
     others = {key for each in ARITHMETICS.values() for key in each}
-    kept = {key: value for key, value in os.environ.items() if key not in others}
-    return {**kept, "OMP_NUM_THREADS": "1", **settings(name)}
+    found = {key: value for key, value in os.environ.items() if key not in others} | {"OMP_NUM_THREADS": "1"}
+    for part in name.split("+"):
+        found |= ARITHMETICS[part]
+    return found
 
 
 def processor():
@@ -100,9 +93,14 @@ def effects(names):
     return lines
 
 
+def main(arguments):
+    if arguments == ["probe"]:
+        print("\n".join(f"{key} {value}" for key, value in probe().items()))
+        return 0
+    name, *command = arguments or [""]
+    print("\n".join([processor(), *effects([name] if name else list(ARITHMETICS)[1:])]), flush=True)
+    return subprocess.run(command, env=environment(name)).returncode if command else 0
+
+
 if __name__ == "__main__":
-    if sys.argv[1:] == ["probe"]:
-        for key, value in probe().items():
-            print(key, value)
-    else:
-        print("\n".join([processor(), *effects([name for name in ARITHMETICS if ARITHMETICS[name]])]))
+    sys.exit(main(sys.argv[1:]))

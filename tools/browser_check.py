@@ -1,61 +1,48 @@
 """Open every rendered page in a headless Chromium, and say what is wrong with it.
 
-    python tools/browser_check.py                         check _build/html
-    python tools/browser_check.py screenshot DIR [PAGE]   pictures of pages for a person to look at
-    python tools/browser_check.py picture FILE PAGE WHAT  one element of a page, by a CSS selector: README's picture is
-                                                          book/_static/everybody.png book/intro.html ".moving svg"
+    python tools/browser_check.py [PAGE ...]                    check _build/html, or these pages of it
+    python tools/browser_check.py --draw DIR [PAGE ...]         pictures of pages, for a person to look at
+    python tools/browser_check.py --draw DIR --of ".moving svg" book/intro.html
+                                                                one element of a page, in twice its size: README's
+                                                                picture, book/_static/everybody.png, is this one
 
-Each page is loaded once in each colour scheme from its file and resized to a
-phone, a tablet, a laptop and a desktop, and once more over http.  A page must
-ask no other machine for anything, raise no console error, show no broken
-formula and no TeX, never scroll sideways, describe every picture, keep its headings in
-order, set its text off against what is behind it (WCAG's AA), link only to
-pages and anchors that exist, load no more than 2 MB, MathJax not counted, and
-be no longer than a reader scrolls.
+Each page is opened from its file, in both colour schemes, at the widths of a phone, a tablet, a laptop and a desktop,
+and once more over http.  It must ask no other machine for anything, raise no console error, show no broken formula and
+no TeX, never scroll sideways, describe every picture, keep its headings in order, set its text off against what is
+behind it (WCAG's AA), link only to pages and anchors that exist and load no more than 2 MB, MathJax not counted.  Every
+character must be set in a font that the book brings along, so that a page looks the same on every machine.
 
 Without a Chromium the check says so and ends well, except where CI is set.
 """
 
 import argparse
-import functools
-import http.server
+import contextlib
 import os
-import re
 import shutil
 import sys
-import threading
 from pathlib import Path
-from urllib.parse import unquote, urldefrag, urljoin, urlparse
+from urllib.parse import unquote, urldefrag, urlparse
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDTHS = (390, 768, 1100, 1280)
 SCHEMES = ("light", "dark")
 HEAVIEST = 2_000_000  # bytes, of all that a page loads but MathJax
-# Pixels of a page as it opens, at the last of the widths; of pages to look things up in, any number.
-TALLEST, LOOKED_UP = 14_000, re.compile(r"book/(.*-exhibits|scoreboard|errata|api/.*)\.html")
-# Pages that are longer than that and have still to be split: a list that may only become shorter.
-LONG = ()
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-LAUNCH = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-# The theme mentions a variable that only its Thebe button defines.
-HARMLESS = ("THEBE_JS_URL",)
+SERVED = "http://book.test/"  # no machine: requests to it are answered from the folder
+# The theme mentions a variable that only its Thebe button defines; what is blocked is reported where it is asked for.
+HARMLESS = ("THEBE_JS_URL", "ERR_FAILED", "ERR_BLOCKED")
 
 SETTLE = """async () => {
-    if (window.MathJax && MathJax.startup) await MathJax.startup.promise;
-    const height = document.documentElement.scrollHeight;
     document.querySelectorAll("details").forEach(element => element.open = true);
     document.querySelectorAll(".toggle-hidden").forEach(element => element.classList.remove("toggle-hidden"));
+    if (window.MathJax && MathJax.startup) await MathJax.startup.promise;
+    await document.fonts.ready;
+}"""
+
+# The theme follows the scheme that is asked for at the next frame.
+THEME = """async () => {
     await new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)));
-    return height;
+    return document.documentElement.dataset.theme;
 }"""
 
 CONTENT = """() => {
@@ -70,10 +57,9 @@ CONTENT = """() => {
     for (const node of words.querySelectorAll("p, li, td, th, dt, dd, figcaption, summary, h1, h2, h3, h4, h5, h6")) {
         const raw = /\\$[^$]+\\$|\\$\\$|\\\\[([]|\\\\[a-zA-Z]{2,}/.exec(node.textContent);
         if (raw) found.push("TeX stands in the text: " + raw[0].slice(0, 80));
-    }
-    for (const node of article.querySelectorAll("p"))
         if (/\\|:?[-\u2013\u2014]+:?\\|/.test(node.textContent))
             found.push("a table is shown as pipes: " + node.textContent.slice(0, 60));
+    }
     for (const image of article.querySelectorAll("img")) {
         const name = (image.getAttribute("src") || "").slice(-60);
         const alt = (image.getAttribute("alt") || "").trim();
@@ -83,17 +69,17 @@ CONTENT = """() => {
     let level = 0;
     for (const heading of article.querySelectorAll("h1, h2, h3, h4, h5, h6")) {
         const next = Number(heading.tagName[1]);
-        const words = heading.textContent.slice(0, 40);
-        if (next > level + 1) found.push(`heading "${words}" skips from h${level} to h${next}`);
+        if (next > level + 1) found.push(`"${heading.textContent.slice(0, 40)}" skips from h${level} to h${next}`);
         level = next;
     }
     if (article.querySelectorAll("h1").length > 1) found.push("has more than one title");
-    return {
-        found,
-        links: [...document.querySelectorAll("a[href]")].map(link => link.href),
-        anchors: [...document.querySelectorAll("[id], a[name]")].map(node => node.id || node.name),
-    };
+    return found;
 }"""
+
+LINKS = """() => [
+    [...document.querySelectorAll("a[href]")].map(link => link.href),
+    [...document.querySelectorAll("[id], a[name]")].map(node => node.id || node.name),
+]"""
 
 # The contrast that WCAG 2.1 asks for at level AA: 4.5, or 3 for text of 24 px, or of 18.7 px in bold.
 CONTRAST = """() => {
@@ -112,38 +98,54 @@ CONTRAST = """() => {
     };
     const found = {};
     for (const node of document.querySelectorAll("article *, .bd-sidebar-primary *, .bd-sidebar-secondary *")) {
-        const own = [...node.childNodes].filter(child => child.nodeType === 3);
-        const words = own.map(child => child.data.trim()).join(" ").trim();
-        const seen = words && node.getClientRects().length;
-        if (!seen || node.closest("mjx-container, svg, script, style, .headerlink")) continue;
+        const words = [...node.childNodes].map(child => child.nodeType === 3 ? child.data.trim() : "").join("");
+        if (!words || !node.getClientRects().length || node.closest("mjx-container, svg, .headerlink")) continue;
         const style = getComputedStyle(node), size = parseFloat(style.fontSize);
-        const large = size >= 24 || size >= 18.66 && style.fontWeight >= 700;
         const shades = [light(style.color), light(behind(node))];
         const contrast = Math.max(...shades) / Math.min(...shades);
-        if (contrast < (large ? 3 : 4.5))
+        if (contrast < (size >= 24 || size >= 18.66 && style.fontWeight >= 700 ? 3 : 4.5))
             found[`<${node.tagName.toLowerCase()}> with a contrast of ${contrast.toFixed(1)}`] ??= words.slice(0, 30);
     }
     return Object.entries(found).map(([what, words]) => `${what}: "${words}"`);
 }"""
 
 OVERFLOW = """() => {
-    const width = document.documentElement.clientWidth;
-    const found = [];
-    if (document.scrollingElement.scrollWidth > width + 1) found.push("scrolls sideways");
-    const article = document.querySelector("article");
+    const width = document.documentElement.clientWidth, article = document.querySelector("article");
+    const found = document.scrollingElement.scrollWidth > width + 1 ? ["scrolls sideways"] : [];
     for (const node of article ? article.querySelectorAll("*") : []) {
         const box = node.getBoundingClientRect();
         if (!box.width || !box.height || box.right <= width + 1) continue;
         let parent = node.parentElement;
-        const scrolls = element => ["auto", "scroll"].includes(getComputedStyle(element).overflowX);
-        const spills = element => element !== article && !scrolls(element);
-        while (parent && spills(parent)) parent = parent.parentElement;
-        if (parent === article || !parent) {
-            found.push(`<${node.tagName.toLowerCase()} class="${node.className}"> is cut off`);
-            break;
-        }
+        while (parent !== article && !["auto", "scroll"].includes(getComputedStyle(parent).overflowX))
+            parent = parent.parentElement;
+        if (parent !== article) continue;
+        found.push(`<${node.tagName.toLowerCase()} class="${node.className}"> is cut off`);
+        break;
     }
     return found;
+}"""
+
+# Characters that no font which the page brings along has, by its `unicode-range`: the machine's would be taken.
+FONTS = """async () => {
+    const name = family => family.trim().replace(/^["']|["']$/g, "");
+    const shown = {};
+    for (const node of document.querySelectorAll("body, body *")) {
+        if (node.closest("script, style, noscript, option, mjx-assistive-mml")) continue;
+        if (!node.getClientRects().length) continue;
+        const words = [...node.childNodes].map(child => child.nodeType === 3 ? child.data : "").join("");
+        for (const character of words + (node.value ?? ""))
+            if (character.trim()) (shown[getComputedStyle(node).fontFamily] ??= new Set()).add(character);
+    }
+    await document.fonts.ready;
+    const fonts = [...document.fonts].filter(font => font.status === "loaded").map(font => [name(font.family),
+        font.unicodeRange.split(",").map(range => range.trim().slice(2).split("-").map(end => parseInt(end, 16)))]);
+    return Object.entries(shown).flatMap(([families, characters]) => {
+        const list = families.split(",").map(name);
+        const ranges = fonts.flatMap(([family, ranges]) => list.includes(family) ? ranges : []);
+        const covers = code => ranges.some(([first, last]) => first <= code && code <= (last ?? first));
+        const rest = [...characters].filter(character => !covers(character.codePointAt(0))).sort().join("");
+        return rest ? [`shows ${rest.slice(0, 80)} in a font of this machine, by ${families}`] : [];
+    });
 }"""
 
 
@@ -152,110 +154,92 @@ def find_chromium():
     return next(filter(None, map(shutil.which, (os.environ.get("CHROMIUM", ""), *BROWSERS))), None)
 
 
-def contexts_of(browser):
-    """One browser context for each colour scheme."""
-    contexts = {}
-    for scheme in SCHEMES:
-        contexts[scheme] = browser.new_context(color_scheme=scheme, viewport={"width": WIDTHS[-1], "height": 900})
-        for key in ("mode", "theme"):
-            contexts[scheme].add_init_script(f"localStorage.setItem('{key}', '{scheme}');")
-        contexts[scheme].set_default_timeout(60_000)
-    return contexts
+@contextlib.contextmanager
+def browser(chromium=None, **options):
+    """A context in a headless Chromium, where pages take on the colour scheme that is asked for."""
+    from playwright.sync_api import sync_playwright
 
-
-class Visit:
-    """One page, loaded: what it asked of others, what it complained of and, over http, how many bytes it loaded are
-    gathered while it lives."""
-
-    def __init__(self, context, address, problems):
-        self.address, self.local = address, urlparse(address)
-        self.problems = problems
-        self.weight = self.height = 0
-        self.page = context.new_page()
-        self.page.route("**/*", self.admit)
-        self.page.on("response", self.weigh)
-        self.page.on("console", lambda message: message.type == "error" and self.complain(message.text))
-        self.page.on("pageerror", lambda error: self.complain(str(error)))
-        self.page.on(
-            "requestfailed", lambda request: self.is_local(request.url) and self.complain(f"not found: {request.url}")
+    with sync_playwright() as playwright:
+        # Hinting is a setting of the machine, and moves letters.
+        opened = playwright.chromium.launch(
+            executable_path=chromium or find_chromium(), args=["--font-render-hinting=none"]
         )
+        context = opened.new_context(**{"viewport": {"width": WIDTHS[-1], "height": 900}, **options})
+        context.set_default_timeout(60_000)
+        context.add_init_script("try { localStorage.setItem('mode', 'auto') } catch {}")
+        yield context
+        opened.close()
 
-    def __enter__(self):
-        self.page.goto(self.address, wait_until="load")
-        self.height = self.page.evaluate(SETTLE)
-        return self.page
 
-    def __exit__(self, *error):
-        self.page.close()
+@contextlib.contextmanager
+def visit(context, site, name, problems, served=False):
+    """A page of the site, opened, unfolded and set, from its file or over http; `problems` takes what is wrong."""
+    page, sizes = context.new_page(), {}
 
-    def is_local(self, url):
-        asked = urlparse(url)
-        if asked.scheme in ("data", "blob", "about"):
-            return True
-        return (asked.scheme, asked.netloc) == (self.local.scheme, self.local.netloc)
-
-    def admit(self, route):
-        if self.is_local(route.request.url):
-            route.continue_()
+    def answer(route):
+        url = urlparse(route.request.url)
+        inside = url.scheme == "file" or route.request.url.startswith(SERVED)
+        path = site / unquote(url.path).lstrip("/") if served else Path(unquote(url.path))
+        if not inside:
+            problems.append(f"asks another machine for {route.request.url}")
+        elif not path.is_file():
+            problems.append(f"not found: {route.request.url}")
         else:
-            self.problems.append(f"asks another machine for {route.request.url}")
-            route.abort()
+            sizes[path] = 0 if "mathjax" in path.parts else path.stat().st_size
+            return route.fulfill(path=path) if served else route.continue_()
+        route.abort()
 
-    def weigh(self, response):
-        if "/mathjax/" not in response.url:
-            self.weight += int(response.headers.get("content-length", 0))
+    def complain(words):
+        if not any(harmless in words for harmless in HARMLESS):
+            problems.append(f"complains: {words[:200]}")
 
-    def complain(self, text):
-        blocked = "ERR_FAILED" in text or "ERR_BLOCKED" in text
-        if not blocked and not any(words in text for words in HARMLESS):
-            self.problems.append(f"complains: {text[:200]}")
+    page.route("**/*", answer)
+    page.on("console", lambda message: message.type == "error" and complain(message.text))
+    page.on("pageerror", lambda error: complain(str(error)))
+    page.goto(SERVED + name if served else (site / name).as_uri())
+    page.add_style_tag(content="* { transition: none !important; animation: none !important; }")
+    page.evaluate(SETTLE)
+    yield page
+    if sum(sizes.values()) > HEAVIEST:
+        problems.append(f"loads {sum(sizes.values()) / 1e6:.1f} MB without MathJax, more than {HEAVIEST / 1e6:g}")
+    page.close()
 
 
 def check(site, pages=None, chromium=None):
     """What is wrong with the pages of `site` (all of them, or those named), as (page, problem) pairs."""
-    from playwright.sync_api import sync_playwright
-
     site = site.resolve()
-    pages = all_pages(site) if pages is None else list(pages)
     problems, links, anchors = [], {}, {}
-    with sync_playwright() as playwright, serve(site) as served:
-        browser = playwright.chromium.launch(executable_path=chromium or find_chromium(), args=LAUNCH)
-        contexts = contexts_of(browser)
-        for name in pages:
+    with browser(chromium) as context:
+        for name in pages or all_pages(site):
             wrong = []
-            # Sources of modules are a hundred pages of one make: once each is enough.
+            # Sources of modules are a hundred pages of one make: one look at each is enough.
             made = name.startswith("_modules/")
-            for scheme, context in list(contexts.items())[: 1 if made else None]:
-                with Visit(context, (site / name).as_uri(), wrong) as page:
-                    seen = page.evaluate(CONTENT)
-                    wrong += seen["found"] + [f"{problem} ({scheme})" for problem in page.evaluate(CONTRAST)]
-                    links[name], anchors[name] = seen["links"], set(seen["anchors"])
-                    shown = page.evaluate("document.documentElement.dataset.theme")
-                    if shown not in (scheme, None):
-                        wrong.append(f"stays {shown} where {scheme} is asked for")
-                    for width in WIDTHS:
-                        page.set_viewport_size({"width": width, "height": 900})
-                        wrong += [f"{problem} ({width} px)" for problem in page.evaluate(OVERFLOW)]
-            visit = Visit(contexts["light"], f"{served}/{name}", wrong)
+            with visit(context, site, name, wrong) as page:
+                wrong += page.evaluate(CONTENT)
+                links[name], anchors[name] = page.evaluate(LINKS)
+                for scheme in SCHEMES[: 1 if made else None]:
+                    page.emulate_media(color_scheme=scheme)
+                    if page.evaluate(THEME) not in (scheme, None):
+                        wrong.append(f"does not become {scheme}")
+                    wrong += [f"{problem} ({scheme})" for problem in page.evaluate(CONTRAST)]
+                for width in WIDTHS[:: 3 if made else 1]:
+                    page.set_viewport_size({"width": width, "height": 900})
+                    wrong += [f"{problem} ({width} px)" for problem in page.evaluate(OVERFLOW)]
+                wrong += page.evaluate(FONTS)
             if not made:
-                with visit:
-                    pass
-            if visit.weight > HEAVIEST:
-                wrong.append(f"weighs {visit.weight / 1e6:.1f} MB without MathJax, more than {HEAVIEST / 1e6:g}")
-            may_be_long = name in LONG or LOOKED_UP.fullmatch(name) or not name.startswith("book/")
-            if visit.height > TALLEST and not may_be_long:
-                wrong.append(f"is {visit.height:,} px long at {WIDTHS[-1]} wide, more than {TALLEST:,}")
+                with visit(context, site, name, wrong, served=True) as page:
+                    wrong += page.evaluate(FONTS)
             problems += [(name, problem) for problem in dict.fromkeys(wrong)]
-        browser.close()
     return problems + dead_links(site, links, anchors)
 
 
 def all_pages(site):
     """Every page but the theme's own templates and the root's redirection to the first chapter."""
-    pages = sorted(path for path in site.rglob("*.html") if "_static" not in path.parts)
-    redirects = 'http-equiv="refresh"'
+    pages = {
+        path: path.read_text(encoding="utf-8") for path in sorted(site.rglob("*.html")) if "_static" not in path.parts
+    }
     return [
-        path.relative_to(site).as_posix() for path in pages if redirects not in path.read_text(encoding="utf-8").lower()
+        path.relative_to(site).as_posix() for path, text in pages.items() if 'http-equiv="refresh"' not in text.lower()
     ]
 
 
@@ -263,87 +247,48 @@ def dead_links(site, links, anchors):
     """Links inside the site that reach no file, or no anchor on a page that was seen."""
     problems = []
     for name, addresses in links.items():
-        for address in dict.fromkeys(addresses):
-            target, anchor = urldefrag(urljoin((site / name).as_uri(), address))
-            if urlparse(target).scheme != "file":
+        for address, anchor in map(urldefrag, dict.fromkeys(addresses)):
+            path = Path(unquote(urlparse(address).path))
+            if urlparse(address).scheme != "file":
                 continue
-            path = Path(unquote(urlparse(target).path))
             if not path.is_file():
                 problems.append((name, f"links to {address}, which is not there"))
-                continue
-            known = anchors.get(path.relative_to(site).as_posix()) if path.is_relative_to(site) else None
-            if anchor and known is not None and unquote(anchor) not in known and anchor not in known:
-                problems.append((name, f"links to the anchor #{anchor} of {path.name}, which is not there"))
+            elif anchor and path.is_relative_to(site):
+                known = anchors.get(path.relative_to(site).as_posix())
+                if known is not None and not {anchor, unquote(anchor)} & {*known}:
+                    problems.append((name, f"links to the anchor #{anchor} of {path.name}, which is not there"))
     return problems
 
 
-class serve:
-    """The folder over http on a free port of this machine, while the block lasts; gives the address."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments):
-            pass
-
-    def __init__(self, folder):
-        handler = functools.partial(self.Quiet, directory=str(folder))
-        self.server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-
-    def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-        return f"http://127.0.0.1:{self.server.server_port}"
-
-    def __exit__(self, *error):
-        self.server.shutdown()
-        self.server.server_close()
-
-
-def screenshot(site, folder, pages, widths=(390, 1280)):
-    """PNGs of whole pages, in each scheme and at each width."""
-    from playwright.sync_api import sync_playwright
-
+def draw(site, folder, pages, element=None):
+    """PNGs of whole pages in each scheme, as a phone and a desktop show them; or of one element of each."""
     folder.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_chromium(), args=LAUNCH)
-        contexts = contexts_of(browser)
+    looks = (
+        [(scheme, width) for scheme in SCHEMES for width in (WIDTHS[0], WIDTHS[-1])]
+        if not element
+        else [("light", 640)]
+    )
+    with browser(device_scale_factor=2 if element else 1) as context:
         for name in pages:
-            for scheme, context in contexts.items():
-                with Visit(context, (site.resolve() / name).as_uri(), []) as page:
-                    for width in widths:
-                        page.set_viewport_size({"width": width, "height": 900})
-                        page.wait_for_timeout(300)
-                        target = folder / f"{name.removesuffix('.html').replace('/', '-')}-{width}-{scheme}.png"
-                        page.screenshot(path=target, full_page=True)
-                        print(target)
-        browser.close()
-
-
-def picture(site, file, name, what):
-    """A PNG of the first element of a page that a CSS selector finds, in the light scheme, at twice its size."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=find_chromium(), args=LAUNCH)
-        context = browser.new_context(
-            color_scheme="light", viewport={"width": 640, "height": 900}, device_scale_factor=2
-        )
-        with Visit(context, (site.resolve() / name).as_uri(), []) as page:
-            page.locator(what).first.screenshot(path=file)
-        browser.close()
+            with visit(context, site.resolve(), name, []) as page:
+                for scheme, width in looks:
+                    page.emulate_media(color_scheme=scheme)
+                    page.set_viewport_size({"width": width, "height": 900})
+                    page.evaluate(THEME)
+                    file = folder / f"{name.removesuffix('.html').replace('/', '-')}-{width}-{scheme}.png"
+                    if element:
+                        page.locator(element).first.screenshot(path=file)
+                    else:
+                        page.screenshot(path=file, full_page=True)
+                    print(file)
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description="Check the rendered pages in a headless Chromium.", allow_abbrev=False)
+    parser.add_argument("pages", nargs="*", help="such as book/intro.html (default: all)")
     parser.add_argument("--site", type=Path, default=ROOT / "_build" / "html")
-    commands = parser.add_subparsers(dest="command")
-    one = commands.add_parser("check", help="check pages (the default)", allow_abbrev=False)
-    one.add_argument("pages", nargs="*", help="such as book/intro.html (default: all)")
-    two = commands.add_parser("screenshot", help="draw pages into a folder", allow_abbrev=False)
-    two.add_argument("folder", type=Path)
-    two.add_argument("pages", nargs="*", help="such as book/intro.html (default: all of book/)")
-    three = commands.add_parser("picture", help="draw one element of a page", allow_abbrev=False)
-    three.add_argument("file", type=Path)
-    three.add_argument("page")
-    three.add_argument("what", help="a CSS selector")
+    parser.add_argument("--draw", type=Path, metavar="DIR", help="pictures of the pages instead of checks")
+    parser.add_argument("--of", metavar="SELECTOR", help="the one element to draw")
     options = parser.parse_args(arguments)
 
     if not (options.site / "index.html").is_file():
@@ -352,14 +297,10 @@ def main(arguments=None):
     if find_chromium() is None:
         print("pages NOT checked in a browser: no Chromium was found (install chromium, or set CHROMIUM to its path)")
         return 1 if os.environ.get("CI") else 0
-    if options.command == "screenshot":
-        default = sorted(path.relative_to(options.site).as_posix() for path in (options.site / "book").rglob("*.html"))
-        screenshot(options.site, options.folder, options.pages or default)
+    if options.draw:
+        draw(options.site, options.draw, options.pages or all_pages(options.site), options.of)
         return 0
-    if options.command == "picture":
-        picture(options.site, options.file, options.page, options.what)
-        return 0
-    problems = check(options.site, getattr(options, "pages", None) or None)
+    problems = check(options.site, options.pages)
     for page, problem in problems:
         print(f"{page}: {problem}")
     print(f"pages checked in a browser at {', '.join(map(str, WIDTHS))} px, light and dark: {len(problems)} problems")

@@ -31,6 +31,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import math
 import os
 import pathlib
 import re
@@ -45,65 +46,30 @@ sys.path.insert(0, str(ROOT))  # this checkout, wherever the call comes from
 GRACE = 30
 NEEDED = ("torch", "numpy", "scipy", "mpmath")
 # What most exhibits lean on first, short forms before long ones; what takes more than a few hours of a GPU last.
-RECORDS = (
-    "idp-sgd/table-8-cifar10-a",
-    "idp-sgd/table-8-cifar10-b",
-    "idp-sgd/table-2-cifar10-a",
-    "idp-sgd/table-2-cifar10-b",
-    "individual-accounting/figure-3",
-    "individual-accounting/figures-9-10",
-    "gradients-look-alike/figure-3",
-    "gradients-look-alike/figure-4",
-    "idp-sgd/figures-5-6",
-    "idp-sgd/table-11",
-    "idp-sgd/table-16",
-    "idp-sgd/table-8-precision",
-    "idp-sgd/table-13-cifar10",
-    "idp-sgd/table-13-svhn",
-    "idp-sgd/figure-2-short",
-    "idp-sgd/figures-8-10-short",
-    "per-instance-accounting/text-worst-case-share",
-    "per-instance-accounting/figure-1-resnet20",
-    "per-instance-accounting/figure-2-resnet20",
-    "per-instance-accounting/figure-5-resnet20",
-    "per-instance-accounting/figure-6-resnet20",
-    "per-instance-accounting/table-2-resnet20",
-    "per-instance-accounting/table-3",
-    "per-instance-accounting/figure-7-resnet20",
-    "per-instance-accounting/figure-3-resnet20",
-    "per-instance-accounting/figure-6-utkface",
-    "per-instance-accounting/figure-3-utkface",
-    "per-instance-accounting/figure-7-utkface",
-    "per-instance-accounting/figure-4",
-    "per-instance-accounting/figures-9-10-resnet20",
-    "gradients-look-alike/figure-7",
-    "gradients-look-alike/figure-9",
-    "individual-accounting/figure-6",
-    "idp-sgd/table-14",
-    "idp-sgd/table-17",
-    "idp-sgd/table-3-resnet18",
-    "idp-sgd/table-8",
-    "idp-sgd/table-2",
-    "gradients-look-alike/figure-2",
-    "per-instance-accounting/figure-8-resnet20",
-    # Ten hours and more; how long one class's budget and LiRA take on a GPU is not known: ten and fifty days of a core.
-    "gradients-look-alike/figure-6",
-    "per-instance-accounting/table-1-resnet20",
-    "idp-sgd/table-10",
-    "idp-sgd/figures-5-6-cifar10",
-    "idp-sgd/figure-2",
-    # WRN-16-4: a day.
-    "individual-accounting/figure-2",
-    "individual-accounting/figure-1",
-    "individual-accounting/figure-4",
-    "individual-accounting/table-2",
-    "individual-accounting/figure-5",
-    "individual-accounting/table-3",
-    "individual-accounting/figures-7-8",
-    "individual-accounting/figure-11",
-    "individual-accounting/figure-12",
-    "individual-accounting/figures-13-14",
-)
+# From figure 6 of "Gradients look alike" on: ten hours and more (how long one class's budget and LiRA take on a GPU is
+# not known: ten and fifty days of a core); then WRN-16-4, a day.
+RECORDS = """
+    idp-sgd/table-8-cifar10-a idp-sgd/table-8-cifar10-b idp-sgd/table-2-cifar10-a idp-sgd/table-2-cifar10-b
+    individual-accounting/figure-3 individual-accounting/figures-9-10 gradients-look-alike/figure-3
+    gradients-look-alike/figure-4 idp-sgd/figures-5-6 idp-sgd/table-11 idp-sgd/table-16 idp-sgd/table-8-precision
+    idp-sgd/table-13-cifar10 idp-sgd/table-13-svhn idp-sgd/figure-2-short idp-sgd/figures-8-10-short
+    per-instance-accounting/text-worst-case-share per-instance-accounting/figure-1-resnet20
+    per-instance-accounting/figure-2-resnet20 per-instance-accounting/figure-5-resnet20
+    per-instance-accounting/figure-6-resnet20 per-instance-accounting/table-2-resnet20
+    per-instance-accounting/table-3 per-instance-accounting/figure-7-resnet20
+    per-instance-accounting/figure-3-resnet20 per-instance-accounting/figure-6-utkface
+    per-instance-accounting/figure-3-utkface per-instance-accounting/figure-7-utkface
+    per-instance-accounting/figure-4 per-instance-accounting/figures-9-10-resnet20 gradients-look-alike/figure-7
+    gradients-look-alike/figure-9 individual-accounting/figure-6 idp-sgd/table-14 idp-sgd/table-17
+    idp-sgd/table-3-resnet18 idp-sgd/table-8 idp-sgd/table-2 gradients-look-alike/figure-2
+    per-instance-accounting/figure-8-resnet20
+    gradients-look-alike/figure-6 per-instance-accounting/table-1-resnet20 idp-sgd/table-10
+    idp-sgd/figures-5-6-cifar10 idp-sgd/figure-2
+    individual-accounting/figure-2 individual-accounting/figure-1 individual-accounting/figure-4
+    individual-accounting/table-2 individual-accounting/figure-5 individual-accounting/table-3
+    individual-accounting/figures-7-8 individual-accounting/figure-11 individual-accounting/figure-12
+    individual-accounting/figures-13-14
+""".split()
 
 
 def tasks(options):
@@ -111,28 +77,17 @@ def tasks(options):
     from dpcompanion.reproduction import experiments
 
     python, found, seeds = sys.executable, {}, more_seeds() if options.preset == "paper" else {}
-    if not importlib.util.find_spec("pytest"):
-        print("left out: tests, for which pytest is not installed", flush=True)
-    else:
+    if importlib.util.find_spec("pytest"):
         found["tests"] = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/training/test_gpu.py"]
+    else:
+        print("left out: tests, for which pytest is not installed", flush=True)
     for bench in ("networks", "ensembles"):
         found[f"benchmarks.{bench}"] = [python, "-m", "benchmarks", bench]
     for name in options.records or RECORDS:
         if options.preset in experiments.get(name).presets:
-            found[name] = [
-                python,
-                "-m",
-                "dpcompanion",
-                "run",
-                name,
-                "--preset",
-                options.preset,
-                "--device",
-                options.device,
-                "--out",
-                str(options.out),
-                *(["--seeds", *seeds[name]] if name in seeds else []),
-            ]
+            found[name] = [python, "-m", "dpcompanion", "run", name, "--preset", options.preset]
+            found[name] += ["--device", options.device, "--out", str(options.out)]
+            found[name] += ["--seeds", *seeds[name]] if name in seeds else []
     return {name: command for name, command in found.items() if not options.only or name in options.only}
 
 
@@ -249,32 +204,41 @@ def what_is_missing(device):
     return ""
 
 
-def attempt(command, until, into=None):
-    """Run a command until a time: its exit status, or None where it was cut off. What it prints goes to the file `into`
-    instead, if there is one."""
+def deadline(minutes):
+    """A function that says whether so many minutes are over."""
+    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    return lambda: time.monotonic() >= until
+
+
+def attempt(command, is_over, into=None):
+    """Run a command until the time is over: its exit status, or None where it was cut off. What it prints goes to the
+    file `into` instead, if there is one."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # Begun in the background of a shell, which says so to all that is begun from here; they must hear it below.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(
-        command,
-        cwd=ROOT,
-        start_new_session=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        stdout=None if into is None else into.open("w"),
-    )
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with contextlib.nullcontext() if into is None else into.open("w", encoding="utf-8") as output:
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, env=environment, stdout=output)
     try:
-        return process.wait(None if until is None else max(0.0, until - time.monotonic()))
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as stop:
-        # To the whole group, as a terminal does, so that every process keeps what it has.
-        os.killpg(process.pid, signal.SIGINT)
-        try:
-            process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        if isinstance(stop, KeyboardInterrupt):
-            raise
+        while process.poll() is None and not is_over():
+            time.sleep(0.1)
+        if process.returncode is not None:
+            return process.returncode
+        end(process)
         return None
+    except KeyboardInterrupt:
+        end(process)
+        raise
+
+
+def end(process):
+    """Interrupt the whole group, as a terminal does, so that every process keeps what it has."""
+    os.killpg(process.pid, signal.SIGINT)
+    try:
+        process.wait(GRACE)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def main(arguments=None):
@@ -316,19 +280,16 @@ def main(arguments=None):
 
 def work(options):
     """Do the tasks that are left; the exit status."""
-    until = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    log = options.out / f"done-{options.device}-{options.preset}.txt"
-    done = log.read_text().split() if log.is_file() else []
-    cut = log.with_name(log.name.replace("done", "cut", 1))
-    late = cut.read_text().split() if cut.is_file() else []
-    failed, left = [], tasks(options)
-    left = dict(sorted(left.items(), key=lambda task: task[0] in late))
+    is_over = deadline(options.minutes)
+    done, cut = (options.out / f"{what}-{options.device}-{options.preset}.txt" for what in ("done", "cut"))
+    ended, late = (path.read_text().split() if path.is_file() else [] for path in (done, cut))
+    failed, left = [], dict(sorted(tasks(options).items(), key=lambda task: task[0] in late))
     for name, command in list(left.items()):
-        if name in done or options.list:
-            print(f"{'done' if name in done else 'to do'}: {name}", flush=True)
+        if name in ended or options.list:
+            print(f"{'done' if name in ended else 'to do'}: {name}", flush=True)
             del left[name]
             continue
-        if until is not None and time.monotonic() >= until:
+        if is_over():
             break
         if without := without_data(name, options.preset):
             print(f"left out: {name}: {without}", flush=True)
@@ -337,29 +298,30 @@ def work(options):
         print(f"== {' '.join(command)}", flush=True)
         started = time.monotonic()
         into = options.out / f"{name}.txt" if name.startswith("benchmarks.") else None
-        status = attempt(command, until, into)
+        status = attempt(command, is_over, into)
         if into is not None:
-            print(into.read_text(), flush=True)
+            print(into.read_text(encoding="utf-8"), flush=True)
         if status is None:
             if into is not None or name == "tests":
-                with cut.open("a") as file:
-                    file.write(name + "\n")
+                note(cut, name)
             break
         del left[name]
-        print(
-            f"== {name}: {'done' if not status else f'failed ({status})'}, {time.monotonic() - started:.0f} s",
-            flush=True,
-        )
+        said = f"failed ({status})" if status else "done"
+        print(f"== {name}: {said}, {time.monotonic() - started:.0f} s", flush=True)
         if status:
             failed.append(name)
         else:
-            with log.open("a") as file:
-                file.write(name + "\n")
+            note(done, name)
     if failed:
         print(f"failed: {', '.join(failed)}")
     if left:
         print(f"left for the next call: {', '.join(left)}")
     return 1 if failed else 3 if left else 0
+
+
+def note(path, name):
+    with path.open("a") as file:
+        file.write(f"{name}\n")
 
 
 if __name__ == "__main__":

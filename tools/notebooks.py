@@ -1,36 +1,27 @@
-"""Execute the book's notebooks, and prove that what is committed was executed.
+"""Execute the book's notebooks, and check that what is committed was executed.
 
-A chapter is written as MyST Markdown (`book/accounting.md`, with a `kernelspec`
-in its front matter) and committed beside its executed twin of the same stem
-(`book/accounting.ipynb`), which is the page that the book shows.
+A chapter is written as MyST Markdown (`book/accounting.md`, with a `kernelspec` in its front matter) and committed
+beside its executed twin of the same stem (`book/accounting.ipynb`), which is the page that the book shows.
 
     python tools/notebooks.py execute               every chapter, live
     python tools/notebooks.py execute accounting    this one only
     python tools/notebooks.py prose accounting      its code is as it was executed: take over its new words
     python tools/notebooks.py check                 are source and twin one thing?
-    python tools/notebooks.py verify                execute again: do the numbers come out as committed?
-    python tools/notebooks.py verify accounting --under avx2 jitter
 
-`execute` runs the source from top to bottom in the kernel of this very Python,
-and writes a twin without times, with stable cell ids and with a sha256 of its
-code.  Outputs that come out as they are committed are left as they are, so that
-on an unchanged clone nothing changes; drawn pixels may differ by a hair.
+`execute` runs the source from top to bottom in the kernel of this very Python, and writes a twin without times, with
+stable cell ids and with a sha256 of its code. Outputs that come out as they are committed (outputs.py) keep their
+bytes, so that on an unchanged clone nothing changes.
 
-`prose` runs no code: it writes the twin again from a source whose code cells are
-those that were executed, with their outputs, and refuses any other.
+`prose` runs no code: it writes the twin again from a source whose code cells are those that were executed, with their
+outputs, and refuses any other.
 
-`verify` executes again and writes nothing: it says which cells moved, from what
-to what. Pages that train do it under two arithmetics at once that are no machine's
-own, old vector units and the jitter (see arithmetic.py), or under those that are
-named; outputs.py compares.
+`check` takes a fraction of a second and runs no code: cells, tags and stamp agree with the source, no line of code is
+too long, execution counts run 1..n, no error and no stderr is stored, every figure has a caption, an alternative text
+and a digest. That the outputs come out again is nbval's to say: see book/conftest.py.
 
 The pages of one paper, whose names begin alike (`idp-sgd`, `idp-sgd-exhibits`), are executed in turn, and share a
 fresh folder in which records of live runs are kept (DPCOMPANION_LIVE, see `reproduction/chapters.py`): the first page
-computes, the next reads. Every paper, and every arithmetic, has a folder of its own.
-
-`check` takes a fraction of a second and runs no code: cells, tags and stamp
-agree with the source, no line of code is too long, execution counts run 1..n, no error and no stderr is
-stored, every figure has a caption, an alternative text and a digest.
+computes, the next reads.
 """
 
 import argparse
@@ -53,35 +44,33 @@ ROOT = Path(__file__).resolve().parent.parent
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 # What a page that trains imports.
 TRAINS = re.compile(r"(from|import) dpcompanion\b.*\b(engine|ensembles|experiments|chapters|train\w*)\b")
-# The arithmetics of `verify`: for pages that train, and for the others.
-TRAINING, PLAIN = ("sse+jitter",), ("as it is",)
-SHOWN = 12  # lines that are shown of one cell
+SHOWN = 24  # lines that are shown of one cell
 # Characters of a line of code, here as in the modules.
 LONGEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ruff"]["line-length"]
 
 
 def sources(root):
     """The book's MyST notebooks: the Markdown pages that name a kernel in their front matter."""
-    pages = sorted((root / "book").rglob("*.md"))
     opening = re.compile(r"---\n(?:(?!---\n).*\n)*?kernelspec:")
-    return [page for page in pages if opening.match(page.read_text(encoding="utf-8"))]
+    return [page for page in sorted((root / "book").rglob("*.md")) if opening.match(page.read_text(encoding="utf-8"))]
 
 
 def choose(root, names):
     """The sources named by stem, by path inside book/ or by path; all of them without names."""
     found = sources(root)
-    if not names:
-        return found
     known = {alias: page for page in found for alias in (page.stem, name_of(root, page), str(page.relative_to(root)))}
-    unknown = [name for name in names if name not in known]
-    if unknown:
+    if unknown := [name for name in names if name not in known]:
         there = ", ".join(name_of(root, page) for page in found)
         raise SystemExit(f"no such notebook: {', '.join(unknown)} (there are {there})")
-    return [known[name] for name in names]
+    return [known[name] for name in names] or found
 
 
 def name_of(root, page):
     return page.relative_to(root / "book").with_suffix("").as_posix()
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def blank_twin(source):
@@ -92,106 +81,72 @@ def blank_twin(source):
         digest = hashlib.sha256(f"{cell.cell_type}\n{cell.source}".encode()).hexdigest()[:10]
         seen[digest] = seen.get(digest, 0) + 1
         cell.id = digest if seen[digest] == 1 else f"{digest}-{seen[digest]}"
-    kept = {
-        key: value for key, value in notebook.metadata.items() if key not in ("jupytext", "kernelspec", "language_info")
+    code = "\0".join(cell.source for cell in code_cells(notebook))
+    notebook.metadata.pop("jupytext", None)
+    notebook.metadata |= {
+        "kernelspec": KERNEL,
+        "language_info": {"name": "python"},
+        "dpcompanion": {"code_sha256": hashlib.sha256(code.encode()).hexdigest()},
     }
-    notebook.metadata = nbformat.from_dict(
-        {
-            **kept,
-            "kernelspec": KERNEL,
-            "language_info": {"name": "python"},
-            "dpcompanion": {"code_sha256": code_stamp(notebook)},
-        }
-    )
+    notebook = nbformat.from_dict(notebook)
     notebook.nbformat, notebook.nbformat_minor = 4, 5
     return notebook
 
 
-def code_stamp(notebook):
-    code = "\0".join(cell.source for cell in notebook.cells if cell.cell_type == "code")
-    return hashlib.sha256(code.encode()).hexdigest()
-
-
-def run(root, source, preset, timeout, variables):
-    """Execute a source in a kernel with these environment variables: (the notebook, None) or (None, what went wrong).
-
-    A kernel that does not start is started once more: then nothing of the notebook has run.
-    """
+def execute(root, source, preset, timeout, folder):
+    """Execute one source and bring its twin up to date: (the progress line, what there is to say below it, success)."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     from traitlets.config import Config
 
-    for last in (False, True):
-        fresh = blank_twin(source)
-        metadata = dict(fresh.metadata)
-        with tempfile.TemporaryDirectory() as folder:
-            # A socket file, readable by its owner alone, rather than a port that others on the machine could listen to.
-            channel = {"transport": "ipc", "connection_file": f"{folder}/kernel.json"}
-            client = NotebookClient(
-                fresh,
-                timeout=timeout,
-                kernel_name="python3",
-                record_timing=False,
-                coalesce_streams=True,
-                resources={"metadata": {"path": str(source.parent)}},
-                config=Config(KernelManager=channel),
-            )
-            try:
-                client.execute(env=kernel_environment(preset, variables))
-            except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:
-                return None, str(error)
-            except RuntimeError as error:  # nbclient's, before the first cell
-                if last:
-                    return None, f"the kernel did not start: {error}"
-                continue
-        fresh.metadata = nbformat.from_dict(metadata)
-        return fresh, None
-
-
-def execute(root, source, preset, timeout, folder):
-    """Execute one source and bring its twin up to date: (the progress line, what there is to say below it, success)."""
-    started = time.monotonic()
-    name, twin = name_of(root, source), source.with_suffix(".ipynb")
-    if preset != "quick":
-        # The committed twins are quick runs; any other preset is for reading beside them.
-        twin = root / "_build" / preset / f"{name}.ipynb"
-    fresh, wrong = run(root, source, preset, timeout, environment("as it is", folder))
-    if fresh is None:
-        return f"{name}: FAILED after {time.monotonic() - started:.0f} s", wrong, False
-    verdict, below = "new", []
+    started, name, fresh = time.monotonic(), name_of(root, source), blank_twin(source)
+    # The committed twins are quick runs; any other preset is for reading beside them.
+    twin = source.with_suffix(".ipynb") if preset == "quick" else root / "_build" / preset / f"{name}.ipynb"
+    metadata = dict(fresh.metadata)
+    # A socket file, readable by its owner alone, rather than a port that others on the machine could listen to.
+    channel = {"transport": "ipc", "connection_file": f"{folder}/kernel-{source.stem}.json"}
+    client = NotebookClient(
+        fresh,
+        timeout=timeout,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,
+        resources={"metadata": {"path": str(source.parent)}},
+        config=Config(KernelManager=channel),
+    )
+    try:
+        client.execute(env={**arithmetic.environment("as it is"), **kernel_environment(preset, folder)})
+    except (CellExecutionError, CellTimeoutError, DeadKernelError, RuntimeError) as error:
+        return f"{name}: FAILED after {time.monotonic() - started:.0f} s", str(error), False
+    fresh.metadata = nbformat.from_dict(metadata)
+    below, verdict = [], "new"
     if twin.exists():
-        committed = nbformat.read(twin, as_version=4)
-        moved, added = outputs.differences(fresh, committed)
-        outputs.adopt(fresh, committed)
-        verdict = f"CHANGED: cell {', '.join(str(number) for number, _ in moved)}" if moved else "reproduced"
-        verdict += f", new code: cell {', '.join(map(str, added))}" if added else ""
-        for number, lines in moved:
-            below += [f"cell {number}: {old.strip()} -> {new.strip()}" for old, new in lines[:SHOWN]]
-    write_if_different(twin, nbformat.writes(fresh) + "\n")
-    cells = sum(cell.cell_type == "code" for cell in fresh.cells)
-    return f"{name}: {time.monotonic() - started:.0f} s, {cells} code cells, {verdict}", "\n".join(below), True
+        moved, added, below = adopt(fresh, nbformat.read(twin, as_version=4))
+        verdict = f"CHANGED: cell {', '.join(moved)}" if moved else "reproduced"
+        verdict += f", new code: cell {', '.join(added)}" if added else ""
+    write_if_different(twin, fresh)
+    said = f"{name}: {time.monotonic() - started:.0f} s, {len(code_cells(fresh))} code cells, {verdict}"
+    return said, "\n".join(below), True
 
 
-def verify(root, source, under, timeout, folder):
-    """Execute one source under an arithmetic and compare with its twin, which stays as it is: as `execute`."""
-    started = time.monotonic()
-    name = f"{name_of(root, source)}, {under}"
-    if not source.with_suffix(".ipynb").exists():
-        return f"{name}: has no executed notebook beside it", "", False
-    fresh, wrong = run(root, source, "quick", timeout, environment(under, folder))
-    if fresh is None:
-        return f"{name}: FAILED after {time.monotonic() - started:.0f} s", wrong, False
-    moved, added = outputs.differences(fresh, nbformat.read(source.with_suffix(".ipynb"), as_version=4))
-    below = [f"cell {number}: {old.strip()} -> {new.strip()}" for number, lines in moved for old, new in lines[:SHOWN]]
-    below += [f"cell {number}: its code is not what was executed" for number in added]
-    verdict = f"MOVED in {len(moved)} cells" if moved else "NEW CODE" if added else "the same"
-    return f"{name}: {time.monotonic() - started:.0f} s, {verdict}", "\n".join(below), not below
-
-
-def trains(source):
-    """Whether a page trains networks, itself or by the papers' experiments."""
-    code = (cell.source for cell in jupytext.read(source, fmt="md:myst").cells if cell.cell_type == "code")
-    return any(TRAINS.search(text) for text in code)
+def adopt(fresh, committed):
+    """Give each cell that says the same as before the outputs it had, so that equal results are equal bytes: the
+    numbers of the cells that do not, of those whose code is new, and the lines that changed."""
+    before = {cell.id: cell.outputs for cell in code_cells(committed)}
+    moved, added, lines = [], [], []
+    for number, cell in enumerate(code_cells(fresh), 1):
+        old = before.get(cell.id)
+        if old is None:
+            added.append(str(number))
+        elif outputs.same(cell.outputs, old, float(cell.metadata.get("tolerance", 0))):
+            cell.outputs = old
+            for output in old:
+                if "execution_count" in output:
+                    output.execution_count = cell.execution_count
+        else:
+            moved.append(str(number))
+            lines += [f"cell {number}: {line}" for line in outputs.changed_lines(cell.outputs, old)[:SHOWN]]
+    return moved, added, lines
 
 
 def take_over_prose(source):
@@ -200,50 +155,49 @@ def take_over_prose(source):
     if not twin.exists():
         return "has no executed notebook beside it"
     fresh, executed = blank_twin(source), nbformat.read(twin, as_version=4)
-    if code_stamp(fresh) != code_stamp(executed):
+    if [cell.source for cell in code_cells(fresh)] != [cell.source for cell in code_cells(executed)]:
         return "its code has changed: execute it"
-    cells = (cell for cell in executed.cells if cell.cell_type == "code")
-    for cell in fresh.cells:
-        if cell.cell_type == "code":
-            old = next(cells)
-            cell.outputs, cell.execution_count = old.outputs, old.execution_count
-    write_if_different(twin, nbformat.writes(fresh) + "\n")
+    for cell, old in zip(code_cells(fresh), code_cells(executed)):
+        cell.outputs, cell.execution_count = old.outputs, old.execution_count
+    write_if_different(twin, fresh)
     return None
 
 
-def environment(under, folder):
-    """The variables of an arithmetic, and the folder in which the pages of a paper share what they compute live."""
-    return {**arithmetic.environment(under), "DPCOMPANION_LIVE": folder}
+def trains(page):
+    """Whether a page, a source or a twin, trains networks, itself or by the papers' experiments."""
+    return bool(TRAINS.search(page.read_text(encoding="utf-8")))
+
+
+def paper_of(page):
+    """The page whose name begins the names of all pages of its paper."""
+    words = page.stem.split("-")
+    firsts = (page.with_stem("-".join(words[:number])) for number in range(1, len(words)))
+    return next((first for first in firsts if first.exists()), page)
 
 
 def papers(pages):
     """The pages, those of one paper together: all exhibits first, so that what they share is computed in one kernel."""
     found = {}
-    for page in pages:
-        first = min(
-            (
-                other
-                for other in pages
-                if other.parent == page.parent and (other == page or page.stem.startswith(f"{other.stem}-"))
-            ),
-            key=lambda other: len(other.stem),
-        )
-        found.setdefault(first, []).append(page)
-    return [sorted(each, key=lambda page: not page.stem.endswith("-exhibits")) for each in found.values()]
+    for page in sorted(pages, key=lambda page: not page.stem.endswith("-exhibits")):
+        found.setdefault(paper_of(page), []).append(page)
+    return list(found.values())
 
 
-def kernel_environment(preset, variables):
+def kernel_environment(preset, folder):
+    """What a kernel has beside the environment of its caller. No IPython profile of this machine plays a part."""
     return {
-        **variables,
         "DPCOMPANION_PRESET": preset,
         "DPCOMPANION_FILTERS": "anew",
+        "DPCOMPANION_LIVE": f"{folder}/live",
+        "IPYTHONDIR": f"{folder}/ipython",
         "PYTHONHASHSEED": "0",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "JUPYTER_PREFER_ENV_PATH": "1",
     }
 
 
-def write_if_different(path, text):
+def write_if_different(path, notebook):
+    text = nbformat.writes(notebook) + "\n"
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -255,19 +209,16 @@ def write_if_different(path, text):
 def check(root):
     """What is wrong with the committed pairs, one sentence each."""
     pages = sources(root)
-    problems = []
-    for source in pages:
-        twin = source.with_suffix(".ipynb")
-        found = check_pair(root, source, twin) if twin.exists() else ["has no executed notebook beside it"]
-        problems += [f"{name_of(root, source)}: {problem}" for problem in found]
-    expected = {source.with_suffix(".ipynb") for source in pages}
-    for stray in sorted((root / "book").rglob("*.ipynb")):
-        if stray not in expected and ".ipynb_checkpoints" not in stray.parts:
-            problems.append(f"{stray.relative_to(root)}: has no source beside it")
-    return problems
+    problems = [f"{name_of(root, source)}: {problem}" for source in pages for problem in check_pair(root, source)]
+    twins = {source.with_suffix(".ipynb") for source in pages}
+    stray = sorted(path for path in (root / "book").rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
+    return problems + [f"{name_of(root, path)}.ipynb: has no source beside it" for path in stray if path not in twins]
 
 
-def check_pair(root, source, twin):
+def check_pair(root, source):
+    twin = source.with_suffix(".ipynb")
+    if not twin.exists():
+        return ["has no executed notebook beside it"]
     text = twin.read_text(encoding="utf-8")
     notebook, blank = nbformat.reads(text, as_version=4), blank_twin(source)
     problems = []
@@ -278,37 +229,34 @@ def check_pair(root, source, twin):
     for number, (cell, wanted) in enumerate(zip(notebook.cells, blank.cells), 1):
         for part in ("cell_type", "source", "metadata", "id"):
             if cell.get(part) != wanted.get(part):
-                problems.append(f"cell {number}: {part.replace('_', ' ')} is not that of the source")
+                problems.append(f"cell {number}: {part} is not that of the source")
     if str(root) in text:
         problems.append("mentions this machine's folder")
-    executed = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    executed = code_cells(notebook)
     if [cell.execution_count for cell in executed] != list(range(1, len(executed) + 1)):
         problems.append("was not executed from top to bottom: its counts do not run 1, 2, 3, ...")
     for number, cell in enumerate(executed, 1):
-        if (longest := max(map(len, cell.source.splitlines()), default=0)) > LONGEST:
-            problems.append(f"code cell {number}: has a line of {longest} characters, {LONGEST} at most")
-        problems += [f"code cell {number}: {problem}" for problem in check_outputs(cell)]
+        problems += [f"code cell {number}: {problem}" for problem in check_cell(cell)]
     return problems
 
 
-def check_outputs(cell):
-    problems = []
-    if any(output.output_type == "error" for output in cell.outputs):
-        problems.append("stores an error")
-    if any(output.get("name") == "stderr" for output in cell.outputs):
-        problems.append("stores output on stderr")
-    pictures = sum(any(kind.startswith("image/") for kind in output.get("data", {})) for output in cell.outputs)
-    if pictures:
-        options = cell.metadata.get("mystnb", {})
-        if not str(options.get("image", {}).get("alt", "")).strip():
-            problems.append("its figure has no alternative text (mystnb: image: alt)")
-        if not str(options.get("figure", {}).get("caption", "")).strip():
-            problems.append("its figure has no caption (mystnb: figure: caption)")
-        if not any(output.get("data", {}).get(outputs.DIGEST) for output in cell.outputs):
-            problems.append("its figure has no digest (plotting.digest), so that no check compares it")
-    if pictures > 1:
-        problems.append("draws more than one figure")
-    return problems
+def check_cell(cell):
+    options = cell.metadata.get("mystnb", {})
+    pictures = len(outputs.pictures(cell.outputs))
+    digests = [output for output in cell.outputs if output.get("data", {}).get(outputs.DIGEST)]
+    longest = max(map(len, cell.source.splitlines()), default=0)
+    faults = {
+        f"has a line of {longest} characters, {LONGEST} at most": longest > LONGEST,
+        "stores an error": any(output.output_type == "error" for output in cell.outputs),
+        "stores output on stderr": any(output.get("name") == "stderr" for output in cell.outputs),
+        "its figure has no alternative text (mystnb: image: alt)": pictures
+        and not str(options.get("image", {}).get("alt", "")).strip(),
+        "its figure has no caption (mystnb: figure: caption)": pictures
+        and not str(options.get("figure", {}).get("caption", "")).strip(),
+        "its figure has no digest (plotting.digest), so that no check compares it": pictures and not digests,
+        "draws more than one figure": pictures > 1,
+    }
+    return [fault for fault, there in faults.items() if there]
 
 
 def main(arguments=None):
@@ -318,25 +266,9 @@ def main(arguments=None):
     parser.add_argument("--root", type=Path, default=ROOT, help="the folder that holds book/")
     commands = parser.add_subparsers(dest="command", required=True)
     live = commands.add_parser("execute", help="execute sources into their notebooks", allow_abbrev=False)
-    again = commands.add_parser(
-        "verify", help="execute again and compare, under other arithmetics where asked", allow_abbrev=False
-    )
-    again.add_argument(
-        "--under",
-        nargs="+",
-        type=arithmetic.known,
-        metavar="ARITHMETIC",
-        help=f"of {', '.join(arithmetic.ARITHMETICS)}, or several at once, joined by + "
-        f"(default: {' and '.join(TRAINING)} for what trains, as it is for the rest)",
-    )
-    for command in (live, again):
-        command.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
-        command.add_argument(
-            "--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many at a time (default: %(default)s)"
-        )
-        command.add_argument(
-            "--timeout", type=int, default=900, help="seconds that one cell may take (default: %(default)s)"
-        )
+    live.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
+    live.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many at a time (%(default)s)")
+    live.add_argument("--timeout", type=int, default=2000, help="seconds that one cell may take (%(default)s)")
     words = commands.add_parser(
         "prose", help="take over new prose where the code is what was executed", allow_abbrev=False
     )
@@ -347,62 +279,35 @@ def main(arguments=None):
 
     if options.command == "check":
         problems = check(root)
-        for problem in problems:
-            print(problem)
-        print(f"{len(sources(root))} notebooks checked, {len(problems)} problems")
+        print("\n".join([*problems, f"{len(sources(root))} notebooks checked, {len(problems)} problems"]))
         return 1 if problems else 0
 
+    pages = choose(root, options.names)
     if options.command == "prose":
-        problems = {name_of(root, page): take_over_prose(page) for page in choose(root, options.names)}
+        problems = {name_of(root, page): take_over_prose(page) for page in pages}
         for name, problem in problems.items():
             print(f"{name}: {problem or 'its words are up to date'}")
         return 1 if any(problems.values()) else 0
 
-    pages = choose(root, options.names)
-    if options.command == "execute":
-        preset = os.environ.get("DPCOMPANION_PRESET", "quick")
-        print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
+    preset = os.environ.get("DPCOMPANION_PRESET", "quick")
+    print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
+    good = True
+    with ProcessPoolExecutor(max_workers=options.jobs) as pool:
         jobs = [[(root, page, preset, options.timeout) for page in paper] for paper in papers(pages)]
-        return 0 if all(each(options.jobs, execute, jobs)) else 1
-
-    # What takes longest comes first: pages that train, and of these the long ones.
-    pages = sorted(pages, key=lambda page: (not trains(page), -page.stat().st_size))
-    under = {page: options.under or (TRAINING if trains(page) else PLAIN) for page in pages}
-    used = list(dict.fromkeys(name for names in under.values() for name in names))
-    jobs = [
-        [(root, page, name, options.timeout) for page in paper if name in under[page]]
-        for paper in papers(pages)
-        for name in used
-        if any(name in under[page] for page in paper)
-    ]
-    print(f"executing {len(pages)} notebooks again, {sum(map(len, jobs))} runs, on {arithmetic.processor()}")
-    for line in arithmetic.effects([name for name in used if arithmetic.settings(name)]):
-        print(f"  {line}", flush=True)
-    good = each(options.jobs, verify, jobs)
-    print(
-        f"{len(pages)} notebooks executed again, {len(good)} runs ({', '.join(used)}): {good.count(False)} differ "
-        "from what is committed"
-    )
-    return 0 if all(good) else 1
-
-
-def each(workers, work, jobs):
-    """Do all the jobs, `workers` at a time, and print how each of their calls went; returns their success."""
-    good = []
-    with ProcessPoolExecutor(max_workers=workers) as pool:
-        for job in [pool.submit(in_turn, work, calls) for calls in jobs]:
+        for job in [pool.submit(in_turn, calls) for calls in jobs]:
             for line, below, fine in job.result():
-                good.append(fine)
+                good = good and fine
                 print(f"  {line}", flush=True)
                 if below:
                     print("    " + below.replace("\n", "\n    "), flush=True)
-    return good
+    return 0 if good else 1
 
 
-def in_turn(work, calls):
-    """Do the calls of one job after the other, with a folder that they share."""
+def in_turn(calls):
+    """Execute the pages of one paper one after the other, with a folder that they share."""
     with tempfile.TemporaryDirectory() as folder:
-        return [work(*arguments, folder) for arguments in calls]
+        os.mkdir(f"{folder}/live")
+        return [execute(*arguments, folder) for arguments in calls]
 
 
 if __name__ == "__main__":

@@ -1,24 +1,24 @@
 """Opacus's own tests with `IndividualizedPrivacyEngine` in place of its `PrivacyEngine`.
 
-    python tools/opacus_suite.py [--examples 3] [-k WORDS] [--write results/opacus_suite.json]
+    python tools/opacus_suite.py [--write benchmarks/opacus_suite.json] [options of pytest, such as -k WORDS]
 
-The tests are those that the installed version of Opacus brings.  An adapter gives `make_private` to the engine: equal
-budgets that come out at the noise that a test asks for.  What cannot be asked of the engine that way (noise of zero,
-batches without Poisson sampling) is `not offered`.
+The tests are those that the installed version of Opacus brings, run by pytest; Hypothesis tries three examples in each
+of its own. An adapter gives `make_private` to the engine: equal budgets that come out at the noise that a test asks
+for. What cannot be asked of the engine that way (noise of zero, batches without Poisson sampling) is `not offered`.
 """
 
 import argparse
 import collections
 import contextlib
 import fnmatch
-import importlib
 import json
 import math
+import os
 import pathlib
 import sys
 import unittest
-import warnings
 
+import pytest
 import torch
 
 from dpcompanion import idp
@@ -112,69 +112,43 @@ class Adapter(IndividualizedPrivacyEngine):
         )
 
 
-class Outcome(unittest.TestResult):
+class Suite:
+    """The plug-in of pytest: the adapter in every module, and {test: (what came out, why)}."""
+
     def __init__(self):
-        super().__init__()
-        self.of = collections.OrderedDict()
+        self.of = {}
 
-    def _note(self, test, what, error=None):
-        name = test.id() if not hasattr(test, "test_case") else test.test_case.id()
-        if error and error[1] is not None and "NotOffered" in "".join(self._chain(error[1])):
-            what = (NOT_OFFERED, next(line for line in self._chain(error[1]) if "NotOffered" in line).split(": ")[-1])
-        elif error and isinstance(error[1], (AssertionError, ValueError)) and self._different(name):
-            what = (NOT_OFFERED, self._different(name))
-        elif error:
-            what = ("fails", f"{type(error[1]).__name__}: {error[1]}"[:200])
-        self.of[name.removeprefix("opacus.tests.")] = what
+    def pytest_collection_modifyitems(self, items):
+        for module in {item.module for item in items}:
+            if hasattr(module, "PrivacyEngine"):
+                module.PrivacyEngine = Adapter
+        items[:] = [item for item in items if hasattr(item.module, "PrivacyEngine")]
 
-    def _different(self, name):
-        return next((reason for pattern, reason in DIFFERENT.items() if fnmatch.fnmatch(name, pattern)), None)
-
-    def _chain(self, error):
-        while error is not None:
-            yield f"{type(error).__name__}: {error}"
-            error = error.__cause__ or error.__context__
-
-    def addSuccess(self, test):
-        self.of.setdefault(test.id().removeprefix("opacus.tests."), ("pass", ""))
-
-    def addError(self, test, error):
-        self._note(test, None, error)
-
-    def addFailure(self, test, error):
-        self._note(test, None, error)
-
-    def addSubTest(self, test, subtest, error):
-        if error:
-            self._note(test, None, error)
-
-    def addSkip(self, test, reason):
-        self.of[test.id().removeprefix("opacus.tests.")] = ("skipped by Opacus", reason)
+    def pytest_runtest_makereport(self, item, call):
+        name = ".".join([item.module.__name__.removeprefix("opacus.tests."), item.cls.__name__, item.name])
+        error = call.excinfo and call.excinfo.value
+        if error is None:
+            if call.when == "call":
+                self.of.setdefault(name, ("pass", ""))
+        elif isinstance(error, (pytest.skip.Exception, unittest.SkipTest)):
+            self.of[name] = ("skipped by Opacus", str(error))
+        elif refused := next((one for one in chain(error) if isinstance(one, NotOffered)), None):
+            self.of[name] = (NOT_OFFERED, str(refused))
+        elif isinstance(error, (AssertionError, ValueError)) and (reason := different(name)):
+            self.of[name] = (NOT_OFFERED, reason)
+        else:
+            self.of[name] = ("fails", f"{type(error).__name__}: {error}"[:200])
 
 
-def run(words=(), examples=3):
-    """{test: (what came out, why)} for the tests whose names hold one of the words, or all."""
-    from hypothesis import settings
+def different(name):
+    return next((reason for pattern, reason in DIFFERENT.items() if fnmatch.fnmatch(f".{name}", pattern)), None)
 
-    settings.register_profile("few", max_examples=examples, deadline=None, derandomize=True, database=None)
-    settings.load_profile("few")
-    with contextlib.suppress(ImportError):
-        import_torchvision()
-    suite = unittest.TestSuite()
-    for name in MODULES:
-        module = importlib.import_module(f"opacus.tests.{name}")
-        if not hasattr(module, "PrivacyEngine"):
-            continue
-        module.PrivacyEngine = Adapter
-        for tests in unittest.defaultTestLoader.loadTestsFromModule(module):
-            for test in tests:
-                if not words or any(word in test.id() for word in words):
-                    suite.addTest(test)
-    outcome = Outcome()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        suite.run(outcome)
-    return outcome.of
+
+def chain(error):
+    """An error and those that it came from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def write(path, version, found):
@@ -191,21 +165,27 @@ def write(path, version, found):
 
 
 def main():
+    import hypothesis
     import opacus
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--examples", type=int, default=3, help="examples that hypothesis tries in each of its tests")
-    parser.add_argument("-k", nargs="*", default=(), help="run the tests whose names hold one of these words")
     parser.add_argument("--write", type=pathlib.Path, help="the file that the outcomes are added to")
-    options = parser.parse_args()
+    options, for_pytest = parser.parse_known_args()
     torch.set_num_threads(1)
-    found = run(options.k, options.examples)
-    for name, (outcome, reason) in found.items():
+    hypothesis.settings.register_profile("few", max_examples=3, deadline=None, derandomize=True, database=None)
+    hypothesis.settings.load_profile("few")
+    with contextlib.suppress(ImportError):
+        import_torchvision()
+    suite = Suite()
+    modules = [f"opacus.tests.{name}" for name in MODULES]
+    quiet = ["-c", os.devnull, "-p", "no:cacheprovider", "-q", "--tb=no", "-W", "ignore", "--pyargs"]
+    pytest.main([*quiet, *for_pytest, *modules], plugins=[suite])
+    for name, (outcome, reason) in suite.of.items():
         print(f"{outcome:18} {name}  {reason}")
-    totals = collections.Counter(outcome for outcome, _ in found.values())
+    totals = collections.Counter(outcome for outcome, _ in suite.of.values())
     print(dict(totals))
     if options.write:
-        write(options.write, opacus.__version__, found)
+        write(options.write, opacus.__version__, suite.of)
     return int(totals["fails"] > 0)
 
 

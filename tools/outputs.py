@@ -1,8 +1,8 @@
-"""Whether two executions of a notebook say the same.
+"""Whether two executions of a cell give the same outputs, where equal is more than equal bytes.
 
-Texts are compared exactly, but for memory addresses and for wall times printed as "took 1.23 s". A cell may state a
-tolerance in its metadata (`tolerance: 0.01`): its numbers may then differ by this share of the larger one, its words
-may not. Pictures may differ in a thousandth of their pixels.
+Memory addresses and wall times may differ (nbval.cfg), and a thousandth of a picture's pixels, since machines smooth
+lines differently. A cell may state a tolerance in its metadata (`tolerance: 0.01`): its numbers may then differ by
+this share of the larger one, its words may not.
 
 >>> same_text("mean 1.00, holds", "mean 1.01, holds"), same_text("mean 1.00, holds", "mean 1.01, holds", tolerance=0.02)
 (False, True)
@@ -10,78 +10,52 @@ may not. Pictures may differ in a thousandth of their pixels.
 [False, False]
 >>> same_text("| 9,990 | 1e-3 |", "| 10,010 | 1.01e-3 |", tolerance=0.02), same_text("-1", "1", tolerance=0.02)
 (True, False)
+>>> same_text("it took 1.2 s", "it took 13 min"), same_text("it took 1.2 s", "it took 1.2 bits")
+(True, False)
 """
 
 import base64
+import copy
 import difflib
-import hashlib
 import io
 import math
 import re
+from pathlib import Path
 
-import nbformat
-
-# What `dpcompanion.reproduction.plotting.digest` gives: compared here, and shown by nothing.
+# What `dpcompanion.reproduction.plotting.digest` gives: compared, and shown by nothing.
 DIGEST = "application/vnd.dpcompanion.digest"
 PICTURE = "image/png"
 PIXEL_LEVELS, PIXEL_SHARE = 16, 1e-3
-# What may differ between two executions; every other number is compared.
-SANITISED = (
-    (re.compile(r"\bat 0x[0-9a-f]+"), "at ADDRESS"),
-    (re.compile(r"\btook \d+(\.\d+)? (ms|s|min)\b"), "took TIME"),
+SANITISED = re.findall(
+    r"^regex: (.*)\nreplace: (.*)$",
+    (Path(__file__).resolve().parent.parent / "nbval.cfg").read_text(encoding="utf-8"),
+    re.MULTILINE,
 )
 NUMBER = re.compile(r"[-+\u2212]?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
 
 
-def differences(fresh, committed):
-    """What two executions of one source differ in: [(number of the code cell, [(old line, new line)])], and the
-    numbers of the cells whose code is new. Cells count from 1."""
-    before = {cell.id: cell for cell in committed.cells if cell.cell_type == "code"}
-    moved, added = [], []
-    for number, cell in enumerate((cell for cell in fresh.cells if cell.cell_type == "code"), 1):
-        old = before.get(cell.id)
-        if old is None:
-            added.append(number)
-        elif not same_outputs(cell, old):
-            moved.append((number, changed_lines(shown(old.outputs), shown(cell.outputs))))
-    return moved, added
-
-
-def adopt(fresh, committed):
-    """Give each cell that says the same as before the outputs it had, so that equal results are equal bytes."""
-    before = {cell.id: cell for cell in committed.cells if cell.cell_type == "code"}
-    for cell in fresh.cells:
-        if cell.cell_type == "code" and cell.id in before and same_outputs(cell, before[cell.id]):
-            cell.outputs = before[cell.id].outputs
-            for output in cell.outputs:
-                if "execution_count" in output:
-                    output.execution_count = cell.execution_count
-
-
-def same_outputs(cell, old):
-    if len(cell.outputs) != len(old.outputs):
+def same(fresh, committed, tolerance=0.0):
+    """Whether two lists of outputs are the same, but for what may differ."""
+    if [plain(output) for output in within(fresh, committed, tolerance)] != [plain(output) for output in committed]:
         return False
-    tolerance = float(cell.metadata.get("tolerance", 0))
-    for one, other in zip(cell.outputs, old.outputs):
-        texts, others = texts_of(one), texts_of(other)
-        if texts.keys() != others.keys() or not same_picture(*(x.get("data", {}).get(PICTURE) for x in (one, other))):
-            return False
-        if not all(same_text(texts[kind], others[kind], tolerance) for kind in texts):
-            return False
-    return True
+    return all(map(same_picture, pictures(fresh), pictures(committed)))
 
 
-def texts_of(output):
-    """All that is compared of an output besides its picture: {part: text}."""
-    plain = nbformat.from_dict(output)
-    data = plain.pop("data", {})
-    plain.pop("execution_count", None)
-    text = {kind: value if isinstance(value, str) else repr(value) for kind, value in plain.items()}
-    return text | {
-        f"data {kind}": value if isinstance(value, str) else repr(value)
-        for kind, value in data.items()
-        if kind != PICTURE
-    }
+def plain(output):
+    """An output without its count and its pixels."""
+    data = {kind: value if kind != PICTURE else "" for kind, value in output.get("data", {}).items()}
+    return {**output, "data": data, "execution_count": None}
+
+
+def within(fresh, committed, tolerance):
+    """The fresh outputs, with the committed text in place of each that is the same within the tolerance."""
+    fresh = copy.deepcopy(fresh)
+    for new, old in zip(fresh, committed):
+        for text, other in ((new, old), (new.get("data", {}), old.get("data", {}))):
+            for kind in text.keys() & other.keys():
+                if isinstance(text[kind], str) and kind != PICTURE and same_text(text[kind], other[kind], tolerance):
+                    text[kind] = other[kind]
+    return fresh
 
 
 def same_text(new, old, tolerance=0.0):
@@ -96,14 +70,18 @@ def same_text(new, old, tolerance=0.0):
 
 def sanitized(text):
     for pattern, replacement in SANITISED:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     return text
 
 
+def pictures(outputs):
+    return [output["data"][PICTURE] for output in outputs if PICTURE in output.get("data", {})]
+
+
 def same_picture(new, old):
-    """Equal in size and, but for a thousandth of the pixels, in colour: machines differ in how they smooth lines."""
-    if new is None or old is None or new == old:
-        return new == old
+    """Equal in size and, but for a thousandth of the pixels, in colour."""
+    if new == old:
+        return True
     import numpy as np
     from PIL import Image
 
@@ -113,25 +91,13 @@ def same_picture(new, old):
     return one.shape == other.shape and (abs(one - other).max(axis=2) > PIXEL_LEVELS).mean() <= PIXEL_SHARE
 
 
-def shown(outputs):
-    """The lines that stand for some outputs, pictures by their hash."""
-    lines = []
-    for output in outputs:
-        data = output.get("data", {})
-        text = output.get("text") or data.get("text/markdown") or data.get("text/plain") or ""
-        lines += sanitized(text).splitlines()
-        lines += [f"(digest) {line}" for line in data.get(DIGEST, "").splitlines()]
-        if PICTURE in data:
-            lines.append(f"<picture {hashlib.sha256(data[PICTURE].encode()).hexdigest()[:12]}>")
-    return lines
+def changed_lines(fresh, committed):
+    """The lines that were committed (-) and those that a fresh execution has instead (+)."""
+    old, new = ([line for output in each for line in shown(output)] for each in (committed, fresh))
+    return [line for line in difflib.ndiff(old, new) if line[0] in "-+"] or ["another picture"]
 
 
-def changed_lines(old, new):
-    """[(old line, new line)], an empty text where there is none."""
-    pairs = []
-    for tag, a, b, c, d in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if tag != "equal":
-            before, after = old[a:b], new[c:d]
-            rows = max(len(before), len(after))
-            pairs += zip(before + [""] * (rows - len(before)), after + [""] * (rows - len(after)))
-    return pairs
+def shown(output):
+    data = output.get("data", {})
+    text = output.get("text") or data.get(DIGEST) or data.get("text/markdown") or data.get("text/plain") or ""
+    return sanitized(text).splitlines()

@@ -23,7 +23,7 @@ MARKS = {
     "close": "\u2248",
     "differs": "\u2260",
     "holds": "\u2713",
-    "fails": "\u2717",
+    "fails": "\u00d7",
     "undecided": "?",
     "stand-in": "~",
     "not run": "\u2013",

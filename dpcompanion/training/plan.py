@@ -369,13 +369,10 @@ class DPSGDPlan:
 
     def statement(self, *, steps: int | None = None) -> str:
         """What an epsilon of this plan is about, in one sentence: relation, public constants, sampler, noise, delta,
-        accountant.
-
-        Args:
-            steps: how many were taken, where a run stopped early; all of the plan's by default.
+        accountant. With `steps` it is about so many of the plan's steps, as of a run that was stopped.
 
         Raises:
-            ValueError: more steps than the plan has.
+            ValueError: if `steps` exceeds the plan's.
 
         >>> plan = DPSGDPlan(n=60_000, sample_rate=0.01, steps=500, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5,
         ...                  expected_batch_size=600)
@@ -384,8 +381,8 @@ class DPSGDPlan:
         not depend on the data); Poisson sampling at rate 0.01, 500 steps, noise 1 times the clip norm 1, delta 1e-05,
         accountant pld.
         """
-
-        taken = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
+        steps = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
+        taken = f"{steps} steps" if steps == self.steps else f"{steps} of {self.steps} planned steps"
 
         def said(value):
             return f"{value:g}" if isinstance(value, float) else f"{value.min():g} to {value.max():g}"
@@ -405,7 +402,7 @@ class DPSGDPlan:
             "" if self.arithmetic == "real" else (f", and what floats add for {self.parameters} parameters is counted")
         )
         return (
-            f"{whom}; Poisson sampling at rate {said(self.sample_rate)}, {taken} steps, noise "
+            f"{whom}; Poisson sampling at rate {said(self.sample_rate)}, {taken}, noise "
             f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta "
             f"{self.delta:g}, accountant {self.accountant}{counted}."
         )

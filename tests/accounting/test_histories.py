@@ -32,7 +32,7 @@ def test_a_history_at_one_level_costs_what_the_run_costs(rate, noises, steps, de
         assert exact * (1 - 2e-4) <= epsilon <= exact * 1.002 + 1e-6
 
 
-@pytest.mark.parametrize("noise", [0.1, 0.03])
+@pytest.mark.parametrize("noise", [0.1, pytest.param(0.03, marks=pytest.mark.slow)])
 def test_histories_with_little_noise_are_not_told_that_they_have_next_to_none(noise):
     """Where the grid of epsilons was longer than 745, the exponential of its lower part was 0, and so was epsilon."""
     found = epsilon_of_histories(
@@ -46,8 +46,8 @@ def test_histories_with_little_noise_are_not_told_that_they_have_next_to_none(no
 def test_mixed_histories_are_never_below_dp_accounting_and_within_a_hundredth_above():
     generator = torch.Generator().manual_seed(0)
     rate, noises, delta = 0.02, [1.2, 2.0, 4.0], 1e-5
-    counts = torch.randint(20, 150, (50, 3), generator=generator)
-    counts *= (torch.rand(50, 3, generator=generator) < 0.7).long()
+    counts = torch.randint(20, 150, (10, 3), generator=generator)
+    counts *= (torch.rand(10, 3, generator=generator) < 0.7).long()
     ours = epsilon_of_histories(counts, sample_rate=rate, noise_multipliers=noises, delta=delta)
     steps = [
         privacy_loss_distribution.from_gaussian_mechanism(noise, sampling_prob=rate, value_discretization_interval=5e-5)
@@ -65,7 +65,7 @@ def test_mixed_histories_are_never_below_dp_accounting_and_within_a_hundredth_ab
         reference = composed.get_epsilon_for_delta(delta)
         assert reference * (1 - 1e-4) <= epsilon <= reference * 1.01
         compared += 1
-    assert compared >= 45
+    assert compared >= 8
 
 
 def test_histories_that_want_other_tilts_do_not_spoil_each_other():
@@ -140,9 +140,9 @@ def test_full_batches_are_one_gaussian_mechanism():
         (dict(sample_rate=0), "sample_rate"),
         (dict(noise_multipliers=[0.0, 1.0]), "noise_multipliers"),
         (dict(delta=0), "delta"),
-        (dict(counts=[[0.5, 2.0]]), "counts must be whole numbers"),
-        (dict(sample_rate=[0.1, 0.2]), "sample_rate must be one number"),
-        (dict(delta=[1e-5, 1e-6]), "delta must be one number"),
+        (dict(counts=[[0.5, 2.0]]), "counts"),
+        (dict(sample_rate=[0.1, 0.2]), "sample_rate"),
+        (dict(delta=[1e-5, 1e-6]), "delta"),
     ],
 )
 def test_bad_input_is_refused_by_name(change, words):

@@ -33,7 +33,7 @@ def test_the_divergence_that_the_tests_use_is_the_integral():
         assert hockey_stick(rate, c, epsilon) == pytest.approx(integrate.quad(excess, -12, 14, limit=400)[0], abs=1e-8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.floats(0.001, 1.0), st.floats(0.05, 3.0), st.floats(1.001, 2.0), st.floats(0.0, 1.0), st.floats(-3.0, 6.0))
 def test_a_mixture_of_two_nodes_is_no_less_revealing_than_what_lies_between_them(rate, low, factor, where, epsilon):
     high = low * factor
@@ -54,9 +54,9 @@ def test_the_share_is_the_least_that_serves():
 
 @pytest.mark.parametrize("largest, most", [(40.0, 64), (99.0, 64), (99.0, 512)])
 def test_where_the_noise_is_small_no_weight_comes_out_too_small(largest, most):
-    levels = torch.linspace(3.0, largest, 1000, dtype=torch.float64)
+    levels = torch.linspace(3.0, largest, 600, dtype=torch.float64)
     found = Levels.between(levels, most=most)
-    with mpmath.workdps(1200):
+    with mpmath.workdps(60):
         for level, low, high, share in zip(levels, found.low, found.high, found.share):
             if low != high:
                 tails = [

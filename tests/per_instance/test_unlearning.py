@@ -52,10 +52,10 @@ def test_the_printed_constant_is_larger_than_the_proofs():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"order": 1.0}, "order must lie in"),
-        ({"budget": -1}, "budget must lie in"),
-        ({"requests": 1.5}, "requests must be"),
-        ({"budget": math.nan}, "budget must lie in"),
+        ({"order": 1.0}, "order"),
+        ({"budget": -1}, "budget"),
+        ({"requests": 1.5}, "requests"),
+        ({"budget": math.nan}, "budget"),
     ],
 )
 def test_bad_arguments_are_refused_by_name(change, message):
@@ -64,5 +64,5 @@ def test_bad_arguments_are_refused_by_name(change, message):
 
 
 def test_a_negative_divergence_is_refused():
-    with pytest.raises(ValueError, match="divergence must lie in"):
+    with pytest.raises(ValueError, match="divergence"):
         naive_unlearning(lambda t, a: -0.1, requests=1, order=2, budget=1.0)

@@ -47,7 +47,7 @@ def test_the_pages_of_a_paper_share_a_live_run_and_see_the_same_types(monkeypatc
 
 def test_a_live_run_of_other_code_is_not_taken_over(monkeypatch, tmp_path):
     monkeypatch.setenv("DPCOMPANION_LIVE", str(tmp_path))
-    old = records.make("idp-sgd/table-5", "quick", {"mnist.sigma": 1.0}, config={}, code_hash="other")
+    old = records.make("idp-sgd/table-5", "quick", {"mnist.sigma": 1.0}, config={}, version=99)
     records.write(old, tmp_path)
     assert Chapter("idp-sgd").live("table-5").values["mnist.sigma"] > 3
 
@@ -206,10 +206,14 @@ def test_a_page_of_exhibits_has_each_in_the_papers_order_at_the_place_that_the_s
 
 def test_a_paper_that_is_not_split_has_its_places_in_its_chapter(tmp_path):
     (tmp_path / "papers").mkdir()
-    (tmp_path / "papers" / "idp-sgd.md").write_text("# A chapter\n\n## Table 2\n\n## Lemmas 3.1 and 3.2\n")
+    (tmp_path / "papers" / "idp-sgd.md").write_text(
+        "# A chapter\n\n## Table 2\n\n## Lemmas 3.1 and 3.2\n", encoding="utf-8"
+    )
     found = {one.exhibit.id: one.place for one in scoreboard.standings("idp-sgd", book=tmp_path)}
     assert found["table-2"] == places.Place("book/papers/idp-sgd", "table-2")
-    (tmp_path / "papers" / "idp-sgd-exhibits.md").write_text("# Exhibits\n\n(idp-sgd-lemmas-3.1-3.2)=\n## Lemmas\n")
+    (tmp_path / "papers" / "idp-sgd-exhibits.md").write_text(
+        "# Exhibits\n\n(idp-sgd-lemmas-3.1-3.2)=\n## Lemmas\n", encoding="utf-8"
+    )
     found = {one.exhibit.id: one.place for one in scoreboard.standings("idp-sgd", book=tmp_path)}
     assert found["table-2"].page == "book/papers/idp-sgd" and found["table-9"] is None
     assert found["lemmas-3.1-3.2"] == places.Place("book/papers/idp-sgd-exhibits", "idp-sgd-lemmas-3-1-3-2")

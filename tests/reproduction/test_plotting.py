@@ -20,7 +20,7 @@ def test_notions_that_meet_in_a_figure_have_different_colours():
 
 
 def test_an_unknown_notion_is_refused():
-    with pytest.raises(ValueError, match="notion must be one of .*'pld'.*got 'moments'"):
+    with pytest.raises(ValueError, match="notion"):
         plotting.style("moments")
 
 
@@ -35,8 +35,30 @@ def test_every_figure_has_the_same_width_and_a_white_ground():
         assert fig.get_size_inches().tolist() == pytest.approx([5.2, height]) and fig.dpi == 150
         assert fig.get_facecolor() == (1, 1, 1, 1)
         plt.close(fig)
-    with pytest.raises(ValueError, match=r"columns must lie in \[1, 2\]"):
+    with pytest.raises(ValueError, match="columns"):
         plotting.figure(1, 3)
+
+
+def test_figures_are_set_in_the_font_of_the_package_whatever_the_machine_has(monkeypatch, recwarn):
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    from matplotlib import font_manager
+
+    # A machine with a Plex of its own, which comes first.
+    manager = font_manager.fontManager
+    other = font_manager.FontEntry(fname="/nowhere/Plex.ttf", name="IBM Plex Sans", style="normal", weight=400)
+    monkeypatch.setattr(manager, "ttflist", [other, *manager.ttflist])
+    fig, axes = plotting.figure()
+    axes.loglog([1, 10, 100], label="\u03c3, \u03b5 \u2264 1")
+    axes.set_xlabel(r"$\sigma$, $\mathcal{N}$")
+    axes.legend()
+    fig.canvas.draw()
+    plt.close(fig)
+    for text in fig.findobj(matplotlib.text.Text):
+        assert font_manager.findfont(text.get_fontproperties()) == str(plotting.FONT)
+    assert not list(recwarn), "a character that is missing is a warning"
 
 
 def test_two_drawings_of_the_same_figure_are_the_same_bytes(tmp_path):
@@ -80,7 +102,7 @@ def luminance(colour):
 
 
 def test_the_three_kinds_of_number_can_be_read_on_light_and_dark_pages():
-    css = (pathlib.Path(__file__).resolve().parents[2] / "book" / "_static" / "custom.css").read_text()
+    css = (pathlib.Path(__file__).resolve().parents[2] / "book" / "_static" / "custom.css").read_text(encoding="utf-8")
     light, dark = (
         dict(re.findall(r"--(\w+): (#\w{6})", line))
         for line in re.findall(r"^(?::root|html\[data-theme).*--live.*$", css, re.MULTILINE)

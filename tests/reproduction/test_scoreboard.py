@@ -285,7 +285,8 @@ def test_a_place_is_found_by_heading_first_and_by_code_else(tmp_path):
         "# A chapter\n\n```{code-cell} ipython3\n# Table 3 in a comment\n"
         'run("individual-accounting/table-3")\n```\n\n'
         '## What it costs\n\n```{code-cell} ipython3\ncompare("individual-accounting/table-1")\n```\n\n'
-        "## Figures 7 and 8, Table 3: more\n"
+        "## Figures 7 and 8, Table 3: more\n",
+        encoding="utf-8",
     )
     found = places.of_paper("individual-accounting", tmp_path)
     assert {id: place.anchor for id, place in found.items()} == {

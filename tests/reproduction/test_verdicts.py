@@ -67,6 +67,7 @@ def test_no_recorded_verdict_hangs_on_the_last_digits(name):
     assert dict(stands(records.find(name)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIVE)
 def test_no_live_verdict_hangs_on_the_last_digits(name):
     found = dict(stands(experiments.run(name, preset="quick")))

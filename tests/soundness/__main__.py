@@ -106,7 +106,7 @@ def _processor_seconds():
 def _commit():
     """The commit that is tried; with a plus where the tree differs from it."""
     git = ["git", "-C", str(DONE.parent), "describe", "--always", "--exclude=*", "--dirty=+"]
-    return subprocess.run(git, capture_output=True, text=True).stdout.strip() or "no commit"
+    return subprocess.run(git, capture_output=True, text=True, encoding="utf-8").stdout.strip() or "no commit"
 
 
 if __name__ == "__main__":

@@ -85,4 +85,6 @@ def said_by_the_page(run, expression):
     script = f"const accountant = require({str(STATIC / 'accountant.js')!r}), run = {json.dumps(run)};"
     script += f"const exactFilter = require({str(STATIC / 'filter.js')!r});"
     script += f"console.log(JSON.stringify({expression}))"
-    return json.loads(subprocess.run(["node", "-e", script], capture_output=True, text=True, check=True).stdout)
+    return json.loads(
+        subprocess.run(["node", "-e", script], capture_output=True, text=True, encoding="utf-8", check=True).stdout
+    )

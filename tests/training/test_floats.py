@@ -284,7 +284,7 @@ def test_a_run_that_the_account_does_not_cover_is_refused(arguments, match):
     plan = DPSGDPlan(**{**GOOD, "parameters": arguments.pop("parameters", 18)})
     with pytest.raises(ValueError, match=match):
         train(model, cross_entropy, data(), plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), **arguments)
-    with pytest.raises(ValueError, match="arithmetic='real', got 'float'"):
+    with pytest.raises(ValueError, match="arithmetic"):
         train_ensemble(model, cross_entropy, data(), plan, seeds=[0], learning_rate=0.1)
 
 

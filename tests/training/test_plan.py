@@ -143,7 +143,7 @@ def test_the_divisor_is_public_under_the_relation_that_the_plan_states():
 def test_what_is_replaced_in_a_plan_takes_the_divisor_along_only_where_it_was_given():
     assert dataclasses.replace(DPSGDPlan(**GOOD), n=20).expected_batch_size == 10.0
     assert dataclasses.replace(DPSGDPlan(**GOOD, expected_batch_size=4), n=20).expected_batch_size == 4.0
-    with pytest.raises(ValueError, match="expected_batch_size must be given"):
+    with pytest.raises(ValueError, match="expected_batch_size"):
         dataclasses.replace(DPSGDPlan(**GOOD), relation="add-remove")
     assert type(DPSGDPlan(**GOOD).config()["expected_batch_size"]) is float
 

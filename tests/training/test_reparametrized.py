@@ -139,6 +139,7 @@ def test_norms_are_not_too_small_where_the_gradient_lies_almost_in_what_the_stan
     assert abs(found / norm - 1) < 1e-2
 
 
+@pytest.mark.slow
 def test_wrn16_4_is_taken_apart_into_layers():
     model = models.wrn16_4(seed=0)
     generator = torch.Generator().manual_seed(1)
@@ -160,7 +161,7 @@ def test_a_wrong_pull_back_is_found_by_the_proof():
     model, (x, y) = network(lambda: Wrong(4, 6, 3)), examples()
     model(x)
     assert clipping.resolve_method(model, cross_entropy, x, y) == "func"
-    with pytest.raises(ValueError, match="norms of gradients are wrong"):
+    with pytest.raises(ValueError, match="norms"):
         clipping.resolve_method(model, cross_entropy, x, y, "mixed")
 
 

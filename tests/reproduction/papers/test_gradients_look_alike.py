@@ -34,7 +34,7 @@ def nothing_watched(monkeypatch, tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    return Run(None, torch.device("cpu"), tmp_path / "parts", "")
+    return Run(None, torch.device("cpu"), tmp_path / "parts")
 
 
 def tiny(config):
@@ -73,7 +73,11 @@ def flat(values):
     return {key: np.atleast_1d(np.array(value, dtype=float)) for key, value in values.items()}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    # The notebooks execute the others' quick runs.
+    [name if name.endswith(("figure-3", "figure-7")) else pytest.param(name, marks=pytest.mark.slow) for name in NAMES],
+)
 def test_every_exhibit_gives_the_same_numbers_twice_and_meets_all_its_criteria(name, monkeypatch):
     found = experiments.get(name)
     monkeypatch.setitem(found.presets, "quick", tiny(found.presets["quick"]))
@@ -281,6 +285,7 @@ def test_tasks_that_need_a_gpu_run_on_one_and_are_named_elsewhere(exhibit):
     assert {*g.runnable(config, gpu)} - {*g.runnable(config, cpu)} == {"ResNet-20, CIFAR-10"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exhibit", ["figure-2", "figure-3", "figure-4", "figure-6", "figure-7", "figure-9"])
 def test_cifar_10_runs_through_on_a_few_images(exhibit, run, monkeypatch):
     def load(name, *, split="train", **options):
@@ -339,6 +344,7 @@ def test_tilted_runs_at_rate_one_are_runs_with_the_point_alpha_times(monkeypatch
     torch.testing.assert_close(found, torch.cat(norms).double(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tilted_runs_are_kept_and_the_exact_value_lies_between_its_bounds(monkeypatch, run):
     task = dataclasses.replace(TINY, epochs=0.5, points=30)
     values = g.exactly(task, g.Tilted(2, ranks=(0.0, 0.5, 1.0), runs=2), run)
@@ -349,6 +355,7 @@ def test_tilted_runs_are_kept_and_the_exact_value_lies_between_its_bounds(monkey
     assert torch.equal(values["exact"], again["exact"])
 
 
+@pytest.mark.slow
 def test_without_learning_a_points_own_epsilon_is_that_of_its_one_norm(run):
     """The weights move by nothing, so that norms are constant and loss distributions give the truth."""
     task = g.Own("mnist-5k", "softmax", 7, points=1, runs=60, runs_add=20, learning_rate=0.0, epochs=1, epsilon=3.0)

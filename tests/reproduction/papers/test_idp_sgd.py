@@ -108,7 +108,7 @@ TINY = dataclasses.replace(chapter.DIGITS, training=chapter.Training(4000, 400, 
 
 
 def run_of(config, folder):
-    return experiments.Run(config, torch.device("cpu"), folder, "code")
+    return experiments.Run(config, torch.device("cpu"), folder)
 
 
 def test_groups_have_the_shares_of_the_paper_and_another_order_for_each_seed():
@@ -178,6 +178,7 @@ def test_the_larger_tasks_have_the_noise_that_table_6_prints():
                 assert set(norms.tolist()) == {float(printed[f"{task.data}.{method}_{setup}.clip"])}
 
 
+@pytest.mark.slow
 def test_the_methods_stand_in_the_papers_order_on_the_small_task_and_one_trial_has_no_interval():
     record = experiments.run("idp-sgd/table-2", preset="quick", seeds=(0,))
     final = {kind: record.values[f"{kind}.final"][0] for kind in record.config["kinds"]}
@@ -349,6 +350,7 @@ def test_the_papers_own_t_tests_tell_its_groups_apart(t, outcome):
     assert found == outcome and words.endswith(f"{sum(one < 0.05 for one in p)} of 5")
 
 
+@pytest.mark.slow
 def test_shadow_models_go_on_where_they_stopped(tmp_path, monkeypatch):
     """The second of three sets is cut off after five epochs."""
     config = dataclasses.replace(
@@ -401,6 +403,7 @@ def test_a_short_attack_is_judged_by_the_papers_claims(tmp_path, name, exhibits)
     assert len(judged) == exhibits
 
 
+@pytest.mark.slow
 def test_a_comparison_that_was_cut_off_goes_on_within_its_runs(tmp_path, monkeypatch):
     config = side_by_side.Compared(chapter.DIGITS, ("dpsgd",), seeds=(0, 1), together=2)
 
@@ -473,6 +476,7 @@ def few_texts(tmp_path, monkeypatch):
     monkeypatch.setattr(data, "load", functools.partial(data.load, verify=False))
 
 
+@pytest.mark.slow
 def test_texts_are_learned_within_each_groups_budget(few_texts, tmp_path, monkeypatch):
     paper = experiments.get("idp-sgd/table-3").presets["paper"]
     names, reviews = paper.rows.values()
@@ -591,6 +595,7 @@ def delta_of_two_steps(people, std, strategy, mine, epsilon):
     return max(np.clip(a - math.exp(epsilon) * b, 0, None).sum() * spacing**2 for a, b in ((one, other), (other, one)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sample", "scale"])
 def test_theorems_g_1_and_g_2_hold_of_two_steps_counted_out_whatever_the_others_do(method):
     """Whoever leaves, two outputs tell no more than their own group's budget, and what others do only hides more."""
@@ -647,6 +652,7 @@ def test_weighted_votes_beat_plain_ones_on_the_small_task(tmp_path):
     assert values["mnist-5k.ipate_A"].n == 1 and values["pate.labels"] == 50
 
 
+@pytest.mark.slow
 def test_networks_as_teachers_learn_their_own_part_and_each_kind_of_student_takes_its_number_of_labels(tmp_path):
     config = pate_students.Teachers(
         training.MNIST_5K, 4, (10, 40), steps=30, student_steps=10, learning_rate=0.05, seeds=(0,), budgets=(5.0, 50.0)

@@ -79,6 +79,7 @@ def test_the_gradients_of_resnet18_are_those_of_one_image_at_a_time():
     assert torch.allclose(found, alone(model, x, y), rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_resnet18_takes_a_step_of_idp_sgd_by_the_trainer():
     model, (x, y) = networks.resnet18(), images()
     budgets, plan = plan_for("scale", 4)
@@ -89,6 +90,7 @@ def test_resnet18_takes_a_step_of_idp_sgd_by_the_trainer():
     assert (plan.epsilon(accountant="rdp") <= budgets).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sample", "scale"])
 def test_resnet18_takes_a_step_of_idp_sgd_by_the_engine(method):
     model, data = networks.resnet18(), TensorDataset(*images())

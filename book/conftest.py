@@ -1,0 +1,113 @@
+"""nbval on the book: the environment of the kernels, and what nbval does not compare.
+
+    pytest --nbval --nbval-current-env --nbval-sanitize-with=nbval.cfg book/accounting.ipynb
+
+executes a committed notebook again and compares every output (`make notebooks` does all of them). nbval alone accepts
+a notebook that was never executed, ignores pictures, lets a cell opt out, and gives each kernel the environment of the
+caller. Here, a cell without an execution count fails; pictures may differ in a thousandth of their pixels; a cell's
+`tolerance` holds for its numbers; no cell opts out. The pages of one paper run one after the other in one worker of
+pytest-xdist, and share a fresh folder of live records. Pages that train have the mark `trains`.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+import tempfile
+import uuid
+from pathlib import Path
+
+import jupyter_client.manager
+import nbval.kernel
+import pytest
+from nbval.plugin import IPyNbCell
+from xdist.scheduler import LoadScopeScheduling
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import notebooks
+import outputs
+
+SECONDS_FOR_OUTPUT = 300  # from the end of a cell to its last output, on a machine under load
+opened = contextlib.ExitStack()
+
+
+def kernel_manager(**options):
+    """A kernel behind socket files, readable by their owner alone, rather than ports that others could listen to."""
+    file = f"{folder_of('kernels')}/{uuid.uuid4().hex[:8]}.json"
+    return jupyter_client.manager.KernelManager(transport="ipc", connection_file=file, **options)
+
+
+nbval.kernel.KernelManager = kernel_manager
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "trains: a page of the book that trains networks")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_xdist_make_scheduler(config, log):
+    if config.option.nbval:
+        return ByPaper(config, log)
+
+
+class ByPaper(LoadScopeScheduling):
+    """The cells of all pages of a paper go to one worker, in the order in which they were collected."""
+
+    def _split_scope(self, nodeid):
+        return str(notebooks.paper_of(self.config.rootpath / nodeid.partition("::")[0]))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    cells = {}
+    for item in items:
+        if isinstance(item, IPyNbCell):
+            cells.setdefault(item.path, []).append(item)
+            if trains(item.path):
+                item.add_marker(pytest.mark.trains)
+            item.output_timeout = SECONDS_FOR_OUTPUT
+            item.options.update(check=True, skip=False, check_exception=False)
+            item.compare_outputs = functools.partial(compare, item, item.compare_outputs)
+    # What takes longest comes first: papers with pages that train, and of these the large ones.
+    papers = notebooks.papers(cells)
+    papers.sort(key=lambda pages: (not any(map(trains, pages)), -sum(page.stat().st_size for page in pages)))
+    items[:] = [item for item in items if item.path not in cells] + [
+        item for pages in papers for page in pages for item in cells[page]
+    ]
+
+
+@functools.cache
+def trains(page):
+    return notebooks.trains(page)
+
+
+@functools.cache
+def folder_of(paper):
+    folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+    (folder / "live").mkdir()
+    return folder
+
+
+@pytest.hookimpl(tryfirst=True)  # before nbval starts the kernel of the first cell
+def pytest_runtest_setup(item):
+    if isinstance(item, IPyNbCell):
+        os.environ.update(notebooks.kernel_environment("quick", folder_of(notebooks.paper_of(item.path))))
+        if item.cell.execution_count is None:
+            pytest.fail(f"{item.path.name}, cell {item.cell_num}: was not executed", pytrace=False)
+
+
+def pytest_unconfigure():
+    opened.close()
+
+
+def compare(cell, by_nbval, fresh, committed):
+    """Whether the outputs of a cell are the committed ones, by nbval and then for the pictures, which it ignores."""
+    if tolerance := float(cell.cell.metadata.get("tolerance", 0)):
+        fresh = outputs.within(fresh, committed, tolerance)
+    if not by_nbval(fresh, committed):
+        return False
+    new, old = outputs.pictures(fresh), outputs.pictures(committed)
+    if len(new) != len(old) or not all(map(outputs.same_picture, new, old)):
+        cell.comparison_traceback = ["the picture is another one than the committed one"]
+        return False
+    return True

@@ -1,0 +1,119 @@
+"""What a page asks of its reader is limited: words, lines of code, tables and figures that stand open.
+
+Counted from sources and notebooks, so that no browser and no font has a say. A chapter's goal is 2,500 words and one
+table; pages that are longer have limits of their own, their lengths of today, which may only become lower.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+BOOK = Path(__file__).resolve().parent.parent / "book"
+#: Pages to look things up in, as long as what there is to look up.
+REFERENCE = re.compile(r"api/.*|.*-exhibits|scoreboard|errata|references")
+
+
+class Length(NamedTuple):
+    words: int = 0
+    code: int = 0
+    tables: int = 0
+    figures: int = 0
+
+    def __add__(self, other):
+        return Length(*map(sum, zip(self, other)))
+
+
+GENERAL = Length(words=2500, code=75, tables=2, figures=3)
+#: What is longer, and by how much today: to be lowered with the page, and taken out when it is within the limit.
+LONGER = {
+    "accounting": {"tables": 10},
+    "accounting-in-pictures": {"figures": 5},
+    "exact-filters": {"tables": 8},
+    "papers/gradients-look-alike": {"code": 108, "tables": 3},
+    "papers/gradients-look-alike-proofs": {"tables": 8},
+    "papers/idp-sgd": {"code": 147},
+    "papers/individual-accounting": {"code": 117, "figures": 5},
+    "papers/intrinsic-privacy": {"tables": 5},
+    "papers/per-instance-accounting": {"code": 153, "figures": 4},
+    "run-times": {"tables": 5},
+    "which-guarantee": {"tables": 6},
+    "your-own-model": {"code": 120},
+}
+
+
+def length_of_text(text):
+    """Words and tables of Markdown as a page opens: what is folded, fenced or a comment does not count.
+
+    A formula, a role and a link's words count, as many words as they have.
+    """
+    for folded in (
+        r"(?ms)^:::+\{dropdown\}.*?^:::+$",
+        r"(?ms)^(`{3,}).*?^\1$",
+        r"(?s)<(details|style|script)\b.*?</\1>",
+    ):
+        text = re.sub(folded, "", text)
+    text = re.sub(r"(?ms)\A---\n.*?^---$|<!--.*?-->|^:[\w-]+:.*?$|^:::+.*?$|^\(.*\)=$", "", text)
+    rows = re.compile(r"(?m)^\|.*$")
+    tables = len(re.findall(r"(?m)^\|[-:| ]+\|$", text))
+    text = re.sub(r"\{[\w:-]+\}|\]\(.*?\)|<.*?>", " ", rows.sub("", text))
+    text = re.sub(r"(?s)\$\$.*?\$\$|\$[^$]+\$", " formula ", text)
+    return Length(words=len(re.findall(r"[^\W_][\w'\u2019,.%-]*", text)), tables=tables)
+
+
+def length_of_cell(cell):
+    """A cell of a notebook: its prose, or its code and what it shows, unless its tags fold that."""
+    source = "".join(cell["source"])
+    if cell["cell_type"] != "code":
+        return length_of_text(source)
+    tags = {*cell["metadata"].get("tags", ())}
+    length = Length()
+    if not tags & {"hide-input", "remove-input", "hide-cell", "remove-cell"}:
+        length += Length(code=sum(bool(line.strip()) for line in source.splitlines() if not line.startswith(":")))
+    if not tags & {"hide-output", "remove-output", "hide-cell", "remove-cell"}:
+        for data in (output.get("data", {}) for output in cell["outputs"]):
+            shown = "".join(data.get("text/html", data.get("text/markdown", "")))
+            length += length_of_text(shown) + Length(figures=("image/png" in data) + shown.count("<svg"))
+    return length
+
+
+def length_of_page(name):
+    notebook = BOOK / f"{name}.ipynb"
+    if notebook.exists():
+        return sum(map(length_of_cell, json.loads(notebook.read_text(encoding="utf-8"))["cells"]), Length())
+    return length_of_text((BOOK / f"{name}.md").read_text(encoding="utf-8"))
+
+
+PAGES = {path.relative_to(BOOK).with_suffix("").as_posix() for path in BOOK.rglob("*.md")}
+CHAPTERS = sorted(name for name in PAGES if not REFERENCE.fullmatch(name) and not name.startswith("_"))
+
+
+@pytest.mark.parametrize("name", CHAPTERS)
+def test_a_page_is_within_its_limits(name):
+    length, limits = length_of_page(name), GENERAL._replace(**LONGER.get(name, {}))
+    assert length.words and all(is_ <= limit for is_, limit in zip(length, limits)), (length, limits)
+
+
+@pytest.mark.parametrize("name", LONGER)
+def test_an_exception_is_needed(name):
+    length = length_of_page(name)
+    assert all(getattr(length, what) > getattr(GENERAL, what) for what in LONGER[name]), length
+
+
+def test_what_stands_open_is_counted_and_what_is_folded_is_not():
+    table = "| a | b |\n|:--|--:|\n| 1 | 2 |\n"
+    folded = f"\n:::{{dropdown}} Solution\nwords\n{table}:::\n<details><p>words</p>\n\n{table}</details>\n"
+    shown = "# A title\n\nThree more words, $x + 1$ and {doc}`a page <other>`.\n\n"
+    shown += ":::{admonition} Note\n:class: tip\nOne.\n:::\n"
+    assert length_of_text(shown + table + folded + "```{raw} html\nwords\n```\n") == Length(words=10, tables=1)
+
+    def cell(*tags):
+        data = [{"image/png": ""}, {"text/markdown": [table]}, {"text/plain": "<svg"}]
+        outputs = [{"data": each} for each in data]
+        return {"cell_type": "code", "source": ["x = 1\n", "\n", "x"], "metadata": {"tags": tags}, "outputs": outputs}
+
+    assert length_of_cell(cell()) == Length(code=2, tables=1, figures=1)
+    assert length_of_cell(cell("hide-input")) == Length(tables=1, figures=1)
+    assert length_of_cell(cell("hide-cell")) == Length()
