@@ -266,6 +266,6 @@ def test_a_delta_of_one_over_n_or_more_gets_a_warning(n, warned):
 
 def test_a_statement_is_of_the_steps_taken():
     plan = DPSGDPlan(n=100, sample_rate=0.1, steps=50, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
-    assert " 50 steps" in plan.statement() and " 7 steps" in plan.statement(steps=7)
+    assert " 50 steps" in plan.statement() and " 7 of 50 " in plan.statement(steps=7)
     with pytest.raises(ValueError, match="steps"):
         plan.statement(steps=51)
