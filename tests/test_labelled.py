@@ -48,7 +48,9 @@ def test_a_series_counts_as_its_values_whatever_its_labels(name, index):
 def test_a_frame_counts_as_a_matrix_and_text_is_refused_by_name():
     frame = pandas.DataFrame([[1.0, 2.0], [3.0, 4.0]], index=[5, 2], columns=["a", "b"])
     found = compute_epsilon(noise_multiplier=frame, delta=1e-5, accountant="rdp", **RUN)
-    assert torch.equal(found, compute_epsilon(noise_multiplier=frame.values, delta=1e-5, accountant="rdp", **RUN))
+    assert torch.equal(
+        found, compute_epsilon(noise_multiplier=frame.values.tolist(), delta=1e-5, accountant="rdp", **RUN)
+    )
     for wrong in (pandas.Series(["1", "x"]), pandas.Series([1.0, None], dtype="Float64"), pandas.Series([1.0, None])):
         with pytest.raises(ValueError, match="noise_multiplier"):
             compute_epsilon(noise_multiplier=wrong, delta=1e-5, **RUN)
