@@ -85,7 +85,7 @@ def test_a_record_names_the_code_that_ran_though_its_file_is_edited_meanwhile(tm
     commits = ["before"]
 
     def edit():
-        file.write_text(file.read_text(encoding="utf-8").replace("'one': 1", "'three': 3"))
+        file.write_text(file.read_text(encoding="utf-8").replace("'one': 1", "'three': 3"), encoding="utf-8")
         commits[:] = ["after+changes"]
 
     space = {"edit": edit}
