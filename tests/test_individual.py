@@ -124,7 +124,7 @@ def test_accounts_are_ordered_unrounded_below_rounded_and_pld_below_rdp():
     assert (pld <= rounded * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES[:2], pytest.param(MODES[2], marks=pytest.mark.slow)])
 def test_longer_gradients_and_more_steps_never_cost_less(mode):
     norms = history(40, 10, seed=2)
     base = recorded(norms, **mode).epsilon(1e-5)

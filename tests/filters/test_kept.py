@@ -106,7 +106,7 @@ def test_notebooks_compute_anew(folder, monkeypatch):
     monkeypatch.setenv("DPCOMPANION_FILTERS", "anew")
     square.forget()
     (entry,) = folder.iterdir()
-    entry.write_text(entry.read_text(encoding="utf-8").replace("9.0", "1.0"))
+    entry.write_text(entry.read_text(encoding="utf-8").replace("9.0", "1.0"), encoding="utf-8")
     assert square(3.0) == (9.0, 0) and len(calls) == 2 and "1.0" in entry.read_text(encoding="utf-8")
 
 

@@ -140,7 +140,7 @@ def test_a_record_is_stale_when_configuration_or_version_differ_but_not_for_othe
 )
 def test_a_damaged_or_foreign_file_is_refused_by_name(tmp_path, damage, message):
     path = records.write(record(), tmp_path)
-    path.write_text(damage(path.read_text(encoding="utf-8")))
+    path.write_text(damage(path.read_text(encoding="utf-8")), encoding="utf-8")
     with pytest.raises(ValueError, match=f"table-5.paper.json {message}|table-5.paper.json.*{message}"):
         records.read(path)
 
@@ -244,7 +244,8 @@ def test_the_arrays_of_an_earlier_version_are_read_and_replaced(tmp_path):
     path.write_text(
         unsealed(path.read_text(encoding="utf-8")).replace(
             json.loads(path.read_text(encoding="utf-8"))["arrays"]["file"], named
-        )
+        ),
+        encoding="utf-8",
     )
     assert records.read(path).arrays["a"].tolist() == [1, 1, 1]
     records.write(record(arrays={"a": np.zeros(3)}), tmp_path)

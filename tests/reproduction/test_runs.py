@@ -77,7 +77,7 @@ def test_what_a_checkout_carries_of_a_run_is_not_done_again(tmp_path, monkeypatc
     assert calls == ["a", "b"] and both["a"][0] == first[0] and np.array_equal(both["a"][1]["array"], np.arange(3))
     # One that is damaged is done again.
     (piece,) = checkout.glob("begun/runs/*/a.piece.json")
-    piece.write_text(piece.read_text(encoding="utf-8").replace('"of": "a"', '"of": "x"'))
+    piece.write_text(piece.read_text(encoding="utf-8").replace('"of": "a"', '"of": "x"'), encoding="utf-8")
     shutil.rmtree(other)
     assert kept(["a"])["a"][0] == {"of": "a"} and calls == ["a", "b", "a"]
 

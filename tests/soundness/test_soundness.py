@@ -108,7 +108,7 @@ def test_a_trial_goes_on_where_it_was_stopped(tmp_path):
     run(Piece, 1, 5, path, math.inf)
     said = {case: line["said"] for case, line in read(path).items()}
     assert said == {0: [], 1: ["ValueError: not accepted"], 2: None, 3: ["too small"], 4: []}
-    path.write_text(path.read_text(encoding="utf-8")[:-30])  # the last line is cut off
+    path.write_text(path.read_text(encoding="utf-8")[:-30], encoding="utf-8")  # the last line is cut off
     assert len(read(path)) == 4
     tried.clear()
     mended = True
