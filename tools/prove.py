@@ -42,7 +42,13 @@ def run(title, command):
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     lines = []
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
     ) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)

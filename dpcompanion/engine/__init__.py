@@ -27,8 +27,12 @@ What makes each budget hold:
   in them raises the rate of the others, and is refused. Each pass begins with the first draw that is no step yet, and
   so does a run that goes on from a checkpoint: there is one sequence of draws, however often it is looked at;
 * with the first batches it is proved against plain autograd that each example's gradient is its own and its norm
-  whole, before any step: a weight used outside of its layer is refused, and so is a function that mixes examples. In
-  ghost mode, whose criterion is known, that is proved of the losses too;
+  whole, before any step: a weight used outside of its layer is refused, and so is a function that mixes examples. It
+  is proved again with the next batch when the state has changed that says which code runs: the mode of a submodule, a
+  flag, a hook;
+* the loss is a mean (or, with loss_reduction "sum", a sum) of one number an example: what comes back to the module's
+  outputs is compared with standard losses of them, or with the criterion that the engine was given
+  (`dpcompanion.engine.losses`). Class weights, or a mean over a batch's tokens, are refused without a criterion;
 * the original optimizer takes no step of its own, all trainable parameters are its, they stay the same ones, and no
   forward pass writes into them (as that of an embedding with `max_norm` would). Another optimizer of theirs is warned
   of;
@@ -52,8 +56,8 @@ sum of the rates. `statement` says so in words. Poisson sampling; each example's
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
 them.  The account is one of real numbers: what floats add to a sum is not in it.
 
-What the engine cannot see, it takes on trust: that the loop's loss is the mean (or, with loss_reduction "sum", the sum)
-of losses of which each depends on one example, and that no batch is mixed before it reaches the module (as mixup does).
+What the engine cannot see, it takes on trust: that no batch is mixed before it reaches the module (as mixup does), and,
+with trust_loss=True, that the loop's loss is made of losses of which each depends on one example.
 
 Needs Opacus, version 1.6 or later.
 

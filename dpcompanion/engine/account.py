@@ -23,6 +23,8 @@ class Accountant(IAccountant):
         #: The optimizer whose steps count.
         self.follower: Any = None
         self.voided = False
+        #: Whether the caller's word was taken that the loop's loss is one example's each.
+        self.trusts_loss = False
         #: By what noise repeats itself, in words; None where nobody can repeat it.
         self.origin = None
 

@@ -10,14 +10,16 @@ import torch
 
 from .checks import Traceless
 from .ghost import GhostOptimizer
+from .layers import ForEachExample, check_packed, embedding_grad_sample
 from .loading import Draws, Noted, private_loader
+from .losses import LossWatch, PerExampleCriterion
 from .optimizers import HooksOptimizer
-from .proof import Proof
+from .proof import Proof, tolerance_of
 
 
 def _rearranged(rearrange, *, module, **options):
     """As Opacus does, which takes what a layer noted of a batch from an empty list after a pass in evaluation mode."""
-    if not getattr(module, "activations", True):
+    if not getattr(module, "activations", None):
         raise ValueError(
             f"module must be in training mode in the forward pass of each backward pass, but {type(module).__name__} "
             "was in evaluation mode, or went back twice: call module.train() first"
@@ -43,6 +45,7 @@ def assemble(
     grad_sample_mode,
     wrap_model,
     prove,
+    trust_loss,
 ):
     """What the caller gets; from here on the accountant follows the new optimizer."""
     sampling, noise = streams
@@ -60,6 +63,8 @@ def assemble(
         wrap_model=wrap_model,
     )
     module.forbid_grad_accumulation()
+    if hasattr(module, "GRAD_SAMPLERS"):
+        module.GRAD_SAMPLERS = {**module.GRAD_SAMPLERS, torch.nn.Embedding: embedding_grad_sample}
     if hasattr(module, "rearrange_grad_samples"):
         module.rearrange_grad_samples = functools.partial(_rearranged, module.rearrange_grad_samples)
     optimizer = getattr(optimizer, "original_optimizer", optimizer)
@@ -80,16 +85,36 @@ def assemble(
             loss_reduction=loss_reduction,
             ghost=ghost,
             batch_size=lambda: len(noted.handed_out or []),
+            own_loss=None if ghost or criterion is not None else trust_loss,
         )
         if prove
         else None
     )
+    watch = (
+        None
+        if trust_loss
+        else LossWatch(
+            module,
+            module if wrap_model else original,
+            noted,
+            loss_reduction=loss_reduction,
+            busy=lambda: proof is not None and proof.busy,
+            own_loss=lambda: None if proof is None else proof.own_loss_mixes,
+            criterion=ghost or criterion is not None,
+        )
+    )
+    check_packed(original)
+    ForEachExample(
+        original, original, lambda: proof.rows if proof is not None and proof.busy else len(noted.handed_out or [])
+    )
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
-    optimizer.follow(draws, noted, engine.accountant, proof, module)
-    Traceless(original)
+    engine.accountant.trusts_loss = trust_loss
+    optimizer.follow(draws, noted, engine.accountant, proof, module, watch, Traceless(original))
     optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
     loader = private_loader(data_loader, noted, draws, batch_first)
-    if not isinstance(optimizer, GhostOptimizer):
+    if isinstance(optimizer, GhostOptimizer):
+        criterion = torch.nn.CrossEntropyLoss() if criterion is None else criterion
+        return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader
+    if criterion is None:
         return module, optimizer, loader
-    criterion = torch.nn.CrossEntropyLoss(reduction=loss_reduction) if criterion is None else criterion
-    return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader
+    return module, optimizer, PerExampleCriterion(criterion, watch, loss_reduction, tolerance_of), loader

@@ -3,17 +3,29 @@
 import copy
 import math
 import threading
+from typing import Any
 
 import torch
 from opacus.validators.errors import UnsupportedModuleError
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from .. import _checks
+from .._devices import is_away
 from ..training.checks import check_batched, check_untouched, noted, same_items
 
 
 def trainable(module):
     return {id(p) for p in module.parameters() if p.requires_grad}
+
+
+def check_trained(module, trained):
+    """The trainable parameters are those that it had."""
+    if trainable(module) != trained:
+        changed = [name for name, p in module.named_parameters() if p.requires_grad != (id(p) in trained)]
+        raise ValueError(
+            "module must keep the trainable parameters that it had: freeze and unfreeze before "
+            f"make_private_with_budgets, but {', '.join(changed) or 'some'} changed since"
+        )
 
 
 def clip_norms_of(max_grad_norm, clipping, module):
@@ -70,13 +82,20 @@ def _check_order(loader):
             )
 
 
+_KEPT = "module must keep no statistics of its examples, but training changes {}, which no noise covers"
+
+
 class Traceless:
     """Watches the forward passes of a module in training mode: no buffer and no parameter, frozen or trainable, may
     keep anything of its examples, for no step would hide it. Noise goes to gradients alone, and what a forward pass
-    writes into a weight is there without it. The first passes are compared by value, too."""
+    writes into a weight is there without it.
+
+    Buffers are compared by value in every pass, parameters by version and place, and in passes 1, 2, 4, 8, ... by value
+    too. On a device `spoilt` says whether a buffer has changed, and nobody waits for it until `look`."""
 
     def __init__(self, module):
         self._seen, self._begun = 0, threading.local()  # replicas of a module run in threads, and share its hooks
+        self.spoilt: Any = False
         module.register_forward_pre_hook(self._note)
         module.register_forward_hook(self._compare)
 
@@ -84,7 +103,7 @@ class Traceless:
         return {"_seen": self._seen}  # a copy of the module is watched on its own, and begins between passes
 
     def __setstate__(self, state):
-        self._seen, self._begun = state["_seen"], threading.local()
+        self._seen, self._begun, self.spoilt = state["_seen"], threading.local(), False
 
     def _passes(self):
         """What was noted at the beginning of each pass under way, for a module may call itself."""
@@ -93,14 +112,32 @@ class Traceless:
         return self._begun.stack
 
     def _note(self, module, args):
-        watched = any(part.training for part in module.modules())
-        self._passes().append(noted(module, values=self._seen < 2) if watched else None)
+        if not any(part.training for part in module.modules()):
+            self._passes().append(None)
+            return
+        power = self._seen & (self._seen - 1) == 0  # 0, 1, 2, 4, 8, ...
+        buffers = {} if power else {n: b.detach().clone() for n, b in module.named_buffers() if not b.is_meta}
+        self._passes().append((noted(module, values=power), buffers))
 
     def _compare(self, module, args, output):
         before = self._passes().pop()
-        if before is not None:
-            self._seen += 1
-            check_untouched(module, before, name="module")
+        if before is None:
+            return
+        self._seen += 1
+        check_untouched(module, before[0], name="module")
+        for name, b in module.named_buffers():
+            if (was := before[1].get(name)) is None:
+                continue
+            changed = ~((b == was) | (b != b) & (was != was)).all()
+            if is_away(b):
+                self.spoilt = self.spoilt | changed
+            elif changed:
+                raise ValueError(_KEPT.format(f"buffer {name!r}"))
+
+    def look(self):
+        """Whether a buffer on a device was changed."""
+        if self.spoilt is not False and bool(self.spoilt):
+            raise ValueError(_KEPT.format("a buffer") + "; the steps since were noise alone")
 
 
 def _check_types(module, mode):
@@ -133,6 +170,11 @@ def check_module(engine, module, optimizer, mode):
             raise ValueError(
                 f"module must have a bias in each LayerNorm in the mode {mode!r}, as Opacus takes it, got none in "
                 f"{name or 'module'!r}; use grad_sample_mode='functorch'"
+            )
+        if mode == "ew" and isinstance(part, torch.nn.Embedding) and part.padding_idx is not None:
+            raise ValueError(
+                "padding_idx must be None in an embedding in the mode 'ew', where PyTorch's expanded weights give that "
+                f"row a gradient, got {part.padding_idx} in {name or 'module'!r}; use grad_sample_mode='hooks'"
             )
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
             raise ValueError(

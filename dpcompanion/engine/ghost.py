@@ -12,6 +12,7 @@ from torch import nn
 from .._devices import autocasts
 from ..training.layers import Ghost, GhostEmbedding
 from ..training.tensors import rounded_up
+from .losses import LossCompany, Unreduced, note_call
 from .optimizers import Following
 from .proof import missing, norm_of, tolerance_of
 
@@ -31,6 +32,8 @@ def _check_autocast(layer, args):
 def _norms(layer, activations, backprops):
     """Norms of the gradients of a linear layer or an embedding, {parameter: (n,)}, as `dpcompanion.training.layers`
     has them: Opacus's own, in float32, lose what cancels over the positions of an example."""
+    if not len(backprops):
+        return {p: backprops.new_zeros(0) for p in layer.parameters(recurse=False) if p.requires_grad}
     uses = [(activations[0], backprops)]
     if isinstance(layer, nn.Embedding):
         squares = {layer.weight: GhostEmbedding(layer, uses).squared_norms} if layer.weight.requires_grad else {}
@@ -38,8 +41,6 @@ def _norms(layer, activations, backprops):
         ghost = Ghost(layer, [(activations[0].to(backprops.dtype), backprops)])
         squares = {layer.weight: ghost.weight_squares, layer.bias: ghost.bias_squares}
         squares = {p: found for p, found in squares.items() if p is not None and p.requires_grad}
-    if not len(backprops):
-        return {p: backprops.new_zeros(0) for p in squares}
     return {p: rounded_up(torch.as_tensor(found()).sqrt(), backprops.dtype) for p, found in squares.items()}
 
 
@@ -72,7 +73,9 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
             remove()
 
         module.remove_hooks = leaves
-        return GhostCriterion(module, self, criterion, loss_reduction)
+        unreduced = Unreduced(criterion)
+        unreduced.reduction = loss_reduction  # which Opacus asks for, and sets to "none" for a call
+        return GhostCriterion(module, self, unreduced, loss_reduction)
 
     def _fresh_norms(self, module):
         """Norms of this backward pass: none is left from an earlier one."""
@@ -156,7 +159,10 @@ for _name in ("__truediv__", "__mul__", "__rmul__", "__add__", "__radd__", "__su
 
 class GhostCriterion(DPLossFastGradientClipping):
     optimizer: GhostOptimizer
-    _open = True
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._company = LossCompany()
 
     def __call__(self, *args, **kwargs):
         try:
@@ -166,32 +172,9 @@ class GhostCriterion(DPLossFastGradientClipping):
         except (RuntimeError, IndexError, TypeError) as error:
             raise ValueError(f"criterion must take the module's outputs and the targets, but: {error}") from error
         found.__class__ = GhostLosses
-        losses = found.loss_per_sample
-        if (
-            self._open
-            and self.optimizer._proof is not None
-            and len(args) > 1
-            and not kwargs
-            and losses.ndim == 1
-            and len(losses) > 1
-            and all(torch.is_tensor(t) and t.ndim and len(t) == len(losses) for t in args)
-        ):
-            self._open = False
-            self._check_company(args, losses.detach())
+        losses, watch = found.loss_per_sample, self.optimizer._watch
+        if watch is not None and losses.ndim == 1 and losses.requires_grad and "shape" not in kwargs:
+            note_call(watch, self.criterion, args, kwargs, losses, self.loss_reduction)
+            if self._company.due(len(losses)) and losses.device.type != "meta":
+                self._company.check(self.criterion, args, kwargs, losses, tolerance_of(losses))
         return found
-
-    def _check_company(self, args, losses):
-        rows = sorted({round(i * (len(losses) - 1) / 7) for i in range(8)})
-        with torch.no_grad():
-            alone = torch.cat(
-                [
-                    super(GhostCriterion, self).__call__(*(t[row : row + 1] for t in args)).loss_per_sample.reshape(1)
-                    for row in rows
-                ]
-            )
-        together, tolerance = losses[rows], tolerance_of(losses)
-        if bool(alone.isfinite().all()) and not torch.allclose(together, alone, rtol=tolerance, atol=1e-6):
-            raise ValueError(
-                "criterion must give each example a loss of its own, but it changes with its company: "
-                f"{together.tolist()} together, {alone.tolist()} alone"
-            )

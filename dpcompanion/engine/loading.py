@@ -67,10 +67,11 @@ class Draws(PoissonSampler, BatchSampler):
 
 
 class Noted(Dataset):
-    """A data set that notes which examples it handed out last; otherwise as the one that it holds."""
+    """A data set that notes which examples it handed out last, and the `batch` that was made of them; otherwise as the
+    one that it holds."""
 
     def __init__(self, dataset, loader):
-        self._dataset, self.handed_out = dataset, None
+        self._dataset, self.handed_out, self.batch = dataset, None, None
         self._workers = _Workers(dataset, loader) if loader.num_workers else None
 
     def __len__(self):
@@ -125,6 +126,11 @@ def private_loader(loader, noted, draws, batch_first):
     collate = wrap_collate_with_empty(collate_fn=loader.collate_fn, batch_first=batch_first)
     # It learns here what a batch looks like: the first one may be empty.
     collate([noted[0]])
+
+    def noting(examples):
+        noted.batch = collate(examples)
+        return noted.batch
+
     return DataLoader(
-        noted, batch_sampler=draws, collate_fn=collate, pin_memory=loader.pin_memory, generator=loader.generator
+        noted, batch_sampler=draws, collate_fn=noting, pin_memory=loader.pin_memory, generator=loader.generator
     )

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from .._devices import autocasts, is_away, sent
 from ..training.checks import check_products
 from ..training.tensors import added_up, squared_norms
-from .checks import trainable
+from .checks import check_trained, trainable
 from .randomness import noisy, not_finite
 
 
@@ -45,9 +45,10 @@ class Following(DPOptimizer):
     #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
     shares: list[float] | None = None
 
-    def follow(self, draws, noted, accountant, proof, hooks):
+    def follow(self, draws, noted, accountant, proof, hooks, watch, traceless):
         self._draws, self._noted, self._accountant = draws, noted, accountant
-        self._proof, self.hooks, self._trained = proof, hooks, trainable(hooks._module)
+        self._proof, self.hooks, self._trained, self._watch = proof, hooks, trainable(hooks._module), watch
+        self._traceless = traceless
         self._own_step = False
         original: Any = self.original_optimizer
         if hasattr(original, "_budgets_guard"):
@@ -94,6 +95,12 @@ class Following(DPOptimizer):
         """
         if self._spoilt:
             raise FloatingPointError(not_finite("it was noticed after the step"))
+        if self._watch is not None and self._watch.spoilt:
+            raise ValueError(
+                "loss must be a mean of losses of which each depends on one example, as it was in the first batch, but "
+                "in a later one another gradient came back to the module's outputs; the steps since were noise alone"
+            )
+        self._traceless.look()
         if self.dropped > self._said:
             self._said = self.dropped
             warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=6)
@@ -135,11 +142,7 @@ class Following(DPOptimizer):
             self._own_step = False
 
     def _check_trained(self):
-        if trainable(self.hooks._module) != self._trained:
-            raise ValueError(
-                "module must keep the trainable parameters that it had: freeze and unfreeze before "
-                "make_private_with_budgets"
-            )
+        check_trained(self.hooks._module, self._trained)
 
     def clip_factors(self, norms, share=1.0):
         """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
@@ -156,11 +159,17 @@ class Following(DPOptimizer):
                 "weights: with this batch it could not be proved that it treats examples one by one, which "
                 "prove=False takes on your word"
             )
+        if self._watch is not None:
+            self._watch.check()
         own = sent((share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device)
         # A hair less, so that rounding lifts no gradient above its norm.
         coarsest = max(torch.finfo(_wide(p.dtype)).eps for p in self.params)
         factors = (own / (norms * (1 + 8 * coarsest) + 1e-6)).clamp(max=1.0)
-        return torch.where(norms.isfinite(), factors, 0.0)
+        fits = norms.isfinite()
+        for watch in (self._watch, self._traceless):
+            if watch is not None and watch.spoilt is not False:
+                fits = fits & ~watch.spoilt
+        return torch.where(fits, factors, 0.0)
 
     def pre_step(self, closure=None):
         if self._accountant.follower is not self:

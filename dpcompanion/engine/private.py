@@ -96,9 +96,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         clipping: str = "flat",
         wrap_model: bool = True,
         prove: bool = True,
+        trust_loss: bool = False,
     ) -> Any:
-        """Model, optimizer and loader (in ghost mode the criterion before the loader) that spend each budget in
-        `epochs`.
+        """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) that spend each
+        budget in `epochs`.
 
         Args:
             module: the model, which must treat examples one by one.
@@ -114,11 +115,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             method: "sample", "scale" or "combined", this one with `sample_weight` in [0, 1].
             noise_range: (low, high) for the noise multiplier of "sample", fixed before the budgets are known: it
                 bounds what others' budgets can do to one's risk (`dpcompanion.idp.sample_parameters`).
-            criterion: the loss of ghost mode; cross entropy by default.
+            criterion: a loss of outputs and targets: a module or function with a `reduction`, which the engine calls
+                without, or a function to (n,). Class weights and `ignore_index` are allowed: of one example's tokens
+                the mean counts those that are not ignored. With it a criterion is returned before the loader, in every
+                mode, through which every loss must come. In ghost mode it is cross entropy by default; else, without
+                one, the loop's own loss must be a standard one (`dpcompanion.engine.losses`).
             batch_first: whether inputs have the examples along their first axis, or else along their second.
-            loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses. A mean is one over all
-                of them: a criterion with class weights or `ignore_index` divides by what is in the batch, so take it
-                with reduction="none" and then the mean.
+            loss_reduction: "mean" or "sum", what the loop's loss (or the criterion that is returned) makes of the
+                examples' losses. A mean is one over all of them: what divides by the weights or tokens of a batch is
+                refused at the step.
             seed: None, for a model that is released: noise and draws come from ciphers under keys of 256 bits that the
                 operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research:
                 the keys are hashed from it, as in `dpcompanion.training.train`, and whoever knows it can subtract the
@@ -133,6 +138,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
             prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
                 examples one by one and uses every weight in its layer only.
+            trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
+                on one example, no epsilon holds; `statement` says that your word was taken.
 
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
@@ -141,6 +148,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 step.
             ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes examples, here
                 for layers that do, at the first forward pass for any other; or whose norms are not whole.
+            ValueError: at the step, for a loss that mixes examples, as with class weights, or that is not known to be a
+                mean (or sum) of one number an example.
         """
         _checks.one_of("method", method, METHODS)
         _checks.one_of("clipping", clipping, CLIPPINGS)
@@ -171,6 +180,13 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             "steps": epochs * len(data_loader),
             "accountant": self._by,
         }
+        if target_delta >= 1 / n:
+            warnings.warn(
+                f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got {target_delta:g}: a mechanism "
+                "that publishes one example in full has such a delta",
+                UserWarning,
+                stacklevel=2,
+            )
         multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight, noise_range)
         fixed = FixedBudgets(
             rates=self.sample_rates,
@@ -198,6 +214,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
             prove=prove,
+            trust_loss=trust_loss,
         )
 
     def make_private_with_filter(
@@ -219,9 +236,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
         prove: bool = True,
+        trust_loss: bool = False,
     ) -> Any:
-        """Model, optimizer and loader (in ghost mode the criterion before the loader) of a run in which everybody pays
-        into a filter for each step, and no budget is exceeded whatever their gradients do.
+        """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) of a run in which
+        everybody pays into a filter for each step, and no budget is exceeded whatever their gradients do.
 
         Norms of all examples are measured now and then. An example is clipped to what the filter makes of its own, and
         pays for that; one that can pay for nothing is clipped to 0, and has left. Rate, noise, clip norm and
@@ -243,11 +261,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             norms: or else a function that is called without arguments and gives the norms itself, (n,); that of an
                 example must depend on the weights and on this example alone.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
-            criterion: the loss of ghost mode; cross entropy by default.
+            criterion: a loss of outputs and targets: a module or function with a `reduction`, which the engine calls
+                without, or a function to (n,). Class weights and `ignore_index` are allowed: of one example's tokens
+                the mean counts those that are not ignored. With it a criterion is returned before the loader, in every
+                mode, through which every loss must come. In ghost mode it is cross entropy by default; else, without
+                one, the loop's own loss must be a standard one (`dpcompanion.engine.losses`).
             batch_first: whether inputs have the examples along their first axis, or else along their second.
-            loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses. A mean is one over all
-                of them: a criterion with class weights or `ignore_index` divides by what is in the batch, so take it
-                with reduction="none" and then the mean.
+            loss_reduction: "mean" or "sum", what the loop's loss (or the criterion that is returned) makes of the
+                examples' losses. A mean is one over all of them: what divides by the weights or tokens of a batch is
+                refused at the step.
             seed: None, for a model that is released: noise and draws come from ciphers under keys that the operating
                 system draws. Or a whole number below 2^1024, for research, from which the keys are hashed: whoever
                 knows it can subtract the noise.
@@ -256,6 +278,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
             prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
                 examples one by one and uses every weight in its layer only.
+            trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
+                on one example, no epsilon holds; `statement` says that your word was taken.
 
         Raises:
             ValueError: bad input; a filter of another rate or number of examples; and what would void the account: a
@@ -319,6 +343,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             grad_sample_mode=grad_sample_mode,
             wrap_model=wrap_model,
             prove=prove,
+            trust_loss=trust_loss,
         )
         if norms is None:
             budgets.measure = GradientNorms(
@@ -409,14 +434,21 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     def statement(self) -> str:
         """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
-        public constants, sampler, noise, and delta and accountant, or the filter.
+        public constants, sampler, noise, and delta and accountant, or the filter. It is of the steps that were taken;
+        before the first, of those that are planned. With trust_loss=True it says that the loss was not checked.
 
         Raises:
             ValueError: before the module was made private.
         """
         if self.accountant.budgets is None:
             raise ValueError("there are no budgets yet: call make_private_with_budgets first")
-        return self.accountant.budgets.statement()
+        said = self.accountant.budgets.statement(self.accountant.steps)
+        if self.accountant.trusts_loss:
+            said += (
+                " It takes on trust that the loss of the training loop was made of losses of which each depends on one "
+                "example; if one did not, no epsilon holds."
+            )
+        return said
 
     def get_epsilons(self, delta: float) -> torch.Tensor:
         """Epsilon of each example after the steps so far, (n,) float64: an upper bound for real numbers, inf after too

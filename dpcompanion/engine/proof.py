@@ -18,7 +18,10 @@ has no influence on the gradient of another.
   residual blocks at their start, a wrong gradient looks right.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
-An example by itself has no company, so a proof takes a batch of two. It is made again with a batch of twice the size.
+An example by itself has no company, so a proof takes a batch of two. It is made again with a batch of twice the size,
+and with the next batch when what says which code runs has changed (`dpcompanion.engine.states`): a layer that was in
+evaluation mode while the proof looked may do anything when it wakes.  Attributes that are numbers may count passes: at
+their changes 1, 2, 4, 8, ... it is made again.
 Without it no step is taken of more than one example: where inputs do not say which rows are examples, it takes
 prove=False, and your word.
 """
@@ -39,6 +42,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from .._devices import autocasts
 from ..training.checks import check_types
 from ..training.tensors import added_up
+from .checks import check_trained, trainable
+from .states import CodeState
 
 _PROBED, _COMPARED = 16, 4
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
@@ -54,9 +59,11 @@ class Proof:
         loss_reduction: "mean" or "sum", what the loop's loss makes of the examples' losses.
         ghost: whether Opacus finds norms only.
         batch_size: called, it gives the number of examples that the loader handed out last.
+        own_loss: of a number that the module puts out for a whole batch (its own loss), None if the loop cannot use it;
+            True if it may, whatever it is; False if its use is refused once it is known to mix examples.
     """
 
-    def __init__(self, hooks, watched, *, batch_first, loss_reduction, ghost, batch_size):
+    def __init__(self, hooks, watched, *, batch_first, loss_reduction, ghost, batch_size, own_loss):
         self._hooks, self._watched, self._inner = hooks, watched, hooks._module
         self._dim, self._mean, self._ghost, self._batch_size = (
             int(not batch_first),
@@ -65,30 +72,75 @@ class Proof:
             batch_size,
         )
         #: Whether the batch at hand waits for it; of how many examples the largest was that did not.
-        self.open, self._proved, self._busy = True, 0, False
+        self.open, self._proved, self.busy = True, 0, False
+        self.rows = 0  # of how many examples a pass of the proof is
+        self._own_loss, self._trained = own_loss, trainable(self._inner)
+        self._state, self._numbers_seen, self._changes = None, None, 0  # when it was proved
+        #: What is known against the number that the module puts out; None where it is one of examples.
+        self.own_loss_mixes, self._numbers = None, False
         watched.register_forward_pre_hook(self._before, with_kwargs=True)
 
     def __getstate__(self):
-        return {"_busy": True}  # a copy of the module is none of this training's
+        return {"busy": True}  # a copy of the module is none of this training's
 
     def _before(self, module, args, kwargs):
-        if self._busy or (n := self._batch_size()) < max(1, 2 * self._proved):
+        if self.busy or not torch.is_grad_enabled():
+            return
+        if not module.training and hasattr(self._hooks, "hooks_enabled"):  # Opacus's hooks look away
+            return
+        check_trained(self._inner, self._trained)
+        if self._changed():
+            self.open, self._proved = True, 0
+        if (n := self._batch_size()) < max(1, 2 * self._proved):
             return
         parameters = [p for p in self._inner.parameters() if p.requires_grad]
-        under_way = any(getattr(p, "_forward_counter", 0) for p in parameters)
-        counts = module.training or not hasattr(self._hooks, "hooks_enabled")  # Opacus's hooks look away else
-        if under_way or not parameters or not counts or not torch.is_grad_enabled():
-            return
-        self.open, self._busy = True, True
+        if any(getattr(p, "_forward_counter", 0) for p in parameters) or not parameters:
+            return  # a pass is under way
+        self.open, self.busy = True, True
         try:
             batch = _Rows((args, kwargs), n, self._dim)
             if batch.found:
                 with self._aside():
                     self._prove(batch, parameters)
+                self._state = CodeState(self._inner)
+                self._numbers_seen = self._state.numbers
         finally:
-            self._busy = False
+            self.busy = False
+
+    def _changed(self):
+        """Whether another code may run than the one that was proved."""
+        if self._state is None:
+            return False
+        state = CodeState(self._inner)
+        if state != self._state:
+            return True
+        if state.numbers != self._numbers_seen:
+            self._numbers_seen, self._changes = state.numbers, self._changes + 1
+            return self._changes & (self._changes - 1) == 0
+        return False
 
     def _prove(self, batch, parameters):
+        try:
+            self._prove_outputs(batch, parameters)
+        except UnsupportedModuleError as error:
+            if not self._numbers or self._own_loss is not False:
+                raise
+            # Without it the module may be as it should; then the loop may take the loss of its outputs.
+            self.own_loss_mixes = "it is no mean of the examples' own losses"
+            self._clear()
+            try:
+                self._prove_outputs(batch, parameters)
+            except UnsupportedModuleError:
+                raise error from None
+
+    def _outputs(self, value):
+        """Those that a loss can be made of here."""
+        found = _outputs(value)
+        self._numbers = any(not out.ndim for out in found)
+        leaves_out = self._own_loss is None or self.own_loss_mixes is not None
+        return [out for out in found if out.ndim or not leaves_out]
+
+    def _prove_outputs(self, batch, parameters):
         norms = self._norms(batch, {round(i * (batch.n - 1) / (_PROBED - 1)) for i in range(_PROBED)}, parameters)
         if len(_fit(norms)) < 2:
             norms |= self._norms(batch, set(range(batch.n)) - norms.keys(), parameters)
@@ -160,8 +212,9 @@ class Proof:
     def _alone(self, batch, row, parameters):
         """Gradients of one example by plain autograd, and the shapes of its outputs."""
         args, kwargs = batch.take([row])
+        self.rows = 1
         with self._plain():
-            outputs = _outputs(self._inner(*args, **kwargs))
+            outputs = self._outputs(self._inner(*args, **kwargs))
             if not outputs:
                 return (), []
             value = added_up(_weighed(out, row, i) for i, out in enumerate(outputs))
@@ -172,6 +225,8 @@ class Proof:
         """{row: norm of its gradient alone}; None where it has none."""
         try:
             return {row: self._norm(batch, row, parameters) for row in sorted(rows)}
+        except UnsupportedModuleError:
+            raise
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
             for x in batch.of_another_type({p.dtype for p in parameters}):
                 check_types(self._inner, x)
@@ -183,9 +238,12 @@ class Proof:
 
     def _compare(self, batch, rows, checked, parameters):
         """Of the rows together, those that are checked must have the gradients that they have alone."""
-        args, kwargs = batch.take(rows)
-        outputs = _outputs(self._watched(*args, **kwargs))
+        # Before the pass that Opacus watches: between that and its backward pass nothing may overwrite its notes.
         _, shapes = self._alone(batch, checked[0], parameters)
+        self._clear()
+        args, kwargs = batch.take(rows)
+        self.rows = len(rows)
+        outputs = self._outputs(self._watched(*args, **kwargs))
         parts = [_parts(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
         known = [part for part in parts if part is not None]
         if len(outputs) != len(shapes) or len(known) < len(parts):

@@ -748,3 +748,100 @@ def test_a_data_set_that_sorts_what_it_is_asked_for_is_refused():
 
     with pytest.raises(ValueError, match="data_loader"):
         private(nn.Linear(4, 3), Sorted(*vectors().tensors))
+
+
+class Sleeping(nn.Module):
+    """A layer that does what it should until it wakes."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first, self.norm, self.last, self.kind, self.on = (
+            nn.Linear(4, 6),
+            nn.Identity(),
+            nn.Linear(6, 3),
+            kind,
+            False,
+        )
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("var", torch.ones(6))
+        self.count = 0
+
+    def forward(self, x):
+        h = self.first(x)
+        awake = {"mode": self.norm.training, "flag": self.on, "number": self.count > 0}.get(self.kind, False)
+        if awake:
+            h = F.batch_norm(h, self.mean, self.var, training=True)
+        elif self.kind == "buffer" and self.on:
+            # Of data that no version counts, and of no influence on the outputs.
+            self.mean.data.copy_(0.9 * self.mean.data + 0.1 * h.detach().mean(0))
+        return self.last(h)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("kind", ["mode", "flag", "number", "hook", "buffer"])
+def test_what_wakes_after_the_proof_is_proved_again(kind, mode):
+    model = Sleeping(kind)
+    model.train()
+    model.norm.eval()
+    engine, module, optimizer, criterion, loader = private(model, mode=mode)
+    for number, (x, y) in enumerate(loader):
+        if number == 3:
+            before = weights(model)
+            model.norm.train(kind == "mode")
+            model.on, model.count = True, 1
+            if kind == "hook":
+                model.first.register_forward_hook(lambda layer, args, out: out - out.mean(0))
+        optimizer.zero_grad()
+        if number == 3:
+            with pytest.raises(ValueError, match="mixes examples|statistics|by itself|weights in its layers"):
+                criterion(module(x), y).backward()
+                optimizer.step()
+            break
+        criterion(module(x), y).backward()
+        optimizer.step()
+    assert engine.accountant.steps == 3 and torch.equal(before, weights(model))
+
+
+def test_a_module_that_counts_its_passes_is_proved_ever_more_seldom():
+    class Counting(nn.Linear):
+        count = 0
+
+        def forward(self, x):
+            self.count = self.count + 1
+            return super().forward(x)
+
+    model = Counting(4, 3)
+    _, module, optimizer, criterion, loader = private(model, epochs=16)
+    proofs, prove = [], optimizer._proof._prove
+    optimizer._proof._prove = lambda *args: (proofs.append(1), prove(*args))
+    for _ in range(16):
+        train(module, optimizer, criterion, loader, 4)
+    assert 3 < len(proofs) < 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_set_free_is_refused_by_name(mode):
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    model[0].requires_grad_(False)
+    _, module, optimizer, criterion, loader = private(
+        model, mode=mode, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    train(module, optimizer, criterion, loader, 1)
+    model[0].requires_grad_(True)
+    with pytest.raises(ValueError, match="trainable parameters that it had.*0.weight"):
+        train(module, optimizer, criterion, loader, 1)
+
+
+def test_on_a_device_a_buffer_that_keeps_statistics_makes_steps_of_noise_and_is_said(monkeypatch):
+    from dpcompanion.engine import checks
+
+    monkeypatch.setattr(checks, "is_away", lambda tensor: True)
+    model = Sleeping("buffer")
+    engine, module, optimizer, criterion, loader = private(model, prove=False)
+    train(module, optimizer, criterion, loader, 1)
+    optimizer._traceless._seen = 3  # not at a power of two, where values are waited for
+    model.on = True
+    train(module, optimizer, criterion, loader, 1)
+    assert all(not p.summed_grad.any() for p in model.parameters())
+    with pytest.raises(ValueError, match="statistics"):
+        engine.get_epsilons(DELTA)
