@@ -22,7 +22,9 @@ from dpcompanion.training import (
     loop,
     models,
     NormTracker,
+    passes,
     runs,
+    states,
     sums,
     train,
 )
@@ -113,6 +115,7 @@ def begun(optimizer=torch.optim.SGD, **options):
     for owner, names in ((found, ("dropped",)), (found.run.history, ("losses", "batch_sizes"))):
         for name in names:
             setattr(owner, name, getattr(owner, name).to("meta"))
+    found.state = states.state_of(model)
     return found
 
 
@@ -168,7 +171,7 @@ def test_a_step_with_a_tracker_reads_nothing_back(name):
     tracker = NormTracker.for_plan(
         PLAN, found.run.model, cross_entropy, own, device="meta", method="mixed", **{"updates_per_epoch": 2, **options}
     )
-    tracker._proved, found.trackers = True, (tracker,)
+    tracker._proved, found.trackers = passes.state_of(found.run.model), (tracker,)
     with Waits() as waits:
         for _ in range(PLAN.steps):
             found.step()
