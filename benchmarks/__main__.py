@@ -90,7 +90,9 @@ def sections(text):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Timings beside peers.")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description="Timings beside peers.", allow_abbrev=False
+    )
     parser.add_argument("modules", nargs="*", metavar="module", help=f"which to run: {', '.join(names())}")
     parser.add_argument("--write", action="store_true", help="write the tables into benchmarks/README.md, others stay")
     options = parser.parse_args(arguments)

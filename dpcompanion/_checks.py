@@ -32,7 +32,7 @@ _BRACKETS = {"both": "[]", "left": "[)", "right": "(]", "neither": "()"}
 
 def _flat(name: str, value: Any) -> np.ndarray:
     """The entries of a number, sequence, array or tensor as a flat float64 array."""
-    real(name, value)
+    value = real(name, unlabelled(value))
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu()
         value = (value.double() if value.is_floating_point() else value).numpy()  # NumPy has not all kinds of floats
@@ -45,6 +45,14 @@ def _flat(name: str, value: Any) -> np.ndarray:
         return entries.astype(np.float64).ravel()
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number or an array of numbers, got {value!r}") from None
+
+
+def unlabelled(value: Any) -> Any:
+    """A pandas Series or DataFrame as the array of its values, in their order; anything else as it is.
+
+    Labels are not positions: `torch.as_tensor` would look values up by the labels 0, 1, ..., and so reorder them.
+    """
+    return np.array(value.to_numpy()) if hasattr(value, "to_numpy") and hasattr(value, "index") else value
 
 
 def real(name: str, value: _T) -> _T:

@@ -4,6 +4,7 @@
     dpcompanion noise-multiplier --epsilon 1 --delta 1e-5 --sample-rate 0.01 --steps 1000
     dpcompanion sample-rate --epsilon 1 --delta 1e-5 --noise-multiplier 2 --steps 1000
     dpcompanion steps --epsilon 1 --delta 1e-5 --noise-multiplier 1 --sample-rate 0.01
+    dpcompanion ledger run.json other.json --delta 1e-5
     dpcompanion list
     dpcompanion run idp-sgd/table-5 --preset paper
     dpcompanion run idp-sgd/figures-5-6 --preset paper --shard 2/5
@@ -82,7 +83,8 @@ class _Once(argparse.Action):
 
 class _Parser(argparse.ArgumentParser):
     def __init__(self, **options):
-        super().__init__(**options)
+        # Of an abbreviation one letter decides what is meant: `--n 60000` would be a noise multiplier of 60,000.
+        super().__init__(**options, allow_abbrev=False)
         self.register("action", None, _Once)
 
 
@@ -128,6 +130,12 @@ def _answer(arguments: argparse.Namespace) -> None:
     given = {parameter: getattr(arguments, parameter) for parameter in parameters}
     value = getattr(accounting, name)(**given, accountant=arguments.accountant)
     delta = given["delta"] if "delta" in given else given["target_delta"]
+    if arguments.examples is not None and delta * arguments.examples >= 1:
+        print(
+            f"dpcompanion {arguments.command}: warning: delta {exactly(delta)} is not below 1/n for n = "
+            f"{exactly(arguments.examples)}: to publish an example at random would be as private",
+            file=sys.stderr,
+        )
     if arguments.json:
         key = arguments.command.replace("-", "_")
         said = {
@@ -144,6 +152,30 @@ def _answer(arguments: argparse.Namespace) -> None:
             f"{arguments.command} {exactly(rounded(value, toward))} {budget}at delta {exactly(delta)} "
             f"(add/remove one example, Poisson sampling, accountant {arguments.accountant})"
         )
+
+
+def _ledger(arguments: argparse.Namespace) -> None:
+    from .accounting import Ledger
+
+    ledger = Ledger()
+    for file in arguments.files:
+        try:
+            ledger = ledger.add(Ledger.from_json(os.path.join(os.curdir, file)))
+        except ValueError as error:
+            raise ValueError(f"{file}: {error}") from None
+    if arguments.json:
+        epsilon = ledger.epsilon(arguments.delta)
+        said = {
+            "epsilon": epsilon if math.isfinite(epsilon) else str(epsilon),
+            "delta": arguments.delta,
+            "accountant": "pld",
+            "neighbouring_relation": RELATION,
+            "sampler": SAMPLER,
+            **json.loads(ledger.to_json()),
+        }
+        print(json.dumps(said, indent=1))
+    else:
+        print(ledger.statement(arguments.delta))
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -204,9 +236,7 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dpcompanion", description="Privacy accounting for DP-SGD, and the records of the book."
-    )
+    parser = _Parser(prog="dpcompanion", description="Privacy accounting for DP-SGD, and the records of the book.")
     parser.add_argument("--version", action="version", version=f"dpcompanion {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
     for command, (_, parameters, _, what) in _QUESTIONS.items():
@@ -222,8 +252,20 @@ def _parser() -> argparse.ArgumentParser:
                 metavar=metavar,
                 help=meaning,
             )
+        sub.add_argument(
+            "--examples", type=_number, metavar="N", help="number of examples: warns of a delta of 1/N or more"
+        )
         sub.add_argument("--accountant", default="pld", help="pld (tight, the default) or rdp (fast)")
         sub.set_defaults(do=_answer)
+    ledger = commands.add_parser(
+        "ledger",
+        help="what several runs and releases on the same people's data cost together",
+        description="Compose ledgers and runs, each in a JSON file: what `dpcompanion epsilon --json` prints, or what "
+        "dpcompanion.accounting.Ledger.to_json writes.",
+    )
+    ledger.add_argument("files", nargs="+", metavar="FILE", help="JSON of a ledger or of a run")
+    ledger.add_argument("--delta", type=_number, default=1e-5, metavar="DELTA", help="1e-5 by default")
+    ledger.set_defaults(do=_ledger)
     run = commands.add_parser(
         "run", help="make a record of an experiment", description="Run an experiment and write its record."
     )

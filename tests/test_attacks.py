@@ -13,6 +13,7 @@ from dpcompanion.attacks import (
     clopper_pearson,
     epsilon_lower_bound,
     lira,
+    lira_offline,
     log_odds,
     loss_threshold_attack,
     mu_lower_bound,
@@ -39,6 +40,14 @@ def test_randomised_response_is_not_accused_more_often_than_the_confidence_allow
     accused = (epsilon_lower_bound(**counts, delta=0.0, confidence=0.9) > epsilon).double().mean()
     assert accused <= 0.1
     assert epsilon_lower_bound(**counts, delta=0.0, confidence=0.9).median() > 0.5 * epsilon
+
+
+def test_the_two_rates_of_a_bound_share_its_confidence():
+    """By SciPy's beta distribution: each rate has an error of 2.5%, so that both hold in 95% of cases."""
+    counts = dict(true_positives=80, positives=100, false_positives=10, negatives=90)
+    least, most = stats.beta.ppf(0.025, 80, 21), stats.beta.ppf(0.975, 11, 80)
+    assert epsilon_lower_bound(**counts, delta=0.01) == pytest.approx(math.log((least - 0.01) / most), rel=1e-9)
+    assert mu_lower_bound(**counts) == pytest.approx(stats.norm.ppf(least) - stats.norm.ppf(most), rel=1e-9)
 
 
 def test_a_gaussian_mechanism_is_bounded_below_its_mu_and_close_to_it():
@@ -276,8 +285,8 @@ def test_bad_losses_are_refused():
         ({"masks": lambda m: m.to(torch.uint8)}, "masks"),
         ({"masks": lambda m: m.long()}, "masks"),
         ({"masks": lambda m: m.numpy()}, "masks"),
-        ({"shadows": lambda s: s.long()}, "shadows and targets"),
-        ({"targets": lambda t: t.masked_fill(t > 0, math.nan)}, "without NaN"),
+        ({"shadows": lambda s: s.long()}, "shadows"),
+        ({"targets": lambda t: t.masked_fill(t > 0, math.nan)}, "targets"),
     ],
 )
 def test_lira_refuses_what_is_not_scores_and_booleans(change, said):
@@ -297,3 +306,52 @@ def test_lira_refuses_what_is_not_scores_and_booleans(change, said):
 def test_rates_of_thirds_have_all_their_digits():
     false, _ = roc(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 1.5, 2.5]))
     assert float(false[1]) in (0.0, 1 / 3) and 1 / 3 in false.tolist()
+
+
+@pytest.mark.parametrize("variance", ["each", "pooled"])
+def test_offline_lira_is_the_tail_of_the_normal_law_without_the_example(variance):
+    generator = torch.Generator().manual_seed(3)
+    shadows = torch.randn(10, 3, generator=generator, dtype=torch.float64) * torch.tensor([1.0, 2.0, 0.5]) + 1
+    masks, targets = (
+        shadow_masks(10, 3, generator=generator),
+        torch.tensor([[1.0, 5.0, 40.0], [-30.0, 0.0, 1.0]]).double(),
+    )
+    found = lira_offline(targets, shadows, masks, variance=variance)
+    out = [shadows[~masks[:, i], i].numpy() for i in range(3)]
+    spreads = [each.std(ddof=1) for each in out]
+    if variance == "pooled":
+        spreads = [math.sqrt(sum(s**2 for s in spreads) / 3)] * 3
+    expected = [
+        [-stats.norm.logsf(t, out[i].mean(), spreads[i]) for i, t in enumerate(row)] for row in targets.tolist()
+    ]
+    assert found.numpy() == pytest.approx(np.array(expected), rel=1e-9, abs=1e-12)
+    # What shadow models that saw the example say does not matter.
+    assert torch.equal(lira_offline(targets, torch.where(masks, 99.0, shadows), masks, variance=variance), found)
+
+
+def test_offline_lira_finds_the_members_of_gaussian_scores_as_well_as_theory_allows():
+    generator, n, mu = torch.Generator().manual_seed(0), 4000, 1.5
+    member = torch.rand(n, generator=generator) < 0.5
+    level = torch.randn(n, generator=generator, dtype=torch.float64) * 3  # how hard an example is
+    shadows = level + torch.randn(64, n, generator=generator, dtype=torch.float64)
+    scores = lira_offline(level + mu * member + torch.randn(n, generator=generator).double(), shadows)
+    assert auc(scores[member], scores[~member]).value == pytest.approx(stats.norm.cdf(mu / math.sqrt(2)), abs=0.02)
+
+
+@pytest.mark.parametrize("attack", [lira, lira_offline])
+def test_infinite_scores_are_refused_by_name(attack):
+    targets, shadows = torch.zeros(2), torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
+    masks = torch.tensor([[True, True], [False, False]]).repeat(3, 1)
+    with pytest.raises(ValueError, match="targets"):
+        attack(torch.tensor([math.inf, 0.0]), shadows, masks)
+    with pytest.raises(ValueError, match="shadows"):
+        attack(targets, shadows.masked_fill(masks, -math.inf), masks)
+    with pytest.raises(ValueError, match="masks"):
+        attack(targets, shadows, torch.ones(6, 2, dtype=torch.bool))
+
+
+def test_scores_in_pandas_count_in_their_order():
+    pandas = pytest.importorskip("pandas")
+    members, nonmembers = [2.0, 1.0, 3.0], [1.5, 0.0, 0.5]
+    series = [pandas.Series(values, index=[7, 0, 1]) for values in (members, nonmembers)]
+    assert auc(*series) == auc(members, nonmembers) and tpr_at_fpr(*series) == tpr_at_fpr(members, nonmembers)

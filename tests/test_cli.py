@@ -45,6 +45,38 @@ def test_each_search_answers_as_the_library_does(capsys, question, other, name):
     assert answer["neighbouring_relation"] and answer["sampler"] == "Poisson"
 
 
+def test_runs_and_ledgers_in_files_are_composed(capsys, tmp_path):
+    run, other, releases = (str(tmp_path / name) for name in ("run.json", "other.json", "releases.json"))
+    for path, rate, noise in ((run, "0.01", "1"), (other, "0.02", "1.2")):
+        options = ["--sample-rate", rate, "--noise-multiplier", noise, "--steps", "500", "--delta", "1e-5", "--json"]
+        with open(path, "w") as file:
+            file.write(said(capsys, "epsilon", *options))
+    both = json.loads(said(capsys, "ledger", run, other, "--json"))
+    assert both["epsilon"] == pytest.approx(2.347, abs=5e-4) and len(both["ledger"]) == 2
+    accounting.Ledger([accounting.Gaussian(10.0)]).to_json(releases)
+    more = said(capsys, "ledger", run, other, releases, "--delta", "1e-6")
+    assert "1e-06" in more and "500 steps" in more and "Gaussian" in more
+    with open(run, "w") as file:
+        file.write('{"accuracy": 0.9}')
+    assert cli.main(["ledger", run, other]) == 2 and run in capsys.readouterr().err
+    assert cli.main(["ledger", str(tmp_path / "none.json")]) == 2
+
+
+def test_a_delta_of_one_over_n_or_more_gets_a_warning(capsys):
+    for examples, warned in (("1000", False), ("99999", False), ("100000", True), ("10000000", True)):
+        assert cli.main(["epsilon", *RUN, "--examples", examples, "--accountant", "rdp"]) == 0
+        assert ("1/n" in capsys.readouterr().err) == warned
+
+
+@pytest.mark.parametrize("short", [["--n", "60000"], ["--st", "5"], ["--acc", "rdp"]])
+def test_an_abbreviated_option_is_refused(capsys, short):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(
+            ["epsilon", "--sample-rate", "0.01", "--steps", "100", "--noise-multiplier", "1", "--delta", "1e-5", *short]
+        )
+    assert stop.value.code == 2 and short[0] in capsys.readouterr().err
+
+
 def test_json_of_an_infinite_epsilon_is_valid_json(capsys):
     out = said(
         capsys, "epsilon", "--sample-rate", "1", "--noise-multiplier", "0", "--steps", "1", "--delta", "1e-5", "--json"

@@ -23,7 +23,7 @@ LIBRARY = (
     {"__main__"},
 )
 REPRODUCTION = (
-    {"intervals", "moving", "plotting", "provenance", "published", "sources", "storage", "workers"},
+    {"intervals", "moving", "plotting", "provenance", "published", "storage", "workers"},
     {"pieces", "records"},
     {"comparison", "places", "runs"},
     {"findings"},

@@ -362,3 +362,20 @@ def test_a_budget_that_hardly_takes_part_is_named():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         idp.sample_parameters([1.0, 8.0], [50, 50], **run)
+
+
+def test_budgets_are_one_number_one_for_each_or_shares():
+    run = dict(target_delta=1e-5, sample_rate=0.02, steps=200, max_grad_norm=1.0)
+    shares, groups = idp.scale_parameters({1.0: 0.2, 3.0: 0.8}, **run), idp.scale_parameters([1.0, 3.0], [1, 4], **run)
+    assert shares.noise_multiplier == groups.noise_multiplier
+    assert torch.equal(shares.max_grad_norms, groups.max_grad_norms)
+    one = idp.scale_parameters(2.0, **run).noise_multiplier
+    assert compute_epsilon(sample_rate=0.02, noise_multiplier=one, steps=200, delta=1e-5, accountant="rdp") <= 2.0
+    dealt = idp.budgets_for({1.0: 0.2, 3.0: 0.5, 8.0: 0.3}, 11)
+    assert sorted(dealt.tolist()) == [1.0] * 2 + [3.0] * 6 + [8.0] * 3 and dealt.tolist() != sorted(dealt.tolist())
+    assert torch.equal(dealt, idp.budgets_for({1.0: 0.2, 3.0: 0.5, 8.0: 0.3}, 11))
+    for wrong in ({1.0: 0.5}, {0.0: 1.0}, {}, {1.0: 1.5, 2.0: -0.5}, [1.0, 2.0], 0.0, "3", [1.0] * 3 + [math.nan]):
+        with pytest.raises(ValueError, match="target_epsilons"):
+            idp.budgets_for(wrong, 4)
+    with pytest.raises(ValueError, match="counts"):
+        idp.scale_parameters({1.0: 1.0}, [3], **run)

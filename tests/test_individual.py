@@ -168,7 +168,8 @@ def test_charging_some_examples_is_charging_everybody_with_norms_of_zero_for_the
         else torch.allclose(kept.double(), whole.double(), rtol=1e-12, atol=0)
     )
     # One has everybody's steps on the record, the other those charged; nobody's account exceeds everybody's.
-    assert torch.allclose(some.epsilon(1e-5), plain.epsilon(1e-5), rtol=5e-3, atol=0)
+    found, expected = (account.epsilon(1e-5, unequal_steps=True) for account in (some, plain))
+    assert torch.allclose(found, expected, rtol=5e-3, atol=0)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -191,7 +192,7 @@ def test_what_waits_does_not_hang_on_the_tensors_of_the_caller():
     norms, steps, examples = torch.tensor([0.5], dtype=torch.float64), torch.tensor([900]), torch.tensor([1])
     accountant.record(norms, steps=steps, examples=examples)
     norms[:], steps[:], examples[:] = 0, 1, 2
-    zero, some, none = accountant.epsilon(1e-5)
+    zero, some, none = accountant.epsilon(1e-5, unequal_steps=True)
     assert zero == none == 0 and float(some) == pytest.approx(float(direct(torch.tensor([[0.5]]), 900, 1e-5)), rel=1e-3)
 
 
@@ -390,7 +391,7 @@ def test_nobody_has_more_than_everybody_by_the_same_accountant(mode, parts, delt
     everybody = compute_epsilon(
         sample_rate=rate, noise_multiplier=noise, steps=accountant.steps, delta=delta, accountant=accountant.accountant
     )
-    assert float(accountant.epsilon(delta).max()) <= everybody
+    assert float(accountant.epsilon(delta, unequal_steps=True).max()) <= everybody
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -479,6 +480,38 @@ def test_bad_examples_and_steps_are_refused_and_leave_the_account_as_it_was(argu
         with pytest.raises(ValueError, match=words):
             accountant.record(**arguments)
         assert accountant.steps == 0 and (accountant.epsilon(1e-5) == 0).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_log_of_sampled_examples_is_refused_as_an_account_and_estimates_what_all_steps_cost(mode):
+    n, steps, rate = 60, 400, 0.1
+    run = dict(sample_rate=rate, noise_multiplier=1.0, max_grad_norm=1.0, **mode)
+    draws = torch.rand(steps, n, generator=torch.Generator().manual_seed(0)) < rate
+    falling = torch.linspace(1.2, 0.2, steps, dtype=torch.float64)
+    norms = torch.where(torch.arange(n) < 20, 1.0, torch.where(torch.arange(n) < 40, falling[:, None], 0.4)).double()
+    whole, log = (IndividualAccountant(n, **run) for _ in range(2))
+    for drawn, update in zip(draws, norms):
+        whole.record(update)
+        log.record(update[drawn], examples=drawn.nonzero()[:, 0])
+    with pytest.raises(ValueError, match="steps"):
+        log.epsilon(1e-5)
+    true, estimate = whole.epsilon(1e-5), log.estimate_from_sampled(1e-5, steps=steps)
+    constant = torch.cat((torch.arange(20), torch.arange(40, 60)))
+    torch.testing.assert_close(estimate[constant], true[constant], rtol=2e-3, atol=0)
+    ratio = estimate[20:40] / true[20:40]
+    assert 0.9 < float(ratio.mean()) < 1.1 and (ratio > 0.6).all() and (ratio < 1.5).all()
+    assert (estimate > 1.5 * log.epsilon(1e-5, unequal_steps=True)).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_who_was_never_seen_is_estimated_at_the_clip_norm(mode):
+    log = IndividualAccountant(2, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5, **mode)
+    log.record([0.0], steps=7, examples=[0])
+    estimate = log.estimate_from_sampled(1e-5, steps=100)
+    most = compute_epsilon(sample_rate=0.1, noise_multiplier=1.0, steps=100, delta=1e-5, accountant=log.accountant)
+    assert float(estimate[0]) == 0 and float(estimate[1]) == pytest.approx(most, rel=2e-3)
+    with pytest.raises(ValueError, match="steps"):
+        log.estimate_from_sampled(1e-5, steps=6)
 
 
 def test_nobody_is_charged_by_an_empty_batch():

@@ -113,7 +113,7 @@ def book(tmp_path_factory):
 def execute(root, *names, **environment):
     command = [sys.executable, str(ROOT / "tools" / "notebooks.py"), "--root", str(root), "execute", *names]
     environment = {**os.environ, "DPCOMPANION_PRESET": "quick", **environment}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment)
 
 
 def read(root, stem):
@@ -141,7 +141,7 @@ def test_nbval_finds_every_fault_and_no_other(book):
         change(book, "never", clear)
         command = [sys.executable, "-m", "pytest", "-n", "2", "-p", "no:cacheprovider", "--color=no", "-rA", "--nbval"]
         command += ["--nbval-current-env", f"--nbval-sanitize-with={ROOT / 'nbval.cfg'}", "book"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=book)
+        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", cwd=book)
     finally:
         for path, content in before.items():
             path.write_bytes(content)
@@ -302,5 +302,5 @@ def test_an_arithmetic_sets_its_own_variables_and_takes_those_of_others_away(mon
 def test_a_command_runs_under_an_arithmetic_that_changes_bits():
     says = "import os; print(os.environ['DPCOMPANION_JITTER']); raise SystemExit(7)"
     command = [sys.executable, str(ROOT / "tools" / "arithmetic.py"), "jitter", sys.executable, "-c", says]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     assert done.returncode == 7 and "1e-12" in done.stdout and "jitter: changes bits of" in done.stdout

@@ -125,9 +125,10 @@ OVERFLOW = """() => {
     return found;
 }"""
 
-# All characters that a page shows, family by family, once more and below everything else; and the fonts that failed.
-CHARACTERS = """async () => {
-    const shown = {}, probe = document.createElement("div");
+# Characters that no font which the page brings along has, by its `unicode-range`: the machine's would be taken.
+FONTS = """async () => {
+    const name = family => family.trim().replace(/^["']|["']$/g, "");
+    const shown = {};
     for (const node of document.querySelectorAll("body, body *")) {
         if (node.closest("script, style, noscript, option, mjx-assistive-mml")) continue;
         if (!node.getClientRects().length) continue;
@@ -135,14 +136,16 @@ CHARACTERS = """async () => {
         for (const character of words + (node.value ?? ""))
             if (character.trim()) (shown[getComputedStyle(node).fontFamily] ??= new Set()).add(character);
     }
-    probe.id = "characters";
-    for (const [family, characters] of Object.entries(shown))
-        Object.assign(probe.appendChild(document.createElement("p")), {textContent: [...characters].sort().join("")})
-            .style.fontFamily = family;
-    document.body.appendChild(probe);
-    probe.getBoundingClientRect();
     await document.fonts.ready;
-    return [...document.fonts].filter(font => font.status === "error").map(font => `${font.family} was not loaded`);
+    const fonts = [...document.fonts].filter(font => font.status === "loaded").map(font => [name(font.family),
+        font.unicodeRange.split(",").map(range => range.trim().slice(2).split("-").map(end => parseInt(end, 16)))]);
+    return Object.entries(shown).flatMap(([families, characters]) => {
+        const list = families.split(",").map(name);
+        const ranges = fonts.flatMap(([family, ranges]) => list.includes(family) ? ranges : []);
+        const covers = code => ranges.some(([first, last]) => first <= code && code <= (last ?? first));
+        const rest = [...characters].filter(character => !covers(character.codePointAt(0))).sort().join("");
+        return rest ? [`shows ${rest.slice(0, 80)} in a font of this machine, by ${families}`] : [];
+    });
 }"""
 
 
@@ -157,7 +160,10 @@ def browser(chromium=None, **options):
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=chromium or find_chromium())
+        # Hinting is a setting of the machine, and moves letters.
+        opened = playwright.chromium.launch(
+            executable_path=chromium or find_chromium(), args=["--font-render-hinting=none"]
+        )
         context = opened.new_context(**{"viewport": {"width": WIDTHS[-1], "height": 900}, **options})
         context.set_default_timeout(60_000)
         context.add_init_script("try { localStorage.setItem('mode', 'auto') } catch {}")
@@ -199,22 +205,6 @@ def visit(context, site, name, problems, served=False):
     page.close()
 
 
-def fonts_of_the_machine(page):
-    """Problems, one for each font that the page shows and does not bring along."""
-    problems = page.evaluate(CHARACTERS)
-    session = page.context.new_cdp_session(page)
-    for domain in ("DOM", "CSS"):
-        session.send(f"{domain}.enable")
-    root = session.send("DOM.getDocument")["root"]["nodeId"]
-    for node in session.send("DOM.querySelectorAll", {"nodeId": root, "selector": "#characters > p"})["nodeIds"]:
-        words = session.send("DOM.getOuterHTML", {"nodeId": node})["outerHTML"]
-        for font in session.send("CSS.getPlatformFontsForNode", {"nodeId": node})["fonts"]:
-            if not font["isCustomFont"]:
-                problems.append(f"shows {font['familyName']}, a font of this machine: {words[:200]}")
-    session.detach()
-    return problems
-
-
 def check(site, pages=None, chromium=None):
     """What is wrong with the pages of `site` (all of them, or those named), as (page, problem) pairs."""
     site = site.resolve()
@@ -235,10 +225,10 @@ def check(site, pages=None, chromium=None):
                 for width in WIDTHS[:: 3 if made else 1]:
                     page.set_viewport_size({"width": width, "height": 900})
                     wrong += [f"{problem} ({width} px)" for problem in page.evaluate(OVERFLOW)]
-                wrong += fonts_of_the_machine(page)
+                wrong += page.evaluate(FONTS)
             if not made:
                 with visit(context, site, name, wrong, served=True) as page:
-                    wrong += fonts_of_the_machine(page)
+                    wrong += page.evaluate(FONTS)
             problems += [(name, problem) for problem in dict.fromkeys(wrong)]
     return problems + dead_links(site, links, anchors)
 
@@ -294,7 +284,7 @@ def draw(site, folder, pages, element=None):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Check the rendered pages in a headless Chromium.")
+    parser = argparse.ArgumentParser(description="Check the rendered pages in a headless Chromium.", allow_abbrev=False)
     parser.add_argument("pages", nargs="*", help="such as book/intro.html (default: all)")
     parser.add_argument("--site", type=Path, default=ROOT / "_build" / "html")
     parser.add_argument("--draw", type=Path, metavar="DIR", help="pictures of the pages instead of checks")

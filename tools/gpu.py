@@ -242,7 +242,9 @@ def end(process):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--minutes", type=float, help="stop after so many; no limit by default")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--preset", default="paper", choices=("quick", "paper"))

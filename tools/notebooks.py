@@ -260,16 +260,20 @@ def check_cell(cell):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Execute the book's notebooks, or check what is committed.")
+    parser = argparse.ArgumentParser(
+        description="Execute the book's notebooks, or check what is committed.", allow_abbrev=False
+    )
     parser.add_argument("--root", type=Path, default=ROOT, help="the folder that holds book/")
     commands = parser.add_subparsers(dest="command", required=True)
-    live = commands.add_parser("execute", help="execute sources into their notebooks")
+    live = commands.add_parser("execute", help="execute sources into their notebooks", allow_abbrev=False)
     live.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
     live.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many at a time (%(default)s)")
     live.add_argument("--timeout", type=int, default=2000, help="seconds that one cell may take (%(default)s)")
-    words = commands.add_parser("prose", help="take over new prose where the code is what was executed")
+    words = commands.add_parser(
+        "prose", help="take over new prose where the code is what was executed", allow_abbrev=False
+    )
     words.add_argument("names", nargs="+", help="which ones, by stem or path")
-    commands.add_parser("check", help="check that notebooks and sources are one thing")
+    commands.add_parser("check", help="check that notebooks and sources are one thing", allow_abbrev=False)
     options = parser.parse_args(arguments)
     root = options.root.resolve()
 

@@ -168,7 +168,7 @@ def main():
     import hypothesis
     import opacus
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("--write", type=pathlib.Path, help="the file that the outcomes are added to")
     options, for_pytest = parser.parse_known_args()
     torch.set_num_threads(1)

@@ -307,7 +307,7 @@ def about_the_book():
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description="Print the built book into one PDF.")
+    parser = argparse.ArgumentParser(description="Print the built book into one PDF.", allow_abbrev=False)
     parser.add_argument("file", nargs="?", type=Path, default=ROOT / "_build" / "dpcompanion.pdf")
     parser.add_argument("--site", type=Path, default=ROOT / "_build" / "html")
     parser.add_argument("--toc", type=Path, default=ROOT / "_toc.yml")

@@ -28,6 +28,7 @@ STEPS = {
     },
     "prove": {
         "slow tests": (*PYTEST, "-m", "slow"),
+        "deliberate faults, each caught by the short run": (sys.executable, "-m", "tests.mutations", "--jobs", "2"),
         "notebooks that train, under another arithmetic": (*MAKE, "notebooks", "MARK=trains", "UNDER=sse+jitter"),
         "site": (*MAKE, "site"),
         "pages in a browser": (sys.executable, "tools/browser_check.py"),
@@ -41,7 +42,13 @@ def run(title, command):
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     lines = []
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        encoding="utf-8",
     ) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)

@@ -178,7 +178,8 @@
       write(`${who}-error`, Number.isFinite(byLosses.error) ? atMost(byLosses.error) : "large");
     }
     said.textContent = `For everybody, epsilon is at most ${shown(epsilon.all)}. For somebody whose gradients are never longer than `
-      + `${value.norm} of the clip norm, it is at most ${shown(epsilon.one)}.`;
+      + `${value.norm} of the clip norm, it is at most ${shown(epsilon.one)}. `
+      + `Delta must be below 1/n: this one is for fewer than ${Math.floor(1 / value.delta * (1 + 1e-9)).toLocaleString("en")} people.`;
     write("calculator-python", `from dpcompanion.accounting import compute_epsilon\n`
       + `compute_epsilon(sample_rate=${value.rate}, noise_multiplier=${value.noise}, steps=${value.steps}, delta=${value.delta})\n`
       + `compute_epsilon(sample_rate=${value.rate}, noise_multiplier=${value.noise} / ${value.norm}, steps=${value.steps}, delta=${value.delta})`);

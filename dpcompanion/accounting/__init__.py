@@ -8,6 +8,7 @@ under-states.  Neighbours differ by adding or removing one example; batches are 
 * `find_noise_multiplier`, `find_sample_rate`, `find_steps`: the parameters that meet a target;
 * `rdp_sampled_gaussian`, `rdp_to_epsilon`, `rdp_to_delta`: the Rényi accountant in its two halves;
 * `gaussian_epsilon`, `gaussian_delta`, `gaussian_mu`: the Gaussian mechanism, exactly;
+* `Ledger`: trainings and releases on the same people's data in one account; `select_best`: the price of a sweep;
 * `pld`: the privacy loss distribution itself, its grid and its error.
 
 >>> from dpcompanion.accounting import compute_epsilon
@@ -19,8 +20,10 @@ from . import pld
 from .calibration import find_noise_multiplier, find_sample_rate, find_steps
 from .conversions import DeltaAt, EpsilonAt, rdp_to_delta, rdp_to_epsilon
 from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
+from .ledger import Gaussian, GaussianMu, Guarantee, Laplace, Ledger, SampledGaussian
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 from .runs import ACCOUNTANTS, compute_delta, compute_epsilon
+from .selection import Selection, select_best
 from .tradeoff import best_true_positive_rate, trade_off
 
 __all__ = [
@@ -28,6 +31,13 @@ __all__ = [
     "DEFAULT_ORDERS",
     "DeltaAt",
     "EpsilonAt",
+    "Gaussian",
+    "GaussianMu",
+    "Guarantee",
+    "Laplace",
+    "Ledger",
+    "SampledGaussian",
+    "Selection",
     "best_true_positive_rate",
     "compute_delta",
     "compute_epsilon",
@@ -41,5 +51,6 @@ __all__ = [
     "rdp_sampled_gaussian",
     "rdp_to_delta",
     "rdp_to_epsilon",
+    "select_best",
     "trade_off",
 ]

@@ -144,6 +144,7 @@ def _checked(rdp, orders, *, conversion, **target):
         _checks.in_interval(name, value, 0, 1, closed="neither")
     else:
         _checks.in_interval(name, value, 0, math.inf, closed="left")
+    rdp, orders, value = map(_checks.unlabelled, (rdp, orders, value))
     rdp = torch.as_tensor(rdp, dtype=torch.float64)
     orders = torch.as_tensor(orders, dtype=torch.float64, device=rdp.device).reshape(-1)
     if rdp.ndim == 0 or rdp.shape[-1] != len(orders):

@@ -82,7 +82,9 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
         _checks.in_interval("counts", counts, 0, 2**53)
         if not torch.equal(counts, counts.round()):
             raise ValueError("counts must be whole numbers, got fractions")
-    levels = torch.as_tensor(noise_multipliers, dtype=torch.float64).reshape(-1).clamp(max=LARGEST_NOISE)
+    levels = (
+        torch.as_tensor(_checks.unlabelled(noise_multipliers), dtype=torch.float64).reshape(-1).clamp(max=LARGEST_NOISE)
+    )
     if len(levels):  # what costs a trillionth of the dearest level counts as so much: one grid holds the losses of all
         levels = levels.clamp(max=1e12 * float(levels.min()))
     levels = levels.tolist()

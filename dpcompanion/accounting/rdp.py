@@ -90,7 +90,7 @@ def rdp_sampled_gaussian(
     _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="left")
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
     q, sigma = _as_tensors(sample_rate, noise_multiplier)
-    alpha = torch.as_tensor(orders, dtype=torch.float64, device=q.device)
+    alpha = torch.as_tensor(_checks.unlabelled(orders), dtype=torch.float64, device=q.device)
     shape, q, sigma, alphas = q.shape + alpha.shape, q.reshape(-1), sigma.reshape(-1), alpha.reshape(-1)
 
     log_excess = torch.empty(len(q), len(alphas), dtype=torch.float64, device=q.device)
@@ -110,6 +110,7 @@ def rdp_sampled_gaussian(
 
 def _as_tensors(*values: Numbers) -> tuple[torch.Tensor, ...]:
     """The values as float64 tensors of one common shape, on the device of those that are tensors."""
+    values = tuple(map(_checks.unlabelled, values))
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)
     return torch.broadcast_tensors(*(torch.as_tensor(v, dtype=torch.float64, device=device) for v in values))
 

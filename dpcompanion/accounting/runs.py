@@ -26,6 +26,8 @@ from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 
 ACCOUNTANTS = ("pld", "rdp")
 
+#: Orders below the default ones, which are asked where the least of those decides.
+_NEAR_ONE = tuple(1 + np.geomspace(1e-5, 0.1, 81))
 _TINY = 1e-60  # deltas below it lie so far out that a grid may say less than divergences: the better one counts
 
 
@@ -87,7 +89,11 @@ def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
             return found
     orders = orders_for(sigma)
     rdp = steps * rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=orders)
-    return min(found, float(rdp_to_epsilon(rdp, orders, delta)[0]))
+    epsilon, order = (float(value) for value in rdp_to_epsilon(rdp, orders, delta))
+    if not order > orders[0]:  # so little noise that an order nearer to 1 may decide
+        rdp = steps * rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=_NEAR_ONE)
+        epsilon = min(epsilon, float(rdp_to_epsilon(rdp, _NEAR_ONE, delta)[0]))
+    return min(found, epsilon)
 
 
 @overload
@@ -142,11 +148,16 @@ def _delta(accountant, *, sample_rate, noise_multiplier, steps, epsilon):
             return found
     orders = orders_for(sigma)
     rdp = steps * rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=orders)
-    return min(found, float(rdp_to_delta(rdp, orders, epsilon)[0]))
+    delta, order = (float(value) for value in rdp_to_delta(rdp, orders, epsilon))
+    if not order > orders[0]:
+        rdp = steps * rdp_sampled_gaussian(sample_rate=q, noise_multiplier=sigma, orders=_NEAR_ONE)
+        delta = min(delta, float(rdp_to_delta(rdp, _NEAR_ONE, epsilon)[0]))
+    return min(found, delta)
 
 
 def _each(function, accountant, **values):
     """A float where all values are numbers; else a tensor of the common shape, once for each distinct row of them."""
+    values = {name: _checks.unlabelled(value) for name, value in values.items()}
     if all(np.ndim(value) == 0 for value in values.values()):
         return function(accountant, **values)
     device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)

@@ -146,6 +146,7 @@ def _each(reading, sample_rate, noise_multiplier, steps, false_positive_rate):
         "steps": steps,
         "false_positive_rate": false_positive_rate,
     }
+    values = {name: _checks.unlabelled(value) for name, value in values.items()}
     _checks.in_interval("false_positive_rate", false_positive_rate, 0, 1)
     device = next((value.device for value in values.values() if isinstance(value, torch.Tensor)), None)
     columns = []

@@ -27,13 +27,15 @@ is taken as two Gaussians, and the target's score is weighed between them::
     scores = shadow_scores(fit, masks, size=16, jobs=2)  # (64, n) log-odds of the true class
     ratios = lira(target_scores, scores, masks)
     auc(ratios[members], ratios[~members])
+
+`lira_offline` needs models without the example only.
 """
 
 from .curves import Interval, Rates, auc, roc, tpr_at_fpr
 from .loss import LossThreshold, loss_threshold_attack
 from .low_bits import low_bits_tell
 from .rates import Bounds, clopper_pearson, epsilon_lower_bound, mu_lower_bound
-from .shadows import lira, log_odds, shadow_masks, shadow_scores
+from .shadows import lira, lira_offline, log_odds, shadow_masks, shadow_scores
 
 __all__ = [
     "Bounds",
@@ -44,6 +46,7 @@ __all__ = [
     "clopper_pearson",
     "epsilon_lower_bound",
     "lira",
+    "lira_offline",
     "log_odds",
     "loss_threshold_attack",
     "low_bits_tell",

@@ -1,4 +1,4 @@
-"""LiRA: what an example scores under models that have seen it, against those that have not."""
+"""LiRA: what an example scores under models that have seen it, against those that have not (Carlini et al. 2022)."""
 
 import math
 from collections.abc import Callable
@@ -85,8 +85,61 @@ def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, v
         variance: "each" example's own in and out variances, or "pooled" over examples (one for in and one for out),
             which is steadier below some 64 shadow models.
 
-    Returns (..., n). Raises ValueError for an example with fewer than two shadow models in or out.
+    Returns (..., n). Raises ValueError for an example with fewer than two shadow models in or out, and for scores that
+    are not finite: where a probability was rounded to 1, `log_odds` of the logits says how sure the model is.
     """
+    _check_scores(targets, shadows, masks, variance)
+    ratio = 0
+    for inside, sign in ((masks, 1), (~masks, -1)):
+        mean, spread = _normal(shadows, inside, variance)
+        ratio = ratio - sign * ((targets - mean) ** 2 / spread + spread.log()) / 2
+    return ratio
+
+
+def lira_offline(
+    targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor | None = None, *, variance: str = "each"
+) -> torch.Tensor:
+    r"""Offline LiRA: how surprising a target's score is if the example was NOT in its data (Carlini et al. 2022, VI-A).
+
+    The attack needs no model that was trained on the example, so shadow models can be trained before anybody is
+    attacked.  With mean and variance of the example's scores under models without it,
+
+    .. math:: -\ln \Pr[N(\mu_{out}, \sigma_{out}^2) > \text{score}],
+
+    which orders examples as their :math:`\Lambda = 1 - \Pr[Z > \text{score}]` does, and does not saturate at 1.
+
+    Args:
+        targets: (..., n) scores under one or more target models, larger for members (`log_odds`).
+        shadows: (models, n) scores under the shadow models.
+        masks: (models, n) booleans: who was in their data; None where nobody was. Of each example only the models
+            without it count.
+        variance: "each" example's own, or "pooled" over examples.
+
+    Returns (..., n), at least 0. Raises ValueError for an example with fewer than two models without it, and for
+    scores that are not finite.
+
+    >>> shadows = torch.tensor([[0.0, 0.0], [1.0, 2.0], [2.0, 4.0]])
+    >>> lira_offline(torch.tensor([1.0, 6.0]), shadows)
+    tensor([0.6931, 3.7832])
+    """
+    masks = torch.zeros_like(shadows, dtype=torch.bool) if masks is None and torch.is_tensor(shadows) else masks
+    _check_scores(targets, shadows, masks, variance)
+    mean, spread = _normal(shadows, ~cast(torch.Tensor, masks), variance)
+    return -torch.special.log_ndtr((mean - targets) / spread.sqrt())
+
+
+def _normal(shadows, chosen, variance):
+    """Mean and variance, (n,), of each example's scores under the chosen shadow models."""
+    count = chosen.sum(0)
+    if bool((count < 2).any()):
+        raise ValueError(f"masks must leave two shadow models on each side of every example, got {int(count.min())}")
+    mean = torch.where(chosen, shadows, 0).sum(0) / count
+    squares = torch.where(chosen, (shadows - mean) ** 2, 0).sum(0)
+    spread = squares / (count - 1) if variance == "each" else squares.sum() / (count - 1).sum()
+    return mean, spread.clamp(min=torch.finfo(shadows.dtype).tiny)
+
+
+def _check_scores(targets, shadows, masks, variance):
     _checks.one_of("variance", variance, ("each", "pooled"))
     for name, given in (("targets", targets), ("shadows", shadows), ("masks", masks)):
         if not isinstance(given, torch.Tensor):
@@ -98,20 +151,9 @@ def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, v
         )
     if masks.dtype != torch.bool:
         raise ValueError(f"masks must be booleans, as by masks.bool(), got {masks.dtype}")
-    if not (shadows.is_floating_point() and targets.is_floating_point()) or bool(
-        shadows.isnan().any() or targets.isnan().any()
-    ):
-        raise ValueError(f"shadows and targets must be floats without NaN, got {shadows.dtype} and {targets.dtype}")
-    ratio = 0
-    for inside, sign in ((masks, 1), (~masks, -1)):
-        count = inside.sum(0)
-        if bool((count < 2).any()):
+    for name, scores in (("targets", targets), ("shadows", shadows)):
+        if not scores.is_floating_point() or not bool(scores.isfinite().all()):
             raise ValueError(
-                f"masks must have every example in two shadow models and out of two, got {int(count.min())}"
+                f"{name} must be finite floats, got {scores.dtype} with {int((~scores.isfinite()).sum())} that are not "
+                "finite; where a probability was rounded to 1, take log_odds(logits, labels)"
             )
-        mean = torch.where(inside, shadows, 0).sum(0) / count
-        squares = torch.where(inside, (shadows - mean) ** 2, 0).sum(0)
-        spread = squares / (count - 1) if variance == "each" else squares.sum() / (count - 1).sum()
-        spread = spread.clamp(min=torch.finfo(shadows.dtype).tiny)
-        ratio = ratio - sign * ((targets - mean) ** 2 / spread + spread.log()) / 2
-    return ratio

@@ -182,12 +182,13 @@ def crafted(
 ) -> Crafted:
     """`count` canaries for classification data: inputs that point at random, long, with random labels of those in y.
 
-    Their gradients are large and nearly at right angles to all others, which is what shows best.
+    Their gradients are large and nearly at right angles to all others, which is what shows best. Of inputs that are
+    whole numbers, such as the tokens of a text, they are numbers at random of those in x.
 
     Args:
-        x, y: inputs (n, ...) of a floating type, labels (n,).
+        x, y: inputs (n, ...) of a floating type or whole numbers, labels (n,).
         count: how many, 1 or more.
-        size: their length, in mean lengths of the rows of x.
+        size: their length, in mean lengths of the rows of x; of whole numbers nothing is longer.
         generator: a torch.Generator for directions and labels; PyTorch's own by default.
 
     Returns `Crafted`: (inputs (count, ...), labels (count,)).
@@ -199,6 +200,12 @@ def crafted(
     torch.Size([2, 3])
     """
     count = _checks.whole_number("count", count, 1)
+    if not x.is_floating_point():
+        seen, distinct = x.unique(), y.unique()
+        return Crafted(
+            seen[torch.randint(len(seen), (count, *x.shape[1:]), generator=generator)],
+            distinct[torch.randint(len(distinct), (count,), generator=generator)],
+        )
     directions = torch.randn(count, *x.shape[1:], generator=generator, dtype=torch.float64).flatten(1)
     length = size * x.double().flatten(1).norm(dim=1).mean()
     rows = directions / directions.norm(dim=1, keepdim=True) * length

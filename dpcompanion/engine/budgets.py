@@ -152,7 +152,7 @@ class FilteredBudgets:
             steps=steps or self.planned,
             max_grad_norm=self._filter.max_grad_norm,
             noise_multiplier=self._filter.noise_multiplier,
-            delta=0.5,  # a filter promises an epsilon for each delta
+            delta=0.5 / self.n,  # unused: a filter promises an epsilon for each delta
         )
         whom, _, _ = plan.statement().partition(", delta ")
         return _of_taken(

@@ -35,6 +35,7 @@ budgets each is rounded down first, by 5e-4 of itself at most: a million take se
 (2.01, [0.244, 0.43, 0.574])
 """
 
+from .groups import budgets_for
 from .parameters import (
     CombinedParameters,
     SampleParameters,
@@ -49,6 +50,7 @@ __all__ = [
     "CombinedParameters",
     "SampleParameters",
     "ScaleParameters",
+    "budgets_for",
     "combined_parameters",
     "rdp_epsilons",
     "sample_parameters",

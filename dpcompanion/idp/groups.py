@@ -4,7 +4,10 @@ Parameters follow budgets smoothly, in logarithms of both.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
+import numpy as np
 import torch
 
 from .. import _checks
@@ -17,6 +20,7 @@ class Groups:
 
     def __init__(self, target_epsilons, counts):
         values = {}
+        target_epsilons, counts = with_counts(target_epsilons, counts)
         for name, given in (("target_epsilons", target_epsilons), ("counts", counts)):
             values[name] = torch.as_tensor(
                 _checks.in_interval(name, given, 0, math.inf, closed="neither"), dtype=torch.float64
@@ -44,6 +48,60 @@ class Groups:
         left, share = between(self.budgets, nodes)
         weights = torch.zeros_like(nodes).index_add_(0, left, self.weights * (1 - share))
         return nodes, weights.index_add_(0, left + 1, self.weights * share)
+
+
+def with_counts(target_epsilons, counts):
+    """Budgets and counts as lists or arrays, of one number, of one for each group, or of {budget: share}.
+
+    >>> with_counts({1.0: 0.2, 8.0: 0.8}, None), with_counts(3.0, None)
+    (([1.0, 8.0], [0.2, 0.8]), ([3.0], [1.0]))
+    """
+    if isinstance(target_epsilons, Mapping):
+        if counts is not None:
+            raise ValueError(f"counts must be None where target_epsilons is {{budget: share}}, got {counts!r:.80}")
+        return list(target_epsilons), list(target_epsilons.values())
+    target_epsilons, counts = _checks.unlabelled(target_epsilons), _checks.unlabelled(counts)
+    if np.ndim(target_epsilons) == 0:
+        target_epsilons = [_checks.number("target_epsilons", target_epsilons, 0, math.inf, closed="neither")]
+        counts = [1.0] if counts is None else [counts] if np.ndim(counts) == 0 else counts
+    return target_epsilons, [1.0] * len(target_epsilons) if counts is None else counts
+
+
+def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
+    """The budget of each of n examples, (n,) float64, from one number, one for each, or {budget: share}.
+
+    Shares are of the examples and add up to 1.  They are rounded to whole numbers of examples, by the largest
+    remainders, and dealt out by a fixed permutation, so that neither the order of the data nor their values decide
+    who gets which budget.
+
+    Raises:
+        ValueError: a budget that is not above 0 and finite, a wrong number of them, or shares that do not add up to 1.
+
+    >>> budgets_for({1.0: 0.25, 8.0: 0.75}, 4)
+    tensor([8., 8., 1., 8.], dtype=torch.float64)
+    >>> budgets_for(3.0, 2)
+    tensor([3., 3.], dtype=torch.float64)
+    """
+    n = _checks.whole_number("n", n, 1)
+    given = _checks.unlabelled(target_epsilons)
+    if isinstance(given, Mapping):
+        if not given:
+            raise ValueError("target_epsilons must hold one budget at least, got {}")
+        budgets, shares = list(given), list(given.values())
+        _checks.in_interval("target_epsilons", budgets, 0, math.inf, closed="neither")
+        _checks.in_interval("target_epsilons' shares", shares, 0, 1)
+        if abs(math.fsum(shares) - 1) > 1e-9:
+            raise ValueError(f"target_epsilons' shares must add up to 1, got {math.fsum(shares):g}")
+        exact = np.asarray(shares, dtype=float) * n
+        counts = np.floor(exact + 1e-9).astype(int)
+        counts[np.argsort(counts - exact, kind="stable")[: n - counts.sum()]] += 1
+        dealt = torch.tensor(budgets, dtype=torch.float64).repeat_interleave(torch.from_numpy(counts))
+        return dealt[torch.randperm(n, generator=torch.Generator().manual_seed(0))]
+    _checks.in_interval("target_epsilons", given, 0, math.inf, closed="neither")
+    budgets = torch.as_tensor(given, dtype=torch.float64, device="cpu")
+    if budgets.shape not in ((), (n,)):
+        raise ValueError(f"target_epsilons must be a number, ({n},) or {{budget: share}}, got {tuple(budgets.shape)}")
+    return budgets.expand(n).clone()
 
 
 def rounded_down(budgets):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import warnings
+from collections.abc import Mapping
 
 import torch
 
@@ -11,6 +12,8 @@ from .._types import Array
 from .groups import Groups, interpolate
 from .search import HAIR, Search
 
+#: Budgets of groups, or one for all, or each with its share of the examples.
+Budgets = Array | float | Mapping[float, float]
 _FEWEST_DRAWS = 1e-3  # of an example in a run, on average, before a warning
 
 
@@ -40,8 +43,8 @@ class CombinedParameters(ScaleParameters):
 
 
 def sample_parameters(
-    target_epsilons: Array,
-    counts: Array,
+    target_epsilons: Budgets,
+    counts: Array | None = None,
     *,
     target_delta: float,
     sample_rate: float,
@@ -52,8 +55,8 @@ def sample_parameters(
     """Sample: the noise multiplier and the groups' rates that use up each budget and have the mean `sample_rate`.
 
     Args:
-        target_epsilons: (P,) budgets.
-        counts: (P,) numbers of examples, or their shares.
+        target_epsilons: (P,) budgets, one number, or {budget: share}.
+        counts: (P,) numbers of examples, or their shares; None with {budget: share}, or for groups of one size.
         target_delta: in (0, 1).
         sample_rate: the mean over the examples, in (0, 1].
         steps: of the run.
@@ -104,8 +107,8 @@ def sample_parameters(
 
 
 def scale_parameters(
-    target_epsilons: Array,
-    counts: Array,
+    target_epsilons: Budgets,
+    counts: Array | None = None,
     *,
     target_delta: float,
     sample_rate: float,
@@ -119,8 +122,8 @@ def scale_parameters(
     `max_grad_norms`.
 
     Args:
-        target_epsilons: (P,) budgets.
-        counts: (P,) numbers of examples, or their shares.
+        target_epsilons: (P,) budgets, one number, or {budget: share}.
+        counts: (P,) numbers of examples, or their shares; None with {budget: share}, or for groups of one size.
         target_delta: in (0, 1).
         sample_rate: of all groups, in (0, 1].
         steps: of the run.
@@ -144,8 +147,8 @@ def scale_parameters(
 
 
 def combined_parameters(
-    target_epsilons: Array,
-    counts: Array,
+    target_epsilons: Budgets,
+    counts: Array | None = None,
     *,
     target_delta: float,
     sample_rate: float,
@@ -166,8 +169,8 @@ def combined_parameters(
     without saying how they enter; here every group's own budget holds whatever the weight.
 
     Args:
-        target_epsilons: (P,) budgets.
-        counts: (P,) numbers of examples, or their shares.
+        target_epsilons: (P,) budgets, one number, or {budget: share}.
+        counts: (P,) numbers of examples, or their shares; None with {budget: share}, or for groups of one size.
         target_delta: in (0, 1).
         sample_rate: the mean over the examples, in (0, 1].
         steps: of the run.

@@ -154,7 +154,9 @@ class IndividualAccountant(Recorded):
                 than float64's precision are raised by eight units in their last place.
             steps: a whole number, at least 0, or one for each norm.
             examples: (m,) indices of those whose norms these are, (m,) then; the others are charged nothing. Who is
-                named twice is charged twice.
+                named twice is charged twice. An example counts as one of a step wherever it COULD have been sampled:
+                the account multiplies its steps by the sample rate's effect already, so a log of sampled examples only
+                counts sampling twice (see `estimate_from_sampled`).
 
         Where account and numbers are on a GPU nothing here waits for it: what is refused is found when the account is
         read, and has been charged at C meanwhile. Only accounts without rounding do wait: by PLD each time, as
@@ -167,7 +169,7 @@ class IndividualAccountant(Recorded):
 
         >>> accountant = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5)
         >>> accountant.record([0.5, 0.2], steps=torch.tensor([600, 1000]), examples=[0, 1])
-        >>> accountant.record([0.5], steps=400, examples=[0])
+        >>> accountant.record([0.5, 0.0], steps=torch.tensor([400, 1000]), examples=[0, 2])
         >>> accountant.epsilon(1e-5)
         tensor([1.8282, 0.4717, 0.0000], dtype=torch.float64)
         """
@@ -197,17 +199,36 @@ class IndividualAccountant(Recorded):
         if self._counts.dtype == torch.int16 and (self.device.type != "cpu" or self.steps > _NARROW):
             self._counts = self._counts.to(torch.int32)
 
-    def epsilon(self, delta: float) -> torch.Tensor:
+    def epsilon(self, delta: float, *, unequal_steps: bool = False) -> torch.Tensor:
         """Epsilon of every example at `delta`, from all that has been recorded: an upper bound, (n,) float64.
 
         None exceeds `accounting.compute_epsilon` at the clip norm, by the same accountant and for `steps` steps, whose
         grid may be the finer one.
 
+        Args:
+            delta: in (0, 1).
+            unequal_steps: True says that examples with fewer recorded steps really could not be sampled in the other
+                ones: they joined the data later, or left earlier. Without it unequal numbers are refused, since they
+                mostly come from a log of sampled examples, of which the account would be far too small.
+
         Raises:
-            ValueError: a delta outside (0, 1).
+            ValueError: a delta outside (0, 1), or examples with different numbers of steps without `unequal_steps`.
+
+        >>> accountant = IndividualAccountant(2, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5)
+        >>> accountant.record([0.5, 0.5], steps=torch.tensor([1000, 400]))          # the second left after 400 steps
+        >>> accountant.epsilon(1e-5, unequal_steps=True)
+        tensor([1.8282, 1.2042], dtype=torch.float64)
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         self._check_nothing_refused()
+        fewest, most = int(self._steps.min()), int(self._steps.max())
+        if fewest < most and not unequal_steps:
+            raise ValueError(
+                f"steps must be as many for each example, got {fewest} to {most}: of norms of sampled examples the "
+                "account would count sampling twice, and be too small. Record a norm for each example and step, or "
+                "take estimate_from_sampled(delta, steps=...). Examples that could not be sampled in the other steps: "
+                "epsilon(delta, unequal_steps=True)"
+            )
         everybody = compute_epsilon(
             sample_rate=self.sample_rate,
             noise_multiplier=self.noise_multiplier,
@@ -216,6 +237,61 @@ class IndividualAccountant(Recorded):
             accountant=self.accountant,
         )
         return self._epsilon(delta).clamp(max=everybody)
+
+    def estimate_from_sampled(self, delta: float, *, steps: int) -> torch.Tensor:
+        r"""An ESTIMATE of every example's epsilon from a log of the norms of sampled examples, (n,) float64.
+
+        Here `record` was called once a step with the norms of those who were sampled, as Opacus sees them:
+        ``accountant.record(norms, examples=sampled)``.  Whether an example is sampled at a step does not depend on its
+        norm there, so the :math:`m_i` steps in which example i was seen are a random sample of its T steps, and of
+        these about
+
+        .. math:: T \, \#\{t \text{ seen}: \lVert g_i(t) \rVert > c\} \, / \, m_i
+
+        had norms above c.  They are rounded up to whole steps.  Who was never seen is charged the clip norm at each
+        step.  The result is exact for norms that do not change, and otherwise errs to both sides, by more the fewer
+        steps an example was seen in: it is no bound, and no guarantee. For one, record a norm for each example and
+        step (`training.NormTracker`).
+
+        Args:
+            delta: in (0, 1).
+            steps: T, all steps of the run, at least as many as any example was seen in.
+
+        Raises:
+            ValueError: a delta outside (0, 1), or fewer steps than an example was seen in.
+
+        >>> run = dict(sample_rate=0.05, noise_multiplier=1.0, max_grad_norm=1.0)
+        >>> accountant = IndividualAccountant(2, **run)
+        >>> accountant.record([1.0], steps=25, examples=[0])                        # sampled in 25 of 500 steps
+        >>> accountant.record([0.3], steps=31, examples=[1])
+        >>> accountant.estimate_from_sampled(1e-5, steps=500)
+        tensor([7.5237, 1.3452], dtype=torch.float64)
+        """
+        _checks.number("delta", delta, 0, 1, closed="neither")
+        steps = _checks.whole_number("steps", steps, 1, MOST)
+        self._check_nothing_refused()
+        if steps < self.steps:
+            raise ValueError(
+                f"steps must be all steps of the run, at least the {self.steps} in which an example was seen, "
+                f"got {steps}"
+            )
+        state, seen = self.state_dict(), self._steps.double()
+        unseen = seen == 0
+        scale = steps / seen.clamp(min=1)[:, None]
+        whole = IndividualAccountant(**self._parameters(), device=self.device)
+        if not self._by_levels:
+            state["accounts"] = state["accounts"] * scale
+        else:
+            # Of each level and those above it, rounded up: between 0 and T, and falling in the level.
+            above = state["accounts"].double().flip(1).cumsum(1)
+            above = torch.ceil(above * scale - 1e-9).to(torch.int64)
+            state["accounts"] = above.diff(dim=1, prepend=torch.zeros_like(above[:, :1])).flip(1).to(torch.int32)
+        state["steps"] = torch.where(unseen, 0, steps)
+        whole.load_state_dict(state)
+        if bool(unseen.any()):
+            names = unseen.nonzero()[:, 0]
+            whole.record(torch.full((len(names),), self.max_grad_norm, dtype=torch.float64), steps, names)
+        return whole.epsilon(delta)
 
     def _epsilon(self, delta):
         if self._by_levels and len(self._levels) and self.noise_multiplier < revealed.LITTLE_NOISE:

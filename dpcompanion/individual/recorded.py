@@ -22,6 +22,7 @@ MOST = 2**31 - 1  # steps that a count can hold
 
 def _as_tensor(norms):
     """Norms as a tensor of the precision that they have; those of lists and of whole numbers as float64."""
+    norms = _checks.unlabelled(norms)
     if isinstance(norms, (list, tuple)) and any(isinstance(norm, torch.Tensor) for norm in norms):
         norms = torch.stack([torch.as_tensor(norm) for norm in norms])
     if not isinstance(norms, torch.Tensor):
@@ -73,6 +74,7 @@ class Recorded:
 
     def _indices(self, examples):
         """Indices as (m,) int64 on the device."""
+        examples = _checks.unlabelled(examples)
         examples = examples if isinstance(examples, torch.Tensor) else torch.as_tensor(examples)
         count = examples.numel()
         if examples.ndim != 1 or (count and (examples.is_floating_point() or examples.dtype == torch.bool)):
@@ -86,6 +88,8 @@ class Recorded:
 
     def _whole(self, steps, count):
         """Numbers of steps as (count,) int64 on the device; one number is not copied."""
+        steps = _checks.unlabelled(steps)
+        steps = torch.as_tensor(steps) if isinstance(steps, np.ndarray) and steps.ndim else steps
         if not isinstance(steps, torch.Tensor) or not steps.ndim:
             number = _checks.whole_number("steps", steps, 0, MOST)
             return torch.full((), number, dtype=torch.int64, device=self.device).expand(count)

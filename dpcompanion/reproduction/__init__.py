@@ -3,8 +3,8 @@
 It stands on the library, which knows nothing of it.
 
 * `published`: the papers' numbers; `records`: what runs leave behind; `intervals`: what a few of them say;
-* `storage`, `pieces`, `provenance`, `sources`: how records lie on the disk, how a run that was interrupted goes on,
-  what it was made with, and which code it depends on;
+* `storage`, `pieces`, `provenance`: how records lie on the disk, how a run that was interrupted goes on, and what it
+  was made with;
 * `experiments`: the registry, one experiment for each exhibit that computes; `runs`: what one sees of its run;
   `papers`: the experiments;
 * `comparison`, `findings`, `states`, `scoreboard`: how ours stand beside the printed; `plotting`: how it looks;

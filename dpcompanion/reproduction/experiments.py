@@ -1,6 +1,6 @@
 """The experiments of the book: each exhibit that computes is one function, registered under the exhibit's name.
 
-    @experiment("idp-sgd/table-5", quick=Table5(), paper=Table5())
+    @experiment("idp-sgd/table-5", quick=Table5(), paper=Table5(), version=1)
     def table_5(config, run): ...
 
 A function gets a frozen configuration, one for each preset (`quick`: minutes on
@@ -8,6 +8,9 @@ two cores; `paper`: the paper's own data and scale), and a `runs.Run`, through
 which it asks for data, device and resumable pieces, so that all of them end up in
 the record.  It returns values under the dotted names of the published numbers, or
 a pair (values, arrays).
+
+An experiment declares a version, 1 by default. Whoever changes its code, or the library's, so that its numbers change
+raises it: records of another version are stale.
 
 >>> record = run("idp-sgd/table-5")
 >>> round(record.values["mnist.sigma"], 2)
@@ -33,7 +36,7 @@ from typing import Any, TypeVar
 import torch
 
 from dpcompanion import _checks
-from dpcompanion.reproduction import comparison, pieces, provenance, published, records, sources, workers
+from dpcompanion.reproduction import comparison, pieces, provenance, published, records, workers
 from dpcompanion.reproduction.findings import Finding, Findings
 from dpcompanion.reproduction.runs import Run
 
@@ -47,42 +50,40 @@ _CRITERIA: "list[Criterion]" = []
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Experiment:
-    """A registered experiment: its exhibit's name, its function, and a configuration for each preset."""
+    """A registered experiment: its exhibit's name, its function, a configuration for each preset, and its version."""
 
     name: str
     function: Callable[..., Any]
     presets: dict[str, Any]
+    version: int = 1
 
     @property
     def title(self) -> str:
         """The published title."""
         return published.exhibit(self.name).title
 
-    @property
-    def code_hash(self) -> str:
-        """Of the code that its records depend on, see `sources.code_hash`."""
-        return sources.code_hash(self.function, *self.presets.values())
-
     def record(self, preset: str = "paper", folder: records.Folder | None = None) -> records.Record | None:
         """The record in the results folder, or None."""
         return records.find(self.name, _checks.one_of("preset", preset, self.presets), folder)
 
     def is_stale(self, record: records.Record) -> bool:
-        """Whether a record was made with another configuration or another code than this experiment now has."""
+        """Whether a record has another configuration or another version than this experiment."""
         if record.preset not in self.presets:
             return True
-        return record.is_stale(config=self.presets[record.preset], code_hash=self.code_hash)
+        return record.is_stale(config=self.presets[record.preset], version=self.version)
 
 
-def experiment(name: str, **presets: Any) -> Callable[[_Function], _Function]:
+def experiment(name: str, *, version: int = 1, **presets: Any) -> Callable[[_Function], _Function]:
     """Register a function as the experiment of an exhibit.
 
     Args:
         name: the exhibit, such as "idp-sgd/table-5".
+        version: of its code, 1, 2, ...: raised when a change moves its numbers, which makes its records stale.
         presets: preset -> frozen dataclass, one at least; a field `seeds`, or `seed` where there is no more than one,
             is what `run(seeds=...)` replaces.
     """
     published.exhibit(name)
+    version = _checks.whole_number("version", version, 1)
     for preset, config in presets.items():
         _checks.one_of("presets", preset, PRESETS)
         if not (dataclasses.is_dataclass(config) and getattr(config, "__dataclass_params__").frozen):  # noqa: B009
@@ -93,7 +94,7 @@ def experiment(name: str, **presets: Any) -> Callable[[_Function], _Function]:
         raise ValueError(f"name must be new and have a preset, got {name!r} with {presets!r}")
 
     def register(function: _Function) -> _Function:
-        _REGISTRY[name] = Experiment(name, function, dict(presets))
+        _REGISTRY[name] = Experiment(name, function, dict(presets), version)
         return function
 
     return register
@@ -285,7 +286,7 @@ def run(
         path = records.path_of(name, preset, scratch if out is None else out)
         parts = path.with_name(f".{path.stem}.parts")
         # Asked before the work begins: an edit during a long run is none of the code that made the record.
-        this, made_with = Run(config, device, parts, found.code_hash), provenance.software()
+        this, made_with = Run(config, device, parts, found.version), provenance.software()
         started = time.perf_counter()
         with contextlib.ExitStack() as spread:
             if jobs is not None:
@@ -305,7 +306,7 @@ def run(
             preset,
             values,
             config=config,
-            code_hash=this.code_hash,
+            version=found.version,
             data=this.loaded,
             arrays=arrays,
             device=device,

@@ -13,7 +13,7 @@ A run that leaves out tasks of its configuration, for want of a GPU or of data, 
 `dpcompanion.reproduction.scoreboard`).
 
 A record is stale when its experiment now has another configuration or another
-code than the record was made with; the book then says so.
+version than the record was made with; the book then says so.
 
 >>> import tempfile
 >>> folder = tempfile.mkdtemp()
@@ -40,7 +40,7 @@ from dpcompanion.reproduction import provenance, published
 from dpcompanion.reproduction.storage import hash_of, plain, read_whole, write_whole
 from dpcompanion.reproduction.storage import MeanSD, mean_and_sd  # noqa: F401, as part of a record's values
 
-SCHEMA = 1
+SCHEMA = 2
 #: A folder, or a file.
 Folder = str | os.PathLike[str]
 
@@ -54,20 +54,17 @@ class Record:
         values: what was computed, under the same dotted names as the published numbers where there are such.
         arrays: name -> numpy array, in the NPZ file beside the record.
         config: the full configuration, seeds included.
-        code_hash: of the code that made it, or of what that has become (`restamped`); see
-            `dpcompanion.reproduction.sources`.
+        version: of the experiment that made it, see `experiments.experiment`.
         data: `Dataset.provenance()` of each data set.
         versions, commit, device, wall_time (seconds), command, created (UTC): how and when.
         kept: what it took over from earlier runs, see `pieces.taken_over`.
-        restamped: one {"code_hash", "commit"} for each time that the code changed since and no value by it, as those
-            said who gave the record its new hash (`tools/restamp.py`): the hash until then, and by which commit's code.
     """
 
     name: str
     preset: str
     values: dict[str, Any]
     config: dict[str, Any]
-    code_hash: str
+    version: int
     data: list[dict[str, Any]]
     versions: dict[str, str]
     commit: str | None
@@ -77,7 +74,6 @@ class Record:
     created: str
     arrays: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
     kept: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    restamped: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
     @property
     def has_earlier_draws(self) -> bool:
@@ -95,11 +91,11 @@ class Record:
         """The seeds of its configuration, or its one `seed`."""
         return [self.config["seed"]] if "seed" in self.config else list(self.config.get("seeds", []))
 
-    def is_stale(self, *, config: Any = None, code_hash: str | None = None) -> bool:
-        """Whether it was made with another configuration (seeds apart) or another code than the given ones."""
+    def is_stale(self, *, config: Any = None, version: int | None = None) -> bool:
+        """Whether it was made with another configuration (seeds apart) or another version than the given ones."""
         mine = _without_seeds(self.config)
         other = mine if config is None else _without_seeds(plain(config))
-        return hash_of(mine) != hash_of(other) or (code_hash is not None and self.code_hash != code_hash)
+        return hash_of(mine) != hash_of(other) or (version is not None and self.version != version)
 
 
 def _without_seeds(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -112,7 +108,7 @@ def make(
     values: Mapping[str, Any],
     *,
     config: Any,
-    code_hash: str = "",
+    version: int = 1,
     data: Iterable[Mapping[str, Any]] = (),
     arrays: Mapping[str, np.ndarray | torch.Tensor] | None = None,
     device: str | torch.device = "cpu",
@@ -136,7 +132,7 @@ def make(
         preset=preset,
         values=plain(values),
         config=plain(config),
-        code_hash=code_hash,
+        version=version,
         data=plain(list(data)),
         **(made_with or provenance.software()),
         device=provenance.device_name(device),
@@ -180,7 +176,7 @@ def read(path: Folder) -> Record:
         "preset": str,
         "values": dict,
         "config": dict,
-        "code_hash": str,
+        "version": int,
         "data": list,
         "versions": dict,
         "commit": (str, type(None)),
@@ -190,12 +186,9 @@ def read(path: Folder) -> Record:
         "created": str,
         "arrays": dict,
         "kept": list,
-        "restamped": list,
     }
     if not isinstance(fields, dict) or fields.pop("schema", None) != SCHEMA:
         raise ValueError(f"{path} is no record of schema {SCHEMA}")
-    for later in ("kept", "restamped"):  # which records of earlier versions do not tell
-        fields.setdefault(later, [])
     if fields.keys() != types.keys():
         wrong = sorted(fields.keys() ^ types.keys())
         raise ValueError(f"{path} is no record: {', '.join(wrong)} missing or unknown")

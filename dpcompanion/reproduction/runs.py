@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dpcompanion import data
-from dpcompanion.reproduction import pieces, records, sources
+from dpcompanion.reproduction import pieces, records
 
 #: Seconds from which on `Run.keep` keeps pieces on the disk.
 KEPT = 15
@@ -24,13 +24,13 @@ class Run:
     """What an experiment sees of the run that it is part of.
 
     `device` is where to compute; `folder` keeps the pieces of an unfinished run; `loaded` lists the data that were
-    used, for the record.
+    used, for the record; `version` is that of the experiment.
     """
 
     config: Any
     device: torch.device
     folder: pathlib.Path
-    code_hash: str
+    version: int = 1
     loaded: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def load(self, name: str, **arguments: Any) -> data.Dataset:
@@ -52,7 +52,7 @@ class Run:
         names, config = list(names), dataclasses.asdict(self.config)
         if all("seed" in str(name) for name in names):
             config.pop("seeds", None)
-        key = {"config": config, "code": self.code_hash, "device": self.device.type}
+        key = {"config": config, "version": self.version, "device": self.device.type}
         return pieces.resumable(work, names, folder=self.folder, config=key, **arguments)
 
     def keep(
@@ -60,10 +60,10 @@ class Run:
         work: Callable[[str], Any],
         names: Iterable[str],
         *,
-        by: Any,
         config: Any,
         seconds: float,
         under: str,
+        version: int = 1,
         label: str = "",
     ) -> dict[str, Any]:
         """{name: work(name)} for pieces that several exhibits share: each is trained once and kept.
@@ -75,13 +75,13 @@ class Run:
         Args:
             work: piece name -> values that a record can hold, or a pair (values, {name: array}).
             names: of the pieces, such as "seed-3".
-            by: the function that does the work: pieces count as long as it and the code behind it stay the same.
-            config: what the results depend on besides, with the dataclasses whose methods `by` calls.
+            config: what the results depend on besides.
             seconds: about how long all pieces take on two cores.
-            under: a name for people, of a folder in the data folder, such as "runs/mnist-mlp".
+            under: what the work is: a folder in the data folder, such as "runs/mnist-mlp".
+            version: of the work: raised when a change of code moves its results, so that kept pieces count no more.
             label: of the progress bar.
         """
-        key = {"config": config, "code": sources.code_hash(by, config), "device": self.device.type}
+        key = {"config": config, "version": version, "device": self.device.type}
         hashed, names = records.hash_of([under, key]), list(names)
         if seconds >= KEPT:
             kept = f"{under}-{hashed[:12]}"

@@ -25,7 +25,8 @@ class History:
         dropped: how many per-example gradients were not finite and so contributed nothing.
         epochs: one dict an epoch: epoch, step, loss, and what `on_epoch` returned.
         seed: what the run was seeded with, for research; None where nobody can repeat its noise.
-        guarantee: what an epsilon of the run is about, `DPSGDPlan.statement`.
+        guarantee: what an epsilon of the run is about, `DPSGDPlan.statement` of the steps that were taken: fewer than
+            the plan's where the run was stopped. Their epsilon is `Run.epsilon`.
         precision: what the network went forward and back in, "float32" for instance, or "bf16".
     """
 

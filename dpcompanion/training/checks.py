@@ -53,12 +53,17 @@ def _held(model):
 
 def noted(model, *, values):
     """Buffers and parameters of a model now, for `check_untouched`: tensors, their versions, their places in memory
-    and, if asked for, copies.
+    and copies: of buffers, which some layers write without a new version, and, if asked for, of parameters.
 
-    Versions and places cost nothing, and miss what is written into `.data`; to compare values waits for a device.
+    Versions and places cost nothing, and miss what is written into `.data`.
     """
     return {
-        what: (t, t._version, _place(t), t.detach().clone() if values and not t.is_meta else None)
+        what: (
+            t,
+            t._version,
+            _place(t),
+            t.detach().clone() if (values or not isinstance(t, torch.nn.Parameter)) and not t.is_meta else None,
+        )
         for what, t in _held(model).items()
     }
 
@@ -69,21 +74,49 @@ def _place(t):
 
 def _same(a, b):
     """Whether two tensors hold the same numbers, NaN where NaN is."""
+    return bool(equal(a, b))
+
+
+def equal(a, b):
+    """As `_same`, a tensor where the two lie."""
     a, b = a.to_dense(), b.to_dense()
-    return a.shape == b.shape and bool(((a == b) | (a != a) & (b != b)).all())
+    if a.shape != b.shape:
+        return torch.tensor(False)
+    if a.device.type == "cpu" and torch.equal(a, b):
+        return torch.tensor(True)
+    return ((a == b) | (a != a) & (b != b)).all()
 
 
-def check_untouched(model, before, *, name="model", buffers=True):
+def check_untouched(model, before, *, name="model", buffers=True, wait=True):
     """No pass has changed a parameter since `noted`, as a layer does that initialises itself from the first examples
-    that it sees, nor (unless `buffers` are let be) a buffer."""
+    that it sees, nor (unless `buffers` are let be) a buffer.
+
+    Without `wait` values that lie on a device are not asked for: {what: whether it changed, a tensor} comes back.
+    """
+    later = {}
     for what, t in _held(model).items():
         was, version, place, value = before.get(what, (None,) * 4)
-        changed = was is not t or (version, place) != (t._version, _place(t))
-        changed = changed or value is not None and not _same(value, t)
-        if changed and (buffers or isinstance(t, torch.nn.Parameter)):
-            raise ValueError(
-                f"{name} must keep no statistics of its examples, but training changes {what}, which no noise covers"
-            )
+        if isinstance(t, torch.nn.Parameter) or buffers:
+            if was is not t or (version, place) != (t._version, _place(t)):
+                refuse_statistics(what, name)
+            elif value is not None and not wait and t.device.type != "cpu":
+                later[what] = ~equal(value, t)
+            elif value is not None and not _same(value, t):
+                refuse_statistics(what, name)
+    return later
+
+
+def refuse_statistics(what, name="model"):
+    raise ValueError(
+        f"{name} must keep no statistics of its examples, but training changes {what}, which no noise covers"
+    )
+
+
+def check_later(later):
+    """What `check_untouched` left to be looked at, several times: {what: whether it changed, a tensor}."""
+    for what, changed in later.items():
+        if changed:
+            refuse_statistics(what)
 
 
 @contextlib.contextmanager
@@ -134,22 +167,52 @@ def check_types(model, x):
 
 
 def check_model(model):
-    """Refuse layers that mix examples or keep statistics of them.
+    """Refuse layers that mix examples or keep statistics of them, and models that are spread over processes.
+
+    A batch norm in evaluation mode, with statistics that it has from elsewhere, does neither: it is a fixed linear map.
 
     Raises:
-        ValueError: naming the layer, for batch norm and for instance norm with running statistics.
+        ValueError: naming the layer, for batch norm and for instance norm with running statistics in training mode, and
+            for a model in `torch.nn.parallel.DistributedDataParallel` and the like.
     """
+    check_alone(model)
     for name, module in model.named_modules():
-        mixes = isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and not isinstance(
-            module, torch.nn.modules.instancenorm._InstanceNorm
+        mixes = (
+            isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+            and not isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
+            and (module.training or module.running_mean is None)
         )
-        if mixes or getattr(module, "track_running_stats", False):
+        if mixes or getattr(module, "track_running_stats", False) and module.training:
             raise ValueError(
-                f"model must treat examples one by one, but layer {name or 'model'!r} is a "
-                f"{type(module).__name__}, which mixes them; group norm is allowed"
+                f"model must treat examples one by one, but layer {name or 'model'!r} is a {type(module).__name__} "
+                f"{'in training mode' if module.training else 'without statistics'}, which mixes them; put a "
+                "pretrained one into evaluation mode and leave it there, or take group norm"
             )
     if not any(p.requires_grad for p in model.parameters()):
         raise ValueError("model must have a trainable parameter, got none")
+
+
+# Classes of modules that are spread over processes or devices; those of Opacus send gradients in their own optimizer.
+_SPREAD = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_SPREAD_BY_OPACUS = {"DifferentiallyPrivateDistributedDataParallel", "FSDP2Wrapper"}
+
+
+def check_alone(model, *, opacus=False):
+    """Refuse a model that is spread over processes or devices (with `opacus` by that library, too): no gradient would
+    be sent between them, and with one seed all would draw the same noise.
+
+    Raises:
+        ValueError: naming the wrapper.
+    """
+    spread = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    spread &= _SPREAD | (_SPREAD_BY_OPACUS if opacus else set())
+    spread |= {type(p.data).__name__ for p in model.parameters()} & {"DTensor"}
+    if spread:
+        raise ValueError(
+            f"model must be a plain module, which this process trains alone, but it is or holds a {min(spread)}: "
+            "gradients would not be sent between processes; for training by several, see dpcompanion.engine "
+            "(IndividualizedPrivacyEngine), or hand over the module inside, model.module"
+        )
 
 
 def check_sums(model):
@@ -254,6 +317,11 @@ def check_optimizer(optimizer, model):
             "optimizer must hold every trainable parameter of the model, but lacks "
             f"{', '.join(left_out)}; freeze what is not to be trained with requires_grad_(False)"
         )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "optimizer must take dense gradients, since noise is added to every weight, but SparseAdam takes sparse "
+            "ones only; use torch.optim.Adam"
+        )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ValueError(
@@ -266,18 +334,28 @@ def try_out(model, loss, x, y):
     """Model and loss accept two of the examples, in evaluation mode, and no parameter keeps anything of them."""
     x, y, described = x[:2], y[:2], f"inputs of {x.dtype} and shape {tuple(x.shape)}, targets of {y.dtype}"
     with probing(model), torch.no_grad(), proof.evaluating(model):
-        try:
-            losses = loss(model(x.clone()), y)
-        except (RuntimeError, TypeError, IndexError) as error:
-            raise ValueError(f"model and loss must accept the data ({described}), but fail: {error}") from error
+        with proof.naming(model) as inside:
+            try:
+                losses = loss(model(x.clone()), y)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                where = f" in layer {inside[-1]!r}" if inside else ""
+                raise ValueError(
+                    f"model and loss must accept the data ({described}), but fail{where}: {error}"
+                ) from error
     check_losses(losses, len(x))
 
 
 def check_losses(losses, n):
     """`losses`, one number an example."""
     if not isinstance(losses, torch.Tensor) or losses.shape != (n,):
-        got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
-        raise ValueError(f"loss must return one number an example, shape ({n},), got {got}; use reduction='none'")
+        got = f"shape {tuple(losses.shape)}" if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ValueError(
+            f"loss must return one number an example, shape ({n},), got {got}"
+            + (": a number for the whole batch cannot be taken apart" if got == "shape ()" else "")
+            + "; use reduction='none', and the mean over an example's own tokens where it has several"
+        )
     return losses
 
 

@@ -9,9 +9,12 @@ norms :math:`C_i` this computes :math:`\sum_i g_i \min(1, C_i / \lVert g_i\rVert
   (`dpcompanion.training.layers`); gradients of large layers are never held.
 * `mixed`: as ghost, but layer by layer the cheaper of Gram matrix and explicit gradient; the fastest.
 * `auto`: `mixed` if the model can be taken apart into layers, else `func`.  `resolve_method` decides, and proves it
-  against plain autograd on the examples with the largest gradients of a probe (`dpcompanion.training.proof`), at each
-  call here and once for a run of the trainers.  They have it prove `mixed` and `ghost` too; here those are taken at
-  their word.
+  against plain autograd on the examples with the largest gradients of a probe (`dpcompanion.training.proof`): once for
+  a model, in each state that it is in (`dpcompanion.training.states`), and whether examples are mixed is looked at
+  again now and then. The trainers have it prove `mixed` and `ghost` too; here those are taken at their word.
+
+By `mixed` and `ghost` every pass compares the losses of half of a batch with those that it has in all of it: a loss
+with class weights, or with a mean over the tokens of a batch, is refused.
 
 A loss is a function (outputs, targets) -> (n,), one number an example, such as `cross_entropy` here.
 With `precision="bf16"` the network goes forward and back in bfloat16 (autocast), on a processor or GPU that has it.
@@ -43,13 +46,15 @@ torch.Size([5])
 """
 
 import math
+import types
+import weakref
 
 import torch
 import torch.nn.functional as F
 
 from dpcompanion import _checks
 from dpcompanion._types import Loss
-from dpcompanion.training import checks, proof
+from dpcompanion.training import checks, proof, states
 from dpcompanion.training.portions import examples_at_once
 from dpcompanion.training.sums import BUDGET, ClippedSum, functional, layerwise, per_example_gradients
 from dpcompanion.training.tensors import Unfit
@@ -73,7 +78,7 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, preci
     _checks.one_of("method", method, METHODS)
     checks.check_model(model)
     if method == "auto":
-        method = resolve_method(model, loss, x, y, precision=precision, precise=precise)
+        method = _resolved(model, loss, x, y, precision, precise)
     method = _held(method) if precise else method
     chunk = chunk or examples_at_once(model, loss, x, y, method, precision)
     if method in ("func", "held"):  # which hold a gradient of the whole model for each example
@@ -197,23 +202,48 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
             method.
     """
     checks.check_precision(precision, model, x.device, method, precise)
+    checks.check_model(model)
     if not len(x):
         return "func" if method == "auto" else method
     checks.try_out(model, loss, x, y)
-    with checks.probing(model):
-        proof.check_forgets(model, loss, x, y)
-        return _proved(model, loss, x, y, method, precision, precise)
+    with checks.probing(model), proof.naming(model) as inside:
+        try:
+            proof.check_forgets(model, loss, x, y)
+            return _proved(model, loss, x, y, method, precision, precise, inside)
+        except (ValueError, torch.OutOfMemoryError) as error:
+            if inside and not isinstance(error, (Unfit, torch.OutOfMemoryError)):
+                raise ValueError(
+                    f"model must take examples one by one and in batches, {_where(inside, error)}"
+                ) from error
+            raise
+        except Exception as error:
+            raise ValueError(f"model must take examples one by one and in batches, {_where(inside, error)}") from error
 
 
-def _proved(model, loss, x, y, method, precision, precise):
+def _where(inside, error):
+    """Which layer failed, and how."""
+    where = f"but layer {inside[-1]!r} fails" if inside else "but for a cause that is unknown it fails"
+    inside.clear()
+    return f"{where}: {error}"
+
+
+_ADVICE = "; use method='func'"
+
+
+def _proved(model, loss, x, y, method, precision, precise, inside):
     if method == "func":
-        _try_func(model, loss, x, y)
+        _try_func(model, loss, x, y, inside)
         return method
     chosen = "mixed" if method == "auto" else method
     way = _held(chosen) if precise else chosen
 
     def claimed(x, y, limits, precision=None):
-        found = layerwise(model, loss, x, y, limits, way, precision=precision)
+        try:
+            found = layerwise(model, loss, x, y, limits, way, precision=precision)
+        except (ValueError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise Unfit(f"by layers {_where(inside, error)}") from error
         return found.norms, found.gradients
 
     try:
@@ -221,23 +251,30 @@ def _proved(model, loss, x, y, method, precision, precise):
         if precision is not None:
             proof.prove_in(precision, model, loss, x, y, claimed)
     except Unfit as error:
+        inside.clear()
+        reason = str(error).removesuffix(_ADVICE)
+        try:
+            _try_func(model, loss, x, y, inside)
+        except ValueError as other:
+            raise Unfit(f"no method fits this model: layer by layer, {reason}; {other}") from error
         if method == "auto" and precision is None:
-            return _proved(model, loss, x, y, "func", precision, precise)
-        raise Unfit(f"method {method!r} does not fit this model: {error}; use 'func' or 'auto'") from error
+            return "func"
+        advice = "use 'func' or 'auto'" if precision is None else "use precision=None, with which 'func' takes it"
+        raise Unfit(f"method {method!r} does not fit this model: {reason}; {advice}") from error
     return chosen
 
 
-def _try_func(model, loss, x, y):
+def _try_func(model, loss, x, y, inside):
     proof.check_stateless(model, loss, x, y)
     try:
         with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
             per_example_gradients(model, loss, x[:2].clone(), y[:2])
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:
+    except Exception as error:
         raise ValueError(
             "model must be one that torch.func's vmap and grad can take (recurrent layers often are not; "
-            f"opacus.layers has some that are), but: {error}"
+            f"opacus.layers has some that are), {_where(inside, error)}"
         ) from error
 
     def claimed(x, y, limits):
@@ -248,3 +285,52 @@ def _try_func(model, loss, x, y):
         proof.prove_alone(model, loss, x, y, claimed)
     except Unfit as error:
         raise Unfit(f"no method fits this model: by torch.func, {error}") from error
+
+
+# {model: {what else a proof depends on: [method, how often it was asked for]}}
+_known = weakref.WeakKeyDictionary()
+
+
+def _resolved(model, loss, x, y, precision, precise):
+    """As `resolve_method` by "auto", which is asked once for a model in one state, a loss and a kind of data; whether
+    examples are mixed is looked at again at the 2nd, 4th, 8th ... call, with the examples at hand."""
+    key = _key(model, loss, x, y, precision, precise) if len(x) else None
+    proved = _known.setdefault(model, {}) if key is not None else {}
+    if key is None or key not in proved:
+        method = resolve_method(model, loss, x, y, precision=precision, precise=precise)
+        key = _key(model, loss, x, y, precision, precise) if len(x) else None  # a proof may fill a model's caches
+        if key is not None:
+            proved[key] = [method, 1]
+        return method
+    proved[key][1] += 1
+    method, count = proved[key]
+    if count & (count - 1) == 0:
+        look_again(model, loss, x, y)
+    return method
+
+
+def look_again(model, loss, x, y):
+    """Refuse a model or loss that is seen to mix some of the examples (x, y), without the rest of a proof.
+
+    Raises:
+        ValueError: as of `resolve_method`.
+    """
+    rows = proof.rows_to_look_through(len(x))[: proof.PROBED].to(x.device)
+    if len(rows) > 1:
+        with checks.probing(model):
+            proof.check_company(model, loss, x[rows], y[rows])
+
+
+def _key(model, loss, x, y, precision, precise):
+    """What a proof depends on besides the model's weights, or None where that cannot be kept."""
+    # A function that is written down in a loop is another object each time, of the same code.
+    code = loss.__code__ if isinstance(loss, types.FunctionType) else None
+    target = loss.__self__ if isinstance(loss, types.MethodType) else loss if code is None else code
+    try:
+        kept = weakref.ref(target)
+        hash(kept)
+    except TypeError:
+        return None
+    state = states.state_of(loss) if isinstance(loss, torch.nn.Module) else states.seen_in(loss)
+    setting = states.state_of(model), state, precision, precise, torch.get_default_dtype()
+    return kept, *setting, *((t.dtype, tuple(t.shape[1:]), t.device) for t in (x, y))

@@ -154,6 +154,7 @@ def train_ensemble(
                 ensemble._save(checkpoint.path, checkpoint.stateful)
             if stop:
                 raise KeyboardInterrupt
+    ensemble._check_later()
     if ensemble.dropped.any():
         warnings.warn(
             f"{int(ensemble.dropped.sum())} per-example gradients were not finite and contributed nothing",

@@ -426,7 +426,7 @@ def layer_gradient(module, uses, method, budget, stacked=None, kept=True):
     "held" is for `wide_sum`: what is measured is what is added, so that only a linear layer with one position an
     example, whose gradient is a product of two vectors, need not be held.
     """
-    if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq or module.sparse):
+    if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq):
         return GhostEmbedding(module, uses)
     if method == "held" and type(module) in (nn.Linear, nn.Conv2d):
         outer = type(module) is nn.Linear and len(uses) == 1 and count_positions(module, uses) == 1

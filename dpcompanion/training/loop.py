@@ -44,7 +44,7 @@ from dpcompanion._types import Device, Loss
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
-from dpcompanion.training import checks, clipping, noise, sums
+from dpcompanion.training import checks, clipping, noise, proof, states, sums
 from dpcompanion.training.callbacks import Callbacks, History, Run, check_extras
 from dpcompanion.training.checkpoints import (
     Checkpoint,
@@ -83,7 +83,8 @@ def train(
     """Train `model` in place by DP-SGD as `plan` says.
 
     Args:
-        model: a module that treats examples one by one (no batch norm).
+        model: a module that treats examples one by one: no batch norm, unless it is in evaluation mode and stays there,
+            and nothing that is spread over processes, such as DistributedDataParallel (`dpcompanion.engine` does that).
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y), of which each
             draw is read when it comes, so that its transform may augment them (`dpcompanion.training.examples`).
@@ -110,10 +111,13 @@ def train(
         History.
 
     Raises:
-        ValueError: before any work, for data that do not fit plan, model or loss, a model that mixes examples, a method
-            that is wrong for it (`dpcompanion.training.proof`), an optimizer of other parameters, a tracker of another
-            run, or a checkpoint of another run or damaged. A data set is known by its length and the targets of 64
-            examples only.
+        ValueError: before any work, for data that do not fit plan, model or loss, a model or loss that mixes examples,
+            a method that is wrong for the model (`dpcompanion.training.proof`), an optimizer of other parameters, a
+            tracker of another run, or a checkpoint of another run or damaged. A data set is known by its length and the
+            targets of 64 examples only. During the run, before the step is taken, for a model that mixes examples in a
+            state that it has come into since (`dpcompanion.training.states`), or that keeps something of them, and for
+            a loss that is seen to mix those of a batch; on a GPU what buffers and losses tell is looked at by the end
+            of each epoch.
     """
     callbacks, checkpoint = check_extras(callbacks, checkpoint)
     loop = _Loop(
@@ -182,6 +186,7 @@ class _Loop:
             raise ValueError(f"plan must be a DPSGDPlan, got {plan!r}")
         examples = examples_of(data, plan.n)
         _checks.one_of("method", method, clipping.METHODS)
+        checks.check_alone(model, opacus=True)
         checks.check_model(model)
         checks.check_types(model, examples.probe[0])
         if plan.arithmetic == "real":
@@ -217,9 +222,8 @@ class _Loop:
                 f"plan with arithmetic='float' must have as many parameters as the model, {self.numbers}, "
                 f"and takes no seed, got {plan.parameters} and seed {self.seed}"
             )
-        self.method = clipping.resolve_method(
-            model, loss, *self.examples.probe, method, precision, precise=self.precise
-        )
+        self.asked = method
+        self.prove(model)
         # A scheduler keeps the rate that it began with as initial_lr.
         self.begun_with = [
             type(optimizer).__name__,
@@ -231,14 +235,36 @@ class _Loop:
             losses,
             torch.zeros(plan.steps, dtype=torch.int64, device=self.device),
             seed=self.seed,
-            guarantee=plan.statement(),
+            guarantee=plan.statement(steps=0),
             precision=precision or str(self.dtype).removeprefix("torch."),
         )
         self.plan = plan
         self.planned = checks.numbers_of(plan)
         self.run = Run(plan, model, optimizer, history)
-        self.looked = False  # whether a step was seen to leave no trace, by values
+        self.looked = False  # whether a step was seen to leave no trace, by values of parameters
+        self.later = {}  # what was seen of that on a device, to be looked at when there is time
         self.stepping = False
+
+    def prove(self, model):
+        """How to clip, proved for the state that the model is in."""
+        checks.check_model(model)
+        self.method = clipping.resolve_method(
+            model, self.loss, *self.examples.probe, self.asked, self.precision, precise=self.precise
+        )
+        self.state = states.state_of(model)
+
+    def prove_again(self):
+        """As `prove`, if the model is in another state than that which was proved: a layer that has woken up, a flag, a
+        hook."""
+        if states.state_of(self.run.model) != self.state:
+            with self.unnoticed():
+                self.prove(self.run.model)
+
+    @contextlib.contextmanager
+    def unnoticed(self):
+        """Data of a data set are not drawn again, and no generator goes on."""
+        with torch.random.fork_rng(devices=[self.device] if self.device.type == "cuda" else []):
+            yield
 
     @contextlib.contextmanager
     def stepping_alone(self):
@@ -275,10 +301,14 @@ class _Loop:
             indices = sent(drawn, self.device)
         run.indices = indices
         checks.check_trained(run.model, self.parameters)
+        self.prove_again()
         before = checks.noted(run.model, values=not self.looked)
         self.looked = True
         with self._own_randomness("examples"):
             x, y = self.examples.rows(indices if isinstance(self.examples, Tensors) else drawn)
+        if (run.step + 1) & run.step == 0 and self.device.type == "cpu":  # before the 1st, 2nd, 4th, 8th ... step
+            with self.unnoticed():
+                clipping.look_again(run.model, self.loss, x, y)
         with self._own_randomness("forward"):
             total = clipping.clipped_sum(
                 run.model,
@@ -291,24 +321,28 @@ class _Loop:
                 precision=self.precision,
                 precise=self.precise,
             )
-        checks.check_untouched(run.model, before)
+        self.note_later(checks.check_untouched(run.model, before, wait=False))
+        if total.mixed is not None:
+            self.note_later({"mixed": total.mixed})
+        self.prove_again()  # a model may wake up within a pass, too
         summed = torch.cat([total.gradients[name].flatten() for name in self.parameters])
         released = plan.noisy(summed, self.generators["noise"]) / cast(float, plan.expected_batch_size)
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
             p.grad = piece.view_as(p).to(p.dtype)
         for t in checks.untrained(run.model).values():
             t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
+        at, run.step = run.step, run.step + 1  # counted before it is taken, lest it be taken and not counted
+        run.history.guarantee = plan.statement(steps=run.step)
         self.stepping = True
         run.optimizer.step()
         self.stepping = False
         run.norms = total.norms
         self.dropped += (total.norms.isinf() & taking if away else total.norms.isinf()).sum()
-        run.history.batch_sizes[run.step] = taking.sum() if away else len(drawn)
+        run.history.batch_sizes[at] = taking.sum() if away else len(drawn)
         if away:
-            run.history.losses[run.step] = torch.where(taking, total.losses, 0).sum() / taking.sum()
+            run.history.losses[at] = torch.where(taking, total.losses, 0).sum() / taking.sum()
         elif len(drawn):
-            run.history.losses[run.step] = total.losses.mean()
-        run.step += 1
+            run.history.losses[at] = total.losses.mean()
         clipped = torch.where(run.norms.isfinite(), run.norms, 0) * sums.clip_factors(run.norms, limits)
         for tracker in self.trackers:
             tracker.after_step(drawn, run.norms, clipped=clipped)
@@ -328,8 +362,21 @@ class _Loop:
         for module, mode in self.modes.items():
             module.training = mode
 
+    def note_later(self, found):
+        """What is known on the device only, {what: whether it is so}."""
+        for what, so in found.items():
+            self.later[what] = self.later[what] | so if what in self.later else so
+
+    def look_at_later(self):
+        """Refuse what was noted. Waits for the device."""
+        later, self.later = self.later, {}
+        if later.pop("mixed", False):
+            proof.refuse_loss()
+        checks.check_later(later)
+
     def end_epoch(self, on_epoch):
         run, plan = self.run, self.plan
+        self.look_at_later()
         self.count_dropped()
         self.looked = False  # each epoch's first step is compared by values, as its end waited for the device anyway
         epoch = math.ceil(run.step / plan.steps_per_epoch)
@@ -368,6 +415,7 @@ class _Loop:
         return self.examples.digest
 
     def save(self, path):
+        self.look_at_later()
         self.count_dropped()
         run, history = self.run, self.run.history
         content = {

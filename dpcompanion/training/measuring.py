@@ -35,7 +35,8 @@ class Measured:
         self.steps_per_epoch = _checks.whole_number("steps_per_epoch", steps_per_epoch, 1)
         self.updates_per_epoch = min(_checks.number("updates_per_epoch", updates_per_epoch, 0), self.steps_per_epoch)
         self.keep_norms = bool(keep_norms)
-        self.method, self._proved = _checks.one_of("method", method, clipping.METHODS), False
+        self.method, self._proved = _checks.one_of("method", method, clipping.METHODS), None
+        self._asked = self.method
         self.precision = _checks.one_of("precision", precision, checks.PRECISIONS)
         self.chunk = None if chunk is None else _checks.whole_number("chunk", chunk, 1)
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
@@ -59,9 +60,12 @@ class Measured:
         return rate > 0 and (self.steps == 0 or count > math.floor((self.steps - 1) * rate + 1e-9))
 
     def _measure(self):
-        if not self._proved:
-            self.method = passes.resolve_method(self.model, self.loss, self.data, self.method, self.precision)
-            self._proved = True
+        checks.check_model(
+            getattr(self.model, "_module", self.model)
+        )  # in its modes: a pass is made in evaluation mode
+        if self._proved is None or passes.state_of(self.model) != self._proved:
+            self.method = passes.resolve_method(self.model, self.loss, self.data, self._asked, self.precision)
+            self._proved = passes.state_of(self.model)
         norms = passes.norms_of_all(
             self.model, self.loss, self.data, method=self.method, chunk=self.chunk, precision=self.precision
         )

@@ -13,7 +13,7 @@ import contextlib
 import torch
 
 from dpcompanion._devices import sent
-from dpcompanion.training import checks, clipping, proof
+from dpcompanion.training import checks, clipping, proof, states
 
 
 def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None):
@@ -46,6 +46,12 @@ def resolve_method(model, loss, examples, method, precision=None):
     rows = proof.rows_to_look_through(len(x))
     with undisturbed(model) as inner:
         return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method, precision)
+
+
+def state_of(model):
+    """The state of the model (`dpcompanion.training.states`) in which the passes see it."""
+    with undisturbed(model) as inner:
+        return states.state_of(inner)
 
 
 def loaded_at_once(x):

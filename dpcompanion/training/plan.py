@@ -51,6 +51,7 @@ True
 import dataclasses
 import hashlib
 import math
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,7 +79,7 @@ class DPSGDPlan:
         max_grad_norm: length to which a gradient is clipped; a number or one for each example, (n,), above 0.
         noise_multiplier: standard deviation of the noise on the sum of clipped gradients, in units of the mean
             clip norm. 0 means no noise and no privacy.
-        delta: the delta at which `epsilon` is reported.
+        delta: the delta at which `epsilon` is reported. A UserWarning says where it is 1/n or more.
         expected_batch_size: the divisor of the noisy sum, a public constant above 0. By default the sum of the rates.
         relation: "zero-out" or "add-remove", see the module's text. By default "zero-out", and "add-remove" where
             `expected_batch_size` is given.
@@ -113,7 +114,7 @@ class DPSGDPlan:
         fix("n", _checks.whole_number("n", self.n, 1))
         fix("steps", _checks.whole_number("steps", self.steps, 0))
         for name, high in (("sample_rate", 1.0), ("max_grad_norm", math.inf)):
-            value = getattr(self, name)
+            value = _checks.unlabelled(getattr(self, name))
             _checks.in_interval(name, value, 0, high, closed="right" if high == 1 else "neither")
             value = torch.as_tensor(value, dtype=torch.float64, device="cpu").clone()
             if value.shape not in ((), (self.n,)):
@@ -121,6 +122,12 @@ class DPSGDPlan:
             fix(name, value if value.ndim else value.item())
         for name, high, closed in (("noise_multiplier", math.inf, "left"), ("delta", 1, "neither")):
             fix(name, _checks.number(name, getattr(self, name), 0, high, closed=closed))
+        if self.delta * self.n >= 1:
+            warnings.warn(
+                f"delta {self.delta:g} is not below 1/n = {1 / self.n:g}: to publish an example at random would be as "
+                "private; take a delta well below 1/n",
+                stacklevel=3,
+            )
         given = None if isinstance(self.expected_batch_size, _SumOfRates) else self.expected_batch_size
         if given is not None:
             given = _checks.number("expected_batch_size", given, 0, math.inf, closed="neither")
@@ -232,6 +239,67 @@ class DPSGDPlan:
             accountant=accountant,
         )
 
+    @classmethod
+    def for_epsilons(
+        cls,
+        target_epsilons: Any,
+        *,
+        n: int,
+        sample_rate: float,
+        steps: int,
+        max_grad_norm: float,
+        delta: float,
+        method: str = "sample",
+        expected_batch_size: float | None = None,
+        relation: str | None = None,
+        accountant: str = "pld",
+    ) -> "DPSGDPlan":
+        """The plan that uses up each example's own budget (individualised DP, Boenisch et al. 2023).
+
+        Args:
+            target_epsilons: one number, one for each example, (n,), or {budget: share}, whose shares add up to 1 and
+                are dealt out by a fixed permutation (`idp.budgets_for`). Budgets must not depend on the data.
+            n: number of examples.
+            sample_rate: the mean of the examples' rates, in (0, 1].
+            steps: number of steps.
+            max_grad_norm: the mean of the examples' clip norms, above 0.
+            delta: at which the targets are meant.
+            method: "sample", which gives larger budgets a larger sample rate, or "scale", a larger clip norm.
+            expected_batch_size, relation, accountant: as in `DPSGDPlan`; "scale" goes with "zero-out" alone.
+
+        Raises:
+            ValueError: an argument outside its range, or budgets that the method cannot use up.
+
+        >>> plan = DPSGDPlan.for_epsilons({1.0: 0.5, 2.0: 0.5}, n=4, sample_rate=0.05, steps=200, max_grad_norm=1.0,
+        ...                               delta=1e-5, accountant="rdp")
+        >>> plan.epsilon().round(decimals=2)
+        tensor([2., 2., 1., 1.], dtype=torch.float64)
+        """
+        from dpcompanion.idp import budgets_for, sample_parameters, scale_parameters
+
+        _checks.one_of("method", method, ("sample", "scale"))
+        budgets, which, counts = budgets_for(target_epsilons, n).unique(return_inverse=True, return_counts=True)
+        rates, norms = sample_rate, max_grad_norm
+        run = {"target_delta": delta, "sample_rate": sample_rate, "steps": steps, "accountant": accountant}
+        if method == "sample" or len(budgets) == 1:
+            sampled = sample_parameters(budgets, counts, **run)
+            noise_multiplier = sampled.noise_multiplier
+            rates = sampled.sample_rates[which] if len(budgets) > 1 else sample_rate
+        else:
+            scaled = scale_parameters(budgets, counts, max_grad_norm=max_grad_norm, **run)
+            noise_multiplier, norms = scaled.noise_multiplier, scaled.max_grad_norms[which]
+        return cls(
+            n=n,
+            sample_rate=rates,
+            steps=steps,
+            max_grad_norm=norms,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            expected_batch_size=expected_batch_size,
+            relation=relation,
+            accountant=accountant,
+        )
+
     @property
     def steps_per_epoch(self) -> int:
         """Steps in which an example is seen once on average, as a whole number; of no consequence for the model."""
@@ -299,9 +367,12 @@ class DPSGDPlan:
             return (exact + noise).to(total.dtype)
         return total + self.noise(total.shape, generator, dtype=total.dtype, device=total.device)
 
-    def statement(self) -> str:
+    def statement(self, *, steps: int | None = None) -> str:
         """What an epsilon of this plan is about, in one sentence: relation, public constants, sampler, noise, delta,
-        accountant.
+        accountant. With `steps` it is about so many of the plan's steps, as of a run that was stopped.
+
+        Raises:
+            ValueError: if `steps` exceeds the plan's.
 
         >>> plan = DPSGDPlan(n=60_000, sample_rate=0.01, steps=500, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5,
         ...                  expected_batch_size=600)
@@ -310,6 +381,8 @@ class DPSGDPlan:
         not depend on the data); Poisson sampling at rate 0.01, 500 steps, noise 1 times the clip norm 1, delta 1e-05,
         accountant pld.
         """
+        steps = _checks.whole_number("steps", self.steps if steps is None else steps, 0, self.steps)
+        taken = f"{steps} steps" if steps == self.steps else f"{steps} of {self.steps} planned steps"
 
         def said(value):
             return f"{value:g}" if isinstance(value, float) else f"{value.min():g} to {value.max():g}"
@@ -329,7 +402,7 @@ class DPSGDPlan:
             "" if self.arithmetic == "real" else (f", and what floats add for {self.parameters} parameters is counted")
         )
         return (
-            f"{whom}; Poisson sampling at rate {said(self.sample_rate)}, {self.steps} steps, noise "
+            f"{whom}; Poisson sampling at rate {said(self.sample_rate)}, {taken}, noise "
             f"{self.noise_multiplier:g} times the {mean}clip norm {said(self.max_grad_norm)}, delta "
             f"{self.delta:g}, accountant {self.accountant}{counted}."
         )

@@ -35,13 +35,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpcompanion.seeds import derive_key, seed_torch
 from dpcompanion.training.tensors import Unfit, in_best_format
 
 # Examples that are looked through, those of them whose gradients are computed, and those that are compared.
-_LOOKED_THROUGH, _PROBED, _COMPARED = 64, 16, 4
+_LOOKED_THROUGH, PROBED, _COMPARED = 64, 16, 4
 
 
 def prove(model, loss, x, y, claimed):
@@ -60,7 +60,7 @@ def prove(model, loss, x, y, claimed):
         ValueError: an example's loss changes with its company, or with what the model has seen before.
     """
     with evaluating(model):
-        rows = hardest(model, loss, x, y, _PROBED)
+        rows = hardest(model, loss, x, y, PROBED)
     if not len(rows):
         raise Unfit("no example has a finite gradient, so that nothing can be proved; use method='func'")
     many, (x, y) = (x[rows], y[rows]), (x[rows[:_COMPARED]], y[rows[:_COMPARED]])
@@ -81,11 +81,16 @@ def prove(model, loss, x, y, claimed):
 
 def losses_in(precision, model, loss, x, y):
     """The losses, with the network in `precision` ("bf16", or None for its own) and the loss in its own."""
+    return loss(outputs_in(precision, model, x), y)
+
+
+def outputs_in(precision, model, x):
+    """What the network gives in `precision`, in float32 where that is not its own."""
     if precision is None:
-        return loss(model(x), y)
+        return model(x)
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         outputs = model(x)
-    return loss(tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, outputs), y)
+    return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, outputs)
 
 
 def prove_in(precision, model, loss, x, y, claimed):
@@ -132,7 +137,7 @@ def hardest(model, loss, x, y, count=_COMPARED):
         if norm.isfinite():
             norms.append(norm)
             found.append(row)
-        if len(found) == _PROBED:
+        if len(found) == PROBED:
             break
     if not found:
         return torch.zeros(0, dtype=torch.int64, device=x.device)
@@ -160,9 +165,10 @@ def gradients_alone(model, loss, x, y, row, precision=None):
 def _gradients(model, value, **options):
     parameters = [p for p in model.parameters() if p.requires_grad]
     try:
-        return torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True, **options)
+        found = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True, **options)
     except RuntimeError as error:
         raise Unfit(f"plain autograd cannot differentiate the model: {error}") from error
+    return [g.to_dense() for g in found]  # those of an embedding may be sparse
 
 
 def _each(model, loss, x, y, precision, together):
@@ -189,13 +195,18 @@ def _compare(model, loss, x, y, claimed, precision=None, together=False):
     with beginning_alike(model, x.device) if together else contextlib.nullcontext():
         theirs, totals = claimed(x, y, shares * norms)
     errors = (theirs.double() - norms).abs()
+    allowed = relative * lengths.sum(0) + floor * norms.sum()
+    off = [
+        name
+        for name, total, limit in zip(names, sums, allowed)
+        if not (totals[name].to_dense() - total).double().norm() <= limit
+    ]
     if not (errors <= relative * norms + floor * norms.max()).all():
         worst = 100 * float((errors / norms.max().clamp(min=1e-300)).max())
-        raise Unfit(f"the norms of gradients are wrong by up to {worst:.3g}% against plain autograd")
-    allowed = relative * lengths.sum(0) + floor * norms.sum()
-    for name, total, limit in zip(names, sums, allowed):
-        if not (totals[name] - total).double().norm() <= limit:
-            raise Unfit(f"the gradient of {name!r} is not that of plain autograd")
+        where = f", that of {off[0]!r} among them" if off else ""
+        raise Unfit(f"the norms of gradients are wrong by up to {worst:.3g}% against plain autograd{where}")
+    if off:
+        raise Unfit(f"the gradient of {off[0]!r} is not that of plain autograd, for a cause that is unknown")
 
 
 def check_independence(model, loss, x, y):
@@ -351,6 +362,81 @@ def buffers_kept(model):
             for b, value in before:
                 if not torch.equal(b.to_dense(), value.to_dense()):
                     b.copy_(value)
+
+
+@contextlib.contextmanager
+def naming(model):
+    """A list of the names of the layers whose forward methods are under way: after an exception, where it came from."""
+    inside, hooks = [], []
+
+    def enters(name):
+        return lambda *_: inside.append(name)
+
+    def leaves(*_):
+        inside.pop()
+
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(enters(name or "model")))
+        hooks.append(module.register_forward_hook(leaves))
+    try:
+        yield inside
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def check_loss(loss, outputs, y, losses):
+    """Refuse a loss that mixes examples: of half of the batch it must give what it gives of all of it.
+
+    The outputs of the model are given, so this costs little and is looked at in every pass. A loss that draws at random
+    cannot be compared, and is left to the other proofs.
+
+    Returns:
+        Whether the loss mixes examples, a tensor, where it lies on a device that must not be waited for; or None.
+
+    Raises:
+        ValueError: with an example's loss in both.
+    """
+    n = len(losses)
+    if n < 2:
+        return None
+    rows = torch.arange(0, n, 2, device=losses.device)
+
+    def own(t):
+        return t.detach()[rows] if t.ndim and len(t) == n else t.detach()
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[losses.device] if losses.device.type == "cuda" else []):
+        if not any(t.ndim and len(t) == n for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)):
+            return None  # nothing to take a half of; the other proofs look at it
+        half = loss(tree_map_only(torch.Tensor, own, outputs), y[rows])
+        if not isinstance(half, torch.Tensor) or half.shape != (len(rows),):
+            got = tuple(half.shape) if isinstance(half, torch.Tensor) else type(half).__name__
+            raise ValueError(f"loss must return one number an example, shape ({len(rows)},), got {got}")
+        whole = losses.detach()[rows]
+        finite = whole.isfinite() & half.isfinite()
+        floor = tolerances(whole)[1]
+        largest = torch.where(finite, whole.abs(), 0).max()
+        apart = finite & ((whole - half).abs() > floor * (whole.abs() + largest))
+        apart = (apart | (whole.isnan() != half.isnan())).any()
+        if losses.device.type != "cpu":
+            return apart
+        if apart and torch.equal(loss(tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), y), losses.detach()):
+            refuse_loss(whole, half)
+    return None
+
+
+def refuse_loss(whole=None, half=None):
+    """That a loss mixes examples, with some of them in a batch and in half of it."""
+    seen = (
+        ""
+        if whole is None or half is None
+        else f" ({whole[:4].tolist()} in a batch, {half[:4].tolist()} in half of it)"
+    )
+    raise ValueError(
+        f"loss must give each example's own, but an example's loss changes with who else is in the batch{seen}: class "
+        "weights or a mean over the tokens of a batch do that; use reduction='none' and divide by what belongs to the "
+        "example alone"
+    )
 
 
 def tolerances(values):

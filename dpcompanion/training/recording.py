@@ -22,7 +22,7 @@ class Recorder:
     """Forward hooks that note, for each trainable layer, its inputs and where the gradients of its outputs arrive."""
 
     def __init__(self, model):
-        self.uses = {}
+        self.uses, self._examples = {}, None
         self.owners = {module: name for name, module in model.named_modules() if own_parameters(module)}
         seen = {}
         for module, name in self.owners.items():
@@ -41,17 +41,24 @@ class Recorder:
             raise Unfit(f"layer {self.owners[module]!r} does not map one tensor to one tensor; use method='func'")
         if not torch.is_grad_enabled():
             return None
+        a = args[0]
+        if len(a) == len(output) == 1 and self._examples is not None and self._examples > 1:
+            # Made once for all examples, as embeddings of positions are: each gets a use of its own, of the same
+            # numbers, in whose place the broadcast of what comes after would have put them.
+            a, output = a.expand(self._examples, *a.shape[1:]), output.expand(self._examples, *output.shape[1:])
         # Once a view is changed in place, autograd no longer comes by the node that it had. A tensor of its own keeps
         # that node (linear layers on more than two axes and instance norm return views).
         output = output.clone() if output._is_view() else output
-        a = args[0]
         self.uses.setdefault(module, []).append(
             (a.detach(), a._version, get_gradient_edge(output), len(output), a.requires_grad)
         )
         return output
 
     @contextlib.contextmanager
-    def listening(self):
+    def listening(self, examples=None):
+        """Within, the layers are listened to. Where the number of `examples` is given, a layer may be called with one
+        row that stands for all of them."""
+        self._examples = examples
         hooks = [module.register_forward_hook(self._note, with_kwargs=True) for module in self.owners]
         try:
             yield self

@@ -14,7 +14,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, Numbers
-from dpcompanion.training import checks, clipping, noise, proof, sums
+from dpcompanion.training import checks, clipping, noise, proof, states, sums
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.training.tensors import Unfit, call_with
 from dpcompanion.training.plan import DPSGDPlan
@@ -118,6 +118,8 @@ class Ensemble:
         self.device = torch.device(device) if device is not None else next(models[0].parameters()).device
         self._template = copy.deepcopy(models[0]).to(self.device)
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
+        for one in models:
+            checks.check_alone(one, opacus=True)
         checks.check_model(self._template)
         checks.check_types(self._template, x)
         checks.check_sums(self._template)
@@ -163,6 +165,8 @@ class Ensemble:
         self._size = physical_batch_size or examples_at_once(
             self._template, loss, self.x, self.y, self.method, precision, most=_MOST
         )
+        self._begun = {}
+        self._later, self._mixed = (torch.zeros((), dtype=torch.bool, device=self.device) for _ in range(2))
         self._network = self._workplace()
         self.step, self.epochs = 0, []
         self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)
@@ -294,7 +298,31 @@ class Ensemble:
 
     def _workplace(self):
         """What a pass needs for itself, so that threads do not share it: `torch.func` swaps a module's parameters."""
-        return copy.deepcopy(self._template) if self.method == "func" else StackedNetwork(self._template)
+        network = copy.deepcopy(self._template) if self.method == "func" else StackedNetwork(self._template)
+        module = network.module if isinstance(network, StackedNetwork) else network
+        self._begun[network] = states.state_of(module, parameters=False), [(b, b.clone()) for b in _buffers(module)]
+        return network
+
+    def _check_as_begun(self, network):
+        """The network has kept nothing of its examples, and is in the state in which it was proved."""
+        state, buffers = self._begun[network]
+        module = network.module if isinstance(network, StackedNetwork) else network
+        if states.state_of(module, parameters=False) != state:
+            raise ValueError(
+                "model must stay in the state in which the runs began, since that was proved to treat examples one by "
+                "one, but a mode, a flag or a hook of a layer has changed"
+            )
+        for b, value in buffers:
+            self._later |= ~checks.equal(b, value)
+        if self.device.type == "cpu":
+            self._check_later()
+
+    def _check_later(self):
+        """What a device was not asked at once. Waits for it."""
+        if self._mixed:
+            proof.refuse_loss()
+        if self._later:
+            checks.refuse_statistics("a buffer")
 
     def _pass_size(self):
         if self.method != "func":
@@ -346,11 +374,14 @@ class Ensemble:
             part = slice(part.start, longest)
             which = indices[some, part]
             total = self._pass(network, chosen, self.x[which], self.y[which], limits[some, part])
+            if total.mixed is not None:
+                self._mixed |= total.mixed
             into = self.split(self._sums[chosen])
             for name, g in total.gradients.items():
                 into[name] += g
             norms[some, part] = total.norms.reshape(which.shape).double()
             losses[some, part] = total.losses.reshape(which.shape).double()
+        self._check_as_begun(network)
         losses = torch.where(present, losses, 0).sum(1) / present.sum(1)  # nan for an empty batch
         self.losses[rows.start : rows.stop, self.step] = losses
         self.dropped[rows.start : rows.stop] += (norms.isinf() & present).sum(1)
@@ -411,6 +442,7 @@ class Ensemble:
     _KEPT = ("vectors", "learning_rate", "losses", "batch_sizes", "dropped", "_velocity")
 
     def _save(self, path, stateful):
+        self._check_later()
         write_checkpoint(
             path,
             {
@@ -437,12 +469,18 @@ class Ensemble:
         for name, kept in content["tensors"].items():
             if kept is not None:
                 getattr(self, name).copy_(kept)
-        for streams, states in zip(self._generators, content["generators"]):
-            for name, state in states.items():
+        for streams, theirs in zip(self._generators, content["generators"]):
+            for name, state in theirs.items():
                 streams[name].set_state(state)
         for name, state in content["stateful"].items():
             stateful[name].load_state_dict(state)
         self.step, self.epochs = content["step"], content["epochs"]
+
+
+def _buffers(module):
+    """Those of a network and of the layers that are stacked in it."""
+    parts = (part for one in module.modules() for part in (one, one.__dict__.get("layer")))
+    return [b for part in parts if isinstance(part, torch.nn.Module) for b in part.buffers(recurse=False)]
 
 
 def _passes(runs, examples, size):

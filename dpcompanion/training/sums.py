@@ -32,17 +32,20 @@ BUDGET = 2**26
 
 @dataclasses.dataclass(frozen=True)
 class ClippedSum:
-    """Sum of clipped gradients {name: tensor}, norms before clipping (n,), inf where not finite, losses (n,)."""
+    """Sum of clipped gradients {name: tensor}, norms before clipping (n,), inf where not finite, losses (n,); where
+    they lie on a device, whether the loss was seen to mix examples, a tensor, else None."""
 
     gradients: dict
     norms: torch.Tensor
     losses: torch.Tensor
+    mixed: torch.Tensor | None = None
 
     def __add__(self, other):
         return ClippedSum(
             {name: g + other.gradients[name] for name, g in self.gradients.items()},
             torch.cat([self.norms, other.norms]),
             torch.cat([self.losses, other.losses]),
+            self.mixed if other.mixed is None else other.mixed if self.mixed is None else self.mixed | other.mixed,
         )
 
 
@@ -82,14 +85,18 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
             budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
 
     x = in_best_format(model, x.detach())
-    with recorder.listening(), torch.enable_grad():
-        losses = checks.check_losses(proof.losses_in(precision, model, loss, x, y), len(x))
+    with recorder.listening(len(x)), torch.enable_grad():
+        outputs = proof.outputs_in(precision, model, x)
+        losses = checks.check_losses(loss(outputs, y), len(x))
+    mixed = proof.check_loss(loss, outputs, y, losses)
+    del outputs
     with torch.no_grad():
         recorder.backward(losses, take)
         squared = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
         layers = {recorder.owners[module]: layer for module, layer in layers.items() if layer is not None}
         dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
         total = _clip(layers, squared, losses.detach(), max_grad_norm, dtype, runs, method == "held")
+    total = dataclasses.replace(total, mixed=mixed)
     if max_grad_norm is None:
         return total
     found = total.gradients
@@ -116,7 +123,7 @@ def bytes_left(model, loss, x, y, method, precision=None):
         held = getattr(layer, "gradients", {}).values()
         left += sum(a.nbytes + g.nbytes for a, g in uses) + sum(g.nbytes for g in held)
 
-    with recorder.listening(), torch.enable_grad():
+    with recorder.listening(len(x)), torch.enable_grad():
         losses = checks.check_losses(proof.losses_in(precision, model, loss, x, y), len(x))
     with torch.no_grad():
         recorder.backward(losses, take)

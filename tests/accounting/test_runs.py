@@ -359,3 +359,11 @@ def test_tensors_of_few_bits_are_read_and_what_is_no_real_number_is_refused():
         compute_epsilon(**{**run, "sample_rate": torch.tensor([0.5]).to_sparse()})
     with pytest.raises(ValueError, match="steps"):
         compute_epsilon(**{**run, "steps": 10**400})
+
+
+def test_rdp_at_little_noise_looks_at_orders_near_one():
+    run = dict(sample_rate=0.05, noise_multiplier=0.124153, steps=300)
+    epsilon = compute_epsilon(**run, delta=1e-5, accountant="rdp")
+    # dp-accounting's loss distributions give 1000, RDP at orders from 1.1 on 2556.
+    assert 1000 <= epsilon <= 1090
+    assert compute_delta(**run, epsilon=epsilon, accountant="rdp") == pytest.approx(1e-5, rel=1e-6)

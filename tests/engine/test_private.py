@@ -556,6 +556,17 @@ def test_a_loop_that_leaves_out_small_draws_is_refused_and_an_evaluation_is_not(
     assert len(engine.accountant) < 60
 
 
+def test_a_single_empty_draw_that_is_left_out_is_refused():
+    _, model, optimizer, loader = private(dataset=data(10), budgets=torch.ones(10), batch_size=1, epochs=20)
+    draws = iter(loader)
+    for x, y in draws:
+        if not len(x):
+            break
+        steps(model, optimizer, [(x, y)])
+    with pytest.raises(ValueError, match="empty"):
+        steps(model, optimizer, [next(draws)])
+
+
 def test_every_group_is_drawn_at_its_own_rate_and_independently():
     engine, _, _, loader = private(
         dataset=data(600), budgets=BUDGETS.repeat_interleave(10), method="sample", epochs=1, batch_size=150

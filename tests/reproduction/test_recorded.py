@@ -25,7 +25,7 @@ def recorded(name):
 
 
 def run_of(config):
-    return experiments.Run(config, CPU, pathlib.Path(), "")
+    return experiments.Run(config, CPU, pathlib.Path())
 
 
 def task_of(record, name, kind):

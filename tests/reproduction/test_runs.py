@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion.reproduction import pieces, runs, sources
+from dpcompanion.reproduction import pieces, runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,17 +25,18 @@ class OneSeed:
 def test_other_seeds_share_pieces_only_where_their_names_tell_the_seed(tmp_path, name, shared):
     calls = []
     for seeds in [(0, 1), (1, 2)]:
-        run = runs.Run(Config(seeds=seeds), torch.device("cpu"), tmp_path, "code")
+        run = runs.Run(Config(seeds=seeds), torch.device("cpu"), tmp_path)
         run.pieces(calls.append, (name.format(seed) for seed in seeds))
         run.pieces(calls.append, (name.format(seed) for seed in seeds))  # the same seeds have nothing left to do
     assert calls == shared
+    runs.Run(Config(seeds=seeds), torch.device("cpu"), tmp_path, version=2).pieces(calls.append, shared[:1])
+    assert calls == [*shared, shared[0]]
 
 
 def keeping(run, names, calls, **options):
     return run.keep(
         lambda name: calls.append(name) or {"of": name},
         names,
-        by=keeping,
         under="runs/some",
         **{"config": {"task": OneSeed()}, "seconds": 1, **options},
     )
@@ -44,15 +45,14 @@ def keeping(run, names, calls, **options):
 def test_what_is_short_is_kept_for_the_process_and_shared_by_exhibits(tmp_path, monkeypatch):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
     runs.forget()
-    first, other = (runs.Run(config, torch.device("cpu"), None, "code") for config in (Config(), OneSeed()))
+    first, other = (runs.Run(config, torch.device("cpu"), None) for config in (Config(), OneSeed()))
     calls = []
     assert keeping(first, ["seed-0", "seed-1"], calls) == {name: {"of": name} for name in ("seed-0", "seed-1")}
     keeping(other, ["seed-1", "seed-2"], calls)
     assert calls == ["seed-0", "seed-1", "seed-2"] and not list(tmp_path.iterdir())
     keeping(first, ["seed-0"], calls, config={"task": OneSeed(seed=1)})
-    keeping(runs.Run(Config(), torch.device("meta"), None, "code"), ["seed-0"], calls)
-    monkeypatch.setattr(sources, "code_hash", lambda *parts: "other code")
-    keeping(first, ["seed-0"], calls)
+    keeping(runs.Run(Config(), torch.device("meta"), None), ["seed-0"], calls)
+    keeping(first, ["seed-0"], calls, version=2)
     assert calls[3:] == ["seed-0"] * 3
     runs.forget()
 
@@ -60,14 +60,14 @@ def test_what_is_short_is_kept_for_the_process_and_shared_by_exhibits(tmp_path, 
 def test_what_a_checkout_carries_of_a_run_is_not_done_again(tmp_path, monkeypatch):
     checkout, mine, other = (tmp_path / name for name in ("results", "mine", "other"))
     monkeypatch.setattr(runs.records, "results_folder", lambda: checkout)
-    run, calls, long = runs.Run(Config(), torch.device("cpu"), None, "code"), [], {"seconds": runs.KEPT}
+    run, calls, long = runs.Run(Config(), torch.device("cpu"), None), [], {"seconds": runs.KEPT}
 
     def work(name):
         calls.append(name)
         return {"of": name}, {"array": np.arange(3)}
 
     def kept(names):
-        return run.keep(work, names, by=keeping, config={}, under="runs/some", **long)
+        return run.keep(work, names, config={}, under="runs/some", **long)
 
     monkeypatch.setenv("DPCOMPANION_DATA", str(mine))
     first = kept(["a"])["a"]
@@ -84,7 +84,7 @@ def test_what_a_checkout_carries_of_a_run_is_not_done_again(tmp_path, monkeypatc
 
 def test_what_takes_long_is_kept_on_the_disk_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
-    run, calls = runs.Run(Config(), torch.device("cpu"), None, "code"), []
+    run, calls = runs.Run(Config(), torch.device("cpu"), None), []
 
     def broken(name):
         if name == "b" and "stop" not in calls:
@@ -93,7 +93,7 @@ def test_what_takes_long_is_kept_on_the_disk_and_goes_on_where_it_stopped(tmp_pa
         calls.append(name)
         return {"of": name}, {"array": np.arange(3)}
 
-    long = {"by": keeping, "config": {}, "seconds": runs.KEPT, "under": "runs/some"}
+    long = {"config": {}, "seconds": runs.KEPT, "under": "runs/some"}
     with pytest.raises(KeyboardInterrupt):
         run.keep(broken, ["a", "b"], **long)
     with pieces.taken_over() as kept:

@@ -159,7 +159,7 @@ def test_what_another_run_does_meanwhile_is_taken_over(tmp_path):
 
 @pytest.mark.parametrize("which, of", [(4, 3), (-1, 3), (1, 0), (1.5, 2)])
 def test_a_share_that_there_is_not_is_refused(which, of):
-    with pytest.raises(ValueError, match="of"), workers.share(which, of):
+    with pytest.raises(ValueError, match="which|of"), workers.share(which, of):
         pass
 
 
@@ -214,4 +214,4 @@ def test_the_command_line_merges_what_shards_have_done(capsys, tmp_path, table):
 def test_a_shard_that_there_is_not_is_refused(shard, capsys):
     with pytest.raises(SystemExit):
         cli.main(["run", "idp-sgd/table-8", "--shard", shard])
-    assert "is not a share such as 2/5" in capsys.readouterr().err
+    assert "2/5" in capsys.readouterr().err

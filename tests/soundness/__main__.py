@@ -24,7 +24,9 @@ DONE = pathlib.Path(__file__).resolve().parents[2] / ".soundness"
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m tests.soundness", description="Random cases against oracles.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.soundness", description="Random cases against oracles.", allow_abbrev=False
+    )
     parser.add_argument("pieces", nargs="*", metavar="PIECE", help=f"of {', '.join(PIECES)}; all by default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long; a later run goes on")

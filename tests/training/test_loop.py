@@ -156,7 +156,7 @@ def test_what_a_step_reads_is_its_own_draw_and_nothing_of_another():
 
     def check(run):
         expected = data[0][sampler.draw()]
-        if run.step == 1:  # before the first step the method is proved on some examples
+        if run.step & (run.step - 1) == 0:  # before these steps the model is tried on some examples
             while sum(map(len, read)) > len(expected):
                 read.pop(0)
         assert torch.equal(torch.cat(read), expected) and max(map(len, read)) <= 4

@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import math
 import types
+import warnings
 
 import pytest
 import torch
@@ -238,3 +239,33 @@ def test_two_sums_have_no_noise_in_common_and_one_sum_has_always_the_same():
     one, other = SecureStream(key), SecureStream(key)
     noises = plan.noisy(total, one) - total, plan.noisy(moved, other) - moved
     torch.testing.assert_close(*noises, rtol=0, atol=1e-6)  # of the grid
+
+
+@pytest.mark.parametrize("method", ["sample", "scale"])
+def test_a_plan_for_budgets_uses_up_each(method):
+    run = dict(n=20, sample_rate=0.05, steps=100, max_grad_norm=1.0, delta=1e-5, accountant="rdp")
+    plan = DPSGDPlan.for_epsilons({1.0: 0.5, 3.0: 0.5}, method=method, **run)
+    spent, budgets = plan.epsilon(), torch.as_tensor([1.0, 3.0], dtype=torch.float64)
+    nearest = budgets[(spent[:, None] - budgets).abs().argmin(1)]
+    assert (spent <= nearest).all() and (spent >= nearest * (1 - 2e-3)).all() and (nearest == 1.0).sum() == 10
+    each = DPSGDPlan.for_epsilons(nearest, method=method, **run)
+    assert torch.equal(each.epsilon(), spent)
+    same = DPSGDPlan.for_epsilons(2.0, method=method, **run)
+    assert not same.individual and 1.99 < same.epsilon() <= 2.0
+    with pytest.raises(ValueError, match="method"):
+        DPSGDPlan.for_epsilons(2.0, **run, **{"method": "both"})
+
+
+@pytest.mark.parametrize("n, warned", [(999, False), (1000, True), (5000, True)])
+def test_a_delta_of_one_over_n_or_more_gets_a_warning(n, warned):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        DPSGDPlan(n=n, sample_rate=0.1, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    assert [("1/n" in str(each.message)) for each in found] == [True] * warned
+
+
+def test_a_statement_is_of_the_steps_taken():
+    plan = DPSGDPlan(n=100, sample_rate=0.1, steps=50, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+    assert " 50 steps" in plan.statement() and " 7 of 50 " in plan.statement(steps=7)
+    with pytest.raises(ValueError, match="steps"):
+        plan.statement(steps=51)

@@ -90,7 +90,8 @@ def examples(name, dtype="float32"):
             kept = _balanced(y, groups, len(names))
             x, y, groups = x[kept], y[kept], groups[kept]
         parts += [x, y, groups]
-    return Examples(*parts, names, provenance)  # pyright: ignore[reportCallIssue]: `parts` are six
+    x, y, groups, test_x, test_y, test_groups = parts
+    return Examples(x, y, groups, test_x, test_y, test_groups, names, provenance)
 
 
 def _balanced(labels, groups, count):
@@ -276,7 +277,6 @@ def trained_without_privacy(task, config, seed, run):
     done = run.keep(
         lambda _: overfitted(task, config, seed, run.device),
         [f"seed-{seed}"],
-        by=overfitted,
         config={"task": dataclasses.replace(task, needs=""), **settings},
         seconds=seconds(len(examples(task.data, task.dtype).y), 10 * config.epochs),
         under=f"runs/{task.data}-{task.model}-overfitted",

@@ -34,7 +34,7 @@ def nothing_watched(monkeypatch, tmp_path):
 
 @pytest.fixture
 def run(tmp_path):
-    return Run(None, torch.device("cpu"), tmp_path / "parts", "")
+    return Run(None, torch.device("cpu"), tmp_path / "parts")
 
 
 def tiny(config):

@@ -108,7 +108,7 @@ TINY = dataclasses.replace(chapter.DIGITS, training=chapter.Training(4000, 400, 
 
 
 def run_of(config, folder):
-    return experiments.Run(config, torch.device("cpu"), folder, "code")
+    return experiments.Run(config, torch.device("cpu"), folder)
 
 
 def test_groups_have_the_shares_of_the_paper_and_another_order_for_each_seed():

@@ -13,7 +13,7 @@ CONFIG = cifar.Cifar(TINY, ("dpsgd", "B.sample"), seeds=(0,), look=1, group_look
 
 
 def run_of(folder, config=CONFIG):
-    return experiments.Run(config, torch.device("cpu"), folder, "code")
+    return experiments.Run(config, torch.device("cpu"), folder)
 
 
 @pytest.fixture

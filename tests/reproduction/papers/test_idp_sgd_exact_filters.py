@@ -18,7 +18,7 @@ LEVELS = (0.25, 0.5, 1.0)
 
 
 def run_of(config, folder=""):
-    return experiments.Run(config, torch.device("cpu"), pathlib.Path(folder), "")
+    return experiments.Run(config, torch.device("cpu"), pathlib.Path(folder))
 
 
 def test_what_a_filter_does_is_noted_at_each_pass():

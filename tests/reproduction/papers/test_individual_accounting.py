@@ -27,7 +27,7 @@ def nothing_kept(monkeypatch, tmp_path):
 
 @pytest.fixture
 def run():
-    return Run(None, torch.device("cpu"), None, "")
+    return Run(None, torch.device("cpu"), None)
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_without_a_gpu_the_papers_own_networks_are_left_out_and_listed(run):
     config = experiments.get("individual-accounting/figure-5").presets["paper"]
     assert set(ia.runnable(config, run)) == {"mnist_cnn"}
     assert set(ia.left_out(config, run)["not_run"]) == {"mnist", "cifar10", "utkface_gender", "utkface_age"}
-    assert set(ia.runnable(config, Run(None, torch.device("cuda"), None, ""))) == set(config.tasks)
+    assert set(ia.runnable(config, Run(None, torch.device("cuda"), None))) == set(config.tasks)
 
 
 def test_one_long_run_serves_the_exhibits_of_a_single_run_and_the_sweeps_are_short():

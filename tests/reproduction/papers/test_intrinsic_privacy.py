@@ -24,7 +24,7 @@ def nothing_trained(monkeypatch, tmp_path):
 
 @pytest.fixture
 def run():
-    return Run(None, torch.device("cpu"), None, "")
+    return Run(None, torch.device("cpu"), None)
 
 
 @pytest.mark.parametrize(

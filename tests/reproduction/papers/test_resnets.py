@@ -32,7 +32,7 @@ def test_a_setting_that_names_a_network_trains_it_and_one_that_does_not_trains_t
 
 def test_shares_and_distributions_are_of_each_setting():
     config = resnets.Several({"one": TINY, "two": dataclasses.replace(TINY, median_multiple=0.1)})
-    run = experiments.Run(config, torch.device("cpu"), pathlib.Path("nowhere"), "")
+    run = experiments.Run(config, torch.device("cpu"), pathlib.Path("nowhere"))
     shares, (values, arrays) = resnets.text_worst_case_share(config, run), resnets.figure_4(config, run)
     assert 0 <= shares["one"] < shares["two"] <= 1 and arrays.keys() == {"one", "two"}
     assert all(0 < values[f"{name}.min"] <= values[f"{name}.max"] <= values[f"{name}.worst_case"] for name in arrays)
@@ -164,7 +164,7 @@ def test_with_dp_the_attack_is_on_final_losses_of_members_and_others(monkeypatch
     found = experiments.get("individual-accounting/figure-11-resnet20")
     task = dataclasses.replace(individual_accounting.MNIST_5K, epochs=1, batch_size=400, reference=0)
     config = dataclasses.replace(found.presets["paper"], tasks={"a": task}, draws=3)
-    run = experiments.Run(config, torch.device("cpu"), pathlib.Path("nowhere"), "")
+    run = experiments.Run(config, torch.device("cpu"), pathlib.Path("nowhere"))
     trained = individual_accounting.trained(task, 0, run)
     # Whoever was trained on has no loss left: every class is found out.
     told = dataclasses.replace(trained, losses=0 * trained.losses, test_losses=1 + 0 * trained.test_losses)

@@ -32,7 +32,7 @@ def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(paper, tmp_path, monke
 
     def run(folder):
         monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / folder))
-        return trained(experiments.Run(None, torch.device("cpu"), tmp_path / folder, "code"))
+        return trained(experiments.Run(None, torch.device("cpu"), tmp_path / folder))
 
     whole, steps = run("whole"), []
 

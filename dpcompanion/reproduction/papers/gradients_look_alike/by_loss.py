@@ -97,19 +97,20 @@ def tilted_losses(task, model, digits, points, direction, seed, device):
     laws, runs = (task.laws, task.runs) if removing else ([(a, 0.0) for a in task.orders_add], task.runs_add)
     rows = [slice(k * runs * many, (k + 1) * runs * many) for k in range(len(laws))]
     whose = torch.arange(many).repeat(runs * len(laws))
-    losses, norms = torch.zeros(len(whose), dtype=torch.float64), []
+    losses = torch.zeros(len(whose), dtype=torch.float64)
+    taken: list[torch.Tensor] = []
     densities = torch.zeros(len(laws), len(whose), dtype=torch.float64)
     step = {"sample_rate": plan.sample_rate, "noise_std": plan.noise_std}
 
     def their_shares(ensemble):
         gradient = ensemble.gradients_of(*points)[torch.arange(len(whose)), whose].double().cpu()
         gradient = gradient / (gradient.norm(dim=1, keepdim=True) / limit).clamp(min=1)
-        norms.append(gradient.norm(dim=1).clamp(max=limit))  # pyright: ignore[reportAttributeAccessIssue]: a list, stacked below
+        taken.append(gradient.norm(dim=1).clamp(max=limit))
         moved = gaussian_noise(gradient.shape, plan.noise_std, generator)
         for (order, jumps), its in zip(laws, rows):
             options = {**step, "order": order, "generator": generator}
             if removing:
-                count = law_counts(norms[-1][its], jumps=jumps, max_sensitivity=limit, **options)
+                count = law_counts(taken[-1][its], jumps=jumps, max_sensitivity=limit, **options)
                 moved[its] += count[:, None] * gradient[its]
             else:
                 moved[its] = tilted_noise(moved[its], gradient[its], **options)
@@ -132,7 +133,7 @@ def tilted_losses(task, model, digits, points, direction, seed, device):
         physical_batch_size=8192,
         progress=False,
     )
-    norms = torch.stack(norms)
+    norms = torch.stack(taken)
     if not removing:
         for row, (order, _) in zip(densities, laws):
             row += (order - 1) * losses - log_mass(norms, order=order, direction=direction, **step).sum(0)

@@ -107,7 +107,6 @@ def kept_norms(task, order, points, runs, run):
     done = run.keep(
         lambda piece: ({}, {"norms": tilted_norms(task, order, *pieces[piece], run).numpy()}),
         pieces,
-        by=tilted_norms,
         config={"task": dataclasses.replace(task, runs=1), "order": order},
         seconds=each * len(pieces),
         under=f"watched/{task.data}-{task.model}-tilted",

@@ -190,7 +190,6 @@ def watched(task, run):
     parts = run.keep(
         lambda piece: watch(task, pieces[piece], run),
         pieces,
-        by=watch,
         config={"task": dataclasses.replace(task, runs=1)},
         seconds=seconds(task, plan),
         under=f"watched/{task.data}-{task.model}",

@@ -43,7 +43,7 @@ def beyond(config, device="cpu"):
         return plan_of(method, groups, tuple(budgets.tolist()), config.task.training, **options)
 
     with tempfile.TemporaryDirectory() as folder:
-        return compared(config, Run(config, torch.device(device), pathlib.Path(folder), ""), plan)
+        return compared(config, Run(config, torch.device(device), pathlib.Path(folder)), plan)
 
 
 BEYOND = Beyond(

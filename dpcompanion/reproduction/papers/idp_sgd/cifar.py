@@ -143,15 +143,7 @@ def kept_trials(config, run):
         return kept_trial(config, tasks[kind], kind, seed, run)
 
     examples = sum(tasks[kind].training.epochs * tasks[kind].training.examples for kind, _ in names)
-    done = run.keep(
-        work,
-        asked,
-        by=kept_trial,
-        config=key,
-        seconds=examples / 300,
-        under=f"trials/{config.task.data}",
-        label="trials",
-    )
+    done = run.keep(work, asked, config=key, seconds=examples / 300, under=f"trials/{config.task.data}", label="trials")
     return {kind: [done[names[kind, seed]] for seed in config.seeds] for kind in config.kinds}
 
 

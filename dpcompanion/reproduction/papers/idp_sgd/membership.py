@@ -93,7 +93,6 @@ def attacked(config, kind, run):
     done = run.keep(
         lambda piece: trained(config, kind, sets[piece], run),
         sets,
-        by=trained,
         config=dataclasses.replace(config, kinds=(), variance=""),  # which change no model
         seconds=models * training.examples * training.epochs / (1e6 if config.task.model == "softmax" else 600),
         under=f"shadows/{config.task.data}",

@@ -53,11 +53,9 @@ def _problem(name, model):
         found = data.load(name, split=split)
         loaded.append(found.provenance())
         if model == "softmax":
-            # Images have a tensor; texts alone have a tuple.
-            parts += [
-                F.avg_pool2d(found.features.double(), 2).flatten(1),  # pyright: ignore[reportAttributeAccessIssue]
-                found.labels,
-            ]
+            images = found.features
+            assert isinstance(images, torch.Tensor)  # texts alone have a tuple
+            parts += [F.avg_pool2d(images.double(), 2).flatten(1), found.labels]
         else:
             parts += [found.normalized().features, found.labels]
     return Problem(*parts), loaded
@@ -243,7 +241,6 @@ def trials(config, run):
     done = run.keep(
         lambda piece: trial(config, *pieces[piece], run),
         pieces,
-        by=trial,
         config=key,
         seconds=steps / (1000 if config.task.model == "softmax" else 10),
         under=f"trials/{config.task.data}",

@@ -69,8 +69,7 @@ def figure_4(config, run):
             errors, exact, estimate = estimate_errors(found, refreshes)
             values |= named(f"{name}.gamma_{refreshes:g}", **errors)
             estimates.append(estimate)
-        # The stubs do not know that this takes lists of arrays too.
-        arrays |= named(name, exact=np.float32(exact), estimates=np.float32(estimates))  # pyright: ignore[reportArgumentType]
+        arrays |= named(name, exact=np.asarray(exact, np.float32), estimates=np.asarray(estimates, np.float32))
     return values, arrays
 
 

@@ -215,7 +215,6 @@ def trained(task, seed, run):
     done = run.keep(
         lambda _: run_task(task, seed, run.device),
         [f"seed-{seed}"],
-        by=run_task,
         config={"task": dataclasses.replace(task, needs="")},
         seconds=seconds(len(found.y), plan.steps),
         under=f"runs/{task.data}-{task.model}",

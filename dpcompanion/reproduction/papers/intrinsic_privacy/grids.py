@@ -94,9 +94,9 @@ def _adult():
     for split in ("train", "test"):
         found = data.load("adult", split=split, dtype=torch.float64)
         loaded.append(found.provenance())
-        columns = []
-        # Tables have a tensor; texts alone have a tuple.
-        for name, values in zip(found.columns, found.features.T):  # pyright: ignore[reportAttributeAccessIssue]
+        columns, table = [], found.features
+        assert isinstance(table, torch.Tensor)  # texts alone have a tuple
+        for name, values in zip(found.columns, table.T):
             levels = len(found.categories.get(name, ()))
             columns.append(torch.nn.functional.one_hot(values.long(), levels)[:, 1:] if levels else values[:, None])
         parts += [torch.cat([column.double() for column in columns], 1), found.labels]
@@ -200,7 +200,6 @@ def _grid(name, task, run, initialization, *, hidden=0, data_sets=None, first_se
     parts = run.keep(
         train,
         pieces,
-        by=_grid,
         config=key,
         seconds=task.steps * task.seeds * len(data_sets) / 3e5,
         under=f"grids/{name}-{initialization}",

@@ -158,7 +158,6 @@ def trained(setting, seed, run):
     done = run.keep(
         lambda _: run_setting(setting, seed, run.device),
         [f"seed-{seed}"],
-        by=run_setting,
         config={"setting": setting},
         seconds=second.seconds(len(found.y), plan.steps),
         under=f"runs/{NAME}-{setting.data}",

@@ -1,0 +1,271 @@
+r"""The summed privacy loss of different mechanisms: sampled Gaussians of any rate and noise, and releases.
+
+Losses of independent mechanisms add up, so on a common grid the characteristic function of the sum is
+:math:`\prod_j \varphi_j(\theta)^{n_j}`: one Fourier transform for each *kind* j, however often (:math:`n_j`) it was
+used.  Grid, tilt, window, caps and what they add to delta are those of `dpcompanion.accounting.pld`; the result is the
+same `ComposedLoss`, an upper bound.  Kinds other than the sampled Gaussian:
+
+* `GaussianLoss`: :math:`N(1, \sigma^2)` against :math:`N(0, \sigma^2)`;
+* `LaplaceLoss`: with :math:`c = 1/b`, the loss is c with probability 1/2, -c with probability
+  :math:`e^{-c}/2`, and has the density :math:`\tfrac14 e^{(l-c)/2}` between;
+* `WorstLoss`: of all that is known to be (epsilon, delta)-DP the worst pair (Kairouz et al. 2015): the loss is
+  :math:`\pm\varepsilon` with probabilities in the ratio :math:`e^\varepsilon : 1`, and infinite with probability delta.
+
+All three are the same in both directions (add and remove).
+"""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from scipy.optimize import brentq
+from scipy.special import log_ndtr
+
+from .composed import ComposedLoss
+from .loss import _NODES, _WEIGHTS, _Step
+from .pld import (
+    _LARGEST_GRID,
+    _MOST_POINTS,
+    _TRANSFORM,
+    _WINDOW_LOG_TAIL,
+    TOLERANCE,
+    NoGrid,
+    _chernoff_epsilon,
+    _chernoff_log_delta,
+)
+
+#: Beyond so many kinds the grid may add `COARSER` times as much to epsilon: a thousand take seconds then.
+FEW_KINDS, COARSER = 32, 20.0
+
+
+class GaussianLoss(_Step):
+    """The loss of the Gaussian mechanism with this noise multiplier, below a cap."""
+
+    def __init__(self, noise_multiplier, log_capped):
+        super().__init__(1.0, noise_multiplier, "remove", log_capped)
+
+    def _t_of_cap(self):
+        shift = 1 / float(self.sigma)
+        return brentq(lambda t: float(log_ndtr(shift - t)) - self.log_capped, 0.0, 50 + shift)
+
+    def _loss_and_log_density(self, t):
+        loss = t / self.sigma - 0.5 / self.sigma**2
+        return loss, loss - 0.5 * t * t - 0.5 * math.log(2 * math.pi)
+
+    def _t_of_loss(self, loss):
+        return self.sigma * loss + 0.5 / self.sigma
+
+
+class _Bounded:
+    """A loss between -most and most, whose law under the first distribution of the pair is known in closed form."""
+
+    log_capped = -math.inf
+
+    def __init__(self, most):
+        self.most = most
+        self.std = math.sqrt(self.tilted_variance(0.0))
+
+    def log_mgf(self, tilts: torch.Tensor) -> torch.Tensor:
+        """ln E[exp(tilt L)] at each tilt."""
+        raise NotImplementedError
+
+    def _pieces(self, interval) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses, and logarithms of their masses, none of which stands for a stretch that a grid point parts."""
+        raise NotImplementedError
+
+    def tilted_variance(self, tilt):
+        """Of the tilted law: by second differences of ln E[exp(tilt L)], near enough to choose a window."""
+        step = 1e-3 / self.most
+        low, here, high = self.log_mgf(tilt + step * torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)).tolist()
+        return max((low - 2 * here + high) / step**2, 1e-12 * self.most**2)
+
+    def discretize(self, interval, tilt):
+        """As `_Step.discretize`."""
+        loss, log_mass = self._pieces(interval)
+        scale = float(self.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
+        first = math.floor(-self.most / interval)
+        last = max(math.floor(self.most / interval) + 1, first + 1)
+        cell = torch.floor(loss / interval).clamp(first, last - 1)
+        upper = (torch.expm1(-(loss - cell * interval)) / math.expm1(-interval)).clamp(0, 1)
+        mass = torch.exp(log_mass + tilt * cell * interval - scale)
+        masses, index = torch.zeros(last - first + 1, dtype=torch.float64), (cell - first).long()
+        masses.index_add_(0, index, mass * (1 - upper))
+        masses.index_add_(0, index + 1, mass * upper * math.exp(tilt * interval))
+        total = masses.sum()
+        return first, masses / total, float(torch.log(total)) + scale, 0.0
+
+
+class LaplaceLoss(_Bounded):
+    """The loss of Laplace noise of scale b on a value of sensitivity 1."""
+
+    def __init__(self, scale):
+        super().__init__(1 / scale)
+
+    def log_mgf(self, tilts):
+        c, slope = self.most, (tilts + 0.5).abs()
+        length = torch.where(
+            slope * c > 1e-8, -torch.expm1(-2 * slope * c) / slope.clamp(min=1e-300), 2 * c * torch.exp(-slope * c)
+        )
+        between = torch.log(length) + slope * c - math.log(4) - c / 2
+        ends = torch.logaddexp(tilts * c, -tilts * c - c) - math.log(2)
+        return torch.logaddexp(between, ends)
+
+    def _pieces(self, interval):
+        c = self.most
+        grid = torch.arange(math.ceil(-c / interval), math.floor(c / interval) + 1, dtype=torch.float64) * interval
+        pieces = math.ceil(20 * c) + 1
+        at = torch.cat([grid.clamp(-c, c), torch.linspace(-c, c, pieces + 1, dtype=torch.float64)]).sort().values
+        width = at.diff()[:, None]
+        loss = at[:-1, None] + width * (_NODES + 1) / 2
+        log_mass = (loss - c) / 2 - math.log(4) + torch.log(width / 2 * _WEIGHTS)
+        # In a short piece every node has the cell of its middle, whatever rounding says of those at its ends.
+        cell = torch.floor(loss.mean(dim=1, keepdim=True) / interval) * interval
+        loss = torch.minimum(torch.maximum(loss, cell), cell + interval * (1 - 1e-12))
+        ends = torch.tensor([c, -c], dtype=torch.float64)
+        weights = torch.tensor([-math.log(2), -c - math.log(2)], dtype=torch.float64)
+        return torch.cat([loss.reshape(-1), ends]), torch.cat([log_mass.reshape(-1), weights])
+
+
+class WorstLoss(_Bounded):
+    """The finite part of the worst loss under (epsilon, delta)-DP; its masses add up to 1 - delta."""
+
+    def __init__(self, epsilon, delta):
+        self._log_high = math.log1p(-delta) - math.log1p(math.exp(-epsilon))
+        super().__init__(epsilon)
+
+    def log_mgf(self, tilts):
+        return self._log_high + torch.logaddexp(tilts * self.most, -(tilts + 1) * self.most)
+
+    def _pieces(self, interval):
+        loss = torch.tensor([self.most, -self.most], dtype=torch.float64)
+        return loss, torch.tensor([self._log_high, self._log_high - self.most], dtype=torch.float64)
+
+
+class Sum:
+    """The sum of independent losses: `kinds` is a list of (loss, how often)."""
+
+    def __init__(self, kinds):
+        self.kinds = kinds
+        self.steps = sum(count for _, count in kinds)
+        self.std = math.sqrt(sum(count * loss.std**2 for loss, count in kinds))
+        # The scales of tilts at which one loss decides: of the widest Gaussian, or the largest of what is bounded.
+        bounded = [loss.most for loss, _ in kinds if isinstance(loss, _Bounded)]
+        scales = [float(loss.sigma) for loss, _ in kinds if isinstance(loss, _Step)]
+        self.widest = max([*scales, 1 / max(bounded)] if bounded else scales)
+        self.log_capped = float(np.logaddexp.reduce([loss.log_capped + math.log(count) for loss, count in kinds]))
+
+    def log_mgf(self, tilts):
+        """ln E[exp(tilt S)] at each tilt."""
+        total = torch.zeros_like(tilts)
+        for loss, count in self.kinds:
+            total += count * loss.log_mgf(tilts)
+        return total
+
+    def tilts(self):
+        """Tilts on a wide grid, and ln E[exp(tilt S)] at each, as in `pld`."""
+        few, many = sorted((1 / max(self.std, 1e-9), self.widest))
+        tilts = torch.from_numpy(np.geomspace(1e-3 * few, 1e2 * many, int(10 * math.log10(1e5 * many / few))))
+        reachable = self.log_mgf(1.2 * tilts).isfinite()
+        if not reachable.any():
+            raise NoGrid("no moment of the summed loss can be computed in float64")
+        return tilts[reachable], self.log_mgf(tilts[reachable])
+
+    def window(self, tilt):
+        """interval -> the ends between which the tilted sum on the grid lies but for 2 e^-38 (Chernoff's bound)."""
+        variance = sum(count * loss.tilted_variance(tilt) for loss, count in self.kinds)
+        here = float(self.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
+        few, many = sorted((tilt, 1 / max(math.sqrt(variance), 1e-6 / tilt)))
+        offsets = torch.from_numpy(np.geomspace(0.03 * few, 30 * many, int(8 * math.log10(1e3 * many / few))))
+        sides = [(sign * offsets, self.log_mgf(tilt + sign * offsets) - here) for sign in (1, -1)]
+
+        def ends(interval):
+            reach = []
+            for signed, rise in sides:
+                tilts = tilt + signed
+                grid = self.steps * (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
+                reach.append(float(((rise + grid - _WINDOW_LOG_TAIL) / signed.abs()).nan_to_num(nan=math.inf).min()))
+            return -reach[1], reach[0]
+
+        return ends
+
+
+def refined(total, epsilon, delta=None, infinite=0.0):
+    """The loss of a `Sum` near `epsilon`, or from there on to `delta`, on a grid fine enough; and the epsilon.
+
+    `infinite` is the probability of an infinite loss, which counts as delta.
+    """
+    moments = total.tilts()
+    slope, coarser = 0.0, math.inf
+    allowed = TOLERANCE * (1 if len(total.kinds) <= FEW_KINDS else COARSER)
+    for _ in range(4):
+        loss = _compose(total, moments, epsilon, slope, allowed, infinite)
+        if delta is not None:
+            epsilon = loss.epsilon(delta)
+        slope = -loss._log_delta(epsilon)[1] if math.isfinite(epsilon) else 0.0
+        error = loss.error * max(1.0, (1 + slope) / (1 + loss.tilt))
+        loss = replace(loss, error=max(error, loss.interval) if epsilon < 20 * loss.interval else error)
+        if epsilon == 0 or loss.error <= 2 * allowed * epsilon or loss.interval > 0.8 * coarser:
+            break
+        coarser = loss.interval
+    return loss, epsilon
+
+
+def _compose(total, moments, epsilon, slope, allowed, infinite):
+    tilts, log_mgfs = moments
+    tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs, epsilon).argmin())])
+    ends = total.window(tilt)
+    low, high = ends(0.0)
+    slope = max(slope, tilt)
+    error = allowed * max(epsilon, 1e-3 / slope)
+    interval = min(
+        math.sqrt(12 * error / (total.steps * (1 + slope))),
+        (1e-4 if allowed == TOLERANCE else 1e-3) * max(1.0, epsilon / 10),
+        1 / slope,
+        (epsilon + 0.01 / slope) / 100,
+    )
+    interval = max(interval, (high - low) / (_LARGEST_GRID - 2))
+    low, high = ends(interval)
+    size = (high - low) / interval + 2
+    if not size <= _MOST_POINTS:
+        raise NoGrid(f"the summed loss takes {size:.1g} grid points, at most {_MOST_POINTS} are possible")
+    first, masses, log_mass, cut = _convolved(total.kinds, interval, tilt, math.floor(low / interval), size)
+    rise = log_mass - float(total.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
+    return ComposedLoss(
+        interval=interval,
+        error=max(rise, 0.0) / tilt,
+        tilt=tilt,
+        first=first,
+        masses=masses,
+        log_scale=log_mass,
+        slack=cut + 2 * math.exp(_WINDOW_LOG_TAIL) + _TRANSFORM * (total.steps + len(total.kinds)),
+        log_capped=float(np.logaddexp(total.log_capped, math.log(infinite) if infinite else -math.inf)),
+    )
+
+
+def _convolved(kinds, interval, tilt, start, size):
+    """The convolution of all kinds, each as often as it counts, on a circle of at least `size` points from `start`.
+
+    Returns (first index, masses, ln of their sum before tilting, bound on the mass that was cut).
+    """
+    size = 1 << max(4, math.ceil(math.log2(size)))
+    log_modulus, angle = torch.zeros(2, size // 2 + 1, dtype=torch.float64)
+    shift, log_mass, cut = 0, 0.0, 0.0
+    for loss, count in kinds:
+        first, masses, log_total, lost = loss.discretize(interval, tilt)
+        centre = first + round(float((masses * torch.arange(len(masses))).sum()))
+        circle = torch.zeros(size, dtype=torch.float64)
+        circle.index_add_(0, (torch.arange(len(masses)) + (first - centre)) % size, masses)
+        frequencies = torch.fft.rfft(circle)
+        log_modulus = log_modulus + count * torch.log(frequencies.abs())
+        angle = angle + count * frequencies.angle()
+        shift += count * centre
+        log_mass, cut = log_mass + count * log_total, cut + count * lost
+    composed = torch.fft.irfft(torch.polar(torch.exp(log_modulus), angle), n=size).clamp_(min=0)
+    return start, torch.roll(composed, -((start - shift) % size)), log_mass, cut
+
+
+def guess(total, delta):
+    """An upper bound on epsilon at `delta`, by Chernoff's bound."""
+    tilts, log_mgfs = total.tilts()
+    return _chernoff_epsilon(tilts, log_mgfs, delta)

@@ -1,0 +1,263 @@
+"""The ledger against dp-accounting's loss distributions, closed forms and quadrature."""
+
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+import torch
+from dp_accounting import dp_event
+from dp_accounting.pld import common
+from dp_accounting.pld import privacy_loss_distribution as theirs
+from dp_accounting.rdp import RdpAccountant
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import integrate, stats
+
+from dpcompanion.accounting import (
+    DEFAULT_ORDERS,
+    Gaussian,
+    Guarantee,
+    Laplace,
+    Ledger,
+    SampledGaussian,
+    compute_delta,
+    compute_epsilon,
+    gaussian_delta,
+    gaussian_epsilon,
+    mixed,
+    select_best,
+    selection,
+    trade_off,
+)
+from dpcompanion.training import DPSGDPlan
+
+GRID = {"value_discretization_interval": 1e-4}
+PHASES = Ledger([SampledGaussian(0.01, 1.1, 500), SampledGaussian(0.01, 0.9, 300), SampledGaussian(0.02, 1.3, 200)])
+TWO = Ledger([SampledGaussian(0.01, 1.0, 500), SampledGaussian(0.02, 1.2, 500)])
+
+
+def oracle(item):
+    """The item's loss by dp-accounting."""
+    if isinstance(item, SampledGaussian):
+        return theirs.from_gaussian_mechanism(
+            item.noise_multiplier, sampling_prob=item.sample_rate, **GRID
+        ).self_compose(item.steps)
+    if isinstance(item, Gaussian):
+        return theirs.from_gaussian_mechanism(item.noise_multiplier, **GRID).self_compose(item.count)
+    if isinstance(item, Laplace):
+        return theirs.from_laplace_mechanism(item.scale, **GRID).self_compose(item.count)
+    return theirs.from_privacy_parameters(common.DifferentialPrivacyParameters(item.epsilon, item.delta), **GRID)
+
+
+def test_phases_of_different_rates_and_noises_cost_what_dp_accounting_says():
+    assert PHASES.epsilon(1e-5) == pytest.approx(2.005, abs=5e-4)
+    assert TWO.epsilon(1e-5) == pytest.approx(2.347, abs=5e-4)
+    assert 0 < PHASES.error(1e-5) < 1e-4
+
+
+def test_releases_guarantees_and_runs_cost_what_dp_accounting_says():
+    items = [SampledGaussian(0.01, 1.0, 500), Laplace(5.0), Gaussian(8.0), Guarantee(0.1, 1e-7)]
+    ledger, loss = Ledger(items), oracle(items[0])
+    for item in items[1:]:
+        loss = loss.compose(oracle(item))
+    assert ledger.epsilon(1e-5) == pytest.approx(loss.get_epsilon_for_delta(1e-5), rel=1e-4)
+    assert ledger.delta(2.0) == pytest.approx(loss.get_delta_for_epsilon(2.0), rel=1e-3)
+
+
+def test_adding_counts_where_it_costs_more():
+    # Both directions by dp-accounting; at this large delta and rate they are near each other.
+    items = [SampledGaussian(0.6, 0.7, 3), SampledGaussian(0.9, 1.5, 2), Laplace(2.0)]
+    loss = oracle(items[0]).compose(oracle(items[1])).compose(oracle(items[2]))
+    for delta in (1e-6, 0.05, 0.3):
+        assert Ledger(items).epsilon(delta) == pytest.approx(loss.get_epsilon_for_delta(delta), rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("delta", [0.3, 1e-3, 1e-9])
+def test_one_run_costs_what_compute_epsilon_says(delta):
+    run = dict(sample_rate=0.02, noise_multiplier=0.9, steps=300)
+    epsilon = compute_epsilon(**run, delta=delta)
+    ledger = Ledger([SampledGaussian(**{**run, "steps": 100}), SampledGaussian(**{**run, "steps": 200})])
+    assert ledger.epsilon(delta) == pytest.approx(epsilon, rel=2e-4, abs=1e-4)
+    assert ledger.delta(2.0) == pytest.approx(compute_delta(**run, epsilon=2.0), rel=1e-3)
+    rates = torch.tensor([1e-3, 0.1, 0.7])
+    torch.testing.assert_close(
+        ledger.trade_off(rates), trade_off(**run, false_positive_rate=rates), rtol=2e-3, atol=1e-3
+    )
+
+
+def test_gaussians_compose_in_closed_form_and_on_the_grid():
+    ledger = Ledger([Gaussian(2.0, count=3), Gaussian(4.0), SampledGaussian(1.0, 5.0, 10)])
+    mu = math.sqrt(3 / 4 + 1 / 16 + 10 / 25)
+    assert ledger.epsilon(1e-6) == pytest.approx(gaussian_epsilon(mu, 1e-6), rel=1e-9)
+    assert ledger.epsilon(1e-6) >= gaussian_epsilon(mu, 1e-6)
+    assert ledger.delta(1.5) == pytest.approx(gaussian_delta(mu, 1.5), rel=1e-9)
+    assert ledger.mu().mu == pytest.approx(mu, rel=1e-12) and ledger.mu().mu >= mu
+    assert ledger.trade_off(0.1) == pytest.approx(stats.norm.cdf(stats.norm.ppf(0.9) - mu), rel=1e-9)
+    # A guarantee that costs nothing sends the same through the grid.
+    for delta in (1e-2, 1e-6, 1e-12):
+        exact = gaussian_epsilon(mu, delta)
+        assert exact <= ledger.add(Guarantee(1e-9, 0.0)).epsilon(delta) <= exact * (1 + 2e-4)
+
+
+@pytest.mark.parametrize("scale", [0.2, 1.0, 30.0])
+def test_laplace_noise_and_guarantees_have_their_closed_forms(scale):
+    c = 1 / scale
+    for share in (0.0, 0.1, 0.5, 0.9):
+        epsilon = share * c
+        delta = -math.expm1((epsilon - c) / 2)
+        assert delta <= Ledger([Laplace(scale)]).delta(epsilon) <= delta * (1 + 1e-4)
+    for epsilon in (0.0, 0.5 * c):
+        # P's mass on the loss c is (1 - d) e^c / (1 + e^c), and d on an infinite one.
+        exact = 1e-3 + (1 - 1e-3) / (1 + math.exp(-c)) * -math.expm1(epsilon - c)
+        assert exact * (1 - 1e-12) <= Ledger([Guarantee(c, 1e-3)]).delta(epsilon) <= exact * (1 + 1e-4)
+    assert Ledger([Guarantee(c, 1e-3)]).epsilon(1e-3) == c and Ledger([Guarantee(c, 1e-3)]).epsilon(1e-4) == math.inf
+
+
+def test_a_full_batch_at_little_noise_beside_sampled_steps_stays_on_the_grid():
+    # Its losses reach so far below zero that 1 - q + q e^u would be 0 for q = 1.
+    items = [SampledGaussian(0.01, 0.6, 1), SampledGaussian(1.0, 0.6, 3)]
+    loss = oracle(items[0]).compose(oracle(Gaussian(0.6, 3)))
+    assert Ledger(items).epsilon(0.01) == pytest.approx(loss.get_epsilon_for_delta(0.01), rel=1e-3)
+    assert Ledger([*items, Guarantee(0.0, 0.0)]).epsilon(0.01) == Ledger(items).epsilon(0.01)
+
+
+def test_two_laplace_releases_by_quadrature():
+    c, epsilon = 0.5, 0.3
+
+    def single(e):
+        return -math.expm1((e - c) / 2) if -c < e < c else 0.0 if e >= c else -math.expm1(e)
+
+    def integrand(loss):
+        return 0.25 * math.exp((loss - c) / 2) * single(epsilon - loss)
+
+    density = integrate.quad(integrand, -c, c, points=[epsilon - c])[0]
+    exact = density + 0.5 * single(epsilon - c) + 0.5 * math.exp(-c) * single(epsilon + c)
+    found = Ledger([Laplace(2.0, count=2)]).delta(epsilon)
+    assert exact * (1 - 1e-9) <= found <= exact * (1 + 1e-4)
+
+
+ITEMS = st.one_of(
+    st.builds(
+        SampledGaussian, st.sampled_from([0.01, 0.1, 0.5, 1.0]), st.sampled_from([0.6, 1.0, 4.0]), st.integers(0, 50)
+    ),
+    st.builds(Gaussian, st.sampled_from([1.0, 9.0]), st.integers(0, 2)),
+    st.builds(Laplace, st.sampled_from([0.5, 20.0]), st.integers(0, 2)),
+    st.builds(Guarantee, st.sampled_from([0.0, 0.2, 1.0]), st.sampled_from([0.0, 1e-7])),
+)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.lists(ITEMS, max_size=3), ITEMS, st.sampled_from([1e-2, 1e-5]))
+def test_order_does_not_matter_adding_never_lowers_and_json_gives_all_back(items, more, delta):
+    ledger = Ledger(items)
+    epsilon = ledger.epsilon(delta)
+    assert Ledger(items[::-1]).epsilon(delta) == epsilon
+    assert ledger.add(more).epsilon(delta) >= epsilon * (1 - 3e-4) - 1e-9
+    labelled = ledger.add(more, label="last")
+    assert Ledger.from_json(labelled.to_json()) == labelled and labelled.labels[-1] == "last"
+    if math.isfinite(epsilon) and epsilon > 1e-3:
+        assert ledger.delta(epsilon) <= delta * 1.01
+
+
+def test_a_bound_is_never_below_the_optimistic_distribution():
+    items = [SampledGaussian(0.05, 0.8, 40), SampledGaussian(0.3, 3.0, 60)]
+    losses = [
+        theirs.from_gaussian_mechanism(
+            item.noise_multiplier, sampling_prob=item.sample_rate, pessimistic_estimate=False, **GRID
+        ).self_compose(item.steps)
+        for item in items
+    ]
+    below = losses[0].compose(losses[1])
+    for delta in (1e-2, 1e-5, 1e-8):
+        found = Ledger(items).epsilon(delta)
+        assert below.get_epsilon_for_delta(delta) <= found <= below.get_epsilon_for_delta(delta) * 1.01
+
+
+def test_more_kinds_than_few_stay_a_bound_with_a_coarser_grid(monkeypatch):
+    ledger = Ledger([SampledGaussian(0.01, 0.8 + 0.02 * j, 10 + j) for j in range(12)])
+    fine = ledger.epsilon(1e-5)
+    monkeypatch.setattr(mixed, "FEW_KINDS", 4)
+    again = Ledger([ledger])
+    assert fine * (1 - 1e-4) <= again.epsilon(1e-5) <= fine * (1 + 3e-3)
+
+
+def test_mu_lies_above_the_whole_curve_and_its_regret_is_the_gap():
+    found = TWO.mu(least=1e-8)
+    for epsilon in (0.0, 0.3, 1.0, 2.0, 3.0):
+        assert gaussian_delta(found.mu, epsilon) >= TWO.delta(epsilon) * (1 - 1e-3)
+    rates = torch.linspace(0.01, 0.99, 99, dtype=torch.float64)
+    gap = TWO.trade_off(rates) - torch.from_numpy(stats.norm.cdf(stats.norm.ppf(1 - rates.numpy()) - found.mu))
+    assert -1e-6 <= float(gap.min()) and float(gap.max()) == pytest.approx(found.regret, abs=2e-3)
+    assert Ledger([Guarantee(1.0, 1e-3)]).mu().mu == math.inf and Ledger().mu() == (0.0, 0.0)
+
+
+def test_so_little_noise_that_no_grid_resolves_it_costs_the_sum():
+    one, other = SampledGaussian(0.5, 0.005, 10), SampledGaussian(0.5, 1.0, 10)
+    ledger = Ledger([one, other])
+    runs = [dict(sample_rate=i.sample_rate, noise_multiplier=i.noise_multiplier, steps=i.steps) for i in (one, other)]
+    assert ledger.epsilon(1e-5) == pytest.approx(sum(compute_epsilon(**run, delta=5e-6) for run in runs), rel=1e-9)
+    assert ledger.error(1e-5) == math.inf
+
+
+def test_a_plan_an_opacus_history_and_another_ledger_are_items():
+    plan = DPSGDPlan(n=100, sample_rate=0.01, steps=500, max_grad_norm=0.5, noise_multiplier=1.0, delta=1e-5)
+    other = Ledger.from_opacus([(1.2, 0.02, 500)])
+    assert Ledger([plan, other]) == TWO == Ledger().add(plan).add(TWO.items[1])
+    assert hash(TWO) == hash(Ledger(TWO.items)) and len(TWO) == 2
+    norms = torch.tensor([0.5, 1.5], dtype=torch.float64)
+    unequal = DPSGDPlan(n=2, sample_rate=[0.1, 0.2], steps=5, max_grad_norm=norms, noise_multiplier=3.0, delta=1e-5)
+    assert Ledger([unequal]).items == (SampledGaussian(0.2, 2.0, 5),)
+    event = Ledger([Laplace(2.0), Gaussian(3.0, 2), *TWO.items]).to_dp_event()
+    accountant = dp_accounting.pld.PLDAccountant().compose(event)
+    assert accountant.get_epsilon(1e-5) == pytest.approx(
+        Ledger([Laplace(2.0), Gaussian(3.0, 2), *TWO.items]).epsilon(1e-5), rel=1e-3
+    )
+
+
+@pytest.mark.parametrize("distribution, shape", [("poisson", np.inf), ("geometric", 1)])
+@pytest.mark.parametrize("mean", [1.0, 12.0])
+def test_the_best_of_many_runs_costs_what_dp_accounting_says(distribution, shape, mean, monkeypatch):
+    monkeypatch.setattr(selection, "_ORDERS", DEFAULT_ORDERS)
+    event = dp_event.SelfComposedDpEvent(dp_event.GaussianDpEvent(3.0), 2)
+    accountant = RdpAccountant(list(DEFAULT_ORDERS)).compose(dp_event.RepeatAndSelectDpEvent(event, mean, shape))
+    found = select_best(Gaussian(3.0, 2), mean=mean, distribution=distribution).epsilon(1e-5)
+    # Theirs bounds the delta of one run by Renyi divergences, ours knows it.
+    assert found <= accountant.get_epsilon(1e-5) * (1 + 1e-6)
+    assert found >= 0.75 * accountant.get_epsilon(1e-5) and found >= Ledger([Gaussian(3.0, 2)]).epsilon(1e-5)
+
+
+def test_selection_of_pure_mechanisms_is_three_times_one():
+    found = select_best(Ledger([Guarantee(0.1, 0.0), Laplace(10.0)]), mean=100, distribution="geometric")
+    assert found.epsilon(1e-9) == pytest.approx(0.6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "wrong, name",
+    [
+        (lambda: SampledGaussian(0.0, 1.0, 5), "sample_rate"),
+        (lambda: SampledGaussian(0.1, 0.0, 5), "noise_multiplier"),
+        (lambda: SampledGaussian(0.1, 1.0, 2.5), "steps"),
+        (lambda: Gaussian(1.0, -1), "count"),
+        (lambda: Laplace(math.nan), "scale"),
+        (lambda: Guarantee(-1.0, 0.0), "epsilon"),
+        (lambda: Guarantee(1.0, 1.0), "delta"),
+        (lambda: Ledger(["a run"]), "item"),
+        (lambda: Ledger().add(Gaussian(1.0), label=3), "label"),
+        (lambda: TWO.epsilon(0.0), "delta"),
+        (lambda: TWO.delta(-1.0), "epsilon"),
+        (lambda: TWO.trade_off(1.5), "false_positive_rate"),
+        (lambda: TWO.mu(least=0.5), "least"),
+        (lambda: Ledger.from_opacus([1, 2]), "history"),
+        (lambda: Ledger.from_json("{"), "source"),
+        (lambda: Ledger.from_json('{"ledger": [{"kind": "Gauss"}]}'), "kind"),
+        (lambda: Ledger.from_json('{"ledger": [{"kind": "Gaussian", "sigma": 1}]}'), "noise_multiplier"),
+        (lambda: Ledger([Guarantee(1.0, 0.0)]).to_dp_event(), "Guarantee"),
+        (lambda: select_best(Gaussian(1.0), mean=0.5, distribution="geometric"), "mean"),
+        (lambda: select_best(Gaussian(1.0), mean=2, distribution="uniform"), "distribution"),
+        (lambda: select_best(Guarantee(1.0, 1e-6), mean=2), "Guarantee"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(wrong, name):
+    with pytest.raises(ValueError, match=name):
+        wrong()
