@@ -114,12 +114,36 @@ class LossWatch:
         self._checked: Any = None
         self._last: Any = None  # the standard loss that fitted last
         self.spoilt: Any = False  # on a device: whether a gradient did not fit
+        self._depth, self._beside = 0, None  # passes of the module under way; a layer that was used without one
+        watched.register_forward_pre_hook(self._begin)
         watched.register_forward_hook(self._note)
+        watched.register_forward_hook(self._end, always_call=True)
+        inner = hooks._module
+        for name, layer in inner.named_modules():
+            if layer is not watched and any(p.requires_grad for p in layer.parameters(recurse=False)):
+                layer.register_forward_hook(functools.partial(self._note_layer, name or "module"))
 
     def __getstate__(self):
-        return {"_hooks": None}  # a copy of the module is none of this training's
+        return {"_hooks": None, "_depth": 0}  # a copy of the module is none of this training's
 
     # What goes forward and comes back.
+
+    def _begin(self, module, args):
+        self._depth += 1
+
+    def _end(self, module, args, outputs):
+        self._depth -= 1
+
+    def _note_layer(self, name, layer, args, outputs):
+        """Outside of a pass of the module nothing may come back to its layers."""
+        if self._hooks is None or self._depth or not torch.is_grad_enabled() or self._busy():
+            return
+        if layer.training and torch.is_tensor(outputs) and _learns(outputs):
+            outputs.register_hook(functools.partial(self._arrives_beside, name, self._noted.handed_out))
+
+    def _arrives_beside(self, name, batch, gradient):
+        if getattr(self._hooks, "hooks_enabled", True):
+            self._beside = name, batch
 
     def _note(self, module, args, outputs):
         counts = module.training or not hasattr(self._hooks, "hooks_enabled")
@@ -168,6 +192,11 @@ class LossWatch:
         """
         batch = self._noted.handed_out
         passes, self._arrived = [one for one in self._arrived if one.batch is batch], []
+        if self._beside is not None and self._beside[1] is batch:
+            raise ValueError(
+                f"loss must be made of the outputs of the module that the engine returned, but a gradient came back to "
+                f"its layer {self._beside[0]!r} that was called by itself; " + self._ways_out()
+            )
         if not batch or len(batch) == 1 and not self.criterion:
             return  # a loss of one example mixes nothing
         if not passes:

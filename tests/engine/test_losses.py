@@ -415,6 +415,18 @@ def test_two_passes_over_a_batch_are_each_looked_at():
     assert engine.accountant.steps == 1
 
 
+def test_a_layer_that_is_called_beside_the_module_is_refused_by_name():
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    engine, module, optimizer, loader = private(model, classes())
+    x, y = next(iter(loader))
+    with torch.no_grad():
+        model[0](x)
+    (F.cross_entropy(module(x), y) + model[0](x).mean(0).square().sum()).backward()
+    with pytest.raises(ValueError, match="layer '0'"):
+        optimizer.step()
+    assert engine.accountant.steps == 0
+
+
 def test_outputs_that_are_changed_in_place_are_refused_by_name():
     engine, module, optimizer, loader = private(Doubled(), classes())
     x, y = next(iter(loader))
