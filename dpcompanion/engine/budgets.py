@@ -66,13 +66,13 @@ class FixedBudgets:
         plan = DPSGDPlan(
             n=self.n,
             sample_rate=_one_if_alike(self._rates),
-            steps=steps or self.planned,
+            steps=max(steps, self.planned),
             max_grad_norm=_one_if_alike(self._norms),
             noise_multiplier=float(self._noises[0] * self._norms[0]) / mean,
             delta=self._target_delta,
             accountant=self._by,
         )
-        return _of_taken(plan.statement(), steps, self.planned)
+        return plan.statement(steps=steps or None)
 
     def parameters(self):
         """What must be the same in a run that goes on."""
@@ -90,14 +90,6 @@ class FixedBudgets:
 
     def load_state_dict(self, state):
         pass
-
-
-def _of_taken(statement, steps, planned):
-    """A statement of the steps that were taken says so where more were planned."""
-    early = 0 < steps < planned
-    return (
-        statement.replace(f" {steps} steps,", f" {steps} steps taken of {planned} planned,", 1) if early else statement
-    )
 
 
 def _one_if_alike(values):
@@ -149,17 +141,13 @@ class FilteredBudgets:
         plan = DPSGDPlan(
             n=self.n,
             sample_rate=self._filter.sample_rate,
-            steps=steps or self.planned,
+            steps=max(steps, self.planned),
             max_grad_norm=self._filter.max_grad_norm,
             noise_multiplier=self._filter.noise_multiplier,
             delta=0.5 / self.n,  # unused: a filter promises an epsilon for each delta
         )
-        whom, _, _ = plan.statement().partition(", delta ")
-        return _of_taken(
-            f"{whom}; everybody pays for their own gradients' norms, by {type(self._filter).__name__}.",
-            steps,
-            self.planned,
-        )
+        whom, _, _ = plan.statement(steps=steps or None).partition(", delta ")
+        return f"{whom}; everybody pays for their own gradients' norms, by {type(self._filter).__name__}."
 
     def parameters(self):
         return {"every": self._every, "planned": self.planned}

@@ -492,4 +492,4 @@ def test_the_statement_is_of_the_steps_that_were_taken():
         optimizer.step()
         if number == 4:
             break
-    assert " 5 steps taken of 30 planned," in engine.statement()
+    assert " 5 of 30 planned steps," in engine.statement()
