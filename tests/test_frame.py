@@ -248,6 +248,7 @@ def test_the_end_says_what_was_proved_and_is_red_if_anything_is(monkeypatch, cap
     monkeypatch.setattr(prove, "STEPS", {"test": commands, "prove": {"long": []}})
     assert prove.main("test") == 1
     end = capsys.readouterr().out.partition("== what was proved")[2].splitlines()
+    end = [re.sub(r" \(\d+\.\d min\)", "", line) for line in end]
     assert "proved: good: 7 passed" in end and "FAILED: bad: 8 failed" in end and not any("unseen" in x for x in end)
     assert "not tried: no node (3)" in end and any("no browser" in line for line in end)
     assert any("make prove" in line and "long" in line for line in end)

@@ -11,6 +11,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,8 +38,9 @@ STEPS = {
 
 
 def run(title, command):
-    """Run a step and show what it prints: (whether it went well, its lines)."""
+    """Run a step and show what it prints: (whether it went well, its lines, the minutes that it took)."""
     print(f"== {title}", flush=True)
+    started = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     lines = []
     with subprocess.Popen(
@@ -53,17 +55,17 @@ def run(title, command):
         for line in process.stdout or ():
             print(line, end="", flush=True)
             lines += [line.strip()] if line.strip() else []
-    return process.returncode == 0, lines
+    return process.returncode == 0, lines, (time.monotonic() - started) / 60
 
 
 def main(which):
     found = {title: run(title, command) for title, command in STEPS[which].items()}
     skipped = collections.Counter()
     print("\n== what was proved")
-    for title, (good, lines) in found.items():
+    for title, (good, lines, minutes) in found.items():
         unseen = [line for line in lines if "NOT checked" in line]
         if not good or not unseen:
-            print(f"{'proved' if good else 'FAILED'}: {title}{f': {lines[-1]}' if lines else ''}")
+            print(f"{'proved' if good else 'FAILED'}: {title} ({minutes:.1f} min){f': {lines[-1]}' if lines else ''}")
         skipped.update(unseen)
         for line in lines:
             if skip := re.match(r"SKIPPED \[(\d+)\] \S+: (.*)", line):
@@ -72,7 +74,7 @@ def main(which):
         print(f"not tried: {reason} ({number})")
     if which == "test":
         print(f"not tried, but by make prove: {', '.join(title for title in STEPS['prove'] if title != 'site')}")
-    return 0 if all(good for good, _ in found.values()) else 1
+    return 0 if all(good for good, _, _ in found.values()) else 1
 
 
 if __name__ == "__main__":
