@@ -149,6 +149,7 @@ def test_lira_refuses_examples_that_were_never_in_or_never_out():
         lira(torch.zeros(3), torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bool))
 
 
+@pytest.mark.slow
 def test_shadow_sets_are_the_same_one_by_one_side_by_side_and_in_parallel():
     masks = shadow_masks(6, 9, generator=generator())
     one = shadow_scores(_number_and_mask, masks)

@@ -63,6 +63,7 @@ def test_a_mechanism_that_now_and_then_tells_everything_is_not_refuted_for_it(de
     assert audit.refutes(Line(0.0, 0.0), trials, trials, trials)
 
 
+@pytest.mark.slow
 def test_extreme_scores_of_gaussian_noise_stay_below_the_truth_and_are_no_toy():
     generator, mu, above, values = torch.Generator().manual_seed(0), 2.0, 0, []
     for _ in range(40):

@@ -116,6 +116,7 @@ def test_epsilons_by_losses_are_bounds_within_the_error_that_is_shown(answers):
         assert by_losses["error"] <= 0.005 * exact
 
 
+@pytest.mark.slow
 def test_no_epsilon_is_below_the_librarys_anywhere_on_the_page(run_script):
     """A few of the inputs that tests/soundness tries by the thousand, and the ends of the range."""
     generator = random.Random(0)
@@ -167,6 +168,7 @@ def test_exact_filters_are_bounds_within_the_error_that_is_shown(run_script):
         assert check_filter(run, answer), (run, answer)
 
 
+@pytest.mark.slow
 def test_no_exact_filter_is_below_the_librarys_on_random_inputs(run_script):
     generator = random.Random(1)
     runs = [filter_inputs(generator) for _ in range(8)]
@@ -274,6 +276,7 @@ def test_the_tail_of_the_normal_distribution_keeps_its_relative_accuracy(run_scr
         assert math.isclose(found, 0.5 * math.erfc(x / math.sqrt(2)), rel_tol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page):
     (body,) = re.findall(
         r"```\{raw\} html\n(.*?)```", (ROOT / "book" / "calculator.md").read_text(encoding="utf-8"), re.DOTALL

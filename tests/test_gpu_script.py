@@ -139,6 +139,7 @@ pieces.resumable(work, ["first", "second"], folder=data.data_folder() / "runs" /
 """
 
 
+@pytest.mark.slow
 def test_on_another_machine_pieces_and_their_unfinished_states_are_taken_up(told, monkeypatch, tmp_path, time_up):
     folder, kept, work = tmp_path / "data", tmp_path / "carried" / "kept.tar", PIECES.format(str(time_up))
     monkeypatch.setenv("DPCOMPANION_DATA", str(folder))

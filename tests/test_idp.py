@@ -88,6 +88,7 @@ def by_every_method(budgets, counts, accountant="rdp", weight=0.5):
 
 @settings(max_examples=2, deadline=None)
 @given(low=st.floats(0.3, 2), span=st.floats(1.1, 3), weight=st.floats(0, 1), seed=st.integers(0, 99))
+@pytest.mark.slow
 def test_of_thousands_of_different_budgets_none_is_exceeded_and_none_wasted(low, span, weight, seed):
     generator = torch.Generator().manual_seed(seed)
     budgets = low * span ** torch.rand(1000, dtype=torch.float64, generator=generator)
@@ -135,6 +136,7 @@ def test_groups_found_side_by_side_are_those_found_one_at_a_time(accountant):
     assert sample.sample_rates.tolist() == pytest.approx(rates, rel=6e-4)
 
 
+@pytest.mark.slow
 def test_many_different_budgets_give_what_a_few_groups_with_nearly_those_budgets_give():
     budgets = torch.linspace(1, 3, 5000, dtype=torch.float64)
     coarse = torch.linspace(1, 3, 61, dtype=torch.float64)
@@ -294,6 +296,7 @@ def test_with_one_noise_sample_is_a_function_of_my_own_budget(accountant):
         assert found.sample_rates[0].item() == pytest.approx(alone, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_within_a_range_budgets_hold_and_the_advantage_has_a_cap():
     def advantage(rate, noise):
         return compute_delta(sample_rate=rate, noise_multiplier=noise, steps=490, epsilon=0.0)

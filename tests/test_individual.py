@@ -252,6 +252,7 @@ def test_a_norm_of_next_to_nothing_beside_others_costs_next_to_nothing(norm, acc
     assert full > 1 and 0 <= least < 2e-2 and none == 0
 
 
+@pytest.mark.slow
 def test_so_much_noise_that_its_square_is_no_float_costs_next_to_nothing():
     for mode in ALL_MODES:
         for noise in (1e155, 1e200, 1e300):
@@ -283,6 +284,7 @@ def test_nobody_else_holds_the_levels_of_an_account(mode):
 
 @pytest.mark.parametrize("mode", [*ALL_MODES, dict(rounding=None, accountant="pld", noise_multiplier=0.005)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.slow
 def test_accounts_are_the_same_whatever_pytorch_takes_for_the_usual_precision(mode, dtype):
     """The quotient of two whole numbers is of the default dtype: chords of a table lay far below the divergence."""
 
@@ -301,6 +303,7 @@ def test_accounts_are_the_same_whatever_pytorch_takes_for_the_usual_precision(mo
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 def test_many_examples_in_pieces_give_what_few_give():
     norms = history(10, 6, seed=4)
     for mode in MODES:
@@ -334,6 +337,7 @@ def test_without_rounding_loss_distributions_take_few_norms_as_they_are():
     assert (exact <= recorded(norms, rounding=0.01, accountant="pld").epsilon(1e-5) * (1 + 1e-9)).all()
 
 
+@pytest.mark.slow
 def test_many_distinct_norms_are_a_bound_between_the_exact_account_and_a_fine_grid():
     """More norms than nodes: each is a mixture of two. The account of each example alone discretises all its norms."""
     norms = history(12, 20, seed=2)
@@ -382,6 +386,7 @@ def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_b
     st.sampled_from([1e-2, 1e-5, 1e-9]),
     st.sampled_from([(0.02, 1.5), (0.3, 0.8), (1.0, 4.0)]),
 )
+@pytest.mark.slow
 def test_nobody_has_more_than_everybody_by_the_same_accountant(mode, parts, delta, run):
     rate, noise = run
     accountant = IndividualAccountant(5, sample_rate=rate, noise_multiplier=noise, max_grad_norm=0.7, **mode)

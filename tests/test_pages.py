@@ -131,12 +131,14 @@ def verdicts(rendered, chromium, browser_check):
         ("dead", "#nowhere"),
     ],
 )
+@pytest.mark.slow
 def test_a_browser_finds_the_fault(verdicts, page, complaint):
     found = verdicts[f"book/{page}.html"]
     assert any(complaint in problem for problem in found) and len(found) < 6, found
 
 
 @pytest.mark.parametrize("page", ["sound", "formula"])
+@pytest.mark.slow
 def test_a_browser_finds_no_fault_with_a_sound_page(verdicts, page):
     assert verdicts[f"book/{page}.html"] == []
 

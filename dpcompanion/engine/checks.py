@@ -10,7 +10,6 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from .. import _checks
-from .._devices import is_away
 from ..training.checks import check_batched, check_untouched, noted, same_items
 
 
@@ -82,9 +81,6 @@ def _check_order(loader):
             )
 
 
-_KEPT = "module must keep no statistics of its examples, but training changes {}, which no noise covers"
-
-
 class Traceless:
     """Watches the forward passes of a module in training mode: no buffer and no parameter, frozen or trainable, may
     keep anything of its examples, for no step would hide it. Noise goes to gradients alone, and what a forward pass
@@ -112,32 +108,26 @@ class Traceless:
         return self._begun.stack
 
     def _note(self, module, args):
-        if not any(part.training for part in module.modules()):
-            self._passes().append(None)
-            return
+        watched = any(part.training for part in module.modules())
         power = self._seen & (self._seen - 1) == 0  # 0, 1, 2, 4, 8, ...
-        buffers = {} if power else {n: b.detach().clone() for n, b in module.named_buffers() if not b.is_meta}
-        self._passes().append((noted(module, values=power), buffers))
+        self._passes().append((noted(module, values=power), power) if watched else None)
 
     def _compare(self, module, args, output):
-        before = self._passes().pop()
-        if before is None:
+        begun = self._passes().pop()
+        if begun is None:
             return
+        before, power = begun
         self._seen += 1
-        check_untouched(module, before[0], name="module")
-        for name, b in module.named_buffers():
-            if (was := before[1].get(name)) is None:
-                continue
-            changed = ~((b == was) | (b != b) & (was != was)).all()
-            if is_away(b):
-                self.spoilt = self.spoilt | changed
-            elif changed:
-                raise ValueError(_KEPT.format(f"buffer {name!r}"))
+        for changed in check_untouched(module, before, name="module", wait=power).values():
+            self.spoilt = self.spoilt | changed
 
     def look(self):
         """Whether a buffer on a device was changed."""
         if self.spoilt is not False and bool(self.spoilt):
-            raise ValueError(_KEPT.format("a buffer") + "; the steps since were noise alone")
+            raise ValueError(
+                "module must keep no statistics of its examples, but training changes a buffer, which no noise covers; "
+                "the steps since were noise alone"
+            )
 
 
 def _check_types(module, mode):

@@ -78,7 +78,7 @@ def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
         ValueError: a budget that is not above 0 and finite, a wrong number of them, or shares that do not add up to 1.
 
     >>> budgets_for({1.0: 0.25, 8.0: 0.75}, 4)
-    tensor([8., 8., 1., 8.], dtype=torch.float64)
+    tensor([8., 8., 8., 1.], dtype=torch.float64)
     >>> budgets_for(3.0, 2)
     tensor([3., 3.], dtype=torch.float64)
     """
@@ -96,7 +96,7 @@ def budgets_for(target_epsilons: Any, n: int) -> torch.Tensor:
         counts = np.floor(exact + 1e-9).astype(int)
         counts[np.argsort(counts - exact, kind="stable")[: n - counts.sum()]] += 1
         dealt = torch.tensor(budgets, dtype=torch.float64).repeat_interleave(torch.from_numpy(counts))
-        return dealt[torch.randperm(n, generator=torch.Generator().manual_seed(0))]
+        return dealt[torch.from_numpy(np.random.RandomState(0).permutation(n))]  # whose draws NumPy never changes
     _checks.in_interval("target_epsilons", given, 0, math.inf, closed="neither")
     budgets = torch.as_tensor(given, dtype=torch.float64, device="cpu")
     if budgets.shape not in ((), (n,)):

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from dpcompanion import _checks
-from dpcompanion._devices import autocasts, shortens_products
+from dpcompanion._devices import autocasts, is_away, shortens_products
 from dpcompanion.training import proof
 
 PRECISIONS = (None, "bf16")
@@ -99,7 +99,7 @@ def check_untouched(model, before, *, name="model", buffers=True, wait=True):
         if isinstance(t, torch.nn.Parameter) or buffers:
             if was is not t or (version, place) != (t._version, _place(t)):
                 refuse_statistics(what, name)
-            elif value is not None and not wait and t.device.type != "cpu":
+            elif value is not None and not wait and is_away(t):
                 later[what] = ~equal(value, t)
             elif value is not None and not _same(value, t):
                 refuse_statistics(what, name)

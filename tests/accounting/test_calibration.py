@@ -85,6 +85,7 @@ def test_tight_accounting_needs_less_noise():
     )
 
 
+@pytest.mark.slow
 def test_dp_accounting_finds_the_same_noise():
     theirs = calibrate_dp_mechanism(
         lambda: PLDAccountant(value_discretization_interval=1e-4),
@@ -106,6 +107,7 @@ def test_extreme_targets_are_met_or_refused(accountant):
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
+@pytest.mark.slow
 def test_targets_out_of_reach_are_refused_by_name(accountant):
     with pytest.raises(ValueError, match="target_epsilon"):
         find_noise_multiplier(

@@ -43,6 +43,7 @@ def test_histories_with_little_noise_are_not_told_that_they_have_next_to_none(no
     assert exact[1] <= float(found[1]) <= float(found[0])
 
 
+@pytest.mark.slow
 def test_mixed_histories_are_never_below_dp_accounting_and_within_a_hundredth_above():
     generator = torch.Generator().manual_seed(0)
     rate, noises, delta = 0.02, [1.2, 2.0, 4.0], 1e-5

@@ -80,6 +80,7 @@ def test_means_of_logarithms_are_those_of_the_mixtures_infinities_included():
 
 
 @pytest.mark.parametrize("rate, noise, steps", [(0.01, 1.0, 20), (0.1, 0.5, 1), (0.3, 4.0, 50)])
+@pytest.mark.slow
 def test_many_levels_are_bounds_close_to_those_with_each_discretised(rate, noise, steps, monkeypatch):
     shares = torch.linspace(0.02, 1, 150, dtype=torch.float64)
     counts = steps * (torch.rand(6, 150, generator=torch.Generator().manual_seed(0)) < 0.3).long()

@@ -219,6 +219,7 @@ def test_epsilon_agrees_with_the_inversion_of_the_laplace_transform(sample_rate,
         (0.2, 20.0, 2000, 1e-7),
     ],
 )
+@pytest.mark.slow
 def test_dp_accounting_on_a_fine_grid_says_the_same(sample_rate, noise_multiplier, steps, delta):
     # Not below a delta of 1e-10 or so: there its transform loses digits, and its epsilon comes out too small.
     theirs = (
@@ -418,6 +419,7 @@ def test_on_stairs_the_cell_is_found_by_sums_over_all_points_at_once(monkeypatch
         assert loss.delta(epsilon) <= delta * (1 + 1e-12) and loss.delta(epsilon * (1 - 1e-6)) > delta
 
 
+@pytest.mark.slow
 def test_delta_of_a_step_whose_noise_hides_nothing_is_the_sample_rate():
     # The loss of adding has no spread left in float64.
     run = dict(sample_rate=0.9, noise_multiplier=0.011, steps=1)

@@ -27,7 +27,7 @@ def run_of(rate, noise, log_steps):
 
 def check_order(epsilon_pld, epsilon_rdp):
     assert 0 <= epsilon_pld < math.inf and 0 <= epsilon_rdp < math.inf
-    assert epsilon_pld <= epsilon_rdp * (1 + 1e-6)
+    assert epsilon_pld <= epsilon_rdp * (1 + 1e-4)  # whose grid is that fine where epsilon is in the millions
 
 
 def check_monotone(run, delta, argument, factor, accountant):

@@ -166,6 +166,7 @@ def test_it_lies_below_the_optimistic_curve_of_dp_accounting_and_near_it(run):
 
 
 @pytest.mark.parametrize("run", RUNS)
+@pytest.mark.slow
 def test_no_line_of_compute_delta_is_missed(run):
     found = trade_off(**run, false_positive_rate=RATES)
     epsilons = torch.cat((torch.zeros(1), torch.logspace(-2, 1, 4))).double()

@@ -323,6 +323,7 @@ def test_parameters_to_which_noise_cannot_go_in_full_are_refused():
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
 @pytest.mark.parametrize("method", ["sample", "scale"])
+@pytest.mark.slow
 def test_a_memory_manager_changes_nothing(method, mode):
     def trained(pieces):
         _, model, optimizer, *rest = private(method=method, grad_sample_mode=mode, max_grad_norm=0.05)

@@ -718,6 +718,7 @@ def moved(k, where, mode):
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
+@pytest.mark.slow
 def test_a_step_within_autocast_adds_up_in_float32(mode):
     where = ("forward", "backward", "step")
     assert (moved(2048, where, mode) - moved(2047, where, mode)).norm() <= 0.1 * 1.02
@@ -833,7 +834,7 @@ def test_what_is_set_free_is_refused_by_name(mode):
 
 
 def test_on_a_device_a_buffer_that_keeps_statistics_makes_steps_of_noise_and_is_said(monkeypatch):
-    from dpcompanion.engine import checks
+    from dpcompanion.training import checks
 
     monkeypatch.setattr(checks, "is_away", lambda tensor: True)
     model = Sleeping("buffer")

@@ -93,6 +93,7 @@ def test_default_costs_make_no_level_a_bargain():
     assert sum(240 * c for c in costs[-1:]) <= 24_000
 
 
+@pytest.mark.slow
 def test_promises_differ_between_people_and_thresholds_below_the_budget_have_smaller_ones():
     targets = torch.tensor([1.0, 2.0, 1.0])
     filter = ExactFilter(3, **FILTER, target_epsilon=targets, target_delta=1e-5, block=5)

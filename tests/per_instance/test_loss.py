@@ -108,6 +108,7 @@ def test_delta_is_unbiased_over_small_ensembles_and_scatters_as_its_standard_err
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("delta", [1e-2, 1e-5])
+@pytest.mark.slow
 def test_where_norms_are_constant_epsilon_is_that_of_the_privacy_loss_distribution(direction, delta):
     losses, densities = runs_of(direction, 1_000, seed=3, gain=torch.ones_like)
     truth = pld.compose(
@@ -149,6 +150,7 @@ def test_epsilon_is_far_below_everybodys_where_gradients_fade():
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.slow
 def test_upper_bounds_hold_as_often_as_they_say(direction):
     delta = delta_by_quadrature(direction, 0.5)
     found = loss_epsilon(

@@ -78,6 +78,7 @@ def own():
 
 
 @pytest.mark.parametrize("cluster", [own, loky, dask, ray])
+@pytest.mark.slow
 def test_a_worker_that_is_killed_costs_the_piece_that_it_was_at(cluster, tmp_path):
     with cluster():
         done = resumable(noting(tmp_path, killed=("seed-1",)), tmp_path)

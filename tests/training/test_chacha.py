@@ -81,6 +81,7 @@ def test_bad_input_is_refused(arguments, match):
         key_stream(*arguments)
 
 
+@pytest.mark.slow
 def test_a_stream_draws_the_same_where_the_package_is_missing(tmp_path):
     code = """
 import importlib.abc, sys

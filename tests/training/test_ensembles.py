@@ -173,6 +173,7 @@ def alone(model, data, plan, seed, lr, **sgd):
 @pytest.mark.parametrize(
     "method, size, workers", [("auto", 512, 1), ("mixed", 7, 2), ("ghost", 60, 1), ("func", 23, 2)]
 )
+@pytest.mark.slow
 def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
     build, shape = ARCHITECTURES[name]
     if name in ("layers in layers", "a weight's shape") and method in ("mixed", "ghost"):

@@ -130,6 +130,7 @@ def test_in_a_real_run_the_noise_around_the_clipped_sum_has_the_promised_spread(
     assert low < noise.square().sum() < high
 
 
+@pytest.mark.slow
 def test_over_a_run_with_evaluation_no_example_is_twice_in_a_step_and_inclusion_follows_the_rates():
     rates = torch.linspace(0.05, 0.6, 40, dtype=torch.float64)
     data, plan = problem(steps=300, sample_rate=rates)
@@ -396,6 +397,7 @@ def test_a_method_that_would_miss_gradients_is_refused_before_training(method):
         run(*problem(), model=BesideItsLayer().double(), method=method)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_a_flipped_bit_a_missing_end_or_a_missing_part_is_refused(tmp_path):
     """Ten of 120 single flipped bits loaded silently, and a missing part ended in a KeyError."""
     data, plan = problem()

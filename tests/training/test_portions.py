@@ -24,6 +24,7 @@ def test_what_an_example_leaves_is_counted():
 
 
 @pytest.mark.parametrize("task", [lambda *a, **o: gradient_norms(*a, **o), lambda *a, **o: clipped_sum(*a, 0.5, **o)])
+@pytest.mark.slow
 def test_large_networks_are_taken_in_small_portions(monkeypatch, task):
     model, sizes = models.resnet20(seed=0), []
     x, y = data(130, 3, 32, 32)

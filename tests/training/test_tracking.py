@@ -306,6 +306,7 @@ def test_an_estimate_is_never_given_out_as_an_epsilon(options):
     ],
 )
 @pytest.mark.parametrize("mode", [dict(rounding=None), dict(rounding=0.05, accountant="pld")])
+@pytest.mark.slow
 def test_an_interrupted_run_ends_bit_for_bit_where_it_would_have_ended(tmp_path, options, mode):
     class Enough(Exception):
         pass
@@ -537,6 +538,7 @@ def test_an_exact_account_wants_to_see_that_its_limits_were_kept():
     assert tracker.epsilon(1e-3).isfinite().all()
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_in_whole_steps_gives_the_account_of_train():
     data, plan = problem()
     ours, theirs = network(), network()

@@ -52,6 +52,7 @@ def runs():
     return config, {kind: exact_filters.promised(config, kind, 0, run_of(config)) for kind in config.kinds}
 
 
+@pytest.mark.slow
 def test_everybody_has_the_same_promise_and_at_the_same_noise_only_the_renyi_filter_holds_people_to_less(runs):
     config, found = runs
     for kind, one in found.items():
@@ -84,6 +85,7 @@ def test_who_spends_little_has_a_smaller_promise_fixed_beforehand(runs):
     assert promise == pytest.approx(float(own.epsilon(1e-5)[0])) and people == pytest.approx(2 / 3)
 
 
+@pytest.mark.slow
 def test_table_4_by_the_exact_filter_keeps_both_halves_and_full_norms_stay_as_long_as_by_pld(tmp_path):
     config = exact_filters.Table4(TINY, Descent(1.0, 1.0, 6, 1.0), levels=LEVELS, seeds=(0,))
     plain, alone, assigned = (exact_filters.again(config, kind, 0, run_of(config, tmp_path)) for kind in config.kinds)

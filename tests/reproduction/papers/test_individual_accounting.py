@@ -89,6 +89,7 @@ def test_norms_at_every_step_contain_those_of_the_passes(short):
     np.testing.assert_allclose(estimates, short.epsilon()[short.reference])
 
 
+@pytest.mark.slow
 def test_individual_clipping_changes_the_run_and_accounting_alone_does_not(run, short):
     again = ia.trained(dataclasses.replace(SHORT, **ia.ONCE), 0, run)
     np.testing.assert_array_equal(again.losses, short.losses)
@@ -96,6 +97,7 @@ def test_individual_clipping_changes_the_run_and_accounting_alone_does_not(run, 
     assert not np.array_equal(clipped.losses, short.losses)
 
 
+@pytest.mark.slow
 def test_a_long_run_is_kept_and_read_back(run, monkeypatch):
     first = ia.trained(SHORT, 0, run)
     monkeypatch.setattr(runs, "KEPT", 0)

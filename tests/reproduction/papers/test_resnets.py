@@ -132,6 +132,7 @@ def test_a_shortened_run_is_the_papers_for_as_many_epochs_as_it_says_and_costs_a
 
 
 @pytest.mark.parametrize("name", SHORTENED)
+@pytest.mark.slow
 def test_a_shortened_run_meets_the_criteria_of_its_exhibits_under_its_own_name(name, monkeypatch, tmp_path):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
     forget()

@@ -26,6 +26,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("paper", CASES)
+@pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_and_ends_the_same(paper, tmp_path, monkeypatch):
     module, trained = CASES[paper]
     monkeypatch.setattr(runs, "KEPT", 0)  # all pieces on the disk, however short they are
