@@ -100,7 +100,8 @@ def check(name, method, settings):
     except ValueError as error:
         assert dtype == torch.bfloat16 or str(error).partition(" ")[0] in ("model", "method", "no", "layer"), error
         return error
-    assert not (case.refused and mode == "train" or dtype == torch.bfloat16)
+    # A layer that keeps something of its examples keeps nothing of an empty draw.
+    assert not (case.refused and mode == "train" and draw == "everybody" or dtype == torch.bfloat16)
     moved = [
         plan.expected_batch_size * (b - p.detach())
         for b, p in zip(before, (p for p in model.parameters() if p.requires_grad))
@@ -131,7 +132,7 @@ def test_a_layer_is_trained_as_autograd_says_or_refused(name, method, settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", PRODUCT, ids=name_of)
+@pytest.mark.parametrize("settings", PRODUCT[::7], ids=name_of)  # of the whole product, which takes 40 minutes
 @pytest.mark.parametrize("method", METHODS)
 def test_every_layer_in_every_way_is_trained_as_autograd_says_or_refused(method, settings):
     for name in layers.CASES:
