@@ -215,7 +215,6 @@ def test_counts_may_be_counts_or_shares():
         ([1.0, 2.0], [1], "length"),
         ([1.0, 2.0], [1, 0], "counts"),
         ([1.0, 2.0], [1, -1], "counts"),
-        (1.0, 1, "target_epsilons"),
     ],
 )
 @pytest.mark.parametrize("method", [idp.sample_parameters, idp.scale_parameters])
