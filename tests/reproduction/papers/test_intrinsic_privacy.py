@@ -79,7 +79,8 @@ def test_grids_agree_with_algorithm_1_by_hand(run):
     sigma = np.median([(w - w.mean(0)).std() for w in weights])
     star = max(np.linalg.norm(weights[a, r] - weights[b, r]) for a in range(4) for b in range(4) for r in range(8))
     name = "intrinsic-privacy/table-3"
-    table = experiments.get(name).function(ip.Grids({"digits": SMALL}), run)
+    found = experiments.get(name)
+    table = found.function(dataclasses.replace(found.presets["quick"], tasks={"digits": SMALL}), run)
     assert table["digits.sigma_i"] == pytest.approx(sigma)
     assert table["digits.delta_empirical"] == pytest.approx(star)
     c = math.sqrt(2 * math.log(1.25 * 720))

@@ -11,6 +11,7 @@ import torch
 from dpcompanion import data
 from dpcompanion import output_perturbation as op
 from dpcompanion.output_perturbation import grids as ensembles
+from dpcompanion.reproduction.experiments import finding
 
 INITIALIZATIONS = ("varying", "fixed")
 
@@ -32,6 +33,8 @@ PAPER = {
     "adult": Task(32, 0.5, 3400, seeds=161, data_sets=80),
 }
 UNSCALED = {"mnist-binary-unscaled": PAPER["mnist-binary"]}
+# Its printed numbers come from digits that are not scaled, as in its public code; its text says scaled.
+SCALED = "mnist-binary"
 QUICK = {
     "digits": Task(32, 1.0, 120, seeds=40, data_sets=20),
     "breast-cancer": Task(16, 1.0, 150, seeds=40, data_sets=20),
@@ -103,6 +106,22 @@ def _adult():
     return _problem(*parts), loaded
 
 
+def numeric_first(name, features):
+    """Where the public code has each feature of a task: Adult's numbers stand before its categories, in the order of
+    the file; other tasks are in the order of theirs."""
+    if name != "adult":
+        return list(range(features))
+    found = data.load("adult", split="train")
+    widths = [len(found.categories[column]) - 1 if column in found.categories else 1 for column in found.columns]
+    numeric = [column not in found.categories for column in found.columns]
+    places, at = {}, 0
+    for wanted in (True, False):
+        for i, width in enumerate(widths):
+            if numeric[i] is wanted:
+                places[i], at = range(at, at + width), at + width
+    return [place for i in range(len(widths)) for place in places[i]]
+
+
 @functools.cache
 def _breast_cancer():
     parts, loaded = [], []
@@ -144,16 +163,41 @@ def problem(name, run=None):
     return found
 
 
+def as_computed(record):
+    """The tasks of a record whose numbers and figures the paper prints: without the scaled digits of its text."""
+    tasks = record.config["tasks"]
+    return [name for name in tasks if name != SCALED or not UNSCALED.keys() & tasks.keys()]
+
+
+def as_written(record):
+    """The rest: the digits scaled to norm 1, as the paper's text has them, where both are there."""
+    return [name for name in record.config["tasks"] if name not in as_computed(record)]
+
+
+def claim(exhibit, criterion):
+    """Register `judge(record, names)` for the tasks that the paper shows and, as our own, for those of its text."""
+
+    def register(judge):
+        finding(exhibit, criterion)(lambda record: judge(record, as_computed(record)))
+        finding(exhibit, f"{criterion}, with digits scaled as its text says", kind="own")(
+            lambda record: judge(record, as_written(record))
+        )
+        return judge
+
+    return register
+
+
 def trained(name, task, run, initialization="varying", **options):
     """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first. See `_grid`."""
     return _grid(name, task, run, initialization, **options)[0]
 
 
-def _grid(name, task, run, initialization, *, hidden=0, data_sets=None, first_seed=0, held_out=None):
+def _grid(name, task, run, initialization, *, hidden=0, data_sets=None, first_seed=0, held_out=None, half=False):
     """The weights, and the seconds that training took when it was done.
 
     `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out` (features, label) stands in
-    for the example that replaces others. Runs that take long are kept, piece by piece.
+    for the example that replaces others; `half` leaves half of the examples out. Runs that take long are kept, piece
+    by piece.
     """
     found = problem(name, run)
     data_sets = tuple(range(task.data_sets + 1)) if data_sets is None else tuple(data_sets)
@@ -166,6 +210,9 @@ def _grid(name, task, run, initialization, *, hidden=0, data_sets=None, first_se
         "hidden": hidden,
         "data_sets": data_sets,
     }
+    if half:
+        key["half"], kept = True, len(found.labels) // 2
+        found = dataclasses.replace(found, features=found.features[:kept], labels=found.labels[:kept])
     if held_out is not None:
         key["held_out"] = [held_out[0].tolist(), held_out[1]]
         found = dataclasses.replace(
