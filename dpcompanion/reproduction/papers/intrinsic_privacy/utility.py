@@ -84,24 +84,25 @@ def _utility(name, task, run, config, initialization, mechanism, draw=None):
 
 
 def _single_draws(name, task, run, config):
-    """Table IV as the public code computes it, with one noise vector for all models: that of seed 0 (`one_draw`), and
+    """Table IV as the public code computes it, with one noise vector for all models: that of seed 0, as printed, and
     the same for the vectors of other seeds (`other_draws`, mean and standard deviation over them)."""
     values = {}
     each = [_utility(name, task, run, config, "varying", "classical", draw) for draw in range(config.draws)]
     for kind in ("theory", "empirical"):
-        for which, results in (("one_draw", each[:1]), ("other_draws", each[1:])):
+        for prefix, results in (("", each[:1]), ("other_draws.", each[1:])):
             plain, augmented = (
                 [found[kind, 1.0, setting] for found in results] for setting in ("deterministic", "augmented")
             )
             gains = [(more - less).mean() for more, less in zip(augmented, plain)]
-            over = list(plain[0]) if which == "one_draw" else [one.mean() for one in plain]
             values |= {
-                f"{which}.{kind}.deterministic.{name}": records.mean_and_sd(over),
-                f"{which}.{kind}.gain.{name}": gains[0] if which == "one_draw" else records.mean_and_sd(gains),
+                f"{prefix}{kind}.deterministic.{name}": records.mean_and_sd(
+                    [one.mean() for one in plain] if prefix else plain[0]
+                ),
+                f"{prefix}{kind}.gain.{name}": records.mean_and_sd(gains) if prefix else gains[0],
             }
         gap = (each[0]["noiseless"] - each[0][kind, 1.0, "deterministic"]).mean()
-        share = 100 * values[f"one_draw.{kind}.gain.{name}"] / gap
-        values[f"one_draw.{kind}.percent_of_gap.{name}"] = share if gap > 0 else math.nan
+        share = 100 * values[f"{kind}.gain.{name}"] / gap
+        values[f"{kind}.percent_of_gap.{name}"] = share if gap > 0 else math.nan
     return values
 
 
@@ -111,9 +112,11 @@ def _single_draws(name, task, run, config):
     paper=Utility(PAPER | UNSCALED, 2000, (1.0,), draws=61),
 )
 def table_4(config, run):
-    """Accuracy at eps 1 with noise of each model's own; with the bound and the analytic mechanism under `.analytic`,
-    and with one noise vector for all models, as the paper computes it, under `one_draw.`."""
+    """Accuracy at eps 1: with one noise vector for all models, as the paper computes it, where there are `draws`; with
+    noise of each model's own under `own_draws.`, and that with the bound and the analytic mechanism under
+    `.analytic`."""
     values = {}
+    own = "own_draws." if config.draws else ""
     if config.draws:
         few = dataclasses.replace(config, models=min(config.models, 200))
         for name, task in config.tasks.items():
@@ -126,11 +129,12 @@ def table_4(config, run):
                 plain, augmented = (results[kind, 1.0, setting] for setting in ("deterministic", "augmented"))
                 gain, gap = (augmented - plain).mean(), (results["noiseless"] - plain).mean()
                 test = stats.ttest_rel(augmented.numpy(), plain.numpy())
+                of = "" if suffix else own
                 values |= {
-                    f"{kind}.deterministic.{name}{suffix}": records.mean_and_sd(plain),
-                    f"{kind}.gain.{name}{suffix}": gain,
-                    f"{kind}.percent_of_gap.{name}{suffix}": 100 * gain / gap if gap > 0 else math.nan,
-                    f"{kind}.p_value.{name}{suffix}": test.pvalue,
+                    f"{of}{kind}.deterministic.{name}{suffix}": records.mean_and_sd(plain),
+                    f"{of}{kind}.gain.{name}{suffix}": gain,
+                    f"{of}{kind}.percent_of_gap.{name}{suffix}": 100 * gain / gap if gap > 0 else math.nan,
+                    f"{of}{kind}.p_value.{name}{suffix}": test.pvalue,
                 }
     return values
 
