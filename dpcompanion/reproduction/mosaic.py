@@ -22,6 +22,7 @@ MARKS = {
     "contradicted": "×",
     "wrong in the paper": "!",
     "vacuous": "=",
+    "out of reach": "…",
     "not run": "–",
 }
 

@@ -137,7 +137,8 @@ class Exhibit:
     paper leaves out: a disagreement then contradicts nothing. `part_of` is the id of the exhibit that a run of its own
     computes a part of, such as one data set of several. `shortened` says of a part how much of the paper's training it
     has, such as "10 of 100 epochs of ResNet-20 on CIFAR-10": its numbers are not held against the print, and the
-    exhibit stays unfinished. `takes` is about how long its experiment takes at its own scale, and on what.
+    exhibit stays unfinished. `needs` says what it cannot be decided without and this project does not have: data,
+    weights, or days of a GPU. `takes` is about how long its experiment takes at its own scale, and on what.
     """
 
     paper: str
@@ -161,6 +162,7 @@ class Exhibit:
     unprinted: str = ""
     part_of: str = ""
     shortened: str = ""
+    needs: str = ""
     takes: str = ""
     numbers: Mapping[str, Any] = dataclasses.field(default_factory=lambda: types.MappingProxyType({}))
 

@@ -109,7 +109,7 @@ class Standing:
                 parts.append("settings not printed")
             return ", ".join(parts)
         if self.state != "not run":
-            return "quick run, live" if self.state == "undecided" else "proof"
+            return "quick run, live" if self.state in ("undecided", "out of reach") else "proof"
         return "ready to run" if self.experiment and "paper" in self.experiment.presets else "needs an experiment"
 
     @property
@@ -122,6 +122,8 @@ class Standing:
         if self._left is None:
             return None
         what, how = self._left
+        if self.exhibit.needs:
+            return f"needs {self.exhibit.needs}", how
         takes = [published.exhibit(name).takes for name in re.findall(r"dpcompanion run (\S+)", how)]
         return "; ".join([what, *filter(None, takes)]), how
 

@@ -5,7 +5,8 @@ close, and every claim that was put to the test holds; *in part* if some do, or 
 network that the exhibit shows; *contradicted* if none does and something disagrees; *undecided* if all claims are open,
 if only a chapter's quick run shows them, or if what disagrees are stand-ins or runs whose settings are not printed;
 *wrong in the paper* if something that it prints is proved wrong (the rest is counted beside it); *vacuous* if its
-statement holds whatever its numbers are, and so says nothing; *not run* otherwise.
+statement holds whatever its numbers are, and so says nothing; *out of reach*, in place of undecided and not run, if it
+needs data, weights or days of a GPU that cannot be had here; *not run* otherwise.
 Findings of our own, and refutations, are counted apart and make nothing reproduced.
 Numbers of a stand-in, a record with none of the exhibit's networks, count as not run.
 What no experiment computes, such as a lemma, can be checked by tests, which `published` names.
@@ -26,6 +27,7 @@ STATES = {
     "contradicted": "recomputed, something disagrees, and nothing agrees",
     "wrong in the paper": "something that it prints is proved wrong; the rest is counted beside it",
     "vacuous": "its statement, as printed, holds whatever the numbers in it are, and so says nothing; nothing is wrong",
+    "out of reach": "undecided, and needs data, weights or days of a GPU that cannot be had here",
     "not run": "with what it would need",
 }
 
@@ -145,15 +147,16 @@ def state(
         return "vacuous"
     if exhibit.wrong and (record is not None or "statement" in exhibit.wrong):
         return "wrong in the paper"
+    open_still = "out of reach" if exhibit.needs else "undecided"
     good = sum(numbers.get(word, 0) for word in ("matches", "close")) + held.get("holds", 0)
     bad = numbers.get("differs", 0) + held.get("fails", 0)
     undecided = held.get("undecided", 0)
     if good + bad + undecided == 0:
         if exhibit.tests:
             return "reproduced"
-        return "undecided" if live else "not run"
+        return open_still if live or exhibit.needs else "not run"
     # A record of some of the paper's tasks neither reproduces nor contradicts it.
     if good == 0:
-        return "contradicted" if bad and not (some_tasks or exhibit.unprinted) else "undecided"
+        return "contradicted" if bad and not (some_tasks or exhibit.unprinted) else open_still
     whole = record is not None and record.preset == "paper" and not some_tasks and not numbers.get("not run")
     return "reproduced" if bad + undecided == 0 and whole else "in part"

@@ -29,6 +29,10 @@ QUICK = dataclasses.replace(RECORD, preset="quick")
         ({"wrong": ("a",)}, {"matches": 2}, {}, RECORD, False, False, "wrong in the paper"),
         ({"wrong": ("a",)}, {}, {}, None, False, False, "not run"),
         ({"wrong": ("statement",)}, {}, {}, None, False, False, "wrong in the paper"),
+        ({"needs": "weights"}, {"not run": 3}, {}, None, False, True, "out of reach"),
+        ({"needs": "weights"}, {}, {"undecided": 1}, RECORD, True, False, "out of reach"),
+        ({"needs": "weights"}, {"matches": 1}, {}, RECORD, True, False, "in part"),
+        ({"needs": "weights"}, {"differs": 1}, {}, RECORD, False, False, "contradicted"),
         ({"vacuous": True}, {"matches": 2}, {"holds": 1}, RECORD, False, False, "vacuous"),
     ],
 )

@@ -195,6 +195,7 @@ def figure_1(config, run):
             arrays |= {
                 f"{row}.mean": mean.numpy(),
                 f"{row}.p10": low.numpy(),
+                f"{row}.last": share[-1].numpy(),
                 f"{row}.epsilon": epsilon.numpy(),
                 f"{row}.total": total.numpy(),
             }
@@ -222,14 +223,19 @@ def _falls_well_below(record):
 
 @finding("gradients-look-alike/figure-1", "the 10th percentile of the last step's share is below a tenth of its mean")
 def _long_tail(record):
-    # The record holds the percentile and no points: it has no interval.
     for name, direction, row in _rows(record):
-        low, mean = (record.values[f"{row}.{key}"] for key in ("last_p10", "last"))
-        yield (
-            f"{name}, {direction}",
-            f"{low:.0e} of {mean:.2f} (no interval)",
-            intervals.unknown(low).below(mean / 10),
-        )
+        low, mean = _low_end(record, row), _mean_of(record.values[f"{row}.last"], _points(record, name))
+        yield f"{name}, {direction}", f"{low:.0e} of {mean.estimate:.2f}", (low - mean / _TEN).below(0)
+
+
+#: A number as an interval, for ratios of intervals.
+_TEN = intervals.Interval(10.0, 10.0, 10.0)
+
+
+def _low_end(record, row):
+    """The 10th percentile of the last step's share over the points, without an interval where a record has none."""
+    points = record.arrays.get(f"{row}.last")
+    return intervals.unknown(record.values[f"{row}.last_p10"]) if points is None else intervals.quantile(points, 0.1)
 
 
 @finding(
@@ -238,12 +244,17 @@ def _long_tail(record):
 )
 def _noise_is_not_always_better(record):
     for direction in DIRECTIONS:
-        loud, quiet = (record.values[f"{name}.{direction}.last_p10_cost"] for name in ("eps 1", "eps 10"))
-        yield (
-            DIRECTIONS[direction],
-            f"{quiet:.0e} against {loud:.0e} (no interval)",
-            intervals.unknown(quiet).below(loud),
+        loud, quiet = (
+            _low_end(record, f"{name}.{direction}") / _one_over(record.values[f"{name}.worst_case.rdp"], record, name)
+            for name in ("eps 1", "eps 10")
         )
+        yield DIRECTIONS[direction], f"{quiet:.0e} against {loud:.0e}", (quiet - loud).below(0)
+
+
+def _one_over(total, record, name):
+    """One over the data-independent cost of a step, as an interval: a share divided by it is a cost."""
+    inverse = record.values[f"{name}.steps"] / total
+    return intervals.Interval(inverse, inverse, inverse)
 
 
 @finding(

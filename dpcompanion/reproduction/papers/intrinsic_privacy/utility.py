@@ -158,13 +158,13 @@ def _figure_of_utility(config, run, initialization):
     return values, arrays
 
 
-@experiment("intrinsic-privacy/figure-5", quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 2000))
+@experiment("intrinsic-privacy/figure-5", quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 4900))
 def figure_5(config, run):
     """Mean accuracy over epsilon, the initialisation varying."""
     return _figure_of_utility(config, run, "varying")
 
 
-@experiment("intrinsic-privacy/figures-8-9", quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 2000))
+@experiment("intrinsic-privacy/figures-8-9", quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 4900))
 def figures_8_9(config, run):
     """Figures 4 and 5 with a fixed initialisation."""
     values, arrays = _figure_of_pairs(config, run, "fixed")
