@@ -283,10 +283,10 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
     )
     body = re.sub(r"<script src=.*?</script>", "", body)
     page.set_content(f"<!DOCTYPE html><html lang=en><body>{body}</body></html>")
-    for script in ("accountant.js", "filter.js", "chart.js", "calculator.js"):
+    for script in ("accountant.js", "planner.js", "filter.js", "chart.js", "calculator.js"):
         page.add_script_tag(path=STATIC / script)
     controls = page.locator("input").all()
-    assert len(controls) == 10 and all(control.evaluate("c => c.labels.length || c.ariaLabel") for control in controls)
+    assert len(controls) == 13 and all(control.evaluate("c => c.labels.length || c.ariaLabel") for control in controls)
     said = page.locator("#calculator-said")
     assert said.get_attribute("aria-live") == "polite" and "at most 0.916" in said.text_content()
     page.focus("[name=norm-slider]")
@@ -309,6 +309,14 @@ def test_the_page_answers_to_the_keyboard_and_refuses_what_is_out_of_range(page)
         assert "NaN" not in page.inner_html(picture)
     assert page.text_content("#all-pld") in page.text_content("#picture-steps title")
     assert float(page.text_content("#all-tpr-0").rstrip("%")) > 1 and page.text_content("#all-tpr-2").endswith("%")
+    for name, entered in (("n", "60000"), ("batch", "600"), ("epochs", "10")):
+        page.fill(f"[name={name}]", entered)
+    assert (page.input_value("[name=rate]"), page.input_value("[name=steps]")) == ("0.01", "1000")
+    page.fill("[name=steps]", "9375")
+    assert page.input_value("[name=epochs]") == ""
+    page.fill("[name=rate]", "0.00853")
+    page.wait_for_function("document.getElementById('calculator-pictures').ariaBusy === 'true'")
+    page.wait_for_function("document.getElementById('calculator-pictures').ariaBusy === 'false'", timeout=120_000)
     page.focus("#calculator-copy")
     page.evaluate("""() => Object.defineProperty(
         navigator, "clipboard", {value: {writeText: async text => { window.copied = text }}})""")

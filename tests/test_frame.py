@@ -102,6 +102,8 @@ def test_the_readme_names_files_that_exist():
 def test_the_citation_is_of_this_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["version"] == dpcompanion.__version__ and citation["license"] == "Apache-2.0"
+    (printed,) = re.findall(r"version = \{(.*)\}", (ROOT / "book" / "intro.md").read_text(encoding="utf-8"))
+    assert printed == dpcompanion.__version__
 
 
 def test_package_and_repository_name_the_same_authors_and_address():

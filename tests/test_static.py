@@ -1,6 +1,10 @@
 """The book's own scripts on a page, in a headless Chromium."""
 
+import json
+import subprocess
 from pathlib import Path
+
+from dpcompanion.accounting import compute_epsilon
 
 STATIC = Path(__file__).resolve().parent.parent / "book" / "_static"
 
@@ -26,3 +30,33 @@ def test_a_table_says_that_it_scrolls_sideways_where_it_does_and_can_be_scrolled
         page.set_viewport_size({"width": 1280, "height": 800})
         page.wait_for_function("!document.querySelector('.pst-scrollable-table-container.wide')")
         assert frames.nth(1).get_attribute("tabindex") is None
+
+
+def test_the_meaning_of_a_term_shows_on_focus_and_goes_with_escape(chromium, browser_check):
+    script, style = ((STATIC / name).read_text(encoding="utf-8") for name in ("glossary.js", "custom.css"))
+    link = '<a href="#x" title="Smaller is more private."><span class="xref std std-term">epsilon</span></a>'
+    with browser_check.browser(chromium, viewport={"width": 390, "height": 800}) as context:
+        page = context.new_page()
+        page.set_content(
+            f"<!DOCTYPE html><html lang=en data-theme=light><style>{style}</style><script>{script}</script><body>"
+            f"<article class=bd-content>{link}</article></body></html>"
+        )
+        box = page.locator("#meaning")
+        assert box.is_hidden()
+        page.focus("a")
+        assert box.is_visible() and box.text_content() == "Smaller is more private."
+        assert page.get_attribute("a", "aria-describedby") == "meaning" and page.get_attribute("a", "title") is None
+        page.keyboard.press("Escape")
+        assert box.is_hidden()
+
+
+def test_a_digit_is_picked_by_its_place_and_its_norm_is_the_one_of_its_epsilon(node):
+    run = {"rate": 0.064, "steps": 20, "delta": 1e-5, "noise": 2.0}
+    epsilon = compute_epsilon(sample_rate=0.064, noise_multiplier=2.0 / 0.4, steps=20, delta=1e-5)
+    expressions = f"[pick.normOf({json.dumps(run)}, {epsilon}), pick.normOf({json.dumps(run)}, 99),"
+    expressions += "[1, 10, 11, 30, 31, 40].map(k => pick.barOf([0.5, 1, 0, 0.5], k, 40))]"
+    script = f"const pick = require({str(STATIC / 'pick.js')!r}); console.log(JSON.stringify({expressions}))"
+    done = subprocess.run([node, "-e", script], capture_output=True, text=True, encoding="utf-8", check=True)
+    norm, whole, bars = json.loads(done.stdout)
+    assert 0.97 * 0.4 <= norm <= 1.02 * 0.4 and whole == 1
+    assert bars == [0, 0, 1, 1, 3, 3]

@@ -198,15 +198,32 @@
     }
   }
 
+  // Examples, batch and epochs fill in rate and steps; a rate or steps entered by hand are no longer theirs.
+  const SHAPE = ["n", "batch", "epochs"];
+  function shape() {
+    const [n, batch, epochs] = SHAPE.map((name) => Number(field(name).value));
+    if (!(n > 0 && batch > 0 && epochs > 0)) return;
+    const run = planner.runOf(n, batch, epochs);
+    for (const name of ["rate", "steps"]) {
+      field(name).value = run[name];
+      slider(name).value = toSlider(name, run[name]);
+      slider(name).setAttribute("aria-valuetext", field(name).value);
+    }
+    soon();
+  }
+  const unshape = (name) => { if (name === "rate" || name === "steps") for (const each of SHAPE) field(each).value = ""; };
+
   let waiting = 0;
   const soon = () => { clearTimeout(waiting); waiting = setTimeout(answer, 120); };
   for (const name of NAMES) {
     slider(name).addEventListener("input", () => {
+      unshape(name);
       field(name).value = fromSlider(name, Number(slider(name).value));
       slider(name).setAttribute("aria-valuetext", field(name).value);
       soon();
     });
     field(name).addEventListener("input", () => {
+      unshape(name);
       const value = Number(field(name).value);
       if (value > 0) slider(name).value = toSlider(name, value);
       slider(name).setAttribute("aria-valuetext", field(name).value);
@@ -215,6 +232,7 @@
     slider(name).value = toSlider(name, Number(field(name).value));
     slider(name).setAttribute("aria-valuetext", field(name).value);
   }
+  for (const name of SHAPE) field(name).addEventListener("input", shape);
   form.addEventListener("submit", (event) => { event.preventDefault(); answer(); });
   element("calculator-copy").addEventListener("click", copy);
   form.hidden = false;

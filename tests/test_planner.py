@@ -1,0 +1,108 @@
+"""The planner's script against the library, by node, and its page in a headless Chromium."""
+
+import json
+import math
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from dpcompanion.accounting import best_true_positive_rate, compute_delta, compute_epsilon, find_noise_multiplier
+
+ROOT = Path(__file__).resolve().parent.parent
+STATIC = ROOT / "book" / "_static"
+
+
+@pytest.fixture(scope="module")
+def planned(node):
+    """What an expression over `planner` gives."""
+
+    def run(expression):
+        script = f"const planner = require({str(STATIC / 'planner.js')!r}); console.log(JSON.stringify({expression}))"
+        return json.loads(
+            subprocess.run([node, "-e", script], capture_output=True, text=True, encoding="utf-8", check=True).stdout
+        )
+
+    return run
+
+
+def noise_for(planned, shape, delta, measure, limit):
+    run = json.dumps({**shape, "delta": delta, "measure": measure, "limit": limit})
+    return planned(f"planner.finished(planner.noiseFor({run}))")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rate, steps, delta, limit", [(0.01, 100, 1e-5, 1.0), (0.2, 5, 1e-6, 3.0)])
+def test_noise_for_an_epsilon_is_enough_by_the_library_and_hardly_more(planned, rate, steps, delta, limit):
+    noise = noise_for(planned, {"rate": rate, "steps": steps}, delta, "epsilon", limit)
+    least = find_noise_multiplier(target_epsilon=limit, target_delta=delta, sample_rate=rate, steps=steps)
+    assert least <= noise <= 1.02 * least
+    odds = noise_for(planned, {"rate": rate, "steps": steps}, delta, "odds", math.exp(limit))
+    assert abs(odds / noise - 1) < 0.01
+
+
+@pytest.mark.slow
+def test_noise_for_an_attacker_keeps_the_attacker_below_the_limit_by_the_library(planned):
+    run = {"sample_rate": 0.01, "steps": 500}
+    found = noise_for(planned, {"rate": 0.01, "steps": 500}, 1e-5, "found", 0.01)
+    exact = float(best_true_positive_rate(noise_multiplier=found, **run, false_positive_rate=0.001))
+    assert 0.009 < exact <= 0.01
+    advantage = noise_for(planned, {"rate": 0.01, "steps": 500}, 1e-5, "advantage", 0.1)
+    assert 0.095 < compute_delta(noise_multiplier=advantage, epsilon=0.0, **run) <= 0.1
+
+
+def test_what_the_planner_says_of_a_plan_is_no_less_than_the_library_says(planned):
+    said = planned("planner.outcome({rate: 0.01, steps: 500, delta: 1e-5, noise: 1})")
+    run = {"sample_rate": 0.01, "steps": 500, "noise_multiplier": 1.0}
+    exact = compute_epsilon(**run, delta=1e-5)
+    assert exact <= said["epsilon"] <= 1.01 * exact and said["odds"] == pytest.approx(math.exp(said["epsilon"]))
+    assert exact < said["byRenyi"] and compute_delta(**run, epsilon=0.0) <= said["advantage"]
+    assert planned("[planner.shown(2.0001), planner.shown(2), planner.shown(0.012345)]") == ["2.01", "2", "0.0124"]
+
+
+def test_limits_that_guessing_reaches_and_shapes_of_runs(planned):
+    shape = {"rate": 0.01, "steps": 500}
+    assert noise_for(planned, shape, 1e-5, "found", 0.001) is None  # NaN
+    assert noise_for(planned, shape, 1e-5, "odds", 1.0) is None
+    assert planned("planner.runOf(60000, 512, 80)") == {"rate": 512 / 60000, "steps": 9375}
+    assert planned("planner.runOf(1000, 300, 1).steps") == 4
+
+
+def test_the_program_runs_and_its_epsilon_is_the_one_of_the_paragraph(planned, capsys):
+    plan = {"n": 50_000, "batch": 500, "steps": 500, "delta": 1e-5, "noise": 1.0, "unit": "person"}
+    epsilon = planned("planner.outcome({rate: 0.01, steps: 500, delta: 1e-5, noise: 1}).epsilon")
+    program, paragraph = planned(
+        f"(plan => [planner.code(plan), planner.paragraph(plan)])({json.dumps(plan | {'epsilon': epsilon})})"
+    )
+    exec(program, {})  # the page shows it to be run
+    printed = capsys.readouterr().out
+    shown = float(re.search(r"\(([\d.]+), 0\.00001\)", paragraph)[1])
+    assert 0.99 * shown <= float(printed.split()[0]) <= shown
+    assert "zero-out" in printed and "zero-out" in paragraph and "all rows of that person" in paragraph
+
+
+@pytest.mark.slow
+def test_the_page_plans_and_says_what_is_wrong(chromium, browser_check):
+    (body,) = re.findall(
+        r"```\{raw\} html\n(.*?)```", (ROOT / "book" / "choose-epsilon.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    body = re.sub(r"<script src=.*?</script>", "", body)
+    with browser_check.browser(chromium) as context:
+        page = context.new_page()
+        page.set_content(f"<!DOCTYPE html><html lang=en><body>{body}</body></html>")
+        for script in ("accountant.js", "planner.js"):
+            page.add_script_tag(path=STATIC / script)
+        assert all(page.locator(":is(input, select)").evaluate_all("all => all.map(c => c.labels.length === 1)"))
+        done = "document.getElementById('planner-said').textContent.startsWith('Noise multiplier')"
+        page.wait_for_function(done, timeout=120_000)
+        assert float(page.text_content("#plan-found").rstrip("%")) <= 1
+        page.select_option("[name=measure]", "epsilon")
+        page.select_option("[name=unit]", "person")
+        page.wait_for_function(
+            f"{done} && Number(document.getElementById('plan-epsilon').textContent) <= 3", timeout=120_000
+        )
+        assert page.text_content("#plan-n-label") == "People" and "all rows" in page.text_content("#plan-paragraph")
+        page.fill("[name=batch]", "70000")
+        page.wait_for_function("document.getElementById('planner-said').textContent.includes('must lie between')")
+        assert page.text_content("#plan-code") == "" and page.get_attribute("[name=batch]", "aria-invalid") == "true"
