@@ -56,7 +56,12 @@ def _distances(name, weights, bound):
             f"{name}.{kind}.min": distances.min(),
         }
     largest = found["data"].max()
+    # Of a median over pairs of seeds, of which those that share no run are independent.
+    ends = intervals.level(0.5, max(1, weights["fixed"].shape[1] // 2))
     for initialization in weights:
+        values[f"{name}.seed.{initialization}.median_within"] = np.quantile(
+            found[f"seed.{initialization}"].numpy(), ends
+        ).tolist()
         values[f"{name}.seed_above_all_data.{initialization}"] = (
             (found[f"seed.{initialization}"] > largest).double().mean()
         )
@@ -312,7 +317,9 @@ def _seeds_above_bound(record, names):
 def _start_matters(record, names):
     for name in names:
         varying, fixed = (
-            _median(record, name, f"seed.{start}", "seeds", record.values[f"{name}.seed.{start}.median"])
+            intervals.Interval(
+                record.values[f"{name}.seed.{start}.median"], *record.values[f"{name}.seed.{start}.median_within"]
+            )
             for start in INITIALIZATIONS
         )
         factor = varying / fixed
