@@ -191,7 +191,7 @@ def _superior(record, names, prefix):
             low, high = min(gains, key=lambda gain: gain.estimate), _largest(gains)
             yield (
                 f"{NAMES[name]}, {which}",
-                f"{low.estimate:+z.4f} to {high:+z.4f}",
+                f"{low.estimate:+z.5f} to {high:+z.5f}",
                 intervals.every(high.above(0), all(gain.high >= 0 for gain in gains)),
             )
 
