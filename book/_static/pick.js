@@ -63,9 +63,8 @@ if (typeof module !== "undefined") module.exports = pick;
     const end = index + 1 < bars.length ? at(bars[index + 1]) : at(bars[index]) + Number(bars[index].getAttribute("width"));
     const epsilon = Math.min(uniform, (end - zero) * unit), norm = pick.normOf(run, epsilon);
     const attacker = account_(norm), found = percent(attacker(0.001));
-    const said = `Digit ${k} of ${N}: epsilon at most ${shown(epsilon, 2)}, which a gradient of ${shown(norm, 2)} of the clip norm in every step `
-      + `has. Such a gradient lets an attacker with 0.1% false positives reach ${found} true positives at most; the clip norm lets it reach `
-      + `${percent(everyone(0.001))}.`;
+    const said = `Digit ${k} of ${N}: epsilon ${shown(epsilon, 2)}, as for gradients of ${shown(norm, 2)} of the clip norm in every step. Against such `
+      + `gradients an attacker with 0.1% false positives reaches at most ${found} true positives; at the clip norm, ${percent(everyone(0.001))}.`;
     element("pick-said").textContent = said;
     slider.setAttribute("aria-valuetext", `digit ${k}, epsilon at most ${shown(epsilon, 2)}`);
     draw(attacker, said);

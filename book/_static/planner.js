@@ -107,7 +107,7 @@ if (typeof module !== "undefined") module.exports = planner;
   if (!form) return;
   const element = (id) => document.getElementById(id), field = (name) => form.elements[name];
   const NAMES = ["n", "batch", "epochs", "delta", "limit"], RESULTS = ["noise", "epsilon", "renyi", "advantage", "found", "odds"];
-  const LIMITS = { found: ["1", "True positives at most, in percent", 100], advantage: ["10", "Advantage at most, in percent", 100],
+  const LIMITS = { found: ["1", "True positives at 0.1% false positives, at most, in percent", 100], advantage: ["10", "Advantage at most, in percent", 100],
     odds: ["20", "Odds multiplied by at most", 1], epsilon: ["3", "Epsilon at most", 1] };
   const percent = (value) => (value >= 0.9995 ? "100%" : `${planner.shown(100 * value, 2)}%`);
   let working = 0;
