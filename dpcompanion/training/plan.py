@@ -372,6 +372,13 @@ class DPSGDPlan:
             raise ValueError(f"source must be a plan in JSON, got {text[:80]!r}: {error}") from None
         raise ValueError(f"source must hold the fields of a DPSGDPlan, got {', '.join(sorted(unknown))} too")
 
+    def budgets(self, target_epsilons: Any) -> torch.Tensor:
+        """The budget of each example, (n,) float64, of one number, one for each, or {budget: share}
+        (`idp.budgets_for`)."""
+        from dpcompanion.idp import budgets_for
+
+        return budgets_for(target_epsilons, self.n)
+
     def uniform_parameters(self) -> dict[str, float]:
         """sample_rate, noise_multiplier and max_grad_norm, what accounts and filters of single examples are made of.
 
