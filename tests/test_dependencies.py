@@ -35,6 +35,8 @@ REPRODUCTION = (
 # But for the name of a type, and for a name that is handed on where Opacus is.
 UPWARDS = {
     ("dpcompanion.individual.accountant", "dpcompanion.training.plan.DPSGDPlan"),
+    ("dpcompanion.filters.exact", "dpcompanion.training.plan.DPSGDPlan"),
+    ("dpcompanion.filters.renyi", "dpcompanion.training.plan.DPSGDPlan"),
     ("dpcompanion.idp.__init__", "dpcompanion.engine.IndividualizedPrivacyEngine"),
 }
 CORE = {"torch", "numpy", "scipy", "dpcompanion"}

@@ -31,8 +31,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     """See the module's text.
 
     Args:
-        accountant: "rdp" or "pld": what calibrates the noise and states epsilons, each example's and the largest. The
-            default is "rdp", the paper's; "pld" meets the same targets with less noise.
+        accountant: "pld" or "rdp": what calibrates the noise and states epsilons, each example's and the largest. The
+            paper's, "rdp", needs more noise for the same targets.
         secure_mode: True refuses generators of one's own, so that draws and noise come from a cipher for certain (in
             place of Opacus's secure mode, whose package no longer installs). Without generators they do in any case.
 
@@ -59,7 +59,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     [1.0, 3.0]
     """
 
-    def __init__(self, *, accountant: str = "rdp", secure_mode: bool = False):
+    def __init__(self, *, accountant: str = "pld", secure_mode: bool = False):
         _checks.one_of("accountant", accountant, accounting.ACCOUNTANTS)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that its own secure mode is off

@@ -10,6 +10,9 @@ What is promised, before the run, for every data set: with the budget B of an ex
 depend on the outputs before (individual DP; add or remove; Poisson sampling; others' levels and budgets may be anything
 that depends on their data and the outputs).  The bound is exact: some strategy of norms attains it, up to the grid.
 
+Costs at which no level is a bargain depend on the epsilon that is promised, so each target has its own (they are those
+of `level_costs`): whoever is promised 3 beside people with 8 can use all of their 3.
+
 To those who spent little.  Fix a threshold b beforehand.  For every event in which the example has spent at most b, the
 inequalities of (epsilon, delta) hold with the smaller delta of a filter of budget b: up to there the two runs are the
 same.  That is ``epsilon(delta, spent=b)``.  A threshold that is read off the run afterwards has no such promise.
@@ -34,16 +37,19 @@ What an example has `spent` is as private as the example.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .. import _checks
 from .._types import Array, Device, Numbers, State
-from .calibration import calibrate_filter, epsilon_of_budget, level_costs
+from .calibration import calibrate_filter, epsilon_of_budget
 from .game import check_costs, check_levels
 from .told import Told
+
+if TYPE_CHECKING:
+    from ..training.plan import DPSGDPlan
 
 
 class ExactFilter(Told):
@@ -55,8 +61,8 @@ class ExactFilter(Told):
         noise_multiplier: noise over `max_grad_norm`, above 0.
         max_grad_norm: the clip norm of level 1, above 0.
         levels: (K,) ascending shares of the clip norm, in (0, 1].
-        costs: (K,) whole numbers, at least 1, that a block at each level costs; by default `level_costs` at the largest
-            target.
+        costs: (K,) whole numbers, at least 1, that a block at each level costs everybody; by default `level_costs` at
+            each example's own target.
         budget: whole numbers, at least the least cost, one or (n,); needs `costs`.
         target_epsilon, target_delta: instead of `budget`: the largest that keeps each example's epsilon (a number above
             0 or (n,)).
@@ -109,18 +115,19 @@ class ExactFilter(Told):
             )
             _checks.in_interval("target_epsilon", target_epsilon, 0, math.inf, closed="neither")
             distinct, which = torch.as_tensor(target_epsilon, dtype=torch.float64).cpu().unique(return_inverse=True)
-            if costs is None:
-                costs = level_costs(target_epsilon=float(distinct[-1]), **run)
             found = [
                 calibrate_filter(target_epsilon=epsilon, costs=costs, progress=progress, **run)
                 for epsilon in distinct.tolist()
             ]
             # Where a run cannot spend what two targets allow, the same budget keeps the smaller one.
             for answer in reversed(found):
-                self._targets[answer.budget] = (answer.target_delta, answer.epsilon)
+                self._targets[answer.costs, answer.budget] = (answer.target_delta, answer.epsilon)
             budget = torch.tensor([answer.budget for answer in found])[which]
+            tables = [answer.costs for answer in found]
         elif costs is None:
             raise ValueError("costs must be given with a budget, got None")
+        else:
+            tables, which = [costs], torch.tensor(0)
         _checks.in_interval("budget", budget, 1, 2**53)
         budget = torch.as_tensor(budget, dtype=torch.float64)  # which holds whole numbers up to 2^53
         if budget.shape not in ((), (self.n,)):
@@ -129,15 +136,71 @@ class ExactFilter(Told):
             )
         if not torch.equal(budget, budget.round()):
             raise ValueError("budget must hold whole numbers, got fractions")
-        costs, _ = check_costs(costs, int(budget.min()), len(self.levels))
-        #: What a block costs at each level, a tuple.
-        self.costs = tuple(costs)
+        which = torch.zeros((), dtype=torch.int64) if len(tables) == 1 else which
+        least = [int(budget[which == k].min() if len(tables) > 1 else budget.min()) for k in range(len(tables))]
+        tables = [tuple(check_costs(own, low, len(self.levels))[0]) for own, low in zip(tables, least)]
         self._budget = budget.to(self.device, torch.int64).expand(self.n).clone()
         self._spent = torch.zeros_like(self._budget)
-        self._costs = torch.tensor((0, *costs), device=self.device)
+        # Who has which costs, (n,), and what a block costs each at no level and at each level, (n, K + 1).
+        self._tables, self._which = tables, which.expand(self.n)
+        self._costs = torch.tensor([(0, *own) for own in tables], device=self.device)
+        self._costs = self._costs[which.to(self.device)].expand(self.n, -1)
+        self._least_costs = self._costs[:, 1:].amin(dim=1)
         self._shares = torch.tensor(self.levels, dtype=torch.float64, device=self.device)
         self._norms = torch.cat([self._shares.new_zeros(1), self._shares * self.max_grad_norm])
         self._current, self._limits, self._steps_left = torch.zeros_like(self._budget), None, 0
+
+    @classmethod
+    def for_plan(
+        cls,
+        plan: "DPSGDPlan",
+        target_epsilons: Array | float | Mapping[float, float],
+        *,
+        levels: Sequence[float] = (0.25, 0.5, 0.75, 1.0),
+        block: int | None = None,
+        costs: Sequence[int] | None = None,
+        device: Device = None,
+        progress: bool | None = None,
+    ) -> "ExactFilter":
+        """The filter of a run of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm for all.
+
+        Args:
+            plan: it gives the number of examples, rate, noise, clip norm, steps and delta.
+            target_epsilons: what is promised at the plan's delta: one number, one for each example, (n,), or {budget:
+                share} (`idp.budgets_for`). What exceeds the plan's own epsilon is never spent.
+            levels: (K,) ascending shares of the clip norm, in (0, 1].
+            block: steps for which a level holds, by default half an epoch of the plan; the tracker that measures norms
+                should do so as often.
+            costs, device, progress: as in `ExactFilter`.
+
+        Raises:
+            ValueError: an argument outside its range, a target that cannot be met, or a plan with rates or clip norms
+                for each example, without noise, or with arithmetic="float".
+
+        >>> from dpcompanion.training import DPSGDPlan
+        >>> plan = DPSGDPlan(n=4, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+        >>> ExactFilter.for_plan(plan, {1.0: 0.5, 2.0: 0.5}, levels=[0.5, 1.0]).epsilon(1e-5).tolist()
+        [2.0, 2.0, 1.0, 1.0]
+        """
+        return cls(
+            plan.n,
+            **plan.uniform_parameters(),
+            levels=levels,
+            costs=costs,
+            target_epsilon=plan.budgets(target_epsilons),
+            target_delta=plan.delta,
+            steps=plan.steps,
+            block=max(1, plan.steps_per_epoch // 2) if block is None else block,
+            device=device,
+            progress=progress,
+        )
+
+    @property
+    def costs(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
+        """What a block costs at each level: (K,) whole numbers where they are the same for everybody, else (n, K)."""
+        if len(self._tables) == 1:
+            return self._tables[0]
+        return tuple(self._tables[k] for k in self._which.tolist())
 
     @property
     def budget(self) -> torch.Tensor:
@@ -152,7 +215,7 @@ class ExactFilter(Told):
     @property
     def active(self) -> torch.Tensor:
         """Who can still pay for some level, (n,) booleans."""
-        return self._budget - self._spent >= min(self.costs)
+        return self._budget - self._spent >= self._least_costs
 
     def levels_for(self, norms: Array) -> torch.Tensor:
         """The norms to which the next block must clip, (n,) float64: the least level above each norm, or the largest
@@ -183,7 +246,7 @@ class ExactFilter(Told):
             raise ValueError(f"levels must be 0 or among {self._norms[1:].tolist()}, got {float(levels[wrong][0]):g}")
         # By division: a product of 64 bits could wrap around. No budget pays for more blocks than 2^53.
         blocks = min(blocks, 2**53 + 1)
-        lacking = self._costs[index] > (self._budget - self._spent) // blocks
+        lacking = self._cost_of(index) > (self._budget - self._spent) // blocks
         if bool(lacking.any()):
             raise ValueError(
                 f"levels must be ones that everybody can pay for {blocks} block(s) (see levels_for), but "
@@ -220,30 +283,33 @@ class ExactFilter(Told):
         budgets = self._budget
         if spent is not None:
             budgets = budgets.clamp(max=_checks.whole_number("spent", spent, 0))
-        distinct, which = budgets.unique(return_inverse=True)
-        promised = [self._epsilon_of(budget, delta) for budget in distinct.tolist()]
-        return torch.tensor(promised, dtype=torch.float64, device=self.device)[which]
+        pairs, which = torch.stack([self._which, budgets.cpu()], dim=1).unique(dim=0, return_inverse=True)
+        promised = [self._epsilon_of(self._tables[table], budget, delta) for table, budget in pairs.tolist()]
+        return torch.tensor(promised, dtype=torch.float64)[which].to(self.device)
 
-    def _epsilon_of(self, budget, delta):
-        target_delta, epsilon = self._targets.get(budget, (None, None))
+    def _epsilon_of(self, costs, budget, delta):
+        target_delta, epsilon = self._targets.get((costs, budget), (None, None))
         if delta == target_delta:
             return epsilon
         return epsilon_of_budget(
-            delta, self.sample_rate, self.noise_multiplier, self.levels, self.costs, budget, self.block, self._progress
+            delta, self.sample_rate, self.noise_multiplier, self.levels, costs, budget, self.block, self._progress
         )
 
     def _payable(self, norms):
         wanted = torch.searchsorted(self._norms, self._norms_told(norms)).clamp(max=len(self.levels))
         left = self._budget - self._spent
         # Mostly everybody can pay. Elsewhere the answer takes longer than to look for what they can.
-        if not self._away(wanted) and bool((self._costs[wanted] <= left).all()):
+        if not self._away(wanted) and bool((self._cost_of(wanted) <= left).all()):
             return wanted
-        places = torch.arange(len(self._costs), device=self.device)
+        places = torch.arange(len(self._norms), device=self.device)
         fits = (self._costs <= left[:, None]) & (places <= wanted[:, None])
         return torch.where(fits, places, 0).amax(dim=1)
 
+    def _cost_of(self, index):
+        return self._costs.gather(1, index[:, None])[:, 0]
+
     def _pay(self, index, blocks):
-        self._spent = self._spent + self._costs[index] * blocks
+        self._spent = self._spent + self._cost_of(index) * blocks
 
     def state_dict(self) -> State:
         """Budgets, what was spent, and the levels of a block that is under way."""
@@ -272,7 +338,7 @@ class ExactFilter(Told):
         if not bool(((tensors["spent"] >= 0) & (tensors["spent"] <= tensors["budget"])).all()):
             raise ValueError("state must hold spent budgets between 0 and the whole, got others")
         _checks.in_interval("current", tensors["current"], 0, len(self.levels))
-        if bool((tensors["spent"] < self._costs.cpu()[tensors["current"]]).any()):
+        if bool((tensors["spent"] < self._cost_of(tensors["current"].to(self.device)).cpu()).any()):
             raise ValueError("state must hold spent budgets that paid for the current levels, got less")
         self._spent, self._current = (tensors[name].to(self.device).clone() for name in ("spent", "current"))
         self._limits, self._steps_left = None, steps_left
@@ -284,6 +350,6 @@ class ExactFilter(Told):
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,
             "levels": list(self.levels),
-            "costs": list(self.costs),
+            "costs": list(self._tables[0]) if len(self._tables) == 1 else [list(own) for own in self.costs],
             "block": self.block,
         }

@@ -31,6 +31,8 @@ have left.
 """
 
 import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,6 +42,9 @@ from ..accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from ..accounting.chords import between, chords
 from ..accounting.runs import orders_for
 from .told import Told
+
+if TYPE_CHECKING:
+    from ..training.plan import DPSGDPlan
 
 
 class RenyiFilter(Told):
@@ -188,6 +193,41 @@ class RenyiFilter(Told):
             max_grad_norm=max_grad_norm,
             orders=usual[chosen],
             budgets=budgets[which],
+            device=device,
+        )
+
+    @classmethod
+    def for_plan(
+        cls,
+        plan: "DPSGDPlan",
+        target_epsilons: Array | float | Mapping[float, float],
+        *,
+        order: float | None = None,
+        device: Device = None,
+    ) -> "RenyiFilter":
+        """The filter of a run of a `dpcompanion.training.DPSGDPlan` with one rate and one clip norm for all.
+
+        Args:
+            plan: it gives the number of examples, rate, noise, clip norm and delta.
+            target_epsilons: what is promised at the plan's delta: one number, one for each example, (n,), or {budget:
+                share} (`idp.budgets_for`).
+            order, device: as in `for_epsilon`.
+
+        Raises:
+            ValueError: as `for_epsilon`, and for a plan with rates or clip norms for each example, without noise, or
+                with arithmetic="float".
+
+        >>> from dpcompanion.training import DPSGDPlan
+        >>> plan = DPSGDPlan(n=4, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
+        >>> bool((RenyiFilter.for_plan(plan, 2.0).epsilon(1e-5) <= 2.0).all())
+        True
+        """
+        return cls.for_epsilon(
+            plan.n,
+            **plan.uniform_parameters(),
+            target_epsilons=plan.budgets(target_epsilons),
+            target_delta=plan.delta,
+            order=order,
             device=device,
         )
 

@@ -30,7 +30,7 @@ parameters may differ by, and one budget in the middle of every stretch is check
 budgets each is rounded down first, by 5e-4 of itself at most: a million take seconds.
 
 >>> found = scale_parameters([1.0, 2.0, 3.0], [34, 43, 23], target_delta=1e-5, sample_rate=1 / 49, steps=1470,
-...                          max_grad_norm=0.4)
+...                          max_grad_norm=0.4, accountant="rdp")         # as in the paper
 >>> round(found.noise_multiplier, 2), [round(c, 3) for c in found.max_grad_norms.tolist()]
 (2.01, [0.244, 0.43, 0.574])
 """

@@ -49,7 +49,7 @@ def sample_parameters(
     target_delta: float,
     sample_rate: float,
     steps: int,
-    accountant: str = "rdp",
+    accountant: str = "pld",
     noise_range: tuple[float, float] | None = None,
 ) -> SampleParameters:
     """Sample: the noise multiplier and the groups' rates that use up each budget and have the mean `sample_rate`.
@@ -60,7 +60,7 @@ def sample_parameters(
         target_delta: in (0, 1).
         sample_rate: the mean over the examples, in (0, 1].
         steps: of the run.
-        accountant: "rdp", the default and the paper's, or "pld", which meets the same targets with less noise.
+        accountant: "pld", or "rdp", the paper's, which needs more noise for the same targets.
         noise_range: (low, high), between which the noise multiplier stays, fixed before the budgets are known; None
             for any.
 
@@ -84,7 +84,7 @@ def sample_parameters(
     >>> found = sample_parameters([1.0, 2.0], [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000)
     >>> round(found.sample_rates.mean().item(), 9)
     0.01
-    >>> fixed = dict(target_delta=1e-5, sample_rate=0.01, steps=1000, noise_range=(1.0, 1.0))
+    >>> fixed = dict(target_delta=1e-5, sample_rate=0.01, steps=1000, noise_range=(1.0, 1.0), accountant="rdp")
     >>> [sample_parameters([1.0, other], [50, 50], **fixed).sample_rates[0].item() for other in (0.5, 8.0)]
     [0.003561..., 0.003561...]
     """
@@ -114,7 +114,7 @@ def scale_parameters(
     sample_rate: float,
     steps: int,
     max_grad_norm: float,
-    accountant: str = "rdp",
+    accountant: str = "pld",
 ) -> ScaleParameters:
     """Scale: the noise multiplier and the groups' clip norms, with the mean `max_grad_norm`, that use up each budget.
 
@@ -128,7 +128,7 @@ def scale_parameters(
         sample_rate: of all groups, in (0, 1].
         steps: of the run.
         max_grad_norm: the clip norm of plain DP-SGD, above 0, which those of the groups have for their mean.
-        accountant: "rdp", the default and the paper's, or "pld", which meets the same targets with less noise.
+        accountant: "pld", or "rdp", the paper's, which needs more noise for the same targets.
 
     Raises:
         ValueError: bad input, or a budget that no noise multiplier up to 1e9 keeps.
@@ -155,7 +155,7 @@ def combined_parameters(
     steps: int,
     max_grad_norm: float,
     sample_weight: float,
-    accountant: str = "rdp",
+    accountant: str = "pld",
 ) -> CombinedParameters:
     r"""Sample and Scale at once: rates and clip norms that together use up each budget.
 
@@ -176,14 +176,14 @@ def combined_parameters(
         steps: of the run.
         max_grad_norm: the clip norm of plain DP-SGD, above 0, which those of the groups have for their mean.
         sample_weight: w, in [0, 1]: 0 is Scale and 1 is Sample.
-        accountant: "rdp", the default and the paper's, or "pld", which meets the same targets with less noise.
+        accountant: "pld", or "rdp", the paper's, which needs more noise for the same targets.
 
     Raises:
         ValueError: bad input, or a budget that no noise multiplier up to 1e9 keeps, or that not even a rate of 1
             would use up, with a weight above 0.
 
     >>> found = combined_parameters([1.0, 2.0], [50, 50], target_delta=1e-5, sample_rate=0.01, steps=1000,
-    ...                             max_grad_norm=1, sample_weight=0.5)
+    ...                             max_grad_norm=1, sample_weight=0.5, accountant="rdp")
     >>> round(found.noise_multiplier, 3), found.sample_rates.round(decimals=4), found.max_grad_norms.round(decimals=3)
     (1.207, tensor([0.0083, 0.0117], dtype=torch.float64), tensor([0.9050, 1.0950], dtype=torch.float64))
     """

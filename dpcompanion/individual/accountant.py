@@ -113,19 +113,9 @@ class IndividualAccountant(Recorded):
         >>> IndividualAccountant.for_plan(plan, rounding=None).n
         3
         """
-        rate, norm = plan.sample_rate, plan.max_grad_norm
-        if not (isinstance(rate, float) and isinstance(norm, float)):
-            raise ValueError("plan must have one sample_rate and one max_grad_norm for all examples, got one for each")
-        if plan.arithmetic != "real":
-            raise ValueError(
-                f"plan must have arithmetic='real', got {plan.arithmetic!r}: what floats add is not in individual "
-                "accounts; for one of real numbers, dataclasses.replace(plan, arithmetic='real', parameters=None)"
-            )
         return cls(
             plan.n if n is None else n,
-            sample_rate=rate,
-            noise_multiplier=plan.noise_multiplier,
-            max_grad_norm=norm,
+            **plan.uniform_parameters(),
             rounding=rounding,
             accountant=plan.accountant if accountant is None else accountant,
             device=device,

@@ -46,11 +46,19 @@ with the smaller norm is hidden better:
 >>> epsilons = plan.epsilon()
 >>> bool(epsilons[0] < epsilons[2])
 True
+
+A plan is JSON, without loss:
+
+>>> DPSGDPlan.from_json(plan.to_json()) == plan
+True
 """
 
 import dataclasses
 import hashlib
+import json
 import math
+import os
+import pathlib
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -88,6 +96,10 @@ class DPSGDPlan:
         parameters: for "float", how many trainable numbers the model has.
         accountant: "pld" or "rdp": by which the run is accounted for, here and in all that is made from the plan, so
             that everybody's epsilon and an example's stand side by side by the same accountant.
+        unit: what one of the n examples is, in the singular: "example", or whose data they are, such as "patient" or
+            "user", where all data of one make one example. It is a word of the statements and changes no number.
+
+    Two plans are equal if all of these are, to the last bit.
 
     Raises:
         ValueError: naming the argument, if one is out of its range or an array is not of length n, and for "add-remove"
@@ -105,12 +117,15 @@ class DPSGDPlan:
     arithmetic: str = "real"
     parameters: int | None = None
     accountant: str = "pld"
+    unit: str = "example"
 
     def __post_init__(self):
         def fix(name, value):
             object.__setattr__(self, name, value)
 
         _checks.one_of("accountant", self.accountant, ACCOUNTANTS)
+        if not isinstance(self.unit, str) or not self.unit.strip():
+            raise ValueError(f"unit must be a word such as 'example' or 'patient', got {self.unit!r}")
         fix("n", _checks.whole_number("n", self.n, 1))
         fix("steps", _checks.whole_number("steps", self.steps, 0))
         for name, high in (("sample_rate", 1.0), ("max_grad_norm", math.inf)):
@@ -162,15 +177,18 @@ class DPSGDPlan:
         target_epsilon: float,
         *,
         n: int,
-        sample_rate: Any,
-        steps: int,
         max_grad_norm: Any,
         delta: float,
+        sample_rate: Any = None,
+        steps: int | None = None,
+        batch_size: float | None = None,
+        epochs: float | None = None,
         expected_batch_size: float | None = None,
         relation: str | None = None,
         accountant: str = "pld",
         arithmetic: str = "real",
         parameters: int | None = None,
+        unit: str = "example",
     ) -> "DPSGDPlan":
         """The plan with the least noise whose epsilon, by `accountant`, does not exceed `target_epsilon`, for one rate
         for all. It keeps the accountant.
@@ -178,10 +196,12 @@ class DPSGDPlan:
         Args:
             target_epsilon: above 0.
             n: number of examples.
-            sample_rate: probability that an example enters a step; one number in (0, 1].
-            steps: number of steps; for E epochs, E / sample_rate of them.
             max_grad_norm: length to which a gradient is clipped; one number above 0.
             delta: at which the target is meant.
+            sample_rate, steps: probability that an example enters a step, one number in (0, 1], and number of steps;
+                or else
+            batch_size, epochs: the mean size of a batch, in (0, n], and how often an example is sampled on average:
+                the rate is batch_size / n, and epochs n / batch_size steps are taken, rounded, at least one.
             expected_batch_size: the divisor of the noisy sum, a public constant above 0; by default the sum of the
                 rates.
             relation: "zero-out" or "add-remove", whom neighbours differ in; by default "zero-out", and "add-remove"
@@ -189,15 +209,18 @@ class DPSGDPlan:
             accountant: "pld" or "rdp".
             arithmetic: "real", an account of real numbers, or "float", for a release, which counts what floats do.
             parameters: for "float", how many trainable numbers the model has.
+            unit: what an example is, as in `DPSGDPlan`.
 
         Raises:
-            ValueError: naming the argument, if one is out of its range, is not one number for all examples, or if no
-                noise meets the target.
+            ValueError: naming the argument, if one is out of its range, is not one number for all examples, if no noise
+                meets the target, or unless exactly one of the two pairs is given, in full.
 
-        >>> plan = DPSGDPlan.for_epsilon(2.0, n=1000, sample_rate=0.05, steps=200, max_grad_norm=1.0, delta=1e-5)
-        >>> 1.99 < plan.epsilon() <= 2.0
-        True
+        >>> plan = DPSGDPlan.for_epsilon(2.0, n=1000, batch_size=50, epochs=10, max_grad_norm=1.0, delta=1e-5)
+        >>> plan.sample_rate, plan.steps, 1.99 < plan.epsilon() <= 2.0
+        (0.05, 200, True)
         """
+        n = _checks.whole_number("n", n, 1)
+        sample_rate, steps = _rate_and_steps(n, sample_rate, steps, batch_size, epochs)
         if not (_checks.is_number(sample_rate) and _checks.is_number(max_grad_norm)):
             raise ValueError(
                 "sample_rate and max_grad_norm must be numbers, one for all examples, got "
@@ -237,6 +260,7 @@ class DPSGDPlan:
             arithmetic=arithmetic,
             parameters=parameters,
             accountant=accountant,
+            unit=unit,
         )
 
     @classmethod
@@ -245,14 +269,17 @@ class DPSGDPlan:
         target_epsilons: Any,
         *,
         n: int,
-        sample_rate: float,
-        steps: int,
         max_grad_norm: float,
         delta: float,
+        sample_rate: float | None = None,
+        steps: int | None = None,
+        batch_size: float | None = None,
+        epochs: float | None = None,
         method: str = "sample",
         expected_batch_size: float | None = None,
         relation: str | None = None,
         accountant: str = "pld",
+        unit: str = "example",
     ) -> "DPSGDPlan":
         """The plan that uses up each example's own budget (individualised DP, Boenisch et al. 2023).
 
@@ -260,24 +287,28 @@ class DPSGDPlan:
             target_epsilons: one number, one for each example, (n,), or {budget: share}, whose shares add up to 1 and
                 are dealt out by a fixed permutation (`idp.budgets_for`). Budgets must not depend on the data.
             n: number of examples.
-            sample_rate: the mean of the examples' rates, in (0, 1].
-            steps: number of steps.
             max_grad_norm: the mean of the examples' clip norms, above 0.
             delta: at which the targets are meant.
+            sample_rate, steps: the mean of the examples' rates, in (0, 1], and the number of steps; or else
+            batch_size, epochs: the mean size of a batch, in (0, n], and how often an example is sampled on average
+                (over all of them), as in `for_epsilon`.
             method: "sample", which gives larger budgets a larger sample rate, or "scale", a larger clip norm.
-            expected_batch_size, relation, accountant: as in `DPSGDPlan`; "scale" goes with "zero-out" alone.
+            expected_batch_size, relation, accountant, unit: as in `DPSGDPlan`; "scale" goes with "zero-out" alone.
 
         Raises:
-            ValueError: an argument outside its range, or budgets that the method cannot use up.
+            ValueError: an argument outside its range, budgets that the method cannot use up, or unless exactly one of
+                the two pairs is given, in full.
 
         >>> plan = DPSGDPlan.for_epsilons({1.0: 0.5, 2.0: 0.5}, n=4, sample_rate=0.05, steps=200, max_grad_norm=1.0,
-        ...                               delta=1e-5, accountant="rdp")
+        ...                               delta=1e-5)
         >>> plan.epsilon().round(decimals=2)
         tensor([2., 2., 1., 1.], dtype=torch.float64)
         """
         from dpcompanion.idp import budgets_for, sample_parameters, scale_parameters
 
         _checks.one_of("method", method, ("sample", "scale"))
+        n = _checks.whole_number("n", n, 1)
+        sample_rate, steps = _rate_and_steps(n, sample_rate, steps, batch_size, epochs)
         budgets, which, counts = budgets_for(target_epsilons, n).unique(return_inverse=True, return_counts=True)
         rates, norms = sample_rate, max_grad_norm
         run = {"target_delta": delta, "sample_rate": sample_rate, "steps": steps, "accountant": accountant}
@@ -298,7 +329,71 @@ class DPSGDPlan:
             expected_batch_size=expected_batch_size,
             relation=relation,
             accountant=accountant,
+            unit=unit,
         )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DPSGDPlan) and self._fields() == other._fields()
+
+    def __hash__(self) -> int:
+        return hash((self.n, self.steps, self.noise_multiplier, self.delta, self.accountant))
+
+    def _fields(self):
+        """All fields as JSON values without loss: arrays as lists, a divisor that nobody gave as None."""
+        held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if isinstance(self.expected_batch_size, _SumOfRates):
+            held["expected_batch_size"] = None
+        return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in held.items()}
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The plan as JSON, with the rate and clip norm of each example, written to `path` if one is given; `from_json`
+        gives an equal plan back."""
+        text = json.dumps({"plan": self._fields()}, indent=1)
+        if path is not None:
+            pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | os.PathLike[str]) -> "DPSGDPlan":
+        """The plan of a JSON text, or of a file, that `to_json` wrote.
+
+        Raises:
+            ValueError: what is no plan; FileNotFoundError where there is no file.
+        """
+        text = str(source)
+        if not text.lstrip().startswith("{"):
+            text = pathlib.Path(source).read_text(encoding="utf-8")
+        try:
+            held = json.loads(text)["plan"]
+            unknown = set(held) - {field.name for field in dataclasses.fields(cls)}
+            if not unknown:
+                return cls(**held)
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"source must be a plan in JSON, got {text[:80]!r}: {error}") from None
+        raise ValueError(f"source must hold the fields of a DPSGDPlan, got {', '.join(sorted(unknown))} too")
+
+    def budgets(self, target_epsilons: Any) -> torch.Tensor:
+        """The budget of each example, (n,) float64, of one number, one for each, or {budget: share}
+        (`idp.budgets_for`)."""
+        from dpcompanion.idp import budgets_for
+
+        return budgets_for(target_epsilons, self.n)
+
+    def uniform_parameters(self) -> dict[str, float]:
+        """sample_rate, noise_multiplier and max_grad_norm, what accounts and filters of single examples are made of.
+
+        Raises:
+            ValueError: for a plan with rates or clip norms for each example, or with arithmetic="float": what floats
+                add is not in these accounts.
+        """
+        if self.individual:
+            raise ValueError("plan must have one sample_rate and one max_grad_norm for all examples, got one for each")
+        if self.arithmetic != "real":
+            raise ValueError(
+                f"plan must have arithmetic='real', got {self.arithmetic!r}: what floats add is not in individual "
+                "accounts; for one of real numbers, dataclasses.replace(plan, arithmetic='real', parameters=None)"
+            )
+        return {name: getattr(self, name) for name in ("sample_rate", "noise_multiplier", "max_grad_norm")}
 
     @property
     def steps_per_epoch(self) -> int:
@@ -389,12 +484,12 @@ class DPSGDPlan:
 
         if self.relation == "zero-out":
             whom = (
-                f"Neighbours differ in one example, whose gradients are zero in one of them (zero-out; the number of "
-                f"examples, {self.n}, is public, and so is the divisor {self.expected_batch_size:g})"
+                f"Neighbours differ in one {self.unit}, whose gradients are zero in one of them (zero-out; the number "
+                f"of {self.unit}s, {self.n}, is public, and so is the divisor {self.expected_batch_size:g})"
             )
         else:
             whom = (
-                "Neighbours differ by one example (add-remove; rate, clip norm, steps and the divisor "
+                f"Neighbours differ by one {self.unit} (add-remove; rate, clip norm, steps and the divisor "
                 f"{self.expected_batch_size:g} are constants that do not depend on the data)"
             )
         mean = "" if isinstance(self.max_grad_norm, float) else "mean "
@@ -441,8 +536,25 @@ class DPSGDPlan:
         return values[which] if self.individual else values.item()
 
     def config(self) -> State:
-        """The plan as plain JSON values; arrays as their length, mean and sha256. Equal plans give equal configs."""
-        return {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        """What the run does, as plain JSON values: all but `unit`; arrays as their length, mean and sha256. Equal plans
+        give equal configs."""
+        names = [field.name for field in dataclasses.fields(self) if field.name != "unit"]
+        return {name: _plain(getattr(self, name)) for name in names}
+
+
+def _rate_and_steps(n, sample_rate, steps, batch_size, epochs):
+    """The rate and the number of steps, given as such or by the size of a batch and a number of epochs."""
+    pairs = {"sample_rate": sample_rate, "steps": steps}, {"batch_size": batch_size, "epochs": epochs}
+    given = [name for pair in pairs for name, value in pair.items() if value is not None]
+    if given not in (["sample_rate", "steps"], ["batch_size", "epochs"]):
+        raise ValueError(
+            f"either sample_rate and steps or batch_size and epochs must be given, got {' and '.join(given) or 'none'}"
+        )
+    if batch_size is None:
+        return sample_rate, steps
+    batch_size = _checks.number("batch_size", batch_size, 0, n, closed="right")
+    epochs = _checks.number("epochs", epochs, 0, math.inf, closed="neither")
+    return batch_size / n, max(1, round(epochs * n / batch_size))
 
 
 class _SumOfRates(float):

@@ -55,7 +55,7 @@ def renyi():
 def private(filter, *, mode="hooks", seed=0, model=None, engine=None, dataset=None, batch_size=N // BATCHES, **options):
     """An engine and what it returns, the criterion before the loader."""
     torch.manual_seed(7)
-    model, engine = model or nn.Linear(4, 3).double(), engine or IndividualizedPrivacyEngine()
+    model, engine = model or nn.Linear(4, 3).double(), engine or IndividualizedPrivacyEngine(accountant="rdp")
     options = {
         "epochs": 4,
         "updates_per_epoch": BATCHES,

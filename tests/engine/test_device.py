@@ -26,7 +26,7 @@ def private(*, x=None, device="cpu", mode="hooks", filter=None, seed=0, **option
     """The engine and what it returns, the criterion before the loader."""
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(4, 5), nn.LayerNorm(5), nn.Tanh(), nn.Linear(5, 3)).to(device)
-    engine = IndividualizedPrivacyEngine()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
     own = {
         "module": model,
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5),

@@ -40,7 +40,7 @@ def sentences(length=6):
 
 
 def private(model, data, mode, *, batch_size=N, epochs=1, **options):
-    engine = IndividualizedPrivacyEngine()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
     module, optimizer, *rest = engine.make_private_with_budgets(
         module=model,
         optimizer=torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1),

@@ -55,7 +55,7 @@ class Words(nn.Module):
 
 
 def private(model, data, *, mode="hooks", epochs=3, batch_size=N, **options):
-    engine = IndividualizedPrivacyEngine()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
     made = engine.make_private_with_budgets(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),

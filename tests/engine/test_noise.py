@@ -25,7 +25,7 @@ def private(*, model=None, mode="hooks", engine=None, loader_generator=None, **o
     """An engine and what it returns, the criterion before the loader; by default nothing is seeded but the model."""
     torch.manual_seed(7)
     data = TensorDataset(torch.randn(N, 4), torch.arange(N) % 3)
-    model, engine = model or nn.Linear(4, 3), engine or IndividualizedPrivacyEngine()
+    model, engine = model or nn.Linear(4, 3), engine or IndividualizedPrivacyEngine(accountant="rdp")
     dtype = next(model.parameters()).dtype
     data = TensorDataset(data.tensors[0].to(dtype), data.tensors[1])
     module, optimizer, *rest = engine.make_private_with_budgets(

@@ -44,7 +44,7 @@ def private(
     torch.manual_seed(7)
     dataset = data() if dataset is None else dataset
     model = model or nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-    engine = engine or IndividualizedPrivacyEngine()
+    engine = engine or IndividualizedPrivacyEngine(accountant="rdp")
     options = {
         "target_delta": DELTA,
         "epochs": 2,
@@ -176,7 +176,7 @@ def test_the_engine_and_the_three_methods_have_one_default():
             IndividualizedPrivacyEngine,
         )
     }
-    assert defaults == {"rdp"}
+    assert defaults == {"pld"}
 
 
 def test_no_step_is_taken_beyond_the_budgets():
@@ -661,7 +661,7 @@ def test_the_engine_states_what_its_plan_would(method):
     assert ("rate 0.25, " in said) == (method == "scale") and ("clip norm 0.5," in said) == (method == "sample")
     assert "8 steps" in said and said.endswith("delta 1e-05, accountant rdp.")
     with pytest.raises(ValueError, match="budgets"):
-        IndividualizedPrivacyEngine().statement()
+        IndividualizedPrivacyEngine(accountant="rdp").statement()
 
 
 def test_a_checkpoint_that_was_damaged_is_refused_before_anything_is_loaded(tmp_path):
@@ -751,7 +751,7 @@ def loaders():
 def test_a_loader_that_would_void_the_account_is_refused(word):
     model = nn.Linear(4, 3)
     with pytest.raises(ValueError, match=word):
-        IndividualizedPrivacyEngine().make_private_with_budgets(
+        IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
             module=model,
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             data_loader=loaders()[word],
@@ -830,7 +830,7 @@ def test_bad_input_is_refused_by_name(change, message):
 
 
 def test_the_methods_without_budgets_and_a_second_run_are_refused():
-    engine = IndividualizedPrivacyEngine()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
     with pytest.raises(ValueError, match="needs budgets"):
         engine.make_private()
     with pytest.raises(ValueError, match="budgets"):

@@ -37,7 +37,7 @@ def vectors():
 
 def private(model, dataset=None, *, optimizer=None, mode="hooks", num_workers=0, **options):
     """(engine, model, optimizer, criterion, loader)."""
-    engine = IndividualizedPrivacyEngine()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
     optimizer = optimizer or torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     options = {
         "target_delta": DELTA,
@@ -323,7 +323,7 @@ def test_a_module_that_keeps_statistics_of_its_examples_is_refused(kind):
 
     data = TensorDataset(torch.randn(20, 4), torch.arange(20) % 2)
     model = nn.Sequential(Averaging(), nn.Linear(4, 2))
-    made, optimizer, loader = IndividualizedPrivacyEngine().make_private_with_budgets(
+    made, optimizer, loader = IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
         module=model,
         optimizer=torch.optim.SGD(model[1].parameters(), lr=0.1),
         data_loader=DataLoader(data, batch_size=10),
@@ -536,7 +536,7 @@ def test_no_gradient_in_evaluation_mode_or_of_a_batch_before(mode):
 
 def test_what_the_engine_shows_may_be_written_to():
     budgets = BUDGETS.double()
-    engine = IndividualizedPrivacyEngine()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
     model = nn.Linear(4, 3)
     model, optimizer, loader = engine.make_private_with_budgets(
         module=model,
@@ -662,7 +662,7 @@ def test_a_module_is_copied_with_what_watches_it_and_nan_in_a_buffer_is_no_chang
     model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
     model.register_buffer("unknown", torch.tensor([1.0, math.nan]))
     model.register_buffer("mask", torch.tensor([True, False]))
-    made, optimizer, loader = IndividualizedPrivacyEngine().make_private_with_budgets(
+    made, optimizer, loader = IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         data_loader=DataLoader(TensorDataset(torch.randn(20, 4), torch.arange(20) % 2), batch_size=10),
@@ -690,7 +690,7 @@ def moved(k, where, mode):
     x, y = torch.randn(2048, 50, generator=generator)[:k] * 0.3 + 1, torch.zeros(k, dtype=torch.int64)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(50, 64), nn.Tanh(), nn.Linear(64, 3))
-    engine = IndividualizedPrivacyEngine()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
     module, optimizer, *rest = engine.make_private_with_budgets(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.0),

@@ -1,5 +1,6 @@
 """The exact filter: nobody spends more than their budget, the promise is the target, and it works in training."""
 
+import dataclasses
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion.accounting import compute_epsilon, find_steps
-from dpcompanion.filters import ExactFilter, adaptive_delta, calibrate_filter, level_costs
+from dpcompanion.filters import ExactFilter, RenyiFilter, adaptive_delta, calibrate_filter, level_costs
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entropy, train
 
@@ -278,3 +279,67 @@ def test_a_state_without_what_belongs_in_it_is_refused():
         for change in ({**state, name: None}, {key: value for key, value in state.items() if key != name}):
             with pytest.raises(ValueError, match=name if name == "steps_left" else f"state must .*({name}|filter)"):
                 filter.load_state_dict(change)
+
+
+SHORT = DPSGDPlan(n=4, sample_rate=0.1, steps=60, max_grad_norm=2.0, noise_multiplier=1.5, delta=1e-5)
+
+
+def test_a_filter_of_a_plan_serves_each_budget_as_a_filter_of_that_budget_alone_would():
+    """Costs were made for the largest target: people with 3 beside people with 8 could spend 1.89 of their 3."""
+    own = dict(levels=[0.5, 1.0], block=5, progress=False)
+    filter = ExactFilter.for_plan(SHORT, {1.0: 0.5, 2.5: 0.5}, **own)
+    assert filter.epsilon(1e-5).tolist() == SHORT.budgets({1.0: 0.5, 2.5: 0.5}).tolist() == [2.5, 2.5, 1.0, 1.0]
+    assert (filter.sample_rate, filter.noise_multiplier, filter.max_grad_norm, filter.steps) == (0.1, 1.5, 2.0, 60)
+    for target, who in ((2.5, 0), (1.0, 2)):
+        alone = ExactFilter.for_plan(SHORT, target, **own)
+        assert (filter.costs[who], filter.budget[who]) == (alone.costs, alone.budget[0])
+        game = dict(sample_rate=0.1, noise_multiplier=1.5, levels=own["levels"], block=5)
+        assert adaptive_delta(**game, costs=alone.costs, budget=int(alone.budget[0]), epsilon=target) <= 1e-5
+    other = ExactFilter.for_plan(SHORT, [2.5, 2.5, 1.0, 1.0], **own)
+    filter.clip_norms([2.0, 0.7, 2.0, 0.7])
+    other.load_state_dict(filter.state_dict())
+    assert torch.equal(other.spent, filter.spent) and torch.equal(
+        other.clip_norms([0.0] * 4), filter.clip_norms([0.0] * 4)
+    )
+    with pytest.raises(ValueError, match="state"):
+        ExactFilter.for_plan(SHORT, [2.5, 1.0, 2.5, 1.0], **own).load_state_dict(filter.state_dict())
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.lists(st.floats(0, 3), min_size=4, max_size=4), min_size=1, max_size=60))
+def test_with_costs_of_their_own_nobody_spends_more_than_their_budget(norms):
+    filter = ExactFilter.for_plan(SHORT, [1.0, 2.5, 1.0, 2.5], levels=[0.5, 1.0], block=5, progress=False)
+    prices = [{0.0: 0, 1.0: low, 2.0: full} for low, full in filter.costs]
+    assert prices[0] != prices[1]
+    paid = [0] * 4
+    for step, row in enumerate(norms):
+        limits = filter.clip_norms(row).tolist()
+        if step % 5 == 0:
+            paid = [before + price[limit] for before, price, limit in zip(paid, prices, limits)]
+        assert filter.spent.tolist() == paid and bool((filter.spent <= filter.budget).all())
+
+
+@pytest.mark.parametrize("make", [ExactFilter.for_plan, RenyiFilter.for_plan])
+def test_a_plan_that_no_filter_fits_is_refused_by_name(make):
+    with pytest.raises(ValueError, match="sample_rate"):
+        make(dataclasses.replace(SHORT, sample_rate=[0.1, 0.2, 0.1, 0.2]), 1.0)
+    with pytest.raises(ValueError, match="arithmetic"):
+        make(dataclasses.replace(SHORT, arithmetic="float", parameters=3), 1.0)
+    with pytest.raises(ValueError, match="noise_multiplier"):
+        make(dataclasses.replace(SHORT, noise_multiplier=0.0), 1.0)
+    with pytest.raises(ValueError, match="target_epsilons"):
+        make(SHORT, {1.0: 0.5, 2.0: 0.6})
+
+
+def test_a_renyi_filter_of_a_plan_is_the_one_of_its_numbers():
+    ours = RenyiFilter.for_plan(SHORT, [1.0, 2.0, 1.0, 2.0])
+    theirs = RenyiFilter.for_epsilon(
+        4,
+        target_epsilons=[1.0, 2.0, 1.0, 2.0],
+        target_delta=1e-5,
+        sample_rate=0.1,
+        noise_multiplier=1.5,
+        max_grad_norm=2.0,
+    )
+    ours.load_state_dict(theirs.state_dict())
+    assert torch.equal(ours.budgets, theirs.budgets)

@@ -84,7 +84,7 @@ def _trained(path):
 def _private():
     """An engine, and what its checkpoints take."""
     torch.manual_seed(0)
-    model, engine = torch.nn.Linear(5, 3), IndividualizedPrivacyEngine()
+    model, engine = torch.nn.Linear(5, 3), IndividualizedPrivacyEngine(accountant="rdp")
     model, optimizer, loader = engine.make_private_with_budgets(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),

@@ -111,7 +111,7 @@ def test_a_step_of_the_engine_waits_for_nothing(data, watched, mode):
     from dpcompanion.engine import IndividualizedPrivacyEngine
 
     model = models.mnist_cnn(seed=0).cuda()
-    model, optimizer, *rest = IndividualizedPrivacyEngine().make_private_with_budgets(
+    model, optimizer, *rest = IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
         module=model,
         optimizer=optimizer_of(model),
         data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*data), batch_size=64),

@@ -1,6 +1,7 @@
 import dataclasses
 import itertools
 import math
+import pickle
 import types
 import warnings
 
@@ -269,3 +270,90 @@ def test_a_statement_is_of_the_steps_taken():
     assert " 50 steps" in plan.statement() and " 7 of 50 " in plan.statement(steps=7)
     with pytest.raises(ValueError, match="steps"):
         plan.statement(steps=51)
+
+
+TARGET = dict(n=600, max_grad_norm=1.0, delta=1e-4)
+
+
+def test_a_batch_size_and_epochs_are_a_rate_and_steps():
+    plan = DPSGDPlan.for_epsilon(2.0, batch_size=50, epochs=3, **TARGET)
+    assert (plan.sample_rate, plan.steps) == (50 / 600, 36)
+    assert plan == DPSGDPlan.for_epsilon(2.0, sample_rate=50 / 600, steps=36, **TARGET)
+    plan = DPSGDPlan.for_epsilons({1.0: 0.5, 2.0: 0.5}, batch_size=50, epochs=3, accountant="rdp", **TARGET)
+    assert plan.steps == 36 and plan.expected_batch_size == pytest.approx(50)
+    # The paper's 80 epochs of MNIST are 9,375 steps.
+    assert plan_module._rate_and_steps(60_000, None, None, 512, 80)[1] == 9375
+
+
+@pytest.mark.parametrize("make", [DPSGDPlan.for_epsilon, DPSGDPlan.for_epsilons])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"sample_rate": 0.1},
+        {"sample_rate": 0.1, "epochs": 2},
+        {"sample_rate": 0.1, "steps": 5, "epochs": 2},
+        {"sample_rate": 0.1, "steps": 5, "batch_size": 60, "epochs": 2},
+    ],
+)
+def test_rate_and_steps_are_given_in_exactly_one_way(make, given):
+    with pytest.raises(ValueError, match="sample_rate and steps or batch_size and epochs"):
+        make(2.0, **TARGET, **given)
+
+
+@pytest.mark.parametrize("bad", [{"batch_size": 601}, {"batch_size": 0}, {"epochs": 0}, {"epochs": math.inf}])
+def test_a_batch_that_cannot_be_is_refused_by_name(bad):
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        DPSGDPlan.for_epsilon(2.0, **TARGET, **{"batch_size": 50, "epochs": 3, **bad})
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [(2.0, [2.0] * 4), ([1.0, 2.0, 1.0, 3.0], [1.0, 2.0, 1.0, 3.0]), ({1.0: 0.5, 2.0: 0.5}, [2.0, 2.0, 1.0, 1.0])],
+)
+@pytest.mark.parametrize("method", ["sample", "scale"])
+def test_budgets_of_each_are_used_up_by_the_default_accountant_too(targets, expected, method):
+    plan = DPSGDPlan.for_epsilons(
+        targets, n=4, sample_rate=0.05, steps=100, max_grad_norm=1.0, delta=1e-5, method=method
+    )
+    found = torch.as_tensor(plan.epsilon()).expand(4)
+    expected = torch.tensor(expected, dtype=torch.float64)
+    assert plan.accountant == "pld" and (found <= expected).all() and (found > 0.998 * expected).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"expected_batch_size": 5, "unit": "patient"},
+        {"expected_batch_size": 5, "relation": "zero-out"},
+        {"sample_rate": torch.rand(10, generator=torch.Generator().manual_seed(0))},
+        {"max_grad_norm": [1 / 3] * 9 + [0.1], "accountant": "rdp"},
+        {"arithmetic": "float", "parameters": 7},
+    ],
+)
+def test_a_plan_comes_back_equal_from_json_and_from_a_pickle(change, tmp_path):
+    plan = DPSGDPlan(**{**GOOD, **change})
+    plan.to_json(tmp_path / "plan.json")
+    for other in (
+        DPSGDPlan.from_json(plan.to_json()),
+        DPSGDPlan.from_json(tmp_path / "plan.json"),
+        pickle.loads(pickle.dumps(plan)),
+    ):
+        assert other == plan and hash(other) == hash(plan) and other.statement() == plan.statement()
+        assert dataclasses.replace(other, steps=1) == dataclasses.replace(plan, steps=1) != plan
+
+
+@pytest.mark.parametrize("text", ["{}", '{"plan": 3}', "{", '{"plan": {"n": 3}}', '{"plan": {"m": 3}}'])
+def test_what_is_no_plan_in_json_is_refused(text):
+    with pytest.raises(ValueError, match="source"):
+        DPSGDPlan.from_json(text)
+
+
+@pytest.mark.parametrize("relation", [{}, {"expected_batch_size": 5}])
+def test_a_statement_names_the_unit_that_is_protected_and_the_run_is_the_same(relation):
+    plan, other = (DPSGDPlan(**GOOD, **relation, unit=unit) for unit in ("example", "patient"))
+    assert "one patient" in other.statement() and "example" not in other.statement()
+    assert plan.config() == other.config() and plan != other and plan.epsilon() == other.epsilon()
+    with pytest.raises(ValueError, match="unit"):
+        DPSGDPlan(**GOOD, unit="")

@@ -14,7 +14,7 @@ from dpcompanion.reproduction.papers.idp_sgd import networks
 from dpcompanion.training import Callbacks, DPSGDPlan, clipping, cross_entropy, train
 
 BUDGETS = (5.0, 6.0, 6.0, 7.0)
-RUN = {"target_delta": 1e-5, "sample_rate": 0.5, "steps": 1}
+RUN = {"target_delta": 1e-5, "sample_rate": 0.5, "steps": 1, "accountant": "rdp"}
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:.*batching rule")
 
 
@@ -94,7 +94,7 @@ def test_resnet18_takes_a_step_of_idp_sgd_by_the_trainer():
 @pytest.mark.parametrize("method", ["sample", "scale"])
 def test_resnet18_takes_a_step_of_idp_sgd_by_the_engine(method):
     model, data = networks.resnet18(), TensorDataset(*images())
-    engine = IndividualizedPrivacyEngine()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
     private, optimizer, loader = engine.make_private_with_budgets(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
@@ -162,7 +162,7 @@ def test_fine_tuning_by_the_engine_meets_budgets_and_leaves_the_backbone_alone(m
     model, (x, y) = networks.fine_tune(ModuleValidator.fix(small_encoder())), sentences()
     assert ModuleValidator.is_valid(model)
     frozen, trained = weights(model, frozen=True), weights(model, frozen=False)
-    engine = IndividualizedPrivacyEngine()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
     budgets = torch.tensor(BUDGETS * 2, dtype=torch.float64)
     private, optimizer, loader = engine.make_private_with_budgets(
         module=model,

@@ -84,8 +84,13 @@ def table_7(config, run):
     """
     values = {}
     for name, training in config.training.items():
-        run_of = {"target_delta": config.delta, "sample_rate": training.sample_rate, "steps": training.steps}
-        values[f"{name}.sigma"] = find_noise_multiplier(target_epsilon=config.budgets[0], accountant="rdp", **run_of)
+        run_of = {
+            "target_delta": config.delta,
+            "sample_rate": training.sample_rate,
+            "steps": training.steps,
+            "accountant": "rdp",
+        }
+        values[f"{name}.sigma"] = find_noise_multiplier(target_epsilon=config.budgets[0], **run_of)
         values[f"{name}.c"] = training.clip
         values[f"{name}.q"] = training.sample_rate
         for setup, shares in config.groups.items():

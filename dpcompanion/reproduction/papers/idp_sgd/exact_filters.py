@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from dpcompanion.accounting import find_noise_multiplier, find_steps, rdp_to_epsilon
-from dpcompanion.filters import ExactFilter, RenyiFilter
+from dpcompanion.filters import ExactFilter, RenyiFilter, level_costs
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.training import (
@@ -72,8 +72,12 @@ def make_filter(kind, plan, targets, levels, block):
     }
     if kind == "renyi":
         return RenyiFilter.for_epsilon(plan.n, target_epsilons=targets, **own)
+    # The costs of the largest target for everybody, as when these runs were recorded.
+    game = {"sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier, "target_delta": plan.delta}
+    largest = float(torch.as_tensor(targets, dtype=torch.float64).max())
+    costs = level_costs(levels, target_epsilon=largest, steps=plan.steps, block=block, **game)
     return ExactFilter(
-        plan.n, target_epsilon=targets, levels=levels, steps=plan.steps, block=block, progress=False, **own
+        plan.n, target_epsilon=targets, levels=levels, costs=costs, steps=plan.steps, block=block, progress=False, **own
     )
 
 
