@@ -1,6 +1,6 @@
 """Opacus's own tests with `IndividualizedPrivacyEngine` in place of its `PrivacyEngine`.
 
-    python tools/opacus_suite.py [--write benchmarks/opacus_suite.json] [options of pytest, such as -k WORDS]
+    python -m benchmarks.opacus_suite [--write] [options of pytest, such as -k WORDS]
 
 The tests are those that the installed version of Opacus brings, run by pytest; Hypothesis tries three examples in each
 of its own. An adapter gives `make_private` to the engine: equal budgets that come out at the noise that a test asks
@@ -18,6 +18,8 @@ import pathlib
 import sys
 import unittest
 
+import hypothesis
+import opacus
 import pytest
 import torch
 
@@ -25,6 +27,7 @@ from dpcompanion import idp
 from dpcompanion.data import import_torchvision
 from dpcompanion.engine import IndividualizedPrivacyEngine
 
+FILE = pathlib.Path(__file__).with_suffix(".json")
 MODULES = (
     "privacy_engine_test",
     "privacy_engine_validation_test",
@@ -151,25 +154,9 @@ def chain(error):
         error = error.__cause__ or error.__context__
 
 
-def write(path, version, found):
-    """Add outcomes to the file: {"opacus": its version, "totals": ..., "tests": {name: [outcome, reason]}}."""
-    tests = {}
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        tests = before["tests"] if before["opacus"] == version else {}
-    tests = dict(sorted({**tests, **{name: list(what) for name, what in found.items()}}.items()))
-    totals = dict(sorted(collections.Counter(outcome for outcome, _ in tests.values()).items()))
-    path.write_text(
-        json.dumps({"opacus": version, "totals": totals, "tests": tests}, indent=1) + "\n", encoding="utf-8"
-    )
-
-
 def main():
-    import hypothesis
-    import opacus
-
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.add_argument("--write", type=pathlib.Path, help="the file that the outcomes are added to")
+    parser.add_argument("--write", action="store_true", help="write the outcomes to opacus_suite.json")
     options, for_pytest = parser.parse_known_args()
     torch.set_num_threads(1)
     hypothesis.settings.register_profile("few", max_examples=3, deadline=None, derandomize=True, database=None)
@@ -177,16 +164,16 @@ def main():
     with contextlib.suppress(ImportError):
         import_torchvision()
     suite = Suite()
-    modules = [f"opacus.tests.{name}" for name in MODULES]
     quiet = ["-c", os.devnull, "-p", "no:cacheprovider", "-q", "--tb=no", "-W", "ignore", "--pyargs"]
-    pytest.main([*quiet, *for_pytest, *modules], plugins=[suite])
+    pytest.main([*quiet, *for_pytest, *(f"opacus.tests.{name}" for name in MODULES)], plugins=[suite])
     for name, (outcome, reason) in suite.of.items():
         print(f"{outcome:18} {name}  {reason}")
-    totals = collections.Counter(outcome for outcome, _ in suite.of.values())
-    print(dict(totals))
+    totals = dict(sorted(collections.Counter(outcome for outcome, _ in suite.of.values()).items()))
+    print(totals)
     if options.write:
-        write(options.write, opacus.__version__, suite.of)
-    return int(totals["fails"] > 0)
+        found = {"opacus": opacus.__version__, "totals": totals, "tests": dict(sorted(suite.of.items()))}
+        FILE.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return int(totals.get("fails", 0) > 0)
 
 
 if __name__ == "__main__":
