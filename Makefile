@@ -7,10 +7,10 @@ PY := .venv/bin/python
 INSTALLED := .venv/.installed
 LOWEST := .venv-lowest/bin/python
 CORE_TESTS := tests/accounting tests/engine tests/filters tests/per_instance tests/training tests/test_individual.py
-# Of the committed notebooks: all, or PAGES, or those with a MARK; as it is, or UNDER another arithmetic.
+# Of the committed notebooks: all, or PAGES; as it is, or UNDER another arithmetic.
 PAGES ?= $$(find book -name '*.ipynb' -not -path '*/.*')
 NBVAL := $(PY) -m pytest -n 2 --no-loadscope-reorder -p no:cacheprovider --color=no --nbval --nbval-current-env \
-  --nbval-sanitize-with=nbval.cfg $(if $(MARK),-m $(MARK)) $(PAGES)
+  --nbval-sanitize-with=nbval.cfg $(PAGES)
 JUPYTER_BOOK := .venv/bin/jupyter-book build . -q
 
 export OMP_NUM_THREADS := 1

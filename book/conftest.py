@@ -6,7 +6,7 @@ executes a committed notebook again and compares every output (`make notebooks` 
 a notebook that was never executed, ignores pictures, lets a cell opt out, and gives each kernel the environment of the
 caller. Here, a cell without an execution count fails; pictures may differ in a thousandth of their pixels; a cell's
 `tolerance` holds for its numbers; no cell opts out. The pages of one paper run one after the other in one worker of
-pytest-xdist, and share a fresh folder of live records. Pages that train have the mark `trains`.
+pytest-xdist, and share a fresh folder of live records.
 """
 
 import contextlib
@@ -41,7 +41,6 @@ nbval.kernel.KernelManager = kernel_manager
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "trains: a page of the book that trains networks")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -63,22 +62,19 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if isinstance(item, IPyNbCell):
             cells.setdefault(item.path, []).append(item)
-            if trains(item.path):
-                item.add_marker(pytest.mark.trains)
             item.output_timeout = SECONDS_FOR_OUTPUT
             item.options.update(check=True, skip=False, check_exception=False)
             item.compare_outputs = functools.partial(compare, item, item.compare_outputs)
-    # What takes longest comes first: papers with pages that train, and of these the large ones.
+    # What takes longest comes first: what runs experiments, and of these the papers with the largest pages.
     papers = notebooks.papers(cells)
-    papers.sort(key=lambda pages: (not any(map(trains, pages)), -sum(page.stat().st_size for page in pages)))
+    papers.sort(key=lambda pages: (not any(map(runs_experiments, pages)), -sum(page.stat().st_size for page in pages)))
     items[:] = [item for item in items if item.path not in cells] + [
         item for pages in papers for page in pages for item in cells[page]
     ]
 
 
-@functools.cache
-def trains(page):
-    return notebooks.trains(page)
+def runs_experiments(page):
+    return "dpcompanion.reproduction.chapters" in page.read_text(encoding="utf-8")
 
 
 @functools.cache

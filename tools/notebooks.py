@@ -42,8 +42,6 @@ import outputs
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
-# What a page that trains imports.
-TRAINS = re.compile(r"(from|import) dpcompanion\b.*\b(engine|ensembles|experiments|chapters|train\w*)\b")
 SHOWN = 24  # lines that are shown of one cell
 # Characters of a line of code, here as in the modules.
 LONGEST = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["ruff"]["line-length"]
@@ -161,11 +159,6 @@ def take_over_prose(source):
         cell.outputs, cell.execution_count = old.outputs, old.execution_count
     write_if_different(twin, fresh)
     return None
-
-
-def trains(page):
-    """Whether a page, a source or a twin, trains networks, itself or by the papers' experiments."""
-    return bool(TRAINS.search(page.read_text(encoding="utf-8")))
 
 
 def paper_of(page):

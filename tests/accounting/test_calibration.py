@@ -54,7 +54,9 @@ def test_the_rate_meets_the_target_and_a_little_more_does_not(noise_multiplier, 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
 @pytest.mark.parametrize("target", TARGETS[::2])
 @pytest.mark.parametrize(
-    "sample_rate, noise_multiplier", [(0.01, 1.0), (512 / 60000, 3.42529), (0.5, 30.0), (1.0, 20.0)]
+    "sample_rate, noise_multiplier",
+    [(512 / 60000, 3.42529), (1.0, 20.0)]
+    + [pytest.param(*run, marks=pytest.mark.slow) for run in ((0.01, 1.0), (0.5, 30.0))],
 )
 def test_the_steps_meet_the_target_and_one_more_does_not(sample_rate, noise_multiplier, target, accountant):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier)

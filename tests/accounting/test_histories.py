@@ -36,9 +36,9 @@ def test_a_history_at_one_level_costs_what_the_run_costs(rate, noises, steps, de
 def test_histories_with_little_noise_are_not_told_that_they_have_next_to_none(noise):
     """Where the grid of epsilons was longer than 745, the exponential of its lower part was 0, and so was epsilon."""
     found = epsilon_of_histories(
-        [[100, 0], [50, 50]], sample_rate=0.01, noise_multipliers=[noise, 2 * noise], delta=1e-5
+        [[50, 0], [25, 25]], sample_rate=0.01, noise_multipliers=[noise, 2 * noise], delta=1e-5
     )
-    exact = [compute_epsilon(sample_rate=0.01, noise_multiplier=noise, steps=steps, delta=1e-5) for steps in (100, 50)]
+    exact = [compute_epsilon(sample_rate=0.01, noise_multiplier=noise, steps=steps, delta=1e-5) for steps in (50, 25)]
     assert exact[0] * (1 - 2e-4) <= float(found[0]) <= 1.005 * exact[0]
     assert exact[1] <= float(found[1]) <= float(found[0])
 

@@ -180,17 +180,22 @@ def test_two_steps_agree_with_quadrature(sample_rate, noise_multiplier, epsilon,
     [
         (512 / 60000, 3.42529, 9375, 1e-5),
         (0.01, 0.8, 500, 1e-12),
-        (0.01, 1.0, 1000, 1e-5),
         (0.5, 5.0, 200, 1e-15),
         (0.9, 10.0, 10**5, 0.4),
-        (1e-3, 0.7, 1000, 1e-10),
-        (1e-3, 1.0, 1000, 1e-5),
-        (1e-4, 1.0, 10**4, 1e-5),
-        (1e-4, 1.0, 10**4, 1e-9),
         (1e-3, 30.0, 10**7, 1e-6),
         (0.1, 0.6, 20, 1e-8),
-        (0.02, 100.0, 10**6, 1e-7),
-        (1e-5, 4.0, 10**7, 1e-6),
+        *(
+            pytest.param(*run, marks=pytest.mark.slow)
+            for run in (
+                (0.01, 1.0, 1000, 1e-5),
+                (1e-3, 0.7, 1000, 1e-10),
+                (1e-3, 1.0, 1000, 1e-5),
+                (1e-4, 1.0, 10**4, 1e-5),
+                (1e-4, 1.0, 10**4, 1e-9),
+                (0.02, 100.0, 10**6, 1e-7),
+                (1e-5, 4.0, 10**7, 1e-6),
+            )
+        ),
     ],
 )
 def test_epsilon_agrees_with_the_inversion_of_the_laplace_transform(sample_rate, noise_multiplier, steps, delta):
@@ -396,7 +401,7 @@ def test_without_a_grid_a_few_rare_draws_cost_what_those_pay_who_are_drawn_so_of
     [
         *((*corner, 3e8) for corner in CORNERS),
         (5.04e-5, 0.01587, 476223305, 0.043, 3e8),
-        (1.6e-8, 0.356, 808_631, 1e-5, 2e9),
+        pytest.param(1.6e-8, 0.356, 808_631, 1e-5, 2e9, marks=pytest.mark.slow),
     ],
 )
 def test_the_work_of_a_corner_is_bounded(rate, noise, steps, delta, most):

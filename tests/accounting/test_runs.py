@@ -237,7 +237,9 @@ def test_bad_arguments_of_delta_are_named_with_their_value(name, value):
 @pytest.mark.parametrize(
     "run",
     [
-        dict(sample_rate=1.6e-8, noise_multiplier=0.356, steps=808_631, delta=1e-5),
+        pytest.param(
+            dict(sample_rate=1.6e-8, noise_multiplier=0.356, steps=808_631, delta=1e-5), marks=pytest.mark.slow
+        ),
         dict(sample_rate=0.01, noise_multiplier=1e-4, steps=100, delta=1e-5),
         dict(sample_rate=0.01, noise_multiplier=1e-9, steps=10**12, delta=1e-12),
         dict(sample_rate=1e-11, noise_multiplier=0.0099, steps=10**6, delta=1e-300),

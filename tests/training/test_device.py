@@ -63,7 +63,9 @@ def test_the_count_counts():
 
 
 @pytest.mark.parametrize("method", ["mixed", "ghost"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "wrn16_4" else ()) for name in MODELS]
+)
 def test_clipping_and_norms_read_nothing_back(name, method):
     make, inputs = MODELS[name]
     model, x, y = make().to("meta"), inputs(), torch.zeros(4, dtype=torch.int64, device="meta")

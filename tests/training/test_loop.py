@@ -229,7 +229,7 @@ class Counter:
         self.total = state["total"]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_run_that_was_cut_off_ends_bit_for_bit_where_it_would_have_ended(tmp_path, seed, dtype):
     data, plan = problem(dtype=dtype)

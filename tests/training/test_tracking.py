@@ -167,7 +167,7 @@ def histories(draw, n=6):
 @pytest.mark.parametrize("mode", [dict(rounding=None), dict(rounding=0.1)])
 @pytest.mark.parametrize("clipping", ["maximum", "individual"])
 @given(history=histories(), stop=st.integers(0, 25), looks=st.sets(st.integers(0, 25), max_size=3))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_running_estimates_charge_as_if_everybody_were_charged_at_every_step(mode, clipping, history, stop, looks):
     per_epoch, found, batches = history
     (x, y), plan = problem(n=6)
