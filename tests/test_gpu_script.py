@@ -67,13 +67,11 @@ def test_what_fails_keeps_nothing_else_from_running_and_is_tried_again(told):
 def test_the_records_are_those_that_the_book_says_remain_with_its_seeds_and_days_come_last(tmp_path, capsys):
     left = [how for one in scoreboard.standings() for how in (one.to_do, one.more_seeds) if how]
     commands = [command for _, how in left for command in how.split(" && ") if command.startswith("dpcompanion")]
-    assert commands and {command.split()[2] for command in commands} == set(gpu.remaining())
+    found = gpu.remaining()
+    assert commands and {command.split()[2] for command in commands} == set(found)
     for command in commands:
-        assert (
-            " --seeds " not in command
-            or " ".join(gpu.remaining()[command.split()[2]]) == command.partition(" --seeds ")[2]
-        )
-    order = list(gpu.remaining())
+        assert " --seeds " not in command or " ".join(found[command.split()[2]]) == command.partition(" --seeds ")[2]
+    order = list(found)
     assert order.index("gradients-look-alike/figure-3") < order.index("idp-sgd/figure-2")
     assert gpu.main(["--list", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out

@@ -25,6 +25,7 @@ MODES = [
     dict(rounding=0.01, accountant="pld"),
 ]
 ALL_MODES = [*MODES, dict(rounding=None, accountant="pld")]
+BY_RENYI_FIRST = [*MODES[:2], pytest.param(MODES[2], marks=pytest.mark.slow)]  # by loss distributions takes seconds
 
 
 def history(n, updates, seed=0):
@@ -124,7 +125,7 @@ def test_accounts_are_ordered_unrounded_below_rounded_and_pld_below_rdp():
     assert (pld <= rounded * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("mode", [*MODES[:2], pytest.param(MODES[2], marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", BY_RENYI_FIRST)
 def test_longer_gradients_and_more_steps_never_cost_less(mode):
     norms = history(40, 10, seed=2)
     base = recorded(norms, **mode).epsilon(1e-5)
@@ -132,7 +133,7 @@ def test_longer_gradients_and_more_steps_never_cost_less(mode):
     assert (recorded(norms, steps=4, **mode).epsilon(1e-5) >= base * (1 - 1e-3)).all()
 
 
-@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize("mode", [*MODES, pytest.param(ALL_MODES[3], marks=pytest.mark.slow)])
 def test_state_is_saved_restored_and_merged(mode):
     norms = history(20, 12, seed=3)
     whole, first, second = (recorded(part, **mode) for part in (norms, norms[:5], norms[5:]))
@@ -146,7 +147,7 @@ def test_state_is_saved_restored_and_merged(mode):
     assert torch.equal(first.epsilon(1e-5), before)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BY_RENYI_FIRST)
 @given(parts=charges(), saved=st.booleans())
 @settings(max_examples=12, deadline=None)
 def test_charging_some_examples_is_charging_everybody_with_norms_of_zero_for_the_others(mode, parts, saved):
@@ -172,7 +173,7 @@ def test_charging_some_examples_is_charging_everybody_with_norms_of_zero_for_the
     assert torch.allclose(found, expected, rtol=5e-3, atol=0)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BY_RENYI_FIRST)
 def test_everybody_is_charged_alike_by_steps_for_all_for_each_and_by_name(mode):
     norms = history(50, 3, seed=5)
     whole = recorded(norms, steps=4, **mode)
@@ -487,7 +488,7 @@ def test_bad_examples_and_steps_are_refused_and_leave_the_account_as_it_was(argu
         assert accountant.steps == 0 and (accountant.epsilon(1e-5) == 0).all()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", BY_RENYI_FIRST)
 def test_a_log_of_sampled_examples_is_refused_as_an_account_and_estimates_what_all_steps_cost(mode):
     n, steps, rate = 60, 400, 0.1
     run = dict(sample_rate=rate, noise_multiplier=1.0, max_grad_norm=1.0, **mode)
@@ -670,7 +671,7 @@ def test_accounts_where_a_step_shows_who_was_in_it_fit_in_memory(noise, rounding
         assert own * (1 - 1e-6) <= found <= 1.01 * own < everybody
 
 
-@pytest.mark.parametrize("noise", [9e-3, 1e-5, 1e-100])
+@pytest.mark.parametrize("noise", [1e-100, *(pytest.param(noise, marks=pytest.mark.slow) for noise in (9e-3, 1e-5))])
 def test_an_account_by_renyi_without_rounding_has_an_answer_however_little_noise_there_is(noise):
     account = IndividualAccountant(
         3, accountant="rdp", rounding=None, sample_rate=0.1, noise_multiplier=noise, max_grad_norm=1.0
