@@ -24,8 +24,12 @@ from dpcompanion.output_perturbation import (
 )
 
 TABLE_3 = published.exhibit("intrinsic-privacy/table-3")
-TASKS = ("mnist-binary", "forest", "adult")
-SIZES = {"mnist-binary": (10397, 32, 0.1, 1850), "forest": (378783, 50, 1.0, 8400), "adult": (29305, 32, 0.5, 3400)}
+TASKS = ("mnist-binary-unscaled", "forest", "adult")
+SIZES = {
+    "mnist-binary-unscaled": (10397, 32, 0.1, 1850),
+    "forest": (378783, 50, 1.0, 8400),
+    "adult": (29305, 32, 0.5, 3400),
+}
 
 
 def gaussian_delta(mu, epsilon):
