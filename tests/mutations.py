@@ -189,8 +189,8 @@ FAULTS = (
     fault(
         "an exact filter pays for a level below the one it serves",
         "filters/exact.py",
-        "self._spent = self._spent + self._costs[index] * blocks",
-        "self._spent = self._spent + self._costs[(index - 1).clamp(min=0)] * blocks",
+        "self._spent = self._spent + self._cost_of(index) * blocks",
+        "self._spent = self._spent + self._cost_of((index - 1).clamp(min=0)) * blocks",
         "filters/test_exact.py::test_levels_are_recorded_at_what_they_cost_and_refused_where_they_cannot_be_paid",
     ),
     fault(
