@@ -78,26 +78,17 @@ def bilinear_grad_sample(layer, activations, backprops):
     return {p: sample for p, sample in found.items() if p.requires_grad}
 
 
-def _guarded(sampler):
-    """A rule for a layer's gradients, which of an empty batch finds none."""
-
-    @functools.wraps(sampler)
-    def sampled(layer, activations, backprops):
-        if not len(backprops):
-            return {p: backprops.new_zeros(0, *p.shape) for p in layer.parameters(recurse=False) if p.requires_grad}
-        return sampler(layer, activations, backprops)
-
-    return sampled
+def _of_layer(sampler, layer, activations, backprops):
+    """What a rule finds of a layer's gradients, of an empty batch none."""
+    if not len(backprops):
+        return {p: backprops.new_zeros(0, *p.shape) for p in layer.parameters(recurse=False) if p.requires_grad}
+    return sampler(layer, activations, backprops)
 
 
-def _unless_empty(sampler):
-    @functools.wraps(sampler)
-    def sampled(parameters, activations, backprops):
-        if not len(backprops):
-            return [backprops.new_zeros(0, *p.shape) for p in parameters]
-        return sampler(parameters, activations, backprops)
-
-    return sampled
+def _by_functorch(sampler, parameters, activations, backprops):
+    if not len(backprops):
+        return [backprops.new_zeros(0, *p.shape) for p in parameters]
+    return sampler(parameters, activations, backprops)
 
 
 def mend(hooks, dim=0):
@@ -107,10 +98,12 @@ def mend(hooks, dim=0):
     """
     own = {nn.Embedding: embedding_grad_sample, nn.EmbeddingBag: bag_grad_sample, nn.Bilinear: bilinear_grad_sample}
     if hasattr(hooks, "GRAD_SAMPLERS"):
-        hooks.GRAD_SAMPLERS = {kind: _guarded(sampler) for kind, sampler in {**hooks.GRAD_SAMPLERS, **own}.items()}
+        hooks.GRAD_SAMPLERS = {
+            kind: functools.partial(_of_layer, sampler) for kind, sampler in {**hooks.GRAD_SAMPLERS, **own}.items()
+        }
     for layer in hooks._module.modules():
         if hasattr(layer, "ft_compute_sample_grad"):
-            layer.ft_compute_sample_grad = _unless_empty(layer.ft_compute_sample_grad)
+            layer.ft_compute_sample_grad = functools.partial(_by_functorch, layer.ft_compute_sample_grad)
     if isinstance(hooks, nn.Module):
         hooks.forward = functools.partial(_forward, hooks, hooks.forward, dim)
 
