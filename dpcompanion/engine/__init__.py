@@ -86,6 +86,19 @@ try:
 except ImportError as error:
     raise ImportError("the engine stands on Opacus: pip install 'dpcompanion[opacus]'") from error
 
+from .attention import MultiheadAttention
 from .private import CLIPPINGS, METHODS, MODES, IndividualizedPrivacyEngine
+from .recurrence import GRU, LSTM, RNN
+from .replacements import replace_layers
 
-__all__ = ["CLIPPINGS", "METHODS", "MODES", "IndividualizedPrivacyEngine"]
+__all__ = [
+    "CLIPPINGS",
+    "GRU",
+    "LSTM",
+    "METHODS",
+    "MODES",
+    "RNN",
+    "IndividualizedPrivacyEngine",
+    "MultiheadAttention",
+    "replace_layers",
+]

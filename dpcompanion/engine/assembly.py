@@ -7,10 +7,11 @@ optimizer, and a proof with the first batches comes before any step.
 import functools
 
 import torch
+from opacus.validators.errors import UnsupportedModuleError
 
 from .checks import Traceless
 from .ghost import GhostOptimizer
-from .layers import ForEachExample, check_packed, embedding_grad_sample
+from .layers import ForEachExample, check_packed, mend
 from .loading import Draws, Noted, private_loader
 from .losses import LossWatch, PerExampleCriterion
 from .optimizers import HooksOptimizer
@@ -54,17 +55,22 @@ def assemble(
     noted = Noted(data_loader.dataset, data_loader)
     engine.dataset = data_loader.dataset
     original = module
-    module = engine._prepare_model(
-        module,
-        batch_first=batch_first,
-        max_grad_norm=max_grad_norm,
-        loss_reduction=loss_reduction,
-        grad_sample_mode=grad_sample_mode,
-        wrap_model=wrap_model,
-    )
+    try:
+        module = engine._prepare_model(
+            module,
+            batch_first=batch_first,
+            max_grad_norm=max_grad_norm,
+            loss_reduction=loss_reduction,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=wrap_model,
+        )
+    except NotImplementedError as error:
+        raise UnsupportedModuleError(
+            f"module must be one that Opacus takes in the mode {grad_sample_mode!r}, but: "
+            + (str(error) or "batch_first=False is not possible in it")
+        ) from error
     module.forbid_grad_accumulation()
-    if hasattr(module, "GRAD_SAMPLERS"):
-        module.GRAD_SAMPLERS = {**module.GRAD_SAMPLERS, torch.nn.Embedding: embedding_grad_sample}
+    mend(module, int(not batch_first))
     if hasattr(module, "rearrange_grad_samples"):
         module.rearrange_grad_samples = functools.partial(_rearranged, module.rearrange_grad_samples)
     optimizer = getattr(optimizer, "original_optimizer", optimizer)

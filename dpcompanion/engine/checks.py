@@ -11,6 +11,8 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 
 from .. import _checks
 from ..training.checks import check_batched, check_untouched, noted, same_items
+from .layers import check_layers
+from .replacements import check_replaced
 
 
 def trainable(module):
@@ -150,27 +152,12 @@ def check_module(engine, module, optimizer, mode):
         ("DifferentiallyPrivateDistributed", "FSDP")
     ):
         raise ValueError(f"module must not be distributed, got {type(module).__name__}")
+    check_replaced(module)
     try:
         engine.validate(module=module, optimizer=None, data_loader=None)
     except Exception as error:
         raise UnsupportedModuleError(f"module must compute each example by itself, but: {error}") from error
-    for name, part in module.named_modules():
-        bare = isinstance(part, torch.nn.LayerNorm) and part.bias is None
-        if mode in ("hooks", "ghost") and bare and part.weight is not None and part.weight.requires_grad:
-            raise ValueError(
-                f"module must have a bias in each LayerNorm in the mode {mode!r}, as Opacus takes it, got none in "
-                f"{name or 'module'!r}; use grad_sample_mode='functorch'"
-            )
-        if mode == "ew" and isinstance(part, torch.nn.Embedding) and part.padding_idx is not None:
-            raise ValueError(
-                "padding_idx must be None in an embedding in the mode 'ew', where PyTorch's expanded weights give that "
-                f"row a gradient, got {part.padding_idx} in {name or 'module'!r}; use grad_sample_mode='hooks'"
-            )
-        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.max_norm is not None:
-            raise ValueError(
-                f"max_norm must be None in an embedding, got {part.max_norm:g} in {name or 'module'!r}: the forward "
-                "pass would write into the rows of those words that are in the batch, which no noise covers"
-            )
+    check_layers(module, mode)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held - {id(p) for p in module.parameters()}:
         raise ValueError(

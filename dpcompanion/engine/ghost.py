@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from opacus.optimizers import DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping, DPTensorFastGradientClipping
+from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 
 from .._devices import autocasts
@@ -27,6 +28,16 @@ def _check_autocast(layer, args):
             "its type, and rounded so one example could move them by more than the clip norm; use "
             "grad_sample_mode='hooks'"
         )
+
+
+def _check_once(hooks, name, layer, args):
+    """A layer whose norms are found without its gradients is called once between two steps."""
+    if hooks.hooks_enabled and layer.training and torch.is_grad_enabled():
+        if any(getattr(p, "_forward_counter", 0) for p in layer.parameters(recurse=False) if p.requires_grad):
+            raise UnsupportedModuleError(
+                f"module must use each layer once in ghost mode, and each pass must go back before the next, but "
+                f"{name or 'it'!r} is called a second time; use grad_sample_mode='hooks'"
+            )
 
 
 def _norms(layer, activations, backprops):
@@ -60,10 +71,17 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
             self._gradients = self._seen()
 
         module.enable_hooks = ends
-        watched = [
-            layer.register_forward_pre_hook(_check_autocast)
-            for layer in getattr(module, "_module", module).modules()
+        own = [
+            (name, layer)
+            for name, layer in module._module.named_modules()
             if any(p.requires_grad for p in layer.parameters(recurse=False))
+        ]
+        watched = [layer.register_forward_pre_hook(_check_autocast) for _, layer in own]
+        once = functools.partial(_check_once, module)
+        watched += [
+            layer.register_forward_pre_hook(functools.partial(once, name))
+            for name, layer in own
+            if type(layer) in module.NORM_SAMPLERS
         ]
         remove = module.remove_hooks
 

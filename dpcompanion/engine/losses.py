@@ -17,11 +17,9 @@ that differs makes a step of noise alone, and is said when the engine looks (`Fo
 """
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import weakref
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from .._devices import autocasts, is_away
+from .outputs import map_tensors
 
 _WAYS_OUT = (
     "pass the loss to the engine, criterion=..., and use the criterion that it returns; or trust_loss=True, if you "
@@ -43,29 +42,6 @@ def _wrapped(t):
 
 def _learns(t):
     return torch.is_tensor(t) and t.requires_grad and t.is_floating_point() and not t.is_leaf and not _wrapped(t)
-
-
-def _exchanged(value, function):
-    """A module's outputs with every tensor that a loss can be made of exchanged; other things stay."""
-    if torch.is_tensor(value):
-        return function(value) if _learns(value) else value
-    if isinstance(value, Mapping):
-        for key, part in list(value.items()):
-            if (found := _exchanged(part, function)) is not part:
-                value[key] = found  # pyright: ignore[reportIndexIssue] (an output is its module's own, made anew)
-        return value
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            part = getattr(value, field.name)
-            if (found := _exchanged(part, function)) is not part:
-                object.__setattr__(value, field.name, found)
-        return value
-    if isinstance(value, (list, tuple)):
-        parts = [_exchanged(part, function) for part in value]
-        if all(a is b for a, b in zip(parts, value)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    return value
 
 
 class _Output:
@@ -162,7 +138,7 @@ class LossWatch:
             seen.register_hook(functools.partial(self._arrives, one, output, "direct"))
             return seen
 
-        exchanged = _exchanged(outputs, watched)
+        exchanged = map_tensors(outputs, watched, _learns)
         if one.outputs:
             self._recent = [ref for ref in self._recent if (old := ref()) is not None and old.batch is batch]
             self._recent.append(weakref.ref(one))

@@ -43,6 +43,7 @@ from .._devices import autocasts
 from ..training.checks import check_types
 from ..training.tensors import added_up
 from .checks import check_trained, trainable
+from .layers import clear_notes, culprit
 from .states import CodeState
 
 _PROBED, _COMPARED = 16, 4
@@ -121,6 +122,19 @@ class Proof:
 
     def _prove(self, batch, parameters):
         try:
+            self._prove_known(batch, parameters)
+        except (ValueError, torch.cuda.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise UnsupportedModuleError(
+                f"module must take {self.rows} example{'s' * (self.rows > 1)} of the batch by themselves, forwards and "
+                f"backwards, but in {culprit(error, self._hooks)} there was {type(error).__name__}: {error!s:.300}; "
+                "the cause is unknown: try the module with a batch of that size, without the engine, then another "
+                "grad_sample_mode ('hooks' takes most layers)"
+            ) from error
+
+    def _prove_known(self, batch, parameters):
+        try:
             self._prove_outputs(batch, parameters)
         except UnsupportedModuleError as error:
             if not self._numbers or self._own_loss is not False:
@@ -185,17 +199,11 @@ class Proof:
 
     def _clear(self):
         """Gradients, and what Opacus notes on the way to them."""
-        for module in self._inner.modules():
-            for name in ("activations", "max_batch_len"):
-                module.__dict__.pop(name, None)
+        clear_notes(self._inner)
         for p in self._inner.parameters():
-            for name in ("_current_grad_sample", "_norm_sample"):
-                p.__dict__.pop(name, None)
             p.grad = None
             if hasattr(p, "grad_sample"):
                 p.grad_sample = None
-            if hasattr(p, "_forward_counter"):
-                p._forward_counter = 0
 
     @contextlib.contextmanager
     def _plain(self):
@@ -228,9 +236,14 @@ class Proof:
         except UnsupportedModuleError:
             raise
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
             for x in batch.of_another_type({p.dtype for p in parameters}):
                 check_types(self._inner, x)
-            raise UnsupportedModuleError(f"module must take an example by itself, but: {error}") from error
+            raise UnsupportedModuleError(
+                f"module must take an example by itself, a batch of one, but in {culprit(error, self._hooks)} there "
+                f"was {type(error).__name__}: {error!s:.300}; see that no layer or reshape needs more than one example"
+            ) from error
 
     def _norm(self, batch, row, parameters):
         gradients, _ = self._alone(batch, row, parameters)
@@ -261,8 +274,7 @@ class Proof:
         lengths = torch.stack([norms_of(self._alone(batch, row, parameters)[0]) for row in checked[:_COMPARED]])
         lengths = lengths.nan_to_num(0.0, 0.0).amax(0)
         bounds = relative * lengths + relative / (100 if relative < 1e-2 else 10) * lengths.norm()
-        if self._ghost:
-            samples = torch.stack([p._norm_sample.double().cpu() for p in parameters])
+        found_of = {p: self._samples(p, len(rows)) for p in parameters}
         for row in checked:
             i = rows.index(row)
             expected, _ = self._alone(batch, row, parameters)
@@ -270,11 +282,15 @@ class Proof:
             longest = torch.maximum(longest, length.nan_to_num(0.0, 0.0))
             allowed = relative * (length if length > 0 else longest)
             if self._ghost:
-                norms, truths = samples[:, i], norms_of(expected)
+                norms = torch.stack([samples[i].double().cpu() for samples in found_of.values()])
+                truths = norms_of(expected)
                 fits = abs(norms.norm() - length) <= allowed and bool((abs(norms - truths) <= bounds).all())
                 if not (fits or _neither_finite(norms.norm(), length)):
                     worst = int((abs(norms - truths) / bounds).argmax())
-                    raise missing(float(norms[worst]), float(truths[worst]))
+                    own, truth = float(norms[worst]), float(truths[worst])
+                    said = f"has norm {own:.6g} by Opacus and {truth:.6g} by autograd"
+                    bound = min(abs(own - truth) / 3, float(bounds[worst]))
+                    raise self._mismatch(batch, rows, row, parameters[worst], expected[worst], bound, said, None)
                 if rows != checked or not own.requires_grad:
                     continue  # beside losses that are not finite the gradient of one is none either
                 with self._plain():
@@ -282,19 +298,106 @@ class Proof:
                         own[i], parameters, retain_graph=True, allow_unused=True, materialize_grads=True
                     )
             else:
-                found = [_sample(p, i, len(rows)) for p in parameters]
+                found = [samples[i] for samples in found_of.values()]
             errors = norms_of([a - b for a, b in zip(found, expected)])
             fits = errors.norm() <= allowed and bool((errors <= bounds).all())
             if not (fits or _neither_finite(norm_of(found), length)):
                 worst = int((errors / bounds).argmax())
-                name = next(name for name, p in self._inner.named_parameters() if p is parameters[worst])
-                raise UnsupportedModuleError(
-                    "module must compute each example by itself, in layers that Opacus sees, but the gradient of an "
-                    f"example in the company of {len(rows) - 1} is off by {float(errors[worst]):.2g} in {name!r}, "
-                    f"where alone it has norm {float(norms_of(expected)[worst]):.2g}: it mixes examples, or uses "
-                    "a weight outside of its layer"
-                )
+                off, alone = float(errors[worst]), float(norms_of(expected)[worst])
+                said = f"is off by {off:.2g} where alone it has norm {alone:.2g}"
+                total = found_of[parameters[worst]].sum(0)
+                bound = min(off / 3, float(bounds[worst]))
+                raise self._mismatch(batch, rows, row, parameters[worst], expected[worst], bound, said, total)
         self._clear()
+
+    def _samples(self, p, n):
+        """What Opacus found of a parameter: each example's gradient or, in ghost mode, its norm."""
+        found = getattr(p, "_norm_sample" if self._ghost else "grad_sample", None)
+        if found is None:
+            return p.new_zeros(n) if self._ghost else torch.zeros_like(p).expand(n, *p.shape)
+        if not torch.is_tensor(found) or len(found) != n:
+            shape = [tuple(t.shape) for t in found] if isinstance(found, list) else tuple(getattr(found, "shape", ()))
+            raise UnsupportedModuleError(
+                "module must have layers that keep the examples on the axis that batch_first says, but of "
+                f"{n} examples {self._holder(p)} has gradients of shape {shape}: it may be called with other rows "
+                "than the examples, as a table that is looked up once for all of them; give it an input for each "
+                "example, or freeze it"
+            )
+        return found
+
+    def _holder(self, p):
+        """In words, the layer and the name of a parameter."""
+        name = next((name for name, own in self._inner.named_parameters() if own is p), "a weight")
+        layer, _, own = name.rpartition(".")
+        kind = type(self._inner.get_submodule(layer)).__name__
+        return f"{own!r} of {f'layer {layer!r}' if layer else 'the module itself'} ({kind})"
+
+    def _mismatch(self, batch, rows, row, p, expected, bound, said, total):
+        """The error for an example's gradient that differs in the company of others, with its cause if that is known.
+
+        Args:
+            rows, row: the examples of the pass, and the one of them.
+            p, expected, bound: the parameter where it differs most, its gradient alone, and what may differ.
+            said: by how much it differs, in words.
+            total: the sum of what Opacus found for p, None in ghost mode.
+        """
+        where = f"the gradient of an example in the company of {len(rows) - 1} {said}, in {self._holder(p)}"
+        other = (
+            "'functorch'"
+            if not hasattr(self._hooks, "force_functorch") or not self._hooks.force_functorch
+            else "'hooks'"
+        )
+
+        def differs(a, b):
+            return not float((a - b).detach().double().norm()) <= bound
+
+        (again,), shapes = self._alone(batch, row, [p])
+        if differs(again, expected):
+            cause = (
+                "its loss changes from one call to the next, with the same input: the module draws at random by other "
+                "means than dropout, or keeps something of a pass; draw from nothing, or freeze and evaluate that part"
+            )
+            return UnsupportedModuleError(f"module must compute each example by itself, but {where}: {cause}")
+        args, kwargs = batch.take(rows)
+        with self._plain():
+            outputs = self._outputs(self._inner(*args, **kwargs))
+            parts = [_parts(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
+            scalars = [part for part in parts if part is not None and not part.ndim]
+            own = [part[rows.index(row)] for part in parts if part is not None and part.ndim]
+            whole = [part.sum() for part in parts if part is not None]
+            together, summed = (
+                torch.autograd.grad(added_up(values), p, retain_graph=True, allow_unused=True, materialize_grads=True)[
+                    0
+                ]
+                for values in (own or scalars, whole)
+            )
+        if not scalars and differs(together, expected):
+            cause = (
+                "by plain autograd too, so the module mixes examples: its outputs for one depend on others of the "
+                "batch; look for a mean, a normalisation, a sort or a comparison along the axis of the examples"
+            )
+        elif scalars:
+            cause = (
+                "it puts out a number for the whole batch (a loss of its own), which may be no mean of the examples' "
+                "own; put out one number an example, or take the loss of its outputs instead"
+            )
+        elif total is None:
+            cause = (
+                "by plain autograd examples do not mix; the cause is unknown, often a weight that is also used outside "
+                f"of its layer's own call; use grad_sample_mode='hooks' or {other}, which say more"
+            )
+        elif differs(total, summed):
+            cause = (
+                "by plain autograd examples do not mix, but what Opacus finds does not add up to autograd's gradient: "
+                "the weight is used outside of its layer's own call, or Opacus's rule for this layer does not fit it; "
+                f"use it in its layer only, or grad_sample_mode={other}"
+            )
+        else:
+            cause = (
+                "by plain autograd examples do not mix, and the sum over them is right, so that it goes to another "
+                "example: rows change their order or number before the layer; keep them as they are in the batch"
+            )
+        return UnsupportedModuleError(f"module must compute each example by itself, but {where}: {cause}")
 
 
 def _fit(norms):
@@ -308,8 +411,9 @@ def _neither_finite(a, b):
 
 def missing(found, truth):
     return UnsupportedModuleError(
-        f"module must use its weights in its layers only, and mix no examples: Opacus says that a gradient has norm "
-        f"{found:.6g}, autograd {truth:.6g}; use grad_sample_mode='functorch' with the weight in one layer, or untie it"
+        f"module must use its weights in its layers only, but of the criterion's loss of an example the gradient has "
+        f"norm {found:.6g} by Opacus and {truth:.6g} by autograd; the cause is unknown, often a weight that the "
+        "criterion uses itself, as in a penalty; leave it out, or use grad_sample_mode='hooks'"
     )
 
 
@@ -381,19 +485,6 @@ def _parts(out, shape, rows, number):
     if out.ndim != len(shape) or len(axes) != 1 or out.shape[axes[0]] != len(rows) * shape[axes[0]]:
         return None
     return torch.stack([_weighed(part, row, number) for part, row in zip(out.split(shape[axes[0]], dim=axes[0]), rows)])
-
-
-def _sample(p, i, n):
-    sample = getattr(p, "grad_sample", None)
-    if sample is None:
-        return torch.zeros_like(p)
-    if not torch.is_tensor(sample) or len(sample) != n:
-        shape = tuple(getattr(sample, "shape", ()))
-        raise UnsupportedModuleError(
-            "module must have layers that keep the examples on the axis that batch_first "
-            f"says: {n} examples gave gradients of shape {shape}"
-        )
-    return sample[i]
 
 
 def norms_of(gradients):
