@@ -223,6 +223,8 @@ class _Loop:
                 f"and takes no seed, got {plan.parameters} and seed {self.seed}"
             )
         self.asked = method
+        self.network, self.loss = self.examples.seen(model, loss)
+        self.called = {name: name if self.network is model else f"model.{name}" for name in self.parameters}
         self.prove(model)
         # A scheduler keeps the rate that it began with as initial_lr.
         self.begun_with = [
@@ -249,7 +251,7 @@ class _Loop:
         """How to clip, proved for the state that the model is in."""
         checks.check_model(model)
         self.method = clipping.resolve_method(
-            model, self.loss, *self.examples.probe, self.asked, self.precision, precise=self.precise
+            self.network, self.loss, *self.examples.probe, self.asked, self.precision, precise=self.precise
         )
         self.state = states.state_of(model)
 
@@ -308,10 +310,10 @@ class _Loop:
             x, y = self.examples.rows(indices if isinstance(self.examples, Tensors) else drawn)
         if (run.step + 1) & run.step == 0 and self.device.type == "cpu":  # before the 1st, 2nd, 4th, 8th ... step
             with self.unnoticed():
-                clipping.look_again(run.model, self.loss, x, y)
+                clipping.look_again(self.network, self.loss, x, y)
         with self._own_randomness("forward"):
             total = clipping.clipped_sum(
-                run.model,
+                self.network,
                 self.loss,
                 x,
                 y,
@@ -325,7 +327,7 @@ class _Loop:
         if total.mixed is not None:
             self.note_later({"mixed": total.mixed})
         self.prove_again()  # a model may wake up within a pass, too
-        summed = torch.cat([total.gradients[name].flatten() for name in self.parameters])
+        summed = torch.cat([total.gradients[name].flatten() for name in self.called.values()])
         released = plan.noisy(summed, self.generators["noise"]) / cast(float, plan.expected_batch_size)
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
             p.grad = piece.view_as(p).to(p.dtype)
