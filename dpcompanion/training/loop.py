@@ -335,9 +335,7 @@ class _Loop:
             t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
         at, run.step = run.step, run.step + 1  # counted before it is taken, lest it be taken and not counted
         run.history.guarantee = plan.statement(steps=run.step)
-        self.stepping = True
-        run.optimizer.step()
-        self.stepping = False
+        self.take_step()
         run.norms = total.norms
         self.dropped += (total.norms.isinf() & taking if away else total.norms.isinf()).sum()
         run.history.batch_sizes[at] = taking.sum() if away else len(drawn)
@@ -348,6 +346,12 @@ class _Loop:
         clipped = torch.where(run.norms.isfinite(), run.norms, 0) * sums.clip_factors(run.norms, limits)
         for tracker in self.trackers:
             tracker.after_step(drawn, run.norms, clipped=clipped)
+
+    def take_step(self):
+        """Move by the gradients that `step` has left."""
+        self.stepping = True
+        self.run.optimizer.step()
+        self.stepping = False
 
     @contextlib.contextmanager
     def _own_randomness(self, stream):
