@@ -9,9 +9,9 @@ budgets are kept::
     trainer.epsilons()                                          # (n,), one for each person
     print(trainer.statement())
 
-Model, arguments, data, collator, optimizer, scheduler, evaluation, callbacks, early stopping, checkpoints and
-reports stay what they are.  A step becomes one of `dpcompanion.training.train`, with all of its proofs: persons are drawn by
-Poisson sampling, each one's gradient is clipped once, noise is added, and the optimizer sees the noisy mean.  In detail:
+Model, arguments, data, collator, optimizer, scheduler, evaluation, callbacks, early stopping, checkpoints and reports
+stay what they are. A step becomes one of `dpcompanion.training.train`, with all of its proofs: persons are drawn by
+Poisson sampling, each one's gradient is clipped once, noise is added, and the optimizer sees the noisy mean.
 
 * `per_device_train_batch_size` x `gradient_accumulation_steps` is the expected number of persons in a step, and
   `per_device_train_batch_size` how many go through the model at once; `max_grad_norm` is the clip norm of a person's

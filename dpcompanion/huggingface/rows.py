@@ -59,7 +59,7 @@ class Rows:
         collate: Callable[[list[Any]], Mapping[str, Any]],
         *,
         owners: torch.Tensor,
-        persons: Sequence[Any],
+        persons: Any,
         at_most: int = 1,
         combine: str = "mean",
         private: Sequence[str] = (),

@@ -118,7 +118,10 @@ class PersonalTrainer(Trainer):
                 "train_dataset must be map-style, with a length: a Poisson draw names the persons that it wants, got "
                 f"a {type(train_dataset).__name__}"
             )
-        self.privacy, self._loop, self._tracker, self._found = privacy, None, None, None
+        self.privacy = privacy
+        self._loop: Any = None
+        self._tracker: NormTracker | None = None
+        self._found: str | None = None
         batch, self._max_grad_norm = (
             args.per_device_train_batch_size * args.gradient_accumulation_steps,
             args.max_grad_norm,
@@ -136,7 +139,8 @@ class PersonalTrainer(Trainer):
             people = column_of(train_dataset, people) if isinstance(people, str) else people
             self.persons, owners = owners_of(people, len(train_dataset))
         self._loss = per_example_loss(self.model) if privacy.loss is None else privacy.loss
-        own = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        given: Any = self.model
+        own = given.get_base_model() if hasattr(given, "get_base_model") else given
         self._rows = Rows(
             train_dataset,
             self._get_collator_with_removed_columns(self.data_collator, description="training"),
@@ -212,7 +216,7 @@ class PersonalTrainer(Trainer):
         if self.is_world_process_zero():
             self._write_card()
         if self.taken == self.plan.steps:
-            for key in pathlib.Path(self.args.output_dir).glob(f"checkpoint-*/{key_file(STATE)}"):
+            for key in pathlib.Path(str(self.args.output_dir)).glob(f"checkpoint-*/{key_file(STATE)}"):
                 key.unlink(missing_ok=True)
         return found
 
@@ -223,9 +227,7 @@ class PersonalTrainer(Trainer):
             The mean loss of the persons in the step, without noise; nan for an empty draw.
         """
         model.train()
-        if self._loop is None:
-            self._begin()
-        loop = self._loop
+        loop = self._loop if self._loop is not None else self._begin()
         if loop.ready:
             raise ValueError("optimizer must step after each draw, but it has not since the last one")
         if loop.run.step != self.state.global_step or loop.run.step >= self.plan.steps:
@@ -241,19 +243,21 @@ class PersonalTrainer(Trainer):
 
     def _begin(self):
         """The loop, proved for the model; from a checkpoint if there is one."""
+        model: Any = self.model
         privacy, optimizer = self.privacy, self.optimizer
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        check_padding(self._rows, self.model, self._loss)
+        check_padding(self._rows, model, self._loss)
         if privacy.track is not None or self._filter is not None:
             options = {"clipping": "individual" if self._filter is not None else "maximum", **(privacy.track or {})}
             if self._filter is not None:
                 options["budget"] = self._filter
+            rows: Any = self._rows.to(self.args.device)
             self._tracker = NormTracker.for_plan(
-                self.plan, self.model, self._loss, self._rows.to(self.args.device), precision=self._precision, **options
+                self.plan, model, self._loss, rows, precision=self._precision, **options
             )
         data = self._rows if self._tracker is None else self._tracker.data
         self._loop = _Step(
-            self.model,
+            model,
             self._loss,
             data,
             self.plan,
@@ -270,10 +274,12 @@ class PersonalTrainer(Trainer):
         self._guard(optimizer)
         if self._found is not None:
             self._restore(self._found)
+        return self._loop
 
     def _guard(self, optimizer):
         """The optimizer takes the run's own steps only, and the first with a learning rate moves what it should."""
-        loop, before = self._loop, {}
+        loop, before, seen = self._loop, {}, []
+        model: Any = self.model
 
         def check(stepped, args, kwargs):
             if not loop.ready:
@@ -281,14 +287,15 @@ class PersonalTrainer(Trainer):
                     "optimizer must be stepped once a draw by the Trainer alone, but something steps it too"
                 )
             loop.ready = False
-            if before is not None and any(group["lr"] for group in stepped.param_groups):
-                before.update({name: p.detach().clone() for name, p in self.model.named_parameters()})
+            if not seen and any(group["lr"] for group in stepped.param_groups):
+                seen.append(True)
+                before.update({name: p.detach().clone() for name, p in model.named_parameters()})
 
         def moved(stepped, args, kwargs):
             if not before:
                 return
             handle.remove()
-            parameters = dict(self.model.named_parameters())
+            parameters = dict(model.named_parameters())
             still = [n for n, p in parameters.items() if p.requires_grad and torch.equal(p, before[n])]
             wrong = [n for n, p in parameters.items() if not p.requires_grad and not torch.equal(p, before[n])]
             trainable = sum(p.requires_grad for p in parameters.values())
@@ -406,6 +413,7 @@ class PersonalTrainer(Trainer):
     def card(self) -> dict[str, Any]:
         """What may be published of the run, as plain JSON values: the statement of the steps that were taken, the
         epsilon that holds for everybody, the plan. No person's number is in it."""
+        model: Any = self.model
         plan, uniform = self.plan, self.plan.epsilon(steps=self.taken)
         by_budget = None
         if isinstance(uniform, torch.Tensor):
@@ -427,7 +435,7 @@ class PersonalTrainer(Trainer):
             "filter_budgets": None if self._filter is None else self._filter_budgets(),
             "seeded": self.privacy.seed is not None,
             "model": type(self.model).__name__,
-            "trainable_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
+            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
             "plan": plan.config(),
             "not_covered": "training losses that are logged, and metrics on the training data",
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
@@ -460,7 +468,7 @@ class PersonalTrainer(Trainer):
         return "\n".join([*lines, "", f"Not covered: {card['not_covered']}.", ""])
 
     def _write_card(self):
-        folder = pathlib.Path(self.args.output_dir)
+        folder = pathlib.Path(str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         _files.replace(folder / "privacy.json", (json.dumps(self.card(), indent=1) + "\n").encode())
         _files.replace(folder / "privacy.md", self.card_text().encode())
@@ -468,7 +476,7 @@ class PersonalTrainer(Trainer):
     def create_model_card(self, *arguments: Any, **options: Any) -> None:
         """The Trainer's model card, with a section on privacy at its end."""
         super().create_model_card(*arguments, **options)
-        path = pathlib.Path(self.args.output_dir) / "README.md"
+        path = pathlib.Path(str(self.args.output_dir)) / "README.md"
         if self.is_world_process_zero() and path.exists():
             text = path.read_text(encoding="utf-8")
             _files.replace(path, (text.rstrip() + "\n\n" + self.card_text()).encode())

@@ -250,8 +250,9 @@ class _Loop:
     def prove(self, model):
         """How to clip, proved for the state that the model is in."""
         checks.check_model(model)
+        x, y = self.examples.probe
         self.method = clipping.resolve_method(
-            self.network, self.loss, *self.examples.probe, self.asked, self.precision, precise=self.precise
+            self.network, self.loss, x, y, self.asked, self.precision, precise=self.precise
         )
         self.state = states.state_of(model)
 

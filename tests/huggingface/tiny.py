@@ -49,6 +49,10 @@ def gpt2(**options):
     return GPT2LMHeadModel(GPT2Config(**(sizes | quiet | options)))
 
 
+def tied(**options):
+    return gpt2(**({"tie_word_embeddings": True, "attn_implementation": "eager"} | options))
+
+
 def llama(**options):
     sizes = dict(vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
     return LlamaForCausalLM(LlamaConfig(**(sizes | dict(num_key_value_heads=1, max_position_embeddings=8) | options)))
@@ -70,6 +74,7 @@ MODELS = {
     "bert": (bert, ["query", "value"]),
     "masked": (masked, ["query", "value"]),
     "gpt2": (gpt2, ["c_attn"]),
+    "tied": (tied, ["c_attn"]),
     "llama": (llama, ["q_proj", "v_proj"]),
     "t5": (t5, ["q", "v"]),
     "vit": (vit, ["q_proj", "v_proj"]),
