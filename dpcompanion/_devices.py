@@ -30,7 +30,7 @@ def sent(tensor, device):
     """A tensor of the host on a device. A GPU takes it from pinned memory of its own, so that the host goes on
     meanwhile, and may write to what it sent."""
     device = torch.device(device)
-    if is_away(tensor) or device.type not in _ASYNCHRONOUS:
+    if not isinstance(tensor, torch.Tensor) or is_away(tensor) or device.type not in _ASYNCHRONOUS:
         return tensor.to(device)
     if device.type == "cuda":
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)

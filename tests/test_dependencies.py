@@ -17,7 +17,7 @@ LIBRARY = (
     {"accounting", "attacks", "data"},
     {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance"},
     {"training"},
-    {"audit", "engine", "release"},
+    {"audit", "engine", "huggingface", "release"},
     {"reproduction"},
     {"cli"},
     {"__main__"},
@@ -40,7 +40,7 @@ UPWARDS = {
     ("dpcompanion.idp.__init__", "dpcompanion.engine.IndividualizedPrivacyEngine"),
 }
 CORE = {"torch", "numpy", "scipy", "dpcompanion"}
-BEYOND_THE_CORE = {"engine": {"opacus"}}
+BEYOND_THE_CORE = {"engine": {"opacus"}, "huggingface": {"transformers"}}
 
 
 def nodes(tree, inside_functions):

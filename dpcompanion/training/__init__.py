@@ -7,6 +7,7 @@
 * `proof`: whether a method is right for a model;  `checks`: whether data, model and optimizer can work together;
 * `loop`: `train`;  `callbacks`: what is called along a run, and what it leaves;  `examples`: what it trains on;
   `checkpoints`: what it goes on from, a `Checkpoint`;
+* `people`: `by_person`, where the unit is a person with several rows;  `batches`: several tensors as one input;
 * `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are; `stacking`: their networks as one;
 * `tracking`: everybody's gradient norms along a run, for accounts of each example; `measuring`, `passes`: when and how
   they are computed; `stepping`: a loop of one's own; `following`: whether they are those of the run;
@@ -32,6 +33,7 @@ from dpcompanion.training.clipping import clipped_sum, cross_entropy, gradient_n
 from dpcompanion.training.ensembles import train_ensemble
 from dpcompanion.training.loop import train
 from dpcompanion.training.noise import gaussian_noise, generators
+from dpcompanion.training.people import by_person
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
 from dpcompanion.training.sampling import PoissonSampler
@@ -46,6 +48,7 @@ __all__ = [
     "NormTracker",
     "PoissonSampler",
     "Run",
+    "by_person",
     "clipped_sum",
     "cross_entropy",
     "derive_seed",

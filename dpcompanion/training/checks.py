@@ -20,13 +20,14 @@ from torch.utils.data import Dataset
 from dpcompanion import _checks
 from dpcompanion._devices import autocasts, is_away, shortens_products
 from dpcompanion.training import proof
+from dpcompanion.training.batches import Batch
 
 PRECISIONS = (None, "bf16")
 
 
 def check_data(x, y, n=None):
     """x and y are tensors of equally many examples, n if it is given."""
-    if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+    if not (isinstance(x, (torch.Tensor, Batch)) and isinstance(y, (torch.Tensor, Batch))):
         raise ValueError(
             f"data must be two tensors (x, y), got a {type(x).__name__} and a {type(y).__name__}; use torch.as_tensor"
         )

@@ -19,11 +19,13 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from dpcompanion._devices import sent
+from dpcompanion._types import Loss
 from dpcompanion.training import checks, proof
 from dpcompanion.training.checkpoints import digest_of
+from dpcompanion.training.people import Persons
 
-#: Two tensors (x, y) of equally many examples, or a map-style data set of pairs.
-Data = Sequence[torch.Tensor] | Dataset[Any]
+#: Two tensors (x, y) of equally many examples, a map-style data set of pairs, or what `by_person` gives.
+Data = Sequence[torch.Tensor] | Dataset[Any] | Persons
 
 
 class Tensors:
@@ -46,6 +48,10 @@ class Tensors:
     def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Those from `start` to before `stop`."""
         return self.x[start:stop].clone(), self.y[start:stop]  # a model may overwrite what it is given
+
+    def seen(self, model: torch.nn.Module, loss: Loss) -> tuple[torch.nn.Module, Loss]:
+        """Model and loss as functions of what `rows` gives: as they are."""
+        return model, loss
 
     @property
     def probe(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,6 +104,8 @@ class Items:
         """Those from `start` to before `stop`."""
         return self.rows(torch.arange(start, min(stop, len(self))))
 
+    seen = Tensors.seen
+
     @functools.cached_property
     def probe(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Examples to try model and method on: the 64 that would be looked at in tensors."""
@@ -113,12 +121,16 @@ class Items:
         return digest_of(torch.tensor(len(self)), x[:0], y)
 
 
-def examples_of(data: Data, n: int | None = None) -> Tensors | Items:
+def examples_of(data: Any, n: int | None = None) -> Any:
     """The examples of `data`, n of them if that is given.
 
     Raises:
         ValueError: for what is neither two tensors of equally many examples nor a map-style data set, or of another n.
     """
+    if hasattr(data, "seen"):  # examples already, such as persons
+        if n not in (None, len(data)):
+            raise ValueError(f"data must hold plan.n = {n} examples, got {len(data)}: one for each person")
+        return data
     if isinstance(data, (tuple, list)):
         if len(data) != 2:
             raise ValueError(f"data must be two tensors (x, y), got {len(data)} parts")

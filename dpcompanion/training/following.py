@@ -12,6 +12,7 @@ from dpcompanion import _checks
 from dpcompanion._devices import sent
 from dpcompanion.training import checks, proof
 from dpcompanion.training.examples import Tensors, examples_of
+from dpcompanion.training.people import Persons
 
 # By how much a clipped norm, worked out in float32, may seem too long.
 _ROUNDING = 1e-6
@@ -89,7 +90,10 @@ def check_follows(tracker, plan, model, loss, data):
             f"trackers must follow the loss that is trained, but one was made with {tracker.loss!r}, not {loss!r}"
         )
     run, own = examples_of(data, plan.n), tracker.data
-    if isinstance(run, Tensors) and isinstance(own, Tensors):
+    if (isinstance(run, Persons) or isinstance(own, Persons)) and run is not own:
+        if part is not None or not (isinstance(run, Persons) and isinstance(own, Persons) and run.digest == own.digest):
+            raise ValueError("trackers must follow the data that are trained on, but one has other persons or rows")
+    elif isinstance(run, Tensors) and isinstance(own, Tensors):
         for name, ours, theirs in (("inputs", own.x, run.x), ("targets", own.y, run.y)):
             theirs = theirs if part is None else theirs[part.to(theirs.device)]
             _check_same(name, ours, theirs)

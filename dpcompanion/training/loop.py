@@ -223,6 +223,8 @@ class _Loop:
                 f"and takes no seed, got {plan.parameters} and seed {self.seed}"
             )
         self.asked = method
+        self.network, self.loss = self.examples.seen(model, loss)
+        self.called = {name: name if self.network is model else f"model.{name}" for name in self.parameters}
         self.prove(model)
         # A scheduler keeps the rate that it began with as initial_lr.
         self.begun_with = [
@@ -248,8 +250,9 @@ class _Loop:
     def prove(self, model):
         """How to clip, proved for the state that the model is in."""
         checks.check_model(model)
+        x, y = self.examples.probe
         self.method = clipping.resolve_method(
-            model, self.loss, *self.examples.probe, self.asked, self.precision, precise=self.precise
+            self.network, self.loss, x, y, self.asked, self.precision, precise=self.precise
         )
         self.state = states.state_of(model)
 
@@ -308,10 +311,10 @@ class _Loop:
             x, y = self.examples.rows(indices if isinstance(self.examples, Tensors) else drawn)
         if (run.step + 1) & run.step == 0 and self.device.type == "cpu":  # before the 1st, 2nd, 4th, 8th ... step
             with self.unnoticed():
-                clipping.look_again(run.model, self.loss, x, y)
+                clipping.look_again(self.network, self.loss, x, y)
         with self._own_randomness("forward"):
             total = clipping.clipped_sum(
-                run.model,
+                self.network,
                 self.loss,
                 x,
                 y,
@@ -325,7 +328,7 @@ class _Loop:
         if total.mixed is not None:
             self.note_later({"mixed": total.mixed})
         self.prove_again()  # a model may wake up within a pass, too
-        summed = torch.cat([total.gradients[name].flatten() for name in self.parameters])
+        summed = torch.cat([total.gradients[name].flatten() for name in self.called.values()])
         released = plan.noisy(summed, self.generators["noise"]) / cast(float, plan.expected_batch_size)
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
             p.grad = piece.view_as(p).to(p.dtype)
@@ -333,9 +336,7 @@ class _Loop:
             t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
         at, run.step = run.step, run.step + 1  # counted before it is taken, lest it be taken and not counted
         run.history.guarantee = plan.statement(steps=run.step)
-        self.stepping = True
-        run.optimizer.step()
-        self.stepping = False
+        self.take_step()
         run.norms = total.norms
         self.dropped += (total.norms.isinf() & taking if away else total.norms.isinf()).sum()
         run.history.batch_sizes[at] = taking.sum() if away else len(drawn)
@@ -346,6 +347,12 @@ class _Loop:
         clipped = torch.where(run.norms.isfinite(), run.norms, 0) * sums.clip_factors(run.norms, limits)
         for tracker in self.trackers:
             tracker.after_step(drawn, run.norms, clipped=clipped)
+
+    def take_step(self):
+        """Move by the gradients that `step` has left."""
+        self.stepping = True
+        self.run.optimizer.step()
+        self.stepping = False
 
     @contextlib.contextmanager
     def _own_randomness(self, stream):

@@ -26,6 +26,7 @@ def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None):
     device = next(model.parameters()).device
     norms = []
     with undisturbed(model) as inner:
+        network, loss = examples.seen(inner, loss)
         before = checks.noted(inner, values=device.type == "cpu")  # elsewhere it would be waited for
         size = chunk or loaded_at_once(examples.probe[0])
         for start in range(0, len(examples), size):
@@ -33,7 +34,7 @@ def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None):
                 x, y = examples.part(start, start + size)
             norms.append(
                 clipping.gradient_norms(
-                    inner, loss, sent(x, device), sent(y, device), method=method, chunk=chunk, precision=precision
+                    network, loss, sent(x, device), sent(y, device), method=method, chunk=chunk, precision=precision
                 )
             )
         checks.check_untouched(inner, before)
@@ -45,6 +46,7 @@ def resolve_method(model, loss, examples, method, precision=None):
     device, (x, y) = next(model.parameters()).device, examples.probe
     rows = proof.rows_to_look_through(len(x))
     with undisturbed(model) as inner:
+        inner, loss = examples.seen(inner, loss)
         return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method, precision)
 
 

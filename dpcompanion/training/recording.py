@@ -66,10 +66,11 @@ class Recorder:
             for hook in hooks:
                 hook.remove()
 
-    def backward(self, losses, take):
+    def backward(self, losses, take, group=None):
         """take(layer, [(inputs, output gradients)]) for each layer that is reached, as soon as the way back through the
-        network has come by all its uses, so that what is not kept can go."""
-        n = len(losses)
+        network has come by all its uses, so that what is not kept can go. Where an example is a `group` of rows
+        (`dpcompanion.training.people`), layers see rows, and each row of an example is a use of its own."""
+        n = len(losses) if group is None else group.rows
         for module, uses in self.uses.items():
             if any(len(a) != n or rows != n for a, _, _, rows, _ in uses):
                 raise Unfit(f"layer {self.owners[module]!r} does not keep the examples first; use method='func'")
@@ -87,7 +88,8 @@ class Recorder:
             self.uses.pop(module)
             found = pairs.pop(module)
             if found:
-                take(module, [found[use] for use in sorted(found)])
+                uses = [found[use] for use in sorted(found)]
+                take(module, uses if group is None else group.uses(uses))
 
         def on_the_way(module, use, output):
             def hook(gradients):

@@ -70,6 +70,7 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
     those of the first run, then those of the second, as many for each, and there is a sum for each run."""
     checks.check_arithmetic(x.device)
     recorder, budget, kept = Recorder(model), BUDGET, max_grad_norm is not None
+    group = grouping(model, x)
     squares: dict[nn.Module, Any] = dict.fromkeys(recorder.owners, 0)
     layers: dict[nn.Module, Any] = dict.fromkeys(recorder.owners)
 
@@ -85,13 +86,13 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
             budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
 
     x = in_best_format(model, x.detach())
-    with recorder.listening(len(x)), torch.enable_grad():
+    with recorder.listening(group.rows if group else len(x)), torch.enable_grad():
         outputs = proof.outputs_in(precision, model, x)
         losses = checks.check_losses(loss(outputs, y), len(x))
     mixed = proof.check_loss(loss, outputs, y, losses)
     del outputs
     with torch.no_grad():
-        recorder.backward(losses, take)
+        recorder.backward(losses, take, group)
         squared = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
         layers = {recorder.owners[module]: layer for module, layer in layers.items() if layer is not None}
         dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
@@ -112,10 +113,16 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
     )
 
 
+def grouping(model, x):
+    """How the rows that a network takes belong to its examples (`dpcompanion.training.people`), or None: one each."""
+    return model.grouping(x) if hasattr(model, "grouping") else None
+
+
 def bytes_left(model, loss, x, y, method, precision=None):
     """How many bytes `layerwise` finds or makes on its way back through the model for the examples (x, y): inputs and
     output gradients of layers, and the gradients that it holds."""
     recorder, left = Recorder(model), 0
+    group = grouping(model, x)
 
     def take(module, uses):
         nonlocal left
@@ -123,10 +130,10 @@ def bytes_left(model, loss, x, y, method, precision=None):
         held = getattr(layer, "gradients", {}).values()
         left += sum(a.nbytes + g.nbytes for a, g in uses) + sum(g.nbytes for g in held)
 
-    with recorder.listening(len(x)), torch.enable_grad():
+    with recorder.listening(group.rows if group else len(x)), torch.enable_grad():
         losses = checks.check_losses(proof.losses_in(precision, model, loss, x, y), len(x))
     with torch.no_grad():
-        recorder.backward(losses, take)
+        recorder.backward(losses, take, group)
     return left
 
 

@@ -1,0 +1,495 @@
+"""`PersonalTrainer`: the Trainer of `transformers` whose step is one of `dpcompanion.training.train`."""
+
+import copy
+import json
+import math
+import os
+import pathlib
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import Trainer, TrainingArguments
+
+from dpcompanion import _checks, _files
+from dpcompanion.huggingface.losses import per_example_loss
+from dpcompanion.huggingface.privacy import PersonalPrivacy
+from dpcompanion.huggingface.rows import Rows, check_padding, column_of
+from dpcompanion.training import DPSGDPlan, History, NormTracker
+from dpcompanion.training.checkpoints import key_file, plain, read_checkpoint, read_keys, write_checkpoint, write_keys
+from dpcompanion.training.loop import _Loop
+from dpcompanion.training.people import owners_of, per_person
+
+#: The file of a checkpoint that holds draws and accounts; keys lie beside it.
+STATE = "privacy.pt"
+
+# Arguments of the Trainer that would void the account or that no step of ours takes.
+_REFUSED = {
+    "fp16": "its scaler looks at gradients before the noise; use bf16",
+    "gradient_checkpointing": "layers are looked at on the way forward; use a smaller per_device_train_batch_size",
+    "auto_find_batch_size": "it takes a step again; per_device_train_batch_size is only how many go at once",
+    "torch_compile": "layers are looked at one by one",
+    "deepspeed": "gradients would be added up without noise",
+    "fsdp": "gradients would be added up without noise",
+    "label_smoothing_factor": "give PersonalPrivacy a loss of your own",
+    "neftune_noise_alpha": "it would hook the embedding after the proof",
+    "use_liger_kernel": "layers are looked at one by one",
+}
+
+
+class _Step(_Loop):
+    """The loop of `train` whose optimizer is stepped by the Trainer."""
+
+    ready = False
+
+    def take_step(self) -> None:
+        self.ready = True
+
+
+class PersonalTrainer(Trainer):
+    """A `transformers.Trainer` that keeps a privacy budget for each person; see `dpcompanion.huggingface`.
+
+    Args:
+        model: a model of `transformers` or `peft` with a head, on one device.
+        args: `TrainingArguments`. `per_device_train_batch_size` x `gradient_accumulation_steps` is the expected number
+            of persons in a step, `max_grad_norm` the clip norm.
+        train_dataset: a map-style data set of mappings.
+        privacy: a `PersonalPrivacy`.
+        options: everything else that a Trainer takes, by name.
+
+    Attributes:
+        plan: the `DPSGDPlan` of the run.
+        persons: the names of the persons, in the order of `epsilons`.
+        privacy: as given.
+
+    Raises:
+        ValueError: naming the argument, for what would void the account: several processes or devices, float16, an
+            iterable data set, a collator or a model that mixes rows, a model that no method takes.
+
+    >>> from transformers import BertConfig, BertForSequenceClassification, default_data_collator
+    >>> config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+    ...                     intermediate_size=8, max_position_embeddings=8)
+    >>> rows = [{"input_ids": [1 + i % 7, 2, 3], "attention_mask": [1, 1, 1], "labels": i % 2} for i in range(40)]
+    >>> import tempfile
+    >>> args = TrainingArguments(tempfile.mkdtemp(), per_device_train_batch_size=10, max_steps=4, report_to="none",
+    ...                          save_strategy="no", disable_tqdm=True, use_cpu=True, logging_strategy="no")
+    >>> trainer = PersonalTrainer(BertForSequenceClassification(config), args, train_dataset=rows,
+    ...                           data_collator=default_data_collator,
+    ...                           privacy=PersonalPrivacy(budgets={1.0: 0.5, 2.0: 0.5}, delta=1e-3, accountant="rdp"))
+    >>> _ = trainer.train()  # doctest: +ELLIPSIS
+    {...}
+    >>> [f"{epsilon:.1f}" for epsilon in sorted(set(trainer.epsilons().tolist()))]
+    ['1.0', '2.0']
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: TrainingArguments | None = None,
+        *,
+        train_dataset: Any,
+        privacy: PersonalPrivacy,
+        **options: Any,
+    ):
+        if not isinstance(privacy, PersonalPrivacy):
+            raise ValueError(f"privacy must be PersonalPrivacy(...), got {privacy!r}")
+        if args is None:
+            args = TrainingArguments("tmp_trainer")
+        for name, why in _REFUSED.items():
+            if getattr(args, name, None):
+                raise ValueError(f"args.{name} must be off, got {getattr(args, name)!r}: {why}")
+        if args.world_size > 1 or args.n_gpu > 1:
+            raise ValueError(
+                f"args must be for one process on one device, got {args.world_size} processes and {args.n_gpu} devices"
+            )
+        if args.push_to_hub and "checkpoint" in str(args.hub_strategy):
+            raise ValueError(
+                f"args.hub_strategy must push no checkpoints, got {args.hub_strategy}: they hold the key of the noise"
+            )
+        if options.get("compute_loss_func") is not None:
+            raise ValueError("compute_loss_func must be None: give PersonalPrivacy a loss of each example's own")
+        if options.get("model_init") is not None:
+            raise ValueError("model_init must be None: each model that is trained on the data costs its own epsilon")
+        if isinstance(train_dataset, IterableDataset) or not hasattr(train_dataset, "__getitem__"):
+            raise ValueError(
+                "train_dataset must be map-style, with a length: a Poisson draw names the persons that it wants, got "
+                f"a {type(train_dataset).__name__}"
+            )
+        self.privacy = privacy
+        self._loop: Any = None
+        self._tracker: NormTracker | None = None
+        self._found: str | None = None
+        batch, self._max_grad_norm = (
+            args.per_device_train_batch_size * args.gradient_accumulation_steps,
+            args.max_grad_norm,
+        )
+        self._precision = "bf16" if args.bf16 else None
+        # The Trainer's own loop takes one step for each draw, and neither clips nor casts.
+        args = copy.copy(args)
+        args.gradient_accumulation_steps, args.max_grad_norm, args.bf16 = 1, 0.0, False
+        super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
+        people = privacy.people
+        columns = [name for name in (people, privacy.budgets) if isinstance(name, str)]
+        if people is None:
+            self.persons, owners = np.arange(len(train_dataset)), torch.arange(len(train_dataset))
+        else:
+            people = column_of(train_dataset, people) if isinstance(people, str) else people
+            self.persons, owners = owners_of(people, len(train_dataset))
+        self._loss = per_example_loss(self.model) if privacy.loss is None else privacy.loss
+        given: Any = self.model
+        own = given.get_base_model() if hasattr(given, "get_base_model") else given
+        self._rows = Rows(
+            train_dataset,
+            self._get_collator_with_removed_columns(self.data_collator, description="training"),
+            owners=owners,
+            persons=self.persons,
+            at_most=1 if privacy.people is None else privacy.at_most,
+            combine=privacy.combine,
+            private=columns,
+            prepare=_with_decoder_inputs(own),
+        )
+        self.budgets = self._budgets(owners)
+        self._steps_per_epoch = max(1, round(len(self.persons) / batch))
+        steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self._steps_per_epoch)
+        self.plan: DPSGDPlan = privacy.plan(
+            self.budgets,
+            n=len(self.persons),
+            batch_size=batch,
+            steps=steps,
+            max_grad_norm=_checks.number("args.max_grad_norm", self._max_grad_norm, 0, math.inf, closed="neither"),
+        )
+        self._filter = privacy.filter_of(self.plan, self.budgets)
+        self._microbatch = args.per_device_train_batch_size
+
+    def _budgets(self, owners):
+        given = self.privacy.budgets
+        if isinstance(given, str):
+            given = per_person(column_of(self.train_dataset, given), owners, self.persons)
+        if isinstance(given, dict):
+            from dpcompanion.idp import budgets_for
+
+            return budgets_for(given, len(self.persons))
+        if _checks.is_number(given):
+            return float(given)
+        given = torch.as_tensor(_checks.unlabelled(given), dtype=torch.float64)
+        if given.shape != (len(self.persons),):
+            raise ValueError(
+                f"budgets must be one number for each of the {len(self.persons)} persons, got shape "
+                f"{tuple(given.shape)}"
+            )
+        return given
+
+    # What the Trainer asks for
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """One item a step, of no content: each step draws its own persons."""
+        return DataLoader(range(self._steps_per_epoch), batch_size=1, collate_fn=lambda step: {"step": step})  # pyright: ignore[reportArgumentType]
+
+    def num_examples(self, dataloader: Any) -> int:
+        """How many persons, or for another loader what the Trainer says."""
+        if isinstance(getattr(dataloader, "dataset", None), range):
+            return len(self.persons)
+        return super().num_examples(dataloader)
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Not counted."""
+        return 0
+
+    def _track_num_input_tokens(self, inputs):
+        pass
+
+    def train(self, *arguments: Any, **options: Any) -> Any:
+        """As `Trainer.train`, once: the plan's steps are the plan's. At the end the card is written.
+
+        Raises:
+            ValueError: for what `dpcompanion.training.train` refuses, before the first step.
+        """
+        if self._loop is not None:
+            raise ValueError(
+                "train must be called once, since its steps are those of the plan; go on from a checkpoint with a new "
+                "PersonalTrainer, or train again by one of its own and add the plans up (dpcompanion.accounting.Ledger)"
+            )
+        found = super().train(*arguments, **options)
+        if self.is_world_process_zero():
+            self._write_card()
+        if self.taken == self.plan.steps:
+            for key in pathlib.Path(str(self.args.output_dir)).glob(f"checkpoint-*/{key_file(STATE)}"):
+                key.unlink(missing_ok=True)
+        return found
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """Draw persons, add up their clipped gradients and the noise, and leave the mean as the parameters' gradients.
+
+        Returns:
+            The mean loss of the persons in the step, without noise; nan for an empty draw.
+        """
+        model.train()
+        loop = self._loop if self._loop is not None else self._begin()
+        if loop.ready:
+            raise ValueError("optimizer must step after each draw, but it has not since the last one")
+        if loop.run.step != self.state.global_step or loop.run.step >= self.plan.steps:
+            raise ValueError(
+                f"the Trainer must be at step {loop.run.step} of {self.plan.steps}, as its account is, got "
+                f"{self.state.global_step}; a checkpoint must hold {STATE}"
+            )
+        loop.step()
+        if loop.run.step % self._steps_per_epoch == 0 or loop.run.step == self.plan.steps:
+            loop.look_at_later()
+            loop.count_dropped()
+        return loop.run.history.losses[loop.run.step - 1].to(self.args.device, torch.float32)
+
+    def _begin(self):
+        """The loop, proved for the model; from a checkpoint if there is one."""
+        model: Any = self.model
+        privacy, optimizer = self.privacy, self.optimizer
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        check_padding(self._rows, model, self._loss)
+        if privacy.track is not None or self._filter is not None:
+            options = {"clipping": "individual" if self._filter is not None else "maximum", **(privacy.track or {})}
+            if self._filter is not None:
+                options["budget"] = self._filter
+            rows: Any = self._rows.to(self.args.device)
+            self._tracker = NormTracker.for_plan(
+                self.plan, model, self._loss, rows, precision=self._precision, **options
+            )
+        data = self._rows if self._tracker is None else self._tracker.data
+        self._loop = _Step(
+            model,
+            self._loss,
+            data,
+            self.plan,
+            optimizer,
+            privacy.seed,
+            self.args.device,
+            "auto",
+            self._microbatch,
+            [] if self._tracker is None else [self._tracker],
+            {},
+            "cpu",
+            self._precision,
+        )
+        self._guard(optimizer)
+        if self._found is not None:
+            self._restore(self._found)
+        return self._loop
+
+    def _guard(self, optimizer):
+        """The optimizer takes the run's own steps only, and the first with a learning rate moves what it should."""
+        loop, before, seen = self._loop, {}, []
+        model: Any = self.model
+
+        def check(stepped, args, kwargs):
+            if not loop.ready:
+                raise ValueError(
+                    "optimizer must be stepped once a draw by the Trainer alone, but something steps it too"
+                )
+            loop.ready = False
+            if not seen and any(group["lr"] for group in stepped.param_groups):
+                seen.append(True)
+                before.update({name: p.detach().clone() for name, p in model.named_parameters()})
+
+        def moved(stepped, args, kwargs):
+            if not before:
+                return
+            handle.remove()
+            parameters = dict(model.named_parameters())
+            still = [n for n, p in parameters.items() if p.requires_grad and torch.equal(p, before[n])]
+            wrong = [n for n, p in parameters.items() if not p.requires_grad and not torch.equal(p, before[n])]
+            trainable = sum(p.requires_grad for p in parameters.values())
+            before.clear()
+            if wrong or len(still) == trainable:
+                raise ValueError(
+                    f"optimizer must move the {trainable} trainable parameters of the model and no other, but "
+                    + (f"it moved {', '.join(wrong[:3])}" if wrong else "its first step moved none of them")
+                )
+            if still:
+                warnings.warn(
+                    f"the first step has left {len(still)} of {trainable} trainable parameters where they were, "
+                    f"{', '.join(still[:3])} among them",
+                    stacklevel=2,
+                )
+
+        optimizer.register_step_pre_hook(check)
+        handle = optimizer.register_step_post_hook(moved)
+
+    # Checkpoints
+
+    def _save_rng_state(self, output_dir):
+        super()._save_rng_state(output_dir)
+        loop, path = self._loop, os.path.join(output_dir, STATE)
+        loop.look_at_later()
+        loop.count_dropped()
+        history = {name: getattr(loop.run.history, name) for name in History.__dataclass_fields__}
+        history["epochs"] = plain(history["epochs"])
+        if loop.seed is None:
+            write_keys(key_file(path), loop.generators, loop.forward_seed)
+        write_checkpoint(
+            path,
+            {
+                "identity": loop._identity(),
+                "step": loop.run.step,
+                "generators": {name: g.get_state() for name, g in loop.generators.items()},
+                "stateful": {name: item.state_dict() for name, item in loop.stateful.items()},
+                "history": history,
+            },
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self._found = os.path.join(checkpoint, STATE)
+            if not os.path.exists(self._found):
+                raise ValueError(
+                    f"resume_from_checkpoint must hold {STATE}, draws and accounts, but {checkpoint!r} does not"
+                )
+
+    def _restore(self, path):
+        loop = self._loop
+        content = read_checkpoint(path, ("identity", "step", "generators", "stateful", "history"))
+        theirs, ours = content["identity"], loop._identity()
+        differ = sorted(key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key))
+        if differ or set(content["stateful"]) != set(loop.stateful):
+            raise ValueError(
+                "resume_from_checkpoint must come from a run of the same plan, seed, data, model and optimizer, but "
+                f"{path!r} differs in {', '.join(differ) or 'what is tracked'}"
+            )
+        if loop.seed is None and content["step"] < self.plan.steps:
+            found = read_keys(key_file(path), loop.generators)
+            loop.forward_seed = loop.forward_seed if found is None else found
+        for name, state in content["generators"].items():
+            loop.generators[name].set_state(state)
+        for name, state in content["stateful"].items():
+            loop.stateful[name].load_state_dict(state)
+        loop.run.step, loop.run.history = content["step"], History(**content["history"])
+        loop.run.history.losses = loop.run.history.losses.to(loop.device)
+        loop.run.history.batch_sizes = loop.run.history.batch_sizes.to(loop.device)
+        loop.dropped.fill_(loop.run.history.dropped)
+
+    # What holds
+
+    @property
+    def taken(self) -> int:
+        """How many steps were taken."""
+        return 0 if self._loop is None else self._loop.run.step
+
+    @property
+    def history(self) -> History:
+        """Losses and batch sizes of the steps, which are not private.
+
+        Raises:
+            ValueError: before `train`.
+        """
+        if self._loop is None:
+            raise ValueError("history must be asked for after train, which has not begun")
+        return self._loop.run.history
+
+    @property
+    def tracker(self) -> NormTracker | None:
+        """What follows each person's gradients, if `track` or a filter was given, from the first step on."""
+        return self._tracker
+
+    def statement(self) -> str:
+        """What an epsilon of the steps that were taken is about, in one sentence."""
+        return self.plan.statement(steps=self.taken)
+
+    def epsilons(self, delta: float | None = None) -> torch.Tensor:
+        """Epsilon of each person after the steps that were taken, (n,) float64, in the order of `persons`.
+
+        By the plan, or where persons are clipped individually (`track`, `filter`) by what each was charged, which is
+        as private as they are.
+
+        Args:
+            delta: by default the plan's.
+        """
+        delta = self.plan.delta if delta is None else delta
+        if self._tracker is not None and self._tracker.exact and self.taken:
+            return self._tracker.epsilon(delta)
+        found = torch.as_tensor(self.plan.epsilon(delta, steps=self.taken), dtype=torch.float64)
+        return found.expand(self.plan.n).clone()
+
+    def card(self) -> dict[str, Any]:
+        """What may be published of the run, as plain JSON values: the statement of the steps that were taken, the
+        epsilon that holds for everybody, the plan. No person's number is in it."""
+        model: Any = self.model
+        plan, uniform = self.plan, self.plan.epsilon(steps=self.taken)
+        by_budget = None
+        if isinstance(uniform, torch.Tensor):
+            by_budget = [
+                {"epsilon": float(epsilon), "persons": int(count)}
+                for epsilon, count in zip(*uniform.unique(return_counts=True))
+            ]
+            uniform = float(uniform.max())
+        return {
+            "statement": self.statement(),
+            "unit": self.privacy.unit,
+            "epsilon": uniform,
+            "by_budget": by_budget,
+            "delta": plan.delta,
+            "steps": self.taken,
+            "planned_steps": plan.steps,
+            "rows_at_most": self._rows.at_most,
+            "filter": None if self._filter is None else type(self._filter).__name__,
+            "filter_budgets": None if self._filter is None else self._filter_budgets(),
+            "seeded": self.privacy.seed is not None,
+            "model": type(self.model).__name__,
+            "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "plan": plan.config(),
+            "not_covered": "training losses that are logged, and metrics on the training data",
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+
+    def _filter_budgets(self):
+        given = torch.as_tensor(self.budgets, dtype=torch.float64).flatten()
+        return sorted(set(given.tolist()))
+
+    def card_text(self) -> str:
+        """The card as a section in Markdown."""
+        card = self.card()
+        lines = [
+            "## Privacy",
+            "",
+            f"Trained with DP-SGD. The unit of privacy is one {card['unit']}: each step clips the gradient of all data "
+            f"of one (at most {card['rows_at_most']} of their rows) to one norm. After {card['steps']} steps every "
+            f"{card['unit']} has epsilon at most {card['epsilon']:.3f} at delta {card['delta']:g}.",
+            "",
+            card["statement"],
+        ]
+        if card["by_budget"]:
+            lines += ["", "| epsilon | persons |", "|--:|--:|"]
+            lines += [f"| {each['epsilon']:.3f} | {each['persons']} |" for each in card["by_budget"]]
+        if card["filter"]:
+            budgets = ", ".join(f"{each:g}" for each in card["filter_budgets"])
+            lines += ["", f"A filter ({card['filter']}) keeps the budgets {budgets}, whatever the gradients are."]
+        if card["seeded"]:
+            lines += ["", "**The noise was seeded, for research: whoever knows the seed can subtract it.**"]
+        return "\n".join([*lines, "", f"Not covered: {card['not_covered']}.", ""])
+
+    def _write_card(self):
+        folder = pathlib.Path(str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        _files.replace(folder / "privacy.json", (json.dumps(self.card(), indent=1) + "\n").encode())
+        _files.replace(folder / "privacy.md", self.card_text().encode())
+
+    def create_model_card(self, *arguments: Any, **options: Any) -> None:
+        """The Trainer's model card, with a section on privacy at its end."""
+        super().create_model_card(*arguments, **options)
+        path = pathlib.Path(str(self.args.output_dir)) / "README.md"
+        if self.is_world_process_zero() and path.exists():
+            text = path.read_text(encoding="utf-8")
+            _files.replace(path, (text.rstrip() + "\n\n" + self.card_text()).encode())
+
+
+def _with_decoder_inputs(model):
+    """What a decoder is given where only labels are: the model's own shift of them."""
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return None
+
+    def prepare(batch):
+        if "labels" in batch and "decoder_input_ids" not in batch:
+            batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"]).cpu()
+        return batch
+
+    return prepare

@@ -1,0 +1,391 @@
+r"""Persons as the unit of privacy: a table with several rows a person, of which a run draws and clips whole persons.
+
+The gradient of person :math:`i` is that of one loss, the mean (or the sum) of the losses of at most k of their rows,
+
+.. math::
+    \ell_i(w) = \frac{1}{|R_i|} \sum_{r \in R_i} \ell(w; x_r, y_r), \qquad R_i \subseteq \text{rows of } i, |R_i| \le k,
+
+and it is clipped once.  A Poisson draw takes persons, not rows.  So the sum of clipped gradients moves by at most C if
+all rows of one person are added or removed, however many they are, and everything that is said of examples (plans,
+budgets, accounts, filters, statements) holds of persons: n is their number, and `DPSGDPlan(unit="patient")` says so
+in words.  Without that, a person with ten rows would enter a run ten times and pay for one.
+
+Of a person with more than k rows, k are drawn afresh, uniformly and without replacement, each time the person is
+sampled, by the run's own stream.  Over a run all rows are used, which a choice made once would not do.  The account
+needs neither the secrecy nor the law of this choice: for every fixed choice a person moves a sum by at most their clip
+norm, and the divergence of two mixtures over the same choices is at most the largest of its parts (joint convexity).
+With individual clipping (`NormTracker`) a person is clipped to the norm that was measured at a choice of their rows and
+charged, at whatever rows they take part with.
+
+Memory: a draw is held padded to its longest person, at most k rows.  The network computes on the rows that there are,
+not on the padding; only where the model draws at random (dropout) or is differentiated by `torch.func` (method "func")
+is the padding computed too.  The data are held once, as they were given.
+
+Rows that belong to several persons (a message and those whom it is from and to) are refused: to clip one owner's
+gradient does not bound what the others change. Give such a row to one person, and leave it out of the others'.
+
+Three patients, one with three visits and one with none:
+
+>>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
+>>> visits, ill = torch.eye(4), torch.tensor([0, 1, 1, 0])
+>>> data = by_person(visits, ill, ["Ann", "Bob", "Ann", "Ann"], at_most=2, persons=["Ann", "Bob", "Cyd"])
+>>> len(data), data.counts.tolist()
+(3, [3, 1, 0])
+>>> plan = DPSGDPlan(n=len(data), sample_rate=0.5, steps=10, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-2)
+>>> model = torch.nn.Linear(4, 2)
+>>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+>>> train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0).batch_sizes.max() <= 3
+tensor(True)
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._pytree import tree_map_only
+
+from dpcompanion import _checks
+from dpcompanion._types import Array
+from dpcompanion.training import proof
+from dpcompanion.training.batches import Batch
+from dpcompanion.training.checkpoints import digest_of
+from dpcompanion.training.tensors import in_best_format
+
+COMBINED = ("mean", "sum")
+
+#: The name, in the batches of persons, of which of their places hold a row, (n, k) booleans.
+PRESENT = "present"
+
+
+def by_person(
+    x: torch.Tensor, y: torch.Tensor, people: Any, *, at_most: int, combine: str = "mean", persons: Any = None
+) -> "Persons":
+    """Data for `train`, a `NormTracker` and `gradient_norms` whose examples are persons; see the module's text.
+
+    Args:
+        x, y: tensors of the rows, in any order.
+        people: (rows,), who each row belongs to: numbers or texts.
+        at_most: k, how many rows of a person enter a step at most; above 0.
+        combine: "mean" or "sum", what a person's loss is of those of their rows.
+        persons: everybody's name, each once, in the order of accounts and budgets; by default those of `people`,
+            sorted. Persons without a row are given here: they take part with a gradient of zero.
+
+    Returns:
+        `Persons`, of as many examples as there are persons.
+
+    Raises:
+        ValueError: naming the argument; for a row without a person, with several persons, or of one who is not in
+            `persons`.
+    """
+    return Persons(x, y, people, at_most=at_most, combine=combine, persons=persons)
+
+
+class Persons:
+    """What `by_person` gives.
+
+    Attributes:
+        persons: the names, (n,), in the order of every account and budget.
+        counts: how many rows each has, (n,) int64.
+        at_most, combine: as given.
+    """
+
+    def __init__(self, x, y, people, *, at_most, combine="mean", persons=None):
+        if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
+            raise ValueError(f"x and y must be tensors, got a {type(x).__name__} and a {type(y).__name__}")
+        if not x.ndim or not y.ndim or len(x) != len(y):
+            raise ValueError(f"x and y must have as many rows, got shapes {tuple(x.shape)} and {tuple(y.shape)}")
+        self.x, self.y = x, y
+        self.at_most = _checks.whole_number("at_most", at_most, 1)
+        self.combine = _checks.one_of("combine", combine, COMBINED)
+        self.persons, self.owners = owners_of(people, len(x), persons)
+        self.counts, self._order, self._starts = grouped(self.owners, len(self.persons))
+
+    def __len__(self) -> int:
+        return len(self.persons)
+
+    def to(self, device: str | torch.device) -> "Persons":
+        """The same with its rows on a device."""
+        moved = Persons.__new__(Persons)
+        moved.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in ("probe", "digest")}
+        moved.x, moved.y = self.x.to(device), self.y.to(device)
+        return moved
+
+    def per_person(self, values: Array) -> torch.Tensor:
+        """A column of the table, (rows,), as one number a person, (n,), such as the budgets that persons consented to.
+
+        Raises:
+            ValueError: for a person whose rows disagree, or who has none.
+
+        >>> data = by_person(torch.zeros(3, 1), torch.zeros(3), [7, 5, 7], at_most=1)
+        >>> data.per_person([2.0, 1.0, 2.0])
+        tensor([1., 2.], dtype=torch.float64)
+        """
+        return per_person(values, self.owners, self.persons)
+
+    def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
+        """Inputs and targets of some persons, at most k rows of each, drawn from PyTorch's generator where there are
+        more: two `Batch` of (persons, longest, ...), and which places hold a row."""
+        places, present = drawn_rows(indices.cpu(), self.counts, self._order, self._starts, self.at_most)
+        return self._batch(self.x, places, present), self._batch(self.y, places, present)
+
+    def _batch(self, rows, places, present):
+        places, present = places.to(rows.device), present.to(rows.device)
+        found = rows[places.flatten()] if len(rows) else rows.new_zeros(places.numel(), *rows.shape[1:])
+        found = found.unflatten(0, places.shape)
+        # A person without a row must not be given another's.
+        found = torch.where((places >= 0).view(*places.shape, *[1] * (found.ndim - 2)), found, 0)
+        return Batch(rows=found, **{PRESENT: present})
+
+    def part(self, start: int, stop: int) -> tuple[Batch, Batch]:
+        """The persons from `start` to before `stop`."""
+        return self.rows(torch.arange(start, min(stop, len(self))))
+
+    @functools.cached_property
+    def probe(self) -> tuple[Batch, Batch]:
+        """Persons to try model and method on: 64 that are spread over all of them, or fewer."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.rows(proof.rows_to_look_through(len(self)).sort().values)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What a checkpoint knows these data by."""
+        settings = torch.tensor([self.at_most, COMBINED.index(self.combine), len(self)])
+        return digest_of(self.x, self.y, self.owners, settings)
+
+    def seen(self, model: torch.nn.Module, loss: Any) -> tuple[torch.nn.Module, Any]:
+        """Model and loss as functions of persons."""
+
+        def call(model, batch):
+            return model(in_best_format(model, batch["rows"]))
+
+        def losses(outputs, batch):
+            return loss(outputs, batch["rows"])
+
+        return PersonNetwork(model, call), PersonLoss(losses, self.combine)
+
+
+class PersonNetwork(torch.nn.Module):
+    """A model of rows as one of persons: `Batch` of (persons, k, ...) to outputs of (persons, k, ...).
+
+    Args:
+        model: the module, whose parameters are called "model.<name>" here.
+        call: (model, batch of rows) -> outputs, in any nesting, each with the rows first.
+    """
+
+    def __init__(self, model: torch.nn.Module, call: Callable[[torch.nn.Module, Batch], Any]):
+        super().__init__()
+        self.model, self._call = model, call
+        self.training = model.training
+
+    def grouping(self, x: Batch) -> "Grouping":
+        """Where the rows are that `forward` computes on."""
+        return Grouping(x[PRESENT], everything=draws_at_random(self.model))
+
+    def forward(self, x: Batch) -> Any:
+        """Outputs of all rows, 0 where there is none."""
+        group = self.grouping(x)
+        rows = Batch._of({name: group.take(t) for name, t in x.tensors.items() if name != PRESENT})
+        return tree_map_only(torch.Tensor, group.spread, self._call(self.model, rows))
+
+
+class PersonLoss:
+    """A loss of rows as one of persons: the mean or sum over each one's rows, 0 for who has none.
+
+    Args:
+        loss: (outputs, batch of rows) -> (rows,).
+        combine: "mean" or "sum".
+    """
+
+    def __init__(self, loss: Callable[[Any, Batch], torch.Tensor], combine: str):
+        self.loss, self.combine = loss, combine
+
+    def __call__(self, outputs: Any, y: Batch) -> torch.Tensor:
+        present = y[PRESENT]
+        group = Grouping(present, everything=False)
+        outputs = tree_map_only(torch.Tensor, group.take, outputs)
+        rows = Batch._of({name: group.take(t) for name, t in y.tensors.items() if name != PRESENT})
+        losses = self.loss(outputs, rows)
+        if not isinstance(losses, torch.Tensor) or losses.shape != (group.rows,):
+            got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
+            raise ValueError(f"loss must return one number a row, shape ({group.rows},), got {got}")
+        each = torch.where(present, group.spread(losses), 0)
+        total = each.sum(1)
+        return total / present.sum(1).clamp(min=1) if self.combine == "mean" else total
+
+
+class Grouping:
+    """Which rows of a padded (persons, k) are there, and how tensors of rows go into that form and back.
+
+    Under `torch.func.vmap`, and with `everything`, all rows are taken, those of the padding too.
+
+    >>> group = Grouping(torch.tensor([[True, False], [True, True]]))
+    >>> group.take(torch.tensor([[1, 0], [2, 3]])), group.spread(torch.tensor([1, 2, 3])).tolist()
+    (tensor([1, 2, 3]), [[1, 0], [2, 3]])
+    """
+
+    def __init__(self, present: torch.Tensor, everything: bool = False):
+        self.present, self.places = present, None
+        if not everything and not _mapped_over(present):
+            places = present.flatten().nonzero()[:, 0]
+            # A network is given one row at least; the loss leaves it out.
+            self.places = places if len(places) else torch.zeros(1, dtype=torch.int64, device=present.device)
+        #: How many rows are taken.
+        self.rows = present.numel() if self.places is None else len(self.places)
+
+    def take(self, t: torch.Tensor) -> torch.Tensor:
+        """(persons, k, ...) to (rows, ...)."""
+        flat = t.flatten(0, 1)
+        return flat if self.places is None or self.rows == len(flat) else flat[self.places]
+
+    def spread(self, t: torch.Tensor) -> torch.Tensor:
+        """(rows, ...) to (persons, k, ...), 0 where there is no row."""
+        if not t.ndim or len(t) != self.rows:
+            raise ValueError(f"model must keep its {self.rows} rows first, got outputs of shape {tuple(t.shape)}")
+        if self.places is not None and self.rows < self.present.numel():
+            t = t.new_zeros(self.present.numel(), *t.shape[1:]).index_copy(0, self.places, t)
+        return t.unflatten(0, self.present.shape)
+
+    def uses(self, uses: list[Any]) -> list[Any]:
+        """What a layer was given and got back for its rows, [(inputs, output gradients)], as uses by persons: the first
+        row of each, then the second of each. Where there is no row both are 0."""
+        if self.present.all() and self.present.shape[1] == 1:
+            return uses
+
+        def padded(t):
+            t = self.spread(t)
+            return torch.where(self.present.view(*self.present.shape, *[1] * (t.ndim - 2)), t, 0)
+
+        found = []
+        for a, g in uses:
+            a, g = padded(a), padded(g)
+            found += [(a[:, place], g[:, place]) for place in range(self.present.shape[1])]
+        return found
+
+
+def _mapped_over(t):
+    return torch._C._functorch.is_functorch_wrapped_tensor(t)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def draws_at_random(model: torch.nn.Module) -> bool:
+    """Whether a layer in training mode has a rate of dropout above 0, by whatever name."""
+    return any(
+        isinstance(value, float) and value > 0 and ("drop" in name or name == "p")
+        for module in model.modules()
+        if module.training
+        for name, value in vars(module).items()
+    )
+
+
+def owners_of(people: Any, rows: int, persons: Any = None) -> tuple[np.ndarray, torch.Tensor]:
+    """(names (n,), whose each row is as an index of these (rows,) int64).
+
+    Raises:
+        ValueError: for a row with no person or several, for `persons` that are not distinct or lack one.
+    """
+
+    def column(name, values):
+        values = values.cpu().numpy() if isinstance(values, torch.Tensor) else _checks.unlabelled(values)
+        if not isinstance(values, np.ndarray):
+            values = list(values)
+            if any(isinstance(each, (list, tuple, set, frozenset, np.ndarray, torch.Tensor)) for each in values):
+                raise ValueError(
+                    f"{name} must name one person a row, got a row with several: what one owner's clipped gradient "
+                    "hides is not what the others change; give each row to one person"
+                )
+            texts = {isinstance(each, str) for each in values}
+            values = np.asarray(values, dtype=object if len(texts) > 1 else None)
+        if values.ndim != 1:
+            raise ValueError(
+                f"{name} must name one person a row, shape ({rows if name == 'people' else 'n'},), got shape "
+                f"{values.shape}; a row with several owners must be given to one of them"
+            )
+        if values.dtype.kind == "O" and len({type(each) for each in values}) > 1 or values.dtype.kind not in "biufUSO":
+            raise ValueError(f"{name} must be all numbers or all texts, none missing, got {values.dtype} of mixed type")
+        if values.dtype.kind == "O":
+            values = values.astype(str) if all(isinstance(each, str) for each in values) else values.astype(np.int64)
+        if values.dtype.kind == "f" and not (np.isfinite(values) & (values == np.round(values))).all():
+            raise ValueError(f"{name} must be whole numbers or texts, none missing, got {values.dtype} with others")
+        return values.astype(np.int64) if values.dtype.kind in "buf" else values
+
+    found = column("people", people)
+    if len(found) != rows:
+        raise ValueError(f"people must name a person for each of the {rows} rows, got {len(found)}")
+    if persons is None:
+        if not rows:
+            raise ValueError("people must name one person at least, got no row; or give persons")
+        names, owners = np.unique(found, return_inverse=True)
+        return names, torch.from_numpy(owners.astype(np.int64))
+    names = column("persons", persons)
+    order = np.argsort(names, kind="stable")
+    if not len(names) or len(np.unique(names)) != len(names):
+        raise ValueError(f"persons must be distinct, one at least, got {len(names)} of which some are alike")
+    if rows and (found.dtype.kind == "i") != (names.dtype.kind == "i"):
+        raise ValueError(f"persons must be of the type of people, {found.dtype}, got {names.dtype}")
+    places = np.searchsorted(names, found, sorter=order).clip(max=len(names) - 1) if rows else np.zeros(0, np.int64)
+    owners = order[places]
+    if rows and not (names[owners] == found).all():
+        raise ValueError(f"persons must hold everybody in people, but lacks {found[names[owners] != found][0]!r}")
+    return names, torch.from_numpy(owners.astype(np.int64))
+
+
+def grouped(owners: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(counts (n,), the rows ordered by owner (rows,), where each owner's begin among these (n,)), all int64."""
+    counts = torch.bincount(owners, minlength=n)
+    return counts, owners.argsort(stable=True), counts.cumsum(0) - counts
+
+
+def drawn_rows(
+    indices: torch.Tensor, counts: torch.Tensor, order: torch.Tensor, starts: torch.Tensor, at_most: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of some persons, at most so many of each: ((persons, longest) int64, which of these are rows).
+
+    Of who has more a uniform choice without replacement, from PyTorch's generator; of all others every row, in its
+    order. What is no row repeats the person's first, and is -1 for who has none.
+    """
+    own = counts[indices]
+    who = torch.arange(len(indices)).repeat_interleave(own)
+    within = torch.arange(len(who)) - (own.cumsum(0) - own)[who]
+    rows = order[starts[indices][who] + within]
+    if (own > at_most).any():
+        chance = torch.rand(len(who), dtype=torch.float64)
+        key = torch.where(own[who] > at_most, chance, within.double() / own[who])
+        by_chance = key.argsort(stable=True)
+        rows = rows[by_chance[who[by_chance].argsort(stable=True)]]
+    width = max(1, int(own.clamp(max=at_most).max())) if len(own) else 1
+    kept = within < at_most
+    present = torch.arange(width) < own[:, None]
+    places = torch.full((len(indices), width), -1)
+    if len(who):
+        first = torch.full((len(indices),), -1)
+        first[who[within == 0]] = rows[within == 0]
+        places = first[:, None].expand(-1, width).clone()
+        places[who[kept], within[kept]] = rows[kept]
+    return places, present
+
+
+def per_person(values: Array, owners: torch.Tensor, persons: Any) -> torch.Tensor:
+    """One number a person, (n,) float64, from one a row, (rows,).
+
+    Raises:
+        ValueError: for a person whose rows disagree, or who has none.
+    """
+    values = torch.as_tensor(_checks.unlabelled(values)).to(torch.float64).cpu()
+    if values.shape != owners.shape:
+        raise ValueError(f"values must be one number a row, shape {tuple(owners.shape)}, got {tuple(values.shape)}")
+    low, high = (
+        torch.full((len(persons),), torch.nan, dtype=torch.float64).scatter_reduce(
+            0, owners, values, reduction, include_self=False
+        )
+        for reduction in ("amin", "amax")
+    )
+    bad = ~(low == high)
+    if bad.any():
+        who = int(bad.nonzero()[0])
+        raise ValueError(
+            f"values must be one number a person, but {str(persons[who])!r} has {low[who]:g} to {high[who]:g} in "
+            "their rows"
+        )
+    return low

@@ -1,0 +1,324 @@
+"""The Trainer with budgets takes the steps that its plan says, for real models, exactly as autograd says."""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+from tiny import MODELS, bert, model_of, rows_of
+from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments, default_data_collator
+
+from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer
+from dpcompanion.training import DPSGDPlan
+
+PRIVACY = dict(budgets=8.0, delta=1e-3, seed=1, accountant="rdp")
+
+
+def arguments(folder, **options):
+    usual = dict(
+        output_dir=str(folder),
+        per_device_train_batch_size=6,
+        max_steps=3,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        report_to="none",
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return TrainingArguments(**(usual | options))
+
+
+def trainer_of(folder, name="bert", model=None, rows=None, privacy=None, lora=False, given=None, **options):
+    return PersonalTrainer(
+        model_of(name, lora=lora) if model is None else model,
+        arguments(folder, **options),
+        train_dataset=rows_of(name) if rows is None else rows,
+        data_collator=default_data_collator,
+        privacy=PersonalPrivacy(**(PRIVACY | (privacy or {}))),
+        **(given or {}),
+    )
+
+
+def weights_of(model):
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def clipped_by_autograd(model, x, y, c):
+    """The sum of the persons' clipped gradients, by the model's own loss of one row at a time."""
+    own = {key: p for key, p in model.named_parameters() if p.requires_grad}
+    total = {key: torch.zeros_like(p) for key, p in own.items()}
+    for person, present in enumerate(x["present"]):
+        losses = []
+        for place in present.nonzero()[:, 0]:
+            row = {k: t[person, place][None] for k, t in x.tensors.items() if k != "present"}
+            losses.append(model(**row, labels=y["labels"][person, place][None]).loss)
+        found = torch.autograd.grad(
+            torch.stack(losses).mean(), list(own.values()), allow_unused=True, materialize_grads=True
+        )
+        norm = torch.stack([g.norm() for g in found]).norm()
+        for key, g in zip(own, found):
+            total[key] += g * min(1.0, c / float(norm))
+    return total
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_that_of_autograd_one_person_at_a_time(name, lora, tmp_path, monkeypatch):
+    model = model_of(name, lora=lora)
+    if name == "t5" and not lora:  # three layers share it, and positions come before examples
+        model.shared.weight.requires_grad_(False)
+        for key, p in model.named_parameters():
+            p.requires_grad_(p.requires_grad and "relative_attention_bias" not in key)
+    before = copy.deepcopy(model).eval()
+    monkeypatch.setattr(DPSGDPlan, "noisy", lambda plan, total, generator: total)
+    trainer = trainer_of(
+        tmp_path,
+        name,
+        model,
+        privacy={"people": "who", "at_most": 3},
+        max_steps=1,
+        max_grad_norm=0.5,
+        learning_rate=10.0,
+    )
+    seen, rows = [], type(trainer._rows).rows
+    monkeypatch.setattr(
+        type(trainer._rows), "rows", lambda self, drawn: seen.append((drawn, rows(self, drawn))) or seen[-1][1]
+    )
+    trainer.train()
+    drawn, (x, y) = seen[-1]
+    assert len(drawn) == trainer.history.batch_sizes[0] > 1 and x["present"].sum() > len(drawn)
+    total = clipped_by_autograd(before, x, y, 0.5)
+    assert max(g.abs().max() for g in total.values()) > 1e-3
+    after = weights_of(model)
+    for key, p in before.named_parameters():
+        wanted = p - 10 * total[key] / float(trainer.plan.expected_batch_size) if key in total else p
+        torch.testing.assert_close(after[key], wanted.detach(), rtol=1e-5, atol=1e-5 if key in total else 0)
+
+
+def test_each_person_gets_the_budget_of_their_column_and_no_number_of_theirs_is_published(tmp_path):
+    logged = []
+
+    class Note(TrainerCallback):
+        def on_log(self, args, state, control, logs=None, **_):
+            logged.append(logs)
+
+    privacy = {"budgets": "budget", "people": "who", "at_most": 2, "unit": "patient"}
+    trainer = trainer_of(
+        tmp_path, privacy=privacy, given={"callbacks": [Note()]}, logging_strategy="steps", logging_steps=1
+    )
+    trainer.train()
+    wanted = {row["who"]: row["budget"] for row in rows_of("bert")}
+    assert list(trainer.persons) == sorted(wanted) and trainer.plan.n == len(wanted) < 24
+    for who, epsilon in zip(trainer.persons, trainer.epsilons()):
+        assert wanted[who] - 0.02 < epsilon <= wanted[who]
+    assert "patient" in trainer.statement() and f"{len(wanted)}" in trainer.statement()
+    assert logged and all(isinstance(value, (int, float)) for logs in logged for value in logs.values())
+    card = json.loads((tmp_path / "privacy.json").read_text())
+    assert card["steps"] == 3 and card["epsilon"] <= 2.0 and sum(b["persons"] for b in card["by_budget"]) == len(wanted)
+    text = (tmp_path / "privacy.md").read_text()
+    assert "patient" in text and "person 0" not in text + json.dumps(card)
+
+
+def test_scale_and_shares_keep_their_budgets(tmp_path):
+    trainer = trainer_of(tmp_path, lora=True, privacy={"budgets": {1.0: 0.5, 3.0: 0.5}, "method": "scale"})
+    trainer.train()
+    epsilons, counts = trainer.epsilons().round(decimals=1).unique(return_counts=True)
+    assert epsilons.tolist() == [1.0, 3.0] and counts.tolist() == [12, 12]
+
+
+def test_pieces_for_memory_change_no_draw_and_no_step(tmp_path):
+    found = []
+    for size, accumulated in ((6, 1), (2, 3)):
+        trainer = trainer_of(
+            tmp_path, lora=True, per_device_train_batch_size=size, gradient_accumulation_steps=accumulated
+        )
+        trainer.train()
+        found.append((weights_of(trainer.model), trainer.history.batch_sizes))
+    assert torch.equal(found[0][1], found[1][1])
+    for key, p in found[0][0].items():
+        torch.testing.assert_close(p, found[1][0][key])
+
+
+class Interrupt(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def with_dropout():
+    torch.manual_seed(0)
+    return bert(hidden_dropout_prob=0.1)
+
+
+LONG = dict(max_steps=4, save_strategy="steps", save_steps=2, learning_rate=0.05, lr_scheduler_type="linear")
+
+
+def test_a_run_that_goes_on_ends_where_it_would_have_ended(tmp_path):
+    privacy = {"people": "who", "at_most": 2, "track": {"clipping": "individual"}}
+    whole = trainer_of(tmp_path / "a", model=with_dropout(), privacy=privacy, **LONG)
+    whole.train()
+    cut = trainer_of(tmp_path / "b", model=with_dropout(), privacy=privacy, given={"callbacks": [Interrupt()]}, **LONG)
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    again = trainer_of(tmp_path / "b", model=with_dropout(), privacy=privacy, **LONG)
+    again.train(resume_from_checkpoint=True)
+    assert again.taken == 4 and torch.equal(again.history.batch_sizes, whole.history.batch_sizes)
+    for key, p in weights_of(whole.model).items():
+        assert torch.equal(p, weights_of(again.model)[key])
+    assert torch.equal(whole.epsilons(), again.epsilons()) and len(whole.epsilons().unique()) > 2
+
+
+def test_without_a_seed_keys_lie_in_the_checkpoint_until_the_run_ends(tmp_path):
+    cut = trainer_of(tmp_path, lora=True, privacy={"seed": None}, given={"callbacks": [Interrupt()]}, **LONG)
+    with pytest.raises(KeyboardInterrupt):
+        cut.train()
+    file = tmp_path / "checkpoint-2" / "privacy.pt.key"
+    kept, found = file.read_bytes(), []
+    for _ in range(2):
+        file.write_bytes(kept)
+        again = trainer_of(tmp_path, lora=True, privacy={"seed": None}, **LONG)
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+        found.append(weights_of(again.model))
+        assert not file.exists()
+    assert all(torch.equal(p, found[1][key]) for key, p in found[0].items())
+
+
+def test_a_checkpoint_of_another_run_or_of_a_plain_trainer_is_refused(tmp_path):
+    options = dict(save_strategy="steps", save_steps=1, max_steps=2)
+    trainer_of(tmp_path, lora=True, **options).train()
+    other = trainer_of(tmp_path, lora=True, privacy={"budgets": 2.0}, **options)
+    with pytest.raises(ValueError, match="same plan"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    (tmp_path / "checkpoint-1" / "privacy.pt").unlink()
+    with pytest.raises(ValueError, match=r"privacy\.pt"):
+        trainer_of(tmp_path, lora=True, **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+
+
+def test_a_run_that_stops_early_states_the_steps_that_it_took(tmp_path):
+    options = dict(
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        save_total_limit=1,
+        load_best_model_at_end=True,
+        metric_for_best_model="falling",
+        greater_is_better=True,
+    )
+    metrics = iter([3.0, 2.0, 1.0, 0.0])
+    given = {
+        "eval_dataset": rows_of("bert", 4),
+        "callbacks": [EarlyStoppingCallback(2)],
+        "compute_metrics": lambda predictions: {"falling": next(metrics)},
+    }
+    trainer = trainer_of(tmp_path, given=given, **options)
+    trainer.train()
+    assert trainer.taken == 3 and "3 of 6" in trainer.statement()
+    assert trainer.epsilons().max() == trainer.plan.epsilon(steps=3) < trainer.plan.epsilon()
+    assert json.loads((tmp_path / "privacy.json").read_text())["steps"] == 3
+    with pytest.raises(ValueError, match="once"):
+        trainer.train()
+
+
+def test_a_filter_keeps_budgets_and_an_exact_account_goes_below_the_uniform_one(tmp_path):
+    privacy = {"budgets": 1.5, "filter": "exact", "noise_multiplier": 1.0, "people": "who", "accountant": "pld"}
+    trainer = trainer_of(tmp_path, lora=True, privacy=privacy, max_steps=8)
+    trainer.train()
+    epsilons = trainer.epsilons()
+    assert trainer.tracker.exact and epsilons.shape == (trainer.plan.n,)
+    assert epsilons.max() <= 1.5 < trainer.plan.epsilon() and epsilons.min() > 0
+    assert json.loads((tmp_path / "privacy.json").read_text())["filter_budgets"] == [1.5]
+
+
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 on this processor")
+def test_bf16_goes_through_the_network_only(tmp_path):
+    model = model_of("bert", lora=True)
+    trainer = trainer_of(tmp_path, model=model, bf16=True)
+    trainer.train()
+    assert trainer.history.precision == "bf16" and all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "name, names",
+    [("gpt2", ["wte", "lm_head"]), ("masked", ["word_embeddings", "decoder"]), ("t5", ["shared", "embed_tokens"])],
+)
+def test_a_model_that_shares_a_weight_where_no_method_takes_it_is_refused_by_its_layers(name, names, tmp_path):
+    with pytest.raises(ValueError, match="share a parameter") as caught:
+        trainer_of(tmp_path, name, model=model_of(name, tie_word_embeddings=True)).train()
+    assert all(name in str(caught.value) for name in names)
+
+
+def test_an_optimizer_that_moves_not_what_it_should_or_is_stepped_by_others_is_refused(tmp_path):
+    model = model_of("bert", lora=True)
+    own = [p for p in model.parameters() if p.requires_grad]
+    with pytest.raises(ValueError, match="optimizer"):
+        trainer_of(tmp_path, model=model, given={"optimizers": (torch.optim.SGD(own[:1], lr=0.1), None)}).train()
+
+    class Again(TrainerCallback):
+        def on_step_end(self, args, state, control, optimizer=None, **_):
+            optimizer.step()
+
+    with pytest.raises(ValueError, match="optimizer"):
+        trainer_of(tmp_path, lora=True, given={"callbacks": [Again()]}).train()
+
+    class Stuck(torch.optim.SGD):
+        def step(self, closure=None):
+            return None
+
+    with pytest.raises(ValueError, match="moved none"):
+        trainer_of(tmp_path, model=model, given={"optimizers": (Stuck(own, lr=0.1), None)}).train()
+
+
+def padded_without_a_mask(items):
+    length = max(int(item["attention_mask"].sum()) for item in items)
+    ids = torch.stack([item["input_ids"][:length] for item in items])
+    return {"input_ids": ids, "labels": torch.tensor([item["labels"] for item in items])}
+
+
+def mixing(logits, batch):
+    losses = torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+    return losses / losses.detach().mean()
+
+
+def test_what_mixes_persons_is_refused(tmp_path):
+    trainer = trainer_of(tmp_path, model=bert(initializer_range=0.5))
+    trainer._rows.collate = padded_without_a_mask
+    with pytest.raises(ValueError, match="data_collator"):
+        trainer.train()
+    with pytest.raises(ValueError, match="loss"):
+        trainer_of(tmp_path, privacy={"loss": mixing}).train()
+
+
+@pytest.mark.parametrize(
+    "privacy, options, word",
+    [
+        ({"delta": 2.0}, {}, "delta"),
+        ({"method": "both"}, {}, "method"),
+        ({"budgets": "nobody's"}, {}, "nobody's"),
+        ({"budgets": [1.0, 2.0]}, {}, "budgets"),
+        ({"filter": "exact"}, {}, "noise_multiplier"),
+        ({"noise_multiplier": 1.0}, {}, "filter"),
+        ({"people": ["a"] * 7}, {}, "people"),
+        ({"people": "who", "at_most": 0}, {}, "at_most"),
+        ({}, {"gradient_checkpointing": True}, "gradient_checkpointing"),
+        ({}, {"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({}, {"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({}, {"max_grad_norm": 0.0}, "max_grad_norm"),
+    ],
+)
+def test_what_cannot_be_accounted_for_is_refused(privacy, options, word, tmp_path):
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=word):
+        warnings.simplefilter("ignore")
+        trainer_of(tmp_path, privacy=privacy, **options)
+
+
+def test_epochs_count_persons(tmp_path):
+    trainer = trainer_of(tmp_path, lora=True, privacy={"people": "who"}, max_steps=-1, num_train_epochs=2)
+    trainer.train()
+    assert trainer.plan.n == 9 and trainer.taken == trainer.plan.steps == 2 * round(9 / 6)
+    assert round(float(trainer.plan.expected_batch_size), 9) == 6
