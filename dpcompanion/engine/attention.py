@@ -19,6 +19,7 @@ Source: Vaswani et al. 2017.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +64,7 @@ class MultiheadAttention(nn.Module):
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
         self.kdim, self.vdim = embed_dim if kdim is None else kdim, embed_dim if vdim is None else vdim
         self.dropout, self.batch_first, self.add_zero_attn = dropout, batch_first, add_zero_attn
-        made = {"device": device, "dtype": dtype}
+        made: Any = {"device": device, "dtype": dtype}
         self.q_proj, self.k_proj, self.v_proj = (
             RNNLinear(width, embed_dim, bias=bias).to(**made) for width in (embed_dim, self.kdim, self.vdim)
         )

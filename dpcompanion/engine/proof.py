@@ -351,7 +351,8 @@ class Proof:
         def differs(a, b):
             return not float((a - b).detach().double().norm()) <= bound
 
-        (again,), shapes = self._alone(batch, row, [p])
+        found, shapes = self._alone(batch, row, [p])
+        again = next(iter(found))
         if differs(again, expected):
             cause = (
                 "its loss changes from one call to the next, with the same input: the module draws at random by other "

@@ -133,7 +133,7 @@ class _Recurrent(nn.Module):
                 h = F.dropout(h, self.dropout)
         last = tuple(torch.stack(states) for states in zip(*ends))
         if packed:
-            out = pack_padded_sequence(h, lengths.cpu(), batch_first=True, enforce_sorted=False)
+            out = pack_padded_sequence(h, torch.as_tensor(lengths).cpu(), batch_first=True, enforce_sorted=False)
             out = PackedSequence(out.data, out.batch_sizes, input.sorted_indices, input.unsorted_indices)
         else:
             out = h if self.batch_first else h.transpose(0, 1)

@@ -350,6 +350,8 @@ class ExactFilter(Told):
             "noise_multiplier": self.noise_multiplier,
             "max_grad_norm": self.max_grad_norm,
             "levels": list(self.levels),
-            "costs": list(self._tables[0]) if len(self._tables) == 1 else [list(own) for own in self.costs],
+            "costs": [list(self._tables[k]) for k in self._which.tolist()]
+            if len(self._tables) > 1
+            else list(self._tables[0]),
             "block": self.block,
         }

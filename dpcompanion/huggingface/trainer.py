@@ -18,7 +18,7 @@ from dpcompanion import _checks, _files
 from dpcompanion.huggingface.losses import per_example_loss
 from dpcompanion.huggingface.privacy import PersonalPrivacy
 from dpcompanion.huggingface.rows import Rows, check_padding, column_of
-from dpcompanion.training import DPSGDPlan, History, NormTracker
+from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance
 from dpcompanion.training.checkpoints import key_file, plain, read_checkpoint, read_keys, write_checkpoint, write_keys
 from dpcompanion.training.loop import _Loop
 from dpcompanion.training.people import owners_of, per_person
@@ -262,14 +262,11 @@ class PersonalTrainer(Trainer):
             data,
             self.plan,
             optimizer,
-            privacy.seed,
-            self.args.device,
-            "auto",
-            self._microbatch,
-            [] if self._tracker is None else [self._tracker],
-            {},
-            "cpu",
-            self._precision,
+            seed=privacy.seed,
+            performance=Performance(
+                precision=self._precision, microbatch_size=self._microbatch, device=self.args.device
+            ),
+            trackers=[] if self._tracker is None else [self._tracker],
         )
         self._guard(optimizer)
         if self._found is not None:
@@ -322,7 +319,7 @@ class PersonalTrainer(Trainer):
         loop, path = self._loop, os.path.join(output_dir, STATE)
         loop.look_at_later()
         loop.count_dropped()
-        history = {name: getattr(loop.run.history, name) for name in History.__dataclass_fields__}
+        history = loop.run.history.saved()
         history["epochs"] = plain(history["epochs"])
         if loop.seed is None:
             write_keys(key_file(path), loop.generators, loop.forward_seed)
@@ -363,7 +360,8 @@ class PersonalTrainer(Trainer):
             loop.generators[name].set_state(state)
         for name, state in content["stateful"].items():
             loop.stateful[name].load_state_dict(state)
-        loop.run.step, loop.run.history = content["step"], History(**content["history"])
+        known = {"plan": loop.run.plan, "steps": content["step"], "tracker": loop.run.history.tracker}
+        loop.run.step, loop.run.history = content["step"], History(**content["history"], **known)
         loop.run.history.losses = loop.run.history.losses.to(loop.device)
         loop.run.history.batch_sizes = loop.run.history.batch_sizes.to(loop.device)
         loop.dropped.fill_(loop.run.history.dropped)

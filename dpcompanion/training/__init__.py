@@ -6,7 +6,7 @@
   `tensors`: how, layer by layer;
 * `proof`: whether a method is right for a model;  `checks`: whether data, model and optimizer can work together;
 * `loop`: `train`;  `callbacks`: what is called along a run, and what it leaves;  `examples`: what it trains on;
-  `checkpoints`: what it goes on from, a `Checkpoint`;
+  `checkpoints`: what it goes on from, a `Checkpoint`;  `options`: `Track` and `Performance`;
 * `people`: `by_person`, where the unit is a person with several rows;  `batches`: several tensors as one input;
 * `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are; `stacking`: their networks as one;
 * `tracking`: everybody's gradient norms along a run, for accounts of each example; `measuring`, `passes`: when and how
@@ -33,6 +33,7 @@ from dpcompanion.training.clipping import clipped_sum, cross_entropy, gradient_n
 from dpcompanion.training.ensembles import train_ensemble
 from dpcompanion.training.loop import train
 from dpcompanion.training.noise import gaussian_noise, generators
+from dpcompanion.training.options import Performance, Track
 from dpcompanion.training.people import by_person
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
@@ -46,8 +47,10 @@ __all__ = [
     "Ensemble",
     "History",
     "NormTracker",
+    "Performance",
     "PoissonSampler",
     "Run",
+    "Track",
     "by_person",
     "clipped_sum",
     "cross_entropy",

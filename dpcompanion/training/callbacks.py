@@ -1,5 +1,14 @@
 """What is called along a run, what it sees then, and what the run leaves: `Callbacks`, `Run`, `History`.
 
+Early stopping.  A callback ends a run by `Run.stop()`: the history, its statement and its epsilons are then those of
+the steps that were taken.  What may decide?
+
+* What does not depend on the training data, such as time: epsilon is that of the steps taken.
+* What looks at the model only, such as its accuracy on public data: the step at which the run ends tells something
+  of the outputs, and the guarantee that was fixed beforehand is that of all planned steps, `plan.epsilon()`.  The
+  statement and the card of a stopped run say it beside the other.
+* Losses, norms or accuracies on the training data are not private, and no epsilon covers what they decide.
+
 >>> def note(run):
 ...     return {"epsilon": run.epsilon}
 >>> Callbacks(on_epoch=note).on_step is None
@@ -7,10 +16,18 @@ True
 """
 
 import collections.abc
+import contextlib
 import dataclasses
+import json
+import math
+import os
+import pathlib
+from typing import Any
 
 import torch
 
+from dpcompanion.accounting import Ledger, SampledGaussian
+from dpcompanion.accounting.pld import NoGrid
 from dpcompanion.training.checkpoints import Checkpoint
 from dpcompanion.training.plan import DPSGDPlan
 
@@ -28,6 +45,10 @@ class History:
         guarantee: what an epsilon of the run is about, `DPSGDPlan.statement` of the steps that were taken: fewer than
             the plan's where the run was stopped. Their epsilon is `Run.epsilon`.
         precision: what the network went forward and back in, "float32" for instance, or "bf16".
+        stopped: whether a callback ended the run before the plan's last step.
+        plan: the run's.
+        steps: how many were taken.
+        tracker: the `NormTracker` that `track=` or `filter=` of `train` made, or None.
     """
 
     losses: torch.Tensor
@@ -37,6 +58,152 @@ class History:
     seed: int | None = None
     guarantee: str = ""
     precision: str = ""
+    stopped: bool = False
+    # What a checkpoint holds elsewhere (`saved`).
+    plan: DPSGDPlan | None = None
+    steps: int = 0
+    tracker: Any = None
+
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps under this name: what neither plan, step nor trackers say."""
+        names = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in names if name not in ("plan", "steps", "tracker")}
+
+    def _own_plan(self) -> DPSGDPlan:
+        if self.plan is None:
+            raise ValueError("history must be one that train returned, whose plan it knows, got one without a plan")
+        return self.plan
+
+    def epsilons(self, delta: float | None = None) -> torch.Tensor:
+        """The epsilon of each example by the steps that were taken, an upper bound, (n,) float64.
+
+        Of a run with individual clipping (`track=` or `filter=` of `train`) it is the account along the realised
+        trajectory, with a filter at most what the filter promises; otherwise what the plan guarantees, which is one
+        number for all unless examples differ in rate or clip norm. Accounts are as private as the example that they
+        are about; what the plan and the filter promise is not.
+
+        Args:
+            delta: in (0, 1); by default the plan's.
+
+        Raises:
+            ValueError: a delta outside its range.
+        """
+        plan = self._own_plan()
+        delta = plan.delta if delta is None else delta
+        found = torch.as_tensor(plan.epsilon(delta, steps=self.steps), dtype=torch.float64).expand(plan.n).clone()
+        if self.tracker is not None and self.tracker.exact and self.steps:
+            found = torch.minimum(found, self.tracker.epsilon(delta).cpu())
+            if self.tracker.budget is not None:
+                found = torch.minimum(found, self.tracker.budget.epsilon(delta).cpu())
+        return found
+
+    def _promised(self, delta):
+        """What was promised beforehand to each example, (n,): by the plan, and by a filter if there is one."""
+        plan = self._own_plan()
+        found = torch.as_tensor(plan.epsilon(delta), dtype=torch.float64).expand(plan.n)
+        filter = None if self.tracker is None else self.tracker.budget
+        return found if filter is None else torch.minimum(found, filter.epsilon(delta).cpu())
+
+    def statement(self) -> str:
+        """What the run guarantees, in words: relation, sampler, constants, the steps that were taken, delta, accountant
+        and epsilon; of a run that was stopped also that of all planned steps, and of one with a filter its promise."""
+        plan = self._own_plan()
+        said = [plan.statement(steps=self.steps), f"Epsilon {_up(plan.epsilon(steps=self.steps))}."]
+        if self.steps < plan.steps:
+            said.append(
+                f"If what ended the run looked at the model, the epsilon of all planned steps holds, "
+                f"{_up(plan.epsilon())}."
+            )
+        filter = None if self.tracker is None else self.tracker.budget
+        if filter is not None:
+            promised = _up(self._promised(plan.delta))
+            said.append(f"By its filter ({type(filter).__name__}) it promised beforehand epsilon {promised}.")
+        if self.seed is not None:
+            said.append("The noise came from a seed: whoever knows it can subtract the noise.")
+        return " ".join(said)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None, *, tuned: str | None = None) -> str:
+        """A card of the run for those who get the model, as JSON, written to `path` if one is given.
+
+        It holds unit, relation, sampler and accountant; (epsilon, delta) of the steps that were taken and of those
+        that were planned; mu of Gaussian DP from above with its regret; the largest true positive rates of any attack
+        at false positive rates of 0.1% and 1%; and quantiles over the examples of what was promised to each. All of
+        these are for the example with the largest epsilon, but for the quantiles. Nothing in it depends on the
+        training data: no losses, norms or accounts. Numbers that are infinite or unknown are null.
+
+        Args:
+            path: where to write it.
+            tuned: what was tuned on which data, in words. A search on the training data is not in the epsilons
+                (`accounting.select_best`).
+
+        >>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+        >>> history = History(torch.zeros(20), torch.zeros(20), plan=plan, steps=20)
+        >>> card = json.loads(history.to_json(tuned="nothing"))
+        >>> card["unit"], card["steps"], round(card["epsilon"], 2), round(card["gaussian_dp"]["mu"], 2)
+        ('example', 20, 0.64, 0.32)
+        """
+        plan = self._own_plan()
+        if tuned is not None and not isinstance(tuned, str):
+            raise ValueError(f"tuned must be a text, what was tuned on which data, got {tuned!r}")
+        noise = torch.as_tensor(plan.effective_noise_multiplier, dtype=torch.float64)
+        attack: dict[str, Any] = {"gaussian_dp": None, "true_positive_rates": None}
+        if float(noise.min()) > 0 and plan.arithmetic == "real":
+            rate = float(torch.as_tensor(plan.sample_rate, dtype=torch.float64).max())
+            ledger = Ledger([SampledGaussian(rate, float(noise.min()), self.steps)] if self.steps else [])
+            with contextlib.suppress(NoGrid):  # with so little noise nothing of it is known
+                mu = ledger.mu()
+                attack = {
+                    "gaussian_dp": {"mu": _finite(mu.mu), "regret": mu.regret},
+                    "true_positive_rates": {f"{rate:g}": 1 - ledger.trade_off(rate) for rate in (0.001, 0.01)},
+                }
+        promised = self._promised(plan.delta)
+        at = torch.tensor((0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0), dtype=torch.float64)
+        filter = None if self.tracker is None else self.tracker.budget
+        card = {
+            "statement": self.statement(),
+            "unit": plan.unit,
+            "relation": plan.relation,
+            "sampler": "Poisson",
+            "accountant": plan.accountant,
+            "n": plan.n if plan.relation == "zero-out" else None,
+            "delta": plan.delta,
+            "epsilon": _finite(_largest(plan.epsilon(steps=self.steps))),
+            "epsilon_of_planned_steps": _finite(_largest(plan.epsilon())),
+            "steps": self.steps,
+            "planned_steps": plan.steps,
+            "stopped": self.stopped,
+            **attack,
+            "promised_by": "the plan" if filter is None else f"the plan and a filter, {type(filter).__name__}",
+            "promised_quantiles": {
+                f"{q:g}": _finite(value)
+                for q, value in zip(at.tolist(), torch.quantile(promised, at, interpolation="higher").tolist())
+            },
+            "seeded": self.seed is not None,
+            "precision": self.precision or None,
+            "tuned": tuned,
+        }
+        text = json.dumps(card, indent=1, allow_nan=False)
+        if path is not None:
+            pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
+        return text
+
+
+def _largest(epsilons):
+    return float(torch.as_tensor(epsilons, dtype=torch.float64).max())
+
+
+def _finite(value):
+    return value if math.isfinite(value) else None
+
+
+def _up(epsilons):
+    """Epsilons in words, rounded up to three decimals: one, or from the least to the largest."""
+    epsilons = torch.as_tensor(epsilons, dtype=torch.float64)
+    low, high = (
+        f"{math.ceil(x * 1000 - 1e-9) / 1000:.3f}" if math.isfinite(x) else "infinite"
+        for x in (float(epsilons.min()), float(epsilons.max()))
+    )
+    return high if low == high else f"{low} to {high}"
 
 
 @dataclasses.dataclass
@@ -51,6 +218,11 @@ class Run:
     step: int = 0
     indices: torch.Tensor | None = None
     norms: torch.Tensor | None = None
+    stopping: bool = False
+
+    def stop(self) -> None:
+        """End the run after this step, for a callback; the module's text says what may decide it."""
+        self.stopping = True
 
     @property
     def epsilon(self) -> float | torch.Tensor:
@@ -63,7 +235,8 @@ class Run:
 class Callbacks:
     """What is called along a run, with its state: a `Run` in `train`, the `Ensemble` in `train_ensemble`.
 
-    They may switch the model to evaluation, draw random numbers and print; the run is what it would have been.
+    They may switch the model to evaluation, draw random numbers and print; the run is what it would have been. In
+    `train` they may end it, by `Run.stop()`; ensembles take all planned steps.
 
     Args:
         on_step: after each step.

@@ -25,13 +25,13 @@ guarantee covers the model's weights, not what is logged beside them.
 """
 
 import contextlib
-import dataclasses
 import math
 import os
 import pathlib
 import secrets
 import signal
 import threading
+import types
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, cast
@@ -57,6 +57,7 @@ from dpcompanion.training.checkpoints import (
     write_keys,
 )
 from dpcompanion.training.examples import Data, examples_of, Tensors
+from dpcompanion.training.options import Performance, Track, performance_of, tracker_of
 
 _FORMAT = 4
 _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")
@@ -70,6 +71,9 @@ def train(
     *,
     optimizer: torch.optim.Optimizer,
     seed: int | None = None,
+    track: Track | None = None,
+    filter: Any = None,
+    performance: Performance | None = None,
     device: Device = None,
     method: str = "auto",
     precision: str | None = None,
@@ -94,15 +98,18 @@ def train(
         seed: None, for a model that is released: sampling and noise come from a cipher under keys of 256 bits that the
             operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research: the
             keys, and all else that is random, are hashed from it, and whoever has it can subtract the noise.
-        device: where to train; the model's own by default. Model and data (of a data set each draw) are moved there.
-        method: how to clip, see `dpcompanion.training.clipping`.
-        precision: None for the model's own, or "bf16" for the way forward and back, see there.
-        physical_batch_size: examples in one pass; a draw is cut into such pieces, never joined with another. By default
-            as many as suit a processor's caches (`dpcompanion.training.portions`), or 512.
-        trackers: objects that follow the norms of all examples, such as a `dpcompanion.training.tracking.NormTracker`,
-            and may clip to less than the plan does. They must have been made with this model, loss and data, and are
-            saved with the run.
-        callbacks: `Callbacks`, functions of a `Run` that are called along it.
+        track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
+        filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to what each example is
+            clipped, so that nobody exceeds their budget. It implies `Track(clipping="individual")`.
+        performance: a `Performance`: method, precision, microbatch_size and device.
+        device, method, precision: the same by single keywords. Model and data (of a data set each draw) are moved to
+            the device.
+        physical_batch_size: `microbatch_size` by a single keyword: examples in one pass; a draw is cut into such
+            pieces, never joined with another. By default as many as suit a processor's caches
+            (`dpcompanion.training.portions`), or 512.
+        trackers: further objects that follow the norms of all examples, such as a `NormTracker`, and may clip to less
+            than the plan does. They must have been made with this model, loss and data, and are saved with the run.
+        callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it (`Run.stop`).
         checkpoint: a `Checkpoint`, from which the run goes on if its file exists, and which it writes.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
         progress: show a bar; by default on a terminal only.
@@ -120,20 +127,23 @@ def train(
             of each epoch.
     """
     callbacks, checkpoint = check_extras(callbacks, checkpoint)
+    if physical_batch_size is not None:
+        _checks.whole_number("physical_batch_size", physical_batch_size, 1)
     loop = _Loop(
         model,
         loss,
         data,
         plan,
         optimizer,
-        seed,
-        device,
-        method,
-        physical_batch_size,
-        trackers,
-        {} if checkpoint is None else checkpoint.stateful,
-        generator_device,
-        precision,
+        seed=seed,
+        performance=performance_of(
+            performance, method=method, precision=precision, microbatch_size=physical_batch_size, device=device
+        ),
+        trackers=trackers,
+        track=track,
+        filter=filter,
+        stateful={} if checkpoint is None else checkpoint.stateful,
+        generator_device=generator_device,
     )
     if checkpoint is not None and checkpoint.exists:
         loop.load(checkpoint.path)
@@ -145,17 +155,20 @@ def train(
         bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance,
         deferred_interrupt() as interrupted,
     ):
-        while run.step < plan.steps:
+        while run.step < plan.steps and not run.history.stopped:
             loop.step()
             with loop.modes_kept():
                 if callbacks.on_step is not None:
                     callbacks.on_step(run)
-                if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps:
+                if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps or run.stopping:
                     loop.end_epoch(callbacks.on_epoch)
                 checks.check_plan(run.plan, plan, loop.planned)
+            if run.stopping:
+                loop.end_early()
             advance()
             stop = interrupted()
-            if checkpoint is not None and (stop or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)):
+            due = run.history.stopped or stop
+            if checkpoint is not None and (due or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)):
                 loop.save(checkpoint.path)
             if stop:
                 raise KeyboardInterrupt
@@ -173,28 +186,26 @@ class _Loop:
         data,
         plan,
         optimizer,
-        seed,
-        device,
-        method,
-        physical_batch_size,
-        trackers,
-        stateful,
-        generator_device,
-        precision=None,
+        *,
+        seed=None,
+        performance,
+        trackers=(),
+        track=None,
+        filter=None,
+        stateful: Mapping[str, Any] = types.MappingProxyType({}),
+        generator_device: str | torch.device = "cpu",
     ):
+        method, precision, device = performance.method, performance.precision, performance.device
         if not isinstance(plan, DPSGDPlan):
             raise ValueError(f"plan must be a DPSGDPlan, got {plan!r}")
         examples = examples_of(data, plan.n)
-        _checks.one_of("method", method, clipping.METHODS)
         checks.check_alone(model, opacus=True)
         checks.check_model(model)
         checks.check_types(model, examples.probe[0])
         if plan.arithmetic == "real":
             checks.check_sums(model)
         checks.check_optimizer(optimizer, model)
-        if physical_batch_size is not None:
-            _checks.whole_number("physical_batch_size", physical_batch_size, 1)
-        self.physical_batch_size = physical_batch_size
+        self.physical_batch_size = performance.microbatch_size
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
@@ -203,13 +214,14 @@ class _Loop:
         self.examples, self.loss = examples.to(self.device), loss
         if not isinstance(trackers, Iterable):
             raise ValueError(f"trackers must be a list of them, got a {type(trackers).__name__}")
-        self.trackers = tuple(trackers)
+        own = tracker_of(track, filter, plan, model, loss, data, performance)
+        self.trackers = (*trackers, *(() if own is None else (own,)))
         for tracker in self.trackers:
             tracker.check_run(plan, model, loss, data)
         self.stateful = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)}
         for name in self.stateful.keys() & stateful.keys():
             raise ValueError(f"stateful must not be called {name!r}, as a tracker of the run is saved")
-        self.stateful |= stateful
+        self.stateful |= dict(stateful)
         self.generators = noise.generators(seed, generator_device)
         self.sampler = plan.sampler(self.generators["sampling"])
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -239,6 +251,8 @@ class _Loop:
             seed=self.seed,
             guarantee=plan.statement(steps=0),
             precision=precision or str(self.dtype).removeprefix("torch."),
+            plan=plan,
+            tracker=own,
         )
         self.plan = plan
         self.planned = checks.numbers_of(plan)
@@ -335,7 +349,7 @@ class _Loop:
         for t in checks.untrained(run.model).values():
             t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
         at, run.step = run.step, run.step + 1  # counted before it is taken, lest it be taken and not counted
-        run.history.guarantee = plan.statement(steps=run.step)
+        run.history.guarantee, run.history.steps = plan.statement(steps=run.step), run.step
         self.take_step()
         run.norms = total.norms
         self.dropped += (total.norms.isinf() & taking if away else total.norms.isinf()).sum()
@@ -396,6 +410,12 @@ class _Loop:
             entry |= seen or {}
         run.history.epochs.append(entry)
 
+    def end_early(self):
+        """A callback has asked for the end: the history is that of the steps taken."""
+        run, history = self.run, self.run.history
+        history.stopped = run.step < run.plan.steps
+        history.losses, history.batch_sizes = history.losses[: run.step], history.batch_sizes[: run.step]
+
     def count_dropped(self):
         count, history = int(self.dropped), self.run.history
         if count and not history.dropped:
@@ -432,7 +452,7 @@ class _Loop:
             "optimizer": run.optimizer.state_dict(),
             "generators": {name: g.get_state() for name, g in self.generators.items()},
             "stateful": {name: item.state_dict() for name, item in self.stateful.items()},
-            "history": {field.name: getattr(history, field.name) for field in dataclasses.fields(history)},
+            "history": history.saved(),
         }
         content["history"]["epochs"] = plain(history.epochs)
         if self.seed is None:
@@ -457,7 +477,8 @@ class _Loop:
                 f"stateful must name {sorted(content['stateful'])} as the checkpoint does, got {sorted(self.stateful)}"
             )
         run = self.run
-        if self.seed is None and content["step"] < run.plan.steps:  # a finished run draws no more
+        ended = content["step"] == run.plan.steps or content["history"].get("stopped", False)
+        if self.seed is None and not ended:  # a finished run draws no more
             found = read_keys(key_file(path), self.generators)
             self.forward_seed = self.forward_seed if found is None else found
         run.model.load_state_dict(content["model"])
@@ -466,7 +487,8 @@ class _Loop:
             self.generators[name].set_state(state)
         for name, state in content["stateful"].items():
             self.stateful[name].load_state_dict(state)
-        run.step, run.history = content["step"], History(**content["history"])
+        known = {"plan": run.plan, "steps": content["step"], "tracker": run.history.tracker}
+        run.step, run.history = content["step"], History(**content["history"], **known)
         run.history.losses = run.history.losses.to(self.device)
         run.history.batch_sizes = run.history.batch_sizes.to(self.device)
         self.dropped.fill_(run.history.dropped)

@@ -542,7 +542,7 @@ class DPSGDPlan:
         return {name: _plain(getattr(self, name)) for name in names}
 
 
-def _rate_and_steps(n, sample_rate, steps, batch_size, epochs):
+def _rate_and_steps(n: int, sample_rate: Any, steps: Any, batch_size: Any, epochs: Any) -> tuple[float, int]:
     """The rate and the number of steps, given as such or by the size of a batch and a number of epochs."""
     pairs = {"sample_rate": sample_rate, "steps": steps}, {"batch_size": batch_size, "epochs": epochs}
     given = [name for pair in pairs for name, value in pair.items() if value is not None]

@@ -1,6 +1,8 @@
 """The exact filter: nobody spends more than their budget, the promise is the target, and it works in training."""
 
+import copy
 import dataclasses
+import functools
 import math
 
 import pytest
@@ -305,10 +307,15 @@ def test_a_filter_of_a_plan_serves_each_budget_as_a_filter_of_that_budget_alone_
         ExactFilter.for_plan(SHORT, [2.5, 1.0, 2.5, 1.0], **own).load_state_dict(filter.state_dict())
 
 
+@functools.cache
+def mixed():
+    return ExactFilter.for_plan(SHORT, [1.0, 2.5, 1.0, 2.5], levels=[0.5, 1.0], block=5, progress=False)
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.lists(st.floats(0, 3), min_size=4, max_size=4), min_size=1, max_size=60))
 def test_with_costs_of_their_own_nobody_spends_more_than_their_budget(norms):
-    filter = ExactFilter.for_plan(SHORT, [1.0, 2.5, 1.0, 2.5], levels=[0.5, 1.0], block=5, progress=False)
+    filter = copy.deepcopy(mixed())
     prices = [{0.0: 0, 1.0: low, 2.0: full} for low, full in filter.costs]
     assert prices[0] != prices[1]
     paid = [0] * 4

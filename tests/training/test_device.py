@@ -14,6 +14,7 @@ from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.output_perturbation import noise_covariance
 from dpcompanion.training import (
+    Performance,
     clipped_sum,
     cross_entropy,
     DPSGDPlan,
@@ -102,13 +103,8 @@ def begun(optimizer=torch.optim.SGD, **options):
         (X, Y),
         PLAN,
         optimizer(model.parameters(), lr=0.1, **options),
-        0,
-        None,
-        "auto",
-        512,
-        (),
-        {},
-        "cpu",
+        seed=0,
+        performance=Performance(microbatch_size=512),
     )
     model.to("meta")
     found.run.optimizer = optimizer(model.parameters(), lr=0.1, **options)

@@ -7,7 +7,7 @@ import torch
 
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.per_instance import exact_composition
-from dpcompanion.training import cross_entropy, DPSGDPlan, loop, models, NormTracker, train, train_ensemble
+from dpcompanion.training import Performance, cross_entropy, DPSGDPlan, loop, models, NormTracker, train, train_ensemble
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make gpu")]
 N = 256
@@ -41,7 +41,14 @@ def test_a_step_waits_for_nothing(data, watched, options):
         [] if options is None else [NormTracker.for_plan(PLAN, model, cross_entropy, (x, y), device="cuda", **options)]
     )
     found = loop._Loop(
-        model, cross_entropy, (x, y), PLAN, optimizer_of(model), 0, "cuda", "auto", 512, trackers, {}, "cpu"
+        model,
+        cross_entropy,
+        (x, y),
+        PLAN,
+        optimizer_of(model),
+        seed=0,
+        performance=Performance(device="cuda", microbatch_size=512),
+        trackers=trackers,
     )
     found.step()  # which proves the passes
     watched()

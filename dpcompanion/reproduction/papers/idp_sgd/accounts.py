@@ -224,7 +224,7 @@ def grows_linearly(record):
     groups = record.config["groups"]
     for method in ("sample", "scale") if record.config.get("one_by_one") else ():
         seconds = [record.values[f"one_by_one.groups_{number}.{method}"] for number in groups]
-        line = stats.linregress(np.log2(groups), np.log2(seconds))
+        line: Any = stats.linregress(np.log2(groups), np.log2(seconds))
         reach = stats.t.ppf(0.975, len(groups) - 2) * line.stderr
         slope = intervals.Interval(*(2.0**power for power in (line.slope, line.slope - reach, line.slope + reach)))
         yield method.capitalize(), f"{slope:.2f} times", intervals.every(slope.at_least(1.6), slope.at_most(2.4))

@@ -93,10 +93,10 @@ def _single_draws(name, task, run, config):
             plain, augmented = (
                 [found[kind, 1.0, setting] for found in results] for setting in ("deterministic", "augmented")
             )
-            gains = [(more - less).mean() for more, less in zip(augmented, plain)]
+            gains = [float((more - less).mean()) for more, less in zip(augmented, plain)]
             values |= {
                 f"{prefix}{kind}.deterministic.{name}": records.mean_and_sd(
-                    [one.mean() for one in plain] if prefix else plain[0]
+                    [float(one.mean()) for one in plain] if prefix else plain[0].tolist()
                 ),
                 f"{prefix}{kind}.gain.{name}": records.mean_and_sd(gains) if prefix else gains[0],
             }
