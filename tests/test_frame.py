@@ -1,5 +1,6 @@
 """The files around the library and the book agree with each other."""
 
+import json
 import ast
 import hashlib
 import os
@@ -83,13 +84,26 @@ def test_the_style_sheet_names_the_fonts_that_are_there():
 
 
 def test_the_readme_computes_what_it_says():
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    snippet, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     said = [float(comment) for comment in re.findall(r"# (\d\.\d+)", snippet)]
     printed = [float(line) for line in done.stdout.split()]
     assert [round(value, 4) for value in printed[: len(said)]] == said
     assert 0 < printed[-1] < 3.42529
+
+
+@pytest.mark.slow
+def test_the_jobs_of_the_readme_keep_their_promises(tmp_path):
+    _, jobs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", jobs], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    first, statement, tracked, kept = done.stdout.splitlines()
+    assert round(float(first), 4) == 0.9172 and "Epsilon 3.000" in statement
+    account, promised = (float(re.findall(r"\d\.\d+", line)[0]) for line in (tracked, kept))
+    assert 2 < account <= 3 and 1 < promised <= 2
+    card = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
+    assert card["promised_quantiles"]["1"] == 2 and card["steps"] == 20
 
 
 def test_the_readme_names_files_that_exist():

@@ -74,7 +74,7 @@ def said(tmp_path_factory):
         shutil.copy(ROOT / name, source)
     pip("wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source)
     pip("install", "--no-deps", "--no-index", "--no-compile", "--target", target, *wheels.iterdir())
-    (snippet,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    snippet, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-I", "-c", CODE, str(target), str(ROOT), snippet],
         capture_output=True,
