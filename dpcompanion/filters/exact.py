@@ -123,7 +123,8 @@ class ExactFilter(Told):
             for answer in reversed(found):
                 self._targets[answer.costs, answer.budget] = (answer.target_delta, answer.epsilon)
             budget = torch.tensor([answer.budget for answer in found])[which]
-            tables = [answer.costs for answer in found]
+            tables = list(dict.fromkeys(answer.costs for answer in found))
+            which = torch.tensor([tables.index(answer.costs) for answer in found])[which]
         elif costs is None:
             raise ValueError("costs must be given with a budget, got None")
         else:

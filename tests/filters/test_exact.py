@@ -338,6 +338,12 @@ def test_a_plan_that_no_filter_fits_is_refused_by_name(make):
         make(SHORT, {1.0: 0.5, 2.0: 0.6})
 
 
+def test_costs_that_are_given_are_those_of_everybody():
+    filter = ExactFilter.for_plan(SHORT, [1.0, 2.5, 1.0, 2.5], levels=[0.5, 1.0], costs=[1, 4], block=5, progress=False)
+    assert filter.costs == (1, 4) and filter.state_dict()["parameters"]["costs"] == [1, 4]
+    assert filter.budget[0] == filter.budget[2] < filter.budget[1] == filter.budget[3]
+
+
 def test_a_renyi_filter_of_a_plan_is_the_one_of_its_numbers():
     ours = RenyiFilter.for_plan(SHORT, [1.0, 2.0, 1.0, 2.0])
     theirs = RenyiFilter.for_epsilon(
