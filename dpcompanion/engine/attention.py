@@ -26,6 +26,8 @@ import torch.nn.functional as F
 from opacus.layers.dp_rnn import RNNLinear
 from torch import nn
 
+from .._types import Device
+
 # Opacus's RNNLinear is an nn.Linear whose examples lie along the first axis, whatever the engine's `batch_first` says.
 
 
@@ -46,17 +48,17 @@ class MultiheadAttention(nn.Module):
 
     def __init__(
         self,
-        embed_dim,
-        num_heads,
-        dropout=0.0,
-        bias=True,
-        add_bias_kv=False,
-        add_zero_attn=False,
-        kdim=None,
-        vdim=None,
-        batch_first=False,
-        device=None,
-        dtype=None,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
@@ -79,7 +81,7 @@ class MultiheadAttention(nn.Module):
         self.load_state_dict(plain.state_dict())  # begins as PyTorch's does
 
     @classmethod
-    def of(cls, layer):
+    def of(cls, layer: Any) -> "MultiheadAttention":
         """The layer that computes what a `torch.nn.MultiheadAttention` does, with copies of its weights."""
         made = cls(
             layer.embed_dim,
@@ -99,15 +101,15 @@ class MultiheadAttention(nn.Module):
 
     def forward(
         self,
-        query,
-        key,
-        value,
-        key_padding_mask=None,
-        need_weights=True,
-        attn_mask=None,
-        average_attn_weights=True,
-        is_causal=False,
-    ):
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Outputs and attention weights (None without `need_weights`), as `torch.nn.MultiheadAttention` gives them.
 
         Args:

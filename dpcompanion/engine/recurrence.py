@@ -15,11 +15,16 @@ are brought into that of the batch before any weight is used.
 (True, True)
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from opacus.layers.dp_rnn import RNNLinear
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from .._types import Device
 
 
 class _Cell(nn.Module):
@@ -37,16 +42,16 @@ class _Recurrent(nn.Module):
 
     def __init__(
         self,
-        input_size,
-        hidden_size,
-        num_layers=1,
-        bias=True,
-        batch_first=False,
-        dropout=0.0,
-        bidirectional=False,
-        device=None,
-        dtype=None,
-        **options,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
     ):
         super().__init__()
         if options.pop("proj_size", 0):
@@ -76,7 +81,7 @@ class _Recurrent(nn.Module):
         self.to(device=device, dtype=dtype)
 
     @classmethod
-    def of(cls, layer):
+    def of(cls, layer: Any) -> Any:
         """The layer that computes what PyTorch's does, with copies of its weights."""
         options = {"nonlinearity": layer.nonlinearity} if cls is RNN else {"proj_size": layer.proj_size}
         made = cls(
@@ -94,7 +99,7 @@ class _Recurrent(nn.Module):
         made.load_state_dict(layer.state_dict())
         return made.train(layer.training)
 
-    def forward(self, input, hx=None):
+    def forward(self, input: Any, hx: Any = None) -> Any:
         """Outputs of the last layer and the last states, as PyTorch's layer gives them.
 
         Args:
@@ -153,7 +158,7 @@ class _Recurrent(nn.Module):
             outputs.append(out)
         return torch.stack(outputs, 1), state
 
-    def step(self, sent, kept, state):
+    def step(self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The next state; sent, kept: (N, gates x hidden_size), what inputs and the state before give."""
         raise NotImplementedError
 
@@ -166,11 +171,19 @@ class RNN(_Recurrent):
             in `torch.nn.RNN`.
     """
 
-    def __init__(self, input_size, hidden_size, num_layers=1, nonlinearity="tanh", *args, **options):
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        *args: Any,
+        **options: Any,
+    ):
         super().__init__(input_size, hidden_size, num_layers, *args, nonlinearity=nonlinearity, **options)
         self.nonlinearity = nonlinearity
 
-    def step(self, sent, kept, state):
+    def step(self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [(torch.tanh if self.nonlinearity == "tanh" else torch.relu)(sent + kept)]
 
 
@@ -179,7 +192,7 @@ class LSTM(_Recurrent):
 
     kind, gates, states = nn.LSTM, 4, 2
 
-    def step(self, sent, kept, state):
+    def step(self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         i, f, g, o = (sent + kept).chunk(4, 1)
         c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
         return [o.sigmoid() * c.tanh(), c]
@@ -190,7 +203,7 @@ class GRU(_Recurrent):
 
     kind, gates = nn.GRU, 3
 
-    def step(self, sent, kept, state):
+    def step(self, sent: torch.Tensor, kept: torch.Tensor, state: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         (r, z, new), (kept_r, kept_z, kept_new) = sent.chunk(3, 1), kept.chunk(3, 1)
         r, z = (r + kept_r).sigmoid(), (z + kept_z).sigmoid()
         return [(1 - z) * (new + r * kept_new).tanh() + z * state[0]]

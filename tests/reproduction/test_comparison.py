@@ -154,7 +154,7 @@ def test_a_bar_in_a_cell_does_not_end_it():
 
 
 def test_accuracies_that_are_printed_as_fractions_are_judged_by_points():
-    key = "noiseless_accuracy.mnist-binary"
+    key = "noiseless_accuracy.mnist-binary-unscaled"
     (row,) = compare("intrinsic-privacy/table-4", recorded={key: 0.882}).rows
     assert (row.verdict, row.deviation) == ("differs", "-4.50 points")
     (row,) = compare("intrinsic-privacy/table-4", recorded={"theory.percent_of_gap.forest": 11.0}).rows

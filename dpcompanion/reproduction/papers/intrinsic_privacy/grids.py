@@ -178,10 +178,12 @@ def claim(exhibit, criterion):
     """Register `judge(record, names)` for the tasks that the paper shows and, as our own, for those of its text."""
 
     def register(judge):
-        finding(exhibit, criterion)(lambda record: judge(record, as_computed(record)))
-        finding(exhibit, f"{criterion}, with digits scaled as its text says", kind="own")(
-            lambda record: judge(record, as_written(record))
-        )
+        for names, words, kind in (
+            (as_computed, criterion, "claim"),
+            (as_written, f"{criterion}, with digits scaled as its text says", "own"),
+        ):
+            judged = functools.wraps(judge)(lambda record, names=names: judge(record, names(record)))
+            finding(exhibit, words, kind=kind)(judged)
         return judge
 
     return register
