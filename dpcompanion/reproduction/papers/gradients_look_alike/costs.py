@@ -225,7 +225,7 @@ def _falls_well_below(record):
 def _long_tail(record):
     for name, direction, row in _rows(record):
         low, mean = _low_end(record, row), _mean_of(record.values[f"{row}.last"], _points(record, name))
-        yield f"{name}, {direction}", f"{low:.0e} of {mean.estimate:.2f}", (low - mean / _TEN).below(0)
+        yield f"{name}, {direction}", f"{low.estimate:.0e} of {mean.estimate:.2f}", (low - mean / _TEN).below(0)
 
 
 #: A number as an interval, for ratios of intervals.
@@ -248,7 +248,7 @@ def _noise_is_not_always_better(record):
             _low_end(record, f"{name}.{direction}") / _one_over(record.values[f"{name}.worst_case.rdp"], record, name)
             for name in ("eps 1", "eps 10")
         )
-        yield DIRECTIONS[direction], f"{quiet:.0e} against {loud:.0e}", (quiet - loud).below(0)
+        yield DIRECTIONS[direction], f"{quiet.estimate:.0e} against {loud.estimate:.0e}", (quiet - loud).below(0)
 
 
 def _one_over(total, record, name):
