@@ -141,8 +141,15 @@ def _of_nobody(hooks, dim, args, kwargs):
             return t
         return t.new_zeros(*t.shape[:dim], 1, *t.shape[dim + 1 :])
 
-    with torch.no_grad():
-        outputs = hooks._module(*tree_map(one, args), **tree_map(one, kwargs))
+    try:
+        with torch.no_grad():
+            outputs = hooks._module(*tree_map(one, args), **tree_map(one, kwargs))
+    except (RuntimeError, ValueError, IndexError, TypeError, ZeroDivisionError, AssertionError) as error:
+        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UnsupportedModuleError(
+            "module must take one example alone, as an empty draw is tried with one of zeros, but "
+            f"{culprit(error, hooks)} does not: {said}; does it mix examples, as batch norm in training mode does?"
+        ) from error
     trained = [p for p in hooks._module.parameters() if p.requires_grad]
     if torch.is_grad_enabled():
         for p in trained:
