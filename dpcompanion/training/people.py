@@ -73,7 +73,9 @@ def by_person(
             sorted. Persons without a row are given here: they take part with a gradient of zero.
 
     Returns:
-        `Persons`, of as many examples as there are persons.
+        Data of as many examples as there are persons, with `persons`, their names (n,) in the order of every account,
+        `counts`, how many rows each has, and `per_person(column)`, which makes one number a person of a column of the
+        table, such as the budgets that persons consented to (ValueError for a person whose rows disagree).
 
     Raises:
         ValueError: naming the argument; for a row without a person, with several persons, or of one who is not in
