@@ -7,6 +7,7 @@ Who adds a layer adds a `Case`; who adds a way of training (`train`'s methods, t
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -292,3 +293,17 @@ CASES = {
     ),
     "T5LayerFF": _case(lambda: T5LayerFF(T5Config(**T5)), floats(5, 8), 40),
 }
+
+
+def design(settings, modes):
+    """(layer, mode, settings): for each layer and mode one of as few settings of a product {name: values} as hold each
+    pair of two of them, all in turn."""
+    product = list(itertools.product(*settings.values()))
+    left = {pair for each in product for pair in itertools.combinations(enumerate(each), 2)}
+    chosen = []
+    while left:
+        best = max(product, key=lambda each: len(left & set(itertools.combinations(enumerate(each), 2))))
+        chosen.append(best)
+        left -= set(itertools.combinations(enumerate(best), 2))
+    pairs = itertools.product(CASES, modes)
+    return [(name, mode, chosen[number % len(chosen)]) for number, (name, mode) in enumerate(pairs)]

@@ -129,10 +129,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 the keys are hashed from it, as in `dpcompanion.training.train`, and whoever knows it can subtract the
                 noise.
             noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.
-            grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, and only "hooks"
-                takes them for every layer: Opacus cannot in "functorch" with convolutions or embeddings, in "ew" at
-                all, nor in "ghost" with embeddings. A loop may leave out none. In "ghost" parameters are of float32
-                or float64.
+            grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, which
+                every mode takes and a loop may not leave out; with wrap_model=False the model must take them itself.
+                In "ghost" parameters are of float32 or float64.
             clipping: "flat", or "per_layer" (not in ghost mode): an example's norm for a parameter is its own clip
                 norm times the parameter's share of the mean.
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
@@ -274,7 +273,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 system draws. Or a whole number below 2^1024, for research, from which the keys are hashed: whoever
                 knows it can subtract the noise.
             noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.
-            grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Only "hooks" takes empty batches for every layer.
+            grad_sample_mode: "hooks", "functorch", "ew" or "ghost"; see `make_private_with_budgets`.
             wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
             prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
                 examples one by one and uses every weight in its layer only.

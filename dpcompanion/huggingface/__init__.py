@@ -26,6 +26,8 @@ Poisson sampling, each one's gradient is clipped once, noise is added, and the o
 * A checkpoint holds draws, accounts and keys besides; a run that goes on from it ends where it would have ended.
   Without a seed the keys of the noise are in the file `privacy.pt.key` of a checkpoint: whoever reads it while the run
   lasts can subtract the noise. So checkpoints are not pushed to the hub (``hub_strategy="checkpoint"`` is refused).
+* A run that ends early, or keeps its best checkpoint, was decided by what its models showed. So its epsilon is that of
+  all planned steps, which statement and card name beside that of the steps that were taken.
 * At the end `privacy.json` and `privacy.md` in the output folder say what holds of the steps that were taken, and so
   does a section of the model card. They hold no person's number.
 

@@ -118,14 +118,4 @@ class PersonalPrivacy:
             return None
         if callable(self.filter):
             return self.filter(plan, budgets)
-        return ExactFilter(
-            plan.n,
-            sample_rate=float(plan.sample_rate),
-            noise_multiplier=plan.noise_multiplier,
-            max_grad_norm=float(plan.max_grad_norm),
-            levels=LEVELS,
-            target_epsilon=budgets,
-            target_delta=self.delta,
-            steps=plan.steps,
-            progress=False,
-        )
+        return ExactFilter.for_plan(plan, budgets, levels=LEVELS, block=1, progress=False)

@@ -17,7 +17,7 @@ import torch
 from dpcompanion.training import proof
 from dpcompanion.training.batches import Batch
 from dpcompanion.training.checkpoints import digest_of
-from dpcompanion.training.people import PRESENT, PersonLoss, PersonNetwork, drawn_rows, grouped
+from dpcompanion.training.people import PRESENT, OfPersons, PersonLoss, PersonNetwork, drawn_rows, grouped
 
 
 def column_of(dataset: Any, name: str) -> list[Any]:
@@ -38,7 +38,7 @@ def column_of(dataset: Any, name: str) -> list[Any]:
     return found
 
 
-class Rows:
+class Rows(OfPersons):
     """The rows of persons, collated as the Trainer would; each row is a person where nobody says otherwise.
 
     Args:
@@ -71,15 +71,9 @@ class Rows:
         self.device = torch.device(device)
         self.counts, self._order, self._starts = grouped(owners, len(persons))
 
-    def __len__(self) -> int:
-        return len(self.persons)
-
     def to(self, device: str | torch.device) -> "Rows":
         """The same, given on a device."""
-        moved = Rows.__new__(Rows)
-        moved.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in ("probe", "digest")}
-        moved.device = torch.device(device)
-        return moved
+        return self._moved(device=torch.device(device))
 
     def collated(self, places: Sequence[int]) -> tuple[Batch, Batch]:
         """(inputs, labels) of some rows, one at least."""
@@ -101,7 +95,7 @@ class Rows:
         return Batch(**batch), Batch(labels=labels)
 
     def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
-        """Inputs and labels of some persons, two `Batch` of (persons, longest, ...), and which places hold a row."""
+        """See `OfPersons.rows`."""
         if not len(indices):
             x, y = self.probe
             return x[:0], y[:0]
@@ -110,17 +104,6 @@ class Rows:
         parts = self.collated(wanted.tolist())
         x, y = (Batch._of({k: t[where] for k, t in part.tensors.items()} | {PRESENT: present}) for part in parts)
         return x.to(self.device), y.to(self.device)
-
-    def part(self, start: int, stop: int) -> tuple[Batch, Batch]:
-        """The persons from `start` to before `stop`."""
-        return self.rows(torch.arange(start, min(stop, len(self))))
-
-    @functools.cached_property
-    def probe(self) -> tuple[Batch, Batch]:
-        """Persons to try model and method on, 64 or fewer."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return self.rows(proof.rows_to_look_through(len(self)).sort().values)
 
     @functools.cached_property
     def digest(self) -> str:

@@ -19,6 +19,7 @@ from dpcompanion.huggingface.losses import per_example_loss
 from dpcompanion.huggingface.privacy import PersonalPrivacy
 from dpcompanion.huggingface.rows import Rows, check_padding, column_of
 from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance
+from dpcompanion.training.callbacks import rounded_up
 from dpcompanion.training.checkpoints import key_file, plain, read_checkpoint, read_keys, write_checkpoint, write_keys
 from dpcompanion.training.loop import _Loop
 from dpcompanion.training.people import owners_of, per_person
@@ -390,14 +391,29 @@ class PersonalTrainer(Trainer):
         return self._tracker
 
     def statement(self) -> str:
-        """What an epsilon of the steps that were taken is about, in one sentence."""
-        return self.plan.statement(steps=self.taken)
+        """What an epsilon of the steps that were taken is about, and of a run that ended early which epsilon holds."""
+        said = self.plan.statement(steps=self.taken)
+        return f"{said} {self._ended_early()}" if self.stopped else said
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run ended before the plan's last step."""
+        return 0 < self.taken < self.plan.steps
+
+    def _ended_early(self):
+        # When to stop, and which checkpoint is best, are read off the models: the fewer steps promise nothing then.
+        taken, planned = (rounded_up(self.plan.epsilon(steps=steps)) for steps in (self.taken, self.plan.steps))
+        return (
+            f"Of the {self.plan.steps} planned steps {self.taken} were taken: if what ended the run looked at the "
+            f"model, as early stopping does, the epsilon of all planned steps holds, {planned}, and otherwise {taken}."
+        )
 
     def epsilons(self, delta: float | None = None) -> torch.Tensor:
         """Epsilon of each person after the steps that were taken, (n,) float64, in the order of `persons`.
 
         By the plan, or where persons are clipped individually (`track`, `filter`) by what each was charged, which is
-        as private as they are.
+        as private as they are. Of a run that ended early because of what its model showed, only the plan's epsilon of
+        all planned steps is promised (`statement`).
 
         Args:
             delta: by default the plan's.
@@ -409,21 +425,26 @@ class PersonalTrainer(Trainer):
         return found.expand(self.plan.n).clone()
 
     def card(self) -> dict[str, Any]:
-        """What may be published of the run, as plain JSON values: the statement of the steps that were taken, the
-        epsilon that holds for everybody, the plan. No person's number is in it."""
+        """What may be published of the run, as plain JSON values: the statement, the largest epsilon of the steps that
+        were taken and of those that were planned, how many persons have which of the latter, the plan. No person's
+        number is in it."""
         model: Any = self.model
-        plan, uniform = self.plan, self.plan.epsilon(steps=self.taken)
+        plan, planned = self.plan, self.plan.epsilon()
         by_budget = None
-        if isinstance(uniform, torch.Tensor):
+        if isinstance(planned, torch.Tensor):
             by_budget = [
                 {"epsilon": float(epsilon), "persons": int(count)}
-                for epsilon, count in zip(*uniform.unique(return_counts=True))
+                for epsilon, count in zip(*planned.unique(return_counts=True))
             ]
-            uniform = float(uniform.max())
+        taken, planned = (
+            float(torch.as_tensor(epsilons, dtype=torch.float64).max())
+            for epsilons in (plan.epsilon(steps=self.taken), planned)
+        )
         return {
             "statement": self.statement(),
             "unit": self.privacy.unit,
-            "epsilon": uniform,
+            "epsilon": taken,
+            "epsilon_of_planned_steps": planned,
             "by_budget": by_budget,
             "delta": plan.delta,
             "steps": self.taken,
@@ -450,14 +471,14 @@ class PersonalTrainer(Trainer):
             "## Privacy",
             "",
             f"Trained with DP-SGD. The unit of privacy is one {card['unit']}: each step clips the gradient of all data "
-            f"of one (at most {card['rows_at_most']} of their rows) to one norm. After {card['steps']} steps every "
-            f"{card['unit']} has epsilon at most {card['epsilon']:.3f} at delta {card['delta']:g}.",
+            f"of one (at most {card['rows_at_most']} of their rows) to one norm. Every {card['unit']} has epsilon "
+            f"at most {rounded_up(card['epsilon_of_planned_steps'])} at delta {card['delta']:g}.",
             "",
             card["statement"],
         ]
         if card["by_budget"]:
             lines += ["", "| epsilon | persons |", "|--:|--:|"]
-            lines += [f"| {each['epsilon']:.3f} | {each['persons']} |" for each in card["by_budget"]]
+            lines += [f"| {rounded_up(each['epsilon'])} | {each['persons']} |" for each in card["by_budget"]]
         if card["filter"]:
             budgets = ", ".join(f"{each:g}" for each in card["filter_budgets"])
             lines += ["", f"A filter ({card['filter']}) keeps the budgets {budgets}, whatever the gradients are."]

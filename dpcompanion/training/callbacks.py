@@ -79,8 +79,9 @@ class History:
 
         Of a run with individual clipping (`track=` or `filter=` of `train`) it is the account along the realised
         trajectory, with a filter at most what the filter promises; otherwise what the plan guarantees, which is one
-        number for all unless examples differ in rate or clip norm. Accounts are as private as the example that they
-        are about; what the plan and the filter promise is not.
+        number for all unless examples differ in rate or clip norm. Of a run that was stopped by what looked at the
+        model no epsilon of the plan below that of all planned steps is promised (the module's text). Accounts are as
+        private as the example that they are about; what the plan and the filter promise is not.
 
         Args:
             delta: in (0, 1); by default the plan's.
@@ -108,15 +109,15 @@ class History:
         """What the run guarantees, in words: relation, sampler, constants, the steps that were taken, delta, accountant
         and epsilon; of a run that was stopped also that of all planned steps, and of one with a filter its promise."""
         plan = self._own_plan()
-        said = [plan.statement(steps=self.steps), f"Epsilon {_up(plan.epsilon(steps=self.steps))}."]
+        said = [plan.statement(steps=self.steps), f"Epsilon {rounded_up(plan.epsilon(steps=self.steps))}."]
         if self.steps < plan.steps:
             said.append(
                 f"If what ended the run looked at the model, the epsilon of all planned steps holds, "
-                f"{_up(plan.epsilon())}."
+                f"{rounded_up(plan.epsilon())}."
             )
         filter = None if self.tracker is None else self.tracker.budget
         if filter is not None:
-            promised = _up(self._promised(plan.delta))
+            promised = rounded_up(self._promised(plan.delta))
             said.append(f"By its filter ({type(filter).__name__}) it promised beforehand epsilon {promised}.")
         if self.seed is not None:
             said.append("The noise came from a seed: whoever knows it can subtract the noise.")
@@ -196,7 +197,7 @@ def _finite(value):
     return value if math.isfinite(value) else None
 
 
-def _up(epsilons):
+def rounded_up(epsilons: Any) -> str:
     """Epsilons in words, rounded up to three decimals: one, or from the least to the largest."""
     epsilons = torch.as_tensor(epsilons, dtype=torch.float64)
     low, high = (

@@ -127,7 +127,7 @@ def examples_of(data: Any, n: int | None = None) -> Any:
     Raises:
         ValueError: for what is neither two tensors of equally many examples nor a map-style data set, or of another n.
     """
-    if hasattr(data, "seen"):  # examples already, such as persons
+    if all(hasattr(data, name) for name in ("rows", "part", "probe", "seen")):  # examples already, such as persons
         if n not in (None, len(data)):
             raise ValueError(f"data must hold plan.n = {n} examples, got {len(data)}: one for each person")
         return data

@@ -38,6 +38,7 @@ Three patients, one with three visits and one with none:
 tensor(True)
 """
 
+import abc
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -84,7 +85,39 @@ def by_person(
     return Persons(x, y, people, at_most=at_most, combine=combine, persons=persons)
 
 
-class Persons:
+class OfPersons(abc.ABC):
+    """Data whose examples are persons, by their `rows`."""
+
+    persons: Any
+
+    @abc.abstractmethod
+    def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
+        """Inputs and targets of some persons, at most k rows of each, drawn from PyTorch's generator where there are
+        more: two `Batch` of (persons, longest, ...), and which places hold a row."""
+
+    def __len__(self) -> int:
+        return len(self.persons)
+
+    def part(self, start: int, stop: int) -> tuple[Batch, Batch]:
+        """The persons from `start` to before `stop`."""
+        return self.rows(torch.arange(start, min(stop, len(self))))
+
+    @functools.cached_property
+    def probe(self) -> tuple[Batch, Batch]:
+        """Persons to try model and method on: 64 that are spread over all of them, or fewer."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.rows(proof.rows_to_look_through(len(self)).sort().values)
+
+    def _moved(self, **changes):
+        """A copy with some attributes changed, that draws its probe anew."""
+        moved = type(self).__new__(type(self))
+        held = {name: value for name, value in vars(self).items() if name not in ("probe", "digest")}
+        vars(moved).update(held | changes)
+        return moved
+
+
+class Persons(OfPersons):
     """What `by_person` gives.
 
     Attributes:
@@ -104,15 +137,9 @@ class Persons:
         self.persons, self.owners = owners_of(people, len(x), persons)
         self.counts, self._order, self._starts = grouped(self.owners, len(self.persons))
 
-    def __len__(self) -> int:
-        return len(self.persons)
-
     def to(self, device: str | torch.device) -> "Persons":
         """The same with its rows on a device."""
-        moved = Persons.__new__(Persons)
-        moved.__dict__ |= {name: value for name, value in self.__dict__.items() if name not in ("probe", "digest")}
-        moved.x, moved.y = self.x.to(device), self.y.to(device)
-        return moved
+        return self._moved(x=self.x.to(device), y=self.y.to(device))
 
     def per_person(self, values: Array) -> torch.Tensor:
         """A column of the table, (rows,), as one number a person, (n,), such as the budgets that persons consented to.
@@ -127,8 +154,7 @@ class Persons:
         return per_person(values, self.owners, self.persons)
 
     def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
-        """Inputs and targets of some persons, at most k rows of each, drawn from PyTorch's generator where there are
-        more: two `Batch` of (persons, longest, ...), and which places hold a row."""
+        """See `OfPersons.rows`."""
         places, present = drawn_rows(indices.cpu(), self.counts, self._order, self._starts, self.at_most)
         return self._batch(self.x, places, present), self._batch(self.y, places, present)
 
@@ -139,17 +165,6 @@ class Persons:
         # A person without a row must not be given another's.
         found = torch.where((places >= 0).view(*places.shape, *[1] * (found.ndim - 2)), found, 0)
         return Batch(rows=found, **{PRESENT: present})
-
-    def part(self, start: int, stop: int) -> tuple[Batch, Batch]:
-        """The persons from `start` to before `stop`."""
-        return self.rows(torch.arange(start, min(stop, len(self))))
-
-    @functools.cached_property
-    def probe(self) -> tuple[Batch, Batch]:
-        """Persons to try model and method on: 64 that are spread over all of them, or fewer."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return self.rows(proof.rows_to_look_through(len(self)).sort().values)
 
     @functools.cached_property
     def digest(self) -> str:

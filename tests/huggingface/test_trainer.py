@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import warnings
 
 import pytest
@@ -220,7 +221,11 @@ def test_a_run_that_stops_early_states_the_steps_that_it_took(tmp_path):
     trainer.train()
     assert trainer.taken == 3 and "3 of 6" in trainer.statement()
     assert trainer.epsilons().max() == trainer.plan.epsilon(steps=3) < trainer.plan.epsilon()
-    assert json.loads((tmp_path / "privacy.json").read_text())["steps"] == 3
+    card = json.loads((tmp_path / "privacy.json").read_text())
+    assert card["steps"] == 3 and card["epsilon"] < card["epsilon_of_planned_steps"] == trainer.plan.epsilon()
+    # The models decided when to stop: what is said first is what holds all the same, and rounded up.
+    said = float(re.findall(r"epsilon at most (\S+)", trainer.card_text())[0])
+    assert trainer.plan.epsilon() <= said < trainer.plan.epsilon() + 1e-3 and str(said) in trainer.statement()
     with pytest.raises(ValueError, match="once"):
         trainer.train()
 

@@ -31,24 +31,6 @@ SETTINGS = {
 PRODUCT = list(itertools.product(*SETTINGS.values()))
 
 
-def pairwise():
-    """Of the product of settings as few as hold each pair of two of them."""
-    left = {pair for settings in PRODUCT for pair in itertools.combinations(enumerate(settings), 2)}
-    chosen = []
-    while left:
-        best = max(PRODUCT, key=lambda s: len(left & set(itertools.combinations(enumerate(s), 2))))
-        chosen.append(best)
-        left -= set(itertools.combinations(enumerate(best), 2))
-    return chosen
-
-
-def design():
-    """(layer, method, settings): a setting of the pairwise design for each layer and method, all in turn."""
-    chosen = pairwise()
-    pairs = itertools.product(layers.CASES, METHODS)
-    return [(name, method, chosen[number % len(chosen)]) for number, (name, method) in enumerate(pairs)]
-
-
 def name_of(value):
     return ", ".join(str(part) for part in value) if isinstance(value, tuple) else str(value)
 
@@ -126,7 +108,7 @@ def model_before(model, before):
     return model
 
 
-@pytest.mark.parametrize("name, method, settings", design(), ids=name_of)
+@pytest.mark.parametrize("name, method, settings", layers.design(SETTINGS, METHODS), ids=name_of)
 def test_a_layer_is_trained_as_autograd_says_or_refused(name, method, settings):
     check(name, method, settings)
 
