@@ -62,6 +62,10 @@ class Interval:
         """The difference of two statistics; it covers at least as often as both together, however they depend."""
         return Interval(self.estimate - other.estimate, self.low - other.high, self.high - other.low)
 
+    def __mul__(self, factor: float) -> "Interval":
+        """The statistic in another unit; the factor is known and above 0."""
+        return Interval(self.estimate * factor, self.low * factor, self.high * factor)
+
     def __truediv__(self, other: "Interval") -> "Interval":
         """The ratio of two statistics that are not negative, in the same way."""
         return Interval(
