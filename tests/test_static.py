@@ -1,6 +1,7 @@
 """The book's own scripts on a page, in a headless Chromium."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -60,3 +61,14 @@ def test_a_digit_is_picked_by_its_place_and_its_norm_is_the_one_of_its_epsilon(n
     norm, whole, bars = json.loads(done.stdout)
     assert 0.97 * 0.4 <= norm <= 1.02 * 0.4 and whole == 1
     assert bars == [0, 0, 1, 1, 3, 3]
+
+
+def test_the_picture_of_the_first_page_is_of_the_plan_that_its_cell_trains():
+    page = (STATIC.parent / "intro.md").read_text(encoding="utf-8")
+    given = {name: float(value) for name, value in re.findall(r'data-(\w+)="([\d.]+)"', page)}
+    (plan,) = re.findall(
+        r"for_epsilon\(([\d.]+), n=len\(y\), sample_rate=(\d+) / len\(y\), steps=(\d+), .*?delta=(\S+)\)", page
+    )
+    epsilon, batch, steps, delta = map(float, plan)
+    # 4,000 of MNIST-5k are for training.
+    assert given == {"rate": batch / 4000, "steps": steps, "delta": delta, "epsilon": epsilon}
