@@ -12,6 +12,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer
 from dpcompanion.training import DPSGDPlan
+from dpcompanion.training.proof import rows_to_look_through
 
 PRIVACY = dict(budgets=8.0, delta=1e-3, seed=1, accountant="rdp")
 
@@ -277,6 +278,17 @@ def test_an_optimizer_that_moves_not_what_it_should_or_is_stepped_by_others_is_r
 
     with pytest.raises(ValueError, match="moved none"):
         trainer_of(tmp_path, model=model, given={"optimizers": (Stuck(own, lr=0.1), None)}).train()
+
+
+def test_padding_that_few_rows_need_is_found_among_many_of_one_length(tmp_path):
+    rows = rows_of("bert", 64)
+    for row in rows:
+        row["attention_mask"] = torch.tensor([1, 1, 1, 0, 0, 0])
+    rows[int(rows_to_look_through(64)[40])]["attention_mask"] = torch.ones(6, dtype=torch.int64)
+    trainer = trainer_of(tmp_path, model=bert(initializer_range=0.5), rows=rows)
+    trainer._rows.collate = padded_without_a_mask
+    with pytest.raises(ValueError, match="data_collator"):
+        trainer.train()
 
 
 def padded_without_a_mask(items):
