@@ -261,20 +261,24 @@ def test_the_end_says_what_was_proved_and_is_red_if_anything_is(monkeypatch, cap
         "unseen": "print('pages NOT checked: no browser')",
     }
     commands = {title: [sys.executable, "-c", code] for title, code in steps.items()}
-    monkeypatch.setattr(prove, "STEPS", {"test": commands, "prove": {"long": []}})
+    beside = {"beside": [sys.executable, "-c", "print('9 passed')"]}
+    monkeypatch.setattr(prove, "STEPS", {"test": (commands, beside), "prove": ({"long": []}, {})})
     assert prove.main("test") == 1
     end = capsys.readouterr().out.partition("== what was proved")[2].splitlines()
     end = [re.sub(r" \(\d+\.\d min\)", "", line) for line in end]
     assert "proved: good: 7 passed" in end and "FAILED: bad: 8 failed" in end and not any("unseen" in x for x in end)
+    assert "proved: beside: 9 passed" in end
     assert "not tried: no node (3)" in end and any("no browser" in line for line in end)
     assert any("make prove" in line and "long" in line for line in end)
     del commands["bad"]
     assert prove.main("test") == 0
+    beside["worse"] = [sys.executable, "-c", "raise SystemExit(1)"]
+    assert prove.main("test") == 1
 
 
 def test_the_steps_call_what_the_repository_has():
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    for command in [command for steps in prove.STEPS.values() for command in steps.values()]:
+    for command in [command for lanes in prove.STEPS.values() for steps in lanes for command in steps.values()]:
         if command[0] == "make":
             assert [word for word in command[2:] if "=" not in word][0] in targets
         else:

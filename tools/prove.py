@@ -3,7 +3,8 @@
     python tools/prove.py test
     python tools/prove.py prove      the rest, which takes longer
 
-Each step prints as it goes. A step that fails does not keep the others from running, but the end is red.
+Steps of one lane run one after the other and print as they go. The second lane fills the cores that the first leaves
+idle, and prints a step when it is over. A step that fails does not keep the others from running, but the end is red.
 """
 
 import collections
@@ -12,36 +13,41 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 MAKE = ("make", "--no-print-directory")
 # Trackers, filters, attacks and theorems: what trains on these is what all papers share.
-TRAINS = "book/papers/individual-accounting*.ipynb book/attacker.ipynb book/your-own-model.ipynb"
+TRAINS = "PAGES=book/papers/individual-accounting*.ipynb book/attacker.ipynb book/your-own-model.ipynb"
 # Tests of one file share what they train.
 PYTEST = (sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile", "-rs")
 STEPS = {
-    "test": {
-        "lint": (*MAKE, "lint"),
-        "types": (*MAKE, "types"),
-        "unit tests and doctests": (*PYTEST, "-m", "not slow"),
-        "notebooks and their sources": (sys.executable, "tools/notebooks.py", "check"),
-        "notebooks executed again, by nbval": (*MAKE, "notebooks"),
-        "site, its warnings as errors": (*MAKE, "site"),
-    },
-    "prove": {
-        "slow tests": (*PYTEST, "-m", "slow"),
-        "deliberate faults, each caught by the short run": (sys.executable, "-m", "tests.mutations", "--jobs", "2"),
-        "notebooks that train, under another arithmetic": (*MAKE, "notebooks", f"PAGES={TRAINS}", "UNDER=sse+jitter"),
-        "site": (*MAKE, "site"),
-        "pages in a browser": (sys.executable, "tools/browser_check.py"),
-    },
+    "test": (
+        {
+            "lint": (*MAKE, "lint"),
+            "notebooks and their sources": (sys.executable, "tools/notebooks.py", "check"),
+            "unit tests and doctests": (*PYTEST, "-m", "not slow"),
+            "notebooks executed again, by nbval": (*MAKE, "notebooks"),
+        },
+        {"types": (*MAKE, "types"), "site, its warnings as errors": (*MAKE, "site")},
+    ),
+    "prove": (
+        {
+            "slow tests": (*PYTEST, "-m", "slow"),
+            "deliberate faults, each caught by the short run": (sys.executable, "-m", "tests.mutations", "--jobs", "2"),
+            "notebooks that train, under another arithmetic": (*MAKE, "notebooks", TRAINS, "UNDER=sse+jitter"),
+        },
+        {"site": (*MAKE, "site"), "pages in a browser": (sys.executable, "tools/browser_check.py")},
+    ),
 }
 
 
-def run(title, command):
+def run(title, command, live):
     """Run a step and show what it prints: (whether it went well, its lines, the minutes that it took)."""
-    print(f"== {title}", flush=True)
+    printed = [f"== {title}"]
+    if live:
+        print(printed.pop(), flush=True)
     started = time.monotonic()
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     lines = []
@@ -55,13 +61,21 @@ def run(title, command):
         encoding="utf-8",
     ) as process:
         for line in process.stdout or ():
-            print(line, end="", flush=True)
+            if live:
+                print(line, end="", flush=True)
+            else:
+                printed.append(line.rstrip("\n"))
             lines += [line.strip()] if line.strip() else []
+    if not live:
+        print("\n".join(printed), flush=True)
     return process.returncode == 0, lines, (time.monotonic() - started) / 60
 
 
 def main(which):
-    found = {title: run(title, command) for title, command in STEPS[which].items()}
+    lane, beside = STEPS[which]
+    with ThreadPoolExecutor() as pool:
+        later = pool.submit(lambda: {title: run(title, command, live=False) for title, command in beside.items()})
+        found = {title: run(title, command, live=True) for title, command in lane.items()} | later.result()
     skipped = collections.Counter()
     print("\n== what was proved")
     for title, (good, lines, minutes) in found.items():
@@ -75,7 +89,7 @@ def main(which):
     for reason, number in skipped.items():
         print(f"not tried: {reason} ({number})")
     if which == "test":
-        print(f"not tried, but by make prove: {', '.join(title for title in STEPS['prove'] if title != 'site')}")
+        print(f"not tried, but by make prove: {', '.join(t for steps in STEPS['prove'] for t in steps if t != 'site')}")
     return 0 if all(good for good, _, _ in found.values()) else 1
 
 
