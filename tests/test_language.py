@@ -99,7 +99,6 @@ WORSE = {
     "papers/gradients-look-alike-proofs": {"short": 16},
     "papers/idp-sgd": {"short": 12, "plain": 8, "pronouns": 2},
     "papers/idp-sgd-others": {"plain": 5},
-    "papers/per-instance-accounting": {"short": 11, "plain": 13, "pronouns": 2},
     "release": {"short": 19, "plain": 6},
     "reproducibility": {"short": 12, "plain": 2, "pronouns": 2},
     "which-guarantee": {"short": 11, "plain": 2, "pronouns": 2},
