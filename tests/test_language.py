@@ -97,7 +97,6 @@ WORSE = {
     "papers/gradients-look-alike": {"short": 13, "plain": 7, "pronouns": 2},
     "papers/gradients-look-alike-exact": {"short": 22, "plain": 3},
     "papers/gradients-look-alike-proofs": {"short": 16},
-    "papers/idp-sgd": {"short": 12, "plain": 8, "pronouns": 2},
     "papers/idp-sgd-others": {"plain": 5},
     "release": {"short": 19, "plain": 6},
     "reproducibility": {"short": 12, "plain": 2, "pronouns": 2},
