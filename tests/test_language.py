@@ -94,7 +94,6 @@ WORSE = {
     "attacker": {"plain": 6},
     "cluster": {"plain": 4},
     "exact-filters": {"short": 13, "plain": 5},
-    "papers/gradients-look-alike-exact": {"short": 22, "plain": 3},
     "papers/gradients-look-alike-proofs": {"short": 16},
     "papers/idp-sgd-others": {"plain": 5},
     "release": {"short": 19, "plain": 6},
