@@ -94,8 +94,6 @@ WORSE = {
     "attacker": {"plain": 6},
     "cluster": {"plain": 4},
     "exact-filters": {"short": 13, "plain": 5},
-    "papers/gradients-look-alike-proofs": {"short": 16},
-    "papers/idp-sgd-others": {"plain": 5},
     "release": {"short": 19, "plain": 6},
     "reproducibility": {"short": 12, "plain": 2, "pronouns": 2},
     "which-guarantee": {"short": 11, "plain": 2, "pronouns": 2},
