@@ -93,7 +93,6 @@ WORSE = {
     "accounting-in-pictures": {"plain": 9},
     "attacker": {"plain": 6},
     "cluster": {"plain": 4},
-    "exact-filters": {"short": 13, "plain": 5},
     "papers/gradients-look-alike": {"short": 13, "plain": 7, "pronouns": 2},
     "papers/gradients-look-alike-exact": {"short": 22, "plain": 3},
     "papers/gradients-look-alike-proofs": {"short": 16},
@@ -103,7 +102,6 @@ WORSE = {
     "papers/per-instance-accounting": {"short": 11, "plain": 13, "pronouns": 2},
     "release": {"short": 19, "plain": 6},
     "reproducibility": {"short": 12, "plain": 2, "pronouns": 2},
-    "which-guarantee": {"short": 11, "plain": 2, "pronouns": 2},
     "your-epsilon": {"short": 12, "plain": 14},
     "your-own-model": {"plain": 7},
 }
