@@ -91,7 +91,6 @@ GENERAL = {"short": 10, "plain": 1, "pronouns": 1, "asides": 8}
 WORSE = {
     "accounting": {"short": 12, "plain": 2, "pronouns": 2},
     "accounting-in-pictures": {"plain": 9},
-    "attacker": {"plain": 6},
     "cluster": {"plain": 4},
     "papers/gradients-look-alike": {"short": 13, "plain": 7, "pronouns": 2},
     "papers/gradients-look-alike-exact": {"short": 22, "plain": 3},
