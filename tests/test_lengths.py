@@ -29,7 +29,6 @@ class Length(NamedTuple):
 GENERAL = Length(words=2500, code=75, tables=2, figures=3)
 #: What is longer, and by how much today: to be lowered with the page, and taken out when it is within the limit.
 LONGER = {
-    "accounting": {"tables": 10},
     "accounting-in-pictures": {"figures": 5},
     "exact-filters": {"figures": 4},
     "papers/gradients-look-alike": {"code": 108, "tables": 3},
