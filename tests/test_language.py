@@ -99,7 +99,6 @@ WORSE = {
     "papers/per-instance-accounting": {"short": 11, "plain": 13, "pronouns": 2},
     "release": {"short": 19, "plain": 6},
     "reproducibility": {"short": 12, "plain": 2, "pronouns": 2},
-    "your-epsilon": {"short": 12, "plain": 14},
     "your-own-model": {"plain": 7},
 }
 
