@@ -97,9 +97,7 @@ WORSE = {
     "papers/idp-sgd-others": {"plain": 5},
     "papers/individual-accounting": {"plain": 9},
     "papers/per-instance-accounting": {"short": 11, "plain": 13, "pronouns": 2},
-    "release": {"short": 19, "plain": 6},
     "reproducibility": {"short": 12, "plain": 2, "pronouns": 2},
-    "your-own-model": {"plain": 7},
 }
 
 
