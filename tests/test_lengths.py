@@ -37,7 +37,6 @@ LONGER = {
     "papers/individual-accounting": {"code": 117, "figures": 5},
     "papers/intrinsic-privacy": {"tables": 5},
     "papers/per-instance-accounting": {"code": 153, "figures": 4},
-    "run-times": {"tables": 5},
     "your-own-model": {"code": 120},
 }
 
