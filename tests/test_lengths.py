@@ -52,7 +52,7 @@ def length_of_text(text):
         r"(?s)<(details|style|script)\b.*?</\1>",
     ):
         text = re.sub(folded, "", text)
-    text = re.sub(r"(?ms)\A---\n.*?^---$|<!--.*?-->|^:[\w-]+:.*?$|^:::+.*?$|^\(.*\)=$", "", text)
+    text = re.sub(r"(?ms)\A---\n.*?^---$|<!--.*?-->|^:[\w-]+:.*?$|^:::+.*?$|^\([\w-]+\)=$", "", text)
     rows = re.compile(r"(?m)^\|.*$")
     tables = len(re.findall(r"(?m)^\|[-:| ]+\|$", text))
     text = re.sub(r"\{[\w:-]+\}|\]\(.*?\)|<.*?>", " ", rows.sub("", text))
