@@ -117,8 +117,8 @@
     });
     const adapting = curves["one-exact"] ? `, and ${shown(curves["one-exact"].at(-1)[1])} by the exact filter if its norms adapt` : "";
     const end = (name) => shown(curves[name][curves[name].length - 1][1]);
-    say("picture-steps", `Epsilon over steps. After ${value.steps} steps everybody's is at most ${end("all-rdp")} by RDP and `
-      + `${end("all-pld")} by PLD, and this example's ${end("one-pld")} by PLD${adapting}.`);
+    say("picture-steps", `Epsilon over steps. After ${value.steps} steps the uniform epsilon is at most ${end("all-rdp")} by RDP and `
+      + `${end("all-pld")} by PLD, and this example's is at most ${end("one-pld")} by PLD${adapting}.`);
   }
 
   function drawAttacker(value, attackers) {
@@ -132,7 +132,7 @@
       x: { ...axis, label: "false-positive rate" }, y: { ...axis, label: "true-positive rate, at most" }, curves,
     });
     say("picture-attacker", "The attacker's best true-positive rate over the false-positive rate, at most: "
-      + RATES.map((rate) => `at ${percent(rate)}, ${percent(attackers.all(rate))} for everybody and `
+      + RATES.map((rate) => `at ${percent(rate)}, ${percent(attackers.all(rate))} for any example and `
         + `${percent(attackers.one(rate))} for this example`).join("; ") + ".");
     RATES.forEach((rate, i) => {
       for (const who of Object.keys(attackers)) element(`${who}-tpr-${i}`).textContent = percent(attackers[who](rate));
@@ -177,7 +177,7 @@
       if (who === "one") write("adapting-rdp", shown(byRenyi));
       write(`${who}-error`, Number.isFinite(byLosses.error) ? atMost(byLosses.error) : "large");
     }
-    said.textContent = `For everybody, epsilon is at most ${shown(epsilon.all)}. For somebody whose gradients are never longer than `
+    said.textContent = `For every example, epsilon is at most ${shown(epsilon.all)}. For an example whose gradients are never longer than `
       + `${value.norm} of the clip norm, it is at most ${shown(epsilon.one)}. `
       + `Delta must be below 1/n: this one is for fewer than ${Math.floor(1 / value.delta * (1 + 1e-9)).toLocaleString("en")} people.`;
     write("calculator-python", `from dpcompanion.accounting import compute_epsilon\n`

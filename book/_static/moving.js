@@ -10,7 +10,7 @@
         bars[i].setAttribute("y", base - height * share);
         bars[i].setAttribute("height", height * share);
       });
-      figure.querySelector(".everybody").setAttribute("transform", `translate(${frame.everybody} 0)`);
+      figure.querySelector(".uniform").setAttribute("transform", `translate(${frame.uniform} 0)`);
       figure.querySelector(".said").textContent = frame.said;
       slider.setAttribute("aria-valuetext", frame.said);
     };

@@ -44,7 +44,7 @@ if (typeof module !== "undefined") module.exports = pick;
   const bars = [...figure.querySelectorAll(".bars rect")];
   const at = (bar) => Number(bar.getAttribute("x")), zero = at(bars[0]);
   const run = Object.fromEntries(["rate", "steps", "delta"].map((name) => [name, Number(form.dataset[name])]));
-  const uniform = Number(form.dataset.epsilon), unit = uniform / (last.everybody - zero), N = Number(slider.max);
+  const uniform = Number(form.dataset.epsilon), unit = uniform / (last.uniform - zero), N = Number(slider.max);
   const shown = planner.shown, percent = (value) => `${shown(100 * value, 2)}%`;
   const rates = Array.from({ length: 31 }, (_, i) => Math.pow(1e-4, 1 - i / 30));
   const axis = { from: 1e-4, to: 1, logarithmic: true, name: (rate) => `${Number((100 * rate).toPrecision(1))}%` };

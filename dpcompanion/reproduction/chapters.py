@@ -294,7 +294,7 @@ def _folded(made: comparison.Comparison) -> "list[comparison.Comparison | Unfold
 class Unfolding:
     """A table that unfolds below a line."""
 
-    def __init__(self, line: str, table: comparison.Comparison):
+    def __init__(self, line: str, table: comparison.Comparison | comparison.Table):
         self.line, self.table = line, table
 
     def __repr__(self) -> str:

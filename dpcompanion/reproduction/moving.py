@@ -6,8 +6,8 @@ here, for every time.
 
 >>> MovingHistogram({"epoch 1": [0.1, 0.2, 0.2], "epoch 2": [0.3, 0.4, 0.9]}, {"epoch 1": 0.5, "epoch 2": 1.0},
 ...                 bins=4, alt="Two epochs.", caption="Three digits.")
-epoch 1: everybody 0.5, median 0.2, 3 values
-epoch 2: everybody 1, median 0.4, 3 values
+epoch 1: uniform 0.5, median 0.2, 3 values
+epoch 2: uniform 1, median 0.4, 3 values
 """
 
 import html
@@ -23,24 +23,24 @@ WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 440, 270, 14, 14, 30, 54
 
 
 class MovingHistogram:
-    """Histograms of individual epsilons at some times in a run, everybody's beside them.
+    """Histograms of individual epsilons at some times in a run, the uniform epsilon beside them.
 
     Args:
         times: the name of each time -> epsilons, (n,); all with the same bins and the same axes.
-        everybody: the name of each time -> everybody's epsilon.
-        bins: how many bars, from 0 to a little beyond everybody's last epsilon.
+        uniform: the name of each time -> the uniform epsilon.
+        bins: how many bars, from 0 to a little beyond the last uniform epsilon.
         alt: what the picture shows, for those who do not see it.
         caption: words below it.
         unit: what an epsilon is of, in the plural.
 
     Raises:
-        ValueError: no time, or times that differ; epsilons that are negative, not finite, or above everybody's.
+        ValueError: no time, or times that differ; epsilons that are negative, not finite, or above the uniform epsilon.
     """
 
     def __init__(
         self,
         times: Mapping[str, Any],
-        everybody: Mapping[str, float],
+        uniform: Mapping[str, float],
         *,
         bins: int = 40,
         alt: str,
@@ -48,21 +48,21 @@ class MovingHistogram:
         unit: str = "digits",
     ):
         self.times = {name: np.asarray(values, dtype=np.float64) for name, values in times.items()}
-        self.everybody = {name: float(everybody[name]) for name in self.times if name in everybody}
+        self.uniform = {name: float(uniform[name]) for name in self.times if name in uniform}
         _checks.whole_number("bins", bins, 1)
-        if not self.times or list(everybody) != list(self.times):
-            raise ValueError(f"everybody must have the times {list(self.times)}, got {list(everybody)}")
+        if not self.times or list(uniform) != list(self.times):
+            raise ValueError(f"uniform must have the times {list(self.times)}, got {list(uniform)}")
         for name, values in self.times.items():
-            if not (len(values) and (values >= 0).all() and (values <= self.everybody[name] * (1 + 1e-9)).all()):
-                raise ValueError(f"times[{name!r}] must hold epsilons from 0 to everybody's {self.everybody[name]:g}")
-        self.end = 1.06 * max(self.everybody.values())
+            if not (len(values) and (values >= 0).all() and (values <= self.uniform[name] * (1 + 1e-9)).all()):
+                raise ValueError(f"times[{name!r}] must hold epsilons from 0 to the uniform {self.uniform[name]:g}")
+        self.end = 1.06 * max(self.uniform.values())
         self.edges = np.linspace(0, self.end, bins + 1)
         self.counts = {name: np.histogram(values, self.edges)[0] for name, values in self.times.items()}
         self.alt, self.caption, self.unit = alt, caption, unit
 
     def __repr__(self) -> str:
         return "\n".join(
-            f"{name}: everybody {self.everybody[name]:.3g}, median {np.median(values):.3g}, {len(values)} values"
+            f"{name}: uniform {self.uniform[name]:.3g}, median {np.median(values):.3g}, {len(values)} values"
             for name, values in self.times.items()
         )
 
@@ -70,10 +70,10 @@ class MovingHistogram:
         """The time in words.
 
         >>> MovingHistogram({"a": [0.1]}, {"a": 0.5}, bins=2, alt="", caption="").said("a")
-        'a: everybody has 0.50, the median of the digits 0.10'
+        'a: the uniform epsilon is 0.50, the median of the digits 0.10'
         """
         return (
-            f"{name}: everybody has {self.everybody[name]:.2f}, the median of the {self.unit} "
+            f"{name}: the uniform epsilon is {self.uniform[name]:.2f}, the median of the {self.unit} "
             f"{np.median(self.times[name]):.2f}"
         )
 
@@ -83,7 +83,7 @@ class MovingHistogram:
         frames = [
             {
                 "said": self.said(name),
-                "everybody": round(self._across(self.everybody[name]), 2),
+                "uniform": round(self._across(self.uniform[name]), 2),
                 "bars": [round(int(count) / int(counts.max()), 4) for count in counts],
             }
             for name, counts in self.counts.items()
@@ -106,9 +106,9 @@ class MovingHistogram:
                 f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{floor}" y2="{floor}"></line>{ticks}',
                 f'<text x="{WIDTH / 2}" y="{HEIGHT - 8}" text-anchor="middle">epsilon of one of the {self.unit}</text>',
                 f'<g class="bars">{bars}</g>',
-                f'<g class="everybody" transform="translate({frames[-1]["everybody"]} 0)">',
+                f'<g class="uniform" transform="translate({frames[-1]["uniform"]} 0)">',
                 f'<line y1="{TOP - 8}" y2="{floor}"></line>',
-                f'<text x="6" y="{TOP - 14}" text-anchor="end">everybody</text></g>',
+                f'<text x="6" y="{TOP - 14}" text-anchor="end">uniform</text></g>',
                 "</svg>",
                 '<p class="control" hidden><label>Drag through the run ',
                 f'<input type="range" min="0" max="{len(frames) - 1}" step="1" value="{len(frames) - 1}"></label></p>',

@@ -9,12 +9,12 @@ from dpcompanion.reproduction.moving import MovingHistogram
 
 GENERATOR = np.random.default_rng(0)
 TIMES = {f"epoch {k}": GENERATOR.uniform(0, 0.3 * k, 200) for k in (1, 2, 3)}
-EVERYBODY = {f"epoch {k}": 0.4 * k for k in (1, 2, 3)}
+UNIFORM = {f"epoch {k}": 0.4 * k for k in (1, 2, 3)}
 
 
 def made(**changes):
     return MovingHistogram(
-        **{"times": TIMES, "everybody": EVERYBODY, "bins": 20, "alt": "Bars & a <line>.", "caption": "What it is."}
+        **{"times": TIMES, "uniform": UNIFORM, "bins": 20, "alt": "Bars & a <line>.", "caption": "What it is."}
         | changes
     )
 
@@ -46,8 +46,8 @@ def test_without_a_script_the_last_time_stands_whole_and_says_what_it_is():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"times": {}, "everybody": {}},
-        {"everybody": {"epoch 1": 1.0}},
+        {"times": {}, "uniform": {}},
+        {"uniform": {"epoch 1": 1.0}},
         {"bins": 0},
         {"times": {**TIMES, "epoch 2": [float("nan")]}},
         {"times": {**TIMES, "epoch 2": [0.9]}},

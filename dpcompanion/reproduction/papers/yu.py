@@ -216,16 +216,16 @@ def share_below(counts, top, limit):
 
 
 def against_everybody(epsilons, limit):
-    """Everybody's epsilon by PLD, and which of some others, by name, lie above it.
+    """The uniform epsilon by PLD, and which of some others, by name, lie above it.
 
     >>> against_everybody({"mean": 1.0, "q90": 2.3}, 2.186)
-    'everybody 2.19 by PLD; above it: 1 of 2 (q90)'
+    'uniform epsilon 2.19 by PLD; above it: 1 of 2 (q90)'
     >>> against_everybody({"mean": 1.0}, 2.186)
-    'everybody 2.19 by PLD; above it: none of 1'
+    'uniform epsilon 2.19 by PLD; above it: none of 1'
     """
     above = [str(name) for name, epsilon in epsilons.items() if epsilon > limit]
     which = f" ({', '.join(above)})" if above else ""
-    return f"everybody {limit:.2f} by PLD; above it: {len(above) or 'none'} of {len(epsilons)}{which}"
+    return f"uniform epsilon {limit:.2f} by PLD; above it: {len(above) or 'none'} of {len(epsilons)}{which}"
 
 
 def falls(shares):

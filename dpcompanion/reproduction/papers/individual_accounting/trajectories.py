@@ -179,7 +179,7 @@ def theorem_3_2(config, run):
     return values
 
 
-@finding(f"{NAME}/theorem-3.2", "owners find what they are told, to one level of rounding")
+@finding(f"{NAME}/theorem-3.2", "owners recompute their reported epsilon, to one level of rounding")
 def owners_need_nobody(record):
     for name in reported(record):
         difference = record.values[f"{name}.largest_difference"]

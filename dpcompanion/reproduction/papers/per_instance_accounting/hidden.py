@@ -72,7 +72,7 @@ def algorithm_1(config, run):
 
 @finding(
     f"{NAME}/algorithm-1",
-    "with running estimates somebody is told less than the outputs give away; with norms of every step nobody is",
+    "with running estimates some reported epsilon is below what the outputs reveal; with norms of every step none is",
     kind="refutes",
 )
 def running_estimates_understate(record):
