@@ -119,6 +119,41 @@ def test_by_loss_distributions_no_budget_is_exceeded_either_and_less_noise_does(
             assert 0.998 * budgets[index] <= spent <= budgets[index]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "budgets, run",
+    [
+        ([1.0, 3.0, 8.0], {"target_delta": 1e-5, "sample_rate": 0.02, "steps": 100}),
+        ([0.001, 100.0], {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 1000}),
+        ([1.0, 3.0], {"target_delta": 0.5, "sample_rate": 0.01, "steps": 1000}),
+    ],
+)
+def test_a_search_on_coarse_grids_ends_where_fine_ones_and_dp_accounting_say_so(budgets, run):
+    pytest.importorskip("dp_accounting")
+    from dp_accounting.pld.privacy_loss_distribution import from_gaussian_mechanism
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that somebody is hardly drawn
+        found = idp.sample_parameters(budgets, **run)
+    assert float(found.sample_rates.mean()) == pytest.approx(run["sample_rate"], rel=1e-9)
+    delta, steps = run["target_delta"], run["steps"]
+    for budget, rate in zip(budgets, found.sample_rates.tolist()):
+        own = {"sample_rate": rate, "noise_multiplier": found.noise_multiplier, "steps": steps}
+        assert 0.9985 * budget - 2e-6 <= compute_epsilon(**own, delta=delta) <= budget
+        theirs = from_gaussian_mechanism(
+            found.noise_multiplier, sampling_prob=rate, value_discretization_interval=1e-3
+        ).self_compose(steps)
+        if budget > 0.1:  # below, their grid is all that they see
+            assert theirs.get_epsilon_for_delta(delta) == pytest.approx(budget, rel=5e-3)
+
+
+def test_a_coarse_grid_is_an_upper_bound_too():
+    run = {"sample_rate": 0.02, "noise_multiplier": 0.8, "steps": 300, "delta": 1e-5}
+    fine, coarse = accounting.pld.epsilon(**run), accounting.pld.epsilon(**run, coarse=10.0)
+    assert fine <= coarse <= 1.01 * fine
+    assert accounting.pld.epsilon(**run, near=1.3 * fine) == pytest.approx(fine, rel=1e-6)
+
+
 @pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
 def test_groups_found_side_by_side_are_those_found_one_at_a_time(accountant):
     budgets = [0.7, 2.5]

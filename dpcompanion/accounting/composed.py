@@ -71,10 +71,11 @@ class ComposedLoss:
         """Upper bound on delta at `epsilon` (a float, at least 0)."""
         return math.exp(self._log_delta(epsilon)[0])
 
-    def epsilon(self, delta):
+    def epsilon(self, delta, near=None):
         """Upper bound on epsilon at `delta` (a float in (0, 1)); 0.0 where delta covers the total variation.
 
-        inf at a delta so far below that the cap on the losses alone costs more.
+        inf at a delta so far below that the cap on the losses alone costs more. `near` is where to look first, if it is
+        known about where the answer lies.
         """
         target = math.log(delta)
         if self.log_capped >= target:
@@ -83,8 +84,10 @@ class ComposedLoss:
             return 0.0
         low, high = 0.0, math.inf
         # Newton's method from the tilted mean, near which the answer lies, kept within what is known.
-        index = torch.arange(len(self.masses), dtype=torch.float64)
-        root = max(self.first + float(index @ self.masses), 1.0) * self.interval
+        if not near:
+            index = torch.arange(len(self.masses), dtype=torch.float64)
+            near = max(self.first + float(index @ self.masses), 1.0) * self.interval
+        root = near
         for _ in range(_NEWTON):
             value, slope = self._log_delta(root)
             low, high = (low, root) if value <= target else (root, high)

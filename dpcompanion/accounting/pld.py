@@ -124,13 +124,17 @@ def _capped_step(sample_rate, noise_multiplier, steps, direction, log_delta):
     return _Step(sample_rate, noise_multiplier, direction, _LOG_CAPPED + log_delta - math.log(steps))
 
 
-def _compose_at(sample_rate, noise_multiplier, steps, direction, delta, interval=None):
-    """The run's loss, accurate near `delta`, and its epsilon there."""
+def _compose_at(sample_rate, noise_multiplier, steps, direction, delta, interval=None, *, near=None, coarse=1.0):
+    """The run's loss, accurate near `delta`, and its epsilon there.
+
+    `near`, if that is known, is about that epsilon; `coarse` is by how much the grid that would be chosen is widened.
+    """
     step = _capped_step(sample_rate, noise_multiplier, steps, direction, math.log(delta))
-    return _refined(step, steps, _chernoff_epsilon(*_log_mgfs(step, steps), delta), delta, interval)
+    start = near or _chernoff_epsilon(*_log_mgfs(step, steps), delta)
+    return _refined(step, steps, start, delta, interval, near=near, coarse=coarse)
 
 
-def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delta=None, interval=None):
+def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delta=None, interval=None, *, coarse=1.0):
     """The run's loss, accurate near `epsilon`; `delta` is about what it is there, if that is known."""
 
     def capped(log_delta):
@@ -141,7 +145,7 @@ def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delt
         return float(_chernoff_log_delta(*_log_mgfs(step, steps), epsilon).min()) - log_delta
 
     if delta is not None:
-        return _refined(capped(math.log(delta)), steps, epsilon, None, interval)[0]
+        return _refined(capped(math.log(delta)), steps, epsilon, None, interval, coarse=coarse)[0]
     # The rarer the cap, the larger is Chernoff's bound below it: the best cap is where the two agree.
     low, high = -690.0, 0.0
     log_delta = high if excess(high) >= 0 else low if excess(low) <= 0 else brentq(excess, low, high, xtol=0.5)
@@ -154,13 +158,13 @@ def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delt
     return loss
 
 
-def _refined(step, steps, epsilon, delta, interval):
+def _refined(step, steps, epsilon, delta, interval, *, near=None, coarse=1.0):
     """The loss of a run near `epsilon`, or from there on to `delta`, on a grid fine enough; and the epsilon."""
     slope, coarser = 0.0, math.inf
     for _ in range(4):
-        loss = _compose_step(step, steps, epsilon, slope, interval)
+        loss = _compose_step(step, steps, epsilon, slope, interval, coarse)
         if delta is not None:
-            epsilon = loss.epsilon(delta)
+            epsilon = near = loss.epsilon(delta, near)
         # Where delta falls faster than the tilt says, errors of the grid weigh more; within a cell the curve is a
         # chord, which no tilt sees.
         slope = -loss._log_delta(epsilon)[1]
@@ -170,6 +174,7 @@ def _refined(step, steps, epsilon, delta, interval):
             epsilon == 0
             or loss.error <= 2 * TOLERANCE * epsilon
             or interval is not None
+            or coarse > 1
             or loss.interval > 0.8 * coarser
         ):
             break
@@ -193,7 +198,7 @@ def _log_mgfs(step, steps):
     return tilts[reachable], steps * step.log_mgf(tilts[reachable])
 
 
-def _compose_step(step, steps, epsilon, slope, interval):
+def _compose_step(step, steps, epsilon, slope, interval, coarse=1.0):
     """The loss of `steps` such steps, accurate near `epsilon`, where the log of delta falls
     at the rate `slope` or the tilt."""
     tilts, log_mgfs = _log_mgfs(step, steps)
@@ -208,12 +213,9 @@ def _compose_step(step, steps, epsilon, slope, interval):
         # Far below 1 / tilt an epsilon is as good as zero.
         slope = max(slope, tilt)
         error = TOLERANCE * max(epsilon, 1e-3 / slope)
-        interval = min(
-            math.sqrt(12 * error / (steps * (1 + slope))),
-            1e-4 * max(1.0, epsilon / 10),
-            1 / slope,
-            (epsilon + 0.01 / slope) / 100,
-        )
+        interval = min(math.sqrt(12 * error / (steps * (1 + slope))), 1e-4 * max(1.0, epsilon / 10), 1 / slope)
+        # Near an epsilon that is small itself a coarse grid is of no use: it moves with each parameter.
+        interval = min(coarse * interval, min(coarse, 3.0) * (epsilon + 0.01 / slope) / 100)
         interval = max(interval, (high - low) / (_LARGEST_GRID - 2))
     low, high, outside = _window(step, steps, tilt, interval)
     size = (high - low) / interval + 2
@@ -287,9 +289,14 @@ def _window(step, steps, tilt, interval):
     return low, high, 2 * math.exp(_WINDOW_LOG_TAIL)
 
 
-def epsilon(*, sample_rate, noise_multiplier, steps, delta):
+def epsilon(*, sample_rate, noise_multiplier, steps, delta, near=None, coarse=1.0):
     """Epsilon of a run by its privacy loss distribution, the worse of both directions
-    (scalars; see `compute_epsilon`)."""
+    (scalars; see `compute_epsilon`).
+
+    Args:
+        near: about what it is, if that is known, which saves time.
+        coarse: by how much the grid is widened: for a search, whose end is looked at with 1. It is an upper bound too.
+    """
     if sample_rate == 1:
         return float(gaussian_epsilon(_composed_mu(steps, noise_multiplier), delta / _HAIR))
     if _total_variation(sample_rate, noise_multiplier, steps) <= delta:
@@ -297,25 +304,25 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
     found, resolved = math.inf, False
     with contextlib.suppress(NoGrid):
-        found, resolved = _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta)
+        found, resolved = _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta, near, coarse)
     if not resolved:
         by_divergence = rdp_to_epsilon(*_divergences(**run), delta)[0]
         found = min(found, float(by_divergence), revealed.epsilon(**run, delta=delta))
     return found
 
 
-def _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta):
+def _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta, near, coarse):
     """Epsilon, and whether the grid of the worse direction is as fine as promised."""
     run = sample_rate, noise_multiplier, steps
-    loss, worst = _compose_at(*run, "remove", delta)
+    loss, worst = _compose_at(*run, "remove", delta, near=near, coarse=coarse)
     # At epsilon 0 delta is the total variation, in either direction.
     if (
         0 < worst < _largest_loss_of_adding(sample_rate, steps)
-        and _compose_near(*run, "add", worst, delta).delta(worst) > delta
+        and _compose_near(*run, "add", worst, delta, coarse=coarse).delta(worst) > delta
     ):
-        other, more = _compose_at(*run, "add", delta)
+        other, more = _compose_at(*run, "add", delta, near=worst, coarse=coarse)
         loss, worst = (other, more) if more > worst else (loss, worst)
-    return worst, _is_fine(loss, worst)
+    return worst, coarse > 1 or _is_fine(loss, worst)
 
 
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):

@@ -100,7 +100,7 @@ def crossings(excess, *, start, low, high, precision):
         excess: (y, index) -> values, at the points y of the searches `index`; falling, as in `crossing`.
         start: (n,) where to look first.
         low, high: ends of the range, numbers.
-        precision: how wide a bracket may stay.
+        precision: how wide a bracket may stay, a number, or (n,).
 
     Returns:
         (n,) points; nan where even `high` exceeds 0.
@@ -112,6 +112,7 @@ def crossings(excess, *, start, low, high, precision):
     good, bad = torch.full_like(start, math.nan), torch.full_like(start, math.nan)
     at_good, at_bad, stride, idle = good.clone(), bad.clone(), good.clone(), torch.zeros_like(start)
     y, open_ = start.clamp(low, high), torch.arange(len(start))
+    widths = torch.as_tensor(precision, dtype=start.dtype).expand(len(start))
     while len(open_):
         value, here = excess(y[open_], open_), y[open_]
         safe = value <= 0
@@ -121,12 +122,14 @@ def crossings(excess, *, start, low, high, precision):
         gap = (bad - good)[open_]
         idle[open_] = torch.where(gap.abs() > before.abs() / 2, idle[open_] + 1, 0.0)
         ended = torch.where(safe, here <= low, here >= high)
-        open_ = open_[torch.where(gap.isnan(), ~ended, gap.abs() > precision)]
-        f, g = at_good[open_], at_bad[open_]
+        open_ = open_[torch.where(gap.isnan(), ~ended, gap.abs() > widths[open_])]
+        f, g, precision = at_good[open_], at_bad[open_], widths[open_]
         gap = (bad - good)[open_]
         # One end is missing: walk on towards it, twice as far each time.
         known = torch.where(f.isnan(), g, f)
-        walk = torch.where(stride[open_].isnan(), (1.2 * known.abs()).clamp(2 * precision, 1.0), 2 * stride[open_])
+        walk = torch.where(
+            stride[open_].isnan(), torch.maximum(1.2 * known.abs(), 2 * precision).clamp(max=1.0), 2 * stride[open_]
+        )
         walked = y[open_] + torch.where(f.isnan(), walk, -walk)
         # Else aim a little past the secant's estimate, away from the nearer end.
         share = -f / (g - f)

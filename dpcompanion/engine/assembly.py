@@ -90,7 +90,7 @@ def assemble(
             batch_first=batch_first,
             loss_reduction=loss_reduction,
             ghost=ghost,
-            batch_size=lambda: len(noted.handed_out or []),
+            batch_size=lambda: 0 if optimizer.aside else len(noted.handed_out or []),
             own_loss=None if ghost or criterion is not None else trust_loss,
         )
         if prove
@@ -104,7 +104,7 @@ def assemble(
             module if wrap_model else original,
             noted,
             loss_reduction=loss_reduction,
-            busy=lambda: proof is not None and proof.busy,
+            busy=lambda: optimizer.aside or (proof is not None and proof.busy),
             own_loss=lambda: None if proof is None else proof.own_loss_mixes,
             criterion=ghost or criterion is not None,
         )

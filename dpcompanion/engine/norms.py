@@ -8,6 +8,22 @@ from ..training.passes import undisturbed
 from ..training.proof import rows_to_look_through
 
 
+class GivenNorms:
+    """Called, it gives the (n,) norms that a function of the caller's says, which may use the module itself.
+
+    Args:
+        follower: the optimizer, whose module and gradients stay as they are.
+        function: called without arguments, it gives (n,) norms.
+    """
+
+    def __init__(self, follower, function):
+        self._follower, self._function = follower, function
+
+    def __call__(self):
+        with self._follower.set_aside():
+            return self._function()
+
+
 class GradientNorms:
     """Called, it gives the (n,) norms of the examples' gradients, before clipping, in evaluation mode.
 

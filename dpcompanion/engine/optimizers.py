@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._devices import autocasts, is_away, sent
 from ..training.checks import check_products
+from ..training.passes import undisturbed
 from ..training.tensors import added_up, squared_norms
 from .checks import check_trained, trainable
 from .randomness import noisy, not_finite
@@ -44,6 +45,8 @@ class Following(DPOptimizer):
 
     #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
     shares: list[float] | None = None
+    #: Whether the module is used for something else than the loop's passes.
+    aside = False
 
     def follow(self, draws, noted, accountant, proof, hooks, watch, traceless):
         self._draws, self._noted, self._accountant = draws, noted, accountant
@@ -104,6 +107,24 @@ class Following(DPOptimizer):
         if self.dropped > self._said:
             self._said = self.dropped
             warnings.warn("per-example gradients that are not finite contribute nothing", RuntimeWarning, stacklevel=6)
+
+    @contextlib.contextmanager
+    def set_aside(self):
+        """What is done with the module here, in evaluation mode, is none of the loop's: nothing notes it, and gradients
+        are afterwards what they were."""
+        kept = [(p, p.grad, p.__dict__.get("grad_sample")) for p in self._noted_parameters()]
+        self.aside = True
+        try:
+            with undisturbed(self.hooks) as module:
+                for p, *_ in kept:
+                    p.grad = None
+                yield module
+        finally:
+            self.aside = False
+            for p, gradient, sample in kept:
+                p.grad = gradient
+                if "grad_sample" in p.__dict__:
+                    p.grad_sample = sample
 
     def rewind(self):
         """Before a checkpoint is loaded: draws that are no steps yet are drawn again, from where it says."""

@@ -19,7 +19,7 @@ from .assembly import assemble
 from .budgets import FilteredBudgets, FixedBudgets
 from .checks import check_loader, check_module, clip_norms_of
 from .files import read_sealed, write_sealed
-from .norms import GradientNorms
+from .norms import GivenNorms, GradientNorms
 from .randomness import digest, find_keys, keep_keys, note_origin, sources
 
 METHODS = ("sample", "scale", "combined")
@@ -258,7 +258,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             loss: (outputs, targets) -> (n,), such as `dpcompanion.training.cross_entropy`, by which norms are measured;
                 the loader's batches are then pairs, (inputs, targets).
             norms: or else a function that is called without arguments and gives the norms itself, (n,); that of an
-                example must depend on the weights and on this example alone.
+                example must depend on the weights and on this example alone. It may use the module that was handed over,
+                or the one that comes back, which is then in evaluation mode, and sees nothing of it.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
             criterion: a loss of outputs and targets: a module or function with a `reduction`, which the engine calls
                 without, or a function to (n,). Class weights and `ignore_index` are allowed: of one example's tokens
@@ -344,9 +345,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             prove=prove,
             trust_loss=trust_loss,
         )
-        if norms is None:
+        follower = self.accountant.follower
+        if norms is not None:
+            budgets.measure = GivenNorms(follower, norms)
+        else:
             budgets.measure = GradientNorms(
-                self.accountant.follower.hooks,
+                follower.hooks,
                 loss,
                 data_loader.dataset,
                 data_loader.collate_fn,

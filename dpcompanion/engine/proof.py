@@ -85,14 +85,14 @@ class Proof:
         return {"busy": True}  # a copy of the module is none of this training's
 
     def _before(self, module, args, kwargs):
-        if self.busy or not torch.is_grad_enabled():
+        if self.busy or not torch.is_grad_enabled() or not (n := self._batch_size()):
             return
         if not module.training and hasattr(self._hooks, "hooks_enabled"):  # Opacus's hooks look away
             return
         check_trained(self._inner, self._trained)
         if self._changed():
             self.open, self._proved = True, 0
-        if (n := self._batch_size()) < max(1, 2 * self._proved):
+        if n < 2 * self._proved:
             return
         parameters = [p for p in self._inner.parameters() if p.requires_grad]
         if any(getattr(p, "_forward_counter", 0) for p in parameters) or not parameters:

@@ -251,20 +251,36 @@ def _sample(groups, search, sample_rate):
         return float(search.noises(budgets, flat)[0]), flat
     if sample_rate == 1:
         _refuse_beyond(float(budgets[0]), budgets, sample_rate)
-    # The search looks at few budgets first, each with the weight of those near it, and at all of them in the end.
+    # The search looks at few budgets first, each with the weight of those near it, and at all of them in the end; by
+    # PLD on coarse grids first, and in the end on fine ones.
     nodes, weights = groups.lumped(search)
-    noises = search.noises(nodes, torch.full_like(nodes, sample_rate))
+    noises = search.noises(nodes, torch.full_like(nodes, sample_rate), exact=False)
     # The pooled noise of Scale is near.
     log_noise, slope = -math.log(float((weights / noises).sum())) - 0.02, 1.2
     rates = (sample_rate * (math.exp(log_noise) / noises) ** slope).clamp(max=1.0)
-    log_noise, slope, rates, mean = _match_mean(search, nodes, weights, sample_rate, log_noise, slope, rates)
+    by_pld = search.accountant == "pld"
+    log_noise, slope, rates, mean = _match_mean(
+        search, nodes, weights, sample_rate, log_noise, slope, rates, exact=not by_pld
+    )
+    _check_reachable(search, budgets, sample_rate, math.exp(log_noise), rates)
+    if by_pld:
+        rates = search.rates(nodes, math.exp(log_noise), start=rates)  # which says how far off coarse grids are
+        log_noise, slope, rates, mean = _match_mean(
+            search, nodes, weights, sample_rate, log_noise, slope, rates, exact=False
+        )
     if nodes is not budgets:
         rates = interpolate(budgets, nodes, rates)
+    if nodes is not budgets or by_pld:
         log_noise, _, rates, mean = _match_mean(search, budgets, groups.weights, sample_rate, log_noise, slope, rates)
     noise = math.exp(log_noise)
+    _check_reachable(search, budgets, sample_rate, noise, rates)
+    return noise, rates * min(1.0, sample_rate / mean)
+
+
+def _check_reachable(search, budgets, sample_rate, noise, rates):
+    """The largest budget is used up by a rate of 1, or by less."""
     if float(rates.max()) > 1 - 1e-3 and float(budgets[-1]) > (1 + 1e-3) * (most := search.epsilon(1.0, noise)):
         _refuse_beyond(most, budgets, sample_rate)
-    return noise, rates * min(1.0, sample_rate / mean)
 
 
 def _refuse_beyond(most, budgets, sample_rate):
@@ -275,12 +291,12 @@ def _refuse_beyond(most, budgets, sample_rate):
     )
 
 
-def _match_mean(search, budgets, weights, sample_rate, log_noise, slope, rates):
+def _match_mean(search, budgets, weights, sample_rate, log_noise, slope, rates, *, exact=True):
     """The noise at which the rates have a mean at or a little above `sample_rate`: secants within a bracket."""
     # Not `accounting.search`: this stops by how near the mean is, not the noise, and starts each look from the last.
     low, high, last = -math.inf, math.inf, None
     for _ in range(60):
-        rates = search.rates(budgets, math.exp(log_noise), start=rates)
+        rates = search.rates(budgets, math.exp(log_noise), start=rates, exact=exact)
         mean = float(weights @ rates)
         gap = math.log(mean / sample_rate)
         if -1e-12 <= gap <= search.slack:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 import torch
 
 from .. import _checks, accounting
+from ..accounting import pld, revealed
+from ..accounting.loss import LARGEST_NOISE
 from ..accounting.runs import orders_for
 from ..accounting.search import crossings
 from .groups import between, interpolate, nodes_of, safe_interpolation
@@ -14,6 +16,7 @@ HAIR = 1e-9  # by which epsilons by RDP may be off, relatively, for rounding err
 _PRECISION = 2e-5  # of the logarithm of a parameter
 _JITTER = 1e-4  # by which the PLD epsilons of nearby parameters may differ, relatively, for their grids
 _LARGEST_NOISE, _SMALLEST_RATE = 1e9, 1e-12
+_COARSE, _ROUNDS = 10.0, 6  # a search by PLD is on grids so much wider, and is corrected so often
 
 #: (y, which of the searched) -> (rates, noise multipliers).
 _Pair = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -24,6 +27,9 @@ class Search:
 
     Searches go along a coordinate y that makes a group safer as it grows: the logarithm of the noise, or minus that of
     the rate.  Budgets are ascending, (D,).
+
+    By PLD they go along coarse grids, corrected by how far those are from fine ones where the search ended; what they
+    give was looked at on the fine ones, and meets its budget. With exact=False, to begin with, nobody looks.
     """
 
     def __init__(self, target_delta, steps, accountant):
@@ -31,12 +37,14 @@ class Search:
         self.target_delta = _checks.number("target_delta", target_delta, 0, 1, closed="neither")
         self.steps = _checks.whole_number("steps", steps, 1)
         self._near = None  # the range of orders that decided last
+        self._seen: dict[tuple[float, ...], float] = {}
+        self._bias = torch.zeros(0, dtype=torch.float64)  # of the coarse grids at the end of the last search, (nodes,)
         # So many different budgets are searched one by one; among more, the spacing of ln eps; how far the mean rate
         # may be above the wanted one.
         rdp = self.accountant == "rdp"
         self.searched, self.spacing, self.slack = (256, 0.01, 6e-5) if rdp else (24, 0.05, 3e-4)
 
-    def noises(self, budgets, rates):
+    def noises(self, budgets, rates, *, exact=True):
         """(D,) noise multipliers that the budgets need at the rates, (D,)."""
         nodes, rates_at = self._at_nodes(budgets, rates)
 
@@ -49,14 +57,15 @@ class Search:
                 math.log(_LARGEST_NOISE),
                 f"a noise multiplier of {_LARGEST_NOISE:g}",
                 accountant,
+                exact,
             )
 
         found = search(torch.zeros_like(nodes), "rdp")
         if self.accountant == "pld":
             found = search(found - 0.07, "pld")
-        return self._at_budgets(budgets, nodes, found, lambda y, index: (rates[index], y.exp())).exp()
+        return self._at_budgets(budgets, nodes, found, lambda y, index: (rates[index], y.exp()), exact).exp()
 
-    def rates(self, budgets, noise, start):
+    def rates(self, budgets, noise, start, *, exact=True):
         """(D,) sample rates, at most 1, that the budgets allow with one noise multiplier; start: (D,) guesses."""
 
         def pair(y, _):
@@ -71,8 +80,9 @@ class Search:
             -math.log(_SMALLEST_RATE),
             f"a sample rate of {_SMALLEST_RATE:g}",
             self.accountant,
+            exact,
         )
-        return pair(self._at_budgets(budgets, nodes, found, pair), None)[0]
+        return pair(self._at_budgets(budgets, nodes, found, pair, exact), None)[0]
 
     def epsilon(self, rate, noise):
         return accounting.compute_epsilon(
@@ -87,28 +97,74 @@ class Search:
         nodes = nodes_of(budgets, self.searched, self.spacing)
         return (nodes, values) if nodes is budgets else (nodes, interpolate(nodes, budgets, values))
 
-    def _search(self, nodes, pair: _Pair, start, low, high, extreme, accountant):
+    def _search(self, nodes, pair: _Pair, start, low, high, extreme, accountant, exact):
         """The least safe y of each node; `pair(y, index)` gives rates and noise multipliers."""
-        found = crossings(
-            lambda y, index: self._excess(*pair(y, index), nodes[index], accountant),
-            start=start,
-            low=low,
-            high=high,
-            precision=_PRECISION,
-        )
+
+        def crossed(excess, start, precision=_PRECISION):
+            return crossings(excess, start=start, low=low, high=high, precision=precision)
+
+        if accountant == "rdp":
+            found = crossed(lambda y, index: self._excess(*pair(y, index), nodes[index], "rdp"), start)
+        else:
+            found = self._corrected(nodes, pair, start, low, crossed, exact)
         if bool(found.isnan().any()):
             missed = float(nodes[found.isnan()][0])
             raise ValueError(f"target_epsilons must be larger, got {missed:g}: not even {extreme} meets it")
         return found
 
-    def _excess(self, rates, noises, budgets, accountant):
+    def _corrected(self, nodes, pair: _Pair, start, low, crossed, exact):
+        """A search by PLD on coarse grids, whose end meets the budgets on fine ones: within 1e-4 of them, or 1e-6."""
+        if len(self._bias) != len(nodes):
+            self._bias = torch.zeros_like(nodes)
+        every, found, room = torch.arange(len(nodes)), start, 1e-4 + 1e-6 / nodes
+        precision = _PRECISION + (0 if exact else 1e-4) + 1e-7 / nodes
+
+        def coarse(y, index):
+            return self._excess(*pair(y, index), nodes[index], "pld", coarse=_COARSE) + self._bias[index]
+
+        open_ = every
+        for _ in range(_ROUNDS if exact else 1):
+            ends = crossed(lambda y, index, open_=open_: coarse(y, open_[index]), found[open_], precision[open_])
+            if bool(ends.isnan().any()):
+                break
+            found = found.index_copy(0, open_, ends)
+            if not exact:
+                return found
+            off = self._excess(*pair(ends, open_), nodes[open_], "pld")
+            wrong = (off > 0) | (off < -room[open_]) & (ends > low)
+            open_, off = open_[wrong], off[wrong]
+            if not len(open_):
+                return found
+            self._bias[open_] += off + room[open_] / 2
+        return crossed(lambda y, index: self._excess(*pair(y, index), nodes[index], "pld"), found)
+
+    def _excess(self, rates, noises, budgets, accountant, *, coarse=1.0):
         """ln of epsilon over a budget less a hair, which is kept for what nearby parameters may differ by, (D,)."""
         if accountant == "rdp":
             return _log_ratio(self.rdp_epsilon(rates, noises)[0], budgets * (1 - HAIR))
-        epsilons = [self.epsilon(*pair) for pair in zip(rates.tolist(), noises.tolist())]
+        epsilons = [
+            self._pld_epsilon(rate, noise, budget, coarse)
+            for rate, noise, budget in zip(rates.tolist(), noises.tolist(), budgets.tolist())
+        ]
         return _log_ratio(torch.tensor(epsilons, dtype=torch.float64), budgets * (1 - _JITTER))
 
-    def _at_budgets(self, budgets, nodes, found, pair: _Pair):
+    def _pld_epsilon(self, rate, noise, budget, coarse):
+        """As `compute_epsilon` has it, near a budget, on grids that may be coarse."""
+        if noise < revealed.LITTLE_NOISE or self.target_delta < 1e-60:
+            return self.epsilon(rate, noise)
+        looked = rate, noise, budget, coarse  # a search begins where the last one ended
+        if looked not in self._seen:
+            self._seen[looked] = pld.epsilon(
+                sample_rate=rate,
+                noise_multiplier=min(noise, LARGEST_NOISE),
+                steps=self.steps,
+                delta=self.target_delta,
+                near=budget,
+                coarse=coarse,
+            )
+        return self._seen[looked]
+
+    def _at_budgets(self, budgets, nodes, found, pair: _Pair, exact):
         """The least safe y of each budget, from those of the nodes."""
         if nodes is budgets:
             return found
@@ -116,7 +172,8 @@ class Search:
         if self.accountant == "pld":
             # A look at the middle of each stretch, where a curve strays farthest from its chord.
             middle = torch.searchsorted(budgets, torch.sqrt(nodes[1:] * nodes[:-1])).clamp(max=len(budgets) - 1)
-            above = self._excess(*pair(y[middle], middle), budgets[middle], "pld")
+            grids = {} if exact else {"coarse": _COARSE}
+            above = self._excess(*pair(y[middle], middle), budgets[middle], "pld", **grids)
             return y + 2 * float(above.max().clamp(min=0))
         # Which order decides changes slowly, and any order gives a bound.
         left, share = between(budgets, nodes)

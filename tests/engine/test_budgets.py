@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp import IndividualizedPrivacyEngine
-from dpcompanion.training import cross_entropy
+from dpcompanion.training import cross_entropy, gradient_norms
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty")
 N, BATCHES, CLIP, NOISE, DELTA = 24, 3, 0.6, 2.0, 1e-3
@@ -184,6 +184,38 @@ def test_norms_are_measured_as_often_as_was_asked_and_bounded():
     engine, *parts = private(exact(), norms=lambda: torch.ones(3))
     with pytest.raises(ValueError, match="norms"):
         train(*parts)
+
+
+def by_layers(model, x, y):
+    return gradient_norms(model, cross_entropy, x, y, method="mixed")
+
+
+def by_backward_passes(model, x, y):
+    """A loop of one's own, which writes into `grad` and leaves the module in training mode."""
+    model.train()
+    norms = []
+    for i in range(len(x)):
+        for p in model.parameters():
+            p.grad = None
+        nn.functional.cross_entropy(model(x[i : i + 1]), y[i : i + 1]).backward()
+        norms.append(torch.cat([p.grad.flatten() for p in model.parameters()]).norm())
+    return torch.stack(norms)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+@pytest.mark.parametrize("norms_of", [by_layers, by_backward_passes])
+def test_norms_of_ones_own_may_be_measured_on_the_module_itself(mode, norms_of):
+    def trained(own):
+        torch.manual_seed(7)
+        model, (x, y), filter = nn.Linear(4, 3).double(), data().tensors, exact()
+        options = {"norms": lambda: norms_of(model, x, y)} if own else {}
+        engine, *parts = private(filter, model=model, mode=mode, **options)
+        train(*parts)
+        return filter.spent, weights(model)
+
+    (spent, found), (expected_spent, expected) = trained(own=True), trained(own=False)
+    assert torch.equal(spent, expected_spent)
+    assert torch.allclose(found, expected, rtol=1e-9)
 
 
 def test_the_measuring_pass_leaves_no_trace():
