@@ -33,7 +33,7 @@ LONGER = {
     "exact-filters": {"figures": 4},
     "papers/gradients-look-alike": {"code": 108, "tables": 3},
     "papers/gradients-look-alike-proofs": {"tables": 8},
-    "papers/idp-sgd": {"code": 147},
+    "papers/idp-sgd": {"code": 146},
     "papers/individual-accounting": {"code": 117, "figures": 5},
     "papers/intrinsic-privacy": {"tables": 5},
     "papers/per-instance-accounting": {"code": 153, "figures": 4},
