@@ -77,7 +77,7 @@ def network(task, seed):
 
 
 def assign(examples, shares, seed):
-    """Each example's group, (examples,): shares to the nearest whole example, in an order drawn by the seed.
+    """Each example's group, (examples,): shares to the nearest whole example, in an order that the seed determines.
 
     >>> torch.bincount(assign(1000, (34, 43, 23), seed=0)).tolist()
     [340, 430, 230]
