@@ -350,11 +350,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             budgets.measure = GivenNorms(follower, norms)
         else:
             budgets.measure = GradientNorms(
-                follower.hooks,
-                loss,
-                data_loader.dataset,
-                data_loader.collate_fn,
-                size=data_loader.batch_size,
+                follower.hooks, loss, data_loader.dataset, data_loader.collate_fn, size=data_loader.batch_size
             )
         return made
 
