@@ -258,8 +258,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             loss: (outputs, targets) -> (n,), such as `dpcompanion.training.cross_entropy`, by which norms are measured;
                 the loader's batches are then pairs, (inputs, targets).
             norms: or else a function that is called without arguments and gives the norms itself, (n,); that of an
-                example must depend on the weights and on this example alone. It may use the module that was handed over,
-                or the one that comes back, which is then in evaluation mode, and sees nothing of it.
+                example must depend on the weights and on this example alone. It may use the module that was handed
+                over, or the one that comes back, which is then in evaluation mode, and sees nothing of it.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
             criterion: a loss of outputs and targets: a module or function with a `reduction`, which the engine calls
                 without, or a function to (n,). Class weights and `ignore_index` are allowed: of one example's tokens
