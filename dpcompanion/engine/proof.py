@@ -268,7 +268,8 @@ class Proof:
         whole = sum(part for part in known if not part.ndim)
         score = cast(torch.Tensor, whole + own.sum() / (len(rows) if self._mean else 1))
         score.backward(retain_graph=self._ghost)
-        relative, longest = max(map(tolerance_of, parameters)), torch.zeros(())
+        # Frozen layers of a shorter type round what goes through them.
+        relative, longest = max(map(tolerance_of, self._inner.parameters())), torch.zeros(())
         # Each parameter is held against its own length too: what is off where gradients are short now is off in full
         # when they have grown. What cancels leaves some rounding.
         lengths = torch.stack([norms_of(self._alone(batch, row, parameters)[0]) for row in checked[:_COMPARED]])
@@ -321,7 +322,7 @@ class Proof:
                 "module must have layers that keep the examples on the axis that batch_first says, but of "
                 f"{n} examples {self._holder(p)} has gradients of shape {shape}: it may be called with other rows "
                 "than the examples, as a table that is looked up once for all of them; give it an input for each "
-                "example, or freeze it"
+                "example, freeze it, or use dpcompanion.training.train, whose method 'func' takes it"
             )
         return found
 
@@ -497,7 +498,7 @@ def norm_of(gradients):
 
 
 def tolerance_of(p):
-    if p.dtype == torch.float64:
+    if p.dtype == torch.float64 or not p.is_floating_point():
         return 1e-6
     if p.dtype != torch.float32 or autocasts(p.device):
         return 1e-1
