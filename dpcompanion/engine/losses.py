@@ -11,6 +11,9 @@ compared with one that is known:
 * With a criterion, the engine calls it without reduction, and the gradient must be that of its mean, or sum, of one
   number an example.  With the first batches, and at calls 2, 4, 8, ... after, it is proved that an example's loss is
   the same alone, in a part of the batch and in another order.
+* What the parameters get is what these gradients send to them: looked at in batches 1, 2, 4, 8, ..., for a loss of what
+  a hook took from inside of the module comes back to no output.  And `grad_sample` is at the step what the backward
+  pass left.
 
 What differs is refused before the step.  On a GPU only the first batch is looked at at once; from then on a gradient
 that differs makes a step of noise alone, and is said when the engine looks (`Following.look`).

@@ -16,6 +16,7 @@ has no influence on the gradient of another.
   of it is off in full when it has grown.
 * All is done twice, with the weights as they are and with weights nearby: behind a weight of zero or nearly so, as in
   residual blocks at their start, a wrong gradient looks right.
+* What the module puts out for one example is the same afterwards: it remembers no batch.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
 An example by itself has no company, so a proof takes a batch of two. It is made again with a batch of twice the size,
