@@ -304,3 +304,34 @@ def test_the_claim_of_a_plan_with_much_noise_is_nearly_that_of_the_account(rate,
 def test_labels_that_are_none_are_refused(groups):
     with pytest.raises(ValueError, match="groups"):
         audit.judge(torch.arange(4.0), torch.tensor([True, False, True, False]), delta=1e-5, groups=groups)
+
+
+class Text(torch.nn.Module):
+    def __init__(self, sparse):
+        super().__init__()
+        self.words, self.out = torch.nn.Embedding(61, 4, sparse=sparse), torch.nn.Linear(4, 2)
+
+    def forward(self, ids):
+        return self.out(self.words(ids).mean(1))
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_texts_are_audited_with_crafted_canaries_of_their_own_words(sparse):
+    generator = torch.Generator().manual_seed(0)
+    ids, y = 2 * torch.randint(1, 31, (30, 5), generator=generator), torch.arange(30) % 2
+    made = audit.crafted(ids, y, 10, generator=generator)
+    assert made.x.dtype == ids.dtype and set(made.x.unique().tolist()) <= set(ids.unique().tolist())
+    data = torch.cat([ids, made.x]), torch.cat([y, made.y])
+    plan = DPSGDPlan(n=40, sample_rate=1.0, steps=4, max_grad_norm=1.0, noise_multiplier=1e-3, delta=1e-5)
+    model = Text(sparse)
+    found = audit.audit_training(
+        model,
+        cross_entropy,
+        data,
+        plan,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        canaries=torch.arange(30, 40),
+        seed=0,
+        generator=generator,
+    )["everybody"]
+    assert found.correct > found.guesses / 2 and not found.refuted

@@ -32,7 +32,8 @@ What makes each budget hold:
   flag, a hook;
 * the loss is a mean (or, with loss_reduction "sum", a sum) of one number an example: what comes back to the module's
   outputs is compared with standard losses of them, or with the criterion that the engine was given
-  (`dpcompanion.engine.losses`). Class weights, or a mean over a batch's tokens, are refused without a criterion;
+  (`dpcompanion.engine.losses`). Class weights, or a mean over a batch's tokens, are refused without a criterion; and so
+  are gradients that reach the weights by another way, and per-example gradients that were changed before the step;
 * the original optimizer takes no step of its own, all trainable parameters are its, they stay the same ones, and no
   forward pass writes into them (as that of an embedding with `max_norm` would). Another optimizer of theirs is warned
   of;
@@ -56,8 +57,10 @@ sum of the rates. `statement` says so in words. Poisson sampling; each example's
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
 them.  The account is one of real numbers: what floats add to a sum is not in it.
 
-What the engine cannot see, it takes on trust: that no batch is mixed before it reaches the module (as mixup does), and,
-with trust_loss=True, that the loop's loss is made of losses of which each depends on one example.
+What the engine cannot see, it takes on trust: that an item of the data set is made of one example, and that the loop
+mixes none before they reach the module, as mixup does (a collate function that mixes is refused); in the mode "ew",
+that no loss is made of what a hook took from inside of the module; and, with trust_loss=True, that the loop's loss is
+made of losses of which each depends on one example.
 
 Needs Opacus, version 1.6 or later.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from opacus.validators.errors import UnsupportedModuleError
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from .. import _checks
@@ -81,6 +82,31 @@ def _check_order(loader):
                 "makes the same batch of two examples in either order: each gradient is clipped to the "
                 "norm of the example in its place"
             )
+        alone = collate(a)
+        # What changes at random, as words that are left out do, changes alone too.
+        if _changed_by(alone, collate(a, b)) and all(same_items(alone, collate(a)) for _ in range(200)):
+            raise ValueError(
+                "data_loader must have a collate_fn that makes each row of one example, got one in which a row changes "
+                "with the other examples of the batch, as by mixup or by a mean over the batch: then no clip norm "
+                "bounds what one of them contributes; mix nothing, or within an example only"
+            )
+
+
+def _changed_by(alone, together):
+    """Whether the row of an example by itself, (1, ...), is another one in the company of another, (2, ...); padding to
+    the longest does not count, before it or after."""
+    for own, both in zip(tree_leaves(alone), tree_leaves(together)):
+        if not (torch.is_tensor(own) and torch.is_tensor(both) and own.ndim == both.ndim > 0 and len(both) == 2):
+            continue
+        first = last = both[:1]
+        for axis, size in enumerate(own.shape[1:], 1):
+            size = min(size, both.shape[axis])
+            first, last = first.narrow(axis, 0, size), last.narrow(axis, both.shape[axis] - size, size)
+        if first.shape == own.shape and not any(
+            torch.allclose(part.double(), own.double(), rtol=1e-3, atol=1e-6, equal_nan=True) for part in (first, last)
+        ):
+            return True
+    return False
 
 
 class Traceless:

@@ -104,8 +104,9 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
         norms = module.get_norm_sample()
         for p in module.trainable_parameters:
             del p._norm_sample
+        tolerance = max(map(tolerance_of, module._module.parameters()))
         for row, truth in (self._truth or {}).items():
-            if not abs(float(norms[row]) - truth) <= tolerance_of(self.params[0]) * truth:
+            if not abs(float(norms[row]) - truth) <= tolerance * truth:
                 raise missing(float(norms[row]), truth)
         self._truth = None
         return norms

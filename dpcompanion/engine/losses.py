@@ -11,6 +11,9 @@ compared with one that is known:
 * With a criterion, the engine calls it without reduction, and the gradient must be that of its mean, or sum, of one
   number an example.  With the first batches, and at calls 2, 4, 8, ... after, it is proved that an example's loss is
   the same alone, in a part of the batch and in another order.
+* What the parameters get is what these gradients send to them: looked at in batches 1, 2, 4, 8, ..., for a loss of what
+  a hook took from inside of the module comes back to no output.  And `grad_sample` is at the step what the backward
+  pass left.
 
 What differs is refused before the step.  On a GPU only the first batch is looked at at once; from then on a gradient
 that differs makes a step of noise alone, and is said when the engine looks (`Following.look`).
@@ -90,6 +93,14 @@ class LossWatch:
         self._checked: Any = None
         self._last: Any = None  # the standard loss that fitted last
         self.spoilt: Any = False  # on a device: whether a gradient did not fit
+        self._trained = [p for p in hooks._module.parameters() if p.requires_grad]
+        # Batches that were looked at, and the last one; whether a backward pass is under way, what its outputs send to
+        # each parameter, beside what was there, and what it left; whether anything else reached them.
+        self._batches, self._looked_at, self._under_way, self._around = 0, None, False, False
+        self._sent: dict[torch.Tensor, Any] | None = None
+        self._left: dict[torch.Tensor, Any] | None = None
+        # In ghost mode there is no gradient before the clipped one, and by expanded weights there is no other.
+        self._compares_sums = hasattr(hooks, "hooks_enabled") and not hasattr(hooks, "NORM_SAMPLERS")
         self._depth, self._beside = 0, None  # passes of the module under way; a layer that was used without one
         watched.register_forward_pre_hook(self._begin)
         watched.register_forward_hook(self._note)
@@ -100,7 +111,7 @@ class LossWatch:
                 layer.register_forward_hook(functools.partial(self._note_layer, name or "module"))
 
     def __getstate__(self):
-        return {"_hooks": None, "_depth": 0}  # a copy of the module is none of this training's
+        return {"_hooks": None, "_depth": 0, "_compares_sums": False}  # a copy of the module is none of this training's
 
     # What goes forward and comes back.
 
@@ -126,23 +137,23 @@ class LossWatch:
         if self._hooks is None or not counts or not torch.is_grad_enabled() or self._busy():
             return None
         one, batch = Pass(self._noted.handed_out), self._noted.handed_out
-        alone = torch.is_tensor(outputs)
+        if batch is not self._looked_at:
+            self._looked_at, self._batches = batch, self._batches + 1
 
         def watched(tensor):
             output = _Output(tensor)
             one.outputs.append(output)
-            tensor.register_hook(functools.partial(self._arrives, one, output, "direct" if alone else "total"))
-            if alone:
-                return tensor
+            tensor.register_hook(functools.partial(self._arrives, one, output, "total"))
             seen = tensor.view_as(tensor)  # what comes back from the loop alone, and not from the module's own loss
             seen.register_hook(functools.partial(self._arrives, one, output, "direct"))
-            return seen
+            seen.register_hook(functools.partial(self._follows, tensor))
+            return seen.view_as(seen)  # at which hooks of the loop's own come first
 
         exchanged = map_tensors(outputs, watched, _learns)
         if one.outputs:
             self._recent = [ref for ref in self._recent if (old := ref()) is not None and old.batch is batch]
             self._recent.append(weakref.ref(one))
-        return exchanged if not alone and one.outputs else None
+        return exchanged if one.outputs else None
 
     def _arrives(self, one, output, which, gradient):
         if not getattr(self._hooks, "hooks_enabled", True):
@@ -152,6 +163,59 @@ class LossWatch:
         if not one.arrived:
             one.arrived = True
             self._arrived.append(one)
+        if not self._under_way:
+            self._under_way = True
+            engine: Any = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self._goes_back)
+
+    # What a backward pass leaves in the parameters.
+
+    def _follows(self, tensor, gradient):
+        """Note what this gradient of an output sends to the parameters, now and then: nothing else may reach them."""
+        due = self._batches & (self._batches - 1) == 0  # 1, 2, 4, 8, ...
+        if not (due and self._compares_sums and self._hooks.hooks_enabled) or gradient.device.type == "meta":
+            return
+        if self._sent is None:
+            self._sent = {p: (torch.zeros_like(p), None if p.grad is None else p.grad.clone()) for p in self._trained}
+        self._hooks.hooks_enabled = False
+        try:
+            found = torch.autograd.grad(tensor, self._trained, gradient, retain_graph=True, allow_unused=True)
+        except RuntimeError:  # as of checkpoints within the module, which take no such look
+            self._compares_sums = False
+            return
+        finally:
+            self._hooks.hooks_enabled = True
+        for p, part in zip(self._trained, found):
+            if part is not None:
+                self._sent[p][0].add_(part)
+
+    def _goes_back(self):
+        """At the end of a backward pass."""
+        self._under_way = False
+        self._left = {p: _versions(p) for p in self._trained}
+        sent, self._sent = self._sent, None
+        for p, (expected, before) in (sent or {}).items():
+            if not self._compares_sums or p.grad is None:
+                continue
+            found = p.grad.detach().to_dense() - (0 if before is None else before)
+            off, size = (found - expected).double().norm(), expected.double().norm()
+            if not off <= 10 * _rounding(p.dtype) * size + 1e-6 and bool(found.isfinite().all()):
+                self._around = True
+
+    def _check_left(self):
+        """Gradients of the parameters are those that came through the outputs, as the backward pass left them."""
+        if self._around:
+            raise ValueError(
+                "loss must be made of the outputs of the module that the engine returned, but a gradient reached its "
+                "weights by another way, as of what a hook took from inside of it: put out what the loss needs; "
+                + self._ways_out()
+            )
+        for p, versions in (self._left or {}).items():
+            if versions is not None and _versions(p) != versions:
+                raise ValueError(
+                    "grad_sample must stay as the backward pass left it, but it was changed before the step: what an "
+                    "example contributes must not depend on others; leave clipping and scaling to the engine"
+                )
 
     def passes(self):
         """Forward passes over the batch at hand whose outputs are still there."""
@@ -173,6 +237,7 @@ class LossWatch:
                 f"loss must be made of the outputs of the module that the engine returned, but a gradient came back to "
                 f"its layer {self._beside[0]!r} that was called by itself; " + self._ways_out()
             )
+        self._check_left()
         if not batch or len(batch) == 1 and not self.criterion:
             return  # a loss of one example mixes nothing
         if not passes:
@@ -197,10 +262,20 @@ class LossWatch:
         return _WAYS_OUT.format(reduction="mean" if self._mean else "sum")
 
     def _compare(self, one, n, count):
+        if any(output.overwritten and output.total is not None for output in one.outputs):
+            raise ValueError(
+                "loss must be made of the module's outputs as they are, but the loop changes the module's outputs in "
+                "place: what came back to them cannot be compared; " + self._ways_out()
+            )
         if self.criterion:
             self._compare_calls(one, n, count)
             return
         inside = [o for o in one.outputs if o.direct is not None]
+        if not inside:
+            raise ValueError(
+                "loss must be made of the outputs of the module as it put them out, but the gradient came back around "
+                "them; " + self._ways_out()
+            )
         scalars = [o for o in inside if not o.axes(n)]
         if scalars:
             # The module's own loss: what it sends to the other outputs must be a standard loss of theirs.
@@ -231,8 +306,6 @@ class LossWatch:
 
     def _standard(self, output, gradient, n, count):
         """None if a standard loss sends this gradient to the output, else what is seen, in words."""
-        if output.overwritten:
-            return "the loop changes the module's outputs in place: what came back to them cannot be compared"
         problems = []
         for axis in output.axes(n):
             out, own = (_precise(t.movedim(axis, 0)) for t in (output.tensor, gradient))
@@ -304,6 +377,14 @@ class LossWatch:
                     + "; leave it as it is, and add nothing to it"
                 )
         self._last = True
+
+
+def _versions(p):
+    """Which tensors hold a parameter's per-example gradients, and how often they were written to; None without."""
+    found = getattr(p, "grad_sample", None)
+    if found is None:
+        return None
+    return [(id(t), t._version) for t in (found if isinstance(found, list) else [found])]
 
 
 # Losses of one example each.

@@ -11,9 +11,10 @@ import torch
 from opacus import PrivacyEngine
 
 from .. import _checks, accounting
-from .._types import Array, Loss
+from .._types import Loss
 from ..filters import ExactFilter, RenyiFilter
-from ..idp.parameters import combined_parameters, sample_parameters, scale_parameters
+from ..idp.groups import budgets_for
+from ..idp.parameters import Budgets, combined_parameters, sample_parameters, scale_parameters
 from .account import Accountant
 from .assembly import assemble
 from .budgets import FilteredBudgets, FixedBudgets
@@ -80,7 +81,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         data_loader: torch.utils.data.DataLoader[Any],
-        target_epsilons: Array,
+        target_epsilons: Budgets,
         target_delta: float,
         epochs: int,
         max_grad_norm: Any,
@@ -107,7 +108,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one
                 with Poisson draws, shuffled or not. Its `generator`, if it has one, seeds that of the draws. Worker
                 processes read the examples of one batch side by side; they do not read ahead.
-            target_epsilons: (n,) budgets, one for each example of the data set, in its order.
+            target_epsilons: (n,) budgets, one for each example of the data set, in its order; one number for all; or
+                {budget: share}, which is dealt out by a fixed permutation (`dpcompanion.idp.budgets_for`).
             target_delta: in (0, 1).
             epochs: an epoch has len(data_loader) steps.
             max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each trainable
@@ -165,12 +167,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             )
         self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
         n, epochs = len(cast(Sized, data_loader.dataset)), _checks.whole_number("epochs", epochs, 1)
-        budgets = torch.as_tensor(target_epsilons, dtype=torch.float64).cpu()
-        if budgets.shape != (n,):
-            raise ValueError(
-                f"target_epsilons must have shape ({n},), one for each example of the data set, got "
-                f"{tuple(budgets.shape)}"
-            )
+        budgets = budgets_for(target_epsilons, n)
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
         streams, origin = sources(data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode)
         run = {
@@ -258,8 +255,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             loss: (outputs, targets) -> (n,), such as `dpcompanion.training.cross_entropy`, by which norms are measured;
                 the loader's batches are then pairs, (inputs, targets).
             norms: or else a function that is called without arguments and gives the norms itself, (n,); that of an
-                example must depend on the weights and on this example alone. It may use the module that was handed
-                over, or the one that comes back, which is then in evaluation mode, and sees nothing of it.
+                example must depend on the weights and on this example alone. It may use the module itself, which is in
+                evaluation mode then, and keeps nothing of it.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
             criterion: a loss of outputs and targets: a module or function with a `reduction`, which the engine calls
                 without, or a function to (n,). Class weights and `ignore_index` are allowed: of one example's tokens

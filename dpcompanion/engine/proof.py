@@ -16,6 +16,7 @@ has no influence on the gradient of another.
   of it is off in full when it has grown.
 * All is done twice, with the weights as they are and with weights nearby: behind a weight of zero or nearly so, as in
   residual blocks at their start, a wrong gradient looks right.
+* What the module puts out for one example is the same afterwards: it remembers no batch.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
 An example by itself has no company, so a proof takes a batch of two. It is made again with a batch of twice the size,
@@ -160,7 +161,7 @@ class Proof:
             norms |= self._norms(batch, set(range(batch.n)) - norms.keys(), parameters)
         if None in norms.values():  # no outputs that depend on the weights
             return
-        fit = _fit(norms)
+        fit, put_out = _fit(norms), self._put_out(batch)
         hardest, unfit = sorted(fit[-_COMPARED:]), [row for row in norms if row not in fit]
         for weights in (contextlib.nullcontext(), weights_nearby(parameters)):
             with weights:
@@ -168,7 +169,26 @@ class Proof:
                     self._compare(batch, hardest, hardest, parameters)
                 if len(hardest) < batch.n:
                     self._compare(batch, list(range(batch.n)), hardest + unfit, parameters)
+        self._check_memory(put_out, self._put_out(batch), parameters)
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
+
+    def _put_out(self, batch):
+        """What the first example by itself makes the module put out, drawn at random always alike."""
+        args, kwargs = batch.take([0])
+        self.rows = 1
+        with torch.random.fork_rng(devices=[]), self._plain(), torch.no_grad():
+            torch.manual_seed(0)
+            return _numbers(self._inner(*args, **kwargs))
+
+    def _check_memory(self, before, after, parameters):
+        tolerance = max(map(tolerance_of, parameters))
+        for a, b in zip(before, after):
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
+                raise UnsupportedModuleError(
+                    "module must keep nothing of its examples, but what it puts out for one has changed after a pass "
+                    "with others, the weights being the same: it remembers earlier batches in an attribute or outside "
+                    "of itself, which no noise covers; leave that out"
+                )
 
     @contextlib.contextmanager
     def _aside(self):
@@ -268,7 +288,8 @@ class Proof:
         whole = sum(part for part in known if not part.ndim)
         score = cast(torch.Tensor, whole + own.sum() / (len(rows) if self._mean else 1))
         score.backward(retain_graph=self._ghost)
-        relative, longest = max(map(tolerance_of, parameters)), torch.zeros(())
+        # Frozen layers of a shorter type round what goes through them.
+        relative, longest = max(map(tolerance_of, self._inner.parameters())), torch.zeros(())
         # Each parameter is held against its own length too: what is off where gradients are short now is off in full
         # when they have grown. What cancels leaves some rounding.
         lengths = torch.stack([norms_of(self._alone(batch, row, parameters)[0]) for row in checked[:_COMPARED]])
@@ -321,7 +342,7 @@ class Proof:
                 "module must have layers that keep the examples on the axis that batch_first says, but of "
                 f"{n} examples {self._holder(p)} has gradients of shape {shape}: it may be called with other rows "
                 "than the examples, as a table that is looked up once for all of them; give it an input for each "
-                "example, or freeze it"
+                "example, freeze it, or use dpcompanion.training.train, whose method 'func' takes it"
             )
         return found
 
@@ -466,6 +487,17 @@ def _outputs(value):
     return [t for part in value for t in _outputs(part)] if isinstance(value, (list, tuple)) else []
 
 
+def _numbers(value):
+    """Tensors of numbers with a fraction, in any nesting."""
+    if torch.is_tensor(value):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return [t for part in value for t in _numbers(part)] if isinstance(value, (list, tuple)) else []
+
+
 def _weights(shape, row, number, like):
     generator = torch.Generator().manual_seed(1000 * row + number)
     return torch.randn(shape, generator=generator).to(like)
@@ -497,7 +529,7 @@ def norm_of(gradients):
 
 
 def tolerance_of(p):
-    if p.dtype == torch.float64:
+    if p.dtype == torch.float64 or not p.is_floating_point():
         return 1e-6
     if p.dtype != torch.float32 or autocasts(p.device):
         return 1e-1

@@ -29,7 +29,9 @@ class CodeState:
     def __init__(self, module):
         flags, numbers, seen = [], [], set()
         for part in module.modules():
-            flags.append((id(part), part.training, *(tuple(getattr(part, name)) for name in _HOOKS)))
+            flags.append(
+                (id(part), part.training, id(type(part).forward), *(tuple(getattr(part, name)) for name in _HOOKS))
+            )
             own = part.__dict__
             flags += [(id(p), p.requires_grad) for p in own["_parameters"].values() if p is not None]
             flags += [id(child) for child in own["_modules"].values()]

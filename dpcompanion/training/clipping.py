@@ -87,9 +87,24 @@ def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, preci
         part = slice(start, start + chunk)
         limit = max_grad_norm[part] if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.ndim else max_grad_norm
         if method == "func":
-            yield functional(model, loss, x[part], y[part], limit, precise=precise)
+            yield _by_func(model, loss, x[part], y[part], limit, precise)
         else:
             yield layerwise(model, loss, x[part], y[part], limit, method, precision=precision)
+
+
+def _by_func(model, loss, x, y, limit, precise):
+    try:
+        return functional(model, loss, x, y, limit, precise=precise)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ValueError(f"{_TAKEN_BY_FUNC}, but it fails: {error}") from error
+
+
+_TAKEN_BY_FUNC = (
+    "model must be one that torch.func's vmap and grad can take (recurrent layers often are not; "
+    "opacus.layers has some that are)"
+)
 
 
 def _held(method):
@@ -272,10 +287,7 @@ def _try_func(model, loss, x, y, inside):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
-        raise ValueError(
-            "model must be one that torch.func's vmap and grad can take (recurrent layers often are not; "
-            f"opacus.layers has some that are), {_where(inside, error)}"
-        ) from error
+        raise ValueError(f"{_TAKEN_BY_FUNC}, {_where(inside, error)}") from error
 
     def claimed(x, y, limits):
         found = functional(model, loss, x, y, limits)

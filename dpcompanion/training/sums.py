@@ -12,6 +12,7 @@ Both give a `ClippedSum`, of one run or, with stacked networks or parameters, of
 True
 """
 
+import contextlib
 import dataclasses
 import math
 from typing import Any
@@ -166,9 +167,24 @@ def gradients_and_losses(model, loss):
     """A function (parameters, x, y) -> ({name: (n, *shape)}, losses (n,)): explicit gradients, one by one."""
 
     def one(parameters, x, y):
-        return loss(call_with(model, parameters, x.unsqueeze(0)), y.unsqueeze(0)).sum()
+        with _dense(model):
+            outputs = call_with(model, parameters, x.unsqueeze(0))
+        return loss(outputs, y.unsqueeze(0)).sum()
 
     return torch.func.vmap(torch.func.grad_and_value(one), in_dims=(None, 0, 0), randomness="different")
+
+
+@contextlib.contextmanager
+def _dense(model):
+    """Without sparse gradients of embeddings, which vmap does not take."""
+    sparse = [module for module in model.modules() if getattr(module, "sparse", False) is True]
+    try:
+        for module in sparse:
+            module.sparse = False
+        yield
+    finally:
+        for module in sparse:
+            module.sparse = True
 
 
 def per_example_gradients(model, loss, x, y):

@@ -24,7 +24,7 @@ from torch.utils.data import (
 from dpcompanion import idp
 from dpcompanion.accounting import compute_epsilon
 from dpcompanion.attacks import epsilon_lower_bound
-from dpcompanion.idp import IndividualizedPrivacyEngine
+from dpcompanion.idp import IndividualizedPrivacyEngine, budgets_for
 from dpcompanion.training.checkpoints import write_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty")
@@ -129,6 +129,19 @@ def test_every_example_spends_its_own_budget(method, weight, accountant):
     spent = engine.get_epsilons(DELTA)
     assert bool((spent <= BUDGETS).all()) and bool((spent >= 0.995 * BUDGETS).all())
     assert engine.get_epsilon(DELTA) == float(spent.max())
+
+
+def test_budgets_are_one_number_one_for_each_or_shares():
+    one, each, shares = (
+        private(budgets=budgets)[0] for budgets in (2.0, torch.full((N,), 2.0), {1.0: 0.25, 4.0: 0.75})
+    )
+    assert torch.equal(one.noise_multipliers, each.noise_multipliers) and one.noise_multipliers.shape == (N,)
+    dealt = budgets_for({1.0: 0.25, 4.0: 0.75}, N)
+    expected = private(budgets=dealt)[0]
+    assert torch.equal(shares.noise_multipliers, expected.noise_multipliers)
+    assert int((dealt == 1.0).sum()) == N // 4
+    with pytest.raises(ValueError, match="target_epsilons.*shares"):
+        private(budgets={1.0: 0.25, 4.0: 0.7})
 
 
 def test_with_a_different_budget_for_everybody_nobody_exceeds_it():

@@ -1,0 +1,285 @@
+"""Programs of users in which one person could move what others contribute: each is refused by name before a step."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from dpcompanion.engine import IndividualizedPrivacyEngine
+
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:In CPU autocast")
+N = 24
+HOOKS = ["hooks", "functorch"]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def run(step, *, model=None, mode="hooks", collate_fn=None, **options):
+    """Two epochs, each step by `step(module, inner model, optimizer, criterion, x, y)`; how many were taken."""
+    generator = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(N, 4, generator=generator), torch.arange(N) % 3)
+    inner = model or Net()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
+    module, optimizer, *rest = engine.make_private_with_budgets(
+        module=inner,
+        optimizer=torch.optim.SGD(inner.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=12, collate_fn=collate_fn),
+        target_epsilons=3.0,
+        target_delta=1e-3,
+        epochs=2,
+        max_grad_norm=1.0,
+        seed=0,
+        grad_sample_mode=mode,
+        **options,
+    )
+    criterion = rest[0] if len(rest) == 2 else F.cross_entropy
+    for _ in range(2):
+        for x, y in rest[-1]:
+            optimizer.zero_grad()
+            step(module, inner, optimizer, criterion, x, y)
+    return len(engine.accountant)
+
+
+def plain(module, inner, optimizer, criterion, x, y):
+    criterion(module(x), y).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+@pytest.mark.parametrize("in_place", [True, False])
+def test_per_example_gradients_stay_as_the_backward_pass_left_them(mode, in_place):
+    def centred(module, inner, optimizer, criterion, x, y):
+        criterion(module(x), y).backward()
+        for p in inner.parameters():
+            if in_place:
+                p.grad_sample.sub_(p.grad_sample.mean(0))
+            else:
+                p.grad_sample = p.grad_sample - p.grad_sample.mean(0)
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="grad_sample must stay"):
+        run(centred, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_hook_on_the_outputs_that_mixes_is_seen(mode, given):
+    def hooked(module, inner, optimizer, criterion, x, y):
+        outputs = module(x)
+        outputs.register_hook(lambda g: g - len(g) * g.mean(0))
+        criterion(outputs, y).backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="loss"):
+        run(hooked, mode=mode, **({"criterion": nn.CrossEntropyLoss()} if given else {}))
+
+
+@pytest.mark.parametrize("mode", HOOKS)
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("late", [True, False])
+def test_a_loss_of_what_a_hook_took_from_inside_is_seen(mode, given, late):
+    """A contrastive loss of features beside an honest one: nothing of it comes back to the outputs."""
+    model, kept, steps = Net(), [], []
+    model.first.register_forward_hook(lambda layer, inputs, outputs: kept.append(outputs))
+
+    def contrastive(module, inner, optimizer, criterion, x, y):
+        loss = criterion(module(x), y)
+        features = F.normalize(kept[-1])
+        steps.append(1)
+        if not late or len(steps) > 1:
+            loss = loss + (features @ features.T).mean()
+        loss.backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="another way"):
+        run(contrastive, model=model, mode=mode, **({"criterion": nn.CrossEntropyLoss()} if given else {}))
+    assert len(steps) == 1 + late
+
+
+def test_outputs_that_a_hook_keeps_and_nobody_uses_are_no_reason():
+    model, kept = Net(), []
+    model.first.register_forward_hook(lambda layer, inputs, outputs: kept.append(outputs))
+    assert run(plain, model=model) == 4
+
+
+def stacked(items):
+    return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
+
+
+def mixup(items):
+    x, y = stacked(items)
+    return 0.7 * x + 0.3 * x.roll(1, 0), y
+
+
+def centring(items):
+    x, y = stacked(items)
+    return x - x.mean(0), y
+
+
+@pytest.mark.parametrize("collate_fn", [mixup, centring])
+def test_a_collate_function_that_mixes_is_refused(collate_fn):
+    with pytest.raises(ValueError, match="collate_fn that makes each row of one example"):
+        run(plain, collate_fn=collate_fn)
+
+
+class Texts(torch.utils.data.Dataset):
+    """Rows of 1 to 5 words."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return torch.arange(1, 2 + i % 5), torch.tensor(i % 3)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dropped", [True, False])
+def test_padding_on_either_side_and_words_left_out_at_random_mix_nothing(side, dropped):
+    def collate(items):
+        longest = max(len(x) for x, _ in items)
+        rows = [F.pad(x, (longest - len(x), 0) if side == "left" else (0, longest - len(x))) for x, _ in items]
+        x = torch.stack(rows)
+        return (x * (torch.rand(x.shape) < 0.9) if dropped else x), torch.stack([y for _, y in items])
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding, self.out = nn.Embedding(6, 4, padding_idx=0), nn.Linear(4, 3)
+
+        def forward(self, ids):
+            return self.out(self.embedding(ids).sum(1))
+
+    model = Words()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
+    engine.make_private_with_budgets(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(Texts(), batch_size=12, collate_fn=collate),
+        target_epsilons=3.0,
+        target_delta=1e-3,
+        epochs=1,
+        max_grad_norm=1.0,
+    )
+
+
+class Remembering(nn.Module):
+    """Subtracts what it put out for the batch before, kept in an attribute or outside of the module."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.layer, self.inside, kept = nn.Linear(4, 3), inside, {}
+        self.get, self.put = kept.get, kept.__setitem__
+        self.__dict__["last"] = None
+
+    def forward(self, x):
+        outputs = self.layer(x)
+        last = self.last if self.inside else self.get("last")
+        found = outputs if last is None else outputs - last
+        if self.training and len(x):
+            mean = outputs.detach().mean(0)
+            self.__dict__["last"] = mean
+            self.put("last", mean)
+        return found
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_module_that_remembers_the_batch_before_is_refused(mode, inside):
+    with pytest.raises(ValueError, match="module must keep nothing of its examples"):
+        run(plain, model=Remembering(inside), mode=mode)
+
+
+class Noisy(nn.Module):
+    """Draws at random, as a regulariser does: that is nobody's data."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        outputs = self.layer(x)
+        return outputs + 0.1 * torch.randn_like(outputs)
+
+
+def test_noise_on_the_outputs_is_no_memory():
+    assert run(plain, model=Noisy()) == 4
+
+
+def test_a_forward_method_that_is_exchanged_is_proved_again(monkeypatch):
+    def exchanging(module, inner, optimizer, criterion, x, y):
+        plain(module, inner, optimizer, criterion, x, y)
+
+        def mixing(self, x):
+            hidden = torch.tanh(self.first(x))
+            return self.last(hidden - hidden.mean(0))
+
+        monkeypatch.setattr(Net, "forward", mixing)
+
+    with pytest.raises(ValueError, match="mixes examples"):
+        run(exchanging)
+
+
+def test_a_layer_that_is_wrapped_after_the_proof_is_proved_again():
+    class Centred(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return self.layer(x - x.mean(0))
+
+    def wrapping(module, inner, optimizer, criterion, x, y):
+        plain(module, inner, optimizer, criterion, x, y)
+        if not isinstance(inner.last, Centred):
+            inner.last = Centred(inner.last)
+
+    with pytest.raises(ValueError, match="mixes examples"):
+        run(wrapping)
+
+
+def test_a_layer_that_is_exchanged_is_refused():
+    def exchanging(module, inner, optimizer, criterion, x, y):
+        plain(module, inner, optimizer, criterion, x, y)
+        inner.last = nn.Linear(5, 3)
+
+    with pytest.raises(ValueError, match="module must keep the trainable parameters"):
+        run(exchanging)
+
+
+@pytest.mark.parametrize("way", ["no zero_grad", "twice", "two batches"])
+def test_gradients_of_two_backward_passes_are_never_joined(way):
+    count = []
+
+    def step(module, inner, optimizer, criterion, x, y):
+        loss = criterion(module(x), y)
+        loss.backward(retain_graph=way == "twice")
+        count.append(1)
+        if way == "twice":
+            loss.backward()
+        if way == "two batches" and len(count) % 2:
+            criterion(module(x), y).backward()
+        optimizer.step()
+        if way == "no zero_grad":
+            criterion(module(x), y).backward()
+
+    with pytest.raises(ValueError, match="accumulation|twice|cleared|gradients"):
+        run(step)
+
+
+def test_a_closure_takes_one_step_as_without():
+    def step(module, inner, optimizer, criterion, x, y):
+        def closure():
+            optimizer.zero_grad()
+            criterion(module(x), y).backward()
+
+        optimizer.step(closure)
+
+    assert run(step) == 4
