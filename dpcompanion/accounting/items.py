@@ -305,13 +305,13 @@ class LedgerEntry:
         if not isinstance(held, dict):
             raise ValueError(f"source must hold a list of items, got {held!r:.80}")
         held = dict(held)
-        more = {name: held.pop(name, None) for name in ("label", "people")}
-        costs = {name: held.pop(name, None) for name in ("promised", "account")}
-        return cls(
-            from_dict(held, strict="kind" in held),
-            **more,
-            **{name: None if found is None else PersonalCosts.from_json(found) for name, found in costs.items()},
+        label, people = held.pop("label", None), held.pop("people", None)
+        promised, account = (
+            None if costs is None else PersonalCosts.from_json(costs)
+            for costs in (held.pop("promised", None), held.pop("account", None))
         )
+        item = from_dict(held, strict="kind" in held)
+        return cls(item, label=label, promised=promised, account=account, people=people)
 
 
 @runtime_checkable

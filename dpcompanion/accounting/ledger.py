@@ -167,7 +167,7 @@ class Ledger:
             more = (entry_of(item, delta),)
         more = [entry.among(people) for entry in more]
         found._entries = self._entries + tuple(entry if label is None else entry.named(label) for entry in more)
-        sizes = {entry.size for entry in found._entries if entry.people is None} - {None}
+        sizes = {entry.size for entry in found._entries if entry.people is None and entry.size is not None}
         if len(sizes) > 1:
             raise ValueError(
                 f"people must say whose data an item was about where numbers differ, got items of "

@@ -13,6 +13,7 @@ tensor([2.3..., 1.3...], dtype=torch.float64)
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ def _on_grids(kinds, counts, delta):
     log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(_totals(counts).max()))
     found = torch.zeros(len(counts), dtype=torch.float64)
     for direction in DIRECTIONS:
-        losses = {float(k): _loss(*node, direction, log_capped) for k, node in enumerate(nodes)}
+        losses = {float(k): _loss(rate, kind, direction, log_capped) for k, (rate, kind) in enumerate(nodes)}
         for part, own in zip(counts.split(max(_BLOCK // len(kinds), 1)), found.split(max(_BLOCK // len(kinds), 1))):
             torch.maximum(own, _one_direction(part, levels, losses, delta), out=own)
     return found
@@ -89,12 +90,13 @@ def _on_grids(kinds, counts, delta):
 
 def _levels(kinds, most):
     """The kinds as levels of a list of nodes: (rate, noise) of sampled Gaussians, (None, item) of the others."""
+    nodes: list[tuple[Any, Any]] = []
     rates: dict[float | None, list[int]] = {}
     for j, kind in enumerate(kinds):
         sampled = isinstance(kind, SampledGaussian) and kind.sample_rate < 1
         rates.setdefault(max(kind.sample_rate, LEAST_RATE) if sampled else None, []).append(j)
     low, high = torch.zeros(2, len(kinds), dtype=torch.int64)
-    share, nodes = torch.zeros(len(kinds), dtype=torch.float64), []
+    share = torch.zeros(len(kinds), dtype=torch.float64)
     for rate, columns in sorted(rates.items(), key=lambda group: group[0] is None):  # bounded losses come last
         if rate is None:
             low[columns] = high[columns] = torch.arange(len(nodes), len(nodes) + len(columns))

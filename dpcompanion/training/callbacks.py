@@ -123,11 +123,11 @@ class History:
         0.64
         """
         plan, tracker = self._own_plan(), self.tracker
-        exact = tracker is not None and tracker.exact and self.steps
-        if exact and tracker.budget is not None and delta is not None:
+        if tracker is None or not tracker.exact or not self.steps:
+            return plan.ledger_entry(delta)
+        if tracker.budget is not None and delta is not None:
             return tracker.ledger_entry(delta)
-        found = plan.ledger_entry(delta)
-        return dataclasses.replace(found, account=tracker.ledger_entry().account) if exact else found
+        return dataclasses.replace(plan.ledger_entry(delta), account=tracker.ledger_entry().account)
 
     def statement(self) -> str:
         """What the run guarantees, in words: relation, sampler, constants, the steps that were taken, delta, accountant
