@@ -157,7 +157,7 @@ def _answer(arguments: argparse.Namespace) -> None:
 def _ledger(arguments: argparse.Namespace) -> None:
     from .accounting import Ledger
 
-    ledger = Ledger()
+    ledger = Ledger(relation=arguments.relation)
     for file in arguments.files:
         try:
             ledger = ledger.add(Ledger.from_json(os.path.join(os.curdir, file)))
@@ -169,7 +169,7 @@ def _ledger(arguments: argparse.Namespace) -> None:
             "epsilon": epsilon if math.isfinite(epsilon) else str(epsilon),
             "delta": arguments.delta,
             "accountant": "pld",
-            "neighbouring_relation": RELATION,
+            "neighbouring_relation": RELATION if ledger.relation == "add-remove" else "replace one example by another",
             "sampler": SAMPLER,
             **json.loads(ledger.to_json()),
         }
@@ -265,6 +265,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     ledger.add_argument("files", nargs="+", metavar="FILE", help="JSON of a ledger or of a run")
     ledger.add_argument("--delta", type=_number, default=1e-5, metavar="DELTA", help="1e-5 by default")
+    ledger.add_argument(
+        "--relation",
+        choices=("add-remove", "replace"),
+        default="add-remove",
+        help="how neighbours differ; the runs of the files are meant for add-remove, the default",
+    )
     ledger.set_defaults(do=_ledger)
     run = commands.add_parser(
         "run", help="make a record of an experiment", description="Run an experiment and write its record."

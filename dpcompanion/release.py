@@ -14,7 +14,8 @@ beforehand and not with the person's own account.  **Not covered:** values that 
 more than that, such as epsilons by running estimates, which hang on who was sampled.
 
 **Several releases.**  All methods here are compositions of Gaussian mechanisms, so they compose exactly: `split` gives
-the epsilon at which each of k releases may run so that together they are (epsilon, delta)-private.
+the epsilon at which each of k releases may run so that together they are (epsilon, delta)-private.  `ledger_item` is
+what a release counts as in a `dpcompanion.accounting.Ledger`, beside trainings.
 
 **Quantiles.**
 
@@ -47,7 +48,7 @@ from scipy.optimize import isotonic_regression
 
 from . import _checks
 from ._types import Array
-from .accounting import gaussian_epsilon, gaussian_mu
+from .accounting import Gaussian, gaussian_epsilon, gaussian_mu
 
 METHODS = ("cdf", "andrew2021")
 RELATIONS = ("add-remove", "replace")
@@ -163,6 +164,29 @@ def split(epsilon: float, delta: float, parts: int) -> float:
     if not each:
         raise ValueError(_SMALL.format(epsilon, delta))
     return each
+
+
+def ledger_item(epsilon: float, delta: float, *, bins: int | None = None, relation: str = "add-remove") -> Gaussian:
+    """What one release of this module costs, for `accounting.Ledger.add`: it is a Gaussian mechanism, exactly.
+
+    Args:
+        epsilon, delta: those of the release.
+        bins: of `private_quantiles` with method "cdf", None for `private_mean` and for "andrew2021".
+        relation: that of the release.
+
+    Raises:
+        ValueError: an argument outside its range.
+
+    >>> from dpcompanion.accounting import Ledger, SampledGaussian
+    >>> ledger = Ledger([SampledGaussian(0.01, 1.0, 500)]).add(ledger_item(0.1, 1e-6), label="mean")
+    >>> round(ledger.epsilon(1e-5), 2)
+    1.3...
+    """
+    _checks.one_of("relation", relation, RELATIONS)
+    replaced = 1.0 if bins is None else replacement_factor(bins)
+    if bins is not None and relation == "replace":
+        epsilon = _epsilon_of_adding(epsilon, delta, bins)
+    return Gaussian((1 - 1e-12) / noise_ratio(epsilon, delta), replaced=min(replaced * (1 + 1e-9), 2.0))
 
 
 def replacement_factor(bins: int) -> float:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -56,6 +57,8 @@ def test_runs_and_ledgers_in_files_are_composed(capsys, tmp_path):
     accounting.Ledger([accounting.Gaussian(10.0)]).to_json(releases)
     more = said(capsys, "ledger", run, other, releases, "--delta", "1e-6")
     assert "1e-06" in more and "500 steps" in more and "Gaussian" in more
+    replaced = said(capsys, "ledger", run, other, "--relation", "replace")
+    assert "replaces" in replaced and float(re.findall(r"epsilon (\d\.\d+)", replaced)[0]) > 2.4
     with open(run, "w") as file:
         file.write('{"accuracy": 0.9}')
     assert cli.main(["ledger", run, other]) == 2 and run in capsys.readouterr().err

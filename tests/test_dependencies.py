@@ -17,7 +17,7 @@ LIBRARY = (
     {"accounting", "attacks", "data"},
     {"filters", "idp", "individual", "output_perturbation", "pate", "per_instance"},
     {"training"},
-    {"audit", "engine", "huggingface", "release"},
+    {"audit", "engine", "huggingface", "release", "testing"},
     {"reproduction"},
     {"cli"},
     {"__main__"},

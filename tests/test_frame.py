@@ -98,10 +98,10 @@ def test_the_jobs_of_the_readme_keep_their_promises(tmp_path):
     _, jobs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", jobs], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    first, statement, tracked, kept = done.stdout.splitlines()
+    first, statement, tracked, kept, own = done.stdout.splitlines()
     assert round(float(first), 4) == 0.9172 and "Epsilon 3.000" in statement
-    account, promised = (float(re.findall(r"\d\.\d+", line)[0]) for line in (tracked, kept))
-    assert 2 < account <= 3 and 1 < promised <= 2
+    account, promised, point = (float(re.findall(r"\d\.\d+", line)[0]) for line in (tracked, kept, own))
+    assert 2 < account <= 3 and 1 < promised <= 2 and 0 < point < 3
     card = json.loads((tmp_path / "card.json").read_text(encoding="utf-8"))
     assert card["promised_quantiles"]["1"] == 2 and card["steps"] == 20
 

@@ -20,7 +20,8 @@ from . import pld
 from .calibration import find_noise_multiplier, find_sample_rate, find_steps
 from .conversions import DeltaAt, EpsilonAt, rdp_to_delta, rdp_to_epsilon
 from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
-from .ledger import Gaussian, GaussianMu, Guarantee, Laplace, Ledger, SampledGaussian
+from .items import Gaussian, Guarantee, Laplace, LedgerEntry, PersonalCosts, SampledGaussian
+from .ledger import GaussianMu, Ledger
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 from .runs import ACCOUNTANTS, compute_delta, compute_epsilon
 from .selection import Selection, select_best
@@ -36,6 +37,8 @@ __all__ = [
     "Guarantee",
     "Laplace",
     "Ledger",
+    "LedgerEntry",
+    "PersonalCosts",
     "SampledGaussian",
     "Selection",
     "best_true_positive_rate",

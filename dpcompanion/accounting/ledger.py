@@ -1,9 +1,10 @@
 r"""One account of all that was done with the same people's data.
 
 A ledger composes sampled Gaussians of any rates and noises (trainings), Gaussian and Laplace releases,
-(epsilon, delta) guarantees of mechanisms of which nothing else is known, training plans and other ledgers.  It adds up
-their privacy losses (`dpcompanion.accounting.mixed`), in both directions (adding and removing an example), so that its
-epsilon is an upper bound that the sum of the items' epsilons, or RDP, exceed by far:
+(epsilon, delta) guarantees of mechanisms of which nothing else is known, training plans, histories, filters, individual
+accounts and other ledgers.  It adds up their privacy losses (`dpcompanion.accounting.mixed`), in both directions
+(adding and removing an example), so that its epsilon is an upper bound that the sum of the items' epsilons, or RDP,
+exceed by far:
 
 >>> ledger = Ledger([SampledGaussian(0.01, 1.1, 500), SampledGaussian(0.01, 0.9, 300), SampledGaussian(0.02, 1.3, 200)])
 >>> round(ledger.epsilon(1e-5), 3)
@@ -17,9 +18,28 @@ where they do, take a filter (`dpcompanion.filters`).
 '2.050'
 >>> Ledger.from_json(ledger.to_json()) == ledger
 True
+
+**For each person.**  `Ledger.epsilon` is a promise to everybody, made beforehand.  Where some item knows people apart,
+`Ledger.epsilons` has one number for each of them: by their accounts along the run, which describe this run
+(output-specific) and promise nothing; with ``accounts=False`` what was promised to each.  A person whose data were not
+in a training does not pay for it, provided that it did not hang on their own data whether they were.
+
+>>> from dpcompanion.individual import IndividualAccountant
+>>> account = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0)
+>>> account.record([1.0, 0.5, 0.1], steps=500)
+>>> ledger = Ledger().add(account).add(SampledGaussian(0.02, 1.2, 500), people=[0, 1])         # the third has left
+>>> [round(value, 2) for value in ledger.epsilons(1e-5).tolist()]
+[2.35, 2.02, 0.07]
+
+**Where one example replaces another.**  ``Ledger(..., relation="replace")`` has the same items, which are meant for
+adding or removing an example, and composes what each costs if one example becomes another: the exact pair of a sampled
+Gaussian (`mixed.ReplacementLoss`), releases with `replaced` times their sensitivity, and of an (epsilon, delta)
+guarantee :math:`(2 \varepsilon, (1 + e^\varepsilon) \delta)`.
+
+>>> f"{Ledger([SampledGaussian(0.01, 1.1, 500)], relation='replace').epsilon(1e-5):.3f}"
+'1.6...'
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -34,7 +54,20 @@ from .. import _checks
 from . import mixed, revealed
 from .composed import ComposedLoss
 from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
-from .loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, _Step
+from .items import (
+    Gaussian,
+    Guarantee,
+    Item,
+    Laplace,
+    LedgerEntry,
+    PersonalCosts,
+    SampledGaussian,
+    entry_of,
+    one_of_many,
+    said,
+)
+from .loss import DIRECTIONS, LEAST_RATE, _Step
+from .people import epsilons_of
 from .pld import _HAIR, _LOG_CAPPED, NoGrid
 from .runs import compute_epsilon
 from .tradeoff import _Curve, _Gaussian, _log_deltas
@@ -42,62 +75,11 @@ from .tradeoff import _Curve, _Gaussian, _log_deltas
 _DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)  # where the losses behind a curve are accurate
 _NODES = 1 << 12  # epsilons of a curve, in even steps and as many in even ratios
 _MU_NODES = 2000  # epsilons at which mu is looked at
+RELATIONS = {
+    "add-remove": "Neighbours differ by adding or removing one example",
+    "replace": "Neighbours differ by one example that replaces another",
+}
 _SPREAD = 1e12  # what costs so much less than the dearest item counts as so much: one grid holds all losses
-
-
-@dataclasses.dataclass(frozen=True)
-class SampledGaussian:
-    """`steps` steps of the sampled Gaussian mechanism: Poisson sampling at `sample_rate` in (0, 1], then noise of
-    `noise_multiplier`, above 0, times the clip norm."""
-
-    sample_rate: float
-    noise_multiplier: float
-    steps: int
-
-    def __post_init__(self):
-        _fix(self, "sample_rate", _checks.number("sample_rate", self.sample_rate, 0, 1, closed="right"))
-        _fix(self, "noise_multiplier", _noise("noise_multiplier", self.noise_multiplier))
-        _fix(self, "steps", _checks.whole_number("steps", self.steps, 0, 10**12))
-
-
-@dataclasses.dataclass(frozen=True)
-class Gaussian:
-    """`count` releases with Gaussian noise of standard deviation `noise_multiplier` times the sensitivity."""
-
-    noise_multiplier: float
-    count: int = 1
-
-    def __post_init__(self):
-        _fix(self, "noise_multiplier", _noise("noise_multiplier", self.noise_multiplier))
-        _fix(self, "count", _checks.whole_number("count", self.count, 0, 10**12))
-
-
-@dataclasses.dataclass(frozen=True)
-class Laplace:
-    """`count` releases with Laplace noise of scale `scale` times the sensitivity: each is 1 / scale-DP."""
-
-    scale: float
-    count: int = 1
-
-    def __post_init__(self):
-        _fix(self, "scale", _noise("scale", self.scale))
-        _fix(self, "count", _checks.whole_number("count", self.count, 0, 10**12))
-
-
-@dataclasses.dataclass(frozen=True)
-class Guarantee:
-    """A mechanism of which nothing is known but that it is (epsilon, delta)-DP, with delta in [0, 1)."""
-
-    epsilon: float
-    delta: float
-
-    def __post_init__(self):
-        _fix(self, "epsilon", _checks.number("epsilon", self.epsilon, 0, math.inf, closed="left"))
-        _fix(self, "delta", _checks.number("delta", self.delta, 0, 1, closed="left"))
-
-
-Item = SampledGaussian | Gaussian | Laplace | Guarantee
-_ITEMS = {kind.__name__: kind for kind in (SampledGaussian, Gaussian, Laplace, Guarantee)}
 
 
 class GaussianMu(NamedTuple):
@@ -107,42 +89,15 @@ class GaussianMu(NamedTuple):
     regret: float
 
 
-def _fix(item, name, value):
-    object.__setattr__(item, name, value)
-
-
-def _noise(name, value):
-    return min(_checks.number(name, value, 0, math.inf, closed="neither"), LARGEST_NOISE)
-
-
-def item_of(given: Any) -> Item:
-    """An item, or the one that costs what a `DPSGDPlan` does: of individual rates and noises the dearest.
-
-    Raises ValueError for anything else, for a plan without noise and for one with arithmetic="float".
-    """
-    if isinstance(given, tuple(_ITEMS.values())):
-        return given
-    names = ("sample_rate", "effective_noise_multiplier", "steps", "arithmetic")
-    if not all(hasattr(given, name) for name in names):
-        raise ValueError(f"item must be one of {', '.join(_ITEMS)}, a plan or a ledger, got {given!r:.80}")
-    if given.arithmetic != "real":
-        raise ValueError(
-            f"item must be a plan with arithmetic='real', got {given.arithmetic!r}: add "
-            "Guarantee(plan.epsilon(delta), delta), which counts what floats add"
-        )
-    noise = torch.as_tensor(given.effective_noise_multiplier, dtype=torch.float64).min().item()
-    rate = torch.as_tensor(given.sample_rate, dtype=torch.float64).max().item()
-    return SampledGaussian(rate, noise, given.steps)
-
-
 class Ledger:
     """What was done with the same people's data, and what all of it costs together.
 
-    Neighbouring relation: add or remove one example, by which also the items must be meant. Sampler: Poisson, with
-    draws that are independent of each other. A ledger does not change; `add` makes a new one.
+    Sampler: Poisson, with draws that are independent of each other. A ledger does not change; `add` makes a new one.
 
     Args:
-        items: of the four kinds (`SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`), plans, or ledgers.
+        items: what `add` takes.
+        relation: "add-remove", or "replace", where neighbours differ by one example that replaces another; see the
+            module's text. All items are meant for "add-remove" in both.
 
     Raises:
         ValueError: something else.
@@ -151,45 +106,90 @@ class Ledger:
     0.96
     """
 
-    def __init__(self, items: Iterable[Any] = ()):
-        self._entries: tuple[tuple[Item, str | None], ...] = ()
+    def __init__(self, items: Iterable[Any] = (), *, relation: str = "add-remove"):
+        self.relation = _checks.one_of("relation", relation, RELATIONS)
+        self._entries: tuple[LedgerEntry, ...] = ()
         for item in items:
             self._entries = self.add(item)._entries
         self._composed: dict[Any, Any] = {}
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """The items, in the order in which they were added."""
-        return tuple(item for item, _ in self._entries)
+        """What each thing costs anybody at most, in the order in which they were added."""
+        return tuple(entry.item for entry in self._entries)
 
     @property
     def labels(self) -> tuple[str | None, ...]:
         """The items' labels, None where there is none."""
-        return tuple(label for _, label in self._entries)
+        return tuple(entry.label for entry in self._entries)
 
-    def add(self, item: Any, *, label: str | None = None) -> "Ledger":
-        """This ledger and one thing more: an item, a plan, or another ledger, whose items keep their labels."""
+    @property
+    def entries(self) -> tuple[LedgerEntry, ...]:
+        """The items with what each person's part in them costs."""
+        return self._entries
+
+    @property
+    def n(self) -> int | None:
+        """How many people the ledger knows apart; None where all items are for everybody alike."""
+        whole = [entry.size for entry in self._entries if entry.people is None and entry.size is not None]
+        some = [1 + max(entry.people) for entry in self._entries if entry.people]
+        return whole[0] if whole else max(some, default=None)
+
+    def add(self, item: Any, *, label: str | None = None, delta: float | None = None, people: Any = None) -> "Ledger":
+        """This ledger and one thing more.
+
+        Args:
+            item: one of the four kinds (`SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`); another ledger, whose
+                items keep their labels; or what has a `ledger_entry`: a plan, a history, a tracker, an individual
+                account, a filter. A history counts as all of its plan's steps, which holds whatever ended the run, and
+                as its account. A tracker or an account counts as a run at the clip norm, and as what was recorded.
+            label: a name of one's own.
+            delta: for a filter, and for a history whose filter's promise shall count in place of its plan: at which it
+                is taken. It must be smaller than the delta of the whole.
+            people: (m,) indices of the ledger's people whose data the item was about, in the item's order; None for all
+                of them.
+
+        Raises:
+            ValueError: something else, a delta that is missing or not asked for, or items of different people.
+
+        >>> ledger = Ledger().add(Gaussian(10.0)).add(Laplace(5.0), people=[0, 2])
+        >>> ledger.n, [round(value, 2) for value in ledger.epsilons(1e-5).tolist()]
+        (3, [0.52, 0.34, 0.52])
+        """
         if label is not None and not isinstance(label, str):
             raise ValueError(f"label must be a text, got {label!r}")
+        found = Ledger(relation=self.relation)
         if isinstance(item, Ledger):
-            more = tuple((each, own if label is None else label) for each, own in item._entries)
+            if delta is not None:
+                raise ValueError(f"delta goes with a filter or a history, not with a ledger, got {delta!r}")
+            more = item._entries
         else:
-            more = ((item_of(item), label),)
-        found = Ledger()
-        found._entries = self._entries + more
+            more = (entry_of(item, delta),)
+        more = [entry.among(people) for entry in more]
+        found._entries = self._entries + tuple(entry if label is None else entry.named(label) for entry in more)
+        sizes = {entry.size for entry in found._entries if entry.people is None and entry.size is not None}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"people must say whose data an item was about where numbers differ, got items of "
+                f"{' and '.join(str(size) for size in sorted(sizes))} people"
+            )
+        last = max((max(entry.people) for entry in found._entries if entry.people), default=-1)
+        if sizes and last >= min(sizes):
+            raise ValueError(f"people must lie in [0, {min(sizes)}), got {last}")
         return found
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Ledger) and self._entries == other._entries
+        return isinstance(other, Ledger) and (self.relation, self._entries) == (other.relation, other._entries)
 
     def __hash__(self) -> int:
-        return hash(self._entries)
+        return hash((self.relation, self.items, self.labels))
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __repr__(self) -> str:
-        return f"Ledger({list(self.items)!r})"
+        relation = "" if self.relation == "add-remove" else f", relation={self.relation!r}"
+        return f"Ledger({list(self.items)!r}{relation})"
 
     # What is equal is put together, whatever the order: equal ledgers then have equal epsilons.
 
@@ -202,13 +202,18 @@ class Ledger:
                 found[key] = found.get(key, 0) + item.steps
         return dict(sorted(found.items()))
 
+    def _factor(self, replaced):
+        """How many times the sensitivity to adding or removing an example counts."""
+        return 1.0 if self.relation == "add-remove" else replaced
+
     def _gaussian_mu(self):
         """mu of all Gaussian releases and full batches together."""
-        squares = [
-            (item.count if isinstance(item, Gaussian) else item.steps) / item.noise_multiplier**2
-            for item in self.items
-            if isinstance(item, Gaussian) or (isinstance(item, SampledGaussian) and item.sample_rate == 1)
-        ]
+        squares = []
+        for item in self.items:
+            if isinstance(item, Gaussian):
+                squares.append(item.count * (self._factor(item.replaced) / item.noise_multiplier) ** 2)
+            elif isinstance(item, SampledGaussian) and item.sample_rate == 1:
+                squares.append(item.steps * (self._factor(2) / item.noise_multiplier) ** 2)
         return math.sqrt(math.fsum(squares)) * (1 + 2.0**-50)
 
     def _bounded(self):
@@ -217,15 +222,20 @@ class Ledger:
         guarantees: dict[tuple[float, float], int] = {}
         for item in self.items:
             if isinstance(item, Laplace) and item.count:
-                scales[item.scale] = scales.get(item.scale, 0) + item.count
+                scale = item.scale / self._factor(item.replaced)
+                scales[scale] = scales.get(scale, 0) + item.count
             elif isinstance(item, Guarantee):
                 key = item.epsilon, item.delta
+                if self.relation == "replace":  # by way of the data with neither
+                    key = 2 * item.epsilon, min(1.0, (1 + math.exp(min(item.epsilon, 700))) * item.delta)
                 guarantees[key] = guarantees.get(key, 0) + 1
         return dict(sorted(scales.items())), dict(sorted(guarantees.items()))
 
     def _infinite(self):
         """The probability of an infinite loss: all deltas of guarantees, composed."""
         _, guarantees = self._bounded()
+        if any(delta == 1 for _, delta in guarantees):
+            return 1.0
         return -math.expm1(sum(count * math.log1p(-delta) for (_, delta), count in guarantees.items()))
 
     def _largest(self):
@@ -244,7 +254,7 @@ class Ledger:
         scales, guarantees = self._bounded()
         log_capped = _LOG_CAPPED + log_delta - math.log(max(sum(runs.values()) + (mu > 0), 1))
         least = min(
-            [*(noise for _, noise in runs), *scales, *([1 / mu] if mu else [])]
+            [*(noise / self._factor(2) for _, noise in runs), *scales, *([1 / mu] if mu else [])]
             + [1 / epsilon for epsilon, _ in guarantees if epsilon],
             default=math.inf,
         )
@@ -253,7 +263,10 @@ class Ledger:
         most = _SPREAD * least
         kinds: list[tuple[Any, int]] = []
         for (rate, noise), steps in runs.items():
-            kinds.append((_Step(rate, min(noise, most), direction, log_capped), steps))
+            if direction == "replace":
+                kinds.append((mixed.ReplacementLoss(rate, min(noise, most), log_capped), steps))
+            else:
+                kinds.append((_Step(rate, min(noise, most), direction, log_capped), steps))
         if mu:
             kinds.append((mixed.GaussianLoss(min(1 / mu, most), log_capped), 1))
         kinds.extend((mixed.LaplaceLoss(min(scale, most)), count) for scale, count in scales.items())
@@ -266,6 +279,8 @@ class Ledger:
         return mixed.Sum(kinds) if kinds else None
 
     def _directions(self):
+        if self.relation == "replace":  # the pair and its mirror image are one
+            return ("replace",)
         return DIRECTIONS if self._runs() else DIRECTIONS[:1]
 
     def _at(self, direction, delta) -> tuple[ComposedLoss | None, float]:
@@ -299,7 +314,7 @@ class Ledger:
         if delta <= infinite:
             return largest if delta == infinite else math.inf
         try:
-            loss, found = self._at("remove", delta)
+            loss, found = self._at(self._directions()[0], delta)
             if loss is not None and "add" in self._directions():
                 found = max(found, self._adding(delta, found))
         except NoGrid:
@@ -322,8 +337,52 @@ class Ledger:
         if mu:
             parts.append(float(gaussian_epsilon(mu, share / _HAIR)))
         for (rate, noise), steps in runs.items():
-            parts.append(compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=share))
+            if self.relation == "replace":  # a step that samples the example moves by twice the clip norm at most
+                parts.append(revealed.epsilon(sample_rate=rate, noise_multiplier=noise / 2, steps=steps, delta=share))
+            else:
+                parts.append(compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=share))
         return math.fsum(parts) * (1 + 1e-12)
+
+    def epsilons(self, delta: float, *, accounts: bool = True) -> torch.Tensor:
+        """Epsilon of each person at `delta`, an upper bound, (n,) float64, none above `epsilon(delta)`.
+
+        With `accounts`, what has an account counts for each person as it was recorded, at the norms of that person's
+        own gradients: these epsilons describe what happened (output-specific), promise nothing, and are as private as
+        the people. Without, each person's is a promise: what was fixed beforehand, by filters, rates and clip norms.
+        Who is not among the people of an item pays nothing for it.
+
+        About 0.1% above the exact value; seconds for tens of thousands of people.
+
+        Raises:
+            ValueError: a delta outside (0, 1), a ledger that knows nobody apart, or one with relation="replace": what
+                the other example costs is in no account.
+
+        >>> filtered = LedgerEntry(Guarantee(3.0, 1e-6),
+        ...     promised=PersonalCosts.each([Guarantee(1.0, 1e-6), Guarantee(3.0, 1e-6)], [0, 1]))
+        >>> [round(epsilon, 2) for epsilon in Ledger([filtered, Gaussian(20.0)]).epsilons(1e-5).tolist()]
+        [1.1..., 3.1...]
+        """
+        delta = _checks.number("delta", delta, 0, 1, closed="neither")
+        if self.n is None:
+            raise ValueError(
+                "items must include one that knows people apart, such as an account or a filter, for epsilons of each; "
+                "epsilon(delta) is that of everybody"
+            )
+        if self.relation != "add-remove":
+            raise ValueError(f"relation must be 'add-remove' for epsilons of each person, got {self.relation!r}")
+        columns: dict[Item, torch.Tensor] = {}
+        for entry in self._entries:
+            costs = entry.costs(accounts)
+            if costs is None:
+                kind, count = one_of_many(entry.item)
+                costs = PersonalCosts((kind,), torch.tensor([[count]]))
+            places = torch.arange(self.n) if entry.people is None else torch.tensor(entry.people, dtype=torch.int64)
+            for kind, counts in zip(costs.kinds, costs.counts.T):
+                column = columns.setdefault(kind, torch.zeros(self.n, dtype=torch.int64))
+                column[places] += counts
+        counts = torch.stack(list(columns.values()), dim=1)
+        found = epsilons_of(list(columns), counts, delta, lambda items: Ledger(items).epsilon(delta))
+        return found.clamp(max=self.epsilon(delta))
 
     def error(self, delta: float) -> float:
         """What the grid adds to `epsilon(delta)`, to first order: 0 where none is needed."""
@@ -351,6 +410,8 @@ class Ledger:
         if self._only_gaussian():
             return min(1.0, _HAIR * float(gaussian_delta(self._gaussian_mu(), epsilon)))
         infinite = self._infinite()
+        if infinite == 1:
+            return 1.0
         if epsilon >= self._largest():
             return infinite
         return max(self._delta_of(direction, epsilon, infinite) for direction in self._directions())
@@ -426,6 +487,8 @@ class Ledger:
         if self._only_gaussian():
             found = _Gaussian(self._gaussian_mu()).false_negative_rate(flat)
             return _checks.as_given(found.reshape(rates.shape), false_positive_rate)
+        if self._infinite() == 1:
+            return _checks.as_given(torch.zeros_like(rates), false_positive_rate)
         inner = torch.cat((flat, 1 - flat))
         inner = inner[inner > 0]
         curve = _Curve(*self._curve(float(inner.min()) if len(inner) else 1.0))
@@ -475,23 +538,32 @@ class Ledger:
         rate 0.01 with noise multiplier 1; Laplace noise of scale 10 (count). Together epsilon 1.369 at delta 1e-05,
         of which the grid adds at most 7.9e-06.
         """
-        said = "; ".join(_said(item) + (f" ({label})" if label else "") for item, label in self._entries)
         epsilon, error = self.epsilon(delta), self.error(delta)
         text = (
-            "Neighbours differ by adding or removing one example; Poisson sampling; accountant pld. "
-            f"Composed: {said or 'nothing'}. Together epsilon {_up(epsilon)} at delta {delta:g}"
+            f"{RELATIONS[self.relation]}; Poisson sampling; accountant pld. "
+            f"Composed: {'; '.join(map(said, self._entries)) or 'nothing'}. Together epsilon {_up(epsilon)} at delta "
+            f"{delta:g}"
         )
         if error == math.inf:
-            return text + ", which adds up the items' epsilons: no grid resolves so little noise."
-        return text + (f", of which the grid adds at most {_up(error, 2)}." if error else ".")
+            text += ", which adds up the items' epsilons: no grid resolves so little noise."
+        else:
+            text += f", of which the grid adds at most {_up(error, 2)}." if error else "."
+        if self.n is not None and self.relation == "add-remove":
+            text += " This was promised beforehand, to everybody."
+            if any(entry.account is not None for entry in self._entries):
+                text += (
+                    f" The individual epsilons of {self.n} people describe this run (output-specific): they are no "
+                    "promise, and as private as the people."
+                )
+        return text
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The ledger as JSON, written to `path` if one is given; `from_json` gives it back without loss."""
-        entries = [
-            {"kind": type(item).__name__, **dataclasses.asdict(item), **({} if label is None else {"label": label})}
-            for item, label in self._entries
-        ]
-        text = json.dumps({"ledger": entries}, indent=1)
+        """The ledger as JSON, written to `path` if one is given; `from_json` gives it back without loss. With accounts
+        it is as private as the people."""
+        held: dict[str, Any] = {"ledger": [entry.to_json() for entry in self._entries]}
+        if self.relation != "add-remove":
+            held["relation"] = self.relation
+        text = json.dumps(held, indent=1 if self.n is None else None)
         if path is not None:
             Path(path).write_text(text + "\n", encoding="utf-8")
         return text
@@ -514,10 +586,9 @@ class Ledger:
         except json.JSONDecodeError as error:
             raise ValueError(f"source must be a ledger in JSON, got {text[:80]!r}: {error}") from None
         entries = held.get("ledger", [held]) if isinstance(held, dict) else held
-        ledger = cls()
-        for entry in entries if isinstance(entries, list) else [entries]:
-            ledger = _add_entry(ledger, entry)
-        return ledger
+        relation = held.get("relation", "add-remove") if isinstance(held, dict) and "ledger" in held else "add-remove"
+        entries = entries if isinstance(entries, list) else [entries]
+        return cls([LedgerEntry.from_json(entry) for entry in entries], relation=relation)
 
     @classmethod
     def from_opacus(cls, history: Sequence[Any]) -> "Ledger":
@@ -538,9 +609,13 @@ class Ledger:
         """The ledger as an event of Google's dp-accounting (which must be installed), for its own accountants.
 
         Raises:
-            ValueError: for a `Guarantee`, of which dp-accounting has no event.
+            ValueError: for a `Guarantee`, of which dp-accounting has no event, and for relation="replace", for which it
+                takes other sensitivities.
         """
         import dp_accounting
+
+        if self.relation != "add-remove":
+            raise ValueError(f"relation must be 'add-remove' for events of dp-accounting, got {self.relation!r}")
 
         def event(item):
             if isinstance(item, Guarantee):
@@ -554,33 +629,6 @@ class Ledger:
             return dp_accounting.SelfComposedDpEvent(sampled, item.steps)
 
         return dp_accounting.ComposedDpEvent([event(item) for item in self.items])
-
-
-def _add_entry(ledger, entry):
-    if not isinstance(entry, dict):
-        raise ValueError(f"source must hold a list of items, got {entry!r:.80}")
-    values = dict(entry)
-    label, kind = values.pop("label", None), values.pop("kind", "SampledGaussian")
-    _checks.one_of("kind", kind, _ITEMS)
-    names = [field.name for field in dataclasses.fields(_ITEMS[kind])]
-    if "kind" in entry:
-        if unknown := set(values) - set(names):
-            raise ValueError(f"source must hold {', '.join(names)} of a {kind}, got {', '.join(sorted(unknown))} too")
-    try:
-        item = _ITEMS[kind](**{name: values[name] for name in names if name in values})
-    except TypeError:
-        raise ValueError(f"source must hold {', '.join(names)} of a {kind}, got {entry!r:.80}") from None
-    return ledger.add(item, label=label)
-
-
-def _said(item):
-    if isinstance(item, SampledGaussian):
-        return f"{item.steps} steps at rate {item.sample_rate:g} with noise multiplier {item.noise_multiplier:g}"
-    if isinstance(item, Guarantee):
-        return f"an ({item.epsilon:g}, {item.delta:g})-DP mechanism"
-    noise = item.noise_multiplier if isinstance(item, Gaussian) else item.scale
-    times = "" if item.count == 1 else f"{item.count} times "
-    return f"{times}{type(item).__name__} noise of scale {noise:g}"
 
 
 def _up(value, digits=4):

@@ -5,13 +5,14 @@ Losses of independent mechanisms add up, so on a common grid the characteristic 
 used.  Grid, tilt, window, caps and what they add to delta are those of `dpcompanion.accounting.pld`; the result is the
 same `ComposedLoss`, an upper bound.  Kinds other than the sampled Gaussian:
 
+* `ReplacementLoss`: one step of the sampled Gaussian where one example replaces another;
 * `GaussianLoss`: :math:`N(1, \sigma^2)` against :math:`N(0, \sigma^2)`;
 * `LaplaceLoss`: with :math:`c = 1/b`, the loss is c with probability 1/2, -c with probability
   :math:`e^{-c}/2`, and has the density :math:`\tfrac14 e^{(l-c)/2}` between;
 * `WorstLoss`: of all that is known to be (epsilon, delta)-DP the worst pair (Kairouz et al. 2015): the loss is
   :math:`\pm\varepsilon` with probabilities in the ratio :math:`e^\varepsilon : 1`, and infinite with probability delta.
 
-All three are the same in both directions (add and remove).
+These four are the same in both directions.
 """
 
 import math
@@ -34,6 +35,7 @@ from .pld import (
     _chernoff_epsilon,
     _chernoff_log_delta,
 )
+from .rdp import log_density_ratio
 
 #: Beyond so many kinds the grid may add `COARSER` times as much to epsilon: a thousand take seconds then.
 FEW_KINDS, COARSER = 32, 20.0
@@ -55,6 +57,55 @@ class GaussianLoss(_Step):
 
     def _t_of_loss(self, loss):
         return self.sigma * loss + 0.5 / self.sigma
+
+
+class ReplacementLoss(_Step):
+    r"""The loss of one step of the sampled Gaussian where one example replaces another, below a cap.
+
+    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(1, \sigma^2)` against
+    :math:`Q = (1-q) N(0, \sigma^2) + q N(-1, \sigma^2)`, which dominates every step: given who else is sampled, a step
+    is :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against :math:`P_h`, with gradients g and h of length 1
+    at most.
+
+    Proof.  Let :math:`\alpha \ge 1`.  With densities over that of :math:`N(g, \sigma^2 I)`, under which X is standard
+    normal after a shift, and :math:`v = (h - g) / \sigma, u = -g / \sigma`,
+
+    .. math::
+        H_\alpha(P_g \| P_h) = q\, E\big[(1 - A - B)_+\big], \quad
+        A = \alpha e^{\langle v, X \rangle - |v|^2/2}, \quad
+        B = \tfrac{(1-q)(\alpha-1)}{q} e^{\langle u, X \rangle - |u|^2/2}.
+
+    In the entries of the covariance of :math:`(\langle v, X \rangle, \langle u, X \rangle)` its derivatives are
+    :math:`\tfrac12 E[A^2 f_{AA}], \tfrac12 E[B^2 f_{BB}]` and :math:`E[AB f_{AB}]`, and all second derivatives of
+    :math:`f = (1 - A - B)_+` are the same point mass, at least 0.  So the divergence is largest where
+    :math:`|v|, |u|` and :math:`\langle v, u \rangle` are, all at once for :math:`h = -g, |g| = 1`.  For
+    :math:`\alpha < 1` the roles of g and h are exchanged.
+
+    With :math:`\ell(x) = \ln(1 - q + q e^{x/\sigma^2 - 1/(2\sigma^2)})` the loss is :math:`\ell(x) - \ell(-x)`.
+
+    >>> step = ReplacementLoss(0.1, 1.0, math.log(1e-12))
+    >>> t = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64)
+    >>> step._t_of_loss(step._loss_and_log_density(t)[0]).round(decimals=9).tolist()
+    [-2.0, 0.0, 3.0]
+    """
+
+    def __init__(self, sample_rate, noise_multiplier, log_capped):
+        super().__init__(sample_rate, noise_multiplier, "remove", log_capped)
+
+    def _loss_and_log_density(self, t):
+        above, below = (log_density_ratio(side, self.q, self.sigma) for side in (t, -t))
+        return above - below, above - 0.5 * t * t - 0.5 * math.log(2 * math.pi)
+
+    def _t_of_loss(self, loss):
+        # e^(x / sigma^2) solves a quadratic equation: x / sigma^2 = L/2 + asinh((1-q)/q e^(1/(2 sigma^2)) sinh(L/2)).
+        half = loss.abs() / 2
+        log_sinh = half + torch.log(-torch.expm1(-2 * half)) - math.log(2)
+        log_argument = torch.log1p(-self.q) - torch.log(self.q) + 0.5 / self.sigma**2 + log_sinh
+        # Beyond e^20, asinh is the logarithm of twice its argument to the last bit.
+        asinh = torch.where(
+            log_argument < 20, torch.asinh(torch.exp(log_argument.clamp(max=20))), log_argument + math.log(2)
+        )
+        return self.sigma * torch.sign(loss) * (half + asinh)
 
 
 class _Bounded:

@@ -35,7 +35,8 @@ import torch
 
 from .. import _checks
 from .conversions import rdp_to_delta, rdp_to_epsilon
-from .ledger import Guarantee, Laplace, Ledger
+from .items import Guarantee, Laplace, LedgerEntry
+from .ledger import Ledger
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 
 DISTRIBUTIONS = ("poisson", "geometric")
@@ -56,6 +57,12 @@ class Selection:
     def delta(self, epsilon: float) -> float:
         """Delta at `epsilon`, an upper bound."""
         return float(rdp_to_delta(self.rdp, self.orders, epsilon)[0])
+
+    def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
+        """The selection as (epsilon, delta) guarantee at `delta`, for `Ledger.add`; ValueError without one."""
+        if delta is None:
+            raise ValueError("delta must be given, at which the selection's guarantee is taken, got None")
+        return LedgerEntry(Guarantee(self.epsilon(delta), delta))
 
 
 def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Selection:
@@ -78,6 +85,8 @@ def select_best(item: Any, *, mean: float, distribution: str = "poisson") -> Sel
     geometric = distribution == "geometric"
     mean = _checks.number("mean", mean, 1 if geometric else 0, math.inf, closed="left" if geometric else "neither")
     one = item if isinstance(item, Ledger) else Ledger([item])
+    if one.relation != "add-remove":
+        raise ValueError(f"item must be a ledger with relation='add-remove', got {one.relation!r}")
     # Where all losses are bounded, so are the divergences, and large orders say the most.
     beyond = tuple(2.0**power for power in range(11, 31)) if one._largest() < math.inf else ()
     orders = torch.tensor(_ORDERS + beyond, dtype=torch.float64)

@@ -14,6 +14,7 @@ import torch
 
 from .. import _checks
 from .._devices import is_away, sent
+from ..accounting import Guarantee, LedgerEntry, PersonalCosts
 
 
 class Told:
@@ -24,6 +25,26 @@ class Told:
         self.device = torch.device("cpu" if device is None else device)
         # Whether a norm was out of range, where the device has to be asked.
         self._wrong = None
+
+    def epsilon(self, delta: float) -> torch.Tensor:
+        """What is promised to each example at `delta`, (n,) float64."""
+        raise NotImplementedError
+
+    def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
+        """What the filter promises to each example at `delta`, for `accounting.Ledger.add`: an (epsilon, delta)
+        guarantee, before the run and for every data set, whatever was spent.
+
+        Raises:
+            ValueError: a delta outside (0, 1), or None.
+        """
+        if delta is None:
+            raise ValueError(
+                "delta must be given, at which the filter's promise is taken (add(filter, delta=)), got None"
+            )
+        delta = _checks.number("delta", delta, 0, 1, closed="neither")
+        distinct, which = self.epsilon(delta).cpu().unique(return_inverse=True)
+        promised = PersonalCosts.each([Guarantee(epsilon, delta) for epsilon in distinct.tolist()], which)
+        return LedgerEntry(Guarantee(float(distinct[-1]), delta), promised=promised)
 
     def _norms_told(self, norms, most=math.inf, slack=0.0):
         """Norms from 0 to `most`, relatively at most `slack` above it, as (n,) float64 on the filter's device."""

@@ -7,10 +7,11 @@ import torch
 
 from .. import _checks
 from .._types import Array, Device, State
-from ..accounting import ACCOUNTANTS, compute_epsilon, revealed
+from ..accounting import ACCOUNTANTS, LedgerEntry, PersonalCosts, SampledGaussian, compute_epsilon, revealed
 from ..accounting.chords import rdp_of_shares
 from ..accounting.conversions import least_epsilon
 from ..accounting.histories import epsilon_of_histories
+from ..accounting.items import check_no_delta
 from ..accounting.runs import orders_for
 from .divergences import ROWS, Divergences
 from .levels import even_levels, joined, with_shares
@@ -210,15 +211,7 @@ class IndividualAccountant(Recorded):
         tensor([1.8282, 1.2042], dtype=torch.float64)
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
-        self._check_nothing_refused()
-        fewest, most = int(self._steps.min()), int(self._steps.max())
-        if fewest < most and not unequal_steps:
-            raise ValueError(
-                f"steps must be as many for each example, got {fewest} to {most}: of norms of sampled examples the "
-                "account would count sampling twice, and be too small. Record a norm for each example and step, or "
-                "take estimate_from_sampled(delta, steps=...). Examples that could not be sampled in the other steps: "
-                "epsilon(delta, unequal_steps=True)"
-            )
+        self._check_steps("epsilon(delta, unequal_steps=True)", unequal_steps)
         everybody = compute_epsilon(
             sample_rate=self.sample_rate,
             noise_multiplier=self.noise_multiplier,
@@ -227,6 +220,48 @@ class IndividualAccountant(Recorded):
             accountant=self.accountant,
         )
         return self._epsilon(delta).clamp(max=everybody)
+
+    def _check_steps(self, allowing, unequal_steps):
+        """What was recorded can be accounted for; `allowing` is the call that takes unequal steps."""
+        self._check_nothing_refused()
+        fewest, most = int(self._steps.min()), int(self._steps.max())
+        if fewest < most and not unequal_steps:
+            raise ValueError(
+                f"steps must be as many for each example, got {fewest} to {most}: of norms of sampled examples the "
+                "account would count sampling twice, and be too small. Record a norm for each example and step, or "
+                "take estimate_from_sampled(delta, steps=...). Examples that could not be sampled in the other steps: "
+                f"{allowing}"
+            )
+
+    def ledger_entry(self, delta: float | None = None, *, unequal_steps: bool = False) -> LedgerEntry:
+        """What was recorded, for `accounting.Ledger.add`: promised as so many steps at the clip norm, and the account
+        of each example by its own norms.
+
+        Args:
+            delta: None; the account holds at each delta.
+            unequal_steps: as in `epsilon`.
+
+        Raises:
+            ValueError: as `epsilon`, and of an account that keeps no norms: one by RDP without rounding.
+
+        >>> run = dict(sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=0.5)
+        >>> accountant = IndividualAccountant(2, **run, rounding=0.5)
+        >>> accountant.record([0.5, 0.2], steps=1000)
+        >>> accountant.ledger_entry().account.counts.tolist()
+        [[0, 1000], [1000, 0]]
+        """
+        check_no_delta(delta)
+        self._check_steps("ledger_entry(unequal_steps=True)", unequal_steps)
+        if not self._by_levels:
+            raise ValueError("item must be an account that keeps norms: rounding must be a number, or accountant 'pld'")
+        run = self.sample_rate, self.noise_multiplier
+        kinds = tuple(SampledGaussian(run[0], run[1] / level, 1) for level in self.levels.tolist())
+        # Levels so small that their noise is as good as infinite are one kind.
+        distinct = tuple(dict.fromkeys(kinds))
+        counts = torch.zeros(self.n, len(distinct), dtype=torch.int64)
+        place = torch.tensor([distinct.index(kind) for kind in kinds], dtype=torch.int64)
+        counts.index_add_(1, place, self._counts.cpu().to(torch.int64))
+        return LedgerEntry(SampledGaussian(*run, self.steps), account=PersonalCosts(distinct, counts))
 
     def estimate_from_sampled(self, delta: float, *, steps: int) -> torch.Tensor:
         r"""An ESTIMATE of every example's epsilon from a log of the norms of sampled examples, (n,) float64.

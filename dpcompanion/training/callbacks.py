@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from dpcompanion.accounting import Ledger, SampledGaussian
+from dpcompanion.accounting import Ledger, LedgerEntry, SampledGaussian
 from dpcompanion.accounting.pld import NoGrid
 from dpcompanion.training.checkpoints import Checkpoint
 from dpcompanion.training.plan import DPSGDPlan
@@ -104,6 +104,30 @@ class History:
         found = torch.as_tensor(plan.epsilon(delta), dtype=torch.float64).expand(plan.n)
         filter = None if self.tracker is None else self.tracker.budget
         return found if filter is None else torch.minimum(found, filter.epsilon(delta).cpu())
+
+    def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
+        """What the run cost, for `accounting.Ledger.add`.
+
+        What it promised is all of the plan's planned steps, whatever ended it, or with `delta` what its filter promised
+        each example at that delta.  The account, with individual clipping, is that of the steps that were taken; it
+        describes this run.
+
+        Args:
+            delta: at which the promise of the run's filter, or of a plan with arithmetic="float", is taken.
+
+        Raises:
+            ValueError: a delta that is missing or not asked for.
+
+        >>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+        >>> round(Ledger().add(History(torch.zeros(20), torch.zeros(20), plan=plan, steps=20)).epsilon(1e-3), 2)
+        0.64
+        """
+        plan, tracker = self._own_plan(), self.tracker
+        if tracker is None or not tracker.exact or not self.steps:
+            return plan.ledger_entry(delta)
+        if tracker.budget is not None and delta is not None:
+            return tracker.ledger_entry(delta)
+        return dataclasses.replace(plan.ledger_entry(delta), account=tracker.ledger_entry().account)
 
     def statement(self) -> str:
         """What the run guarantees, in words: relation, sampler, constants, the steps that were taken, delta, accountant

@@ -67,7 +67,16 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._types import State
-from dpcompanion.accounting import ACCOUNTANTS, compute_epsilon, find_noise_multiplier
+from dpcompanion.accounting import (
+    ACCOUNTANTS,
+    Guarantee,
+    LedgerEntry,
+    PersonalCosts,
+    SampledGaussian,
+    compute_epsilon,
+    find_noise_multiplier,
+)
+from dpcompanion.accounting.items import check_no_delta
 from dpcompanion.training import floats
 from dpcompanion.training.noise import gaussian_noise
 from dpcompanion.training.sampling import PoissonSampler
@@ -534,6 +543,37 @@ class DPSGDPlan:
 
         values = torch.tensor([epsilon_at(*pair) for pair in distinct.tolist()], dtype=torch.float64)
         return values[which] if self.individual else values.item()
+
+    def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
+        """What the plan costs, for `accounting.Ledger.add`: all of its steps, and where examples differ the rate and
+        noise of each; with arithmetic="float" the guarantee at `delta`, which must be given then.
+
+        Raises:
+            ValueError: a delta that is missing or not asked for, or no noise.
+
+        >>> plan = DPSGDPlan(n=9, sample_rate=0.1, steps=20, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-3)
+        >>> plan.ledger_entry().item
+        SampledGaussian(sample_rate=0.1, noise_multiplier=2.0, steps=20)
+        """
+        rates = torch.as_tensor(self.sample_rate, dtype=torch.float64)
+        noises = torch.as_tensor(self.effective_noise_multiplier, dtype=torch.float64)
+        if self.arithmetic == "real":
+            check_no_delta(delta)
+            worst = SampledGaussian(rates.max().item(), noises.min().item(), self.steps)
+        elif delta is None:
+            raise ValueError("delta must be given for arithmetic='float', which counts what floats add at it, got None")
+        else:
+            worst = Guarantee(float(torch.as_tensor(self.epsilon(delta)).max()), delta)
+        if not self.individual:
+            return LedgerEntry(worst)
+        if delta is not None:
+            distinct, which = self.epsilon(delta).unique(return_inverse=True)
+            items: list[Any] = [Guarantee(epsilon, delta) for epsilon in distinct.tolist()]
+        else:
+            pairs = torch.stack(torch.broadcast_tensors(rates, noises), dim=-1)
+            distinct, which = pairs.unique(dim=0, return_inverse=True)
+            items = [SampledGaussian(rate, noise, self.steps) for rate, noise in distinct.tolist()]
+        return LedgerEntry(worst, promised=PersonalCosts.each(items, which))
 
     def config(self) -> State:
         """What the run does, as plain JSON values: all but `unit`; arrays as their length, mean and sha256. Equal plans

@@ -42,6 +42,7 @@ For a loop of one's own, with Opacus for instance, see `dpcompanion.training.ste
 (True, 4, True)
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, State
+from dpcompanion.accounting import LedgerEntry
 from dpcompanion.training.examples import Data
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.individual import IndividualAccountant
@@ -284,6 +286,23 @@ class NormTracker(Measured, OwnLoop):
         """
         self._check_stepped()
         return self.accountant.epsilon(delta)
+
+    def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
+        """What the steps so far cost, for `accounting.Ledger.add`: promised as many at the clip norm, or with `delta`
+        what the filter promises at it; and by the account.
+
+        Raises:
+            ValueError: as `epsilon`, and a delta without a filter.
+        """
+        if not self.exact:
+            raise ValueError(
+                "item must be an account that is exact (clipping='individual', running=False), got estimates"
+            )
+        self._check_stepped()
+        found = self.accountant.ledger_entry(None if self.budget is not None else delta)
+        if self.budget is None or delta is None:
+            return found
+        return dataclasses.replace(self.budget.ledger_entry(delta), account=found.account)
 
     def _check_stepped(self):
         if not self.steps:

@@ -157,6 +157,7 @@ def in_sequence(config, found, groups, order):
                 max_grad_norm=training.clip,
                 noise_multiplier=config.noise_multiplier,
                 delta=config.delta,
+                accountant="rdp",
             ),
         )
 

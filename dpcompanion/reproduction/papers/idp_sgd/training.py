@@ -116,7 +116,8 @@ def parameters(method, budgets, counts, training, delta, accountant="rdp"):
 
 
 def plan_of(method, groups, budgets, training, *, delta, accountant="rdp"):
-    """The plan of a method for examples in `groups`, (n,) numbers of entries of `budgets`."""
+    """The plan of a method for examples in `groups`, (n,) numbers of entries of `budgets`, calibrated and accounted for
+    by one accountant."""
     counts = tuple(torch.bincount(groups, minlength=len(budgets)).tolist())
     noise, rates, norms = parameters(method, tuple(budgets), counts, training, delta, accountant)
     return DPSGDPlan(
@@ -126,6 +127,7 @@ def plan_of(method, groups, budgets, training, *, delta, accountant="rdp"):
         max_grad_norm=norms[groups],
         noise_multiplier=noise,
         delta=delta,
+        accountant=accountant,
     )
 
 

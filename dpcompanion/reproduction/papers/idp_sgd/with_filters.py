@@ -68,7 +68,8 @@ def filtered(config, descent, kind, seed, run):
         accountant="rdp",
     )
     own = {"sample_rate": descent.sample_rate, "max_grad_norm": descent.clip, "noise_multiplier": noise}
-    plan = DPSGDPlan(n=n, steps=steps if kind == "dpsgd" else round(config.longer * steps), delta=config.delta, **own)
+    taken = steps if kind == "dpsgd" else round(config.longer * steps)
+    plan = DPSGDPlan(n=n, steps=taken, delta=config.delta, accountant="rdp", **own)
     model = network(task, seed).to(run.device)
     examples = found.features.to(run.device), found.labels.to(run.device)
     test_features, test_labels = found.test_features.to(run.device), found.test_labels.to(run.device)
@@ -108,7 +109,7 @@ def filtered(config, descent, kind, seed, run):
         "final": course[-1],
         "course": course,
         "active": active,
-        "largest": float(budget.epsilon(config.delta).max()) if budget else plan.epsilon(accountant="rdp"),
+        "largest": float(budget.epsilon(config.delta).max()) if budget else plan.epsilon(),
     }
 
 

@@ -1,0 +1,361 @@
+r"""What a ledger holds: mechanisms that were run on people's data, and what each person's part of them costs.
+
+Four kinds of items say what was done to everybody: `SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`.  All are
+meant for adding or removing one example.  Where people differ, `PersonalCosts` counts for each of them how many steps
+of which kinds were theirs, and a `LedgerEntry` keeps two such counts apart:
+
+* `promised`: what was fixed beforehand, such as a rate, a clip norm or a filter's budget of one's own.  It holds for
+  every data set.
+* `account`: what was recorded along the run, as by `dpcompanion.individual`.  It describes this run (output-specific)
+  and promises nothing.
+
+Whatever has a method ``ledger_entry(delta=None)`` that returns a `LedgerEntry` can be added to a ledger: plans,
+histories, trackers, accountants and filters of this library do.
+
+>>> kinds = SampledGaussian(0.01, 1.0, 1), SampledGaussian(0.01, 2.0, 1)
+>>> costs = PersonalCosts(kinds, torch.tensor([[500, 0], [0, 500]]))
+>>> costs.n, PersonalCosts.from_json(costs.to_json()) == costs
+(2, True)
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from .. import _checks
+from .loss import LARGEST_NOISE
+
+_MOST = 10**12  # steps of an item
+
+
+def _fix(item, name, value):
+    object.__setattr__(item, name, value)
+
+
+def _noise(name, value):
+    return min(_checks.number(name, value, 0, math.inf, closed="neither"), LARGEST_NOISE)
+
+
+@dataclasses.dataclass(frozen=True)
+class SampledGaussian:
+    """`steps` steps of the sampled Gaussian mechanism: Poisson sampling at `sample_rate` in (0, 1], then noise of
+    `noise_multiplier`, above 0, times the clip norm."""
+
+    sample_rate: float
+    noise_multiplier: float
+    steps: int
+
+    def __post_init__(self):
+        _fix(self, "sample_rate", _checks.number("sample_rate", self.sample_rate, 0, 1, closed="right"))
+        _fix(self, "noise_multiplier", _noise("noise_multiplier", self.noise_multiplier))
+        _fix(self, "steps", _checks.whole_number("steps", self.steps, 0, _MOST))
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaussian:
+    """`count` releases with Gaussian noise of standard deviation `noise_multiplier` times the sensitivity to one
+    example that is added or removed.
+
+    One example that replaces another moves the output by at most `replaced` times as much, in [1, 2]: 2 always holds,
+    and 1 does for a mean of values between 0 and a public bound.
+    """
+
+    noise_multiplier: float
+    count: int = 1
+    replaced: float = 2.0
+
+    def __post_init__(self):
+        _fix(self, "noise_multiplier", _noise("noise_multiplier", self.noise_multiplier))
+        _fix(self, "count", _checks.whole_number("count", self.count, 0, _MOST))
+        _fix(self, "replaced", _checks.number("replaced", self.replaced, 1, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Laplace:
+    """`count` releases with Laplace noise of scale `scale` times the sensitivity to one example that is added or
+    removed: each is 1 / scale-DP. `replaced` is as in `Gaussian`."""
+
+    scale: float
+    count: int = 1
+    replaced: float = 2.0
+
+    def __post_init__(self):
+        _fix(self, "scale", _noise("scale", self.scale))
+        _fix(self, "count", _checks.whole_number("count", self.count, 0, _MOST))
+        _fix(self, "replaced", _checks.number("replaced", self.replaced, 1, 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class Guarantee:
+    """A mechanism of which nothing is known but that it is (epsilon, delta)-DP, with delta in [0, 1), for one example
+    that is added or removed."""
+
+    epsilon: float
+    delta: float
+
+    def __post_init__(self):
+        _fix(self, "epsilon", _checks.number("epsilon", self.epsilon, 0, math.inf, closed="left"))
+        _fix(self, "delta", _checks.number("delta", self.delta, 0, 1, closed="left"))
+
+
+Item = SampledGaussian | Gaussian | Laplace | Guarantee
+ITEMS = {kind.__name__: kind for kind in (SampledGaussian, Gaussian, Laplace, Guarantee)}
+
+
+def times(kind: Item, count: int) -> list[Item]:
+    """`count` times an item of one step or release, as a list of few items."""
+    if isinstance(kind, Guarantee):
+        return [kind] * count
+    name = "steps" if isinstance(kind, SampledGaussian) else "count"
+    return [dataclasses.replace(kind, **{name: count})] if count else []
+
+
+def one_of_many(item: Item) -> tuple[Item, int]:
+    """An item as one step or release, and how often it was taken."""
+    if isinstance(item, Guarantee):
+        return item, 1
+    name = "steps" if isinstance(item, SampledGaussian) else "count"
+    return dataclasses.replace(item, **{name: 1}), getattr(item, name)
+
+
+def to_dict(item: Item) -> dict[str, Any]:
+    """An item as JSON values."""
+    return {"kind": type(item).__name__, **dataclasses.asdict(item)}
+
+
+def from_dict(entry: Any, *, strict: bool = True) -> Item:
+    """The item of `to_dict`; without `strict` other keys are passed over.
+
+    Raises:
+        ValueError: what is none.
+    """
+    if not isinstance(entry, dict):
+        raise ValueError(f"source must hold a list of items, got {entry!r:.80}")
+    values = dict(entry)
+    kind = values.pop("kind", "SampledGaussian")
+    _checks.one_of("kind", kind, ITEMS)
+    names = [field.name for field in dataclasses.fields(ITEMS[kind])]
+    if strict and (unknown := set(values) - set(names)):
+        raise ValueError(f"source must hold {', '.join(names)} of a {kind}, got {', '.join(sorted(unknown))} too")
+    try:
+        return ITEMS[kind](**{name: values[name] for name in names if name in values})
+    except TypeError:
+        raise ValueError(f"source must hold {', '.join(names)} of a {kind}, got {entry!r:.80}") from None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PersonalCosts:
+    """What each of n people's parts in one thing cost.
+
+    Args:
+        kinds: distinct items, each of one step or one release.
+        counts: (n, kinds) whole numbers from 0 to 1e12: how often each person pays for each kind.
+
+    Raises:
+        ValueError: kinds of more than one step, twice the same kind, or counts that do not fit.
+
+    >>> PersonalCosts.each([Guarantee(1.0, 1e-6), Guarantee(3.0, 1e-6)], [0, 1, 1]).counts.tolist()
+    [[1, 0], [0, 1], [0, 1]]
+    """
+
+    kinds: tuple[Item, ...]
+    counts: torch.Tensor
+
+    def __post_init__(self):
+        kinds = tuple(self.kinds)
+        for kind in kinds:
+            if not isinstance(kind, Item) or one_of_many(kind) != (kind, 1):
+                raise ValueError(f"kinds must be items of one step or release each, got {kind!r:.80}")
+        if len(set(kinds)) < len(kinds):
+            raise ValueError("kinds must be distinct, got one twice")
+        counts = torch.as_tensor(_checks.unlabelled(self.counts)).detach().cpu()
+        whole = not counts.is_floating_point() and not counts.is_complex() and counts.dtype != torch.bool
+        if not whole or counts.ndim != 2 or counts.shape[1] != len(kinds) or not len(counts):
+            raise ValueError(
+                f"counts must be whole numbers of shape (n, {len(kinds)}), got {tuple(counts.shape)} of {counts.dtype}"
+            )
+        _checks.in_interval("counts", counts, 0, _MOST)
+        _fix(self, "kinds", kinds)
+        _fix(self, "counts", counts.to(torch.int64, copy=True))
+
+    @classmethod
+    def each(cls, items: Sequence[Item], which: Any) -> "PersonalCosts":
+        """Person i has the whole of ``items[which[i]]``."""
+        which = torch.as_tensor(which, dtype=torch.int64)
+        ones = [one_of_many(item) for item in items]
+        kinds = tuple(dict.fromkeys(kind for kind, _ in ones))
+        rows = torch.zeros(len(items), len(kinds), dtype=torch.int64)
+        for row, (kind, count) in zip(rows, ones):
+            row[kinds.index(kind)] = count
+        return cls(kinds, rows[which])
+
+    @property
+    def n(self) -> int:
+        """How many people."""
+        return len(self.counts)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PersonalCosts) and self.kinds == other.kinds and torch.equal(self.counts, other.counts)
+
+    def __hash__(self) -> int:
+        return hash((self.kinds, self.n))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, from which `from_json` gives an equal one back."""
+        return {"kinds": [to_dict(kind) for kind in self.kinds], "counts": self.counts.tolist()}
+
+    @classmethod
+    def from_json(cls, held: Any) -> "PersonalCosts":
+        """The costs of `to_json`; ValueError for what are none."""
+        try:
+            return cls(tuple(from_dict(kind) for kind in held["kinds"]), torch.tensor(held["counts"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"source must hold kinds and counts of people, got {held!r:.80}: {error}") from None
+
+
+@dataclasses.dataclass(frozen=True)
+class LedgerEntry:
+    """One thing that was done with people's data; the module's text says what is what.
+
+    Args:
+        item: what it costs anybody at most, promised beforehand.
+        label: a name of one's own, or None.
+        promised: what was promised to each person, none of it more than `item`; None where that is `item` for all.
+        account: what each person's part cost along the run; None where there is no account.
+        people: indices of the ledger's people whose data it was, in the order of `promised` and `account`; None for all
+            of them. Others pay nothing.
+
+    Raises:
+        ValueError: numbers of people that differ, or people that come twice.
+
+    >>> LedgerEntry(SampledGaussian(0.01, 1.0, 500), people=[0, 2]).size
+    2
+    """
+
+    item: Item
+    label: str | None = None
+    promised: PersonalCosts | None = None
+    account: PersonalCosts | None = None
+    people: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.item, Item):
+            raise ValueError(f"item must be one of {', '.join(ITEMS)}, got {self.item!r:.80}")
+        if self.label is not None and not isinstance(self.label, str):
+            raise ValueError(f"label must be a text, got {self.label!r}")
+        if self.people is not None:
+            indices = torch.as_tensor(_checks.unlabelled(self.people))
+            if indices.ndim != 1 or indices.is_floating_point() or indices.dtype == torch.bool:
+                raise ValueError(f"people must be indices of shape (m,), got {tuple(indices.shape)} {indices.dtype}")
+            _checks.in_interval("people", indices, 0, 2**53)
+            found = tuple(indices.tolist())
+            if len(set(found)) < len(found):
+                raise ValueError("people must be distinct, got one twice")
+            _fix(self, "people", found)
+        sizes = [costs.n for costs in (self.promised, self.account) if costs is not None]
+        sizes += [] if self.people is None else [len(self.people)]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"people must be as many as have costs of their own, got {' and '.join(map(str, sizes))}")
+
+    @property
+    def size(self) -> int | None:
+        """Whose data it was, how many; None where it does not say."""
+        costs = self.promised or self.account
+        return len(self.people) if self.people is not None else None if costs is None else costs.n
+
+    def among(self, people: Any) -> "LedgerEntry":
+        """The entry for these people of a larger ledger, in its order; as it is for None."""
+        if people is None:
+            return self
+        given = LedgerEntry(self.item, people=people).people
+        assert given is not None
+        if self.people is not None:
+            if max(self.people, default=-1) >= len(given):
+                raise ValueError(f"people must name all {max(self.people) + 1} of the entry's, got {len(given)}")
+            given = tuple(given[index] for index in self.people)
+        return dataclasses.replace(self, people=given)
+
+    def named(self, label: str) -> "LedgerEntry":
+        """The entry under this label."""
+        return dataclasses.replace(self, label=label)
+
+    def costs(self, accounts: bool) -> PersonalCosts | None:
+        """What each person pays: by the account, if one is asked for and there is one, or as promised; None for all
+        alike, what `item` costs."""
+        return self.account if accounts and self.account is not None else self.promised
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values, from which `from_json` gives an equal one back."""
+        found = to_dict(self.item)
+        for name in ("label", "people"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        for name in ("promised", "account"):
+            costs = getattr(self, name)
+            if costs is not None:
+                found[name] = costs.to_json()
+        return found
+
+    @classmethod
+    def from_json(cls, held: Any) -> "LedgerEntry":
+        """The entry of `to_json`; ValueError for what is none."""
+        if not isinstance(held, dict):
+            raise ValueError(f"source must hold a list of items, got {held!r:.80}")
+        held = dict(held)
+        label, people = held.pop("label", None), held.pop("people", None)
+        promised, account = (
+            None if costs is None else PersonalCosts.from_json(costs)
+            for costs in (held.pop("promised", None), held.pop("account", None))
+        )
+        item = from_dict(held, strict="kind" in held)
+        return cls(item, label=label, promised=promised, account=account, people=people)
+
+
+@runtime_checkable
+class HasLedgerEntry(Protocol):
+    """What can be added to a ledger: it says what it cost."""
+
+    def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
+        """The entry; of what is promised at one delta only, that at `delta` (ValueError where it is missing)."""
+        ...
+
+
+def entry_of(given: Any, delta: float | None = None) -> LedgerEntry:
+    """The entry of an item, of an entry itself, or of what has a `ledger_entry`.
+
+    Raises:
+        ValueError: for anything else, and for a delta where none is asked for.
+    """
+    if isinstance(given, Item | LedgerEntry):
+        check_no_delta(delta)
+        return LedgerEntry(given) if isinstance(given, Item) else given
+    if not isinstance(given, HasLedgerEntry) or isinstance(given, type):
+        raise ValueError(
+            f"item must be one of {', '.join(ITEMS)}, a ledger, or have a ledger_entry, such as a plan, a history, an "
+            f"account or a filter, got {given!r:.80}"
+        )
+    return given.ledger_entry(delta=delta)
+
+
+def check_no_delta(delta: float | None) -> None:
+    """No delta is given for what is known at all of them."""
+    if delta is not None:
+        raise ValueError(f"delta goes with what is promised at one delta only, such as a filter, got {delta!r}")
+
+
+def said(entry: LedgerEntry) -> str:
+    """An entry in words."""
+    item, people = entry.item, entry.size
+    if isinstance(item, SampledGaussian):
+        words = f"{item.steps} steps at rate {item.sample_rate:g} with noise multiplier {item.noise_multiplier:g}"
+    elif isinstance(item, Guarantee):
+        words = f"an ({item.epsilon:g}, {item.delta:g})-DP mechanism"
+    else:
+        noise = item.noise_multiplier if isinstance(item, Gaussian) else item.scale
+        words = f"{'' if item.count == 1 else f'{item.count} times '}{type(item).__name__} noise of scale {noise:g}"
+    if people is not None:
+        words += f" on the data of {people} people" + (", at most, to each their own" if entry.promised else "")
+    return words + (f" ({entry.label})" if entry.label else "")
