@@ -145,3 +145,11 @@ def test_what_lacks_methods_is_told_which():
         check_filter(IndividualAccountant(3, **RUN))
     with pytest.raises(AssertionError, match="before_step"):
         check_tracker(renyi(), None, None, None, None)
+
+
+def test_a_run_refuses_what_is_no_filter_by_what_it_lacks():
+    plan = DPSGDPlan(n=3, steps=6, delta=1e-2, **RUN)
+    model, data = torch.nn.Linear(2, 2), (torch.randn(3, 2), torch.arange(3) % 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="filter.* without n, .*clip_norms"):
+        train(model, cross_entropy, data, plan, optimizer=optimizer, filter=object())

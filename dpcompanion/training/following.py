@@ -16,6 +16,16 @@ from dpcompanion.training.people import Persons
 
 # By how much a clipped norm, worked out in float32, may seem too long.
 _ROUNDING = 1e-6
+_OF_A_FILTER = (
+    "n",
+    "sample_rate",
+    "noise_multiplier",
+    "max_grad_norm",
+    "clip_norms",
+    "epsilon",
+    "state_dict",
+    "load_state_dict",
+)
 
 
 def check_clipped(indices, clipped, limits):
@@ -49,7 +59,13 @@ def check_clipped(indices, clipped, limits):
 
 
 def check_budget(budget, accountant):
-    """A filter charges for the steps that the accountant accounts for: as many examples, one rate, noise and norm."""
+    """A filter keeps the protocol `dpcompanion.testing.Filter`, and charges for the steps that the accountant accounts
+    for: as many examples, one rate, noise and norm."""
+    if missing := [name for name in _OF_A_FILTER if not hasattr(budget, name)]:
+        raise ValueError(
+            f"budget must be a filter (dpcompanion.testing.Filter), got a {type(budget).__name__} without "
+            f"{', '.join(missing)}"
+        )
     if budget.n != accountant.n:
         raise ValueError(f"budget must be a filter of {accountant.n} examples, got {budget.n}")
     for name in ("sample_rate", "noise_multiplier", "max_grad_norm"):
