@@ -64,7 +64,7 @@ class IndividualAccountant(Recorded):
         self.noise_multiplier = _checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="neither")
         self.accountant = _checks.one_of("accountant", accountant, ACCOUNTANTS)
         self.rounding = None if rounding is None else _checks.number("rounding", rounding, _FINEST, 1)
-        if self._by_levels:
+        if self.keeps_norms:
             self._levels = (
                 torch.zeros(0, dtype=torch.float64) if self.rounding is None else even_levels(self.rounding)
             ).to(self.device)
@@ -75,15 +75,16 @@ class IndividualAccountant(Recorded):
             )
 
     @property
-    def _by_levels(self):
-        """Whether the account is one of counts at levels, not of divergences that were added up."""
+    def keeps_norms(self) -> bool:
+        """Whether the account is one of counts at levels, which a ledger composes, not of divergences that were added
+        up (by RDP without rounding)."""
         return self.rounding is not None or self.accountant == "pld"
 
     @property
     def levels(self) -> torch.Tensor:
         """The levels to which norms are rounded up, in units of the clip norm, ascending: without rounding the norms
         that were recorded, or a grid where they are many; none by RDP without rounding."""
-        return self._levels.cpu().clone() if self._by_levels else torch.zeros(0, dtype=torch.float64)
+        return self._levels.cpu().clone() if self.keeps_norms else torch.zeros(0, dtype=torch.float64)
 
     @classmethod
     def for_plan(
@@ -170,7 +171,7 @@ class IndividualAccountant(Recorded):
         if not count:
             return
         self._add_steps(steps, examples)
-        if not self._by_levels:
+        if not self.keeps_norms:
             self._divergences.add(examples, share, steps)
         else:
             self._widen()
@@ -252,7 +253,7 @@ class IndividualAccountant(Recorded):
         """
         check_no_delta(delta)
         self._check_steps("ledger_entry(unequal_steps=True)", unequal_steps)
-        if not self._by_levels:
+        if not self.keeps_norms:
             raise ValueError("item must be an account that keeps norms: rounding must be a number, or accountant 'pld'")
         run = self.sample_rate, self.noise_multiplier
         kinds = tuple(SampledGaussian(run[0], run[1] / level, 1) for level in self.levels.tolist())
@@ -304,7 +305,7 @@ class IndividualAccountant(Recorded):
         unseen = seen == 0
         scale = steps / seen.clamp(min=1)[:, None]
         whole = IndividualAccountant(**self._parameters(), device=self.device)
-        if not self._by_levels:
+        if not self.keeps_norms:
             state["accounts"] = state["accounts"] * scale
         else:
             # Of each level and those above it, rounded up: between 0 and T, and falling in the level.
@@ -319,7 +320,7 @@ class IndividualAccountant(Recorded):
         return whole.epsilon(delta)
 
     def _epsilon(self, delta):
-        if self._by_levels and len(self._levels) and self.noise_multiplier < revealed.LITTLE_NOISE:
+        if self.keeps_norms and len(self._levels) and self.noise_multiplier < revealed.LITTLE_NOISE:
             return self._of_largest(delta)
         if self.accountant == "pld":
             return epsilon_of_histories(
@@ -385,7 +386,7 @@ class IndividualAccountant(Recorded):
                 f"other.steps must add up with these to at most {MOST} for an example, got {int(steps.max())}"
             )
         self._steps, self.steps = steps, int(steps.max())
-        if not self._by_levels:
+        if not self.keeps_norms:
             rdp = self._divergences.total()
             rdp += other._divergences.total().to(self.device)
             return
@@ -398,8 +399,8 @@ class IndividualAccountant(Recorded):
         return {
             "parameters": self._parameters(),
             "steps": self._steps.clone(),
-            "accounts": (self._counts if self._by_levels else self._divergences.total()).clone(),
-        } | ({"levels": self.levels} if self._by_levels and self.rounding is None else {})
+            "accounts": (self._counts if self.keeps_norms else self._divergences.total()).clone(),
+        } | ({"levels": self.levels} if self.keeps_norms and self.rounding is None else {})
 
     def load_state_dict(self, state: State) -> None:
         """Go on from a `state_dict` of an accountant with the same parameters.
@@ -413,7 +414,7 @@ class IndividualAccountant(Recorded):
                 f"state must be of an accountant with the parameters {self._parameters()}, got {parameters}"
             )
         levels = None
-        if not self._by_levels:
+        if not self.keeps_norms:
             shape, kinds = (self.n, len(self._divergences.orders)), (torch.float64,)
         else:
             levels = _checks.tensor_entry(state, "levels") if self.rounding is None else self._levels

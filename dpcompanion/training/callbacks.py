@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from dpcompanion.accounting import Ledger, LedgerEntry, SampledGaussian
+from dpcompanion.accounting.items import entry_of
 from dpcompanion.accounting.pld import NoGrid
 from dpcompanion.training.checkpoints import Checkpoint
 from dpcompanion.training.plan import DPSGDPlan
@@ -125,9 +126,12 @@ class History:
         plan, tracker = self._own_plan(), self.tracker
         if tracker is None or not tracker.exact or not self.steps:
             return plan.ledger_entry(delta)
-        if tracker.budget is not None and delta is not None:
-            return tracker.ledger_entry(delta)
-        return dataclasses.replace(plan.ledger_entry(delta), account=tracker.ledger_entry().account)
+        # An account that keeps no norms, or one of the user's own, is left out: what was promised counts then.
+        known = getattr(tracker.accountant, "keeps_norms", False)
+        account = tracker.ledger_entry().account if known else None
+        filtered = tracker.budget is not None and delta is not None
+        promise = entry_of(tracker.budget, delta) if filtered else plan.ledger_entry(delta)
+        return dataclasses.replace(promise, account=account)
 
     def statement(self) -> str:
         """What the run guarantees, in words: relation, sampler, constants, the steps that were taken, delta, accountant

@@ -51,6 +51,7 @@ from dpcompanion import _checks
 from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, State
 from dpcompanion.accounting import LedgerEntry
+from dpcompanion.accounting.items import entry_of
 from dpcompanion.training.examples import Data
 from dpcompanion.training.plan import DPSGDPlan
 from dpcompanion.individual import IndividualAccountant
@@ -299,10 +300,10 @@ class NormTracker(Measured, OwnLoop):
                 "item must be an account that is exact (clipping='individual', running=False), got estimates"
             )
         self._check_stepped()
-        found = self.accountant.ledger_entry(None if self.budget is not None else delta)
+        found = entry_of(self.accountant, None if self.budget is not None else delta)
         if self.budget is None or delta is None:
             return found
-        return dataclasses.replace(self.budget.ledger_entry(delta), account=found.account)
+        return dataclasses.replace(entry_of(self.budget, delta), account=found.account)
 
     def _check_stepped(self):
         if not self.steps:

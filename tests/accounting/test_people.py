@@ -228,6 +228,8 @@ def test_histories_of_two_trainings_and_a_release_make_one_statement():
     ledger = Ledger([first]).add(kept, delta=1e-4).add(mean, label="mean")
     assert bool((ledger.epsilons(1e-3) <= ledger.epsilon(1e-3)).all()) and ledger.n == 40
     assert Ledger.from_json(ledger.to_json()) == ledger
+    unrounded = Ledger([trained(track=Track(clipping="individual", rounding=None, accountant="rdp"))])
+    assert unrounded == Ledger([plan])  # whose account keeps no norms
     with pytest.raises(ValueError, match="exact"):
         Ledger().add(trained(track=Track()).tracker)
 
