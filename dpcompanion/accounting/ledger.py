@@ -365,8 +365,8 @@ class Ledger:
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         if self.n is None:
             raise ValueError(
-                "items must include one that distinguishes people, such as an account or a filter, for epsilons of each; "
-                "epsilon(delta) is the uniform one"
+                "items must include one that distinguishes people, such as an account or a filter, for epsilons of "
+                "each; epsilon(delta) is the uniform one"
             )
         if self.relation != "add-remove":
             raise ValueError(f"relation must be 'add-remove' for epsilons of each person, got {self.relation!r}")
