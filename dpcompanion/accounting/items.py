@@ -1,6 +1,6 @@
 r"""What a ledger holds: mechanisms that were run on people's data, and what each person's part of them costs.
 
-Four kinds of items describe a mechanism on all people alike: `SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`.  All are
+Four kinds of items describe one mechanism for all: `SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`.  All are
 meant for adding or removing one example.  Where people differ, `PersonalCosts` counts for each of them how many steps
 of which kinds were theirs, and a `LedgerEntry` keeps two such counts apart:
 

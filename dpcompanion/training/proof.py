@@ -239,8 +239,8 @@ def check_independence(model, loss, x, y):
         relative, floor = tolerances(together)
         if not torch.allclose(together[finite], alone[finite], rtol=relative, atol=floor):
             raise ValueError(
-                "model must treat examples one by one, but the loss of an example changes with its "
-                f"company: {together.tolist()} together, {alone.tolist()} alone"
+                "model must treat examples one by one, but the loss of an example depends on "
+                f"the rest of the batch: {together.tolist()} together, {alone.tolist()} alone"
             )
 
 
