@@ -2,7 +2,7 @@ r"""PATE with a privacy budget for each group of examples: weighting and upsampl
 
 PATE (Papernot et al. 2017, 2018) trains teachers on disjoint parts of the private data.  For each of T public
 inputs the teachers vote, Gaussian noise hides the histogram, and its largest entry becomes the label (GNMax).  A
-student learns from the labels.  Whoever adds or removes an example changes one teacher, who moves one vote from a
+student learns from the labels.  Adding or removing an example changes one teacher, who moves one vote from a
 class to another::
 
     histogram + N(0, s^2 I),    L2 sensitivity sqrt(2).

@@ -74,7 +74,7 @@ def private_mean(
         upper: a public bound, from 1e-100 to 1e100, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
         generator: None, for what is published: the noise comes from a cipher under a key of the operating system and
-            is added on a grid (`dpcompanion.training.secure`). Or a torch.Generator, for research: whoever knows or
+            is added on a grid (`dpcompanion.training.secure`). Or a torch.Generator, for research: anyone who knows or
             guesses its seed subtracts the noise.
         relation: "add-remove" or "replace": what (epsilon, delta) is for.
 

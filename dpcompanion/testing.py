@@ -66,7 +66,7 @@ class Filter(_OfExamples, Protocol):
     """
 
     def clip_norms(self, norms: Array) -> torch.Tensor:
-        """The norms to which the next step must clip, (n,) float64 from 0 to the clip norm, paid for; 0 for who takes
+        """The norms to which the next step must clip, (n,) float64 from 0 to the clip norm, charged; 0 for who takes
         no part.
 
         Args:
@@ -114,13 +114,13 @@ def check_filter(filter: Filter, *, delta: float = 1e-5, steps: int = 60, seed: 
     Args:
         filter: a new one, for two people at least; it is left as it is.
         delta: in (0, 1), at which the promise is read.
-        steps: of a run; take so many that somebody at the full norm runs out.
+        steps: of a run; take so many that an example at the full norm runs out.
         seed: of the random norms.
 
     Raises:
         AssertionError: naming what does not hold.
 
-    >>> class Generous:                                    # promises 0.1 and lets everybody through
+    >>> class Generous:                                    # promises 0.1 and lets all through
     ...     n, sample_rate, noise_multiplier, max_grad_norm, device = 2, 0.1, 1.0, 1.0, torch.device("cpu")
     ...     def clip_norms(self, norms):
     ...         norms = torch.as_tensor(norms, dtype=torch.float64)

@@ -1,6 +1,6 @@
 r"""Rényi divergences of any number of gradient norms, from a small table and from above.
 
-An example whose gradient is a share s of the clip norm C pays :math:`\rho(s)`, the
+An example whose gradient is a share s of the clip norm C costs :math:`\rho(s)`, the
 divergence of the sampled Gaussian mechanism with noise multiplier :math:`\sigma/s`.  At a whole order
 the moment is a sum of exponentials of affine functions of :math:`x = s^2`, so :math:`\rho` is convex in x and a
 chord between two nodes of a table lies above it.  At a fractional order convexity is checked on the table,
@@ -28,7 +28,7 @@ _NOTHING = 1e30  # an upper bound on any divergence, finite so that none of it i
 def rdp_of_shares(shares, orders, *, sample_rate, noise_multiplier):
     """RDP of a step with gradients of these shares (above 0) of the clip norm, (len(shares), len(orders)).
 
-    Orders beyond 1024 serve examples that cost next to nothing. At a share where such an order is dear to compute
+    Orders beyond 1024 serve examples that cost next to nothing. At a share where such an order is expensive to compute
     it is never the best one, and a bound that says nothing stands in for it.
     """
     noise = noise_multiplier / shares

@@ -1,6 +1,6 @@
 r"""What a ledger holds: mechanisms that were run on people's data, and what each person's part of them costs.
 
-Four kinds of items say what was done to everybody: `SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`.  All are
+Four kinds of items describe one mechanism for all: `SampledGaussian`, `Gaussian`, `Laplace`, `Guarantee`.  All are
 meant for adding or removing one example.  Where people differ, `PersonalCosts` counts for each of them how many steps
 of which kinds were theirs, and a `LedgerEntry` keeps two such counts apart:
 
@@ -152,7 +152,7 @@ class PersonalCosts:
 
     Args:
         kinds: distinct items, each of one step or one release.
-        counts: (n, kinds) whole numbers from 0 to 1e12: how often each person pays for each kind.
+        counts: (n, kinds) whole numbers from 0 to 1e12: how often each person is charged for each kind.
 
     Raises:
         ValueError: kinds of more than one step, twice the same kind, or counts that do not fit.
@@ -221,7 +221,7 @@ class LedgerEntry:
     """One thing that was done with people's data; the module's text says what is what.
 
     Args:
-        item: what it costs anybody at most, promised beforehand.
+        item: what it costs any person at most, promised beforehand.
         label: a name of one's own, or None.
         promised: what was promised to each person, none of it more than `item`; None where that is `item` for all.
         account: what each person's part cost along the run; None where there is no account.
@@ -283,7 +283,7 @@ class LedgerEntry:
         return dataclasses.replace(self, label=label)
 
     def costs(self, accounts: bool) -> PersonalCosts | None:
-        """What each person pays: by the account, if one is asked for and there is one, or as promised; None for all
+        """What each person spends: by the account, if one is asked for and there is one, or as promised; None for all
         alike, what `item` costs."""
         return self.account if accounts and self.account is not None else self.promised
 

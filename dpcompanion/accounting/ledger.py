@@ -19,10 +19,10 @@ where they do, take a filter (`dpcompanion.filters`).
 >>> Ledger.from_json(ledger.to_json()) == ledger
 True
 
-**For each person.**  `Ledger.epsilon` is a promise to everybody, made beforehand.  Where some item knows people apart,
+**For each person.**  `Ledger.epsilon` is uniform, promised beforehand.  Where some item distinguishes people,
 `Ledger.epsilons` has one number for each of them: by their accounts along the run, which describe this run
 (output-specific) and promise nothing; with ``accounts=False`` what was promised to each.  A person whose data were not
-in a training does not pay for it, provided that it did not hang on their own data whether they were.
+in a training spends nothing on it, provided that this did not depend on their own data.
 
 >>> from dpcompanion.individual import IndividualAccountant
 >>> account = IndividualAccountant(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0)
@@ -115,7 +115,7 @@ class Ledger:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """What each thing costs anybody at most, in the order in which they were added."""
+        """What each item costs any person at most, in the order in which they were added."""
         return tuple(entry.item for entry in self._entries)
 
     @property
@@ -130,7 +130,7 @@ class Ledger:
 
     @property
     def n(self) -> int | None:
-        """How many people the ledger knows apart; None where all items are for everybody alike."""
+        """How many people the ledger distinguishes; None where all items are uniform."""
         whole = [entry.size for entry in self._entries if entry.people is None and entry.size is not None]
         some = [1 + max(entry.people) for entry in self._entries if entry.people]
         return whole[0] if whole else max(some, default=None)
@@ -349,7 +349,7 @@ class Ledger:
         With `accounts`, what has an account counts for each person as it was recorded, at the norms of that person's
         own gradients: these epsilons describe what happened (output-specific), promise nothing, and are as private as
         the people. Without, each person's is a promise: what was fixed beforehand, by filters, rates and clip norms.
-        Who is not among the people of an item pays nothing for it.
+        A person who is not among the people of an item spends nothing on it.
 
         About 0.1% above the exact value; seconds for tens of thousands of people.
 
@@ -365,8 +365,8 @@ class Ledger:
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         if self.n is None:
             raise ValueError(
-                "items must include one that knows people apart, such as an account or a filter, for epsilons of each; "
-                "epsilon(delta) is that of everybody"
+                "items must include one that distinguishes people, such as an account or a filter, for epsilons of "
+                "each; epsilon(delta) is the uniform one"
             )
         if self.relation != "add-remove":
             raise ValueError(f"relation must be 'add-remove' for epsilons of each person, got {self.relation!r}")
@@ -549,7 +549,7 @@ class Ledger:
         else:
             text += f", of which the grid adds at most {_up(error, 2)}." if error else "."
         if self.n is not None and self.relation == "add-remove":
-            text += " This was promised beforehand, to everybody."
+            text += " This was promised beforehand, to every person."
             if any(entry.account is not None for entry in self._entries):
                 text += (
                     f" The individual epsilons of {self.n} people describe this run (output-specific): they are no "

@@ -5,7 +5,7 @@ r"""Levels of sensitivity over noise: what lies between a few of them.
 .. math::
     w = \frac{\Phi(c/2) - \Phi(a/2)}{\Phi(b/2) - \Phi(a/2)}.
 
-Whoever tosses a coin, takes the step of sensitivity b with probability w and the one of a otherwise, and tells which,
+A mechanism that takes the step of sensitivity b with probability w and the one of a otherwise, and reports which,
 gives away at least as much: the hockey-stick divergence of the sampled Gaussian mechanism at c is at most the mean of
 those at a and b, at every epsilon and in both directions.  So the mixture stands for the step in any composition
 (Zhu, Dong and Wang 2022, theorem 10), and its loss distribution is the mean of two.

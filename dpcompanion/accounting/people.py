@@ -37,7 +37,7 @@ def epsilons_of(
 
     Args:
         kinds: items of one step or release each.
-        counts: (n, kinds) whole numbers, how often each person pays for each.
+        counts: (n, kinds) whole numbers, how often each person is charged for each.
         delta: in (0, 1).
         alone: the epsilon of some items, for people who are few, or have no sampled steps.
     """

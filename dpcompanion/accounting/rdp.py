@@ -13,7 +13,7 @@ and its Rényi divergence of order :math:`\alpha` is
 :math:`A_\alpha = E_Q[(P/Q)^\alpha]`; the other direction is never larger
 (Mironov, Talwar and Zhang 2019, theorem 5).
 
-How :math:`A_\alpha` is computed decides how small a divergence can be told from
+How :math:`A_\alpha` is computed decides how small a divergence can be distinguished from
 zero.  Both ways below compute :math:`A_\alpha - 1` as a sum of terms that are
 never negative, so that nothing cancels, and the relative error of the divergence
 stays near 1e-12 from noise multiplier 0.1 to 1e6 and sample rate 1e-7 to 1:

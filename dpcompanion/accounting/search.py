@@ -1,6 +1,6 @@
 """Where a monotone condition begins to hold, from the side where it holds: the searches of the library.
 
-`crossing` takes few values of a function that is dear, `crossings` does so for many side by side, `bisect` halves many
+`crossing` takes few values of an expensive function, `crossings` does so for many side by side, `bisect` halves many
 brackets at once. All return points that were looked at and found to hold, so that a bound stays one.
 
 >>> bisect(lambda x: x**2 <= torch.tensor([2.0, 9.0]), good=torch.zeros(2), bad=torch.full((2,), 9.0))
@@ -36,7 +36,7 @@ def bisect(holds, *, good, bad, halvings=80):
 def crossing(excess, *, start, low, high, meets, snap=float):
     """Where the monotone `excess` crosses zero, within `PRECISION`, on the side where it is at most 0.
 
-    For a function that is dear: a bracket about `start`, then secants that are kept within it.
+    For an expensive function: a bracket about `start`, then secants that are kept within it.
 
     Args:
         excess: a function of a float, monotone, about linear where it is small.

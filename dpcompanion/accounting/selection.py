@@ -1,8 +1,8 @@
 r"""The price of a sweep: the best of randomly many runs (private selection; Papernot and Steinke 2022).
 
-Whoever trains with k settings and publishes the best model has used the data k times.  Composed, k runs cost k
-times as many steps.  Where the number of runs K is drawn at random and nothing but the best run is released, much less
-is paid.  With :math:`\varepsilon(\lambda)` the Rényi divergence of one run,
+Training with k settings and publishing the best model uses the data k times.  Composed, k runs cost k
+times as many steps.  Where the number of runs K is random and nothing but the best run is released, much less
+is spent.  With :math:`\varepsilon(\lambda)` the Rényi divergence of one run,
 
 * geometric K, :math:`P(K = k) = \gamma (1-\gamma)^{k-1}`, mean :math:`1/\gamma` (theorem 2, :math:`\eta = 1`), for
   every :math:`\hat\lambda > 1`:
@@ -15,8 +15,8 @@ is paid.  With :math:`\varepsilon(\lambda)` the Rényi divergence of one run,
 
   .. math:: \varepsilon'(\lambda) = \varepsilon(\lambda) + m\,\hat\delta + \frac{\ln m}{\lambda - 1}.
 
-The score by which the best is chosen must come from the run's output, or be part of what its epsilon pays for; a score
-on the training data itself is not free.  Settings are drawn from a fixed distribution, a new one for each run.
+The score by which the best is chosen must come from the run's output, or be covered by its epsilon; a score
+on the training data itself is not free.  Settings are sampled from a fixed distribution, a new one for each run.
 
 >>> from dpcompanion.accounting import SampledGaussian, compute_epsilon, select_best
 >>> run = SampledGaussian(sample_rate=0.01, noise_multiplier=1.1, steps=1000)

@@ -1,6 +1,6 @@
 r"""What a run of DP-SGD is worth to an attacker: its whole trade-off curve.
 
-Somebody sees what a run released and guesses whether one example was in the data.  Of the guesses "yes", some are
+An attacker sees what a run released and guesses whether one example was in the data.  Of the guesses "yes", some are
 false (the false positive rate x), and of the data sets with the example some go unnoticed (the false negative rate).
 The trade-off function of Dong et al. 2022 is the least false negative rate that *any* test can have,
 

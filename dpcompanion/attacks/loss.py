@@ -29,7 +29,7 @@ def loss_threshold_attack(
 ) -> LossThreshold:
     """Call an example a member if its loss is at most a threshold (Yeom et al. 2018; Yu et al. 2022, section 5.3).
 
-    As many members as nonmembers are drawn and both are cut in half: one half chooses the threshold with the most right
+    As many members as nonmembers are sampled, each is split in half: one half chooses the threshold with the most right
     answers, the other one counts them. `fitted`, the success on the first half, is too good: the threshold was made
     for it, by the more the fewer examples there are.
 

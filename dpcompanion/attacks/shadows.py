@@ -101,7 +101,7 @@ def lira_offline(
 ) -> torch.Tensor:
     r"""Offline LiRA: how surprising a target's score is if the example was NOT in its data (Carlini et al. 2022, VI-A).
 
-    The attack needs no model that was trained on the example, so shadow models can be trained before anybody is
+    The attack needs no model that was trained on the example, so shadow models can be trained before any target is
     attacked.  With mean and variance of the example's scores under models without it,
 
     .. math:: -\ln \Pr[N(\mu_{out}, \sigma_{out}^2) > \text{score}],
@@ -111,8 +111,8 @@ def lira_offline(
     Args:
         targets: (..., n) scores under one or more target models, larger for members (`log_odds`).
         shadows: (models, n) scores under the shadow models.
-        masks: (models, n) booleans: who was in their data; None where nobody was. Of each example only the models
-            without it count.
+        masks: (models, n) booleans: which examples were in their data; None where none was. Only the models without
+            an example count for it.
         variance: "each" example's own, or "pooled" over examples.
 
     Returns (..., n), at least 0. Raises ValueError for an example with fewer than two models without it, and for

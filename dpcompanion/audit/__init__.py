@@ -1,4 +1,4 @@
-r"""Audits in one run: lower bounds on epsilon from a single training, for everybody and for each group.
+r"""Audits in one run: lower bounds on epsilon from a single training, for all examples and for each group.
 
 Among the examples, m are canaries.  A fair coin for each decides whether it takes part.  The training runs once; an
 auditor scores every canary, calls the r/2 with the largest scores in and the r/2 with the smallest out, and says
@@ -46,7 +46,7 @@ half the noise                         with 2,000
 a tenth less noise, a tenth more rate  no: too small
 low bits that floats give away         no: not looked at
 a seed that can be guessed             no: not looked at
-batch sizes or losses that are told    no: not looked at
+batch sizes or losses that are given   no: not looked at
 =====================================  ==================
 
 >>> import torch

@@ -233,7 +233,7 @@ def judge(
     claims: dict[Any, Any] | None = None,
     confidence: float = 0.95,
 ) -> dict[Any, Finding]:
-    """Lower bounds on epsilon from scores of canaries, for everybody and for each group.
+    """Lower bounds on epsilon from scores of canaries, for all and for each group.
 
     An auditor guesses about the half with the most extreme scores, and about a fifth. The better counts.
     All bounds of the result hold together with the confidence.

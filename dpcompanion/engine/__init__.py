@@ -8,14 +8,14 @@ budgets.  The training loop stays as it is, with `BatchMemoryManager` too::
         module=model, optimizer=optimizer, data_loader=loader, max_grad_norm=1.0,
         target_epsilons=budgets, target_delta=1e-5, epochs=10, method="sample")
 
-Or the budgets are those of a filter (`dpcompanion.filters`), which charges everybody for what their own gradients
+Or the budgets are those of a filter (`dpcompanion.filters`), which charges each example for what its own gradients
 need, and keeps them in for longer: `make_private_with_filter`.
 
 What makes each budget hold:
 
 * parameters come from `dpcompanion.idp`: for example i the rate q_i and the clip norm c_i, and one noise
   of standard deviation sigma times the mean clip norm; with a filter one rate, and the clip norms that it makes of
-  everybody's own gradient before a step, and charges for;
+  each example's own gradient before a step, and charges for;
 * the loader's sampler is replaced by independent draws, example i with probability q_i;
 * the data set notes which examples it hands out, so that each gradient meets its own clip norm whatever way a draw is
   cut into physical batches.  So a batch must keep its order, from the collate function (which is tried out beforehand)
@@ -49,7 +49,7 @@ On a GPU no step waits for the device: what needs a look at numbers is done with
 afterwards. Gradients that are not finite contribute nothing, and are counted there; a warning says so when epsilons are
 asked for, when a checkpoint is written, and after the last step. In ghost mode, where one such gradient spoils the sum,
 the weights are no numbers from then on, and a FloatingPointError says so at the same places. A filter belongs on the
-CPU, as by default: it is told the norms once a measurement.
+CPU, as by default: it receives the norms once a measurement.
 
 Neighbours differ in one example, whose gradients are zero in one of them (zero-out, as in
 `dpcompanion.training.DPSGDPlan`): the number of examples is public, for the rate is 1 / len(loader) and the divisor the
@@ -64,7 +64,7 @@ made of losses of which each depends on one example.
 
 Needs Opacus, version 1.6 or later.
 
-Six people, two budgets, a linear model; the loop is anybody's:
+Six people, two budgets, a linear model; the loop is your own:
 
 >>> import torch
 >>> from torch.utils.data import DataLoader, TensorDataset

@@ -15,7 +15,7 @@ class FixedBudgets:
     Args:
         rates, norms, noises: (n,) float64; `noises` over the example's own clip norm.
         budgets: (n,) epsilons at `target_delta` after `planned` steps.
-        by: the accountant, "rdp" or "pld", of everybody and of each.
+        by: the accountant, "rdp" or "pld", of the uniform epsilon and of each.
     """
 
     _DIFFERENT = 256
@@ -97,10 +97,10 @@ def _one_if_alike(values):
 
 
 class FilteredBudgets:
-    """A filter that everybody pays into for each step, at the norm of their gradient as it was last measured.
+    """A filter that charges every example for each step, at the norm of their gradient as it was last measured.
 
-    The norms of a step are paid for when its first gradients are clipped.  They hold until a step is released: a draw
-    that is left half way costs nobody twice.
+    The norms of a step are charged when its first gradients are clipped.  They hold until a step is released: a draw
+    that is left half way is charged once.
 
     Args:
         filter: an `ExactFilter` or `RenyiFilter`.
@@ -114,7 +114,7 @@ class FilteredBudgets:
         self._measured, self._served, self._paid, self.n = None, 0, None, filter.n
 
     def clip_norms(self):
-        """(n,) norms that the present step clips to; asked for the first time, everybody pays for them."""
+        """(n,) norms that the present step clips to; asked for the first time, they are charged."""
         if self._paid is None:
             if self._measured is None or self._served >= self._every:
                 self._measured, self._served = self._bounded(self.measure()), 0
@@ -147,7 +147,7 @@ class FilteredBudgets:
             delta=0.5 / self.n,  # unused: a filter promises an epsilon for each delta
         )
         whom, _, _ = plan.statement(steps=steps or None).partition(", delta ")
-        return f"{whom}; everybody pays for their own gradients' norms, by {type(self._filter).__name__}."
+        return f"{whom}; each example is charged for its own gradient norms, by {type(self._filter).__name__}."
 
     def parameters(self):
         return {"every": self._every, "planned": self.planned}

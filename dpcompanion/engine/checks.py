@@ -47,7 +47,7 @@ def clip_norms_of(max_grad_norm, clipping, module):
 
 def check_loader(loader):
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
-        raise ValueError("data_loader must be of a map-style data set, got an iterable one, which cannot be drawn from")
+        raise ValueError("data_loader must be of a map-style data set, got an iterable one, which cannot be sampled")
     if loader.batch_sampler is None:
         raise ValueError("data_loader must have a batch_size, got None")
     if loader.drop_last:

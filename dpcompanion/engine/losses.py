@@ -764,7 +764,7 @@ class LossCompany:
                 if not bool(found.isfinite().all()):
                     continue
                 raise ValueError(
-                    "criterion must give each example a loss of its own, but it changes with its company: "
+                    "criterion must give each example a loss of its own, but it depends on the rest of the batch: "
                     f"{own[:8].tolist()} together, {found[:8].tolist()} {company}"
                 )
 

@@ -1,4 +1,4 @@
-"""Everybody's gradient norm at the present weights, by a pass over the data set."""
+"""Every example's gradient norm at the present weights, by a pass over the data set."""
 
 import torch
 from torch.utils.data import DataLoader, Subset

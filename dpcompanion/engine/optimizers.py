@@ -127,7 +127,7 @@ class Following(DPOptimizer):
                     p.grad_sample = sample
 
     def rewind(self):
-        """Before a checkpoint is loaded: draws that are no steps yet are drawn again, from where it says."""
+        """Before a checkpoint is loaded: draws that are no steps yet are repeated, from where it says."""
         self._draws.rewind()
 
     def states(self):

@@ -128,7 +128,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 refused at the step.
             seed: None, for a model that is released: noise and draws come from ciphers under keys of 256 bits that the
                 operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research:
-                the keys are hashed from it, as in `dpcompanion.training.train`, and whoever knows it can subtract the
+                the keys are hashed from it, as in `dpcompanion.training.train`: anyone who knows it can subtract the
                 noise.
             noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.
             grad_sample_mode: "hooks", "functorch", "ew" or "ghost". Small rates make empty batches, which
@@ -235,12 +235,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         trust_loss: bool = False,
     ) -> Any:
         """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) of a run in which
-        everybody pays into a filter for each step, and no budget is exceeded whatever their gradients do.
+        a filter charges every example for each step, and no budget is exceeded whatever their gradients do.
 
-        Norms of all examples are measured now and then. An example is clipped to what the filter makes of its own, and
-        pays for that; one that can pay for nothing is clipped to 0, and has left. Rate, noise, clip norm and
-        everybody's budget are those of the filter, and so are the epsilons that the engine states: the promise, which
-        holds from the start. `filter.spent` is what was paid.
+        Norms of all examples are measured now and then. An example is clipped to what the filter makes of its norm
+        and its budget covers; one with nothing left is clipped to 0, and has left. Rate, noise, clip norm and budgets
+        are those of the filter, and so are the epsilons that the engine states: the promise, which holds from the
+        start. `filter.spent` is what was spent.
 
         Args:
             module: the model, which must treat examples one by one.

@@ -28,7 +28,7 @@ def sources(sampling, noise, *, seed=None, secure_mode=False):
     if secure_mode and not (sampling is None and noise is None and seed is None):
         raise ValueError(
             "seed, noise_generator, and the loader's generator, must be None in secure mode, which draws "
-            "from a cipher under keys that nobody knows"
+            "from a cipher under secret keys"
         )
     if seed is not None:
         if not (sampling is None and noise is None):

@@ -191,7 +191,7 @@ def calibrate_filter(
 
 
 def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, delta):
-    """The highest level of which a block can be paid by PLD, and how many blocks, at most those of the run."""
+    """The highest level of which a block is affordable by PLD, and how many blocks, at most those of the run."""
     blocks = math.ceil(steps / block)
     for level in reversed(levels):
         run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier / level)

@@ -2,7 +2,7 @@ r"""A budget for each example that no run can exceed, at the price of loss distr
 
 Each example has levels, shares :math:`z_1 < \dots < z_K` of the clip norm.  Before each block of m steps its gradient's
 norm decides which level it asks for (the norm, rounded up); in the block its gradients are clipped to that level, and
-it pays c(z).  Whoever cannot pay is clipped to the largest level that can be paid, and leaves only when nothing is
+it is charged c(z).  If that exceeds its budget, it is clipped to the largest level it affords, and leaves when none is
 left.
 
 What is promised, before the run, for every data set: with the budget B of an example, all outputs together are
@@ -11,7 +11,7 @@ depend on the outputs before (individual DP; add or remove; Poisson sampling; ot
 that depends on their data and the outputs).  The bound is exact: some strategy of norms attains it, up to the grid.
 
 Costs at which no level is a bargain depend on the epsilon that is promised, so each target has its own (they are those
-of `level_costs`): whoever is promised 3 beside people with 8 can use all of their 3.
+of `level_costs`): a person who is promised 3 beside people with 8 can use all of it.
 
 To those who spent little.  Fix a threshold b beforehand.  For every event in which the example has spent at most b, the
 inequalities of (epsilon, delta) hold with the smaller delta of a filter of budget b: up to there the two runs are the
@@ -61,7 +61,7 @@ class ExactFilter(Told):
         noise_multiplier: noise over `max_grad_norm`, above 0.
         max_grad_norm: the clip norm of level 1, above 0.
         levels: (K,) ascending shares of the clip norm, in (0, 1].
-        costs: (K,) whole numbers, at least 1, that a block at each level costs everybody; by default `level_costs` at
+        costs: (K,) whole numbers, at least 1, that a block at each level costs an example; by default `level_costs` at
             each example's own target.
         budget: whole numbers, at least the least cost, one or (n,); needs `costs`.
         target_epsilon, target_delta: instead of `budget`: the largest that keeps each example's epsilon (a number above
@@ -198,7 +198,7 @@ class ExactFilter(Told):
 
     @property
     def costs(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:
-        """What a block costs at each level: (K,) whole numbers where they are the same for everybody, else (n, K)."""
+        """What a block costs at each level: (K,) whole numbers where they are the same for all, else (n, K)."""
         if len(self._tables) == 1:
             return self._tables[0]
         return tuple(self._tables[k] for k in self._which.tolist())
@@ -215,12 +215,12 @@ class ExactFilter(Told):
 
     @property
     def active(self) -> torch.Tensor:
-        """Who can still pay for some level, (n,) booleans."""
+        """Which examples can still afford some level, (n,) booleans."""
         return self._budget - self._spent >= self._least_costs
 
     def levels_for(self, norms: Array) -> torch.Tensor:
         """The norms to which the next block must clip, (n,) float64: the least level above each norm, or the largest
-        below that can be paid; 0 for norms of 0 and for whoever has nothing left. Pays nothing.
+        below that is affordable; 0 for norms of 0 and for examples with nothing left. Charges nothing.
 
         Args:
             norms: (n,) gradient norms, at least 0, before clipping.
@@ -231,11 +231,11 @@ class ExactFilter(Told):
         return self._norms[self._payable(norms)]
 
     def record(self, levels: Array, steps: int) -> None:
-        """Pay for `steps` steps in which gradients were clipped to `levels`, (n,), as `levels_for` gave them. A block
-        that is begun is paid in full. Where they lie on a GPU, this waits for it.
+        """Charge `steps` steps in which gradients were clipped to `levels`, (n,), as `levels_for` gave them. A block
+        that is begun is charged in full. Where they lie on a GPU, this waits for it.
 
         Raises:
-            ValueError: levels that are none, or that somebody cannot pay; nothing is recorded then.
+            ValueError: levels that are none, or that some example cannot afford; nothing is recorded then.
         """
         blocks = -(-_checks.whole_number("steps", steps, 1) // self.block)
         levels = torch.as_tensor(levels, dtype=torch.float64, device=self.device)
@@ -250,13 +250,13 @@ class ExactFilter(Told):
         lacking = self._cost_of(index) > (self._budget - self._spent) // blocks
         if bool(lacking.any()):
             raise ValueError(
-                f"levels must be ones that everybody can pay for {blocks} block(s) (see levels_for), but "
-                f"{int(lacking.sum())} cannot"
+                f"levels must be affordable for every example for {blocks} block(s) (see levels_for), but "
+                f"{int(lacking.sum())} are not"
             )
         self._pay(index, blocks)
 
     def clip_norms(self, norms: Array) -> torch.Tensor:
-        """The norms to which the next step must clip, (n,) float64, paid for: where a block begins, by `norms` as in
+        """The norms to which the next step must clip, (n,) float64, charged: where a block begins, by `norms` as in
         `levels_for`; within one they stay.
 
         Where filter and norms are on a GPU nothing here waits for it, nor in `levels_for`: norms that are refused count
@@ -340,7 +340,7 @@ class ExactFilter(Told):
             raise ValueError("state must hold spent budgets between 0 and the whole, got others")
         _checks.in_interval("current", tensors["current"], 0, len(self.levels))
         if bool((tensors["spent"] < self._cost_of(tensors["current"].to(self.device)).cpu()).any()):
-            raise ValueError("state must hold spent budgets that paid for the current levels, got less")
+            raise ValueError("state must hold spent budgets that cover the cost of the current levels, got less")
         self._spent, self._current = (tensors[name].to(self.device).clone() for name in ("spent", "current"))
         self._limits, self._steps_left = None, steps_left
 

@@ -1,6 +1,6 @@
 r"""The worst that adaptive choices can do within a budget, by dynamic programming.
 
-The game.  A run has stages.  Before each one somebody, who sees all outputs so far, chooses one of K mechanisms, with
+The game.  A run has stages.  Before each one a player, who sees all outputs so far, chooses one of K mechanisms, with
 dominating pairs :math:`(P_z, Q_z)` and whole costs :math:`c_z \ge 1`, and the costs must not add up to more than a
 budget B. With :math:`L_z = \ln(P_z/Q_z)` under :math:`P_z` and :math:`V(0, s) = (1 - e^{\varepsilon - s})_+`,
 

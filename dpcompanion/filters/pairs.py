@@ -7,7 +7,7 @@ function of it rises, which is all that `game` needs.  The masses are tilted, :m
 rounding is relative to the delta that is asked for.
 
 * `SampledGaussian`: a block of steps of DP-SGD at one clip norm, any rate up to 1.  Several steps are composed on a
-  finer grid first, so that the discretisation is paid once a block.
+  finer grid first, so that each block is rounded once.
 * `Discrete`: any mechanism given by two lists of probabilities.
 
 >>> coin = Discrete([0.25, 0.75], [0.75, 0.25])

@@ -1,8 +1,8 @@
 r"""A budget for each example that no run can exceed: the Rényi filter (Feldman and Zrnic 2021).
 
 Accounts along a trajectory (`individual`) are known only afterwards and differ from run to run.  A filter turns them
-round: example i has a budget beforehand, pays for each step what its own gradient costs, and leaves for good before
-the step that it cannot pay.  Whoever has small gradients stays longer.
+round: example i has a budget beforehand, each step is charged what its own gradient costs, and i leaves for good before
+the step that it cannot afford.  Examples with small gradients stay longer.
 
 What is proved.  Fix an order :math:`\alpha` and a budget B.  If step t, given the outputs before it, has individual
 Rényi divergence :math:`\rho_t(i)` for example i, known before the step, and i takes part only while
@@ -115,12 +115,12 @@ class RenyiFilter(Told):
 
     @property
     def budgets(self) -> torch.Tensor:
-        """What each example may pay at each order, (n, K), a copy."""
+        """What each example may spend at each order, (n, K), a copy."""
         return self._budgets.clone()
 
     @property
     def spent(self) -> torch.Tensor:
-        """What each example has paid, (n, K), a copy."""
+        """What each example has spent, (n, K), a copy."""
         return self._spent.clone()
 
     @property
@@ -232,7 +232,7 @@ class RenyiFilter(Told):
         )
 
     def admit(self, norms: Array) -> torch.Tensor:
-        """Who takes part in the next step, and pays for it: (n,) booleans.
+        """Which examples take part in the next step, and are charged for it: (n,) booleans.
 
         Args:
             norms: (n,), from 0 to `max_grad_norm`: the lengths to which gradients will be clipped in this step.
@@ -258,7 +258,7 @@ class RenyiFilter(Told):
         return self._active.clone()  # nobody comes back by what a caller does to it
 
     def clip_norms(self, norms: Array) -> torch.Tensor:
-        """The norms to which the next step must clip, paid for, (n,) float64: those of `admit`, 0 for who takes no
+        """The norms to which the next step must clip, charged, (n,) float64: those of `admit`, 0 for who takes no
         part."""
         norms = self._in_range(norms)
         return torch.where(self._admit(norms), norms, 0)

@@ -68,5 +68,5 @@ class Told:
         if self._wrong is not None and bool(self._wrong):
             raise ValueError(
                 "norms must be at least 0, and for a RenyiFilter at most max_grad_norm, but some that the filter was "
-                "told on the device were not"
+                "given on the device were not"
             )

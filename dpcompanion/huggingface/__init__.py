@@ -10,7 +10,7 @@ budgets are kept::
     print(trainer.statement())
 
 Model, arguments, data, collator, optimizer, scheduler, evaluation, callbacks, early stopping, checkpoints and reports
-stay what they are. A step becomes one of `dpcompanion.training.train`, with all of its proofs: persons are drawn by
+stay what they are. A step becomes one of `dpcompanion.training.train`, with all of its proofs: persons are sampled by
 Poisson sampling, each one's gradient is clipped once, noise is added, and the optimizer sees the noisy mean.
 
 * `per_device_train_batch_size` x `gradient_accumulation_steps` is the expected number of persons in a step, and
@@ -24,7 +24,7 @@ Poisson sampling, each one's gradient is clipped once, noise is added, and the o
 * `bf16=True` goes forward and back in bfloat16; clipping, sums and noise are float32 or more. float16 is refused, for
   its scaler looks at the gradients before the noise.
 * A checkpoint holds draws, accounts and keys besides; a run that goes on from it ends where it would have ended.
-  Without a seed the keys of the noise are in the file `privacy.pt.key` of a checkpoint: whoever reads it while the run
+  Without a seed the keys of the noise are in the file `privacy.pt.key` of a checkpoint: a reader of it while the run
   lasts can subtract the noise. So checkpoints are not pushed to the hub (``hub_strategy="checkpoint"`` is refused).
 * A run that ends early, or keeps its best checkpoint, was decided by what its models showed. So its epsilon is that of
   all planned steps, which statement and card name beside that of the steps that were taken.

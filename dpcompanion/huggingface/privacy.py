@@ -46,8 +46,8 @@ class PersonalPrivacy:
             account of each person's own gradients; with a filter there is one in any case.
         accountant: "pld" or "rdp".
         unit: what a person is called in statements, such as "patient"; "person" by default, "example" without people.
-        seed: None for a model that is released: draws and noise come from ciphers whose keys nobody knows. A whole
-            number for research: whoever knows it can subtract the noise.
+        seed: None for a model that is released: draws and noise come from ciphers with secret keys. A whole
+            number for research: anyone who knows it can subtract the noise.
         loss: (logits, batch) -> (n,), in place of `per_example_loss`.
         expected_batch_size: see `DPSGDPlan`; for the add-remove relation.
 

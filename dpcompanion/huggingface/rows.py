@@ -1,4 +1,4 @@
-"""A data set of `transformers` as persons: rows are read and collated when their person is drawn.
+"""A data set of `transformers` as persons: rows are read and collated when their person is sampled.
 
 >>> texts = [{"input_ids": [1, 2], "labels": 0, "who": "a"}, {"input_ids": [3, 4], "labels": 1, "who": "a"}]
 >>> from transformers import default_data_collator
@@ -39,7 +39,7 @@ def column_of(dataset: Any, name: str) -> list[Any]:
 
 
 class Rows(OfPersons):
-    """The rows of persons, collated as the Trainer would; each row is a person where nobody says otherwise.
+    """The rows of persons, collated as the Trainer would; each row is a person by default.
 
     Args:
         dataset: a map-style data set whose items are mappings.

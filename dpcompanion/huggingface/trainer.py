@@ -483,7 +483,7 @@ class PersonalTrainer(Trainer):
             budgets = ", ".join(f"{each:g}" for each in card["filter_budgets"])
             lines += ["", f"A filter ({card['filter']}) keeps the budgets {budgets}, whatever the gradients are."]
         if card["seeded"]:
-            lines += ["", "**The noise was seeded, for research: whoever knows the seed can subtract it.**"]
+            lines += ["", "**The noise was seeded, for research: anyone who knows the seed can subtract it.**"]
         return "\n".join([*lines, "", f"Not covered: {card['not_covered']}.", ""])
 
     def _write_card(self):

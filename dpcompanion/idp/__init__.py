@@ -4,7 +4,7 @@ P groups, group p with a share w_p of the examples and its own budget eps_p,
 train one model with one Gaussian noise.  Two ways to spend what the looser
 budgets allow:
 
-* **Sample** (algorithm 2): group p is drawn with its own rate q_p.  The noise
+* **Sample** (algorithm 2): group p is sampled with its own rate q_p.  The noise
   multiplier is the one at which the rates that use up each budget have the
   mean of plain DP-SGD, \sum_p w_p q_p = q, so that batches keep their size.
 * **Scale** (algorithm 3): group p is clipped to its own norm c_p.  With sigma_p

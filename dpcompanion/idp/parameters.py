@@ -74,7 +74,7 @@ def sample_parameters(
     mean of at least `sample_rate`, and lowers them all by the same factor to make it equal: a lower rate never costs
     more.
 
-    A UserWarning says where budgets are so far apart that an example with the strictest one is drawn less than once in
+    A UserWarning says where budgets are so far apart that an example of the strictest is sampled less than once in
     a thousand runs.
 
     Raises:
@@ -99,7 +99,7 @@ def sample_parameters(
     if (draws := float(rates[least]) * search.steps) < _FEWEST_DRAWS:
         warnings.warn(
             f"with a budget of {float(groups.budgets[least]):g} beside ones of up to {float(groups.budgets[-1]):g} an "
-            f"example has a sample rate of {float(rates[least]):.2g}, and is drawn {draws:.2g} times in the run on "
+            f"example has a sample rate of {float(rates[least]):.2g}, and is sampled {draws:.2g} times in the run on "
             "average: the model learns nothing from it",
             stacklevel=2,
         )

@@ -1,6 +1,6 @@
 r"""A privacy account for every example of a DP-SGD run (Yu et al. 2022 and 2023).
 
-The worst case charges everybody for a gradient as long as the clip norm C.  An example whose
+The worst case charges every example for a gradient as long as the clip norm C.  An example whose
 gradients have length :math:`c < C` is hidden by the same noise as if the noise multiplier were
 :math:`\sigma C / c`: that is its own cost.  `IndividualAccountant` is told the norms as training goes on and gives
 every example its epsilon.
@@ -19,7 +19,7 @@ becomes a guarantee of individual DP where the norms are bounded beforehand, or 
 (`filters`).  It concerns its owner; publishing it takes noise (`release`).
 
 Whom the neighbours of a run differ in is the plan's to say (`DPSGDPlan.relation`, "zero-out" or "add-remove"); the
-numbers are the same for both.  Accountant and clip norm are the plan's too, and no account exceeds what everybody has
+numbers are the same for both.  Accountant and clip norm are the plan's too, and no account exceeds the uniform epsilon
 by the same accountant for as many steps: the account of one who is charged C at each of them is that number.
 
 By privacy loss distributions, the default, the epsilons of 60,000 examples with histories of their own take about six

@@ -74,7 +74,7 @@ def train_grid(
         enforce_conditions: refuse norms and learning rates that theorem 2 does not cover, and compute logistic
             regression in float64. What that rounds (1e-16 of a weight in each step) is small beside learning_rate / B,
             and not counted. Without it runs are as reproducible, but their sensitivity has no bound.
-        device: where to compute; that of the features by default. Seeds are drawn on the CPU everywhere.
+        device: where to compute; that of the features by default. Seeds are sampled on the CPU everywhere.
         progress: whether to show a bar; on a terminal by default.
 
     Returns:

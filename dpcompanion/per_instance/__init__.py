@@ -1,4 +1,4 @@
-r"""How private is one point of one data set, against whoever sees the models that training went through?
+r"""How private is one point of one data set, against an attacker who sees the models that training went through?
 (Thudi et al. 2024)
 
 Per-instance DP fixes the pair of data sets, X and X' = X with the point x, and asks how well the two trainings can be

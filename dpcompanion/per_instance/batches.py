@@ -402,7 +402,7 @@ def log_mean(log_values, log_weights=None):
 
 
 def _gaussian_epsilon(ratios, delta):
-    """`gaussian_epsilon`, once for each distinct pair: it is dear, and the sum rule has one sensitivity only."""
+    """`gaussian_epsilon`, once for each distinct pair: it is expensive, and the sum rule has one sensitivity only."""
     ratios, delta = torch.broadcast_tensors(ratios, delta)
     pairs, place = torch.unique(torch.stack([ratios, delta], dim=-1).reshape(-1, 2), dim=0, return_inverse=True)
     return gaussian_epsilon(pairs[:, 0], pairs[:, 1])[place].reshape(ratios.shape)

@@ -1,4 +1,4 @@
-"""Laws by which runs are drawn so that they can be weighted: how often a point enters a step, and what a step tells.
+"""Laws by which runs are sampled so that they can be weighted: how often a point enters a step, and what a step tells.
 
 `dpcompanion.per_instance.loss` says what for.
 """

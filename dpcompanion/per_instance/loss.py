@@ -1,13 +1,13 @@
 r"""A point's own (epsilon, delta), by the privacy loss itself along tilted runs.
 
 `exact_composition` gives a moment of the loss, and a moment turned into an epsilon is looser than the loss
-distribution that everybody has anyway. The runs know more. In the view that shows the batches of the other points the
+distribution that holds uniformly anyway. The runs know more. In the view that shows the batches of the other points the
 likelihood ratio r of every step can be computed along a run (`step_loss`), and so can the whole loss
 
 .. math:: S = \sum_t \ln r_t \quad\text{("remove")}, \qquad S = -\sum_t \ln r_t \quad\text{("add")}.
 
 Any run whose noise follows another law of known density is a draw that can be weighted. If G_l is the logarithm of the
-density of law l over that of the first training along a run, whatever law the run was drawn by, and law l has the share
+density of law l over that of the first training along a run, whatever law sampled the run, and law l has the share
 :math:`c_l` of the runs, then
 
 .. math::
@@ -47,8 +47,8 @@ A run of four steps whose gradient shrinks as the model moves, one parameter, q 
 >>> found = loss_epsilon(losses.flatten(), densities.flatten(1).T, delta=1e-5,
 ...     worst_case=compute_epsilon(sample_rate=0.3, noise_multiplier=1.0, steps=4, delta=1e-5),
 ...     floors=[(a, 4 * (float(log_mass(1.0, order=a, **step)) - math.log1p(-j))) for a, j in laws])
->>> print(f"about {found.estimate:.1f}, at most {found.upper_bound:.1f}; everybody {found.worst_case:.1f}")
-about 3.0, at most 3.9; everybody 4.8
+>>> print(f"about {found.estimate:.1f}, at most {found.upper_bound:.1f}; uniform {found.worst_case:.1f}")
+about 3.0, at most 3.9; uniform 4.8
 """
 
 import dataclasses
@@ -83,9 +83,9 @@ def loss_delta(losses: Array, log_densities: Array, *, epsilon: Numbers, shares:
 
     Args:
         losses: (runs, ...) S of each run, the sum of its `step_loss`.
-        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was drawn by.
+        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was sampled by.
         epsilon: at least 0, a number or (...).
-        shares: (laws,) of the runs that were drawn by each law, above 0, with the sum 1; equal by default.
+        shares: (laws,) of the runs that were sampled by each law, above 0, with the sum 1; equal by default.
 
     Returns:
         A `DeltaEstimate`. The estimate may exceed 1. One run has the standard error inf. Where runs are divided among
@@ -122,9 +122,9 @@ def loss_divergence(
 
     Args:
         losses: (runs, ...) S of each run, the sum of its `step_loss`.
-        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was drawn by.
+        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was sampled by.
         order: :math:`\alpha`, above 1.
-        shares: (laws,) of the runs that were drawn by each law, above 0, with the sum 1; equal by default.
+        shares: (laws,) of the runs that were sampled by each law, above 0, with the sum 1; equal by default.
 
     Returns:
         A float where `losses` is a list of numbers, else (...) float64.
@@ -151,7 +151,7 @@ class EpsilonEstimate:
     * `low`, `high`: where it does with as many standard errors of its logarithm less or more as `confidence` has in a
       normal law. The interval describes the scatter of the runs that were seen, and is no guarantee;
     * `upper_bound`: epsilon is at most this, with probability `confidence` over the runs, each entry by itself;
-    * `worst_case`: everybody's epsilon, which none of the others exceeds.
+    * `worst_case`: the uniform epsilon, which none of the others exceeds.
     """
 
     delta: float
@@ -178,21 +178,21 @@ def loss_epsilon(
 
     Args:
         losses: (runs, ...) S of each run, the sum of its `step_loss`.
-        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was drawn by.
+        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was sampled by.
         delta: in (0, 1).
-        worst_case: everybody's epsilon at this delta, by the privacy loss distribution of the whole run
+        worst_case: the uniform epsilon at this delta, by the privacy loss distribution of the whole run
             (`dpcompanion.accounting.compute_epsilon`); a number or (...).
         floors: (laws, 2) pairs (a, m) with :math:`G \ge (a-1) S - m` on every path: the order of the law, and m the
             steps times `log_mass` at the clip norm, less the steps times ln(1 - jumps). The upper bound cannot do
             without, and is `worst_case` then.
-        shares: (laws,) of the runs that were drawn by each law, above 0, with the sum 1; equal by default.
+        shares: (laws,) of the runs that were sampled by each law, above 0, with the sum 1; equal by default.
         confidence: of the interval, and of the upper bound, in (0, 1). For both directions divide what is missing to 1
             between them, and take the larger of the two.
 
     Returns:
         An `EpsilonEstimate`. The upper bound tries epsilons that are fixed beforehand, from the worst case down, and
         stops at the first whose delta it cannot bound by `delta`; only the first that is too small can do harm, so that
-        nothing is paid for trying many. It holds as well where runs are divided among the laws in fixed shares.
+        trying many costs nothing. It holds as well where runs are divided among the laws in fixed shares.
 
     Raises:
         ValueError: shapes that do not fit, numbers that are not finite, densities below their floors.

@@ -9,7 +9,7 @@ ratio of the step. With :math:`\varphi` the noise's density,
 .. math::
     r(z)^\alpha \varphi(z) = \sum_k \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}\, \varphi(z - kg)
 
-is :math:`A(\Delta)` times a mixture of Gaussians. In **tilted training** x enters each step k times, k being drawn
+is :math:`A(\Delta)` times a mixture of Gaussians. In **tilted training** x enters each step k times, k being sampled
 with probability proportional to the k-th weight. Multiplying over the steps,
 
 .. math::
@@ -21,7 +21,7 @@ each (`log_mass`), and hand the sums to `exact_composition`. It is never above t
 theorem 3.3 for the same view.
 
 The other way round ("add") the weight of a step is :math:`r^{1-\alpha}`: not a mixture of shifts, but a law that
-differs from the noise along g only, and is drawn exactly by rejection (`tilted_noise`).
+differs from the noise along g only, and is sampled exactly by rejection (`tilted_noise`).
 
 A run of four steps whose gradient shrinks as the model moves, one parameter, q = 0.3, s = 1, order 4:
 
@@ -62,7 +62,7 @@ def tilted_counts(
 ) -> torch.Tensor:
     r"""How often x enters a step of a tilted run ("remove").
 
-    k is drawn with probability :math:`\propto \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}`.
+    k is sampled with probability :math:`\propto \binom{\alpha}{k}(1-q)^{\alpha-k}q^k e^{(k^2-k)\Delta^2/2s^2}`.
 
     Args:
         sensitivity: (...) norm of x's clipped gradient in each run, at least 0.
@@ -257,7 +257,7 @@ def exact_composition(
 
 
 def _bootstrap(log_masses, confidence, resamples, generator):
-    """Percentiles of the log-mean over runs drawn with replacement, the same runs for every entry."""
+    """Percentiles of the log-mean over runs sampled with replacement, the same runs for every entry."""
     runs, flat = len(log_masses), log_masses.reshape(len(log_masses), -1)
     if generator is None:
         generator = torch.Generator(device=flat.device).manual_seed(0)

@@ -46,7 +46,7 @@ def update_divergence(
         noise_std: s, above 0, in the unit of the updates.
         order: a whole number of 2 or more.
         direction: "remove", "add", or "both" for the larger.
-        tuples: drawn for each B. The paper compares 20 B with 20 tuples.
+        tuples: sampled for each B. The paper compares 20 B with 20 tuples.
         generator: for the tuples; by default one with seed 0.
         max_distance: a bound on the distance between any two updates; needed with a confidence.
         confidence: in (0, 1).

@@ -219,7 +219,7 @@ def level(q: float, n: float, *, confidence: float = 0.95) -> Levels:
 
 
 def quantile(values: Iterable[float], q: float, *, confidence: float = 0.95) -> Interval:
-    """Of a quantile of the population that `values` are drawn from, between two of them: free of any distribution.
+    """Of a quantile of the population that `values` are sampled from, between two of them: free of any distribution.
 
     Where there are too few values for an end, that end is infinite (Conover, Practical Nonparametric Statistics, 3.2).
 
@@ -262,7 +262,7 @@ def rank_correlation(r: float, n: float, *, confidence: float = 0.95) -> Interva
 
 
 def pearson(first: Iterable[float], second: Iterable[float], *, confidence: float = 0.95) -> Interval:
-    """Of Pearson's r over examples, by the bootstrap (pairs are drawn together); unknown where one does not vary.
+    """Of Pearson's r over examples, by the bootstrap (pairs are sampled together); unknown where one does not vary.
 
     >>> x = np.arange(50.0)
     >>> f"{pearson(x, x + 5 * np.sin(x)):.2f}"
@@ -297,7 +297,7 @@ def bootstrap(
 
     Args:
         statistic: function of arrays whose last axis runs over the examples; earlier axes run over resamples.
-        samples: arrays (n,) of the same length; the examples are drawn together from all of them.
+        samples: arrays (n,) of the same length; the examples are sampled together from all of them.
         resamples, seed: how many, and the seed that draws them: the same every time.
 
     >>> f"{bootstrap(lambda x: x.mean(-1), np.arange(100.0)):.0f}"

@@ -44,7 +44,7 @@ VERDICTS = {
     "differs": "further away than that",
     "holds": "a qualitative finding: its 95% interval lies on the criterion's side, or the criterion is not random",
     "fails": "the interval lies on the other side",
-    "undecided": "it lies on both sides, or one run cannot tell",
+    "undecided": "it lies on both sides, or one run cannot decide",
     "stand-in": "a number of another network than the paper's, which is set beside the print and not held against it",
     "not run": "with what it would need",
     "wrong in the paper": "with the proof",

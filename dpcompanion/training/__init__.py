@@ -9,11 +9,11 @@
   `checkpoints`: what it goes on from, a `Checkpoint`;  `options`: `Track` and `Performance`;
 * `people`: `by_person`, where the unit is a person with several rows;  `batches`: several tensors as one input;
 * `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are; `stacking`: their networks as one;
-* `tracking`: everybody's gradient norms along a run, for accounts of each example; `measuring`, `passes`: when and how
+* `tracking`: gradient norms of examples along a run, for accounts of each example; `measuring`, `passes`: when and how
   they are computed; `stepping`: a loop of one's own; `following`: whether they are those of the run;
 * `models`: the papers' networks.
 
-A plan, a training, and what it cost everybody:
+A plan, a training, and what it cost each example:
 
 >>> import torch
 >>> x = torch.randn(1000, 5, generator=torch.Generator().manual_seed(0))

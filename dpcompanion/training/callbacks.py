@@ -42,7 +42,7 @@ class History:
         batch_sizes: number of examples in each step, (steps,) int64; both are where the run is.
         dropped: how many per-example gradients were not finite and so contributed nothing.
         epochs: one dict an epoch: epoch, step, loss, and what `on_epoch` returned.
-        seed: what the run was seeded with, for research; None where nobody can repeat its noise.
+        seed: what the run was seeded with, for research; None where its noise cannot be repeated.
         guarantee: what an epsilon of the run is about, `DPSGDPlan.statement` of the steps that were taken: fewer than
             the plan's where the run was stopped. Their epsilon is `Run.epsilon`.
         precision: what the network went forward and back in, "float32" for instance, or "bf16".
@@ -148,7 +148,7 @@ class History:
             promised = rounded_up(self._promised(plan.delta))
             said.append(f"By its filter ({type(filter).__name__}) it promised beforehand epsilon {promised}.")
         if self.seed is not None:
-            said.append("The noise came from a seed: whoever knows it can subtract the noise.")
+            said.append("The noise came from a seed: anyone who knows it can subtract the noise.")
         return " ".join(said)
 
     def to_json(self, path: str | os.PathLike[str] | None = None, *, tuned: str | None = None) -> str:
@@ -255,7 +255,7 @@ class Run:
 
     @property
     def epsilon(self) -> float | torch.Tensor:
-        """What everybody has after this step, or of an individual plan what each example has, (n,), by the plan's
+        """The uniform epsilon after this step, or of an individual plan what each example has, (n,), by the plan's
         accountant: `plan.epsilon(steps=step)`."""
         return self.plan.epsilon(steps=self.step)
 

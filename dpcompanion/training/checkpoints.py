@@ -38,7 +38,7 @@ class Checkpoint:
     written every so many steps, at the end, and on Ctrl-C, which waits for the step to end (a second one does not).
 
     Without a seed the keys of the noise lie beside it, in a file of the same name and ".key" that only its owner can
-    read; it goes when the run ends. Whoever reads it while the run lasts can subtract the noise. Where it is lost, the
+    read; it goes when the run ends. A reader of it while the run lasts can subtract the noise. Where it is lost, the
     run goes on with new keys and a warning: as private, but not the same.
 
     Args:

@@ -3,7 +3,7 @@
 A data set is anything with a length and items (x, y), such as one of torchvision's with a transform, so that examples
 may be augmented and need not fit into memory: a draw does. Its items are read one by one, or all of a draw at once
 where it has PyTorch's `__getitems__`. What a transform draws from PyTorch's generator depends, in `train`, on the run's
-seed and the step alone. A transform must look at its own example only: whoever mixes examples breaks the guarantee.
+seed and the step alone. A transform must look at its own example only: mixing examples breaks the guarantee.
 
 >>> data = torch.utils.data.TensorDataset(torch.eye(3), torch.tensor([0, 1, 0]))
 >>> x, y = examples_of(data).rows(torch.tensor([2, 0]))

@@ -30,15 +30,15 @@ rounding costs nothing (`dpcompanion.training.secure`).  One example moves the s
 The account is then the plan's with :math:`\Delta_i` in the place of :math:`C_i`.  Each number of noise is drawn from a
 law at most :math:`2^{-100}` in total variation from the rounded Gaussian: where float64 leaves a multiple open, more
 bits and `mpmath` decide, whose working precision has 128 bits to spare.  A run draws :math:`d T` numbers, and
-:math:`(1 + e^\varepsilon)\, d\, T\, 2^{-100}` of delta pays for them.  Coins are exact.
+:math:`(1 + e^\varepsilon)\, d\, T\, 2^{-100}` of delta covers them.  Coins are exact.
 
 **What remains assumed**, here and nowhere else:
 
 1. *An example's gradient does not depend on who else is in the batch*, to the last bit.  Kernels choose their blocks by
    the size of a batch, so it does, in the last bits: `dpcompanion.training.company` measures by how much.
 2. *Who sees what*: the adversary sees all noisy sums, and so all weights.  Not the history (losses, batch sizes,
-   norms), not the keys, not how long a step takes.  Time and memory depend on the batch drawn.
-3. *The cipher*: ChaCha20's stream cannot be told from random bits.
+   norms), not the keys, not how long a step takes.  Time and memory depend on the batch sampled.
+3. *The cipher*: ChaCha20's stream cannot be distinguished from random bits.
 4. *The inverse of the normal distribution function* in SciPy is right to a relative 1e-14; tests find 1e-15.
 5. *The processor* rounds as IEEE 754 says.
 

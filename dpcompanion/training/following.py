@@ -86,7 +86,7 @@ def check_follows(tracker, plan, model, loss, data):
     if plan.individual:
         raise ValueError(
             "trackers follow runs with one rate and one clip norm for all, but the plan has a number for each example: "
-            "its own parameters say what everybody pays"
+            "its own parameters determine the epsilon of each example"
         )
     theirs = {
         "n": plan.n if part is None else mine["n"],

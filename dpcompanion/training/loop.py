@@ -97,10 +97,10 @@ def train(
             it sees the noisy mean gradient.
         seed: None, for a model that is released: sampling and noise come from a cipher under keys of 256 bits that the
             operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research: the
-            keys, and all else that is random, are hashed from it, and whoever has it can subtract the noise.
+            keys, and all else that is random, are hashed from it, and anyone who has it can subtract the noise.
         track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
         filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to what each example is
-            clipped, so that nobody exceeds their budget. It implies `Track(clipping="individual")`.
+            clipped, so that no example exceeds its budget. It implies `Track(clipping="individual")`.
         performance: a `Performance`: method, precision, microbatch_size and device.
         device, method, precision: the same by single keywords. Model and data (of a data set each draw) are moved to
             the device.

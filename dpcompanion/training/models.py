@@ -1,7 +1,7 @@
 """The networks of the five papers' experiments.
 
 Each takes a `seed` and is initialised from a stream of its own: the same seed
-gives the same network whatever was drawn before, and building one draws
+gives the same network whatever was sampled before, and building one draws
 nothing from PyTorch's global generator.  Inputs are (n, channels, height, width),
 outputs (n, classes) logits.  All treat examples one by one: group norm, no batch norm::
 

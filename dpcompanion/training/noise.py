@@ -8,7 +8,7 @@ Sampling and noise are ciphers under keys of 256 bits: coins are exact, and sum 
 On a CPU each step's noise then belongs to its sum: runs that go on from one checkpoint in two ways share none.
 
 With a seed they are hashed from it, so that a run can be repeated: for research.  Every bit of a seed counts, and it
-may have up to 1024; but whoever knows or guesses it can subtract the noise.  Two runs of one seed share their
+may have up to 1024; but anyone who knows or guesses it can subtract the noise.  Two runs of one seed share their
 batches and their noise, so that the difference of two models from neighbouring data is the example's gradients,
 without noise: what experiments want, and what no two released models may have.  Runs with checkpoints in one folder
 warn of it.  Draws are made on the CPU, so that a run on a GPU takes the same batches and the same noise.  Those of a

@@ -1,4 +1,4 @@
-"""What `train` may be told beside model, loss, data and plan: `Track`, an account of each example, and `Performance`.
+"""What `train` may be given beside model, loss, data and plan: `Track`, an account of each example, and `Performance`.
 
 Neither repeats a number of the plan, nor model, loss or data: `train` hands those on.
 
@@ -33,7 +33,7 @@ class Track:
         running: renew an example's norm also when it is sampled; such an account is an estimate.
         rounding: to multiples of which share of the clip norm norms are rounded up, in [1e-6, 1]; None for none.
         accountant: "pld" or "rdp"; None for the plan's.
-        trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch.
+        trajectory_delta: keep every example's epsilon at this delta at the end of each epoch.
         keep_norms: keep the norms of each pass.
         device: where the account is kept, by default on the processor.
 

@@ -8,9 +8,9 @@ The gradient of person :math:`i` is that of one loss, the mean (or the sum) of t
 and it is clipped once.  A Poisson draw takes persons, not rows.  So the sum of clipped gradients moves by at most C if
 all rows of one person are added or removed, however many they are, and everything that is said of examples (plans,
 budgets, accounts, filters, statements) holds of persons: n is their number, and `DPSGDPlan(unit="patient")` says so
-in words.  Without that, a person with ten rows would enter a run ten times and pay for one.
+in words.  Without that, a person with ten rows would enter a run ten times and be charged for one.
 
-Of a person with more than k rows, k are drawn afresh, uniformly and without replacement, each time the person is
+Of a person with more than k rows, k are sampled afresh, uniformly and without replacement, each time the person is
 sampled, by the run's own stream.  Over a run all rows are used, which a choice made once would not do.  The account
 needs neither the secrecy nor the law of this choice: for every fixed choice a person moves a sum by at most their clip
 norm, and the divergence of two mixtures over the same choices is at most the largest of its parts (joint convexity).
@@ -70,7 +70,7 @@ def by_person(
         people: (rows,), who each row belongs to: numbers or texts.
         at_most: k, how many rows of a person enter a step at most; above 0.
         combine: "mean" or "sum", what a person's loss is of those of their rows.
-        persons: everybody's name, each once, in the order of accounts and budgets; by default those of `people`,
+        persons: every person's name, each once, in the order of accounts and budgets; by default those of `people`,
             sorted. Persons without a row are given here: they take part with a gradient of zero.
 
     Returns:
@@ -344,7 +344,7 @@ def owners_of(people: Any, rows: int, persons: Any = None) -> tuple[np.ndarray, 
     places = np.searchsorted(names, found, sorter=order).clip(max=len(names) - 1) if rows else np.zeros(0, np.int64)
     owners = order[places]
     if rows and not (names[owners] == found).all():
-        raise ValueError(f"persons must hold everybody in people, but lacks {found[names[owners] != found][0]!r}")
+        raise ValueError(f"persons must hold every name in people, but lacks {found[names[owners] != found][0]!r}")
     return names, torch.from_numpy(owners.astype(np.int64))
 
 

@@ -104,7 +104,7 @@ class DPSGDPlan:
             sums and the sampler (`dpcompanion.training.floats`), and `train` then adds in float64 and takes no seed.
         parameters: for "float", how many trainable numbers the model has.
         accountant: "pld" or "rdp": by which the run is accounted for, here and in all that is made from the plan, so
-            that everybody's epsilon and an example's stand side by side by the same accountant.
+            that the uniform epsilon and an example's stand side by side by the same accountant.
         unit: what one of the n examples is, in the singular: "example", or whose data they are, such as "patient" or
             "user", where all data of one make one example. It is a word of the statements and changes no number.
 
@@ -348,7 +348,7 @@ class DPSGDPlan:
         return hash((self.n, self.steps, self.noise_multiplier, self.delta, self.accountant))
 
     def _fields(self):
-        """All fields as JSON values without loss: arrays as lists, a divisor that nobody gave as None."""
+        """All fields as JSON values without loss: arrays as lists, a divisor that was not given as None."""
         held = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if isinstance(self.expected_batch_size, _SumOfRates):
             held["expected_batch_size"] = None

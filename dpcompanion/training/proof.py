@@ -239,8 +239,8 @@ def check_independence(model, loss, x, y):
         relative, floor = tolerances(together)
         if not torch.allclose(together[finite], alone[finite], rtol=relative, atol=floor):
             raise ValueError(
-                "model must treat examples one by one, but the loss of an example changes with its "
-                f"company: {together.tolist()} together, {alone.tolist()} alone"
+                "model must treat examples one by one, but the loss of an example depends on "
+                f"the rest of the batch: {together.tolist()} together, {alone.tolist()} alone"
             )
 
 
@@ -270,8 +270,8 @@ def check_company(model, loss, x, y):
         kept = kept.to(first.device)
         if not _alike(first[kept], found[kept]):
             raise ValueError(
-                "model must treat examples one by one, but the loss of an example changes with its company, or what is "
-                f"drawn for it does: {first[kept][:4].tolist()} in one batch, {found[kept][:4].tolist()} in another"
+                "model must treat examples one by one, but the loss of an example depends on the rest of the batch, or "
+                f"its random numbers do: {first[kept][:4].tolist()} in one batch, {found[kept][:4].tolist()} in another"
             )
 
 

@@ -28,7 +28,7 @@ class Recorder:
         for module, name in self.owners.items():
             if any(isinstance(part, _DropoutNd) and part.p for part in module.modules()):
                 raise Unfit(
-                    f"layer {name or 'model'!r} has parameters of its own around dropout, which would be drawn "
+                    f"layer {name or 'model'!r} has parameters of its own around dropout, which would be sampled "
                     "again; use method='func'"
                 )
             for parameter in own_parameters(module).values():

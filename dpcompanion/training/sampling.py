@@ -89,7 +89,7 @@ class PoissonSampler:
         return [(rate, len(own), own) for rate, own in zip(rates.tolist(), members)]
 
     def _by_gaps(self, rate, size):
-        """Which of `size` examples of the same rate are drawn, ascending."""
+        """Which of `size` examples of the same rate are sampled, ascending."""
         device, found, last = self.generator.device, [], -1
         if rate == 1:
             return torch.arange(size, device=device)

@@ -1,6 +1,6 @@
-r"""Random numbers that nobody can predict: a cipher's stream, exact coins and gaps, and Gaussian noise on a grid.
+r"""Unpredictable random numbers: a cipher's stream, exact coins and gaps, and Gaussian noise on a grid.
 
-A model that is published leaves its noise behind.  Whoever can guess the noise subtracts it, so a release needs more
+A model that is published leaves its noise behind.  Anyone who can guess the noise subtracts it, so a release needs more
 than a good statistical generator: its seed must be too long to try, and its output must tell nothing of what comes
 next.  `SecureStream` is the stream of ChaCha20 under a key of 256 bits, which by default the operating system draws and
 no file holds.  The package `cryptography` computes it; where that is not installed, `dpcompanion.training.chacha` does,
@@ -125,7 +125,7 @@ class SecureStream:
         )
 
     def get_state(self, *, with_key=False):
-        """{"calls": how many were made}, and {"key": the key} where asked for: whoever reads it knows all the noise."""
+        """{"calls": how many were made}, and {"key": the key} where asked for: anyone with it knows all the noise."""
         self._own()
         return {"calls": self._calls} | ({"key": self._key} if with_key else {})
 
@@ -145,7 +145,7 @@ class SecureStream:
 
     @property
     def key(self):
-        """The key: whoever has it knows every number of the stream."""
+        """The key: anyone who has it knows every number of the stream."""
         self._own()
         return self._key
 

@@ -1,7 +1,7 @@
 """What decides which code a model runs: modes, flags, hooks, frozen parameters; and a proof that holds for one of them.
 
 A proof looks at a model in one state. A layer that is in evaluation mode while the proof looks, and in training mode
-later, may mix examples then. So whoever relies on a proof compares states, and proves again where they differ.
+later, may mix examples then. So a proof is relied on only after comparing states, and is repeated where they differ.
 
 >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout())
 >>> before = state_of(model)

@@ -77,7 +77,7 @@ class OwnLoop(abc.ABC):
             yield self.norms.new_full(self.norms.shape, self._largest) if limits is None else limits
             pieces = [[piece[k] for piece in self._observed if piece[k] is not None] for k in range(3)]
             if any(len(column) not in (0, len(self._observed)) for column in pieces):
-                raise ValueError("observe must be told the same of each piece of a step")
+                raise ValueError("observe must be given the same arguments for each piece of a step")
             indices, norms, clipped = (torch.cat(column) if column else None for column in pieces)
             self.after_step(indices, norms, clipped=clipped)
         finally:

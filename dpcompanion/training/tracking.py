@@ -1,12 +1,12 @@
-r"""Everybody's gradient norm along a run, for accounts of each example (Yu et al. 2022 and 2023).
+r"""Every example's gradient norm along a run, for accounts of each example (Yu et al. 2022 and 2023).
 
 An account charges example i at each step for a bound on its gradient's norm,
 but a step of SGD computes the norms of its own batch only.  `NormTracker` keeps :math:`Z_i`, the
-latest known norm of every example at most C, charges everybody for it, and renews it
+latest known norm of every example at most C, charges the example for it, and renews it
 
 * by full-batch passes, K of them an epoch, evenly spaced, the first before the first step;
 * with ``running=True``, also whenever an example is sampled (version 1 of the paper; K may be 0, from Z = C on). It
-  is charged then, for the steps since its norm was last renewed; everybody is when the account is asked for.
+  is charged then, for the steps since its norm was last renewed; all examples are when the account is asked for.
 
 Two ways to clip, two kinds of account::
 
@@ -80,8 +80,8 @@ class NormTracker(Measured, OwnLoop):
         examples: (n,) distinct indices, if the accountant and data are a part of what is trained on; such a tracker
             only observes, so clipping is "maximum".
         budget: a `RenyiFilter` or `ExactFilter` (`dpcompanion.filters`) of the n examples: it says to what each step
-            clips, and who cannot pay takes no part. Needs clipping "individual" without running estimates.
-        trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch (`trajectory`): 4 bytes an
+            clips, and one out of budget takes no part. Needs clipping "individual" without running estimates.
+        trajectory_delta: keep every example's epsilon at this delta at the end of each epoch (`trajectory`): 4 bytes an
             example and epoch. It is worked out there and then, which waits for the account's device.
         keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass, where the account is.
         method, chunk: how the passes are computed, see `gradient_norms`.
@@ -199,8 +199,8 @@ class NormTracker(Measured, OwnLoop):
             examples: (m,) distinct indices, if data are a part of what is trained on; such a tracker only observes, so
                 clipping is "maximum".
             budget: a `RenyiFilter` or `ExactFilter` (`dpcompanion.filters`) of the examples: it says to what each step
-                clips, and who cannot pay takes no part. Needs clipping "individual" without running estimates.
-            trajectory_delta: keep everybody's epsilon at this delta at the end of each epoch (`trajectory`).
+                clips, and one out of budget takes no part. Needs clipping "individual" without running estimates.
+            trajectory_delta: keep every example's epsilon at this delta at the end of each epoch (`trajectory`).
             keep_norms: keep the norms of each pass (`norms_of_passes`).
             method, chunk: how the passes are computed, see `gradient_norms`.
             precision: None for the model's own, or "bf16": in what the passes go forward and back.
@@ -256,7 +256,7 @@ class NormTracker(Measured, OwnLoop):
     def accountant(self) -> IndividualAccountant:
         """The accountant, with all steps recorded, the one under way too.
 
-        It answers for what it was told only: its epsilon is 0 before the first step, and no bound where the last one
+        It answers for what it was given only: its epsilon is 0 before the first step, and no bound where the last one
         was left half done or not enforced. `epsilon` refuses then.
         """
         steps = self.steps - self._recorded
@@ -318,11 +318,11 @@ class NormTracker(Measured, OwnLoop):
 
     @property
     def trajectory(self) -> torch.Tensor:
-        """Everybody's epsilon (rounded up, an estimate unless `exact`) after each epoch, (epochs, n) float32."""
+        """Every example's epsilon (rounded up, an estimate unless `exact`) after each epoch, (epochs, n) float32."""
         return torch.stack(self._trajectory) if self._trajectory else torch.zeros(0, self._accountant.n)
 
     def before_step(self) -> torch.Tensor | None:
-        """Begin a step: renew the norms if a pass is due, and charge everybody. `train` calls it; see `step` for a loop
+        """Begin a step: renew the norms if a pass is due, and charge all. `train` calls it; see `step` for a loop
         of one's own.
 
         Returns:

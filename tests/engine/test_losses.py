@@ -226,8 +226,8 @@ def test_a_criterion_is_taken_without_reduction_and_its_sum_is_that_of_one_examp
 @pytest.mark.parametrize("mode", MODES)
 def test_a_criterion_that_mixes_examples_or_gives_one_number_is_refused(mode):
     for criterion, word in (
-        (contrastive, "changes with its company"),
-        (lambda o, y: focal(o, y) / len(y), "changes with its company"),
+        (contrastive, "depends on the rest of the batch"),
+        (lambda o, y: focal(o, y) / len(y), "depends on the rest of the batch"),
         (lambda o, y: focal(o, y).mean(), "one number an example"),
     ):
         engine, module, optimizer, criterion, loader = private(

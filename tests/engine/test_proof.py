@@ -225,7 +225,7 @@ def test_a_criterion_of_ghost_mode_that_looks_at_the_batch_is_refused():
             return super().forward(x, y) * len(y)
 
     _, model, optimizer, criterion, loader = private(nn.Linear(4, 3), mode="ghost", criterion=PerBatch())
-    with pytest.raises(ValueError, match="company"):
+    with pytest.raises(ValueError, match="rest of the batch"):
         train(model, optimizer, criterion, loader)
 
 

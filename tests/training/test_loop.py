@@ -378,7 +378,7 @@ class MixesInTraining(nn.Module):
 @pytest.mark.parametrize("method", ["auto", "mixed", "ghost"])
 @pytest.mark.parametrize("always", [False, True])
 def test_a_model_that_mixes_examples_is_refused_by_every_method_that_sees_them_together(method, always):
-    with pytest.raises(ValueError, match="company"):
+    with pytest.raises(ValueError, match="rest of the batch"):
         run(*problem(), model=MixesInTraining(always).double(), method=method)
 
 

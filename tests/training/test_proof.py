@@ -270,7 +270,7 @@ def centred_if_many(model, h):
 def test_no_draw_and_no_small_batch_hides_that_examples_are_mixed(what, method):
     """Nothing was said of what draws at random: one example moved the sum of the others by 5.7 C."""
     torch.manual_seed(0)
-    with pytest.raises(ValueError, match="company"):
+    with pytest.raises(ValueError, match="rest of the batch"):
         clipping.resolve_method(InTraining(what), cross_entropy, *examples(), method)
 
 

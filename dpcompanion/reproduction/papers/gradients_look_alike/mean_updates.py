@@ -229,7 +229,7 @@ def _larger_batches(record):
 
 @finding(
     "gradients-look-alike/theorem-3.6",
-    "theorem 3.6 tells points apart: its correlation with how far a point moves the update is above 0.5",
+    "theorem 3.6 distinguishes points: its correlation with how far a point moves the update is above 0.5",
     of="gradients-look-alike/figure-8",
     kind="own",
 )

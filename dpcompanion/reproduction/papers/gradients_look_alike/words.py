@@ -6,7 +6,7 @@ BOTH = {"remove": "with x against without", "add": "without x against with"}
 
 
 def everybody(record, name):
-    """Everybody's epsilon of a task by the privacy loss distribution of its run."""
+    """The uniform epsilon of a task by the privacy loss distribution of its run."""
     task = Task(**{**record.config["tasks"], **record.config.get("larger", {})}[name])
     (examples,) = {
         source["examples"] for source in record.data if source["split"] == "train" and source["name"] == task.data

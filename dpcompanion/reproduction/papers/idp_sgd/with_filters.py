@@ -38,7 +38,7 @@ class Descent:
 
 @dataclasses.dataclass(frozen=True)
 class Filtered:
-    """Table 4: training in which everybody leaves when their budget is spent.
+    """Table 4: training in which every person leaves when their budget is spent.
 
     DP-SGD takes the descent's steps, at the noise with which they cost the smallest budget; runs with a filter take
     `longer` times as many, at the same noise.  `assigned`: the budgets of either half of the examples.

@@ -24,7 +24,7 @@ from dpcompanion.reproduction.papers.yu import correlation_with_extremes, exampl
 
 @experiment(f"{NAME}/figure-1", quick=Study(QUICK), paper=Study(at_length(PAPER)))
 def figure_1(config, run):
-    """Everybody's epsilon by RDP, the share that reaches the worst case, and what PLD makes of the same histories."""
+    """Each example's epsilon by RDP, the share that reaches the worst case, and the same histories by PLD."""
     values, arrays = left_out(config, run), {}
     for name, task in runnable(config, run).items():
         found = trained(task, config.seed, run)

@@ -58,7 +58,7 @@ class Trained:
 
     @property
     def worst_case(self):
-        """Epsilon of the run, for anybody (RDP)."""
+        """The uniform epsilon of the run (RDP)."""
         return self.plan.epsilon(accountant="rdp")
 
     @property
@@ -79,7 +79,7 @@ class Trained:
         rounding: float | None = 0.01,
         upto: int | None = None,
     ) -> np.ndarray:
-        """Everybody's epsilon after `upto` steps (all by default), from all passes or from fewer `refreshes`."""
+        """Every example's epsilon after `upto` steps (all by default), from all passes or from fewer `refreshes`."""
         steps = self.plan.steps if upto is None else upto
         chosen = self.passes if refreshes is None else schedule(self.plan, refreshes)
         rows = np.searchsorted(self.passes, chosen, side="right") - 1

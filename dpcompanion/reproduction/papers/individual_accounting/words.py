@@ -1,4 +1,4 @@
-"""What the book calls the runs of this paper, and what everybody has in one."""
+"""What the book calls the runs of this paper, and the uniform epsilon of one."""
 
 from dpcompanion.reproduction import plotting
 from dpcompanion.reproduction.papers.individual_accounting.runs import make_plan
@@ -43,7 +43,7 @@ def label(record, kind, what=""):
 
 
 def plain_epsilon(record, name, accountant="pld"):
-    """What plain accounting gives everybody in the run of a record's task.
+    """The uniform epsilon of the run of a record's task.
 
     One example's gradients or zeros in their place, Poisson sampling, the task's delta.
     """

@@ -160,7 +160,7 @@ def _ends_apart(record):
     yield "pairs of runs", f"{each:.3f} against {star:.3f}", each.above(star)
 
 
-@finding("intrinsic-privacy/theorem-2", "no distance that was seen, with one place replaced, exceeds the bound")
+@finding("intrinsic-privacy/theorem-2", "no measured distance, with one place replaced, exceeds the bound")
 def _within_bound(record):
     for name in _bounded(record):
         seen, bound = record.values[f"{name}.one_place"], record.values[f"{name}.bound"]

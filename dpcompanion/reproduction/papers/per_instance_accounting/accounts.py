@@ -81,14 +81,14 @@ def _group_means(record):
     ]
 
 
-@finding(f"{NAME}/figure-2", "the five groups stand in the same order at every look")
+@finding(f"{NAME}/figure-2", "the five groups are in the same order at every measurement")
 def stay_stratified(record):
     groups, ordered = _group_means(record), record.values["ordered"]
     steps = [(above - below).above(0) for low, high in zip(groups, groups[1:]) for below, above in zip(low, high)]
     yield label(record), f"at {ordered:.0%} of them", intervals.every(*steps)
 
 
-@finding(f"{NAME}/figure-2", "the top group's mean norm is at least twice the bottom one's at every look")
+@finding(f"{NAME}/figure-2", "the top group's mean norm is at least twice the bottom group's at every measurement")
 def far_apart(record):
     groups = _group_means(record)
     ratios = [top / bottom for bottom, top in zip(groups[0], groups[-1])]

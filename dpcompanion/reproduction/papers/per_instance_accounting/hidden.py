@@ -50,7 +50,7 @@ def true_divergence(probabilities, added, noise):
 
 @experiment(f"{NAME}/algorithm-1", quick=Hidden(), paper=Hidden())
 def algorithm_1(config, run):
-    """What all outputs give away of the example, and what it is told, by whether it was sampled at the first step."""
+    """What all outputs reveal of the example, and its charge, by whether it was sampled at the first step."""
     values = {}
     for kind, running in (("running", True), ("passes", False)):
         probabilities, added, charged = histories(config, running=running)

@@ -82,7 +82,7 @@ def figure_4(config, run):
 
 @experiment(f"{NAME}/text-worst-case-share", paper=Several({"cifar10": CIFAR10, "mnist": MNIST_RESNET}))
 def text_worst_case_share(config, run):
-    """The share of examples that pay the worst case."""
+    """The share of examples that reach the worst case."""
     values = {}
     for name, setting in config.settings.items():
         found = trained(setting, config.seeds[0], run)

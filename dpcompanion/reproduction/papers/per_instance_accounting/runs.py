@@ -64,7 +64,7 @@ QUICK, PAPER = Study(), Study(MNIST)
 
 @functools.cache
 def worst_case(setting="mnist", accountant="rdp"):
-    """Epsilon of one of the paper's settings, for anybody."""
+    """The uniform epsilon of one of the paper's settings."""
     rate, noise, steps = SETTINGS[setting]
     return compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=DELTA, accountant=accountant)
 
@@ -190,7 +190,7 @@ def label(record, setting=None):
 
 
 def plain_epsilon(record, setting=None, n=None, accountant="pld"):
-    """What plain accounting gives everybody in the run of a record, or of one of its settings, on `n` examples.
+    """The uniform epsilon of the run of a record, or of one of its settings, on `n` examples.
 
     One example's gradients or zeros in their place, Poisson sampling, delta 1e-5. By default `n` is the record's.
     """
