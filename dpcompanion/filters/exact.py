@@ -251,7 +251,7 @@ class ExactFilter(Told):
         if bool(lacking.any()):
             raise ValueError(
                 f"levels must be affordable for every example for {blocks} block(s) (see levels_for), but "
-                f"{int(lacking.sum())} are not"
+                f"{int(lacking.sum())} cannot afford them"
             )
         self._pay(index, blocks)
 
