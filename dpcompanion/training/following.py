@@ -16,16 +16,8 @@ from dpcompanion.training.people import Persons
 
 # By how much a clipped norm, worked out in float32, may seem too long.
 _ROUNDING = 1e-6
-_OF_A_FILTER = (
-    "n",
-    "sample_rate",
-    "noise_multiplier",
-    "max_grad_norm",
-    "clip_norms",
-    "epsilon",
-    "state_dict",
-    "load_state_dict",
-)
+# What is asked of a filter at each step; the rest of the protocol is for checkpoints and statements.
+_OF_A_FILTER = ("n", "sample_rate", "noise_multiplier", "max_grad_norm", "clip_norms")
 
 
 def check_clipped(indices, clipped, limits):
