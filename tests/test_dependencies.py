@@ -30,7 +30,7 @@ REPRODUCTION = (
     {"experiments"},
     {"papers", "states"},
     {"scoreboard"},
-    {"chapters", "mosaic"},
+    {"chapters", "exports", "mosaic"},
 )
 # But for the name of a type, and for a name that is handed on where Opacus is.
 UPWARDS = {

@@ -20,7 +20,7 @@ from . import pld
 from .calibration import find_noise_multiplier, find_sample_rate, find_steps
 from .conversions import DeltaAt, EpsilonAt, rdp_to_delta, rdp_to_epsilon
 from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
-from .items import Gaussian, Guarantee, Laplace, LedgerEntry, PersonalCosts, SampledGaussian
+from .items import Gaussian, Guarantee, HasLedgerEntry, Laplace, LedgerEntry, PersonalCosts, SampledGaussian
 from .ledger import GaussianMu, Ledger
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 from .runs import ACCOUNTANTS, compute_delta, compute_epsilon
@@ -35,6 +35,7 @@ __all__ = [
     "Gaussian",
     "GaussianMu",
     "Guarantee",
+    "HasLedgerEntry",
     "Laplace",
     "Ledger",
     "LedgerEntry",
