@@ -148,23 +148,27 @@ def by_train(name, lora, method):
     return False
 
 
+def private(model, x, y, mode):
+    """What the engine returns for a model that all examples train at once, and that does not move."""
+    return IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
+        module=model.train(),
+        optimizer=torch.optim.SGD(trained(model), lr=0.0),
+        data_loader=DataLoader(TensorDataset(x, y), batch_size=N),
+        target_epsilons=3.0,
+        target_delta=1e-3,
+        epochs=1,
+        max_grad_norm=CLIP,
+        seed=0,
+        grad_sample_mode=mode,
+    )
+
+
 def by_engine(name, lora, mode):
     """Whether the engine refuses a model; a sum is else compared with autograd."""
     model, x, y = made(name, lora)
     expected, _ = alone(copy.deepcopy(model).eval(), x, y)
-    engine = IndividualizedPrivacyEngine(accountant="rdp")
     try:
-        module, optimizer, *rest = engine.make_private_with_budgets(
-            module=model.train(),
-            optimizer=torch.optim.SGD(trained(model), lr=0.0),
-            data_loader=DataLoader(TensorDataset(x, y), batch_size=N),
-            target_epsilons=3.0,
-            target_delta=1e-3,
-            epochs=1,
-            max_grad_norm=CLIP,
-            seed=0,
-            grad_sample_mode=mode,
-        )
+        module, optimizer, *rest = private(model, x, y, mode)
         criterion = rest[0] if mode == "ghost" else F.cross_entropy
         for inputs, targets in rest[-1]:
             criterion(module(inputs), targets).backward()
@@ -232,17 +236,7 @@ def test_lora_over_a_base_in_bfloat16_has_norms_as_autograd():
 def test_lora_over_a_base_in_bfloat16_is_trained_in_the_engine(mode):
     model, (_, x, y) = bf16_llama(), made("Llama", False)
     expected, _ = alone(copy.deepcopy(model).eval(), x, y)
-    module, optimizer, *rest = IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
-        module=model.train(),
-        optimizer=torch.optim.SGD(trained(model), lr=0.0),
-        data_loader=DataLoader(TensorDataset(x, y), batch_size=N),
-        target_epsilons=3.0,
-        target_delta=1e-3,
-        epochs=1,
-        max_grad_norm=CLIP,
-        seed=0,
-        grad_sample_mode=mode,
-    )
+    module, optimizer, *rest = private(model, x, y, mode)
     criterion = rest[0] if mode == "ghost" else F.cross_entropy
     (batch,) = rest[-1]
     criterion(module(batch[0]), batch[1]).backward()

@@ -67,7 +67,7 @@ from .items import (
     said,
 )
 from .loss import DIRECTIONS, LEAST_RATE, _Step
-from .people import epsilons_of
+from .people import SPREAD, epsilons_of
 from .pld import _HAIR, _LOG_CAPPED, NoGrid
 from .runs import compute_epsilon
 from .tradeoff import _Curve, _Gaussian, _log_deltas
@@ -79,7 +79,6 @@ RELATIONS = {
     "add-remove": "Neighbours differ by adding or removing one example",
     "replace": "Neighbours differ by one example that replaces another",
 }
-_SPREAD = 1e12  # what costs so much less than the dearest item counts as so much: one grid holds all losses
 
 
 class GaussianMu(NamedTuple):
@@ -260,7 +259,7 @@ class Ledger:
         )
         if least < revealed.LITTLE_NOISE and (runs or mu):
             raise NoGrid(f"noise of {least:g} times the sensitivity is too little for a grid")
-        most = _SPREAD * least
+        most = SPREAD * least
         kinds: list[tuple[Any, int]] = []
         for (rate, noise), steps in runs.items():
             if direction == "replace":

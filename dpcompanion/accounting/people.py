@@ -25,7 +25,7 @@ from .loss import DIRECTIONS, LEAST_RATE, _Step
 from .pld import _LOG_CAPPED
 
 _FEW = 12  # different people whose epsilons are computed one by one
-_SPREAD = 1e12  # what costs so much less than the most expensive kind counts as so much: one grid holds all losses
+SPREAD = 1e12  # what costs so much less than the most expensive kind counts as so much: one grid holds all losses
 
 
 def epsilons_of(
@@ -77,7 +77,7 @@ def _on_grids(kinds, counts, delta):
     # Kinds whose losses are capped come first: of all the cap of the first one is counted.
     used.sort(key=lambda j: isinstance(kinds[j], (Laplace, Guarantee)))
     kinds, counts = [kinds[j] for j in used], counts[:, used]
-    most = _SPREAD * min(map(_scale, kinds))
+    most = SPREAD * min(map(_scale, kinds))
     levels, nodes = _levels(kinds, most)
     log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(_totals(counts).max()))
     found = torch.zeros(len(counts), dtype=torch.float64)
