@@ -46,8 +46,10 @@ def resolve_method(model, loss, examples, method, precision=None):
     device, (x, y) = next(model.parameters()).device, examples.probe
     rows = proof.rows_to_look_through(len(x))
     with undisturbed(model) as inner:
-        inner, loss = examples.seen(inner, loss)
-        return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method, precision)
+        network, losses = examples.seen(inner, loss)
+        found = clipping.resolve_method(network, losses, x[rows].to(device), y[rows].to(device), method, precision)
+        examples.prove(inner, loss)
+        return found
 
 
 def state_of(model):

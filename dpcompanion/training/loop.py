@@ -33,14 +33,14 @@ import signal
 import threading
 import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import is_away, sent
-from dpcompanion._types import Device, Loss
+from dpcompanion._types import Device
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
@@ -66,12 +66,15 @@ _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "hi
 
 def train(
     model: torch.nn.Module,
-    loss: Loss,
+    loss: Callable[[Any, Any], torch.Tensor],
     data: Data,
     plan: "DPSGDPlan",
     *,
     optimizer: torch.optim.Optimizer,
     seed: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    people: Any = None,
+    at_most: int | None = None,
     track: Track | None = None,
     filter: Any = None,
     performance: Performance | None = None,
@@ -90,15 +93,23 @@ def train(
     Args:
         model: a module that treats examples one by one: no batch norm, unless it is in evaluation mode and stays there,
             and nothing that is spread over processes, such as DistributedDataParallel (`dpcompanion.engine` does that).
-        loss: (outputs, targets) -> (n,), such as `cross_entropy`.
-        data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y), of which each
-            draw is read when it comes, so that its transform may augment them (`dpcompanion.training.examples`).
+        loss: (outputs, targets) -> (n,), such as `cross_entropy`; outputs are whatever the model returns. Where a batch
+            is a mapping: (outputs, batch) -> (n,), such as `dpcompanion.huggingface.per_example_loss` gives.
+        data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y) or mappings, of
+            which each draw is read when it comes, so that its transform may augment them
+            (`dpcompanion.training.examples`); or what `by_person` gives.
         plan: a `DPSGDPlan`.
         optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure (not LBFGS);
             it sees the noisy mean gradient.
         seed: None, for a model that is released: sampling and noise come from a cipher under keys of 256 bits that the
             operating system draws (`dpcompanion.mechanism.secure`). Or a whole number below 2^1024, for research: the
             keys, and all else that is random, are hashed from it, and anyone who has it can subtract the noise.
+        collate_fn: with a data set, a function list of items -> batch, as a loader of PyTorch's takes: a pair (inputs,
+            targets) or a mapping, nested as it may be, of tensors with the examples first. It may pad to the longest
+            of a draw (`dpcompanion.training.collating`).
+        people: who each row of the data belongs to, (rows,), where the plan's n examples are persons; with `at_most`
+            as of `by_person`, which knows persons without rows, too.
+        at_most: with people, how many rows of a person enter a step at most.
         track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
         filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to what each example is
             clipped, so that no example exceeds its budget. It implies `Track(clipping="individual")`.
@@ -119,13 +130,13 @@ def train(
         History.
 
     Raises:
-        ValueError: before any work, for data that do not fit plan, model or loss, a model or loss that mixes examples,
-            a method that is wrong for the model (`dpcompanion.gradients.proof`), an optimizer of other parameters, a
-            tracker of another run, or a checkpoint of another run or damaged. A data set is known by its length and the
-            targets of 64 examples only. During the run, before the step is taken, for a model that mixes examples in a
-            state that it has come into since (`dpcompanion.gradients.states`), or that keeps something of them, and for
-            a loss that is seen to mix those of a batch; on a GPU what buffers and losses tell is looked at by the end
-            of each epoch.
+        ValueError: before any work, for data that do not fit plan, model or loss, a model, loss or `collate_fn` that
+            mixes examples, a method that is wrong for the model (`dpcompanion.gradients.proof`), an optimizer of other
+            parameters, a tracker of another run, or a checkpoint of another run or damaged. A data set is known by its
+            length and the targets of 64 examples only. During the run, before the step is taken, for a model that mixes
+            examples in a state that it has come into since (`dpcompanion.gradients.states`), or that keeps something of
+            them, and for a loss that is seen to mix those of a batch; on a GPU what buffers and losses tell is looked
+            at by the end of each epoch.
     """
     callbacks, checkpoint = check_extras(callbacks, checkpoint)
     if physical_batch_size is not None:
@@ -133,7 +144,7 @@ def train(
     loop = _Loop(
         model,
         loss,
-        data,
+        examples_of(data, collate_fn=collate_fn, people=people, at_most=at_most),
         plan,
         optimizer,
         seed=seed,
@@ -239,6 +250,7 @@ class _Loop:
         self.network, self.loss = self.examples.seen(model, loss)
         self.called = {name: name if self.network is model else f"model.{name}" for name in self.parameters}
         self.prove(model)
+        self.examples.prove(model, loss)
         # A scheduler keeps the rate that it began with as initial_lr.
         self.begun_with = [
             type(optimizer).__name__,
