@@ -98,6 +98,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         wrap_model: bool = True,
         prove: bool = True,
         trust_loss: bool = False,
+        people: None = None,
     ) -> Any:
         """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) that spend each
         budget in `epochs`.
@@ -141,6 +142,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 examples one by one and uses every weight in its layer only.
             trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
                 on one example, no epsilon holds; `statement` says that your word was taken.
+            people: None: here each item of the data set is one unit, and Opacus clips it by itself. Persons with
+                several rows are the unit of `dpcompanion.training.train` (its `people`, or `by_person`) and of
+                `dpcompanion.huggingface.PersonalTrainer`.
 
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
@@ -152,6 +156,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             ValueError: at the step, for a loss that mixes examples, as with class weights, or that is not known to be a
                 mean (or sum) of one number an example.
         """
+        if people is not None:
+            raise ValueError(
+                "people must be None in the engine, which clips each item of the data set by itself, got a "
+                f"{type(people).__name__}: for persons with several rows use dpcompanion.training.train with people "
+                "and at_most, or PersonalTrainer"
+            )
         _checks.one_of("method", method, METHODS)
         _checks.one_of("clipping", clipping, CLIPPINGS)
         if grad_sample_mode == "ghost" and clipping == "per_layer":

@@ -102,8 +102,8 @@ def _by_func(model, loss, x, y, limit, precise):
 
 
 _TAKEN_BY_FUNC = (
-    "model must be one that torch.func's vmap and grad can take (recurrent layers often are not; "
-    "opacus.layers has some that are)"
+    "model must be one that torch.func's vmap and grad can take (recurrent layers often are not, of which "
+    "opacus.layers has some that are; models of transformers are with attn_implementation='eager')"
 )
 
 

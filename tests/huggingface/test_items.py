@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from tiny import CLASSES, MODELS, VOCABULARY, bert, gpt2, model_of
+from tiny import CLASSES, MODELS, VOCABULARY, bert, gpt2, llama, model_of
+import peft  # after tiny, which helps torchvision
 from tokenizers import Tokenizer, models
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -53,7 +54,7 @@ def alone(model, rows, collate, groups):
         found = torch.autograd.grad(losses.mean(), list(named.values()), allow_unused=True, materialize_grads=True)
         norm = torch.stack([g.norm() for g in found]).norm()
         for name, g in zip(named, found):
-            total[name] += g * min(1.0, CLIP / float(norm))
+            total[name] += g * min(1.0, CLIP / max(float(norm), 1e-30))
     return total
 
 
@@ -69,8 +70,8 @@ REFUSED = {
 }
 
 
-def outcome(name, lora, method, people=None):
-    model = model_of(name, lora=lora)
+def outcome(name, lora, method, people=None, model=None):
+    model = model_of(name, lora=lora) if model is None else model
     rows, collate = rows_and_collator(name, model)
     groups = [[i] for i in range(N)] if people is None else [[0, 3], [1, 2, 4], [5]]
     expected = alone(copy.deepcopy(model).eval(), rows, collate, groups)
@@ -98,6 +99,39 @@ def outcome(name, lora, method, people=None):
         wanted = expected.get(key, torch.zeros_like(p))
         assert (len(groups) * (before[key] - p.detach()) - wanted).norm() <= 1e-4 * CLIP * N
     return None
+
+
+LLAMA = {"target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+PEFT = {
+    "dora": lambda: peft.LoraConfig(r=2, use_dora=True, init_lora_weights=False, **LLAMA),
+    "ia3": lambda: peft.IA3Config(feedforward_modules=[], init_ia3_weights=False, **LLAMA),
+    "vera": lambda: peft.VeraConfig(r=2, init_weights=False, **LLAMA),
+    "adapters": lambda: peft.AdaptionPromptConfig(adapter_len=2, adapter_layers=1, task_type="CAUSAL_LM"),
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+    "p-tuning": lambda: peft.PromptEncoderConfig(num_virtual_tokens=2, encoder_hidden_size=4, task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
+}
+
+
+def adapted(name, **options):
+    torch.manual_seed(0)
+    return peft.get_peft_model(llama(max_position_embeddings=16, **options), PEFT[name]())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEFT)
+def test_what_peft_adds_is_trained_as_autograd_says_and_nothing_else_moves(name):
+    assert outcome("llama", True, "auto", model=adapted(name, attn_implementation="eager")) is None
+    error = outcome("llama", True, "auto", model=adapted(name))
+    assert error is None or "eager" in error
+
+
+def test_a_prompt_is_trained_as_autograd_says_and_nothing_else_moves():
+    assert outcome("llama", True, "auto", model=adapted("prompt", attn_implementation="eager")) is None
+    model = adapted("prompt", attn_implementation="eager").eval()
+    rows, collate = rows_and_collator("llama", model)
+    batch = collate([dict(rows[1])])
+    torch.testing.assert_close(per_example_loss(model)(model(**batch), batch)[0], model(**batch).loss)
 
 
 @pytest.mark.slow

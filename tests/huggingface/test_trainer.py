@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from tiny import MODELS, bert, model_of, rows_of
+from tiny import MODELS, bert, llama, model_of, rows_of
+from peft import PromptTuningConfig, get_peft_model
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments, default_data_collator
 
 from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer
@@ -333,6 +334,17 @@ def test_what_cannot_be_accounted_for_is_refused(privacy, options, word, tmp_pat
     with warnings.catch_warnings(), pytest.raises(ValueError, match=word):
         warnings.simplefilter("ignore")
         trainer_of(tmp_path, privacy=privacy, **options)
+
+
+def test_of_a_trained_prompt_the_prompt_moves_and_nothing_else(tmp_path):
+    torch.manual_seed(0)
+    config = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = get_peft_model(llama(attn_implementation="eager"), config)
+    before = weights_of(model)
+    trainer = trainer_of(tmp_path, "llama", model)
+    trainer.train()
+    moved = {name for name, p in weights_of(model).items() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad} and len(moved) == 1
 
 
 def test_epochs_count_persons(tmp_path):
