@@ -20,7 +20,7 @@ has no influence on the gradient of another.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
 An example by itself has no company, so a proof takes a batch of two. It is made again with a batch of twice the size,
-and with the next batch when what says which code runs has changed (`dpcompanion.engine.states`): a layer that was in
+and with the next batch when what says which code runs has changed (`dpcompanion.gradients.states`): a layer that was in
 evaluation mode while the proof looked may do anything when it wakes.  Attributes that are numbers may count passes: at
 their changes 1, 2, 4, 8, ... it is made again.
 Without it no step is taken of more than one example: where inputs do not say which rows are examples, it takes
@@ -42,10 +42,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._devices import autocasts
 from ..gradients.checks import check_types
+from ..gradients.states import State
 from ..gradients.tensors import added_up
 from .checks import check_trained, trainable
 from .layers import clear_notes, culprit
-from .states import CodeState
 
 _PROBED, _COMPARED = 16, 4
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
@@ -77,7 +77,7 @@ class Proof:
         self.open, self._proved, self.busy = True, 0, False
         self.rows = 0  # of how many examples a pass of the proof is
         self._own_loss, self._trained = own_loss, trainable(self._inner)
-        self._state, self._numbers_seen, self._changes = None, None, 0  # when it was proved
+        self._state = None  # in which it was proved
         #: What is known against the number that the module puts out; None where it is one of examples.
         self.own_loss_mixes, self._numbers = None, False
         watched.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -91,7 +91,7 @@ class Proof:
         if not module.training and hasattr(self._hooks, "hooks_enabled"):  # Opacus's hooks look away
             return
         check_trained(self._inner, self._trained)
-        if self._changed():
+        if self._state is not None and self._state.has_changed(self._inner):
             self.open, self._proved = True, 0
         if n < 2 * self._proved:
             return
@@ -104,22 +104,9 @@ class Proof:
             if batch.found:
                 with self._aside():
                     self._prove(batch, parameters)
-                self._state = CodeState(self._inner)
-                self._numbers_seen = self._state.numbers
+                self._state = State(self._inner, 0 if self._state is None else self._state.changes)
         finally:
             self.busy = False
-
-    def _changed(self):
-        """Whether another code may run than the one that was proved."""
-        if self._state is None:
-            return False
-        state = CodeState(self._inner)
-        if state != self._state:
-            return True
-        if state.numbers != self._numbers_seen:
-            self._numbers_seen, self._changes = state.numbers, self._changes + 1
-            return self._changes & (self._changes - 1) == 0
-        return False
 
     def _prove(self, batch, parameters):
         try:
