@@ -10,10 +10,11 @@ import torch
 from opacus.validators.errors import UnsupportedModuleError
 
 from .checks import Traceless
+from .criterion import PerExampleCriterion
 from .ghost import GhostOptimizer
 from .layers import ForEachExample, check_packed, mend
 from .loading import Draws, Noted, private_loader
-from .losses import LossWatch, PerExampleCriterion
+from .losses import LossWatch
 from .optimizers import HooksOptimizer
 from .proof import Proof, tolerance_of
 

@@ -13,7 +13,7 @@ from torch import nn
 from .._devices import autocasts
 from ..gradients.layers import Ghost, GhostEmbedding
 from ..gradients.tensors import rounded_up
-from .losses import LossCompany, Unreduced, note_call
+from .criterion import LossCompany, Unreduced, note_call
 from .optimizers import Following
 from .proof import missing, norm_of, tolerance_of
 

@@ -1,4 +1,4 @@
-"""What a module puts out: tensors in tuples, dicts and dataclasses.
+"""What a module puts out, tensors in tuples, dicts and dataclasses, and what comes back to it.
 
 >>> map_tensors({"loss": torch.zeros(()), "ids": torch.ones(2).long()}, lambda t: t + 1, torch.is_floating_point)
 {'loss': tensor(1.), 'ids': tensor([1, 1])}
@@ -6,6 +6,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -31,3 +32,38 @@ def map_tensors(value, function, which):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
+
+
+def _wrapped(t):
+    inside: Any = torch._C
+    return inside._functorch.is_functorch_wrapped_tensor(t)  # in vmap, grad and the like
+
+
+def is_learnt_from(t):
+    """Whether a loss of this tensor sends a gradient through it to something else."""
+    return torch.is_tensor(t) and t.requires_grad and t.is_floating_point() and not t.is_leaf and not _wrapped(t)
+
+
+class Output:
+    """A tensor that a pass put out: its numbers, and what comes back to it."""
+
+    def __init__(self, tensor):
+        self.tensor, self._version = tensor.detach(), tensor._version
+        #: The gradient that the loop's loss sends to it; that which arrives inside of the module, by its own loss too.
+        self.direct = self.total = None
+
+    def axes(self, n):
+        """Along which the examples may be; none for a number of the whole batch."""
+        return [axis for axis, size in enumerate(self.tensor.shape[:2]) if size == n]
+
+    @property
+    def overwritten(self):
+        return self.tensor._version != self._version
+
+
+class Pass:
+    """A forward pass of the module: what it put out, and what a criterion made of it."""
+
+    def __init__(self, batch):
+        self.batch, self.outputs, self.calls = batch, [], []
+        self.arrived = False
