@@ -6,3 +6,5 @@
 
 Users import these names from `dpcompanion.training`.
 """
+
+__all__: list[str] = []  # offered by `dpcompanion.training`
