@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from ..gradients.tensors import tolerances
 from .standard import own_mean, own_sum
 
 
@@ -83,8 +84,8 @@ class LossCompany:
         self.calls += 1
         return self.calls & (self.calls - 1) == 0  # 1, 2, 4, 8, ...
 
-    def check(self, unreduced, args, kwargs, losses, tolerance):
-        n = len(losses)
+    def check(self, unreduced, args, kwargs, losses):
+        n, (relative, _) = len(losses), tolerances(losses)
 
         def of(rows):
             index = torch.tensor(rows, device=losses.device)
@@ -101,7 +102,7 @@ class LossCompany:
         half = list(range(0, n, 2))
         for company, seen in [("alone", [row]) for row in rows] + [("in another order", turned), ("with fewer", half)]:
             found, own = of(seen), losses.detach()[seen]
-            if found.shape != own.shape or not torch.allclose(found, own, rtol=tolerance, atol=1e-6, equal_nan=True):
+            if found.shape != own.shape or not torch.allclose(found, own, rtol=relative, atol=1e-6, equal_nan=True):
                 if not bool(found.isfinite().all()):
                     continue
                 raise ValueError(
@@ -113,9 +114,9 @@ class LossCompany:
 class PerExampleCriterion:
     """A criterion of the user's, called without reduction; the mean (or sum) is made here, of one loss an example."""
 
-    def __init__(self, criterion, watch, loss_reduction, tolerance):
+    def __init__(self, criterion, watch, loss_reduction):
         self.criterion, self._watch, self.loss_reduction = Unreduced(criterion), watch, loss_reduction
-        self._company, self._tolerance = LossCompany(), tolerance
+        self._company = LossCompany()
 
     def __call__(self, *args, **kwargs):
         losses = self.losses(*args, **kwargs)
@@ -136,7 +137,7 @@ class PerExampleCriterion:
         """What the backward pass must bring, and (the first times, and now and then) whose loss is whose."""
         note_call(self._watch, self.criterion, args, kwargs, losses, self.loss_reduction)
         if self._company.due(len(losses)) and losses.device.type != "meta":
-            self._company.check(self.criterion, args, kwargs, losses, self._tolerance(losses))
+            self._company.check(self.criterion, args, kwargs, losses)
 
 
 def note_call(watch, unreduced, args, kwargs, losses, loss_reduction):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def map_tensors(value, function, which):
@@ -67,3 +68,61 @@ class Pass:
     def __init__(self, batch):
         self.batch, self.outputs, self.calls = batch, [], []
         self.arrived = False
+
+
+def numbers_in(value):
+    """Tensors of numbers with a fraction, in any nesting."""
+    if torch.is_tensor(value):
+        return [value] if value.is_floating_point() else []
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    elif dataclasses.is_dataclass(value):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return [t for part in value for t in numbers_in(part)] if isinstance(value, (list, tuple)) else []
+
+
+class Rows:
+    """A call's arguments, of which every tensor with n entries along an axis holds examples."""
+
+    def __init__(self, call, n, dim):
+        self._leaves, self._spec = tree_flatten(call)
+        self.n, self._dim = n, dim
+        self._mine = [torch.is_tensor(t) and t.ndim > dim and t.shape[dim] == n for t in self._leaves]
+        self.found = any(self._mine)
+
+    def of_another_type(self, types):
+        """Tensors of examples that are numbers with a fraction, and of none of the types."""
+        return [
+            t for t, mine in zip(self._leaves, self._mine) if mine and t.is_floating_point() and t.dtype not in types
+        ]
+
+    def take(self, rows):
+        return tree_unflatten(
+            [
+                t.detach().index_select(self._dim, torch.tensor(rows, device=t.device)) if mine else t
+                for t, mine in zip(self._leaves, self._mine)
+            ],
+            self._spec,
+        )
+
+
+def _weights(shape, row, number, like):
+    generator = torch.Generator().manual_seed(1000 * row + number)
+    return torch.randn(shape, generator=generator).to(like)
+
+
+def weighed(out, row, number):
+    """A random linear function, the same for a row always; a loss that the module itself puts out stays as it is."""
+    return (out * _weights(out.shape, row, number, out)).sum() if out.ndim else out
+
+
+def parts_of(out, shape, rows, number):
+    """The function of each row's part of what several put out together, (k,); None if there is no telling the parts."""
+    if not out.ndim:
+        return out
+    if len(rows) == 1:
+        return weighed(out, rows[0], number)[None] if out.shape == shape else None
+    axes = [axis for axis, (a, b) in enumerate(zip(out.shape, shape)) if a != b]
+    if out.ndim != len(shape) or len(axes) != 1 or out.shape[axes[0]] != len(rows) * shape[axes[0]]:
+        return None
+    return torch.stack([weighed(part, row, number) for part, row in zip(out.split(shape[axes[0]], dim=axes[0]), rows)])

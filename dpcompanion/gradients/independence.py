@@ -79,7 +79,7 @@ def check_company(model, loss, x, y):
     check_repeats(first, _losses_alike(model, loss, x, y, rows))
     for kept, found in replaced:
         kept = kept.to(first.device)
-        if not _alike(first[kept], found[kept]):
+        if not alike(first[kept], found[kept]):
             raise ValueError(
                 "model must treat examples one by one, but the loss of an example depends on the rest of the batch, or "
                 f"its random numbers do: {first[kept][:4].tolist()} in one batch, {found[kept][:4].tolist()} in another"
@@ -104,13 +104,13 @@ def check_forgets(model, loss, x, y):
             _losses_alike(model, loss, x, y, row)
         with evaluating(model):
             again = _losses_alike(model, loss, x, y, ends[0])
-        if _alike(first, draws):
+        if alike(first, draws):
             check_repeats(first, again)
 
 
 def check_repeats(first, again):
     """Losses of the same examples, with the same draws, are the same."""
-    if not _alike(first, again):
+    if not alike(first, again):
         raise ValueError(
             "model must give the same losses for the same examples and draws, but they change from pass to pass: "
             f"{first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing of the examples that it has seen, "
@@ -130,11 +130,11 @@ def _losses_alike(model, loss, x, y, rows):
                 module.train()
 
 
-def _alike(one, other):
-    """Whether losses of batches of one size are the same up to rounding, which is less than between sizes."""
+def alike(one, other):
+    """Whether numbers of batches of one size are the same up to rounding, which is less than between sizes."""
     floor = tolerances(one)[1]
-    largest = float(torch.nan_to_num(one, posinf=0, neginf=0).abs().max()) if len(one) else 0.0
-    return torch.allclose(one, other, rtol=floor, atol=floor * largest, equal_nan=True)
+    largest = float(torch.nan_to_num(one, posinf=0, neginf=0).abs().max()) if one.numel() else 0.0
+    return one.shape == other.shape and torch.allclose(one, other, rtol=floor, atol=floor * largest, equal_nan=True)
 
 
 def check_loss(loss, outputs, y, losses):

@@ -28,7 +28,9 @@ dpcompanion.gradients.tensors.Unfit: the norms of gradients are wrong by up to 5
 """
 
 import contextlib
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,7 +39,74 @@ from dpcompanion.gradients.tensors import Unfit, in_best_format, losses_in, tole
 from dpcompanion.gradients.traces import beginning_alike, evaluating, weights_nearby
 
 # Examples that are looked through, those of them whose gradients are computed, and those that are compared.
-_LOOKED_THROUGH, PROBED, _COMPARED = 64, 16, 4
+_LOOKED_THROUGH, PROBED, COMPARED = 64, 16, 4
+
+
+# What is proved, of whichever way to per-example gradients.
+
+
+def rows_to_look_through(n):
+    """At most 64 of n rows, evenly spread: first every fourth of them, then those between, (k,) int64."""
+    spread = torch.linspace(0, max(n - 1, 0), min(n, _LOOKED_THROUGH), dtype=torch.float64).round().long()
+    return torch.cat([spread[start::4] for start in range(4)])
+
+
+def probed(alone: Callable[[int], Iterable[torch.Tensor]], n: int) -> dict[int, float]:
+    """{row: norm of the gradient `alone`} of a probe spread over n examples, until 16 of these are finite."""
+    norms = {}
+    for row in rows_to_look_through(n).tolist():
+        norms[row] = float(norms_of(alone(row)).norm())
+        if sum(map(math.isfinite, norms.values())) == PROBED:
+            break
+    return norms
+
+
+def largest(norms: dict[int, float], count: int = COMPARED) -> list[int]:
+    """The rows of the largest finite norms, the largest first."""
+    return sorted(filter(lambda row: math.isfinite(norms[row]), norms), key=norms.__getitem__, reverse=True)[:count]
+
+
+def norms_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The norm of each of them, (parameters,) float64 on the CPU."""
+    return torch.stack([g.detach().double().norm().cpu() for g in gradients])
+
+
+class Misfit(NamedTuple):
+    """Of which parameter a claim is off most, and what might be there."""
+
+    parameter: int
+    bound: float
+
+
+def misfit(errors: torch.Tensor, own: torch.Tensor, typical: torch.Tensor, tolerance) -> Misfit | None:
+    """Where a claim is too far from plain autograd; None where it is not.
+
+    It is compared in whole, against its own length, and parameter by parameter, against what each is long elsewhere,
+    too: what is off in a short part of it is off in full when that has grown. What cancels leaves some rounding.
+
+    Args:
+        errors: how far each parameter's part is from that of autograd, (parameters,).
+        own: how long these parts are by autograd, (parameters,).
+        typical: how long they are in the examples that are compared, (parameters,).
+        tolerance: (relative, floor) as of `tolerances`.
+    """
+    relative, floor = tolerance
+    bounds = relative * typical + floor * typical.norm()
+    if errors.norm() <= relative * own.norm() + floor * typical.norm() and bool((errors <= bounds).all()):
+        return None
+    worst = int((errors / bounds.clamp(min=1e-300)).argmax())
+    return Misfit(worst, float(bounds[worst]))
+
+
+def twice(parameters, compare, rows, nearby=None):
+    """Call `compare` with rows and the weights as they are, then with weights nearby and (unless `nearby` says which)
+    one of the rows less, the other way round."""
+    compare(rows)
+    with weights_nearby(parameters):
+        compare(rows[: max(len(rows) - 1, 1)][::-1] if nearby is None else nearby)
+
+
+# How the trainer's claims are got.
 
 
 def prove(model, loss, x, y, claimed):
@@ -59,20 +128,16 @@ def prove(model, loss, x, y, claimed):
         rows = hardest(model, loss, x, y, PROBED)
     if not len(rows):
         raise Unfit("no example has a finite gradient, so that nothing can be proved; use method='func'")
-    many, (x, y) = (x[rows], y[rows]), (x[rows[:_COMPARED]], y[rows[:_COMPARED]])
-    fewer = slice(max(len(x) - 1, 1))
-    fewer = x[fewer].flip(0), y[fewer].flip(0)
-    check_independence(model, loss, x, y)
-    check_company(model, loss, *many)
+    check_independence(model, loss, x[rows[:COMPARED]], y[rows[:COMPARED]])
+    check_company(model, loss, x[rows], y[rows])
+    rows = rows[:COMPARED].tolist()
+    way = _Way(model, loss, x, y, claimed)
     with evaluating(model):
-        check_independence(model, loss, x, y)
-        _compare(model, loss, x, y, claimed)
-        with weights_nearby(model):
-            _compare(model, loss, *fewer, claimed)
+        check_independence(model, loss, x[rows], y[rows])
+        twice(way.parameters, way.compare, rows)
     if any(module.training for module in model.modules()):
-        _compare(model, loss, x, y, claimed, together=True)
-        with weights_nearby(model):
-            _compare(model, loss, *fewer, claimed, together=True)
+        way = _Way(model, loss, x, y, claimed, together=True)
+        twice(way.parameters, way.compare, rows)
 
 
 def prove_in(precision, model, loss, x, y, claimed):
@@ -81,14 +146,9 @@ def prove_in(precision, model, loss, x, y, claimed):
     That it treats examples one by one and consists of its layers is proved without rounding, by `prove`.
     """
     with evaluating(model):
-        rows = hardest(model, loss, x, y)[:2]
-
-        def lowered(x, y, limits):
-            return claimed(x, y, limits, precision)
-
-        _compare(model, loss, x[rows], y[rows], lowered, precision)
-        with weights_nearby(model):
-            _compare(model, loss, x[rows], y[rows], lowered, precision)
+        rows = hardest(model, loss, x, y, 2).tolist()
+        way = _Way(model, loss, x, y, lambda x, y, limits: claimed(x, y, limits, precision), precision)
+        twice(way.parameters, way.compare, rows, nearby=rows)
 
 
 def prove_alone(model, loss, x, y, claimed):
@@ -98,94 +158,81 @@ def prove_alone(model, loss, x, y, claimed):
     moved to the last axis, is.  Of a model that draws at random in evaluation mode nothing can be said.
     """
     with evaluating(model):
-        rows = hardest(model, loss, x, y)
-        if not len(rows):
-            return
-        x, y = x[rows], y[rows]
-        once, again = (gradients_alone(model, loss, x, y, 0)[1] for _ in range(2))
-        if not all(map(torch.equal, once, again)):
-            return
-        _compare(model, loss, x, y, claimed)
-        with weights_nearby(model):
-            _compare(model, loss, x, y, claimed)
+        rows, way = hardest(model, loss, x, y).tolist(), _Way(model, loss, x, y, claimed)
+        if rows and all(map(torch.equal, way.alone(rows[0]), way.alone(rows[0]))):
+            twice(way.parameters, way.compare, rows, nearby=rows)
 
 
-def hardest(model, loss, x, y, count=_COMPARED):
+def hardest(model, loss, x, y, count=COMPARED):
     """Rows of the `count` examples with the largest finite gradients, by plain autograd, of a probe spread over (x, y),
     the largest first."""
-    norms, found = [], []
-    for row in rows_to_look_through(len(x)).tolist():
-        norm = torch.stack([g.double().norm() for g in gradients_alone(model, loss, x, y, row)[1]]).norm()
-        if norm.isfinite():
-            norms.append(norm)
-            found.append(row)
-        if len(found) == PROBED:
-            break
-    if not found:
-        return torch.zeros(0, dtype=torch.int64, device=x.device)
-    return torch.tensor(found, device=x.device)[torch.stack(norms).argsort(descending=True)[:count]]
+    return torch.tensor(largest(probed(_Way(model, loss, x, y).alone, len(x)), count), dtype=torch.int64).to(x.device)
 
 
-def rows_to_look_through(n):
-    """At most 64 of n rows, evenly spread: first every fourth of them, then those between, (k,) int64."""
-    spread = torch.linspace(0, max(n - 1, 0), min(n, _LOOKED_THROUGH), dtype=torch.float64).round().long()
-    return torch.cat([spread[start::4] for start in range(4)])
+class _Way:
+    """What a method of clipping claims, and what plain autograd says, of examples (x, y).
 
-
-def gradients_alone(model, loss, x, y, row, precision=None):
-    """The loss of one example, and its gradients for the trainable parameters, by plain autograd.
-
-    Raises:
-        Unfit: if autograd fails, as where a tensor is overwritten that it needs.
+    With `together` the latter are taken from one batch, so that chance is the same for all of them.
     """
-    with torch.enable_grad():
-        # A copy, for a model may overwrite what it is given.
-        value = losses_in(precision, model, loss, x[row : row + 1].clone(), y[row : row + 1]).sum()
-        return value.detach(), _gradients(model, value)
 
+    def __init__(self, model, loss, x, y, claimed: Any = None, precision=None, *, together=False):
+        self.model, self.loss, self.x, self.y = model, loss, x, y
+        self._claimed, self._precision, self._together = claimed, precision, together
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.names, self.parameters = list(trained), list(trained.values())
 
-def _gradients(model, value, **options):
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    try:
-        found = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True, **options)
-    except RuntimeError as error:
-        raise Unfit(f"plain autograd cannot differentiate the model: {error}") from error
-    return [g.to_dense() for g in found]  # those of an embedding may be sparse
+    def alone(self, row):
+        """The gradients of one example by plain autograd, one a parameter.
 
+        Raises:
+            Unfit: if autograd fails, as where a tensor is overwritten that it needs.
+        """
+        with torch.enable_grad():
+            # A copy, for a model may overwrite what it is given.
+            x, y = self.x[row : row + 1].clone(), self.y[row : row + 1]
+            return self._gradients(losses_in(self._precision, self.model, self.loss, x, y).sum())
 
-def _each(model, loss, x, y, precision, together):
-    """The gradients of each example, alone or (where chance is to be the same for all of them) from one batch."""
-    if not together:
-        return (gradients_alone(model, loss, x, y, row, precision)[1] for row in range(len(x)))
-    with torch.enable_grad(), beginning_alike(model, x.device):
-        values = losses_in(precision, model, loss, in_best_format(model, x), y)
-    return (_gradients(model, value, retain_graph=True) for value in values)
+    def _gradients(self, value, **options):
+        try:
+            found = torch.autograd.grad(value, self.parameters, allow_unused=True, materialize_grads=True, **options)
+        except RuntimeError as error:
+            raise Unfit(f"plain autograd cannot differentiate the model: {error}") from error
+        return [g.to_dense() for g in found]  # those of an embedding may be sparse
 
+    def _each(self, rows):
+        if not self._together:
+            return map(self.alone, rows)
+        with torch.enable_grad(), self._chance():
+            x, y = in_best_format(self.model, self.x[rows]), self.y[rows]
+            values = losses_in(self._precision, self.model, self.loss, x, y)
+        return (self._gradients(value, retain_graph=True) for value in values)
 
-def _compare(model, loss, x, y, claimed, precision=None, together=False):
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
-    sums: list[Any] = [0] * len(names)
-    lengths, shares = [], torch.linspace(1, 0, len(x) + 1, dtype=torch.float64)[:-1].to(x.device)
-    for share, gradients in zip(shares.tolist(), _each(model, loss, x, y, precision, together)):
-        sums = [total + share * g for total, g in zip(sums, gradients)]
-        lengths.append(torch.stack([g.double().norm() for g in gradients]))
-    lengths = torch.stack(lengths)  # (k, parameters)
-    norms = lengths.norm(dim=1)
-    if not norms.isfinite().all():  # of weights nearby only; for the model's own they are finite
-        return
-    relative, floor = tolerances(sums[0] if precision is None else sums[0].bfloat16())
-    with beginning_alike(model, x.device) if together else contextlib.nullcontext():
-        theirs, totals = claimed(x, y, shares * norms)
-    errors = (theirs.double() - norms).abs()
-    allowed = relative * lengths.sum(0) + floor * norms.sum()
-    off = [
-        name
-        for name, total, limit in zip(names, sums, allowed)
-        if not (totals[name].to_dense() - total).double().norm() <= limit
-    ]
-    if not (errors <= relative * norms + floor * norms.max()).all():
-        worst = 100 * float((errors / norms.max().clamp(min=1e-300)).max())
-        where = f", that of {off[0]!r} among them" if off else ""
-        raise Unfit(f"the norms of gradients are wrong by up to {worst:.3g}% against plain autograd{where}")
-    if off:
-        raise Unfit(f"the gradient of {off[0]!r} is not that of plain autograd, for a cause that is unknown")
+    def _chance(self):
+        return beginning_alike(self.model, self.x.device) if self._together else contextlib.nullcontext()
+
+    def compare(self, rows):
+        """Refuse norms and a clipped sum of these examples that are not those of plain autograd."""
+        shares = torch.linspace(1, 0, len(rows) + 1, dtype=torch.float64)[:-1]
+        sums: list[Any] = [0] * len(self.names)
+        lengths = []
+        for share, gradients in zip(shares.tolist(), self._each(rows)):
+            sums = [total + share * g for total, g in zip(sums, gradients)]
+            lengths.append(norms_of(gradients))
+        lengths = torch.stack(lengths)  # (k, parameters)
+        norms = lengths.norm(dim=1)
+        if not norms.isfinite().all():  # of weights nearby only; for the model's own they are finite
+            return
+        tolerance = tolerances(sums[0] if self._precision is None else sums[0].bfloat16())
+        with self._chance():
+            theirs, totals = self._claimed(self.x[rows], self.y[rows], (shares * norms).to(self.x.device))
+        parts = shares @ lengths
+        errors = norms_of(totals[name].to_dense() - total for name, total in zip(self.names, sums))
+        off = misfit(errors, parts, parts, tolerance)
+        errors = (theirs.double().cpu() - norms).abs()
+        if any(misfit(error[None], norm[None], norms.max()[None], tolerance) for error, norm in zip(errors, norms)):
+            worst = 100 * float((errors / norms.max().clamp(min=1e-300)).max())
+            where = f", that of {self.names[off.parameter]!r} among them" if off else ""
+            raise Unfit(f"the norms of gradients are wrong by up to {worst:.3g}% against plain autograd{where}")
+        if off:
+            name = self.names[off.parameter]
+            raise Unfit(f"the gradient of {name!r} is not that of plain autograd, for a cause that is unknown")

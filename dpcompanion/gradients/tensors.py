@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
+from dpcompanion._devices import autocasts
+
 # Numbers whose squares are added up in their own precision.
 _SUMMED = 256
 
@@ -126,8 +128,8 @@ def rounded_up(values, dtype):
 
 def tolerances(values):
     """(relative to what is compared, relative to the largest), by precision; a GPU may round to TF32."""
-    if values.dtype == torch.float64:
+    if values.dtype == torch.float64 or not values.is_floating_point():
         return 1e-6, 1e-9
-    if values.dtype == torch.float32:
-        return 1e-2, 1e-4 if values.device.type == "cpu" else 1e-3
-    return 1e-1, 1e-2
+    if values.dtype != torch.float32 or autocasts(values.device):
+        return 1e-1, 1e-2
+    return (2e-3, 2e-5) if values.device.type == "cpu" else (1e-2, 1e-3)

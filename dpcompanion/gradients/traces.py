@@ -93,10 +93,10 @@ def naming(model):
 
 
 @contextlib.contextmanager
-def weights_nearby(model):
-    """The trainable weights moved at random by 0.3 of their size, or of what they would begin with; then as before."""
+def weights_nearby(parameters):
+    """Weights moved at random by 0.3 of their size, or of what they would begin with; then as before."""
     generator = torch.Generator().manual_seed(0)
-    own = {p: p.data for p in model.parameters() if p.requires_grad}
+    own = {p: p.data for p in parameters}
     try:
         for p, data in own.items():
             usual = 1 / math.sqrt(data[0].numel()) if data.ndim > 1 and len(data) else 0.3
