@@ -34,9 +34,9 @@ from typing import Any
 import torch
 from torch.utils.data import default_collate
 
-from dpcompanion.gradients import checks, proof
+from dpcompanion.gradients import checks, proof, traces
 from dpcompanion.gradients.batches import Batch, tree_of
-from dpcompanion.gradients.tensors import in_best_format
+from dpcompanion.gradients.tensors import in_best_format, tolerances
 
 #: What is the loss's alone where a batch is a mapping.
 LABELS = "labels"
@@ -119,11 +119,11 @@ class Reader:
         if self.collate_fn is None:  # PyTorch's puts one beside the other
             return
         cpu = torch.device("cpu")
-        with proof.drawing_alike(cpu):
+        with traces.drawing_alike(cpu):
             looked_through = self.items(proof.rows_to_look_through(len(self.dataset)).tolist())
 
         def collated(items, seed=0):
-            with proof.drawing_alike(cpu, seed):
+            with traces.drawing_alike(cpu, seed):
                 return self.collated(copy.deepcopy(items))  # it may take them apart
 
         def size(item):
@@ -164,9 +164,9 @@ class Reader:
             x, y = (part.to(device) for part in parts)
             return checks.check_losses(loss(model(x), y), len(x))
 
-        with torch.no_grad(), proof.evaluating(model), proof.drawing_alike(device):
+        with torch.no_grad(), traces.evaluating(model), traces.drawing_alike(device):
             whole, single = losses(together), torch.cat([losses(parts) for parts in alone])
-        floor = proof.tolerances(whole)[1]  # what padding adds may be little, and is more than rounding
+        floor = tolerances(whole)[1]  # what padding adds may be little, and is more than rounding
         if not torch.allclose(whole, single, rtol=floor, atol=floor, equal_nan=True):
             raise ValueError(
                 f"{self.name} must leave an example's loss what it is alone, but it changes with the examples beside "
