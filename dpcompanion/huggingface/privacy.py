@@ -43,7 +43,7 @@ class PersonalPrivacy:
             `noise_multiplier` says.
         noise_multiplier: with a filter, and then only.
         track: None, or a `dpcompanion.training.Track`, such as ``Track(clipping="individual")``, for an account of
-            each person's own gradients; with a filter there is one in any case.
+            each person's own gradients; with a filter there is one in any case, by one pass an epoch.
         accountant: "pld" or "rdp".
         unit: what a person is called in statements, such as "patient"; "person" by default, "example" without people.
         seed: None for a model that is released: draws and noise come from ciphers with secret keys. A whole

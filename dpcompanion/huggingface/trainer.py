@@ -17,7 +17,7 @@ from dpcompanion import _checks, _files
 from dpcompanion.huggingface.losses import per_example_loss
 from dpcompanion.huggingface.privacy import PersonalPrivacy
 from dpcompanion.huggingface.rows import collator_of, column_of
-from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance
+from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance, Track
 from dpcompanion.training.callbacks import rounded_up
 from dpcompanion.training.checkpoints import key_file, plain, read_checkpoint, read_keys, write_checkpoint, write_keys
 from dpcompanion.training.loop import _Loop
@@ -252,7 +252,8 @@ class PersonalTrainer(Trainer):
             self.plan,
             optimizer,
             seed=privacy.seed,
-            track=privacy.track,
+            # Passes over the data are most of what a large model costs: one an epoch, unless more are asked for.
+            track=Track(clipping="individual") if privacy.track is None and self._filter is not None else privacy.track,
             filter=self._filter,
             performance=Performance(
                 precision=self._precision, microbatch_size=self._microbatch, device=self.args.device
