@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Seque
 
 from .. import _checks
 from ..gradients.checks import check_batched, check_untouched, noted, same_items
+from ..training.distributed import check_one_process
 from .layers import check_layers
 from .replacements import check_replaced
 
@@ -177,7 +178,11 @@ def check_module(engine, module, optimizer, mode):
     if isinstance(module, torch.nn.parallel.DistributedDataParallel) or type(module).__name__.startswith(
         ("DifferentiallyPrivateDistributed", "FSDP")
     ):
-        raise ValueError(f"module must not be distributed, got {type(module).__name__}")
+        raise ValueError(
+            f"module must not be distributed, got {type(module).__name__}: the engine runs in one process; "
+            "dpcompanion.training.train runs on several, with the module itself"
+        )
+    check_one_process("the engine", "dpcompanion.training.train runs one training on all of them")
     check_replaced(module)
     try:
         engine.validate(module=module, optimizer=None, data_loader=None)

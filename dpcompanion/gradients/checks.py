@@ -210,9 +210,9 @@ def check_alone(model, *, opacus=False):
     spread |= {type(p.data).__name__ for p in model.parameters()} & {"DTensor"}
     if spread:
         raise ValueError(
-            f"model must be a plain module, which this process trains alone, but it is or holds a {min(spread)}: "
-            "gradients would not be sent between processes; for training by several, see dpcompanion.engine "
-            "(IndividualizedPrivacyEngine), or hand over the module inside, model.module"
+            f"model must be a plain module, but it is or holds a {min(spread)}, whose gradients are not clipped before "
+            "they are sent between processes; give the module itself, model.module: train cuts each draw among the "
+            "ranks of torch.distributed and adds up clipped sums itself"
         )
 
 

@@ -162,10 +162,10 @@ def clipped_sum(
     for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, precise):
         total = part if total is None else total + part
     if total is None:
-        none = torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
-        total = ClippedSum(
-            {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}, none, none
-        )
+        wide = torch.float64 if precise else None
+        none = torch.zeros(0, dtype=wide or next(model.parameters()).dtype, device=x.device)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        total = ClippedSum({name: torch.zeros_like(p, dtype=wide) for name, p in trained.items()}, none, none)
     return total
 
 
