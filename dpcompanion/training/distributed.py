@@ -149,8 +149,8 @@ class _Several(Ranks):
     def check_generator(self, device):
         if torch.device(device).type != "cpu":
             raise ValueError(
-                f"generator_device must be 'cpu' on {self.size} ranks, got {str(device)!r}: what a GPU draws depends on "
-                "its make, and all ranks must make the same draws"
+                f"generator_device must be 'cpu' on {self.size} ranks, got {str(device)!r}: what a GPU draws depends "
+                "on its make, and all ranks must make the same draws"
             )
 
     def _call(self, collective, *arguments, **options):

@@ -88,9 +88,15 @@ def train(
 ) -> History:
     """Train `model` in place by DP-SGD as `plan` says.
 
+    Where `torch.distributed` has a group of several processes, they train one model together: every rank calls `train`
+    with the same arguments, but for the device, each draw is cut among the ranks, and noise is added once
+    (`dpcompanion.training.distributed`). The account is that of one process. Clipped sums travel between the ranks
+    without noise, and so does the key of the draws where there is no seed: trust the ranks and the network. The key of
+    the noise stays on rank 0, which writes the checkpoint, too; all ranks read it. Callbacks are called on every rank.
+
     Args:
         model: a module that treats examples one by one: no batch norm, unless it is in evaluation mode and stays there,
-            and nothing that is spread over processes, such as DistributedDataParallel (`dpcompanion.engine` does that).
+            and nothing that is spread over processes, such as DistributedDataParallel: give the module itself.
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y), of which each
             draw is read when it comes, so that its transform may augment them (`dpcompanion.training.examples`).
@@ -113,7 +119,8 @@ def train(
             than the plan does. They must have been made with this model, loss and data, and are saved with the run.
         callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it (`Run.stop`).
         checkpoint: a `Checkpoint`, from which the run goes on if its file exists, and which it writes.
-        generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
+        generator_device: where to draw batches and noise. The CPU gives the same draws for every device, and several
+            ranks take no other.
         progress: show a bar; by default on a terminal only.
 
     Returns:
@@ -126,7 +133,9 @@ def train(
             targets of 64 examples only. During the run, before the step is taken, for a model that mixes examples in a
             state that it has come into since (`dpcompanion.gradients.states`), or that keeps something of them, and for
             a loss that is seen to mix those of a batch; on a GPU what buffers and losses tell is looked at by the end
-            of each epoch.
+            of each epoch.  On several ranks also, on all of them, for ranks that were given different things, read
+            another checkpoint, or come to have different weights; what one rank raises ends all the others.
+        RuntimeError: another rank ended the run by an error that is no ValueError.
     """
     with distributed.joined() as ranks:
         callbacks, checkpoint = check_extras(callbacks, checkpoint)

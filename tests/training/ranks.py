@@ -7,10 +7,12 @@ import contextlib
 import datetime
 import os
 import signal
+import sys
 import warnings
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
 
 from dpcompanion.filters import RenyiFilter
 from dpcompanion.mechanism import noise
@@ -33,12 +35,15 @@ N, STEPS = 40, 12
 class Pool:
     """`size` processes; called with a case's name and options it gives what each rank returned or raised."""
 
-    def __init__(self, size, folder):
-        context = torch.multiprocessing.get_context("spawn")
+    def __init__(self, size, folder, backend="gloo"):
+        context = torch.multiprocessing.get_context("forkserver")  # what takes long to import is imported once
+        context.set_forkserver_preload(["torch._dynamo", "dpcompanion.training", "dpcompanion.filters"])
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, size, f"file://{folder}/meet", theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(rank, size, backend, f"file://{folder}/meet", theirs), daemon=True
+            )
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -58,11 +63,13 @@ class Pool:
             process.kill()
 
 
-def _serve(rank, size, meet, pipe):
+def _serve(rank, size, backend, meet, pipe):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=meet, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=200)
+        backend, init_method=meet, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=200)
     )
     while (asked := pipe.recv()) is not None:
         case, options = asked
@@ -83,20 +90,19 @@ def data():
 
 
 class Items(torch.utils.data.Dataset):
-    """The same, one by one; on a rank that `fails`, until it has given so many."""
+    """The same, one by one, until its disk is gone."""
 
-    def __init__(self, fails=None):
+    gone = False
+
+    def __init__(self):
         self.x, self.y = data()
-        self.left = 200 if fails is not None and fails == rank() else None
 
     def __len__(self):
         return N
 
     def __getitem__(self, i):
-        if self.left is not None:
-            self.left -= 1
-            if not self.left:
-                raise OSError("a disk is gone")
+        if self.gone:
+            raise OSError("a disk is gone")
         return self.x[i], self.y[i]
 
 
@@ -124,6 +130,7 @@ def fit(
     dtype=torch.float64,
     method="auto",
     precision=None,
+    device="cpu",
     track=None,
     filter=None,
     trackers=(),
@@ -132,7 +139,6 @@ def fit(
     do=None,
     path=None,
     every=None,
-    fails=None,
     plan=None,
     **options,
 ):
@@ -140,12 +146,13 @@ def fit(
     its callback does something."""
     plan = plan_of(**plan or {})
     model = network(dropout) if model is None else model
-    model.to(dtype)
+    device = f"cuda:{rank()}" if device == "cuda" else device
+    model.to(device=device, dtype=dtype)
     x, y = data()
     if form == "tensors":
         examples = x.to(dtype), y
     elif form == "items":
-        examples = Items(fails)
+        examples = Items()
     else:
         examples = by_person(x, y, [i % 9 for i in range(N)], at_most=5)
     seen = []
@@ -153,7 +160,7 @@ def fit(
     def on_step(run):
         seen.append((run.indices.clone(), run.norms.clone()))
         if run.step == at and on_rank in (None, rank()):
-            do_at(do, run)
+            do_at(do, run, examples)
 
     followers = [NormTracker.for_plan(plan, model, cross_entropy, examples, **kind) for kind in trackers]
     filter = None if filter is None else filter_of(plan, filter)
@@ -164,7 +171,7 @@ def fit(
         plan,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
         seed=seed,
-        performance=Performance(method=method, precision=precision),
+        performance=Performance(method=method, precision=precision, device=device),
         track=None if track is None else Track(**track),
         filter=filter,
         trackers=followers,
@@ -173,28 +180,28 @@ def fit(
         progress=False,
         **options,
     )
-    return {
+    found = {
         "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
         "losses": history.losses,
         "sizes": history.batch_sizes,
         "indices": [indices for indices, _ in seen],
         "norms": [norms for _, norms in seen],
-        "epochs": history.epochs,
         "steps": history.steps,
         "stopped": history.stopped,
         "statement": history.statement(),
         "epsilons": history.epsilons(),
         "spent": None if filter is None else filter.spent.clone(),
         "estimates": [follower.estimated_epsilon(1e-3) for follower in followers],
-        "gradients": torch.cat([p.grad.flatten() for p in model.parameters()]),
+        "gradients": torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
     }
+    return tree_map_only(torch.Tensor, lambda t: t.cpu(), found)
 
 
 def filter_of(plan, epsilon):
     return RenyiFilter.for_plan(plan, target_epsilons=epsilon)
 
 
-def do_at(what, run):
+def do_at(what, run, examples):
     if what == "fail":
         raise FloatingPointError("no number")
     if what == "stop":
@@ -204,9 +211,11 @@ def do_at(what, run):
     if what == "drift":
         with torch.no_grad():
             next(run.model.parameters()).add_(1e-12)
-    if what == "infinite":
-        # On this rank the next gradients are so long that no noise goes with them.
-        next(run.model.parameters()).register_hook(lambda grad: grad)
+    if what == "lose the disk":
+        examples.gone = True
+    if what == "die once" and not os.path.exists(lost := os.path.join(sys.argv[1], "lost")):
+        open(lost, "w").close()
+        os._exit(9)
 
 
 def differing(what, **options):
@@ -232,7 +241,7 @@ def differing(what, **options):
             "method": {"method": "func"},
             "track": {"track": {"clipping": "individual"}},
             "filter": {"filter": 3.0},
-            "unknown": {"method": "best"},
+            "unknown": {"seed": -1},
             "model": {},
             "frozen": {},
             "mode": {},
@@ -293,3 +302,12 @@ def refused(what):
         epochs=2,
         max_grad_norm=1.0,
     )
+
+
+if __name__ == "__main__":  # by torchrun, with a folder: a run in which rank 1 dies once
+    dist.init_process_group("gloo")
+    found = fit(path=os.path.join(sys.argv[1], "run.pt"), every=2, do="die once", at=7, on_rank=1)
+    if not rank():
+        last = {"weights": found["weights"], "steps taken at last": len(found["indices"])}
+        torch.save(last, os.path.join(sys.argv[1], "weights.pt"))
+    dist.destroy_process_group()
