@@ -90,7 +90,7 @@ class Ranks:
 class _Several(Ranks):
     def __init__(self):
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._host = dist.new_group(backend="gloo")
+        self._host: Any = dist.new_group(backend="gloo")
         self._nccl = "cuda:nccl" in str(dist.get_backend_config())
         self._over = False  # whether no rank can be asked any more
 

@@ -360,7 +360,7 @@ class _Loop:
             self.note_later({"mixed": total.mixed})
         self.prove_again()  # a model may wake up within a pass, too
         summed = torch.cat([total.gradients[name].flatten() for name in self.called.values()])
-        run.norms, losses = self.ranks.gathered(len(drawn), total.norms, total.losses)
+        norms, losses = self.ranks.gathered(len(drawn), total.norms, total.losses)
         released = self.ranks.released(summed, lambda total: plan.noisy(total, self.generators["noise"]))
         released = released / cast(float, plan.expected_batch_size)
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
@@ -370,15 +370,16 @@ class _Loop:
         at, run.step = run.step, run.step + 1  # counted before it is taken, lest it be taken and not counted
         run.history.guarantee, run.history.steps = plan.statement(steps=run.step), run.step
         self.take_step()
-        self.dropped += (run.norms.isinf() & taking if away else run.norms.isinf()).sum()
+        run.norms = norms
+        self.dropped += (norms.isinf() & taking if away else norms.isinf()).sum()
         run.history.batch_sizes[at] = taking.sum() if away else len(drawn)
         if away:
             run.history.losses[at] = torch.where(taking, losses, 0).sum() / taking.sum()
         elif len(drawn):
             run.history.losses[at] = losses.mean()
-        clipped = torch.where(run.norms.isfinite(), run.norms, 0) * sums.clip_factors(run.norms, limits)
+        clipped = torch.where(norms.isfinite(), norms, 0) * sums.clip_factors(norms, limits)
         for tracker in self.trackers:
-            tracker.after_step(drawn, run.norms, clipped=clipped)
+            tracker.after_step(drawn, norms, clipped=clipped)
 
     def take_step(self):
         """Move by the gradients that `step` has left."""
