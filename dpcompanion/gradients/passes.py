@@ -13,7 +13,7 @@ import contextlib
 import torch
 
 from dpcompanion._devices import sent
-from dpcompanion.gradients import checks, clipping, proof, states
+from dpcompanion.gradients import clipping, proof, states, traces
 
 
 def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None, within=None):
@@ -29,7 +29,7 @@ def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None, w
     norms = [torch.zeros(0, dtype=next(model.parameters()).dtype, device=device)] if start == stop else []
     with undisturbed(model) as inner:
         network, loss = examples.seen(inner, loss)
-        before = checks.noted(inner, values=device.type == "cpu")  # elsewhere it would be waited for
+        before = traces.noted(inner, values=device.type == "cpu")  # elsewhere it would be waited for
         size = chunk or loaded_at_once(examples.probe[0])
         for at in range(start, stop, size):
             with torch.random.fork_rng(devices=[]):  # a transform may draw
@@ -39,7 +39,7 @@ def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None, w
                     network, loss, sent(x, device), sent(y, device), method=method, chunk=chunk, precision=precision
                 )
             )
-        checks.check_untouched(inner, before)
+        traces.check_untouched(inner, before)
     return torch.cat(norms)
 
 

@@ -44,7 +44,7 @@ from dpcompanion._types import Device, Loss
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
-from dpcompanion.gradients import checks, clipping, proof, states, sums
+from dpcompanion.gradients import checks, clipping, independence, states, sums, traces
 from dpcompanion.mechanism import noise
 from dpcompanion.training import distributed
 from dpcompanion.training.callbacks import Callbacks, History, Run, check_extras
@@ -336,7 +336,7 @@ class _Loop:
         run.indices, share = indices, self.ranks.share(len(drawn))
         checks.check_trained(run.model, self.parameters)
         self.prove_again()
-        before = checks.noted(run.model, values=not self.looked)
+        before = traces.noted(run.model, values=not self.looked)
         self.looked = True
         with self._own_randomness(self.ranks.stream("examples")):
             x, y = self.examples.rows((indices if isinstance(self.examples, Tensors) else drawn)[share])
@@ -355,7 +355,7 @@ class _Loop:
                 precision=self.precision,
                 precise=self.precise,
             )
-        self.note_later(checks.check_untouched(run.model, before, wait=False))
+        self.note_later(traces.check_untouched(run.model, before, wait=False))
         if total.mixed is not None:
             self.note_later({"mixed": total.mixed})
         self.prove_again()  # a model may wake up within a pass, too
@@ -365,7 +365,7 @@ class _Loop:
         released = released / cast(float, plan.expected_batch_size)
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
             p.grad = piece.view_as(p).to(p.dtype)
-        for t in checks.untrained(run.model).values():
+        for t in traces.untrained(run.model).values():
             t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
         at, run.step = run.step, run.step + 1  # counted before it is taken, lest it be taken and not counted
         run.history.guarantee, run.history.steps = plan.statement(steps=run.step), run.step
@@ -411,8 +411,8 @@ class _Loop:
         """Refuse what was noted. Waits for the device."""
         later, self.later = self.later, {}
         if later.pop("mixed", False):
-            proof.refuse_loss()
-        checks.check_later(later)
+            independence.refuse_loss()
+        traces.check_later(later)
 
     def end_epoch(self, on_epoch):
         run, plan = self.run, self.plan
