@@ -6,7 +6,7 @@ TORCH_INDEX ?=
 PY := .venv/bin/python
 INSTALLED := .venv/.installed
 LOWEST := .venv-lowest/bin/python
-CORE_TESTS := tests/accounting tests/engine tests/filters tests/per_instance tests/training tests/test_individual.py
+CORE_TESTS := tests/accounting tests/engine tests/filters tests/gradients tests/mechanism tests/per_instance tests/training tests/test_individual.py
 # Of the committed notebooks: all, or PAGES; as it is, or UNDER another arithmetic.
 PAGES ?= $$(find book -name '*.ipynb' -not -path '*/.*')
 NBVAL := $(PY) -m pytest -n 2 --no-loadscope-reorder -p no:cacheprovider --color=no --nbval --nbval-current-env \

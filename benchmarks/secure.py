@@ -15,7 +15,7 @@ import torch
 
 from benchmarks._turns import timings
 from dpcompanion.training import DPSGDPlan, cross_entropy, models, train
-from dpcompanion.training.secure import SecureStream
+from dpcompanion.mechanism.secure import SecureStream
 
 # Network: its maker, the shape of an input, how many examples there are, how many of them in a step, steps of a block.
 NETWORKS = {
@@ -41,7 +41,7 @@ def steps(name):
     def block(generators):
         def work():
             model = build()
-            with mock.patch("dpcompanion.training.noise.generators", generators) if generators else nullcontext():
+            with mock.patch("dpcompanion.mechanism.noise.generators", generators) if generators else nullcontext():
                 train(
                     model,
                     cross_entropy,

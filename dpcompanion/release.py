@@ -74,7 +74,7 @@ def private_mean(
         upper: a public bound, from 1e-100 to 1e100, such as the worst-case epsilon of the run.
         epsilon, delta: of this release, see `split`.
         generator: None, for what is published: the noise comes from a cipher under a key of the operating system and
-            is added on a grid (`dpcompanion.training.secure`). Or a torch.Generator, for research: anyone who knows or
+            is added on a grid (`dpcompanion.mechanism.secure`). Or a torch.Generator, for research: anyone who knows or
             guesses its seed subtracts the noise.
         relation: "add-remove" or "replace": what (epsilon, delta) is for.
 
@@ -283,7 +283,7 @@ def _noisy(exact, std, generator, *, ratio, most, numbers=1):
     if generator is not None:
         _check_room(most, std)
         return exact + std * _normal(exact.shape, generator)
-    from .training.secure import CELLS, SecureStream, grid_of, snapped  # secure noise alone needs it
+    from .mechanism.secure import CELLS, SecureStream, grid_of, snapped  # secure noise alone needs it
 
     moved = 2 * math.sqrt(numbers) / CELLS / ratio  # at most, as a share of the sensitivity at the noise that it takes
     if not moved <= 0.5:
@@ -295,7 +295,7 @@ def _noisy(exact, std, generator, *, ratio, most, numbers=1):
 
 def _check_room(most, unit):
     """float64 tells the multiples of `unit` apart up to `most` (and a little more, for rounding)."""
-    from .training.secure import MOST_CELLS
+    from .mechanism.secure import MOST_CELLS
 
     if not most / unit <= MOST_CELLS / 2:
         raise ValueError(f"epsilon must be smaller: beside what so many values may add up to, {most:g}, noise is lost")

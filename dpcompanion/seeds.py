@@ -2,7 +2,7 @@
 
 PyTorch's generator takes 32 bits of a seed on the CPU, so that two seeds that agree in these draw the same numbers, and
 four billion trials find any.  Here every bit of a seed counts, and it may have up to 1024.  Noise and batches
-come from ciphers under such keys (`dpcompanion.training.noise`); first weights, dropout and the orders of passes
+come from ciphers under such keys (`dpcompanion.mechanism.noise`); first weights, dropout and the orders of passes
 from PyTorch's generator, whose whole state a key fills.  A seed is for research all the same: anyone who knows it can
 repeat the run.
 

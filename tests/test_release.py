@@ -9,7 +9,7 @@ from scipy import stats
 
 from dpcompanion import release
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
-from dpcompanion.training import secure
+from dpcompanion.mechanism import secure
 from dpcompanion.release import (
     _convolved,
     _noisy_prefixes,

@@ -12,7 +12,7 @@ from scipy import special, stats
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
-from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, pld, revealed
 from dpcompanion.accounting.search import bisect
 

@@ -8,9 +8,10 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._types import Array, Loss
-from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.audit.bounds import Finding, PlanCurve, audit
-from dpcompanion.training import clipping, sums, train
+from dpcompanion.gradients import clipping, sums
+from dpcompanion.training import train
 
 
 def audit_training(

@@ -40,7 +40,7 @@ What makes each budget hold:
 * sums are divided by the expected batch size, :math:`\sum_i q_i`, public as the number of examples is;
 * steps are counted where noise is added, and no more are taken than the budgets were made for.  After a step
   with less noise, as Opacus's schedulers of noise and clipping would have it, every epsilon is infinite;
-* draws and noise come from ciphers under keys of the operating system (`dpcompanion.training.secure`), so that nobody
+* draws and noise come from ciphers under keys of the operating system (`dpcompanion.mechanism.secure`), so that nobody
   can subtract the noise, and no script that seeds itself repeats it; for research, under keys hashed from a seed. Sums
   are made in float32 at least, noise is drawn and added in float64. A checkpoint holds how far they have come; keys lie
   beside it.

@@ -6,7 +6,7 @@ import torch
 
 from .. import _checks, accounting
 from ..idp.parameters import rdp_epsilons
-from ..training.plan import DPSGDPlan
+from ..mechanism.plan import DPSGDPlan
 
 
 class FixedBudgets:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from .. import _checks
-from ..training.checks import check_batched, check_untouched, noted, same_items
+from ..gradients.checks import check_batched, check_untouched, noted, same_items
 from .layers import check_layers
 from .replacements import check_replaced
 

@@ -11,8 +11,8 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 
 from .._devices import autocasts
-from ..training.layers import Ghost, GhostEmbedding
-from ..training.tensors import rounded_up
+from ..gradients.layers import Ghost, GhostEmbedding
+from ..gradients.tensors import rounded_up
 from .losses import LossCompany, Unreduced, note_call
 from .optimizers import Following
 from .proof import missing, norm_of, tolerance_of
@@ -41,7 +41,7 @@ def _check_once(hooks, name, layer, args):
 
 
 def _norms(layer, activations, backprops):
-    """Norms of the gradients of a linear layer or an embedding, {parameter: (n,)}, as `dpcompanion.training.layers`
+    """Norms of the gradients of a linear layer or an embedding, {parameter: (n,)}, as `dpcompanion.gradients.layers`
     has them: Opacus's own, in float32, lose what cancels over the positions of an example."""
     if not len(backprops):
         return {p: backprops.new_zeros(0) for p in layer.parameters(recurse=False) if p.requires_grad}

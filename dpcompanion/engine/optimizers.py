@@ -12,9 +12,9 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .._devices import autocasts, is_away, sent
-from ..training.checks import check_products
-from ..training.passes import undisturbed
-from ..training.tensors import added_up, squared_norms
+from ..gradients.checks import check_products
+from ..gradients.passes import undisturbed
+from ..gradients.tensors import added_up, squared_norms
 from .checks import check_trained, trainable
 from .randomness import noisy, not_finite
 

@@ -127,7 +127,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 examples' losses. A mean is one over all of them: what divides by the weights or tokens of a batch is
                 refused at the step.
             seed: None, for a model that is released: noise and draws come from ciphers under keys of 256 bits that the
-                operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research:
+                operating system draws (`dpcompanion.mechanism.secure`). Or a whole number below 2^1024, for research:
                 the keys are hashed from it, as in `dpcompanion.training.train`: anyone who knows it can subtract the
                 noise.
             noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.

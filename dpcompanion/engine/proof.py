@@ -41,8 +41,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .._devices import autocasts
-from ..training.checks import check_types
-from ..training.tensors import added_up
+from ..gradients.checks import check_types
+from ..gradients.tensors import added_up
 from .checks import check_trained, trainable
 from .layers import clear_notes, culprit
 from .states import CodeState

@@ -1,6 +1,6 @@
 """Where draws and noise come from, how noise is added, and what a checkpoint keeps of it.
 
-Both come from ciphers, as in `dpcompanion.training.noise`: coins are exact, and sum and noise meet on a grid.  The keys
+Both come from ciphers, as in `dpcompanion.mechanism.noise`: coins are exact, and sum and noise meet on a grid.  Keys
 are the operating system's or, for research, hashed from a seed; a `torch.Generator`, as Opacus takes it, makes a run
 repeatable too, on the 32 bits of a seed that PyTorch looks at.  Either way noise is drawn and added in float64,
 whatever the model's type, and rounded once.
@@ -18,8 +18,8 @@ import torch
 from .._devices import is_away
 from ..seeds import keyed_generator
 from ..training.checkpoints import digest_of, key_file, note_seeds, read_keys, write_keys
-from ..training.noise import gaussian_noise, generators
-from ..training.secure import SecureStream, grid_of, snapped
+from ..mechanism.noise import gaussian_noise, generators
+from ..mechanism.secure import SecureStream, grid_of, snapped
 
 
 def sources(sampling, noise, *, seed=None, secure_mode=False):

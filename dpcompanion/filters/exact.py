@@ -49,7 +49,7 @@ from .game import check_costs, check_levels
 from .told import Told
 
 if TYPE_CHECKING:
-    from ..training.plan import DPSGDPlan
+    from ..mechanism.plan import DPSGDPlan
 
 
 class ExactFilter(Told):

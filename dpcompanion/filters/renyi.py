@@ -44,7 +44,7 @@ from ..accounting.runs import orders_for
 from .told import Told
 
 if TYPE_CHECKING:
-    from ..training.plan import DPSGDPlan
+    from ..mechanism.plan import DPSGDPlan
 
 
 class RenyiFilter(Told):

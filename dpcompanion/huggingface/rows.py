@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dpcompanion.training import proof
-from dpcompanion.training.batches import Batch
+from dpcompanion.gradients import proof
+from dpcompanion.gradients.batches import Batch
 from dpcompanion.training.checkpoints import digest_of
 from dpcompanion.training.people import PRESENT, OfPersons, PersonLoss, PersonNetwork, drawn_rows, grouped
 

@@ -18,7 +18,7 @@ from .levels import even_levels, joined, with_shares
 from .recorded import MOST, Recorded
 
 if TYPE_CHECKING:
-    from ..training.plan import DPSGDPlan
+    from ..mechanism.plan import DPSGDPlan
 
 _NARROW = 2**15 - 1  # steps that a count of 16 bits can hold
 _FINEST = 1e-6  # steps of a grid, whose counts are kept for each example

@@ -1,17 +1,15 @@
 """DP-SGD from one description of a run.
 
-* `plan`: `DPSGDPlan`, from which sampler, clip norms, noise and account are made;
-* `sampling`: true Poisson draws;  `noise`: Gaussian noise and the streams of a seed;
-* `clipping`: sums of clipped per-example gradients, and norms; `sums`: one pass's; `recording`, `layers`, `matrices`,
-  `tensors`: how, layer by layer;
-* `proof`: whether a method is right for a model;  `checks`: whether data, model and optimizer can work together;
 * `loop`: `train`;  `callbacks`: what is called along a run, and what it leaves;  `examples`: what it trains on;
   `checkpoints`: what it goes on from, a `Checkpoint`;  `options`: `Track` and `Performance`;
-* `people`: `by_person`, where the unit is a person with several rows;  `batches`: several tensors as one input;
-* `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are; `stacking`: their networks as one;
-* `tracking`: gradient norms of examples along a run, for accounts of each example; `measuring`, `passes`: when and how
-  they are computed; `stepping`: a loop of one's own; `following`: whether they are those of the run;
+* `people`: `by_person`, where the unit is a person with several rows;
+* `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are;
+* `tracking`: gradient norms of examples along a run, for accounts of each example; `measuring`: when they are
+  computed; `stepping`: a loop of one's own; `following`: whether they are those of the run;
 * `models`: the papers' networks.
+
+Handed on from `dpcompanion.mechanism`: `DPSGDPlan`, `PoissonSampler`, `gaussian_noise`, `generators`; and from
+`dpcompanion.gradients`: `clipped_sum`, `gradient_norms`, `cross_entropy`.
 
 A plan, a training, and what it cost each example:
 
@@ -29,15 +27,15 @@ A plan, a training, and what it cost each example:
 from dpcompanion.seeds import derive_seed
 from dpcompanion.training.callbacks import Callbacks, History, Run
 from dpcompanion.training.checkpoints import Checkpoint
-from dpcompanion.training.clipping import clipped_sum, cross_entropy, gradient_norms
+from dpcompanion.gradients.clipping import clipped_sum, cross_entropy, gradient_norms
 from dpcompanion.training.ensembles import train_ensemble
 from dpcompanion.training.loop import train
-from dpcompanion.training.noise import gaussian_noise, generators
+from dpcompanion.mechanism.noise import gaussian_noise, generators
 from dpcompanion.training.options import Performance, Track
 from dpcompanion.training.people import by_person
-from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
-from dpcompanion.training.sampling import PoissonSampler
+from dpcompanion.mechanism.sampling import PoissonSampler
 from dpcompanion.training.tracking import NormTracker
 
 __all__ = [

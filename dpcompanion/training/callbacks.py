@@ -30,7 +30,7 @@ from dpcompanion.accounting import Ledger, LedgerEntry, SampledGaussian
 from dpcompanion.accounting.items import entry_of
 from dpcompanion.accounting.pld import NoGrid
 from dpcompanion.training.checkpoints import Checkpoint
-from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.mechanism.plan import DPSGDPlan
 
 
 @dataclasses.dataclass

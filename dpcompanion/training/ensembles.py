@@ -12,7 +12,7 @@ plays no part.  Runs share the architecture, the examples and the number of step
         v_r    <- m v_r + (g_r + N(0, s_r^2)) / (expected batch size)_r + w theta_r
         theta_r <- theta_r - eta_r v_r
 
-The layers of all runs are stacked (`dpcompanion.training.stacking`), so that small models,
+The layers of all runs are stacked (`dpcompanion.gradients.stacking`), so that small models,
 whose steps are mostly calls, cost little more together than alone.  Models that cannot be taken
 apart into layers go through `torch.func.vmap` over runs and examples.  On a CPU the
 threads that PyTorch would use within one operation each take some of the runs.
@@ -40,11 +40,11 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion._progress import bar
-from dpcompanion.training import checks
+from dpcompanion.gradients import checks
 from dpcompanion.training.callbacks import Callbacks, check_extras
 from dpcompanion.training.checkpoints import Checkpoint, note_seeds
 from dpcompanion.training.loop import deferred_interrupt
-from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
 
 
@@ -86,11 +86,11 @@ def train_ensemble(
         add: a function of the `Ensemble`, called at each step between clipping and noise: what to add to the clipped
             sums, (R, parameters). Its `gradients_of` helps. What is added is outside the plan's guarantee.
         device: where to train; the model's own by default.
-        method: how to clip, see `dpcompanion.training.clipping`.
+        method: how to clip, see `dpcompanion.gradients.clipping`.
         precision: None for the model's own, or "bf16" for the way forward and back, which takes a model whose layers
             can be stacked.
         physical_batch_size: examples, of all runs together, in one pass. By default as many as suit a processor's
-            caches (`dpcompanion.training.portions`), or 1,024.
+            caches (`dpcompanion.gradients.portions`), or 1,024.
         workers: threads that share the runs; on a CPU as many as PyTorch's own by default, else 1.
         callbacks: `Callbacks`, functions of the `Ensemble`; a dict that on_epoch returns goes into `epochs`. An epoch
             is that of the first plan.

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from dpcompanion._devices import sent
 from dpcompanion._types import Loss
-from dpcompanion.training import checks, proof
+from dpcompanion.gradients import checks, proof
 from dpcompanion.training.checkpoints import digest_of
 from dpcompanion.training.people import Persons
 

@@ -10,7 +10,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import sent
-from dpcompanion.training import checks, proof
+from dpcompanion.gradients import checks, proof
 from dpcompanion.training.examples import Tensors, examples_of
 from dpcompanion.training.people import Persons
 

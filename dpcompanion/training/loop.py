@@ -7,7 +7,7 @@ r"""DP-SGD by a plan: draw, clip, add noise, divide by a public constant, step.
         optimizer.step()
 
 (Abadi et al. 2016, algorithm 1, with the expected batch size for the realised one.)
-Everything random comes from cryptographic streams of the run's own (`dpcompanion.training.noise`), so callbacks may
+Everything random comes from cryptographic streams of the run's own (`dpcompanion.mechanism.noise`), so callbacks may
 evaluate, draw and print as they like (`Callbacks`): they change nothing.  Without a seed nobody can repeat them, for a
 model that is released; a seed makes a run repeatable, for research.  With a `Checkpoint` a run
 that was cut off goes on where it stopped and ends bit for bit where it would have ended.
@@ -41,10 +41,11 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._devices import is_away, sent
 from dpcompanion._types import Device, Loss
-from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
-from dpcompanion.training import checks, clipping, noise, proof, states, sums
+from dpcompanion.gradients import checks, clipping, proof, states, sums
+from dpcompanion.mechanism import noise
 from dpcompanion.training.callbacks import Callbacks, History, Run, check_extras
 from dpcompanion.training.checkpoints import (
     Checkpoint,
@@ -96,7 +97,7 @@ def train(
         optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure (not LBFGS);
             it sees the noisy mean gradient.
         seed: None, for a model that is released: sampling and noise come from a cipher under keys of 256 bits that the
-            operating system draws (`dpcompanion.training.secure`). Or a whole number below 2^1024, for research: the
+            operating system draws (`dpcompanion.mechanism.secure`). Or a whole number below 2^1024, for research: the
             keys, and all else that is random, are hashed from it, and anyone who has it can subtract the noise.
         track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
         filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to what each example is
@@ -106,7 +107,7 @@ def train(
             the device.
         physical_batch_size: `microbatch_size` by a single keyword: examples in one pass; a draw is cut into such
             pieces, never joined with another. By default as many as suit a processor's caches
-            (`dpcompanion.training.portions`), or 512.
+            (`dpcompanion.gradients.portions`), or 512.
         trackers: further objects that follow the norms of all examples, such as a `NormTracker`, and may clip to less
             than the plan does. They must have been made with this model, loss and data, and are saved with the run.
         callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it (`Run.stop`).
@@ -119,10 +120,10 @@ def train(
 
     Raises:
         ValueError: before any work, for data that do not fit plan, model or loss, a model or loss that mixes examples,
-            a method that is wrong for the model (`dpcompanion.training.proof`), an optimizer of other parameters, a
+            a method that is wrong for the model (`dpcompanion.gradients.proof`), an optimizer of other parameters, a
             tracker of another run, or a checkpoint of another run or damaged. A data set is known by its length and the
             targets of 64 examples only. During the run, before the step is taken, for a model that mixes examples in a
-            state that it has come into since (`dpcompanion.training.states`), or that keeps something of them, and for
+            state that it has come into since (`dpcompanion.gradients.states`), or that keeps something of them, and for
             a loss that is seen to mix those of a batch; on a GPU what buffers and losses tell is looked at by the end
             of each epoch.
     """

@@ -5,9 +5,9 @@ import math
 import torch
 
 from dpcompanion import _checks
-from dpcompanion.training import checks, clipping, passes
+from dpcompanion.gradients import checks, clipping, passes
 from dpcompanion.training.examples import examples_of
-from dpcompanion.training.tensors import rounded_up
+from dpcompanion.gradients.tensors import rounded_up
 
 
 class Measured:

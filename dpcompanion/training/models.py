@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpcompanion.seeds import derive_key, jittered, seed_torch
-from dpcompanion.training.reparametrized import Reparametrized
+from dpcompanion.gradients.reparametrized import Reparametrized
 
 
 def parameter_count(model):

@@ -13,12 +13,12 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._types import Device, Loss
-from dpcompanion.training import clipping as clipping_methods
+from dpcompanion.gradients import clipping as clipping_methods
 from dpcompanion.training.examples import Data
 from dpcompanion.training.tracking import CLIPPINGS, NormTracker
 
 if TYPE_CHECKING:
-    from dpcompanion.training.plan import DPSGDPlan
+    from dpcompanion.mechanism.plan import DPSGDPlan
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class Performance:
     """How a run is computed, which changes no guarantee.
 
     Args:
-        method: how to clip, see `dpcompanion.training.clipping`.
+        method: how to clip, see `dpcompanion.gradients.clipping`.
         precision: None for the model's own, or "bf16" for the way forward and back.
         microbatch_size: examples in one pass; a draw is cut into such pieces. By default as many as suit the device.
         device: where to train; the model's own by default.

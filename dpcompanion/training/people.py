@@ -49,10 +49,10 @@ from torch.utils._pytree import tree_map_only
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
-from dpcompanion.training import proof
-from dpcompanion.training.batches import Batch
+from dpcompanion.gradients import proof
+from dpcompanion.gradients.batches import Batch
 from dpcompanion.training.checkpoints import digest_of
-from dpcompanion.training.tensors import in_best_format
+from dpcompanion.gradients.tensors import in_best_format
 
 COMBINED = ("mean", "sum")
 

@@ -14,13 +14,14 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, Numbers
-from dpcompanion.training import checks, clipping, noise, proof, states, sums
+from dpcompanion.gradients import checks, clipping, proof, states, sums
+from dpcompanion.mechanism import noise
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
-from dpcompanion.training.tensors import Unfit, call_with
-from dpcompanion.training.plan import DPSGDPlan
-from dpcompanion.training.portions import examples_at_once
-from dpcompanion.training.secure import SecureStream, grid_of, snapped
-from dpcompanion.training.stacking import StackedNetwork
+from dpcompanion.gradients.tensors import Unfit, call_with
+from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.gradients.portions import examples_at_once
+from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
+from dpcompanion.gradients.stacking import StackedNetwork
 
 _FORMAT = 4
 # Examples of all runs in one pass at most, where nobody says it.

@@ -53,12 +53,12 @@ from dpcompanion._types import Array, Device, Loss, State
 from dpcompanion.accounting import LedgerEntry
 from dpcompanion.accounting.items import entry_of
 from dpcompanion.training.examples import Data
-from dpcompanion.training.plan import DPSGDPlan
+from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training.following import check_budget, check_clipped, check_follows
 from dpcompanion.training.measuring import Measured
 from dpcompanion.training.stepping import OwnLoop
-from dpcompanion.training.tensors import rounded_up
+from dpcompanion.gradients.tensors import rounded_up
 
 CLIPPINGS = ("maximum", "individual")
 
@@ -86,8 +86,8 @@ class NormTracker(Measured, OwnLoop):
         keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass, where the account is.
         method, chunk: how the passes are computed, see `gradient_norms`.
         precision: None for the model's own, or "bf16": in what the passes go forward and back, see
-            `dpcompanion.training.clipping`. Norms are then off by about a hundredth: with clipping "individual" no less
-            is enforced than is charged, and an estimate is as much less accurate.
+            `dpcompanion.gradients.clipping`. Norms are then off by about a hundredth: with clipping "individual" no
+            less is enforced than is charged, and an estimate is as much less accurate.
 
     The passes see the model in evaluation mode, without dropout, draw no random numbers and leave gradients,
     modes and Opacus' per-example gradients as they are.  A gradient that is not finite is charged at C.

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from dpcompanion.idp import IndividualizedPrivacyEngine
-from dpcompanion.training.noise import gaussian_noise, generators
-from dpcompanion.training.secure import SecureStream, grid_of
+from dpcompanion.mechanism.noise import gaussian_noise, generators
+from dpcompanion.mechanism.secure import SecureStream, grid_of
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Full backward hook", "ignore:mean of empty", "ignore:.*multi-threaded, use of fork"

@@ -12,7 +12,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArgumen
 
 from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer
 from dpcompanion.training import DPSGDPlan
-from dpcompanion.training.proof import rows_to_look_through
+from dpcompanion.gradients.proof import rows_to_look_through
 
 PRIVACY = dict(budgets=8.0, delta=1e-3, seed=1, accountant="rdp")
 

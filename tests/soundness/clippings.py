@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpcompanion.training import clipping
+from dpcompanion.gradients import clipping
 
 CLASSES = 3
 

@@ -2,7 +2,8 @@
 
 import torch
 
-from dpcompanion.training import DPSGDPlan, PoissonSampler, proof, sums
+from dpcompanion.gradients import proof, sums
+from dpcompanion.training import DPSGDPlan, PoissonSampler
 
 
 def halve_the_noise(monkeypatch, factor=0.5):

@@ -8,7 +8,8 @@ import warnings
 import pytest
 import torch
 
-from dpcompanion.training import Callbacks, Checkpoint, DPSGDPlan, cross_entropy, models, secure, train, train_ensemble
+from dpcompanion.mechanism import secure
+from dpcompanion.training import Callbacks, Checkpoint, DPSGDPlan, cross_entropy, models, train, train_ensemble
 
 N, STEPS = 60, 12
 

@@ -13,20 +13,17 @@ from dpcompanion._devices import sent
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.output_perturbation import noise_covariance
+from dpcompanion.gradients import layers, passes, states, sums
 from dpcompanion.training import (
     Performance,
     clipped_sum,
     cross_entropy,
     DPSGDPlan,
     gradient_norms,
-    layers,
     loop,
     models,
     NormTracker,
-    passes,
     runs,
-    states,
-    sums,
     train,
 )
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import nn
 
+from dpcompanion.gradients import stacking
 from dpcompanion.training import (
     Callbacks,
     Checkpoint,
@@ -22,12 +23,11 @@ from dpcompanion.training import (
     generators,
     gradient_norms,
     models,
-    stacking,
     train,
     train_ensemble,
 )
-from dpcompanion.training.secure import grid_of, snapped
-from dpcompanion.training.tensors import Unfit
+from dpcompanion.mechanism.secure import grid_of, snapped
+from dpcompanion.gradients.tensors import Unfit
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
 N, RUNS = 40, 4

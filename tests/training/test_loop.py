@@ -12,12 +12,12 @@ import torch
 from scipy import stats
 from torch import nn
 
+from dpcompanion.gradients import clipping
 from dpcompanion.training import (
     Callbacks,
     Checkpoint,
     DPSGDPlan,
     checkpoints,
-    clipping,
     cross_entropy,
     gaussian_noise,
     generators,

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dpcompanion.training import DPSGDPlan, clipped_sum, cross_entropy, gradient_norms, train
-from dpcompanion.training.tensors import Unfit
+from dpcompanion.gradients.tensors import Unfit
 
 _spec = importlib.util.spec_from_file_location("layers", pathlib.Path(__file__).parent.parent / "layers.py")
 layers = importlib.util.module_from_spec(_spec)

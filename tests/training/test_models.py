@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from dpcompanion.training import clipping, cross_entropy, gradient_norms, models
+from dpcompanion.gradients import clipping
+from dpcompanion.training import cross_entropy, gradient_norms, models
 
 NETWORKS = [
     (models.mnist_cnn, {}, 26_010, (1, 28, 28)),

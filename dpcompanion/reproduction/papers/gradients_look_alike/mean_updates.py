@@ -24,7 +24,7 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
     watched,
 )
 from dpcompanion.training import clipped_sum, cross_entropy
-from dpcompanion.training.sums import per_example_gradients
+from dpcompanion.gradients.sums import per_example_gradients
 
 
 @dataclasses.dataclass(frozen=True)

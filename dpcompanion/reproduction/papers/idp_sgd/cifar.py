@@ -3,7 +3,7 @@
 With all of the paper's epochs a trial is 1.5 to 3.5 million per-example gradients, hours on one core.  So each is a
 piece of its own that any process, or any machine that shares the data folder, may take; within a trial the run is kept
 after every epoch.  The ways forward and back are in bfloat16, norms, clipping and sums in float32
-(`dpcompanion.training.clipping`), which takes nothing from the guarantee.
+(`dpcompanion.gradients.clipping`), which takes nothing from the guarantee.
 
 Of table 10 there is a part with 5 of the 30 epochs, and the noise that makes them cost the same budgets: a quarter of
 an hour of a core for each trial.  Table 8 has no such part: in so few epochs clipping limits what is learned and noise

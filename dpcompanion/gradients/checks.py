@@ -1,0 +1,419 @@
+"""What must hold of data, model, loss and optimizer before a run begins; otherwise one ValueError says what is wrong.
+
+>>> import torch
+>>> check_data(torch.zeros(3, 2).numpy(), torch.zeros(3))
+Traceback (most recent call last):
+    ...
+ValueError: data must be two tensors (x, y), got a ndarray and a Tensor; use torch.as_tensor
+"""
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Mapping
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from dpcompanion import _checks
+from dpcompanion._devices import autocasts, is_away, shortens_products
+from dpcompanion.gradients import proof
+from dpcompanion.gradients.batches import Batch
+
+PRECISIONS = (None, "bf16")
+
+
+def check_data(x, y, n=None):
+    """x and y are tensors of equally many examples, n if it is given."""
+    if not (isinstance(x, (torch.Tensor, Batch)) and isinstance(y, (torch.Tensor, Batch))):
+        raise ValueError(
+            f"data must be two tensors (x, y), got a {type(x).__name__} and a {type(y).__name__}; use torch.as_tensor"
+        )
+    if not (x.ndim and y.ndim) or len(x) != len(y) or n not in (None, len(x)):
+        wanted = "as many inputs as targets" if n is None else f"plan.n = {n} examples"
+        raise ValueError(
+            f"data must hold {wanted}, got inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}"
+        )
+
+
+def untrained(model):
+    """Buffers and frozen parameters, {what to call it: tensor}: no step may change them, as no noise would cover it."""
+    # Opacus's expanded weights stand for what is trained, and answer no question.
+    own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
+    frozen = {f"frozen parameter {name!r}": p for name, p in own if not p.requires_grad}
+    return {f"buffer {name!r}": b for name, b in model.named_buffers()} | frozen
+
+
+def _held(model):
+    """Buffers and parameters, {what to call it: tensor}: no pass may change them, only a step what is trained."""
+    own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
+    return untrained(model) | {f"parameter {name!r}": p for name, p in own if p.requires_grad}
+
+
+def noted(model, *, values):
+    """Buffers and parameters of a model now, for `check_untouched`: tensors, their versions, their places in memory
+    and copies: of buffers, which some layers write without a new version, and, if asked for, of parameters.
+
+    Versions and places cost nothing, and miss what is written into `.data`.
+    """
+    return {
+        what: (
+            t,
+            t._version,
+            _place(t),
+            t.detach().clone() if (values or not isinstance(t, torch.nn.Parameter)) and not t.is_meta else None,
+        )
+        for what, t in _held(model).items()
+    }
+
+
+def _place(t):
+    return t.data_ptr() if t.layout is torch.strided else None  # what is sparse has no place of its own
+
+
+def _same(a, b):
+    """Whether two tensors hold the same numbers, NaN where NaN is."""
+    return bool(equal(a, b))
+
+
+def equal(a, b):
+    """As `_same`, a tensor where the two lie."""
+    a, b = a.to_dense(), b.to_dense()
+    if a.shape != b.shape:
+        return torch.tensor(False)
+    if a.device.type == "cpu" and torch.equal(a, b):
+        return torch.tensor(True)
+    return ((a == b) | (a != a) & (b != b)).all()
+
+
+def check_untouched(model, before, *, name="model", buffers=True, wait=True):
+    """No pass has changed a parameter since `noted`, as a layer does that initialises itself from the first examples
+    that it sees, nor (unless `buffers` are let be) a buffer.
+
+    Without `wait` values that lie on a device are not asked for: {what: whether it changed, a tensor} comes back.
+    """
+    later = {}
+    for what, t in _held(model).items():
+        was, version, place, value = before.get(what, (None,) * 4)
+        if isinstance(t, torch.nn.Parameter) or buffers:
+            if was is not t or (version, place) != (t._version, _place(t)):
+                refuse_statistics(what, name)
+            elif value is not None and not wait and is_away(t):
+                later[what] = ~equal(value, t)
+            elif value is not None and not _same(value, t):
+                refuse_statistics(what, name)
+    return later
+
+
+def refuse_statistics(what, name="model"):
+    raise ValueError(
+        f"{name} must keep no statistics of its examples, but training changes {what}, which no noise covers"
+    )
+
+
+def check_later(later):
+    """What `check_untouched` left to be looked at, several times: {what: whether it changed, a tensor}."""
+    for what, changed in later.items():
+        if changed:
+            refuse_statistics(what)
+
+
+@contextlib.contextmanager
+def probing(model):
+    """Passes that only try a model: it ends as it was, and one that writes into a parameter is refused by its name."""
+    places, before = [(m._parameters, dict(m._parameters)) for m in model.modules()], noted(model, values=True)
+    with proof.buffers_kept(model):
+        try:
+            try:
+                yield
+            finally:  # that something was written is said first: what else fails may come of it
+                check_untouched(model, before, buffers=False)
+        finally:
+            for place, own in places:
+                place.update(own)
+            with torch.no_grad():
+                for t, _, _, value in before.values():
+                    if isinstance(t, torch.nn.Parameter) and value is not None and not _same(value, t):
+                        t.copy_(value)
+
+
+def check_leaves_no_trace(model, x):
+    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would share the draws."""
+    model = copy.deepcopy(model)
+    before = noted(model, values=True)
+    generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (x.device.type == "cuda")
+    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
+        states = [state() for state in generators]
+        model(x)
+        if not all(torch.equal(old, state()) for old, state in zip(states, generators)):
+            raise ValueError("model must not draw at random, as dropout does; train such runs one by one")
+    check_untouched(model, before)
+
+
+def check_types(model, x):
+    """The model's trainable parameters are of one floating-point type, which inputs with a fraction have too."""
+    types = {p.dtype for p in model.parameters() if p.requires_grad}
+    if len(types) > 1 or not all(dtype.is_floating_point for dtype in types):
+        raise ValueError(
+            f"model must have trainable parameters of one floating-point type, got {', '.join(sorted(map(str, types)))}"
+        )
+    for dtype in types:
+        if x.is_floating_point() and x.dtype != dtype:
+            raise ValueError(
+                f"data must have the model's type, {dtype}, but its inputs are {x.dtype}; "
+                f"use x.to({dtype}) or model.to({x.dtype})"
+            )
+
+
+def check_model(model):
+    """Refuse layers that mix examples or keep statistics of them, and models that are spread over processes.
+
+    A batch norm in evaluation mode, with statistics that it has from elsewhere, does neither: it is a fixed linear map.
+
+    Raises:
+        ValueError: naming the layer, for batch norm and for instance norm with running statistics in training mode, and
+            for a model in `torch.nn.parallel.DistributedDataParallel` and the like.
+    """
+    check_alone(model)
+    for name, module in model.named_modules():
+        mixes = (
+            isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+            and not isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
+            and (module.training or module.running_mean is None)
+        )
+        if mixes or getattr(module, "track_running_stats", False) and module.training:
+            raise ValueError(
+                f"model must treat examples one by one, but layer {name or 'model'!r} is a {type(module).__name__} "
+                f"{'in training mode' if module.training else 'without statistics'}, which mixes them; put a "
+                "pretrained one into evaluation mode and leave it there, or take group norm"
+            )
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ValueError("model must have a trainable parameter, got none")
+
+
+# Classes of modules that are spread over processes or devices; those of Opacus send gradients in their own optimizer.
+_SPREAD = {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_SPREAD_BY_OPACUS = {"DifferentiallyPrivateDistributedDataParallel", "FSDP2Wrapper"}
+
+
+def check_alone(model, *, opacus=False):
+    """Refuse a model that is spread over processes or devices (with `opacus` by that library, too): no gradient would
+    be sent between them, and with one seed all would draw the same noise.
+
+    Raises:
+        ValueError: naming the wrapper.
+    """
+    spread = {base.__name__ for module in model.modules() for base in type(module).__mro__}
+    spread &= _SPREAD | (_SPREAD_BY_OPACUS if opacus else set())
+    spread |= {type(p.data).__name__ for p in model.parameters()} & {"DTensor"}
+    if spread:
+        raise ValueError(
+            f"model must be a plain module, which this process trains alone, but it is or holds a {min(spread)}: "
+            "gradients would not be sent between processes; for training by several, see dpcompanion.engine "
+            "(IndividualizedPrivacyEngine), or hand over the module inside, model.module"
+        )
+
+
+def check_sums(model):
+    """The model's trainable parameters have at least the digits of float32: in their type clipped gradients are added
+    up, and where a sum of thousands of them is rounded to bfloat16, one example moves it by several clip norms."""
+    for name, p in model.named_parameters():
+        if p.requires_grad and p.element_size() < 4:
+            raise ValueError(
+                f"model must have trainable parameters in float32 or float64, in which clipped gradients are added up, "
+                f"but {name!r} is {p.dtype}; use model.float(), with precision='bf16' for speed, or a plan with "
+                "arithmetic='float'"
+            )
+
+
+def check_precision(precision, model, device, method="auto", precise=False):
+    """Refuse a precision that the model's type, the device or the method does not allow.
+
+    Raises:
+        ValueError: naming which.
+    """
+    _checks.one_of("precision", precision, PRECISIONS)
+    if precision is None:
+        return
+    if precise:
+        raise ValueError("precision must be None where sums are precise, got 'bf16'")
+    types = {p.dtype for p in model.parameters() if p.requires_grad}
+    if types != {torch.float32}:
+        raise ValueError(f"precision 'bf16' takes a model in float32, got {', '.join(sorted(map(str, types)))}")
+    if method == "func":
+        raise ValueError("precision 'bf16' takes method 'mixed' or 'ghost', got 'func'")
+    device = torch.device(device)
+    able = (
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        if device.type == "cpu"
+        else device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    )
+    if not able:
+        raise ValueError(f"precision 'bf16' takes a processor or GPU that has it, but {str(device)!r} does not")
+
+
+def check_products(device):
+    """Matrices of float32 are not multiplied in a shorter type: shares would be up to 1.003 of the clip norm, and more
+    where gradients cancel."""
+    if shortens_products(device):
+        raise ValueError(
+            "clipped gradients must be added up in full float32, but PyTorch is set to multiply matrices in a shorter "
+            "type; use torch.set_float32_matmul_precision('highest'), with precision='bf16' for speed"
+        )
+
+
+def check_arithmetic(device):
+    """Sums of clipped gradients are made in the type that they have.
+
+    There is no `torch.autocast` of the caller's around them: it would add up clipped gradients in its type, and it
+    keeps the weights that it has cast until it ends. A model may have one of its own.
+    """
+    check_products(device)
+    if autocasts(device):
+        raise ValueError(
+            f"per-example gradients must be taken outside torch.autocast, which would round them and their sums to "
+            f"{torch.get_autocast_dtype(device.type)}; leave it, and use precision='bf16' for speed"
+        )
+
+
+def check_trained(model, parameters):
+    """The trainable parameters are those with which a run began, {name: parameter}."""
+    now = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if now.keys() != parameters.keys() or any(p is not parameters[name] for name, p in now.items()):
+        differ = sorted(name for name in now.keys() | parameters.keys() if now.get(name) is not parameters.get(name))
+        raise ValueError(
+            "model must keep its trainable parameters while it is trained, but these were frozen, unfrozen or "
+            f"exchanged: {', '.join(differ)}; train one after the other, each with a plan of its own"
+        )
+
+
+def numbers_of(plan):
+    """The rates and clip norms of a plan, which may be tensors, as they are now."""
+    return [torch.as_tensor(each).clone() for each in (plan.sample_rate, plan.max_grad_norm)]
+
+
+def check_plan(plan, ours, numbers):
+    """A callback has not put another plan in the place of ours, nor other numbers into it than `numbers_of` it."""
+    now = [torch.as_tensor(each) for each in (plan.sample_rate, plan.max_grad_norm)]
+    if plan is not ours or not all(map(torch.equal, now, numbers)):
+        raise ValueError(
+            "plan must stay what it was when the run began, or its account would be that of another run, but a "
+            "callback has changed it: for other noise or clip norms, train by one plan after the other"
+        )
+
+
+def check_optimizer(optimizer, model):
+    """The optimizer holds every trainable parameter of the model, nothing of another, and needs no closure."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"optimizer must be one of torch.optim, made of the model's parameters, got {optimizer!r}")
+    own = {p: name for name, p in model.named_parameters()}
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    if not held <= own.keys():
+        raise ValueError("optimizer must hold parameters of the model only, got others")
+    left_out = [name for p, name in own.items() if p.requires_grad and p not in held]
+    if left_out:
+        raise ValueError(
+            "optimizer must hold every trainable parameter of the model, but lacks "
+            f"{', '.join(left_out)}; freeze what is not to be trained with requires_grad_(False)"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            "optimizer must take dense gradients, since noise is added to every weight, but SparseAdam takes sparse "
+            "ones only; use torch.optim.Adam"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise ValueError(
+            f"optimizer must step once a gradient, but {type(optimizer).__name__} evaluates the loss "
+            "again, which would need noise again"
+        )
+
+
+def try_out(model, loss, x, y):
+    """Model and loss accept two of the examples, in evaluation mode, and no parameter keeps anything of them."""
+    x, y, described = x[:2], y[:2], f"inputs of {x.dtype} and shape {tuple(x.shape)}, targets of {y.dtype}"
+    with probing(model), torch.no_grad(), proof.evaluating(model):
+        with proof.naming(model) as inside:
+            try:
+                losses = loss(model(x.clone()), y)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                where = f" in layer {inside[-1]!r}" if inside else ""
+                raise ValueError(
+                    f"model and loss must accept the data ({described}), but fail{where}: {error}"
+                ) from error
+    check_losses(losses, len(x))
+
+
+def check_losses(losses, n):
+    """`losses`, one number an example."""
+    if not isinstance(losses, torch.Tensor) or losses.shape != (n,):
+        got = f"shape {tuple(losses.shape)}" if isinstance(losses, torch.Tensor) else type(losses).__name__
+        raise ValueError(
+            f"loss must return one number an example, shape ({n},), got {got}"
+            + (": a number for the whole batch cannot be taken apart" if got == "shape ()" else "")
+            + "; use reduction='none', and the mean over an example's own tokens where it has several"
+        )
+    return losses
+
+
+def same_items(a, b):
+    """Whether two items or batches, tensors in any nesting, are equal; of what cannot be compared it is said of nothing
+    but itself."""
+    if torch.is_tensor(a) and torch.is_tensor(b):
+        plain = a.layout == b.layout == torch.strided
+        return same_bits(a, b) if plain else a.shape == b.shape and same_bits(a.to_dense(), b.to_dense())
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(same_items(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return len(a) == len(b) and all(map(same_items, a, b))
+    try:
+        return bool(np.array_equal(cast(Any, a), b))
+    except (TypeError, ValueError, NotImplementedError):  # a sparse row, for instance
+        return a is b
+
+
+def check_batched(dataset, name="data"):
+    """Where a data set gives several items at once (`__getitems__`), they come in the order in which they were asked
+    for: each gradient is clipped to the norm of the example in its place.
+
+    Refused is what stands at another's place.  What a transform draws at random is not compared.
+    """
+    alone_too = getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
+    if not hasattr(dataset, "__getitems__") or not alone_too or len(dataset) < 2:
+        return
+    places = [int(place) for place in torch.linspace(len(dataset) - 1, 0, min(8, len(dataset)), dtype=torch.float64)]
+
+    def parts(item):
+        return item if isinstance(item, (tuple, list)) else (item,)
+
+    def alone(seed):
+        with proof.drawing_alike(torch.device("cpu"), seed):
+            return [parts(dataset[i]) for i in places]
+
+    with proof.drawing_alike(torch.device("cpu")):
+        together = list(map(parts, dataset.__getitems__(list(places))))
+    if len(together) != len(places):
+        raise ValueError(f"{name} must give as many items as it is asked for, {len(places)}, got {len(together)}")
+    items, twins = alone(0), alone(1)
+    for number, found in enumerate(together):
+        for which, (got, own, twin) in enumerate(zip(found, items[number], twins[number])):
+            others = (item[which] for item in items if which < len(item))
+            if same_items(own, twin) and not same_items(got, own) and any(same_items(got, other) for other in others):
+                raise ValueError(
+                    f"{name} must give items in the order in which it is asked for them, but its __getitems__ gives "
+                    "others than its __getitem__"
+                )
+
+
+def same_bits(one, other):
+    """Two tensors of one type and shape hold the same bits, wherever they lie; nan is itself."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.device == other.device and one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    one, other = (t.contiguous().flatten().view(torch.uint8) for t in (one, other.to(one.device)))
+    return torch.equal(one, other)

@@ -1,0 +1,79 @@
+"""Gradient norms of all examples at once, by passes over the data that leave no trace in the model.
+
+>>> from dpcompanion.training import cross_entropy
+>>> from dpcompanion.training.examples import examples_of
+>>> model = torch.nn.Linear(2, 2).train()
+>>> examples = examples_of((torch.zeros(3, 2), torch.tensor([0, 1, 1])))
+>>> norms_of_all(model, cross_entropy, examples, method="mixed", chunk=2).shape
+torch.Size([3])
+"""
+
+import contextlib
+
+import torch
+
+from dpcompanion._devices import sent
+from dpcompanion.gradients import checks, clipping, proof, states
+
+
+def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None):
+    """The gradient norm of each of the n examples (`dpcompanion.training.examples`), (n,), on the model's device.
+
+    `chunk` examples are loaded and measured at once, by default as many as suit memory and caches. The model computes
+    in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example gradients stay as they
+    are.
+    """
+    device = next(model.parameters()).device
+    norms = []
+    with undisturbed(model) as inner:
+        network, loss = examples.seen(inner, loss)
+        before = checks.noted(inner, values=device.type == "cpu")  # elsewhere it would be waited for
+        size = chunk or loaded_at_once(examples.probe[0])
+        for start in range(0, len(examples), size):
+            with torch.random.fork_rng(devices=[]):  # a transform may draw
+                x, y = examples.part(start, start + size)
+            norms.append(
+                clipping.gradient_norms(
+                    network, loss, sent(x, device), sent(y, device), method=method, chunk=chunk, precision=precision
+                )
+            )
+        checks.check_untouched(inner, before)
+    return torch.cat(norms)
+
+
+def resolve_method(model, loss, examples, method, precision=None):
+    """The method that is proved right for this model (`clipping.resolve_method`), in evaluation mode."""
+    device, (x, y) = next(model.parameters()).device, examples.probe
+    rows = proof.rows_to_look_through(len(x))
+    with undisturbed(model) as inner:
+        inner, loss = examples.seen(inner, loss)
+        return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method, precision)
+
+
+def state_of(model):
+    """The state of the model (`dpcompanion.gradients.states`) in which the passes see it."""
+    with undisturbed(model) as inner:
+        return states.state_of(inner)
+
+
+def loaded_at_once(x):
+    """512 examples of up to 8,192 numbers, fewer of larger ones, lest what they leave fill a GPU."""
+    return min(512, max(16, 2**22 // max(1, x[0].numel())))
+
+
+@contextlib.contextmanager
+def undisturbed(model):
+    """The model in evaluation mode, without the hooks of Opacus' GradSampleModule, and as it was afterwards."""
+    inner = getattr(model, "_module", model)  # what carries the hooks need not be a module itself
+    modes = {module: module.training for module in inner.modules()}
+    hooked = getattr(model, "hooks_enabled", False)
+    inner.eval()
+    if hooked:
+        model.disable_hooks()
+    try:
+        yield inner
+    finally:
+        if hooked:
+            model.enable_hooks()
+        for module, mode in modes.items():
+            module.training = mode

@@ -1,0 +1,385 @@
+"""What is refused before a run begins, and models that only look unusual."""
+
+import copy
+import dataclasses
+import random
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from torch import nn
+
+from dpcompanion.training import (
+    Callbacks,
+    Checkpoint,
+    DPSGDPlan,
+    NormTracker,
+    clipped_sum,
+    cross_entropy,
+    gradient_norms,
+    train,
+    train_ensemble,
+)
+from dpcompanion.gradients import checks
+from dpcompanion.training.runs import Ensemble
+from dpcompanion.gradients.tensors import call_with
+
+PLAN = DPSGDPlan(n=20, sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3
+
+
+def fit(model, x=X, y=Y, loss=cross_entropy, optimizer=None, **options):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
+    return train(model, loss, (x, y), PLAN, optimizer=optimizer, seed=0, progress=False, **options)
+
+
+@pytest.mark.parametrize(
+    "x, y, message",
+    [
+        (X.numpy(), Y, "tensors"),
+        (X, Y.numpy(), "tensors"),
+        (X.tolist(), Y, "tensors"),
+        (X[:19], Y, "plan.n = 20"),
+        (X, Y[:19], "plan.n = 20"),
+        (X.double(), Y, "torch.float64"),
+        (X, Y.float(), "data"),
+        (X, Y.int(), "data"),
+        (X[:, :3], Y, "data"),
+        (X.long(), Y, "data"),
+        (X, torch.tensor(1), "shape"),
+    ],
+)
+def test_data_that_the_model_cannot_take_are_refused(x, y, message):
+    """They ended in an error of some layer, or of numpy, in the middle of the work."""
+    model = nn.Linear(4, 3)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=message):
+        fit(model, x, y)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+
+
+def test_the_other_ways_in_refuse_such_data_too():
+    from dpcompanion.individual import IndividualAccountant
+
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="tensors"):
+        gradient_norms(model, cross_entropy, X.numpy(), Y.numpy())
+    with pytest.raises(ValueError, match="float64"):
+        gradient_norms(model, cross_entropy, X.double(), Y, method="mixed")
+    with pytest.raises(ValueError, match="tensors"):
+        NormTracker(IndividualAccountant.for_plan(PLAN), model, cross_entropy, (X.numpy(), Y), steps_per_epoch=2)
+    for data in ((X.numpy(), Y), (X.double(), Y)):
+        with pytest.raises(ValueError, match="data must"):
+            train_ensemble(model, cross_entropy, data, PLAN, seeds=[0, 1], learning_rate=0.1)
+
+
+def test_parameters_of_two_types_are_refused():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3).double())
+    with pytest.raises(ValueError, match="floating-point"):
+        fit(model)
+
+
+def test_an_optimizer_that_leaves_out_a_trainable_parameter_is_refused():
+    """It got noise and an account, and never moved."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=r"1\.weight, 1\.bias"):
+        fit(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+    model[1].requires_grad_(False)
+    fit(model, optimizer=torch.optim.SGD(model[0].parameters(), lr=0.1))
+
+
+def test_an_optimizer_that_needs_the_loss_again_is_refused():
+    model = nn.Linear(4, 3)
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit(model, optimizer=torch.optim.LBFGS(model.parameters()))
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cell):
+        super().__init__()
+        self.cell, self.head = cell(2, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.head(self.cell(x.unflatten(1, (2, 2)))[0][:, -1])
+
+
+@pytest.mark.parametrize("cell, dtype", [(nn.LSTM, torch.float64), (nn.GRU, torch.float32)])
+def test_a_model_that_vmap_cannot_take_is_refused_before_training(cell, dtype):
+    model = Recurrent(cell).to(dtype)
+    with pytest.raises(ValueError, match="torch.func"):
+        fit(model, X.to(dtype))
+
+
+class Shared(nn.Module):
+    """One module under two names, one weight in two modules, and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.tied, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.again, self.tied.weight = self.one, self.one.weight
+        self.one.register_buffer("scale", torch.tensor(0.5))
+
+    def forward(self, x):
+        for layer in (self.one, self.again, self.tied):
+            x = torch.tanh(layer(x)) * self.one.scale
+        return self.head(x)
+
+
+@pytest.mark.parametrize("method", ["func", "auto"])
+def test_a_model_that_holds_one_module_twice_is_whole_after_training(method):
+    """torch.func.functional_call put dead tensors in the place of its parameters."""
+    torch.manual_seed(0)
+    model = Shared()
+    before = dict(model.named_parameters())
+    fit(model, method=method)
+    after = dict(model.named_parameters())
+    assert after.keys() == before.keys() and all(after[name] is p for name, p in before.items())
+    assert model.tied.weight is model.one.weight and type(model.one.scale) is torch.Tensor
+    assert all(p.requires_grad and p.is_leaf for p in after.values())
+    cross_entropy(model(X), Y).mean().backward()
+
+
+def test_call_with_replaces_a_shared_parameter_everywhere_and_matches_autograd():
+    torch.manual_seed(0)
+    model = Shared()
+    changed = {name: p.detach() * 2 for name, p in model.named_parameters()}
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2)
+    assert torch.equal(call_with(model, changed, X), other(X))
+    norms = gradient_norms(model, cross_entropy, X, Y, method="func")
+    for i in range(3):
+        model.zero_grad()
+        cross_entropy(model(X[i : i + 1]), Y[i : i + 1]).sum().backward()
+        alone = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        assert float((norms[i] / alone - 1).abs()) < 1e-5
+
+
+def test_a_loader_is_not_unpacked_and_its_data_set_is_asked_for():
+    model = nn.Linear(4, 3)
+    pairs = torch.utils.data.TensorDataset(X, Y)
+    for data in (torch.utils.data.DataLoader(pairs), iter([(X, Y)]), None, 3):
+        with pytest.raises(ValueError, match=f"data.*{type(data).__name__}"):
+            train(model, cross_entropy, data, PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="data"):
+        train(model, cross_entropy, (X, Y, X), PLAN, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def test_a_finished_run_is_read_without_a_warning(tmp_path, recwarn):
+    model = nn.Linear(4, 3)
+    for _ in range(2):  # the second time all steps are done, and the keys of the run are gone
+        train(
+            model,
+            cross_entropy,
+            (X, Y),
+            PLAN,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            checkpoint=Checkpoint(tmp_path / "run.pt"),
+            progress=False,
+        )
+    assert [str(w.message) for w in recwarn if "is gone" in str(w.message)] == []
+
+
+def cast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@pytest.mark.parametrize("setting", ["medium", "high"])
+@pytest.mark.parametrize("method", ["auto", "mixed", "ghost", "func"])
+def test_shorter_products_of_float32_are_refused(method, setting):
+    torch.set_float32_matmul_precision(setting)
+    try:
+        with pytest.raises(ValueError, match=r"full float32.*set_float32_matmul_precision\('highest'\)"):
+            clipped_sum(nn.Linear(4, 3), cross_entropy, X, Y, 0.1, method=method)
+        with pytest.raises(ValueError, match="full float32"):
+            fit(nn.Linear(4, 3), method=method)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("method", ["auto", "mixed", "ghost", "func"])
+def test_an_autocast_of_the_callers_is_refused_and_one_of_the_models_is_not(method):
+    """In bfloat16 sums of 4,096 clipped gradients moved by five clip norms with one example."""
+
+    class Own(nn.Sequential):
+        def forward(self, x):
+            with cast():
+                return super().forward(x).float()
+
+    torch.manual_seed(0)
+    model = Own(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    x, y = torch.randn(1024, 4) * 0.1 + 1, torch.zeros(1024, dtype=torch.int64)
+    with cast(), pytest.raises(ValueError, match=r"outside torch\.autocast.*precision='bf16'"):
+        clipped_sum(nn.Linear(4, 3), cross_entropy, x, y, 0.1, method=method)
+    with cast(), pytest.raises(ValueError, match=r"outside torch\.autocast"):
+        gradient_norms(nn.Linear(4, 3), cross_entropy, x, y, method=method)
+    with cast(), pytest.raises(ValueError, match=r"outside torch\.autocast"):
+        fit(nn.Linear(4, 3), method=method)
+    with cast(), pytest.raises(ValueError, match=r"outside torch\.autocast"):
+        train_ensemble(
+            nn.Linear(4, 3), cross_entropy, (X, Y), PLAN, seeds=[0], learning_rate=0.1, method=method, progress=False
+        )
+    if method != "func":
+        whole, fewer = (clipped_sum(model, cross_entropy, x[:k], y[:k], 0.1, method=method) for k in (1024, 1023))
+        moved = sum((g - fewer.gradients[name]).double().square().sum() for name, g in whole.gradients.items()).sqrt()
+        assert moved <= 0.1 * 1.001
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda run: setattr(run, "plan", dataclasses.replace(run.plan, noise_multiplier=0.01)),
+        lambda run: setattr(run, "plan", dataclasses.replace(run.plan, max_grad_norm=10.0)),
+        lambda run: run.plan.sample_rate.mul_(2),
+    ],
+)
+def test_a_callback_that_changes_the_plan_is_refused(change):
+    plan = dataclasses.replace(PLAN, sample_rate=torch.full((20,), 0.25))
+    model, steps = nn.Linear(4, 3), []
+    with pytest.raises(ValueError, match="plan"):
+        train(
+            model,
+            cross_entropy,
+            (X, Y),
+            plan,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            callbacks=Callbacks(on_step=lambda run: (steps.append(run.step), change(run))),
+            progress=False,
+        )
+    assert steps == [1]
+    ensemble = Ensemble(model, cross_entropy, (X, Y), PLAN, seeds=[0, 1], learning_rate=0.1)
+    with pytest.raises((TypeError, AttributeError)):
+        ensemble.plans[:] = [change]
+    with pytest.raises(AttributeError):
+        ensemble.plans = [change]
+    own = dataclasses.replace(PLAN, max_grad_norm=torch.full((20,), 0.5))
+    callbacks = Callbacks(on_step=lambda ensemble: ensemble.plans[0].max_grad_norm.fill_(100.0))
+    options = {"seeds": [0], "learning_rate": 0.1, "progress": False}
+    with pytest.raises(ValueError, match="plan"):
+        train_ensemble(model, cross_entropy, (X, Y), own, callbacks=callbacks, **options)
+    with pytest.raises(ValueError, match="plans"):
+        train_ensemble(model, cross_entropy, (X, Y), [None], **options)
+
+
+class Batched(torch.utils.data.Dataset):
+    """Items that are also given many at once: as asked for, sorted, or one short."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        return X[i] + (torch.rand(4) if self.kind == "at random" else 0), int(Y[i])
+
+    def __getitems__(self, places):
+        places = sorted(places) if self.kind == "sorted" else places[1:] if self.kind == "short" else places
+        return [self[i] for i in places]
+
+
+def test_a_data_set_that_gives_its_items_in_another_order_is_refused():
+    for kind in ("as asked", "at random"):
+        model = nn.Linear(4, 3)
+        train(
+            model,
+            cross_entropy,
+            Batched(kind),
+            PLAN,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            seed=0,
+            progress=False,
+        )
+    for kind, said in (("sorted", "in the order"), ("short", "as many items as it is asked for, 8, got 7")):
+        with pytest.raises(ValueError, match=f"data.*{said}"):
+            NormTracker.for_plan(PLAN, nn.Linear(4, 3), cross_entropy, Batched(kind))
+
+
+class Flipped(torch.utils.data.Dataset):
+    """An example in two is flipped, at random, by one of the usual generators."""
+
+    def __init__(self, coin):
+        self.coin = coin
+
+    def __len__(self):
+        return len(X)
+
+    def __getitem__(self, i):
+        return X[i].flip(0) if self.coin() else X[i], int(Y[i])
+
+
+@pytest.mark.parametrize(
+    "coin", [lambda: torch.rand(()) < 0.5, lambda: np.random.rand() < 0.5, lambda: random.random() < 0.5]
+)
+def test_data_sets_that_augment_at_random_are_taken_and_their_generators_go_on_as_they_were(coin):
+    subset = torch.utils.data.Subset(Flipped(coin), range(20))
+    for seed in range(40):
+        for each in (torch.manual_seed, np.random.seed, random.seed):
+            each(seed)
+        checks.check_batched(subset)
+        first = [bool(coin()) for _ in range(20)]
+        for each in (torch.manual_seed, np.random.seed, random.seed):
+            each(seed)
+        assert first == [bool(coin()) for _ in range(20)]
+
+
+def test_of_items_read_together_only_those_of_other_places_are_refused():
+    class Rounded(Batched):  # other last bits than one by one, and another type
+        def __getitems__(self, places):
+            return [(self[i][0] * (1 + 1e-6), float(self[i][1])) for i in places]
+
+    class Together(torch.utils.data.Dataset):  # in no other way
+        def __len__(self):
+            return len(X)
+
+        def __getitems__(self, places):
+            return [(X[i], int(Y[i])) for i in places]
+
+    class Sparse(Batched):
+        def __getitem__(self, i):
+            return (scipy.sparse.csr_matrix(X[i].numpy()), X[i].to_sparse()), int(Y[i])
+
+    class Shuffled(Batched):  # among labels alone, beside random numbers
+        def __getitems__(self, places):
+            return [(self[i][0], self[j][1]) for i, j in zip(places, reversed(places))]
+
+    for data_set in (Rounded("as asked"), Together(), Sparse("as asked")):
+        checks.check_batched(data_set)
+    with pytest.raises(ValueError, match="order"):
+        checks.check_batched(Shuffled("at random"))
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"plan": None}, "plan"),
+        ({"optimizer": torch.optim.SGD}, "optimizer"),
+        ({"trackers": 3}, "trackers"),
+        ({"callbacks": Callbacks(on_epoch=lambda run: [1])}, "on_epoch"),
+    ],
+)
+def test_what_is_of_another_kind_is_refused_in_words(changed, said):
+    model = nn.Linear(4, 3)
+    options = {"plan": PLAN, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "progress": False, **changed}
+    with pytest.raises(ValueError, match=said):
+        train(model, cross_entropy, (X, Y), **options)
+
+
+def test_a_tracker_of_a_plan_with_a_number_for_each_example_is_refused_in_words():
+    tracker = NormTracker.for_plan(PLAN, nn.Linear(4, 3), cross_entropy, (X, Y))
+    own = dataclasses.replace(PLAN, sample_rate=torch.full((20,), 0.25))
+    with pytest.raises(ValueError, match="plan"):
+        tracker.check_run(own, tracker.model, cross_entropy, (X, Y))
+    with pytest.raises(ValueError, match="seeds"):
+        train_ensemble(tracker.model, cross_entropy, (X, Y), PLAN, seeds=3, learning_rate=0.1)
+
+
+def test_clip_norms_may_be_a_list():
+    limits = [0.1 + 0.01 * i for i in range(20)]
+    model = nn.Linear(4, 3)
+    one, other = (clipped_sum(model, cross_entropy, X, Y, each) for each in (limits, torch.tensor(limits)))
+    assert torch.allclose(one.gradients["weight"], other.gradients["weight"])
+    with pytest.raises(ValueError, match="shape"):
+        clipped_sum(model, cross_entropy, X, Y, limits[:3])
