@@ -187,8 +187,9 @@ def by_engine(name, lora, mode):
     return False
 
 
-# Which are refused: vmap takes no mask (n, T) of Hugging Face's, which looks whether it masks anything; ViT has parameters of its own around layers; T5
-# has one table of positions for all examples, and shares its words with a layer that it does not use.
+# Which are refused: vmap takes no mask (n, T), of which transformers looks whether it masks anything; ViT has parameters
+# of its own around layers; T5 has one table of positions for all examples, and shares its words with a layer that it
+# does not use.
 BY_TRAIN = {
     ("ViT", False): {"mixed", "ghost"},
     ("BERT", False): {"func"},

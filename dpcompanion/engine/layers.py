@@ -1,4 +1,4 @@
-"""What Opacus gets wrong in layers: embeddings and their bags, positions, empty batches; images by channel; packed rows.
+"""What Opacus gets wrong in layers: embeddings and their bags, positions, images by channel, empty and packed batches.
 
 * Opacus gives the row of `padding_idx` a gradient, which autograd does not.
 * It divides no row by how often an example has it (`scale_grad_by_freq`), and takes no embedding bag without offsets

@@ -244,9 +244,9 @@ def _where(inside, error):
 
 _ADVICE = "; use method='func'"
 _DATA_DEPENDENT = (
-    "what is computed there depends on numbers in its inputs, by .item(), `if` or a mask as an index, which vmap cannot "
-    "follow. A model of transformers looks whether a mask (n, T) masks anything: give it one of shape (n, 1, T, T), 0 "
-    "where a position counts and torch.finfo(dtype).min where not"
+    "what is computed there depends on numbers in its inputs, by .item(), `if` or a mask as an index, which vmap "
+    "cannot follow. A model of transformers looks whether a mask (n, T) masks anything: give it one of shape "
+    "(n, 1, T, T), 0 where a position counts and torch.finfo(dtype).min where not"
 )
 
 
