@@ -187,7 +187,7 @@ def by_engine(name, lora, mode):
     return False
 
 
-# Which are refused: vmap takes no mask (n, T), of which transformers looks whether it masks anything; ViT has parameters
+# Which are refused: vmap takes no mask (n, T), of which transformers looks whether it masks anything; ViT has weights
 # of its own around layers; T5 has one table of positions for all examples, and shares its words with a layer that it
 # does not use.
 BY_TRAIN = {
