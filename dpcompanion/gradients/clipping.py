@@ -54,7 +54,7 @@ import torch.nn.functional as F
 
 from dpcompanion import _checks
 from dpcompanion._types import Loss
-from dpcompanion.gradients import checks, proof, states
+from dpcompanion.gradients import checks, independence, proof, states, traces
 from dpcompanion.gradients.portions import examples_at_once
 from dpcompanion.gradients.sums import BUDGET, ClippedSum, functional, layerwise, per_example_gradients
 from dpcompanion.gradients.tensors import Unfit
@@ -162,10 +162,10 @@ def clipped_sum(
     for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, precise):
         total = part if total is None else total + part
     if total is None:
-        none = torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
-        total = ClippedSum(
-            {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}, none, none
-        )
+        wide = torch.float64 if precise else None
+        none = torch.zeros(0, dtype=wide or next(model.parameters()).dtype, device=x.device)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        total = ClippedSum({name: torch.zeros_like(p, dtype=wide) for name, p in trained.items()}, none, none)
     return total
 
 
@@ -221,9 +221,9 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
     if not len(x):
         return "func" if method == "auto" else method
     checks.try_out(model, loss, x, y)
-    with checks.probing(model), proof.naming(model) as inside:
+    with traces.probing(model), traces.naming(model) as inside:
         try:
-            proof.check_forgets(model, loss, x, y)
+            independence.check_forgets(model, loss, x, y)
             return _proved(model, loss, x, y, method, precision, precise, inside)
         except (ValueError, torch.OutOfMemoryError) as error:
             if inside and not isinstance(error, (Unfit, torch.OutOfMemoryError)):
@@ -285,7 +285,7 @@ def _proved(model, loss, x, y, method, precision, precise, inside):
 
 
 def _try_func(model, loss, x, y, inside):
-    proof.check_stateless(model, loss, x, y)
+    independence.check_stateless(model, loss, x, y)
     try:
         with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
             per_example_gradients(model, loss, x[:2].clone(), y[:2])
@@ -336,8 +336,8 @@ def look_again(model, loss, x, y):
     """
     rows = proof.rows_to_look_through(len(x))[: proof.PROBED].to(x.device)
     if len(rows) > 1:
-        with checks.probing(model):
-            proof.check_company(model, loss, x[rows], y[rows])
+        with traces.probing(model):
+            independence.check_company(model, loss, x[rows], y[rows])
 
 
 def _key(model, loss, x, y, precision, precise):
