@@ -182,8 +182,9 @@ def tensors_in(part: Any) -> list[torch.Tensor]:
 
 def targets_in(x: Any, y: Any) -> list[torch.Tensor]:
     """The tensors of targets y that are no inputs, where the loss is given the inputs too."""
-    inputs = x.tensors.keys() if isinstance(x, Batch) and isinstance(y, Batch) else set()
-    return tensors_in(y) if not inputs < y.tensors.keys() else [y[name] for name in y if name not in inputs]
+    if isinstance(x, Batch) and isinstance(y, Batch) and x.tensors.keys() < y.tensors.keys():
+        return [t for name, t in y.tensors.items() if name not in x]
+    return tensors_in(y)
 
 
 def same_parts(ones: Any, others: Any) -> bool:

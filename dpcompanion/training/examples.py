@@ -167,4 +167,5 @@ def examples_of(
     if n not in (None, len(data)) or not len(data):
         raise ValueError(f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got {len(data)}")
     checks.check_batched(data)
+    checks.check_forgets_items(data)
     return Items(data, collate_fn=collate_fn)

@@ -101,6 +101,7 @@ def by_person(
     if not hasattr(x, "__getitem__") or not hasattr(x, "__len__") or not len(x):
         raise ValueError(f"x must be a tensor or a map-style data set of one row at least, got a {type(x).__name__}")
     checks.check_batched(x, "x")
+    checks.check_forgets_items(x, "x")
     return PersonItems(Reader(x, collate_fn), people, **options)
 
 
