@@ -156,7 +156,7 @@ def train(
         loop = _Loop(
             model,
             loss,
-            examples_of(data, collate_fn=collate_fn, people=people, at_most=at_most),
+            examples_of(data, getattr(plan, "n", None), collate_fn=collate_fn, people=people, at_most=at_most),
             plan,
             optimizer,
             seed=seed,
