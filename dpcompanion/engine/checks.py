@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from .. import _checks
-from ..gradients.checks import check_batched, same_items
+from ..gradients.checks import check_batched, check_forgets_items, same_items
 from ..gradients.traces import check_untouched, noted
 from ..training.distributed import check_one_process
 from .layers import check_layers
@@ -65,6 +65,7 @@ def check_loader(loader):
             "data_loader must go once through its data set, got a sampler with replacement or of another length"
         )
     check_batched(loader.dataset, "data_loader")
+    check_forgets_items(loader.dataset, "data_loader's data set")
     if loader.collate_fn is not default_collate:
         _check_order(loader)
 

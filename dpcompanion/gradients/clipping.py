@@ -243,6 +243,11 @@ def _where(inside, error):
 
 
 _ADVICE = "; use method='func'"
+_DATA_DEPENDENT = (
+    "what is computed there depends on numbers in its inputs, by .item(), `if` or a mask as an index, which vmap "
+    "cannot follow. A model of transformers looks whether a mask (n, T) masks anything: give it one of shape "
+    "(n, 1, T, T), 0 where a position counts and torch.finfo(dtype).min where not"
+)
 
 
 def _proved(model, loss, x, y, method, precision, precise, inside):
@@ -287,6 +292,8 @@ def _try_func(model, loss, x, y, inside):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        if "data-dependent" in str(error):  # what vmap says of it is about itself
+            error = RuntimeError(_DATA_DEPENDENT)
         raise ValueError(f"{_TAKEN_BY_FUNC}, {_where(inside, error)}") from error
 
     def claimed(x, y, limits):
