@@ -26,6 +26,7 @@ length), and, unless it draws at random, the loss alone is the loss in company (
         [0, 0, 0]])}, [3, 1])
 """
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -123,8 +124,10 @@ class Reader:
             looked_through = self.items(proof.rows_to_look_through(len(self.dataset)).tolist())
 
         def collated(items, seed=0):
+            with contextlib.suppress(copy.Error, TypeError, NotImplementedError):  # items that cannot be copied
+                items = copy.deepcopy(items)  # they may be taken apart
             with traces.drawing_alike(cpu, seed):
-                return self.collated(copy.deepcopy(items))  # it may take them apart
+                return self.collated(items)
 
         def size(item):
             return sum(part.numel() for part in collated([item]))
