@@ -147,15 +147,16 @@ class Proof:
             return
         put_out = self._put_out(batch)
         fit = [row for row in largest(norms, batch.n) if norms[row]]
-        unfit = [row for row in norms if row not in fit]
+        hardest, unfit = sorted(fit[:COMPARED]), [row for row in norms if row not in fit]
 
         def compare(rows):
             if rows:
                 self._compare(batch, rows, rows, parameters)
-            if len(fit[:COMPARED]) < batch.n:
-                self._compare(batch, list(range(batch.n)), fit[:COMPARED] + unfit, parameters)
+            if len(hardest) < batch.n:
+                self._compare(batch, list(range(batch.n)), hardest + unfit, parameters)
 
-        twice(parameters, compare, fit[:COMPARED])
+        # In the order of the batch, for a loader may have put the longest first.
+        twice(parameters, compare, hardest, nearby=hardest[:-1] or hardest)
         self._check_memory(put_out, self._put_out(batch))
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 
