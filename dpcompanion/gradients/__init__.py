@@ -5,11 +5,12 @@
 * `stacking`: networks of one architecture as one;  `batches`: several tensors as one input;  `portions`: how many
   examples go through a network at once;
 * `proof`: whether a method is right for a model;  `states`: for which of the model's states that was shown;
-  `independence`: whether an example's loss is its own;  `traces`: what a pass leaves behind in a model;
 * `checks`: whether data, model, loss and optimizer can work together;  `company`: how much an example's gradient
   changes with the other examples of its batch.
 
-Users import `clipped_sum` and `gradient_norms` from `dpcompanion.training`.
+What users take from here `dpcompanion.training` hands on.
 """
 
-__all__: list[str] = []  # offered by `dpcompanion.training`
+from dpcompanion.gradients.clipping import clipped_sum, cross_entropy, gradient_norms
+
+__all__ = ["clipped_sum", "cross_entropy", "gradient_norms"]

@@ -21,6 +21,7 @@ from dpcompanion.gradients.batches import Batch
 from dpcompanion.gradients.traces import drawing_alike, evaluating, naming, probing
 
 PRECISIONS = (None, "bf16")
+_ROUNDS, _READINGS = 8, 20  # how often an item must have changed, and only after another, before that is no chance
 
 
 def check_data(x, y, n=None):
@@ -94,9 +95,9 @@ def check_alone(model, *, opacus=False):
     spread |= {type(p.data).__name__ for p in model.parameters()} & {"DTensor"}
     if spread:
         raise ValueError(
-            f"model must be a plain module, which this process trains alone, but it is or holds a {min(spread)}: "
-            "gradients would not be sent between processes; for training by several, see dpcompanion.engine "
-            "(IndividualizedPrivacyEngine), or hand over the module inside, model.module"
+            f"model must be a plain module, but it is or holds a {min(spread)}, whose gradients are not clipped before "
+            "they are sent between processes; give the module itself, model.module: train cuts each draw among the "
+            "ranks of torch.distributed and adds up clipped sums itself"
         )
 
 
@@ -291,6 +292,41 @@ def check_batched(dataset, name="data"):
                     f"{name} must give items in the order in which it is asked for them, but its __getitems__ gives "
                     "others than its __getitem__"
                 )
+
+
+def check_forgets_items(dataset, name="data"):
+    """An item does not depend on which were read before it, as that of a data set which mixes it with the last one.
+
+    What changes at random, from generators of its own too, changes when one item is read again and again.
+
+    Raises:
+        ValueError: naming what was seen.
+    """
+    if len(dataset) < 2:
+        return
+    rounds = 0
+    with contextlib.suppress(copy.Error, TypeError, NotImplementedError):  # items that cannot be copied
+        while rounds < _ROUNDS and _changes_after_another(dataset, 3 if not rounds else _READINGS):
+            rounds += 1
+    if rounds == _ROUNDS:
+        raise ValueError(
+            f"{name} must give an item that is made of one example, but its item 0 changes when item "
+            f"{len(dataset) - 1} is read before it, as in a data set that mixes examples or keeps statistics of them: "
+            "then no clip norm bounds what one of them contributes"
+        )
+
+
+def _changes_after_another(dataset, readings):
+    def read(index):
+        with proof.drawing_alike(torch.device("cpu")):
+            return copy.deepcopy(dataset[index])
+
+    read(0)
+    settled = read(0)
+    if not all(same_items(settled, read(0)) for _ in range(readings)):
+        return False
+    read(len(dataset) - 1)
+    return not same_items(settled, read(0))
 
 
 def same_bits(one, other):

@@ -162,10 +162,10 @@ def clipped_sum(
     for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, precise):
         total = part if total is None else total + part
     if total is None:
-        none = torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
-        total = ClippedSum(
-            {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}, none, none
-        )
+        wide = torch.float64 if precise else None
+        none = torch.zeros(0, dtype=wide or next(model.parameters()).dtype, device=x.device)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        total = ClippedSum({name: torch.zeros_like(p, dtype=wide) for name, p in trained.items()}, none, none)
     return total
 
 
@@ -243,6 +243,11 @@ def _where(inside, error):
 
 
 _ADVICE = "; use method='func'"
+_DATA_DEPENDENT = (
+    "what is computed there depends on numbers in its inputs, by .item(), `if` or a mask as an index, which vmap "
+    "cannot follow. A model of transformers looks whether a mask (n, T) masks anything: give it one of shape "
+    "(n, 1, T, T), 0 where a position counts and torch.finfo(dtype).min where not"
+)
 
 
 def _proved(model, loss, x, y, method, precision, precise, inside):
@@ -287,6 +292,8 @@ def _try_func(model, loss, x, y, inside):
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        if "data-dependent" in str(error):  # what vmap says of it is about itself
+            error = RuntimeError(_DATA_DEPENDENT)
         raise ValueError(f"{_TAKEN_BY_FUNC}, {_where(inside, error)}") from error
 
     def claimed(x, y, limits):
