@@ -7,6 +7,8 @@ Traceback (most recent call last):
 ValueError: data must be two tensors (x, y), got a ndarray and a Tensor; use torch.as_tensor
 """
 
+import contextlib
+import copy
 import inspect
 from collections.abc import Mapping
 from typing import Any, cast
@@ -318,7 +320,7 @@ def check_forgets_items(dataset, name="data"):
 
 def _changes_after_another(dataset, readings):
     def read(index):
-        with proof.drawing_alike(torch.device("cpu")):
+        with drawing_alike(torch.device("cpu")):
             return copy.deepcopy(dataset[index])
 
     read(0)
