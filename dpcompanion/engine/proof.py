@@ -14,8 +14,9 @@ has no influence on the gradient of another.
   batch are looked at.
 * The gradient is compared in whole and parameter by parameter, each against its own length: what is off in a short part
   of it is off in full when it has grown.
-* All is done twice, with the weights as they are and with weights nearby: behind a weight of zero or nearly so, as in
-  residual blocks at their start, a wrong gradient looks right.
+* All is done twice, with the weights as they are and with weights nearby (and one of the few less), as by the trainer's
+  proof (`dpcompanion.gradients.proof`), whose probe and tolerances these are: behind a weight of zero or nearly so, as
+  in residual blocks at their start, a wrong gradient looks right.
 * What the module puts out for one example is the same afterwards: it remembers no batch.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
