@@ -85,7 +85,7 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     levels = (
         torch.as_tensor(_checks.unlabelled(noise_multipliers), dtype=torch.float64).reshape(-1).clamp(max=LARGEST_NOISE)
     )
-    if len(levels):  # what costs a trillionth of the dearest level counts as so much: one grid holds the losses of all
+    if len(levels):  # one grid holds all losses: what costs a trillionth of the most expensive level counts as that
         levels = levels.clamp(max=1e12 * float(levels.min()))
     levels = levels.tolist()
     if counts.ndim != 2 or counts.shape[1] != len(levels):
@@ -128,7 +128,7 @@ def _moments(counts, table):
 
 
 def _distinct(counts):
-    """The distinct rows, and which of them each row is. Of two rows that are told apart for no reason both are kept."""
+    """The distinct rows, and which of them each row is. Two equal rows may both be kept."""
     weights = torch.rand(counts.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     marks, which = torch.cat([part.double() @ weights for part in counts.split(_ROWS)]).unique(return_inverse=True)
     if 2 * len(marks) > len(counts):

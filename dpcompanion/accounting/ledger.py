@@ -51,7 +51,7 @@ import numpy as np
 import torch
 
 from .. import _checks
-from . import mixed, revealed
+from . import mixed, inclusion_bound
 from .composed import ComposedLoss
 from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
 from .items import (
@@ -257,7 +257,7 @@ class Ledger:
             + [1 / epsilon for epsilon, _ in guarantees if epsilon],
             default=math.inf,
         )
-        if least < revealed.LITTLE_NOISE and (runs or mu):
+        if least < inclusion_bound.LITTLE_NOISE and (runs or mu):
             raise NoGrid(f"noise of {least:g} times the sensitivity is too little for a grid")
         most = SPREAD * least
         kinds: list[tuple[Any, int]] = []
@@ -337,7 +337,9 @@ class Ledger:
             parts.append(float(gaussian_epsilon(mu, share / _HAIR)))
         for (rate, noise), steps in runs.items():
             if self.relation == "replace":  # a step that samples the example moves by twice the clip norm at most
-                parts.append(revealed.epsilon(sample_rate=rate, noise_multiplier=noise / 2, steps=steps, delta=share))
+                parts.append(
+                    inclusion_bound.epsilon(sample_rate=rate, noise_multiplier=noise / 2, steps=steps, delta=share)
+                )
             else:
                 parts.append(compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=share))
         return math.fsum(parts) * (1 + 1e-12)

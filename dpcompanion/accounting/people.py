@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from . import mixed, revealed
+from . import mixed, inclusion_bound
 from .histories import _BLOCK, _MOST_LEVELS, _NODES, _distinct, _one_direction, _totals
 from .items import Gaussian, Guarantee, Item, Laplace, SampledGaussian, times
 from .levels import Levels
@@ -49,7 +49,7 @@ def epsilons_of(
     sampled = [isinstance(kind, SampledGaussian) and kind.sample_rate < 1 for kind in kinds]
     noises = [_scale(kind) for kind in kinds]
     gridded = rows[:, sampled].any(dim=1)
-    if len(rows) <= _FEW or min(noises) < revealed.LITTLE_NOISE:
+    if len(rows) <= _FEW or min(noises) < inclusion_bound.LITTLE_NOISE:
         gridded[:] = False
     infinite = torch.tensor([math.log1p(-kind.delta) if isinstance(kind, Guarantee) else 0.0 for kind in kinds])
     infinite = -torch.expm1(rows.double() @ infinite.double())

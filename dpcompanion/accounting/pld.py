@@ -37,8 +37,8 @@ long as others.
 
 So many steps may meet so little noise that a grid of four million points adds more than it resolves, at epsilons in
 the thousands and more as a rule.  `compute_epsilon` and `compute_delta` then take the lower of two bounds that need no
-grid: Rényi divergences at orders down to 1 + 1e-9, and that of `revealed`; `compose` refuses.  They take it too where
-it is lower than what a grid gives whose error may be a thousandth of epsilon.
+grid: Rényi divergences at orders down to 1 + 1e-9, and that of `inclusion_bound`; `compose` refuses.  They take it too
+where it is lower than what a grid gives whose error may be a thousandth of epsilon.
 
 >>> from dpcompanion.accounting import pld
 >>> loss = pld.compose(sample_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5)
@@ -57,7 +57,7 @@ from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 
 from .. import _checks
-from . import revealed
+from . import inclusion_bound
 from .composed import ComposedLoss
 from .conversions import rdp_to_delta, rdp_to_epsilon
 from .gaussian import _composed_mu, gaussian_delta, gaussian_epsilon
@@ -307,7 +307,7 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta, near=None, coarse=1.
         found, resolved = _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta, near, coarse)
     if not resolved:
         by_divergence = rdp_to_epsilon(*_divergences(**run), delta)[0]
-        found = min(found, float(by_divergence), revealed.epsilon(**run, delta=delta))
+        found = min(found, float(by_divergence), inclusion_bound.epsilon(**run, delta=delta))
     return found
 
 
@@ -335,7 +335,7 @@ def delta(*, sample_rate, noise_multiplier, steps, epsilon):
         found, resolved = _delta_on_grids(sample_rate, noise_multiplier, steps, epsilon)
     if not resolved:
         by_divergence = rdp_to_delta(*_divergences(**run), epsilon)[0]
-        found = min(found, float(by_divergence), revealed.delta(**run, epsilon=epsilon))
+        found = min(found, float(by_divergence), inclusion_bound.delta(**run, epsilon=epsilon))
     return found
 
 

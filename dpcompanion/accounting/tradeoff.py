@@ -43,7 +43,7 @@ from scipy import special
 
 from .. import _checks
 from .._types import Numbers
-from . import pld, revealed
+from . import pld, inclusion_bound
 from .runs import _check_run
 
 #: By how much of itself the best true positive rate may come out too large: false-positive rates from 1e-15 on,
@@ -233,7 +233,7 @@ def _curve(sample_rate, noise_multiplier, steps, rates):
         return _Gaussian(math.sqrt(steps) / noise_multiplier)
     inner = torch.cat((rates, 1 - rates))
     least = float(inner[inner > 0].min())
-    if noise_multiplier < revealed.LITTLE_NOISE:
+    if noise_multiplier < inclusion_bound.LITTLE_NOISE:
         return _revealed_curve(sample_rate, noise_multiplier, steps, least)
     return _composed_curve(sample_rate, noise_multiplier, steps, least)
 
@@ -282,12 +282,12 @@ def _log_deltas(loss, epsilons):
 
 def _revealed_curve(sample_rate, noise_multiplier, steps, least):
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
-    most = max(revealed.epsilon(**run, delta=1e-2 * max(least, 1e-12)), 1.0)
+    most = max(inclusion_bound.epsilon(**run, delta=1e-2 * max(least, 1e-12)), 1.0)
     epsilons = torch.cat(
         (
             torch.zeros(1, dtype=torch.float64),
             torch.logspace(math.log10(most) - 6, math.log10(most), 256, dtype=torch.float64),
         )
     )
-    log_deltas = [math.log(revealed.delta(**run, epsilon=epsilon)) for epsilon in epsilons.tolist()]
+    log_deltas = [math.log(inclusion_bound.delta(**run, epsilon=epsilon)) for epsilon in epsilons.tolist()]
     return _Curve(epsilons, torch.tensor(log_deltas, dtype=torch.float64))

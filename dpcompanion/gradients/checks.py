@@ -46,7 +46,7 @@ def untrained(model):
     return {f"buffer {name!r}": b for name, b in model.named_buffers()} | frozen
 
 
-def _held(model):
+def _tensors_of(model):
     """Buffers and parameters, {what to call it: tensor}: no pass may change them, only a step what is trained."""
     own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
     return untrained(model) | {f"parameter {name!r}": p for name, p in own if p.requires_grad}
@@ -65,7 +65,7 @@ def noted(model, *, values):
             _place(t),
             t.detach().clone() if (values or not isinstance(t, torch.nn.Parameter)) and not t.is_meta else None,
         )
-        for what, t in _held(model).items()
+        for what, t in _tensors_of(model).items()
     }
 
 
@@ -95,7 +95,7 @@ def check_untouched(model, before, *, name="model", buffers=True, wait=True):
     Without `wait` values that lie on a device are not asked for: {what: whether it changed, a tensor} comes back.
     """
     later = {}
-    for what, t in _held(model).items():
+    for what, t in _tensors_of(model).items():
         was, version, place, value = before.get(what, (None,) * 4)
         if isinstance(t, torch.nn.Parameter) or buffers:
             if was is not t or (version, place) != (t._version, _place(t)):
@@ -228,7 +228,7 @@ def check_sums(model):
             )
 
 
-def check_precision(precision, model, device, method="auto", precise=False):
+def check_precision(precision, model, device, method="auto", float64=False):
     """Refuse a precision that the model's type, the device or the method does not allow.
 
     Raises:
@@ -237,8 +237,8 @@ def check_precision(precision, model, device, method="auto", precise=False):
     _checks.one_of("precision", precision, PRECISIONS)
     if precision is None:
         return
-    if precise:
-        raise ValueError("precision must be None where sums are precise, got 'bf16'")
+    if float64:
+        raise ValueError("precision must be None where sums are added up in float64, got 'bf16'")
     types = {p.dtype for p in model.parameters() if p.requires_grad}
     if types != {torch.float32}:
         raise ValueError(f"precision 'bf16' takes a model in float32, got {', '.join(sorted(map(str, types)))}")

@@ -63,7 +63,7 @@ def train_ensemble(
     device: Device = None,
     method: str = "auto",
     precision: str | None = None,
-    physical_batch_size: int | None = None,
+    microbatch_size: int | None = None,
     workers: int | None = None,
     callbacks: Callbacks | None = None,
     checkpoint: Checkpoint | None = None,
@@ -89,8 +89,8 @@ def train_ensemble(
         method: how to clip, see `dpcompanion.gradients.clipping`.
         precision: None for the model's own, or "bf16" for the way forward and back, which takes a model whose layers
             can be stacked.
-        physical_batch_size: examples, of all runs together, in one pass. By default as many as suit a processor's
-            caches (`dpcompanion.gradients.portions`), or 1,024.
+        microbatch_size: examples, of all runs together, in one pass. By default as many as suit a processor's
+            caches (`dpcompanion.gradients.microbatches`), or 1,024.
         workers: threads that share the runs; on a CPU as many as PyTorch's own by default, else 1.
         callbacks: `Callbacks`, functions of the `Ensemble`; a dict that on_epoch returns goes into `epochs`. An epoch
             is that of the first plan.
@@ -119,7 +119,7 @@ def train_ensemble(
         device=device,
         method=method,
         precision=precision,
-        physical_batch_size=physical_batch_size,
+        microbatch_size=microbatch_size,
         generator_device=generator_device,
     )
     if workers is None:

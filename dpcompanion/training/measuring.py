@@ -25,7 +25,7 @@ class Measured:
         updates_per_epoch,
         keep_norms,
         method,
-        chunk,
+        microbatch_size,
         precision,
         device,
     ):
@@ -38,7 +38,9 @@ class Measured:
         self.method, self._proved = _checks.one_of("method", method, clipping.METHODS), None
         self._asked = self.method
         self.precision = _checks.one_of("precision", precision, checks.PRECISIONS)
-        self.chunk = None if chunk is None else _checks.whole_number("chunk", chunk, 1)
+        self.microbatch_size = (
+            None if microbatch_size is None else _checks.whole_number("microbatch_size", microbatch_size, 1)
+        )
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((n,), largest, dtype=torch.float64, device=device)
         #: Steps begun, and full-batch passes made.
@@ -67,7 +69,12 @@ class Measured:
             self.method = passes.resolve_method(self.model, self.loss, self.data, self._asked, self.precision)
             self._proved = passes.state_of(self.model)
         norms = passes.norms_of_all(
-            self.model, self.loss, self.data, method=self.method, chunk=self.chunk, precision=self.precision
+            self.model,
+            self.loss,
+            self.data,
+            method=self.method,
+            microbatch_size=self.microbatch_size,
+            precision=self.precision,
         )
         self.norms = self._bounded(norms)
         self.passes += 1

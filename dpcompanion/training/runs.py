@@ -19,12 +19,12 @@ from dpcompanion.mechanism import noise
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.gradients.tensors import Unfit, call_with
 from dpcompanion.mechanism.plan import DPSGDPlan
-from dpcompanion.gradients.portions import examples_at_once
+from dpcompanion.gradients.microbatches import default_microbatch_size
 from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
 from dpcompanion.gradients.stacking import StackedNetwork
 
 _FORMAT = 4
-# Examples of all runs in one pass at most, where nobody says it.
+# Examples of all runs in one pass at most, by default.
 _MOST = 1024
 
 
@@ -34,7 +34,7 @@ class Ensemble:
     Args:
         model, loss, data, plans: as in `dpcompanion.training.train_ensemble`, which makes the ensemble.
         seeds, learning_rate, momentum, weight_decay, members: as there.
-        device, method, precision, physical_batch_size, generator_device: as there.
+        device, method, precision, microbatch_size, generator_device: as there.
 
     Attributes:
         plans, seeds: of each run.
@@ -67,7 +67,7 @@ class Ensemble:
         device: Device = None,
         method: str = "auto",
         precision: str | None = None,
-        physical_batch_size: int | None = None,
+        microbatch_size: int | None = None,
         generator_device: str | torch.device = "cpu",
     ):
         if not isinstance(seeds, Iterable):
@@ -110,8 +110,8 @@ class Ensemble:
                 )
         self.members = members
         _checks.one_of("method", method, clipping.METHODS)
-        if physical_batch_size is not None:
-            _checks.whole_number("physical_batch_size", physical_batch_size, 1)
+        if microbatch_size is not None:
+            _checks.whole_number("microbatch_size", microbatch_size, 1)
         _checks.in_interval("learning_rate", learning_rate, 0, math.inf, closed="left")
         self.momentum = _checks.number("momentum", momentum, 0, math.inf, closed="left")
         self.weight_decay = _checks.number("weight_decay", weight_decay, 0, math.inf, closed="left")
@@ -163,7 +163,7 @@ class Ensemble:
                     f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' or 'auto'"
                 )
             self.method = "func"
-        self._size = physical_batch_size or examples_at_once(
+        self._size = microbatch_size or default_microbatch_size(
             self._template, loss, self.x, self.y, self.method, precision, most=_MOST
         )
         self._begun = {}
@@ -210,9 +210,9 @@ class Ensemble:
                 model.get_parameter(name).copy_(p[run])
         return model
 
-    def predict(self, x: torch.Tensor, *, chunk: int = 1024) -> torch.Tensor:
-        """The outputs of every run for x, (R, len(x), ...), in evaluation mode; `chunk` examples at once."""
-        chunk = _checks.whole_number("chunk", chunk, 1)
+    def predict(self, x: torch.Tensor, *, microbatch_size: int = 1024) -> torch.Tensor:
+        """The outputs of every run for x, (R, len(x), ...), in evaluation mode; `microbatch_size` examples at once."""
+        microbatch_size = _checks.whole_number("microbatch_size", microbatch_size, 1)
         model = copy.deepcopy(self._template).eval()
         parameters = self.parameters
         with torch.no_grad():
@@ -221,7 +221,7 @@ class Ensemble:
                     torch.cat(
                         [
                             call_with(model, {name: p[run] for name, p in parameters.items()}, part)
-                            for part in x.to(self.device).split(chunk)
+                            for part in x.to(self.device).split(microbatch_size)
                         ]
                     )
                     for run in range(len(self))

@@ -7,7 +7,7 @@ import re
 from dpcompanion.reproduction import mosaic, published, scoreboard
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-STANDINGS = scoreboard.standings()
+STANDINGS = scoreboard.exhibit_statuses()
 
 
 class Reader(html.parser.HTMLParser):

@@ -69,7 +69,7 @@ def test_clipping_and_norms_read_nothing_back(name, method):
     model, x, y = make().to("meta"), inputs(), torch.zeros(4, dtype=torch.int64, device="meta")
     for limit in (1.0, torch.ones(4)):
         with Waits() as waits:
-            found = clipped_sum(model, cross_entropy, x, y, limit, method=method, chunk=3)
+            found = clipped_sum(model, cross_entropy, x, y, limit, method=method, microbatch_size=3)
         assert not waits.seen
         assert {name: g.shape for name, g in found.gradients.items()} == {
             name: p.shape for name, p in model.named_parameters()

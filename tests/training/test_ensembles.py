@@ -187,7 +187,7 @@ def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
         seeds=[5, 6, 7, 5],
         learning_rate=rates,
         method=method,
-        physical_batch_size=size,
+        microbatch_size=size,
         workers=workers,
         **SGD,
     )
@@ -200,7 +200,7 @@ def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
         torch.testing.assert_close(ensemble.vectors[run], vector(expected), rtol=1e-10, atol=1e-12)
         assert torch.equal(ensemble.batch_sizes[run], history.batch_sizes)
         torch.testing.assert_close(ensemble.losses[run], history.losses, rtol=1e-10, atol=1e-12, equal_nan=True)
-        torch.testing.assert_close(ensemble.predict(data[0], chunk=9)[run], expected(data[0]).detach())
+        torch.testing.assert_close(ensemble.predict(data[0], microbatch_size=9)[run], expected(data[0]).detach())
         torch.testing.assert_close(ensemble.model(run)(data[0]), expected(data[0]))
 
 
@@ -232,7 +232,7 @@ def test_stacked_sums_are_the_sums_of_each_run_whatever_the_batches(batches, siz
         seeds=range(len(batches)),
         learning_rate=one.n,
         members=members,
-        physical_batch_size=size,
+        microbatch_size=size,
     )
     for run, model in enumerate(made):
         total = clipped_sum(model, cross_entropy, data[0][members[run]], data[1][members[run]], 0.5)
@@ -283,7 +283,7 @@ def test_gradients_and_norms_at_given_points_are_those_of_each_run(name):
         plan(steps=1, noise_multiplier=0.1),
         seeds=range(RUNS),
         learning_rate=0.5,
-        physical_batch_size=11,
+        microbatch_size=11,
     )
     norms, gradients = ensemble.norms_of(*data), ensemble.gradients_of(data[0][:3], data[1][:3], runs_at_once=3)
     for run in range(RUNS):
@@ -302,8 +302,8 @@ def test_what_is_worked_on_at_once_is_one_run_or_example_at_least(at_once):
     ensemble, data = small(plans=PLANS[:2], model=nn.Linear(4, 3).double()), examples((4,))
     with pytest.raises(ValueError, match="runs_at_once must"):
         ensemble.gradients_of(*data, runs_at_once=at_once)
-    with pytest.raises(ValueError, match="chunk must"):
-        ensemble.predict(data[0], chunk=at_once)
+    with pytest.raises(ValueError, match="microbatch_size must"):
+        ensemble.predict(data[0], microbatch_size=at_once)
 
 
 def test_what_add_returns_joins_the_clipped_sum_before_noise_and_division():
@@ -560,7 +560,7 @@ class Counting(nn.Linear):
         ("weight_decay", {"weight_decay": math.inf}),
         ("method", {"method": "magic"}),
         ("workers", {"workers": 0}),
-        ("physical_batch_size", {"physical_batch_size": 0}),
+        ("microbatch_size", {"microbatch_size": 0}),
         ("checkpoint", {"checkpoint": "runs.pt"}),
         ("add", {"add": lambda ensemble: torch.zeros(2, 3)}),
         ("add", {"add": lambda ensemble: None}),

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.per_instance import exact_composition, holder_order, log_mass, step_divergence
 from dpcompanion.reproduction import intervals
-from dpcompanion.reproduction.papers.common import Looks, within_the_piece
+from dpcompanion.reproduction.papers.common import Trace, within_the_piece
 from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, gradient_norms, models, train
 
 STAGES = ("initial", "middle", "final")
@@ -117,15 +117,15 @@ def watch(task, seed, run):
         model.parameters(), lr=task.learning_rate, momentum=task.momentum, weight_decay=task.weight_decay
     )
     stops = set(moments(task, plan.steps))
-    looks = Looks("norms", "correct", "weights")
+    trace = Trace("norms", "correct", "weights")
 
     def look(step):
         model.eval()
-        looks["norms"].append(gradient_norms(model, cross_entropy, *points, method="mixed").cpu())
+        trace["norms"].append(gradient_norms(model, cross_entropy, *points, method="mixed").cpu())
         with torch.no_grad():
-            looks["correct"].append((model(points[0]).argmax(1) == points[1]).cpu())
+            trace["correct"].append((model(points[0]).argmax(1) == points[1]).cpu())
             if step in (0, plan.steps // 2, plan.steps):
-                looks["weights"].append(torch.nn.utils.parameters_to_vector(model.parameters()).cpu())
+                trace["weights"].append(torch.nn.utils.parameters_to_vector(model.parameters()).cpu())
 
     def on_step(state):
         if state.step in stops:
@@ -144,7 +144,7 @@ def watch(task, seed, run):
         device=run.device,
         method="mixed",
         callbacks=Callbacks(on_step=on_step),
-        checkpoint=within_the_piece(looks=looks),
+        checkpoint=within_the_piece(looks=trace),
         progress=False,
     )
     with torch.no_grad():
@@ -152,8 +152,8 @@ def watch(task, seed, run):
             (model(part.to(run.device)).argmax(1).cpu() == labels).sum()
             for part, labels in zip(test_x.split(1000), test_y.split(1000))
         )
-    values = {"accuracy": float(right) / len(test_y), "seconds": looks.seconds}
-    return values, {name: torch.stack(looks[name]).numpy() for name in ("norms", "correct", "weights")}
+    values = {"accuracy": float(right) / len(test_y), "seconds": trace.seconds}
+    return values, {name: torch.stack(trace[name]).numpy() for name in ("norms", "correct", "weights")}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from .search import bisect
 #: (others only where no grid resolves them, see `pld`).
 LITTLE_NOISE = 0.01
 
-_GROUPS = 512  # numbers of draws that are told apart, and groups of more
+_GROUPS = 512  # numbers of draws that are counted one by one, and groups of more
 
 
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):
