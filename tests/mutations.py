@@ -117,8 +117,8 @@ FAULTS = (
     fault(
         "the loss distribution is composed for one step less",
         "accounting/pld.py",
-        "first, masses = _convolve(first, masses, steps, start",
-        "first, masses = _convolve(first, masses, steps - 1, start",
+        "first, masses = convolve(first, masses, steps, start",
+        "first, masses = convolve(first, masses, steps - 1, start",
         "accounting/test_pld.py::test_two_steps_agree_with_quadrature",
     ),
     fault(

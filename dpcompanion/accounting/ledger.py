@@ -66,11 +66,11 @@ from .items import (
     one_of_many,
     said,
 )
-from .loss import DIRECTIONS, LEAST_RATE, _Step
+from .loss import DIRECTIONS, LEAST_RATE, StepLoss
 from .people import SPREAD, epsilons_of
-from .pld import _HAIR, _LOG_CAPPED, NoGrid
+from .pld import ROUNDING, LOG_CAPPED, NoGrid
 from .runs import compute_epsilon
-from .tradeoff import _Curve, _Gaussian, _log_deltas
+from .tradeoff import TradeOffCurve, GaussianTradeOff, log_deltas_of
 
 _DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)  # where the losses behind a curve are accurate
 _NODES = 1 << 12  # epsilons of a curve, in even steps and as many in even ratios
@@ -251,7 +251,7 @@ class Ledger:
         """The loss of all items in one direction, capped as a delta of exp(log_delta) can afford; None of none."""
         runs, mu = self._runs(), self._gaussian_mu()
         scales, guarantees = self._bounded()
-        log_capped = _LOG_CAPPED + log_delta - math.log(max(sum(runs.values()) + (mu > 0), 1))
+        log_capped = LOG_CAPPED + log_delta - math.log(max(sum(runs.values()) + (mu > 0), 1))
         least = min(
             [*(noise / self._factor(2) for _, noise in runs), *scales, *([1 / mu] if mu else [])]
             + [1 / epsilon for epsilon, _ in guarantees if epsilon],
@@ -265,7 +265,7 @@ class Ledger:
             if direction == "replace":
                 kinds.append((mixed.ReplacementLoss(rate, min(noise, most), log_capped), steps))
             else:
-                kinds.append((_Step(rate, min(noise, most), direction, log_capped), steps))
+                kinds.append((StepLoss(rate, min(noise, most), direction, log_capped), steps))
         if mu:
             kinds.append((mixed.GaussianLoss(min(1 / mu, most), log_capped), 1))
         kinds.extend((mixed.LaplaceLoss(min(scale, most)), count) for scale, count in scales.items())
@@ -290,7 +290,7 @@ class Ledger:
             if total is None:
                 self._composed[direction, delta] = None, 0.0
             else:
-                most = mixed.guess(total, (delta - infinite) * (1 - 2 * math.exp(_LOG_CAPPED)))
+                most = mixed.guess(total, (delta - infinite) * (1 - 2 * math.exp(LOG_CAPPED)))
                 loss, found = mixed.refined(total, most, delta, infinite)
                 self._composed[direction, delta] = loss, min(found, most)
         return self._composed[direction, delta]
@@ -309,7 +309,7 @@ class Ledger:
         if not self._entries:
             return 0.0
         if self._only_gaussian():
-            return float(gaussian_epsilon(self._gaussian_mu(), delta / _HAIR))
+            return float(gaussian_epsilon(self._gaussian_mu(), delta / ROUNDING))
         if delta <= infinite:
             return largest if delta == infinite else math.inf
         try:
@@ -324,7 +324,7 @@ class Ledger:
         """Epsilon where an example is added, or something smaller than `found`, as it mostly is."""
         infinite = self._infinite()
         total = self._sum("add", math.log(delta - infinite))
-        bound = mixed.guess(total, (delta - infinite) * (1 - 2 * math.exp(_LOG_CAPPED)))
+        bound = mixed.guess(total, (delta - infinite) * (1 - 2 * math.exp(LOG_CAPPED)))
         return bound if bound <= found else self._at("add", delta)[1]
 
     def _added_up(self, delta):
@@ -334,7 +334,7 @@ class Ledger:
         share = (delta - self._infinite()) / max(len(runs) + (mu > 0), 1)
         parts = [n / b for b, n in scales.items()] + [n * e for (e, _), n in guarantees.items()]
         if mu:
-            parts.append(float(gaussian_epsilon(mu, share / _HAIR)))
+            parts.append(float(gaussian_epsilon(mu, share / ROUNDING)))
         for (rate, noise), steps in runs.items():
             if self.relation == "replace":  # a step that samples the example moves by twice the clip norm at most
                 parts.append(
@@ -409,7 +409,7 @@ class Ledger:
         if not self._entries:
             return 0.0
         if self._only_gaussian():
-            return min(1.0, _HAIR * float(gaussian_delta(self._gaussian_mu(), epsilon)))
+            return min(1.0, ROUNDING * float(gaussian_delta(self._gaussian_mu(), epsilon)))
         infinite = self._infinite()
         if infinite == 1:
             return 1.0
@@ -427,7 +427,7 @@ class Ledger:
             found = loss.delta(epsilon)
             rest = math.log(max(found - infinite, 1e-300))
             # Cap more rarely as long as the cap is a share of what was found.
-            if total.log_capped <= rest + _LOG_CAPPED + 1 or rest <= -690:
+            if total.log_capped <= rest + LOG_CAPPED + 1 or rest <= -690:
                 break
             log_delta = min(rest, log_delta - 15)
         return min(1.0, found)
@@ -452,7 +452,7 @@ class Ledger:
         if not losses:
             return epsilons, torch.full_like(epsilons, math.log(infinite) if infinite else -math.inf)
         each = [
-            torch.stack([_log_deltas(loss, epsilons) for loss in found if loss is not None]).amin(0)
+            torch.stack([log_deltas_of(loss, epsilons) for loss in found if loss is not None]).amin(0)
             for found in composed.values()
         ]
         return epsilons, torch.stack(each).amax(0)
@@ -462,7 +462,7 @@ class Ledger:
         if not self._entries:
             return torch.zeros_like(epsilons)
         if self._only_gaussian():
-            return (_HAIR * gaussian_delta(self._gaussian_mu(), epsilons)).clamp(max=1.0)
+            return (ROUNDING * gaussian_delta(self._gaussian_mu(), epsilons)).clamp(max=1.0)
         at, log_deltas = self._curve(1e-14)
         # Delta falls: that at the last epsilon before bounds it.
         before = (torch.searchsorted(at, epsilons, right=True) - 1).clamp(min=0)
@@ -486,13 +486,13 @@ class Ledger:
         if not self._entries:
             return _checks.as_given(1 - rates, false_positive_rate)
         if self._only_gaussian():
-            found = _Gaussian(self._gaussian_mu()).false_negative_rate(flat)
+            found = GaussianTradeOff(self._gaussian_mu()).false_negative_rate(flat)
             return _checks.as_given(found.reshape(rates.shape), false_positive_rate)
         if self._infinite() == 1:
             return _checks.as_given(torch.zeros_like(rates), false_positive_rate)
         inner = torch.cat((flat, 1 - flat))
         inner = inner[inner > 0]
-        curve = _Curve(*self._curve(float(inner.min()) if len(inner) else 1.0))
+        curve = TradeOffCurve(*self._curve(float(inner.min()) if len(inner) else 1.0))
         return _checks.as_given(curve.false_negative_rate(flat).reshape(rates.shape), false_positive_rate)
 
     def mu(self, *, least: float = 1e-9) -> GaussianMu:
@@ -525,7 +525,7 @@ class Ledger:
             return GaussianMu(0.0, 0.0)
         mu = float(gaussian_mu(epsilons[1:][inside], deltas[:-1][inside]).max()) * (1 + 1e-9)
         rates = torch.from_numpy(np.geomspace(max(least, 1e-9), 1.0, 400))
-        own = _Curve(epsilons, log_deltas).false_negative_rate(rates)
+        own = TradeOffCurve(epsilons, log_deltas).false_negative_rate(rates)
         normal = torch.distributions.Normal(0.0, 1.0)
         theirs = normal.cdf(normal.icdf(1 - rates) - mu)
         return GaussianMu(mu, float((own - theirs).max().clamp(min=0)))

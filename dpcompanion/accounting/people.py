@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from . import mixed, inclusion_bound
-from .histories import _BLOCK, _MOST_LEVELS, _NODES, _distinct, _one_direction, _totals
+from .histories import BLOCK, MOST_LEVELS, MIXTURE_NODES, distinct_rows, epsilons_in_one_direction, total_steps
 from .items import Gaussian, Guarantee, Item, Laplace, SampledGaussian, times
 from .levels import Levels
-from .loss import DIRECTIONS, LEAST_RATE, _Step
-from .pld import _LOG_CAPPED
+from .loss import DIRECTIONS, LEAST_RATE, StepLoss
+from .pld import LOG_CAPPED
 
 _FEW = 12  # different people whose epsilons are computed one by one
 SPREAD = 1e12  # what costs so much less than the most expensive kind counts as so much: one grid holds all losses
@@ -45,7 +45,7 @@ def epsilons_of(
     kinds, counts = [kinds[j] for j in used], counts[:, used]
     if not kinds:
         return torch.zeros(len(counts), dtype=torch.float64)
-    rows, which = _distinct(counts)
+    rows, which = distinct_rows(counts)
     sampled = [isinstance(kind, SampledGaussian) and kind.sample_rate < 1 for kind in kinds]
     noises = [_scale(kind) for kind in kinds]
     gridded = rows[:, sampled].any(dim=1)
@@ -79,12 +79,12 @@ def _on_grids(kinds, counts, delta):
     kinds, counts = [kinds[j] for j in used], counts[:, used]
     most = SPREAD * min(map(_scale, kinds))
     levels, nodes = _levels(kinds, most)
-    log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(_totals(counts).max()))
+    log_capped = LOG_CAPPED + math.log(delta) - math.log(float(total_steps(counts).max()))
     found = torch.zeros(len(counts), dtype=torch.float64)
     for direction in DIRECTIONS:
         losses = {float(k): _loss(rate, kind, direction, log_capped) for k, (rate, kind) in enumerate(nodes)}
-        for part, own in zip(counts.split(max(_BLOCK // len(kinds), 1)), found.split(max(_BLOCK // len(kinds), 1))):
-            torch.maximum(own, _one_direction(part, levels, losses, delta), out=own)
+        for part, own in zip(counts.split(max(BLOCK // len(kinds), 1)), found.split(max(BLOCK // len(kinds), 1))):
+            torch.maximum(own, epsilons_in_one_direction(part, levels, losses, delta), out=own)
     return found
 
 
@@ -105,8 +105,8 @@ def _levels(kinds, most):
         noises = [min(kinds[j].noise_multiplier, most) for j in columns]
         own = {1 / noise: noise for noise in noises}
         # Of many levels of one rate some are nodes, and the others mixtures of them (`levels`).
-        few = len(kinds) <= _MOST_LEVELS
-        between = Levels.between([1 / noise for noise in noises], most=len(noises) if few else _NODES)
+        few = len(kinds) <= MOST_LEVELS
+        between = Levels.between([1 / noise for noise in noises], most=len(noises) if few else MIXTURE_NODES)
         low[columns], high[columns] = between.low + len(nodes), between.high + len(nodes)
         share[columns] = between.share
         nodes += [(rate, own.get(node, 1 / node)) for node in between.sensitivities.tolist()]
@@ -123,7 +123,7 @@ def _at_most(kind, most):
 
 def _loss(rate, kind, direction, log_capped):
     if rate is not None:
-        return _Step(rate, kind, direction, log_capped)
+        return StepLoss(rate, kind, direction, log_capped)
     if isinstance(kind, Gaussian):
         return mixed.GaussianLoss(kind.noise_multiplier, log_capped)
     return mixed.LaplaceLoss(kind.scale) if isinstance(kind, Laplace) else mixed.WorstLoss(kind.epsilon, kind.delta)

@@ -76,7 +76,7 @@ def compute_epsilon(
 
 
 def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
-    q, sigma, steps = _check_run(sample_rate, noise_multiplier, steps)
+    q, sigma, steps = checked_run(sample_rate, noise_multiplier, steps)
     delta = _checks.number("delta", delta, 0, 1, closed="neither")
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else math.inf
@@ -135,7 +135,7 @@ def compute_delta(
 
 
 def _delta(accountant, *, sample_rate, noise_multiplier, steps, epsilon):
-    q, sigma, steps = _check_run(sample_rate, noise_multiplier, steps)
+    q, sigma, steps = checked_run(sample_rate, noise_multiplier, steps)
     epsilon = _checks.number("epsilon", epsilon, 0, math.inf, closed="left")
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else 1.0
@@ -175,7 +175,8 @@ def _each(function, accountant, **values):
     return torch.tensor(found, dtype=torch.float64, device=device)[which].reshape(columns[0].shape)
 
 
-def _check_run(sample_rate, noise_multiplier, steps):
+def checked_run(sample_rate, noise_multiplier, steps):
+    """Rate, noise and steps of a run, in the range that float64 carries; ValueError for what is none."""
     return (
         max(_checks.number("sample_rate", sample_rate, 0, 1, closed="right"), LEAST_RATE),
         min(_checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"), LARGEST_NOISE),

@@ -26,7 +26,7 @@ def _as_tensor(norms):
     if isinstance(norms, (list, tuple)) and any(isinstance(norm, torch.Tensor) for norm in norms):
         norms = torch.stack([torch.as_tensor(norm) for norm in norms])
     if not isinstance(norms, torch.Tensor):
-        doubles, array = _checks._flat("norms", norms), np.asarray(norms)
+        doubles, array = _checks.flat_doubles("norms", norms), np.asarray(norms)
         kept = array if array.dtype in (np.float16, np.float32) else doubles.reshape(array.shape)
         norms = torch.as_tensor(kept)
     return _checks.real("norms", norms)

@@ -130,7 +130,7 @@ def train(
     callbacks, checkpoint = check_extras(callbacks, checkpoint)
     if microbatch_size is not None:
         _checks.whole_number("microbatch_size", microbatch_size, 1)
-    loop = _Loop(
+    loop = TrainingLoop(
         model,
         loss,
         data,
@@ -179,7 +179,9 @@ def train(
     return run.history
 
 
-class _Loop:
+class TrainingLoop:
+    """A run of DP-SGD: what it was given, checked, and its steps; `train` and `PersonalTrainer` drive it."""
+
     def __init__(
         self,
         model,
@@ -428,7 +430,7 @@ class _Loop:
             )
         history.dropped = count
 
-    def _identity(self):
+    def identity(self):
         return {
             "format": _FORMAT,
             "plan": self.run.plan.config(),
@@ -447,7 +449,7 @@ class _Loop:
         self.count_dropped()
         run, history = self.run, self.run.history
         content = {
-            "identity": self._identity(),
+            "identity": self.identity(),
             "step": run.step,
             "model": run.model.state_dict(),
             "optimizer": run.optimizer.state_dict(),
@@ -462,7 +464,7 @@ class _Loop:
 
     def load(self, path):
         content = read_checkpoint(path, _KEYS)
-        theirs, ours = content["identity"], self._identity()
+        theirs, ours = content["identity"], self.identity()
         if theirs != ours:
             differ = [
                 f"{key} {theirs.get(key)} there, {ours.get(key)} here"

@@ -94,7 +94,7 @@ PLAN = DPSGDPlan(n=64, sample_rate=0.25, steps=8, max_grad_norm=0.4, noise_multi
 def begun(optimizer=torch.optim.SGD, **options):
     """The loop of a run that was proved on the processor, and is on the meta device from its first step on."""
     model = models.mnist_cnn(seed=0)
-    found = loop._Loop(
+    found = loop.TrainingLoop(
         model,
         cross_entropy,
         (X, Y),

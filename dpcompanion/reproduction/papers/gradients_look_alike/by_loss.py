@@ -21,7 +21,7 @@ from dpcompanion.per_instance import (
 from dpcompanion.reproduction.experiments import experiment
 from dpcompanion.reproduction.papers.common import left_out, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.compositions import theorem_3_3
-from dpcompanion.reproduction.papers.gradients_look_alike.runs import _MODELS, DIRECTIONS, plan_of
+from dpcompanion.reproduction.papers.gradients_look_alike.runs import MODELS, DIRECTIONS, plan_of
 from dpcompanion.seeds import derive_seed
 from dpcompanion.training import cross_entropy, gaussian_noise, models, train_ensemble
 
@@ -79,7 +79,7 @@ def own_inputs(task, run):
     model = (
         torch.nn.Sequential(torch.nn.Flatten(), models.linear(task.side**2, 10, seed=0))
         if task.model == "softmax"
-        else _MODELS[task.model](seed=0)
+        else MODELS[task.model](seed=0)
     )
     return model.to(dtype), (x, y), (test_x[chosen], test_y[chosen])
 

@@ -64,7 +64,7 @@ class WatchMore(Watch):
     larger: dict = dataclasses.field(default_factory=dict)
 
 
-_MODELS = {
+MODELS = {
     "lenet5": models.lenet5,
     "mnist_cnn": models.mnist_cnn,
     "softmax": lambda seed: torch.nn.Sequential(torch.nn.Flatten(), models.linear(784, 10, seed=seed)),
@@ -72,7 +72,7 @@ _MODELS = {
 }
 
 
-def _inputs(name, model, split, run):
+def inputs_of(name, model, split, run):
     """Features and labels as the network wants them: normalised, LeNet-5's digits scaled to 32 x 32."""
     found = run.load(name, split=split).normalized()
     features = found.features
@@ -102,8 +102,8 @@ def moments(task, steps):
 
 def watch(task, seed, run):
     """One run: norms (moments, 2 points), whether a point is classified correctly, weights by stage, test accuracy."""
-    x, y = _inputs(task.data, task.model, "train", run)
-    test_x, test_y = _inputs(task.data, task.model, "test", run)
+    x, y = inputs_of(task.data, task.model, "train", run)
+    test_x, test_y = inputs_of(task.data, task.model, "test", run)
     plan = plan_of(task, len(y))
     members, others = (
         torch.as_tensor(np.random.RandomState(0).permutation(n)[: task.points]) for n in (len(y), len(test_y))
@@ -112,7 +112,7 @@ def watch(task, seed, run):
         torch.cat((x[members], test_x[others])).to(run.device),
         torch.cat((y[members], test_y[others])).to(run.device),
     )
-    model = _MODELS[task.model](seed=0).to(run.device)
+    model = MODELS[task.model](seed=0).to(run.device)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=task.learning_rate, momentum=task.momentum, weight_decay=task.weight_decay
     )
@@ -264,12 +264,12 @@ def worst_case(plan, orders=ORDERS):
     return rdp_to_epsilon(plan.steps * step, orders, plan.delta)
 
 
-def _points(record, name):
+def points_of(record, name):
     """How many points a task of a record looks at."""
     return record.config["tasks"][name]["points"]
 
 
-def _mean_of(share, n):
+def mean_of(share, n):
     """The interval of a mean over n points of shares between 0 and 1: none varies more than zeros and ones do."""
     return intervals.share(round(share * n), n) if 0 <= share <= 1 + 1e-6 else intervals.unknown(share)
 
