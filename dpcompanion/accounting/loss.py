@@ -49,7 +49,7 @@ class StepLoss:
         self.remove, self.log_capped = direction == "remove", log_capped
         # The loss rises with t where an example is removed, and falls where it is added.
         start, end = (-SMALL_LOSS_TAIL, self._t_of_cap()) if self.remove else (SMALL_LOSS_TAIL, -self._t_of_cap())
-        self.scale = smooth_length(sample_rate, noise_multiplier)
+        self.scale = self._smooth_length()
         panels = math.ceil(abs(end - start) / (0.5 * self.scale))
         edges = torch.linspace(start, end, panels + 1, dtype=torch.float64)
         width = edges.diff()[:, None]
@@ -59,6 +59,9 @@ class StepLoss:
         self.log_weight = log_density + torch.log(width.abs() / 2 * _PANEL_WEIGHTS).reshape(-1)
         weight = torch.exp(self.log_weight)
         self.std = float(torch.sqrt((weight * (self.loss - (weight * self.loss).sum()) ** 2).sum()))
+
+    def _smooth_length(self):
+        return smooth_length(float(self.q), float(self.sigma))
 
     def _t_of_cap(self):
         """How far in t the cap lies: the tail of N(0, 1), or of the mixture where an example is removed, beyond it."""

@@ -24,7 +24,7 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from .composed import ComposedLoss
-from .loss import CELL_NODES, CELL_WEIGHTS, StepLoss
+from .loss import CELL_NODES, CELL_WEIGHTS, StepLoss, smooth_length
 from .pld import (
     LARGEST_GRID,
     MOST_POINTS,
@@ -62,10 +62,11 @@ class GaussianLoss(StepLoss):
 class ReplacementLoss(StepLoss):
     r"""The loss of one step of the sampled Gaussian where one example replaces another, below a cap.
 
-    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(1, \sigma^2)` against
-    :math:`Q = (1-q) N(0, \sigma^2) + q N(-1, \sigma^2)`, which dominates every step: given who else is sampled, a step
-    is :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against :math:`P_h`, with gradients g and h of length 1
-    at most.
+    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(a, \sigma^2)` against
+    :math:`Q = (1-q) N(0, \sigma^2) + q N(-b, \sigma^2)`, which dominates every step: given who else is sampled, a step
+    is :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against :math:`P_h`, with gradients g of length a and h
+    of length b at most.  Both are 1 where the clip norm is all that is known; of an example whose own norm was recorded
+    a is smaller, and b stays 1.
 
     Proof.  Let :math:`\alpha \ge 1`.  With densities over that of :math:`N(g, \sigma^2 I)`, under which X is standard
     normal after a shift, and :math:`v = (h - g) / \sigma, u = -g / \sigma`,
@@ -78,10 +79,15 @@ class ReplacementLoss(StepLoss):
     In the entries of the covariance of :math:`(\langle v, X \rangle, \langle u, X \rangle)` its derivatives are
     :math:`\tfrac12 E[A^2 f_{AA}], \tfrac12 E[B^2 f_{BB}]` and :math:`E[AB f_{AB}]`, and all second derivatives of
     :math:`f = (1 - A - B)_+` are the same point mass, at least 0.  So the divergence is largest where
-    :math:`|v|, |u|` and :math:`\langle v, u \rangle` are, all at once for :math:`h = -g, |g| = 1`.  For
-    :math:`\alpha < 1` the roles of g and h are exchanged.
+    :math:`|v|, |u|` and :math:`\langle v, u \rangle` are, all at once for opposite g and h with
+    :math:`|g| = a, |h| = b`.  For :math:`\alpha < 1` the roles of g and h are exchanged.
 
-    With :math:`\ell(x) = \ln(1 - q + q e^{x/\sigma^2 - 1/(2\sigma^2)})` the loss is :math:`\ell(x) - \ell(-x)`.
+    With :math:`\ell_a(x) = \ln(1 - q + q e^{a x/\sigma^2 - a^2/(2\sigma^2)})` the loss is
+    :math:`\ell_a(x) - \ell_b(-x)`.  That of Q against P is the same with a and b exchanged.
+
+    Args:
+        sample_rate, noise_multiplier, log_capped: q, sigma / a, and the logarithm of the probability above the cap.
+        other: sigma / b, by default sigma / a.
 
     >>> step = ReplacementLoss(0.1, 1.0, math.log(1e-12))
     >>> t = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64)
@@ -89,14 +95,39 @@ class ReplacementLoss(StepLoss):
     [-2.0, 0.0, 3.0]
     """
 
-    def __init__(self, sample_rate, noise_multiplier, log_capped):
+    def __init__(self, sample_rate, noise_multiplier, log_capped, other=None):
+        self.other = torch.tensor(float(noise_multiplier if other is None else other), dtype=torch.float64)
         super().__init__(sample_rate, noise_multiplier, "remove", log_capped)
 
+    def _smooth_length(self):
+        return smooth_length(float(self.q), min(float(self.sigma), float(self.other)))
+
     def _loss_and_log_density(self, t):
-        above, below = (log_density_ratio(side, self.q, self.sigma) for side in (t, -t))
+        above, below = log_density_ratio(t, self.q, self.sigma), log_density_ratio(-t, self.q, self.other)
         return above - below, above - 0.5 * t * t - 0.5 * math.log(2 * math.pi)
 
     def _t_of_loss(self, loss):
+        return self._t_of_equal_norms(loss) if self.other == self.sigma else self._t_by_newton(loss)
+
+    def _t_by_newton(self, loss):
+        """By Newton's method from a chord of a table; its ends for losses beyond those of the panels."""
+        low, high = self.ends
+        t = torch.linspace(low, high, math.ceil((high - low) / (0.02 * self.scale)) + 1, dtype=torch.float64)
+        table = torch.cummax(self._loss_and_log_density(t)[0], dim=0).values
+        place = torch.searchsorted(table, loss).clamp(1, len(t) - 1)
+        left, right, below, above = t[place - 1], t[place], table[place - 1], table[place]
+        found = left + (right - left) * ((loss - below) / (above - below).clamp(min=1e-300)).clamp(0, 1)
+        for _ in range(3):
+            steep = sum(
+                torch.exp(torch.log(self.q) + side / noise - 0.5 / noise**2 - log_density_ratio(side, self.q, noise))
+                / noise
+                for side, noise in ((found, self.sigma), (-found, self.other))
+            )
+            off = self._loss_and_log_density(found)[0] - loss
+            found = torch.minimum(torch.maximum(found - off / steep.clamp(min=1e-300), left), right)
+        return found
+
+    def _t_of_equal_norms(self, loss):
         # e^(x / sigma^2) solves a quadratic equation: x / sigma^2 = L/2 + asinh((1-q)/q e^(1/(2 sigma^2)) sinh(L/2)).
         half = loss.abs() / 2
         log_sinh = half + torch.log(-torch.expm1(-2 * half)) - math.log(2)
