@@ -16,6 +16,7 @@ from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion.gradients import checks, clipping, proof, states, sums
 from dpcompanion.mechanism import noise
+from dpcompanion.training.callbacks import History
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.gradients.tensors import Unfit, call_with
 from dpcompanion.mechanism.plan import DPSGDPlan
@@ -38,10 +39,12 @@ class Ensemble:
 
     Attributes:
         plans, seeds: of each run.
-        step: steps done.
+        step: steps done, by the runs that go on.
+        steps_taken: by each run, (R,) int64; fewer than `step` by one that a callback has stopped.
         vectors: the trainable parameters of each run, one after the other, (R, parameters).
         learning_rate: (R,), which a callback may change in place.
-        losses: mean loss of each step's examples, (R, steps) float64; nan for an empty batch or a step still to come.
+        losses: mean loss of each step's examples, (R, steps) float64; nan for an empty batch or a step that was not
+            taken (yet).
         batch_sizes: (R, steps) int64.
         dropped: how many per-example gradients were not finite and so contributed nothing, (R,) int64.
         epochs: what `on_epoch` returned, a dict each, with `epoch` and `step`.
@@ -170,6 +173,7 @@ class Ensemble:
         self._later, self._mixed = (torch.zeros((), dtype=torch.bool, device=self.device) for _ in range(2))
         self._network = self._workplace()
         self.step, self.epochs = 0, []
+        self._ends = torch.full((runs,), self.steps, dtype=torch.int64)  # of each run its last step
         self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)
         self.batch_sizes = torch.zeros(runs, self.steps, dtype=torch.int64)
         self.dropped = torch.zeros(runs, dtype=torch.int64, device=self.device)
@@ -194,6 +198,67 @@ class Ensemble:
     def steps_per_epoch(self) -> int:
         """That of the first plan."""
         return self.plans[0].steps_per_epoch
+
+    @property
+    def steps_taken(self) -> torch.Tensor:
+        """By each run, (R,) int64."""
+        return self._ends.clamp(max=self.step)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no run goes on."""
+        return self.step >= int(self._ends.max())
+
+    def stop(self, runs: Array | None = None) -> None:
+        """End some runs after the step just done, or all: for a callback. Early stopping in the text of
+        `dpcompanion.training.callbacks` says what may decide it. The others go on as if they were alone.
+
+        Args:
+            runs: (k,) indices, or None for all.
+
+        Raises:
+            ValueError: what are no indices of runs.
+        """
+        chosen = (
+            torch.arange(len(self)) if runs is None else torch.as_tensor(_checks.unlabelled(runs)).cpu().reshape(-1)
+        )
+        if chosen.numel() and (chosen.is_floating_point() or chosen.dtype == torch.bool):
+            raise ValueError(f"runs must be indices of runs, got {chosen.dtype}")
+        _checks.in_interval("runs", chosen, 0, len(self), closed="left")
+        chosen = chosen.long()
+        self._ends[chosen] = self._ends[chosen].clamp(max=self.step)
+
+    def history(self, run: int) -> History:
+        """The history of one run: the steps that it took, its statement, its epsilons and its card.
+
+        Raises:
+            ValueError: what is no index of a run.
+
+        >>> from dpcompanion.training import Callbacks, cross_entropy, models, train_ensemble
+        >>> x, y = torch.randn(100, 2), torch.arange(100) % 2
+        >>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+        >>> def stop(ensemble):
+        ...     if ensemble.step == 5:
+        ...         ensemble.stop([1])
+        >>> runs = train_ensemble(models.linear(2, 2), cross_entropy, (x, y), plan, seeds=[0, 1], learning_rate=0.1,
+        ...                       callbacks=Callbacks(on_step=stop))
+        >>> runs.steps_taken.tolist(), runs.history(1).stopped, len(runs.history(1).losses)
+        ([20, 5], True, 5)
+        """
+        run = _checks.whole_number("run", run, 0, len(self) - 1)
+        taken, plan = int(self.steps_taken[run]), self.plans[run]
+        return History(
+            self.losses[run, :taken].clone(),
+            self.batch_sizes[run, :taken].clone(),
+            dropped=int(self.dropped[run]),
+            epochs=[dict(epoch) for epoch in self.epochs if epoch["step"] <= taken],
+            seed=self.seeds[run],
+            guarantee=plan.statement(steps=taken),
+            precision=self.precision or str(self.vectors.dtype).removeprefix("torch."),
+            stopped=int(self._ends[run]) < self.steps,
+            plan=plan,
+            steps=taken,
+        )
 
     def split(self, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rows (k, parameters) as {name: (k, *shape)}, without a copy."""
@@ -356,7 +421,9 @@ class Ensemble:
 
     def _sum_clipped(self, rows, network):
         """Draw the batches of the runs in `rows`, sum their clipped gradients and draw their noise."""
-        draws = [self._draw(run) for run in rows]
+        going = (self._ends > self.step).tolist()
+        none = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+        draws = [self._draw(run) if going[run] else none for run in rows]
         sizes = torch.tensor([len(indices) for indices, _ in draws])
         self.batch_sizes[rows.start : rows.stop, self.step] = sizes
         self._sums[rows.start : rows.stop] = 0
@@ -389,6 +456,8 @@ class Ensemble:
         for k, run in enumerate(rows):
             size = len(draws[k][0])
             self.indices[run], self.norms[run] = indices[k, :size], norms[k, :size]
+            if not going[run]:
+                continue
             self._noise[run] = self.plans[run].noise(
                 (self.vectors.shape[1],), self._generators[run]["noise"], device=self.device
             )
@@ -414,7 +483,10 @@ class Ensemble:
             move.add_(self.vectors, alpha=self.weight_decay)
         if self._velocity is not None:
             move = self._velocity.mul_(self.momentum).add_(move)
-        self.vectors -= self.learning_rate[:, None] * move
+        move = self.learning_rate[:, None] * move
+        if int(self._ends.min()) <= self.step:
+            move = move.masked_fill((self._ends <= self.step).to(self.device)[:, None], 0)
+        self.vectors -= move
         self.step += 1
 
     def _identity(self):
@@ -440,7 +512,7 @@ class Ensemble:
             return [(seed, shared) for seed in self.seeds]
         return [(seed, f"{shared} {digest_of(own)}") for seed, own in zip(self.seeds, self.members)]
 
-    _KEPT = ("vectors", "learning_rate", "losses", "batch_sizes", "dropped", "_velocity")
+    _KEPT = ("vectors", "learning_rate", "losses", "batch_sizes", "dropped", "_velocity", "_ends")
 
     def _save(self, path, stateful):
         self._check_later()

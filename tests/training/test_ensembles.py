@@ -1,6 +1,7 @@
 """Runs side by side are the runs of `train`, seed for seed; and they sample, clip and add noise as each plan says."""
 
 import copy
+import json
 import math
 import os
 import signal
@@ -350,6 +351,70 @@ def test_a_callback_may_change_each_runs_learning_rate_and_report_epochs():
         {"epoch": 3, "step": 25, "seen": 50},
     ]
     assert ensemble.learning_rate.tolist() == pytest.approx([0.5**26, 0.5])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_a_callback_ends_stays_as_it_was_and_the_others_go_on_as_if_alone(workers):
+    def stop(ensemble):
+        if ensemble.step == 3:
+            ensemble.stop([1])
+        if ensemble.step == 6:
+            ensemble.stop()
+
+    model = nn.Linear(4, 3).double()
+    runs = dict(model=model, plans=PLANS[:3], seeds=[1, 2, 3], **SGD, workers=workers)
+    seen = []
+    note = Callbacks(stop, on_epoch=lambda ensemble: seen.append([len(own) for own in ensemble.indices]))
+    stopped, whole = small(**runs, callbacks=note), small(**runs)
+    assert stopped.steps_taken.tolist() == [6, 3, 6] and stopped.step == 6 and stopped.ended
+    assert seen[0][1] == 0 < seen[0][0] and whole.steps_taken.tolist() == [8] * 3
+    for run, taken in enumerate(stopped.steps_taken.tolist()):
+        short = small(
+            **{**runs, "callbacks": Callbacks(on_step=lambda one, taken=taken: one.stop() if one.step == taken else 0)}
+        )
+        assert torch.equal(stopped.vectors[run], short.vectors[run])
+        assert torch.equal(stopped.batch_sizes[run, :taken], whole.batch_sizes[run, :taken])
+        assert not stopped.batch_sizes[run, taken:].any() and bool(stopped.losses[run, taken:].isnan().all())
+        history, planned = stopped.history(run), whole.history(run)
+        assert (history.steps, history.stopped, planned.stopped) == (taken, True, False)
+        assert len(history.losses) == len(history.batch_sizes) == taken
+        assert (
+            bool((history.epsilons() <= planned.epsilons()).all())
+            and history.epsilons().max() < planned.epsilons().max()
+        )
+        expected = torch.as_tensor(PLANS[run].epsilon(steps=taken), dtype=torch.float64).expand(N)
+        torch.testing.assert_close(history.epsilons(), expected)
+        assert history.guarantee == PLANS[run].statement(steps=taken) and history.guarantee in history.statement()
+        assert "planned" in history.statement()
+        assert json.loads(history.to_json())["steps"] == taken
+
+
+def test_an_ensemble_that_was_cut_off_after_a_run_had_ended_ends_where_it_would_have_ended(tmp_path):
+    left, model = [5], nn.Linear(4, 3).double()
+
+    def note(path):
+        def stop(ensemble):
+            if ensemble.step == 3:
+                ensemble.stop([0])
+            if path and left and ensemble.step == left[0]:
+                left.pop()
+                os.kill(os.getpid(), signal.SIGINT)
+
+        checkpoint = path and Checkpoint(path, every=100)
+        return small(model=model, plans=PLANS[:2], **SGD, callbacks=Callbacks(stop), checkpoint=checkpoint)
+
+    whole = note(None)
+    with pytest.raises(KeyboardInterrupt):
+        note(tmp_path / "runs.pt")
+    for _ in range(2):  # the second finds all runs at their ends
+        resumed = note(tmp_path / "runs.pt")
+        assert torch.equal(whole.vectors, resumed.vectors) and resumed.steps_taken.tolist() == [3, 8]
+
+
+@pytest.mark.parametrize("runs", [[2], [-1], [0.5], torch.tensor([True, False]), "all"])
+def test_only_runs_that_there_are_can_be_ended(runs):
+    with pytest.raises(ValueError, match="runs"):
+        small().stop(runs)
 
 
 class Total:
