@@ -219,12 +219,11 @@ class Ensemble:
         Raises:
             ValueError: what are no indices of runs.
         """
-        chosen = (
-            torch.arange(len(self)) if runs is None else torch.as_tensor(_checks.unlabelled(runs)).cpu().reshape(-1)
-        )
+        runs = range(len(self)) if runs is None else runs
+        _checks.in_interval("runs", runs, 0, len(self), closed="left")
+        chosen = torch.as_tensor(_checks.unlabelled(runs)).cpu().reshape(-1)
         if chosen.numel() and (chosen.is_floating_point() or chosen.dtype == torch.bool):
             raise ValueError(f"runs must be indices of runs, got {chosen.dtype}")
-        _checks.in_interval("runs", chosen, 0, len(self), closed="left")
         chosen = chosen.long()
         self._ends[chosen] = self._ends[chosen].clamp(max=self.step)
 
