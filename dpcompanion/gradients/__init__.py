@@ -8,5 +8,9 @@
 * `checks`: whether data, model, loss and optimizer can work together;  `batch_dependence`: how much an example's
   gradient changes with the other examples of its batch.
 
-Users import `clipped_sum` and `gradient_norms` from `dpcompanion.training`.
+What users take from here `dpcompanion.training` hands on.
 """
+
+from dpcompanion.gradients.clipping import clipped_sum, cross_entropy, gradient_norms
+
+__all__ = ["clipped_sum", "cross_entropy", "gradient_norms"]
