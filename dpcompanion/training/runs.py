@@ -73,29 +73,10 @@ class Ensemble:
         microbatch_size: int | None = None,
         generator_device: str | torch.device = "cpu",
     ):
-        if not isinstance(seeds, Iterable):
-            raise ValueError(f"seeds must be a list of whole numbers, one for each run, got {seeds!r}")
-        self.seeds = [_checks.seed("seeds", seed) for seed in seeds]
+        self.seeds = _checked_seeds(seeds)
         runs = len(self.seeds)
-        if not runs:
-            raise ValueError("seeds must name one run at least, got none")
-        own = [plans] if isinstance(plans, DPSGDPlan) else list(plans)
-        models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        for name, items in (("plans", own), ("model", models)):
-            if len(items) not in (1, runs):
-                raise ValueError(f"{name} must be one, or one for each of the {runs} seeds, got {len(items)}")
-        if not all(isinstance(plan, DPSGDPlan) for plan in own):
-            raise ValueError(f"plans must be a DPSGDPlan, or one for each run, got {own!r:.80}")
-        self._plans = tuple(own * (runs // len(own)))
+        models, self._plans = _models_and_plans(model, plans, runs)
         self._planned = [checks.numbers_of(plan) for plan in self._plans]
-        if len({(plan.n, plan.steps) for plan in self.plans}) > 1:
-            raise ValueError(
-                f"plans must agree in n and steps, got {sorted({(plan.n, plan.steps) for plan in self.plans})}"
-            )
-        if any(plan.arithmetic == "float" for plan in self.plans):
-            raise ValueError(
-                "plans must have arithmetic='real', got 'float': runs side by side have seeds and are for research"
-            )
         n, self.steps = self.plans[0].n, self.plans[0].steps
         if not isinstance(data, (tuple, list)) or len(data) != 2:
             raise ValueError(
@@ -104,14 +85,7 @@ class Ensemble:
             )
         x, y = data
         checks.check_data(x, y, n)
-        if members is not None:
-            members = torch.as_tensor(members).cpu()
-            if members.dtype != torch.bool or members.shape != (runs, n):
-                raise ValueError(
-                    f"members must be booleans of shape ({runs}, {n}), got {members.dtype} of shape "
-                    f"{tuple(members.shape)}"
-                )
-        self.members = members
+        self.members = None if members is None else _checked_members(members, runs, n)
         _checks.one_of("method", method, clipping.METHODS)
         if microbatch_size is not None:
             _checks.whole_number("microbatch_size", microbatch_size, 1)
@@ -120,6 +94,34 @@ class Ensemble:
         self.weight_decay = _checks.number("weight_decay", weight_decay, 0, math.inf, closed="left")
 
         self.device = torch.device(device) if device is not None else next(models[0].parameters()).device
+        self._take_model(models, loss, x, y)
+        like = {"dtype": self.vectors.dtype, "device": self.device}
+        rates = torch.as_tensor(learning_rate, dtype=torch.float64)
+        if rates.shape not in ((), (runs,)):
+            raise ValueError(f"learning_rate must be a number or have shape ({runs},), got {tuple(rates.shape)}")
+        self.learning_rate = rates.expand(runs).to(**like).clone()
+        self._begun_with = self.learning_rate.tolist()
+        self._expected = torch.tensor([plan.expected_batch_size for plan in self.plans], **like)[:, None]
+        self._velocity = torch.zeros_like(self.vectors) if self.momentum else None
+        self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors, dtype=torch.float64)
+        self._make_streams(generator_device)
+        self.precision, self.method = precision, self._resolved(method, precision)
+        self._size = microbatch_size or default_microbatch_size(
+            self._template, loss, self.x, self.y, self.method, precision, most=_MOST
+        )
+        self._begun = {}
+        self._later, self._mixed = (torch.zeros((), dtype=torch.bool, device=self.device) for _ in range(2))
+        self._network = self._workplace()
+        self.step, self.epochs = 0, []
+        self._ends = torch.full((runs,), self.steps, dtype=torch.int64)  # of each run its last step
+        self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)
+        self.batch_sizes = torch.zeros(runs, self.steps, dtype=torch.int64)
+        self.dropped = torch.zeros(runs, dtype=torch.int64, device=self.device)
+        self.indices: list[torch.Tensor | None] = [None] * runs
+        self.norms: list[torch.Tensor | None] = [None] * runs
+
+    def _take_model(self, models, loss, x, y):
+        """Check data and models, and put the models' parameters in `vectors`."""
         self._template = copy.deepcopy(models[0]).to(self.device)
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
         for one in models:
@@ -134,15 +136,10 @@ class Ensemble:
         for name, p in own.items():
             self._shapes[name], self._places[name], end = p.shape, slice(end, end + p.numel()), end + p.numel()
         like = {"dtype": next(iter(own.values())).dtype, "device": self.device}
-        self.vectors = torch.stack([self._vector(one) for one in models]).to(**like).expand(runs, -1).clone()
-        rates = torch.as_tensor(learning_rate, dtype=torch.float64)
-        if rates.shape not in ((), (runs,)):
-            raise ValueError(f"learning_rate must be a number or have shape ({runs},), got {tuple(rates.shape)}")
-        self.learning_rate = rates.expand(runs).to(**like).clone()
-        self._begun_with = self.learning_rate.tolist()
-        self._expected = torch.tensor([plan.expected_batch_size for plan in self.plans], **like)[:, None]
-        self._velocity = torch.zeros_like(self.vectors) if self.momentum else None
-        self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors, dtype=torch.float64)
+        self.vectors = torch.stack([self._vector(one) for one in models]).to(**like).expand(len(self), -1).clone()
+
+    def _make_streams(self, generator_device):
+        """What each run draws its batches and its noise from."""
         self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
         # Of each run with noise from a cipher the grid on which sum and noise are added, else 0.
         self._grids = torch.tensor(
@@ -154,31 +151,19 @@ class Ensemble:
             device=self.device,
         )
         self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
-        self.precision = precision
-        self.method = clipping.resolve_method(self._template, loss, self.x, self.y, method, precision)
-        if self.method != "func" and not all(self._stacks(one) for one in dict.fromkeys((None, precision))):
-            if precision is not None:
-                raise ValueError(
-                    f"precision {precision!r} takes a model whose layers can be stacked, got one of others"
-                )
-            if method != "auto":
-                raise ValueError(
-                    f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' or 'auto'"
-                )
-            self.method = "func"
-        self._size = microbatch_size or default_microbatch_size(
-            self._template, loss, self.x, self.y, self.method, precision, most=_MOST
-        )
-        self._begun = {}
-        self._later, self._mixed = (torch.zeros((), dtype=torch.bool, device=self.device) for _ in range(2))
-        self._network = self._workplace()
-        self.step, self.epochs = 0, []
-        self._ends = torch.full((runs,), self.steps, dtype=torch.int64)  # of each run its last step
-        self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)
-        self.batch_sizes = torch.zeros(runs, self.steps, dtype=torch.int64)
-        self.dropped = torch.zeros(runs, dtype=torch.int64, device=self.device)
-        self.indices: list[torch.Tensor | None] = [None] * runs
-        self.norms: list[torch.Tensor | None] = [None] * runs
+
+    def _resolved(self, method, precision):
+        """The method, once it is proved for the model; "func" for one whose layers cannot be stacked."""
+        found = clipping.resolve_method(self._template, self.loss, self.x, self.y, method, precision)
+        if found == "func" or all(self._stacks(one, found) for one in dict.fromkeys((None, precision))):
+            return found
+        if precision is not None:
+            raise ValueError(f"precision {precision!r} takes a model whose layers can be stacked, got one of others")
+        if method != "auto":
+            raise ValueError(
+                f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' or 'auto'"
+            )
+        return "func"
 
     @property
     def plans(self) -> tuple[DPSGDPlan, ...]:
@@ -335,7 +320,7 @@ class Ensemble:
             )
         return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
 
-    def _stacks(self, precision):
+    def _stacks(self, precision, method):
         """Whether two different runs through the stacked network give what each gives alone, in this precision."""
         rows = proof.hardest(self._template, self.loss, self.x, self.y)
         x, y = self.x[rows], self.y[rows]
@@ -345,7 +330,7 @@ class Ensemble:
             network.load(self.split(pair))
             with proof.evaluating(network.module):
                 together = sums.layerwise(
-                    network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, self.method, 2, precision
+                    network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, method, 2, precision
                 )
         except (Unfit, RuntimeError, AttributeError, TypeError):
             return False
@@ -354,7 +339,7 @@ class Ensemble:
                 for name, p in self.split(vector[None]).items():
                     model.get_parameter(name).copy_(p[0])
             with proof.evaluating(model):
-                alone = sums.layerwise(model, self.loss, x, y, math.inf, self.method, None, precision)
+                alone = sums.layerwise(model, self.loss, x, y, math.inf, method, None, precision)
             error = sum((g - together.gradients[name][run]).norm() for name, g in alone.gradients.items())
             error += (alone.norms - together.norms.chunk(2)[run]).norm()
             if not error <= proof.tolerances(pair if precision is None else pair.bfloat16())[0] * alone.norms.sum():
@@ -547,6 +532,45 @@ class Ensemble:
         for name, state in content["stateful"].items():
             stateful[name].load_state_dict(state)
         self.step, self.epochs = content["step"], content["epochs"]
+
+
+def _checked_seeds(seeds):
+    """One seed for each run."""
+    if not isinstance(seeds, Iterable):
+        raise ValueError(f"seeds must be a list of whole numbers, one for each run, got {seeds!r}")
+    found = [_checks.seed("seeds", seed) for seed in seeds]
+    if not found:
+        raise ValueError("seeds must name one run at least, got none")
+    return found
+
+
+def _models_and_plans(model, plans, runs):
+    """Models, one or one for each run, and a plan for each; the plans agree in what runs side by side share."""
+    own = [plans] if isinstance(plans, DPSGDPlan) else list(plans)
+    models = [model] if isinstance(model, torch.nn.Module) else list(model)
+    for name, items in (("plans", own), ("model", models)):
+        if len(items) not in (1, runs):
+            raise ValueError(f"{name} must be one, or one for each of the {runs} seeds, got {len(items)}")
+    if not all(isinstance(plan, DPSGDPlan) for plan in own):
+        raise ValueError(f"plans must be a DPSGDPlan, or one for each run, got {own!r:.80}")
+    own = tuple(own * (runs // len(own)))
+    if len({(plan.n, plan.steps) for plan in own}) > 1:
+        raise ValueError(f"plans must agree in n and steps, got {sorted({(plan.n, plan.steps) for plan in own})}")
+    if any(plan.arithmetic == "float" for plan in own):
+        raise ValueError(
+            "plans must have arithmetic='real', got 'float': runs side by side have seeds and are for research"
+        )
+    return models, own
+
+
+def _checked_members(members, runs, n):
+    """(runs, n) booleans on the CPU."""
+    members = torch.as_tensor(members).cpu()
+    if members.dtype != torch.bool or members.shape != (runs, n):
+        raise ValueError(
+            f"members must be booleans of shape ({runs}, {n}), got {members.dtype} of shape {tuple(members.shape)}"
+        )
+    return members
 
 
 def _buffers(module):
