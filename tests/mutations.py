@@ -305,8 +305,8 @@ FAULTS = (
     fault(
         "an empty batch has no noise",
         "training/loop.py",
-        'released = plan.noisy(summed, self.generators["noise"])',
-        'released = (plan.noisy(summed, self.generators["noise"]) if len(drawn) else summed)',
+        'lambda total: plan.noisy(total, self.generators["noise"])',
+        'lambda total: plan.noisy(total, self.generators["noise"]) if len(drawn) else total',
         "training/test_loop.py::test_an_empty_draw_is_a_step_of_noise_alone_with_the_promised_spread",
     ),
     fault(

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from dpcompanion.reproduction import experiments, published
-from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
+from dpcompanion.accounting import compute_delta, compute_epsilon, find_steps, rdp_sampled_gaussian
+from dpcompanion.filters import adaptive_delta, calibrate_filter, level_costs
 from dpcompanion.reproduction.papers.idp_sgd import TABLE_5
 from dpcompanion.per_instance import step_divergence
 
@@ -21,6 +22,7 @@ PAGES = [
     "accounting-in-pictures",
     "which-guarantee",
     "accounting",
+    "exact-filters",
     "your-own-model",
     "your-epsilon",
     "papers/intrinsic-privacy",
@@ -106,6 +108,27 @@ def test_proofs_the_moment_is_convex_in_the_squared_length(alpha):
         (alpha - 1) * step_divergence(sample_rate=0.2, noise_multiplier=1.0, orders=alpha, sensitivity=squares.sqrt())
     )
     assert (moment[2:] - 2 * moment[1:-1] + moment[:-2] > 0).all()
+
+
+@pytest.mark.slow
+def test_exact_filters_levels_and_how_long_they_stay():
+    levels, _, _ = solutions("exact-filters")
+    run, steps, block = dict(sample_rate=512 / 60_000, noise_multiplier=3.425), 9360, 117
+    epsilon = compute_epsilon(**run, steps=steps, delta=1e-5)
+    target = dict(target_epsilon=epsilon, target_delta=1e-5)
+    fixed = find_steps(**target, sample_rate=run["sample_rate"], noise_multiplier=run["noise_multiplier"] / 0.3)
+    stays = [fixed / steps]
+    for shares, at in (((0.25, 0.5, 0.75, 1.0), 1), ((0.3, 0.5, 0.75, 1.0), 0)):
+        costs = level_costs(shares, **run, **target, steps=steps, block=block)
+        found = calibrate_filter(**run, **target, levels=shares, costs=costs, steps=steps, block=block)
+        stays.append(found.budget // costs[at] * block / steps)
+    assert all(f" {stay:.2f} times" in levels for stay in stays)
+
+
+def test_exact_filters_adaptivity_is_free_at_equal_costs():
+    one, epsilon = dict(sample_rate=0.01, noise_multiplier=1.0), 0.4
+    delta = compute_delta(**one, steps=20, epsilon=epsilon)
+    assert delta <= adaptive_delta(**one, levels=[0.5, 1.0], costs=(1, 1), budget=20, epsilon=epsilon) < 1.05 * delta
 
 
 def test_your_own_model_two_copies():

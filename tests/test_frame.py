@@ -106,6 +106,19 @@ def test_the_jobs_of_the_readme_keep_their_promises(tmp_path):
     assert card["promised_quantiles"]["1"] == 2 and card["steps"] == 20
 
 
+def test_the_tour_does_the_jobs_of_the_readme_as_the_readme_does_them():
+    def calls(code):
+        made = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+        return {ast.unparse(node) for node in made if ast.unparse(node.func).startswith(NAMES)}
+
+    NAMES = ("DPSGDPlan.", "ExactFilter.", "Track")
+    _, jobs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    tour = (ROOT / "book" / "tour.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```\{code-cell\} ipython3\n(?!:tags:)(.*?)```", tour, re.DOTALL)
+    done = calls("".join(shown))
+    assert len(shown) == 5 and len(done) == 4 and done <= calls(jobs)
+
+
 def test_the_readme_names_files_that_exist():
     named = re.findall(
         r"`((?:book|tools)/[\w./-]+|[A-Z]\w+\.cff|[a-z]+\.(?:yml|txt))`", (ROOT / "README.md").read_text()

@@ -147,6 +147,37 @@ def test_a_search_on_coarse_grids_ends_where_fine_ones_and_dp_accounting_say_so(
             assert theirs.get_epsilon_for_delta(delta) == pytest.approx(budget, rel=5e-3)
 
 
+@pytest.mark.parametrize(
+    "budgets, run, most",
+    [
+        ([1.0, 2.0, 3.0], {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 10_000}, 60),
+        ([1.0, 1e4], {"target_delta": 1e-5, "sample_rate": 0.9, "steps": 100}, 60),  # refused, and taken below
+        ([1e-3, 1e4], {"target_delta": 1e-5, "sample_rate": 0.01, "steps": 1000}, 60),  # epsilon jumps over 1e-3
+    ],
+)
+@pytest.mark.slow
+def test_budgets_far_apart_take_few_loss_distributions(monkeypatch, budgets, run, most):
+    looked, inside = [], accounting.pld.epsilon
+    monkeypatch.setattr(accounting.pld, "epsilon", lambda **options: looked.append(options) or inside(**options))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if run["sample_rate"] == 0.9:
+            with pytest.raises(ValueError, match=r"target_epsilons must not exceed 1\.2[67]"):
+                idp.sample_parameters(budgets, **run)
+            assert len(looked) <= most
+            budgets = [1.0, 1.26]
+            del looked[:]
+        found = idp.sample_parameters(budgets, **run)
+    assert len(looked) <= most and sum(options.get("coarse", 1) == 1 for options in looked) <= 12
+    assert float(found.sample_rates.mean()) == pytest.approx(run["sample_rate"], rel=1e-9)
+    own = {"noise_multiplier": found.noise_multiplier, "steps": run["steps"], "delta": run["target_delta"]}
+    for budget, rate in zip(budgets, found.sample_rates.tolist()):
+        assert compute_epsilon(sample_rate=rate, **own) <= budget
+    if budgets[0] == 1e-3:  # a rate more than this costs over a hundred
+        least = found.sample_rates[0].item()
+        assert compute_epsilon(sample_rate=least, **own) == 0 and compute_epsilon(sample_rate=least * 1.001, **own) > 90
+
+
 def test_a_coarse_grid_is_an_upper_bound_too():
     run = {"sample_rate": 0.02, "noise_multiplier": 0.8, "steps": 300, "delta": 1e-5}
     fine, coarse = accounting.pld.epsilon(**run), accounting.pld.epsilon(**run, coarse=10.0)

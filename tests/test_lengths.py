@@ -2,6 +2,18 @@
 
 Counted from sources and notebooks, so that no browser and no font has a say. A chapter's goal is 2,500 words and one
 table; pages that are longer have limits of their own, their lengths of today, which may only become lower.
+
+Two other books, counted in the same way: "Dive into Deep Learning" (d2l-ai/d2l-en at 23d7a5ae, all 118 chapters with
+code and at least 500 words, the PyTorch tab) and "A First Course in Quantitative Economics with Python"
+(QuantEcon/lecture-python-intro at b9316aa, all 50 such lectures). Median and ninth decile of a chapter:
+
+    ==========  ==========  ==========  =====
+    a chapter   d2l         QuantEcon   limit
+    ==========  ==========  ==========  =====
+    words       1318, 2751  1575, 2654   2500
+    code        60, 140     165, 258       75
+    tables      0, 0        0, 1            1
+    ==========  ==========  ==========  =====
 """
 
 import json
@@ -26,19 +38,27 @@ class Length(NamedTuple):
         return Length(*map(sum, zip(self, other)))
 
 
-GENERAL = Length(words=2500, code=75, tables=2, figures=3)
+GENERAL = Length(words=2500, code=75, tables=1, figures=3)
 #: What is longer, and by how much today: to be lowered with the page, and taken out when it is within the limit.
 LONGER = {
+    "accounting": {"tables": 2},
     "accounting-in-pictures": {"figures": 5},
+    "attacker": {"tables": 2},
     "exact-filters": {"figures": 4},
     "papers/gradients-look-alike": {"code": 108, "tables": 3},
-    "papers/gradients-look-alike-proofs": {"tables": 8},
-    "papers/idp-sgd": {"code": 146},
+    "papers/gradients-look-alike-exact": {"tables": 2},
+    "papers/gradients-look-alike-proofs": {"tables": 3},
+    "papers/idp-sgd": {"code": 146, "tables": 2},
+    "papers/idp-sgd-others": {"tables": 2},
     "papers/individual-accounting": {"code": 117, "figures": 5},
-    "papers/intrinsic-privacy": {"tables": 5},
-    "papers/per-instance-accounting": {"code": 153, "figures": 4},
+    "papers/intrinsic-privacy": {"tables": 3},
+    "papers/per-instance-accounting": {"code": 153, "figures": 4, "tables": 2},
+    "run-times": {"tables": 2},
+    "your-epsilon": {"tables": 2},
     "your-own-model": {"code": 120},
 }
+#: What says of itself that it is short.
+SHORTER = {"tour": {"words": 700, "code": 45, "tables": 0, "figures": 0}}
 
 
 def length_of_text(text):
@@ -89,7 +109,7 @@ CHAPTERS = sorted(name for name in PAGES if not REFERENCE.fullmatch(name) and no
 
 @pytest.mark.parametrize("name", CHAPTERS)
 def test_a_page_is_within_its_limits(name):
-    length, limits = length_of_page(name), GENERAL._replace(**LONGER.get(name, {}))
+    length, limits = length_of_page(name), GENERAL._replace(**LONGER.get(name, {}), **SHORTER.get(name, {}))
     assert length.words and all(is_ <= limit for is_, limit in zip(length, limits)), (length, limits)
 
 

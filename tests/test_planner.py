@@ -69,17 +69,41 @@ def test_limits_that_guessing_reaches_and_shapes_of_runs(planned):
     assert planned("planner.runOf(1000, 300, 1).steps") == 4
 
 
-def test_the_program_runs_and_its_epsilon_is_the_one_of_the_paragraph(planned, capsys):
-    plan = {"n": 50_000, "batch": 500, "steps": 500, "delta": 1e-5, "noise": 1.0, "unit": "person"}
-    epsilon = planned("planner.outcome({rate: 0.01, steps: 500, delta: 1e-5, noise: 1}).epsilon")
+def test_delta_is_proposed_as_a_power_of_ten_at_or_below_a_tenth_of_one_over_n(planned):
+    sizes = [2, 9, 1000, 9_999, 10_000, 10_001, 60_000, 100_000_000]
+    proposed = planned(f"{json.dumps(sizes)}.map(planner.deltaFor)")
+    assert proposed == [0.01, 0.01, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6, 1e-9]
+    assert all(0.01 < 10 * n * delta <= 1 for n, delta in zip(sizes[1:], proposed[1:]))
+
+
+@pytest.mark.parametrize(
+    "unit, whom", [pytest.param("row", "one row", marks=pytest.mark.slow), ("person", "all rows of that person")]
+)
+def test_the_program_trains_and_its_epsilon_is_the_one_of_the_paragraph(planned, capsys, unit, whom):
+    plan = {"n": 1000, "batch": 10, "steps": 20, "delta": 1e-4, "noise": 1.0, "unit": unit}
     program, paragraph = planned(
-        f"(plan => [planner.code(plan), planner.paragraph(plan)])({json.dumps(plan | {'epsilon': epsilon})})"
+        "(plan => [planner.code(plan), planner.paragraph({...plan, epsilon: "
+        f"planner.outcome({{...plan, rate: 0.01}}).epsilon}})])({json.dumps(plan)})"
     )
     exec(program, {})  # the page shows it to be run
     printed = capsys.readouterr().out
-    shown = float(re.search(r"\(([\d.]+), 0\.00001\)", paragraph)[1])
-    assert 0.99 * shown <= float(printed.split()[0]) <= shown
-    assert "zero-out" in printed and "zero-out" in paragraph and "all rows of that person" in paragraph
+    shown = float(re.search(r"\(([\d.]+), 0\.0001\)", paragraph)[1])
+    assert 0.98 * shown <= float(re.search(r"Epsilon ([\d.]+\d)", printed)[1]) <= 1.001 * shown
+    assert "zero-out" in printed and "zero-out" in paragraph and whom in paragraph
+    assert f"one {unit}" in printed and "floats" in printed and "exact arithmetic" in paragraph
+    assert max(map(len, program.splitlines())) <= 76
+
+
+def test_the_worked_example_is_what_the_planner_gives(planned):
+    text = (ROOT / "book" / "choose-epsilon.md").read_text(encoding="utf-8")
+    example = text.partition("## A worked example")[2].partition("\n## ")[0]
+    run, strict = planned(
+        "[[1.29, 1e-6], [1.29, 1e-5]].map(([noise, delta]) => "
+        "planner.outcome({...planner.runOf(60000, 512, 80), noise, delta}))"
+    )
+    assert 0.0098 < run["found"] <= 0.01  # noise multipliers have three digits
+    for epsilon in (run["epsilon"], strict["epsilon"]):
+        assert planned(f"planner.shown({epsilon})") in example
 
 
 @pytest.mark.slow
@@ -97,6 +121,12 @@ def test_the_page_plans_and_says_what_is_wrong(chromium, browser_check):
         done = "document.getElementById('planner-said').textContent.startsWith('Noise multiplier')"
         page.wait_for_function(done, timeout=120_000)
         assert float(page.text_content("#plan-found").rstrip("%")) <= 1
+        assert page.input_value("[name=delta]") == "0.000001"
+        page.fill("[name=n]", "600000")
+        assert page.input_value("[name=delta]") == "1e-7"
+        page.fill("[name=delta]", "0.000001")
+        page.fill("[name=n]", "60000")
+        assert page.input_value("[name=delta]") == "0.000001"
         page.select_option("[name=measure]", "epsilon")
         page.select_option("[name=unit]", "person")
         page.wait_for_function(

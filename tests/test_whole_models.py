@@ -71,6 +71,7 @@ MODELS = {
     "Llama": (llama, ["q_proj", "v_proj"], "score"),
     "T5": (t5, ["q", "v"], None),
     "T5, padded": (t5, ["q", "v"], None),
+    "T5, padded, by a mask of four axes": (t5, ["q", "v"], None),
 }
 
 
@@ -84,7 +85,10 @@ class Logits(nn.Module):
     def forward(self, x):
         if self.images:
             return self.model(pixel_values=x).logits
-        found = self.model(input_ids=x, **({"attention_mask": (x > 0).long()} if self.masked else {}))
+        mask = (x > 0).long()
+        if self.masked == "by four axes":  # which transformers takes as it is
+            mask = torch.where(x > 0, 0.0, torch.finfo(torch.float32).min)[:, None, None].expand(-1, 1, LENGTH, -1)
+        found = self.model(input_ids=x, **({"attention_mask": mask} if self.masked else {}))
         logits = getattr(found, "logits", None)
         return logits if logits is not None and logits.ndim == 2 else (found[0] * (x > 0)[..., None]).mean(1)
 
@@ -109,7 +113,8 @@ def made(name, lora):
     if not images:
         x = torch.randint(1, TOKENS, (N, LENGTH), generator=generator)
         x[torch.arange(LENGTH)[None] > 1 + torch.arange(N)[:, None]] = 0  # the padding of short texts
-    return Logits(model, images, name != "T5"), x, torch.arange(N) % CLASSES
+    masked = "by four axes" if "four axes" in name else name != "T5"
+    return Logits(model, images, masked), x, torch.arange(N) % CLASSES
 
 
 def alone(model, x, y):
@@ -182,8 +187,9 @@ def by_engine(name, lora, mode):
     return False
 
 
-# Which are refused: vmap takes no mask of Hugging Face's from a tensor; ViT has parameters of its own around layers; T5
-# has one table of positions for all examples, and shares its words with a layer that it does not use.
+# Which are refused: vmap takes no mask (n, T), of which transformers looks whether it masks anything; ViT has weights
+# of its own around layers; T5 has one table of positions for all examples, and shares its words with a layer that it
+# does not use.
 BY_TRAIN = {
     ("ViT", False): {"mixed", "ghost"},
     ("BERT", False): {"func"},
@@ -192,12 +198,14 @@ BY_TRAIN = {
     ("T5", False): {"mixed", "ghost"},
     ("T5, padded", False): {"auto", "mixed", "ghost", "func"},
     ("T5, padded", True): {"func"},
+    ("T5, padded, by a mask of four axes", False): {"mixed", "ghost"},
 }
 BY_ENGINE = {
     **{(name, False): {"ew"} for name in MODELS},
     ("GPT-2 of tokens", False): {"ew", "ghost"},
     ("T5", False): {"hooks", "functorch", "ew", "ghost"},
     ("T5, padded", False): {"hooks", "functorch", "ew", "ghost"},
+    ("T5, padded, by a mask of four axes", False): {"hooks", "functorch", "ew", "ghost"},
 }
 
 
@@ -211,6 +219,12 @@ def test_a_whole_model_is_trained_as_autograd_says_or_refused(name, lora):
 def test_a_whole_model_is_trained_in_the_engine_as_autograd_says_or_refused(name, lora):
     refused = {mode for mode in ("hooks", "functorch", "ew", "ghost") if by_engine(name, lora, mode)}
     assert refused == BY_ENGINE.get((name, lora), set())
+
+
+def test_what_a_mask_of_two_axes_takes_is_said():
+    model, x, y = made("T5, padded", False)
+    with pytest.raises(ValueError, match=r"no method fits.*\(n, 1, T, T\)"):
+        gradient_norms(model.eval(), cross_entropy, x, y)
 
 
 def bf16_llama():

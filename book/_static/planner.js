@@ -80,22 +80,44 @@ const planner = (() => {
     return String(Number((Math.ceil(value / unit * (1 - 1e-9)) * unit).toPrecision(digits)));
   };
 
-  const UNITS = { row: ["one example", "examples"], person: ["one person, with all rows of that person", "people"] };
+  // The power of ten at or below a tenth of 1/n, until the reader has a delta.
+  const deltaFor = (n) => Number(`1e${-Math.ceil(Math.log10(10 * n) - 1e-9)}`);
 
-  const code = ({ n, batch, steps, delta, noise }) => `from dpcompanion.training import DPSGDPlan, train
+  const UNITS = { row: ["one row", "rows"], person: ["one person, with all rows of that person", "people"] };
 
-plan = DPSGDPlan(n=${n}, sample_rate=${batch} / ${n}, steps=${steps},
-                 max_grad_norm=1.0, noise_multiplier=${noise}, delta=${delta})
-print(plan.epsilon(), plan.statement())
-# train(model, loss, (x, y), plan, optimizer=optimizer)`;
+  // Made-up data stand where the reader's belong, so that the program runs as it is shown.
+  const DATA = {
+    row: (n) => ["DPSGDPlan, cross_entropy, train", `data = torch.randn(${n}, 20), torch.randint(2, (${n},))`],
+    person: (n) => ["DPSGDPlan, by_person, cross_entropy, train", `rows = 2 * ${n}
+x, y = torch.randn(rows, 20), torch.randint(2, (rows,))
+people = torch.arange(rows) % ${n}
+data = by_person(x, y, people, at_most=10)  # at most ten rows a step`],
+  };
+
+  const code = ({ n, batch, steps, delta, noise, unit }) => `import torch
+from dpcompanion.training import ${DATA[unit](n)[0]}
+
+# Put your data and your model here.
+${DATA[unit](n)[1]}
+model = torch.nn.Linear(20, 2)
+parameters = sum(p.numel() for p in model.parameters())
+
+plan = DPSGDPlan(
+    n=${n}, sample_rate=${batch} / ${n}, steps=${steps}, unit="${unit}",
+    max_grad_norm=1.0, noise_multiplier=${noise}, delta=${delta},
+    arithmetic="float", parameters=parameters)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+history = train(model, cross_entropy, data, plan, optimizer=optimizer)
+print(history.statement())`;
 
   const paragraph = ({ n, batch, steps, delta, noise, unit, epsilon }) => `The model was trained by DP-SGD with a uniform `
     + `(${shown(epsilon)}, ${delta})-differential privacy guarantee. Neighbouring data sets differ in ${UNITS[unit][0]}, whose clipped `
     + `gradient is zero in one of them (zero-out); the number of ${UNITS[unit][1]}, ${n}, is public. Batches are Poisson samples at a `
     + `rate of ${batch}/${n}; there are ${steps} steps with a noise multiplier of ${noise}. Epsilon is computed from privacy loss `
-    + `distributions (PLD) and covers all intermediate models. It does not cover hyperparameters that were chosen on the same data.`;
+    + `distributions (PLD) for exact arithmetic, and covers all intermediate models. It does not cover hyperparameters that were `
+    + `chosen on the same data.`;
 
-  return { runOf, noiseFor, finished, outcome, shown, code, paragraph, MEASURES, GUESSING };
+  return { runOf, deltaFor, noiseFor, finished, outcome, shown, code, paragraph, MEASURES, GUESSING };
 })();
 
 if (typeof module !== "undefined") module.exports = planner;
@@ -121,8 +143,8 @@ if (typeof module !== "undefined") module.exports = planner;
 
   function label() {
     const person = field("unit").value === "person";
-    element("plan-n-label").textContent = person ? "People" : "Examples";
-    element("plan-batch-label").textContent = person ? "People in a batch, on average" : "Batch size, on average";
+    element("plan-n-label").textContent = person ? "People" : "Rows";
+    element("plan-batch-label").textContent = person ? "People in a batch, on average" : "Rows in a batch, on average";
   }
 
   function answer() {
@@ -134,7 +156,7 @@ if (typeof module !== "undefined") module.exports = planner;
       : value.delta * value.n >= 1 ? "delta" : limit > planner.GUESSING[measure] ? null : "limit");
     for (const name of NAMES) field(name).setAttribute("aria-invalid", String(name === wrong));
     if (wrong) {
-      const why = { n: "must be a whole number from 2 to a billion", batch: "must lie between n/100,000 and n",
+      const why = { n: "must be a whole number from 2 to a hundred million", batch: "must lie between n/100,000 and n",
         epochs: "must give at most a million steps", delta: "must be positive and below 1/n",
         limit: "must be more than an attacker reaches by guessing, and at most the largest value of the field" };
       return clear(`${field(wrong).labels[0].textContent} ${why[wrong]}.`);
@@ -162,8 +184,14 @@ if (typeof module !== "undefined") module.exports = planner;
     return setTimeout(next, 0);
   }
 
-  let waiting = 0;
+  let waiting = 0, typed = false;
+  const follow = () => {
+    const n = Number(field("n").value);
+    if (!typed && n >= 2) field("delta").value = String(planner.deltaFor(n));
+  };
   const soon = () => { clearTimeout(waiting); waiting = setTimeout(answer, 250); };
+  field("delta").addEventListener("input", () => { typed = true; });
+  field("n").addEventListener("input", follow);
   for (const name of NAMES) field(name).addEventListener("input", soon);
   field("unit").addEventListener("change", () => { label(); soon(); });
   field("measure").addEventListener("change", () => {
@@ -173,5 +201,6 @@ if (typeof module !== "undefined") module.exports = planner;
   form.addEventListener("submit", (event) => { event.preventDefault(); answer(); });
   form.hidden = false;
   label();
+  follow();
   answer();
 })();

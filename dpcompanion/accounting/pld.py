@@ -300,7 +300,7 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta, near=None, coarse=1.
     """
     if sample_rate == 1:
         return float(gaussian_epsilon(composed_mu(steps, noise_multiplier), delta / ROUNDING))
-    if _total_variation(sample_rate, noise_multiplier, steps) <= delta:
+    if total_variation(sample_rate, noise_multiplier, steps) <= delta:
         return 0.0
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
     found, resolved = math.inf, False
@@ -370,7 +370,7 @@ def largest_loss_of_adding(sample_rate, steps):
     return -steps * math.log1p(-sample_rate)
 
 
-def _total_variation(sample_rate, noise_multiplier, steps):
+def total_variation(sample_rate, noise_multiplier, steps):
     """A bound on the total variation of a run: as many times that of one step, or by the Hellinger distance.
 
     With 2 c = E_Q[(sqrt(P/Q) - 1)^2], which is 1 - E_Q[sqrt(P/Q)] times 2, it is at most sqrt(1 - (1 - c)^(2 steps)).

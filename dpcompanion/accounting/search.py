@@ -91,7 +91,7 @@ def _narrow(excess, good, bad, snap):
     return good[0]
 
 
-def crossings(excess, *, start, low, high, precision):
+def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
     """The least y in [low, high] at which a falling function is at most 0: within `precision`, and never below.
 
     `crossing` for many searches side by side, whose function takes all of them at once.
@@ -101,6 +101,9 @@ def crossings(excess, *, start, low, high, precision):
         start: (n,) where to look first.
         low, high: ends of the range, numbers.
         precision: how wide a bracket may stay, a number, or (n,).
+        enough: (n,) a search also ends at a value from -enough to 0, and aims at the middle of these; None for none.
+        slopes: (n,) how fast the function falls near the crossings, as far as that is known, which saves values; what
+            the searches learn is written into it.  With `enough` only.
 
     Returns:
         (n,) points; nan where even `high` exceeds 0.
@@ -113,28 +116,45 @@ def crossings(excess, *, start, low, high, precision):
     at_good, at_bad, stride, idle = good.clone(), bad.clone(), good.clone(), torch.zeros_like(start)
     y, open_ = start.clamp(low, high), torch.arange(len(start))
     widths = torch.as_tensor(precision, dtype=start.dtype).expand(len(start))
+    rooms = torch.zeros_like(start) if enough is None else enough
+    slopes = torch.ones_like(start) if slopes is None else slopes
+    last = torch.full((2, len(start)), math.nan, dtype=start.dtype)  # y and the value there
     while len(open_):
         value, here = excess(y[open_], open_), y[open_]
         safe = value <= 0
+        _learn(slopes, last, open_, here, value)
         before = (bad - good)[open_]
         for ends, values, rows in ((good, at_good, safe), (bad, at_bad, ~safe)):
             ends[open_[rows]], values[open_[rows]] = here[rows], value[rows]
         gap = (bad - good)[open_]
         idle[open_] = torch.where(gap.abs() > before.abs() / 2, idle[open_] + 1, 0.0)
         ended = torch.where(safe, here <= low, here >= high)
-        open_ = open_[torch.where(gap.isnan(), ~ended, gap.abs() > widths[open_])]
-        f, g, precision = at_good[open_], at_bad[open_], widths[open_]
+        near = safe & (value >= -rooms[open_]) & (enough is not None)
+        open_ = open_[torch.where(gap.isnan(), ~ended, gap.abs() > widths[open_]) & ~near]
+        f, g, precision, aim = at_good[open_], at_bad[open_], widths[open_], -rooms[open_] / 2
         gap = (bad - good)[open_]
-        # One end is missing: walk on towards it, twice as far each time.
+        # One end is missing: walk on towards it, twice as far each time, or as far as the slope says.
         known = torch.where(f.isnan(), g, f)
         walk = torch.where(
             stride[open_].isnan(), torch.maximum(1.2 * known.abs(), 2 * precision).clamp(max=1.0), 2 * stride[open_]
         )
+        if enough is not None:
+            told = ((known - aim).abs() / slopes[open_]).clamp(max=1.0)
+            walk = torch.where(known.abs() < 20, torch.minimum(told, 2 * walk), walk)
         walked = y[open_] + torch.where(f.isnan(), walk, -walk)
-        # Else aim a little past the secant's estimate, away from the nearer end.
-        share = -f / (g - f)
-        share = share + torch.copysign((precision / 2 / gap.abs()).clamp(0.01, 0.25), 0.5 - share)
+        # Else aim a little past the secant's estimate, away from the nearer end, or at what is enough.
+        share = (aim - f) / (g - f)
+        past = torch.copysign((precision / 2 / gap.abs()).clamp(0.01, 0.25), 0.5 - share)
+        share = share + torch.where(aim < 0, 0.0, past)
         share = torch.where((idle[open_] >= 2) | (torch.maximum(-f, g) >= 50), 0.5, share)
         stride[open_] = walk
         y[open_] = torch.where(gap.isnan(), walked.clamp(low, high), good[open_] + share * gap)
     return good
+
+
+def _learn(slopes, last, open_, here, value):
+    """How fast the functions fall, from the last two values of each that lie on a smooth stretch."""
+    slope = (last[1, open_] - value) / (here - last[0, open_])
+    told = (slope > 0.05) & (slope < 50) & (value.abs() < 20) & ((last[1, open_] - value).abs() > 1e-3)
+    slopes[open_] = torch.where(told, slope, slopes[open_])
+    last[:, open_] = torch.stack((here, value))

@@ -57,9 +57,11 @@ sum of the rates. `statement` says so in words. Poisson sampling; each example's
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
 them.  The account is one of real numbers: what floats add to a sum is not in it.
 
-What the engine cannot see, it takes on trust: that an item of the data set is made of one example, and that the loop
-mixes none before they reach the module, as mixup does (a collate function that mixes is refused); in the mode "ew",
-that no loss is made of what a hook took from inside of the module; and, with trust_loss=True, that the loop's loss is
+What the engine cannot see, it takes on trust: that an item of the data set is made of one example, not mixed with
+partners drawn at random (a data set that mixes it with what was read before is refused, and so is a collate function
+that mixes), and that the loop mixes none before they reach the module, as mixup does; that nothing outside of the
+module which its proofs have not seen begins to remember batches later; in the mode "ew", that no loss is made of what
+a hook took from inside of the module; and, with trust_loss=True, that the loop's loss is
 made of losses of which each depends on one example.
 
 Needs Opacus, version 1.6 or later.

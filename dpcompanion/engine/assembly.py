@@ -10,12 +10,13 @@ import torch
 from opacus.validators.errors import UnsupportedModuleError
 
 from .checks import Traceless
+from .criterion import PerExampleCriterion
 from .ghost import GhostOptimizer
 from .layers import ForEachExample, check_packed, mend
 from .loading import Draws, Noted, private_loader
-from .losses import LossWatch, PerExampleCriterion
+from .losses import LossWatch
 from .optimizers import HooksOptimizer
-from .proof import Proof, tolerance_of
+from .proof import Proof
 
 
 def _rearranged(rearrange, *, module, **options):
@@ -123,4 +124,4 @@ def assemble(
         return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader
     if criterion is None:
         return module, optimizer, loader
-    return module, optimizer, PerExampleCriterion(criterion, watch, loss_reduction, tolerance_of), loader
+    return module, optimizer, PerExampleCriterion(criterion, watch, loss_reduction), loader

@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from .. import _checks
-from ..gradients.checks import check_batched, check_untouched, noted, same_items
+from ..gradients.checks import check_batched, check_forgets_items, same_items
+from ..gradients.traces import check_untouched, noted
+from ..training.distributed import check_one_process
 from .layers import check_layers
 from .replacements import check_replaced
 
@@ -63,6 +65,7 @@ def check_loader(loader):
             "data_loader must go once through its data set, got a sampler with replacement or of another length"
         )
     check_batched(loader.dataset, "data_loader")
+    check_forgets_items(loader.dataset, "data_loader's data set")
     if loader.collate_fn is not default_collate:
         _check_order(loader)
 
@@ -177,7 +180,11 @@ def check_module(engine, module, optimizer, mode):
     if isinstance(module, torch.nn.parallel.DistributedDataParallel) or type(module).__name__.startswith(
         ("DifferentiallyPrivateDistributed", "FSDP")
     ):
-        raise ValueError(f"module must not be distributed, got {type(module).__name__}")
+        raise ValueError(
+            f"module must not be distributed, got {type(module).__name__}: the engine runs in one process; "
+            "dpcompanion.training.train runs on several, with the module itself"
+        )
+    check_one_process("the engine", "dpcompanion.training.train runs one training on all of them")
     check_replaced(module)
     try:
         engine.validate(module=module, optimizer=None, data_loader=None)

@@ -12,10 +12,11 @@ from torch import nn
 
 from .._devices import autocasts
 from ..gradients.layers import Ghost, GhostEmbedding
-from ..gradients.tensors import rounded_up
-from .losses import LossCompany, Unreduced, note_call
+from ..gradients.proof import norms_of
+from ..gradients.tensors import rounded_up, tolerances
+from .criterion import LossCompany, Unreduced, note_call
 from .optimizers import Following
-from .proof import missing, norm_of, tolerance_of
+from .proof import missing
 
 
 def _check_autocast(layer, args):
@@ -104,9 +105,9 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
         norms = module.get_norm_sample()
         for p in module.trainable_parameters:
             del p._norm_sample
-        tolerance = max(map(tolerance_of, module._module.parameters()))
+        relative, _ = max(map(tolerances, module._module.parameters()))
         for row, truth in (self._truth or {}).items():
-            if not abs(float(norms[row]) - truth) <= tolerance * truth:
+            if not abs(float(norms[row]) - truth) <= relative * truth:
                 raise missing(float(norms[row]), truth)
         self._truth = None
         return norms
@@ -121,7 +122,7 @@ class GhostOptimizer(Following, DPOptimizerFastGradientClipping):
                 gradients = torch.autograd.grad(
                     losses[row], self.params, retain_graph=True, allow_unused=True, materialize_grads=True
                 )
-                norm = float(norm_of(gradients))
+                norm = float(norms_of(gradients).norm())
                 if 1e-15 < norm < math.inf:
                     self._truth[row] = norm
         self._losses_open = not self._truth
@@ -195,5 +196,5 @@ class GhostCriterion(DPLossFastGradientClipping):
         if watch is not None and losses.ndim == 1 and losses.requires_grad and "shape" not in kwargs:
             note_call(watch, self.criterion, args, kwargs, losses, self.loss_reduction)
             if self._company.due(len(losses)) and losses.device.type != "meta":
-                self._company.check(self.criterion, args, kwargs, losses, tolerance_of(losses))
+                self._company.check(self.criterion, args, kwargs, losses)
         return found

@@ -1,4 +1,4 @@
-"""What Opacus gets wrong in layers: embeddings and their bags, positions, empty batches; packed rows.
+"""What Opacus gets wrong in layers: embeddings and their bags, positions, images by channel, empty and packed batches.
 
 * Opacus gives the row of `padding_idx` a gradient, which autograd does not.
 * It divides no row by how often an example has it (`scale_grad_by_freq`), and takes no embedding bag without offsets
@@ -6,6 +6,8 @@
 * Of an empty batch of words it makes the gradient of one example, where there is none; by functorch, and in the mode
   "ew", it takes no empty batch. Nor do many models (attention reshapes with -1): what they put out is then made of one
   example of zeros, and nobody has a gradient.
+* It reads images as if rows lay behind one another in memory: of a convolution whose inputs have their channels side by
+  side (`torch.channels_last`) it finds another gradient.
 * A model that looks its positions up once for the whole batch, `positions(torch.arange(T))` of shape (T, d) or
   (1, T, d), adds them to each example by broadcasting. Then the layer gets one sum of all examples' gradients, and
   nobody's own. So such a layer is asked for the positions of each example: the sum that follows is the same.
@@ -82,7 +84,8 @@ def _of_layer(sampler, layer, activations, backprops):
     """What a rule finds of a layer's gradients, of an empty batch none."""
     if not len(backprops):
         return {p: backprops.new_zeros(0, *p.shape) for p in layer.parameters(recurse=False) if p.requires_grad}
-    return sampler(layer, activations, backprops)
+    activations = [t.contiguous() if torch.is_tensor(t) else t for t in activations]
+    return sampler(layer, activations, backprops.contiguous())
 
 
 def _by_functorch(sampler, parameters, activations, backprops):

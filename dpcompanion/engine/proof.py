@@ -20,7 +20,7 @@ has no influence on the gradient of another.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
 An example by itself has no company, so a proof takes a batch of two. It is made again with a batch of twice the size,
-and with the next batch when what says which code runs has changed (`dpcompanion.engine.states`): a layer that was in
+and with the next batch when what says which code runs has changed (`dpcompanion.gradients.states`): a layer that was in
 evaluation mode while the proof looked may do anything when it wakes.  Attributes that are numbers may count passes: at
 their changes 1, 2, 4, 8, ... it is made again.
 Without it no step is taken of more than one example: where inputs do not say which rows are examples, it takes
@@ -28,9 +28,7 @@ prove=False, and your word.
 """
 
 import contextlib
-import dataclasses
 import math
-from collections.abc import Mapping
 from typing import cast
 
 import torch
@@ -38,16 +36,17 @@ import torch.nn.functional as F
 from opacus.validators.errors import UnsupportedModuleError
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .._devices import autocasts
 from ..gradients.checks import check_types
-from ..gradients.tensors import added_up
+from ..gradients.independence import alike
+from ..gradients.proof import COMPARED, largest, misfit, norms_of, probed, twice
+from ..gradients.states import State
+from ..gradients.tensors import added_up, tolerances
+from ..gradients.traces import buffers_kept, drawing_alike
 from .checks import check_trained, trainable
 from .layers import clear_notes, culprit
-from .states import CodeState
+from .outputs import Rows, numbers_in, parts_of, weighed
 
-_PROBED, _COMPARED = 16, 4
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 
 
@@ -77,7 +76,7 @@ class Proof:
         self.open, self._proved, self.busy = True, 0, False
         self.rows = 0  # of how many examples a pass of the proof is
         self._own_loss, self._trained = own_loss, trainable(self._inner)
-        self._state, self._numbers_seen, self._changes = None, None, 0  # when it was proved
+        self._state = None  # in which it was proved
         #: What is known against the number that the module puts out; None where it is one of examples.
         self.own_loss_mixes, self._numbers = None, False
         watched.register_forward_pre_hook(self._before, with_kwargs=True)
@@ -91,7 +90,7 @@ class Proof:
         if not module.training and hasattr(self._hooks, "hooks_enabled"):  # Opacus's hooks look away
             return
         check_trained(self._inner, self._trained)
-        if self._changed():
+        if self._state is not None and self._state.has_changed(self._inner):
             self.open, self._proved = True, 0
         if n < 2 * self._proved:
             return
@@ -100,26 +99,13 @@ class Proof:
             return  # a pass is under way
         self.open, self.busy = True, True
         try:
-            batch = _Rows((args, kwargs), n, self._dim)
+            batch = Rows((args, kwargs), n, self._dim)
             if batch.found:
                 with self._aside():
                     self._prove(batch, parameters)
-                self._state = CodeState(self._inner)
-                self._numbers_seen = self._state.numbers
+                self._state = State(self._inner, 0 if self._state is None else self._state.changes)
         finally:
             self.busy = False
-
-    def _changed(self):
-        """Whether another code may run than the one that was proved."""
-        if self._state is None:
-            return False
-        state = CodeState(self._inner)
-        if state != self._state:
-            return True
-        if state.numbers != self._numbers_seen:
-            self._numbers_seen, self._changes = state.numbers, self._changes + 1
-            return self._changes & (self._changes - 1) == 0
-        return False
 
     def _prove(self, batch, parameters):
         try:
@@ -150,52 +136,49 @@ class Proof:
 
     def _outputs(self, value):
         """Those that a loss can be made of here."""
-        found = _outputs(value)
+        found = [out for out in numbers_in(value) if out.requires_grad]
         self._numbers = any(not out.ndim for out in found)
         leaves_out = self._own_loss is None or self.own_loss_mixes is not None
         return [out for out in found if out.ndim or not leaves_out]
 
     def _prove_outputs(self, batch, parameters):
-        norms = self._norms(batch, {round(i * (batch.n - 1) / (_PROBED - 1)) for i in range(_PROBED)}, parameters)
-        if len(_fit(norms)) < 2:
-            norms |= self._norms(batch, set(range(batch.n)) - norms.keys(), parameters)
-        if None in norms.values():  # no outputs that depend on the weights
+        norms = self._norms(batch, parameters)
+        if not norms:
             return
-        fit, put_out = _fit(norms), self._put_out(batch)
-        hardest, unfit = sorted(fit[-_COMPARED:]), [row for row in norms if row not in fit]
-        for weights in (contextlib.nullcontext(), weights_nearby(parameters)):
-            with weights:
-                if hardest:
-                    self._compare(batch, hardest, hardest, parameters)
-                if len(hardest) < batch.n:
-                    self._compare(batch, list(range(batch.n)), hardest + unfit, parameters)
-        self._check_memory(put_out, self._put_out(batch), parameters)
+        put_out = self._put_out(batch)
+        fit = [row for row in largest(norms, batch.n) if norms[row]]
+        unfit = [row for row in norms if row not in fit]
+
+        def compare(rows):
+            if rows:
+                self._compare(batch, rows, rows, parameters)
+            if len(fit[:COMPARED]) < batch.n:
+                self._compare(batch, list(range(batch.n)), fit[:COMPARED] + unfit, parameters)
+
+        twice(parameters, compare, fit[:COMPARED])
+        self._check_memory(put_out, self._put_out(batch))
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 
     def _put_out(self, batch):
         """What the first example by itself makes the module put out, drawn at random always alike."""
         args, kwargs = batch.take([0])
-        self.rows = 1
-        with torch.random.fork_rng(devices=[]), self._plain(), torch.no_grad():
-            torch.manual_seed(0)
-            return _numbers(self._inner(*args, **kwargs))
+        self.rows, device = 1, next(self._inner.parameters()).device
+        with drawing_alike(device), self._plain(), torch.no_grad():
+            return numbers_in(self._inner(*args, **kwargs))
 
-    def _check_memory(self, before, after, parameters):
-        tolerance = max(map(tolerance_of, parameters))
-        for a, b in zip(before, after):
-            if a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=tolerance, equal_nan=True):
-                raise UnsupportedModuleError(
-                    "module must keep nothing of its examples, but what it puts out for one has changed after a pass "
-                    "with others, the weights being the same: it remembers earlier batches in an attribute or outside "
-                    "of itself, which no noise covers; leave that out"
-                )
+    def _check_memory(self, before, after):
+        if not all(map(alike, before, after)):
+            raise UnsupportedModuleError(
+                "module must keep nothing of its examples, but what it puts out for one has changed after a pass "
+                "with others, the weights being the same: it remembers earlier batches in an attribute or outside "
+                "of itself, which no noise covers; leave that out"
+            )
 
     @contextlib.contextmanager
     def _aside(self):
         """Without dropout; and what is done here leaves no trace."""
         inner = self._inner
         kept = [(p, p.grad, getattr(p, "grad_sample", None)) for p in inner.parameters()]
-        buffers = [(b, b.clone()) for b in inner.buffers()]
         dropout = [module for module in inner.modules() if isinstance(module, _DropoutNd) and module.training]
         devices = {p.device for p, *_ in kept if p.is_cuda}
         try:
@@ -203,7 +186,7 @@ class Proof:
                 module.training = False
             for p, *_ in kept:
                 p.grad = None
-            with torch.random.fork_rng(devices=devices), _NoDropout():
+            with torch.random.fork_rng(devices=devices), buffers_kept(inner), _NoDropout():
                 yield
         finally:
             for module in dropout:
@@ -213,9 +196,6 @@ class Proof:
                 p.grad = grad
                 if hasattr(p, "grad_sample"):
                     p.grad_sample = sample
-            with torch.no_grad():
-                for b, value in buffers:
-                    b.copy_(value)
 
     def _clear(self):
         """Gradients, and what Opacus notes on the way to them."""
@@ -245,14 +225,24 @@ class Proof:
             outputs = self._outputs(self._inner(*args, **kwargs))
             if not outputs:
                 return (), []
-            value = added_up(_weighed(out, row, i) for i, out in enumerate(outputs))
+            value = added_up(weighed(out, row, i) for i, out in enumerate(outputs))
             gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
         return gradients, [out.shape for out in outputs]
 
-    def _norms(self, batch, rows, parameters):
-        """{row: norm of its gradient alone}; None where it has none."""
+    def _norms(self, batch, parameters):
+        """{row: norm of its gradient alone} of a probe, of all rows where hardly any shows something; of none where
+        no output depends on a weight."""
         try:
-            return {row: self._norm(batch, row, parameters) for row in sorted(rows)}
+            if not self._alone(batch, 0, parameters)[0]:
+                return {}
+
+            def alone(row):
+                return self._alone(batch, row, parameters)[0]
+
+            norms = probed(alone, batch.n)
+            if sum(0 < norm < math.inf for norm in norms.values()) < 2:
+                norms |= {row: float(norms_of(alone(row)).norm()) for row in range(batch.n) if row not in norms}
+            return norms
         except UnsupportedModuleError:
             raise
         except (ValueError, RuntimeError, IndexError, TypeError) as error:
@@ -265,10 +255,6 @@ class Proof:
                 f"was {type(error).__name__}: {error!s:.300}; see that no layer or reshape needs more than one example"
             ) from error
 
-    def _norm(self, batch, row, parameters):
-        gradients, _ = self._alone(batch, row, parameters)
-        return float(norm_of(gradients)) if gradients else None
-
     def _compare(self, batch, rows, checked, parameters):
         """Of the rows together, those that are checked must have the gradients that they have alone."""
         # Before the pass that Opacus watches: between that and its backward pass nothing may overwrite its notes.
@@ -277,7 +263,7 @@ class Proof:
         args, kwargs = batch.take(rows)
         self.rows = len(rows)
         outputs = self._outputs(self._watched(*args, **kwargs))
-        parts = [_parts(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
+        parts = [parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
         known = [part for part in parts if part is not None]
         if len(outputs) != len(shapes) or len(known) < len(parts):
             raise UnsupportedModuleError(
@@ -289,29 +275,26 @@ class Proof:
         score = cast(torch.Tensor, whole + own.sum() / (len(rows) if self._mean else 1))
         score.backward(retain_graph=self._ghost)
         # Frozen layers of a shorter type round what goes through them.
-        relative, longest = max(map(tolerance_of, self._inner.parameters())), torch.zeros(())
-        # Each parameter is held against its own length too: what is off where gradients are short now is off in full
-        # when they have grown. What cancels leaves some rounding.
-        lengths = torch.stack([norms_of(self._alone(batch, row, parameters)[0]) for row in checked[:_COMPARED]])
-        lengths = lengths.nan_to_num(0.0, 0.0).amax(0)
-        bounds = relative * lengths + relative / (100 if relative < 1e-2 else 10) * lengths.norm()
-        found_of = {p: self._samples(p, len(rows)) for p in parameters}
+        tolerance = max(map(tolerances, self._inner.parameters()))
+        typical = torch.stack([norms_of(self._alone(batch, row, parameters)[0]) for row in checked[:COMPARED]])
+        typical = typical.nan_to_num(0.0, 0.0).amax(0)
+        found_of = [self._samples(p, len(rows)) for p in parameters]
         for row in checked:
             i = rows.index(row)
             expected, _ = self._alone(batch, row, parameters)
-            length = norm_of(expected)
-            longest = torch.maximum(longest, length.nan_to_num(0.0, 0.0))
-            allowed = relative * (length if length > 0 else longest)
+            lengths = norms_of(expected)
+
+            def check(found, errors, say, total=None):
+                off = misfit(errors, lengths, typical, tolerance)
+                if off and (found.norm().isfinite() or lengths.norm().isfinite()):
+                    p, wrong = off.parameter, float(errors[off.parameter])
+                    said, bound = say(float(found[p]), float(lengths[p]), wrong), min(wrong / 3, off.bound)
+                    total = None if total is None else total[p].sum(0)
+                    raise self._mismatch(batch, rows, row, parameters[p], expected[p], bound, said, total)
+
             if self._ghost:
-                norms = torch.stack([samples[i].double().cpu() for samples in found_of.values()])
-                truths = norms_of(expected)
-                fits = abs(norms.norm() - length) <= allowed and bool((abs(norms - truths) <= bounds).all())
-                if not (fits or _neither_finite(norms.norm(), length)):
-                    worst = int((abs(norms - truths) / bounds).argmax())
-                    own, truth = float(norms[worst]), float(truths[worst])
-                    said = f"has norm {own:.6g} by Opacus and {truth:.6g} by autograd"
-                    bound = min(abs(own - truth) / 3, float(bounds[worst]))
-                    raise self._mismatch(batch, rows, row, parameters[worst], expected[worst], bound, said, None)
+                norms = torch.stack([samples[i].double().cpu() for samples in found_of])
+                check(norms, abs(norms - lengths), _norms_differ)
                 if rows != checked or not own.requires_grad:
                     continue  # beside losses that are not finite the gradient of one is none either
                 with self._plain():
@@ -319,16 +302,9 @@ class Proof:
                         own[i], parameters, retain_graph=True, allow_unused=True, materialize_grads=True
                     )
             else:
-                found = [samples[i] for samples in found_of.values()]
-            errors = norms_of([a - b for a, b in zip(found, expected)])
-            fits = errors.norm() <= allowed and bool((errors <= bounds).all())
-            if not (fits or _neither_finite(norm_of(found), length)):
-                worst = int((errors / bounds).argmax())
-                off, alone = float(errors[worst]), float(norms_of(expected)[worst])
-                said = f"is off by {off:.2g} where alone it has norm {alone:.2g}"
-                total = found_of[parameters[worst]].sum(0)
-                bound = min(off / 3, float(bounds[worst]))
-                raise self._mismatch(batch, rows, row, parameters[worst], expected[worst], bound, said, total)
+                found = [samples[i] for samples in found_of]
+            errors = norms_of(a - b for a, b in zip(found, expected))
+            check(norms_of(found), errors, _gradients_differ, None if self._ghost else found_of)
         self._clear()
 
     def _samples(self, p, n):
@@ -383,7 +359,7 @@ class Proof:
         args, kwargs = batch.take(rows)
         with self._plain():
             outputs = self._outputs(self._inner(*args, **kwargs))
-            parts = [_parts(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
+            parts = [parts_of(out, shape, rows, i) for i, (out, shape) in enumerate(zip(outputs, shapes))]
             scalars = [part for part in parts if part is not None and not part.ndim]
             own = [part[rows.index(row)] for part in parts if part is not None and part.ndim]
             whole = [part.sum() for part in parts if part is not None]
@@ -422,13 +398,12 @@ class Proof:
         return UnsupportedModuleError(f"module must compute each example by itself, but {where}: {cause}")
 
 
-def _fit(norms):
-    """Rows whose gradients show something, the longest last."""
-    return sorted((row for row, norm in norms.items() if norm and math.isfinite(norm)), key=norms.__getitem__)
+def _norms_differ(found, truth, _):
+    return f"has norm {found:.6g} by Opacus and {truth:.6g} by autograd"
 
 
-def _neither_finite(a, b):
-    return not (a.isfinite() or b.isfinite())
+def _gradients_differ(_, truth, wrong):
+    return f"is off by {wrong:.2g} where alone it has norm {truth:.2g}"
 
 
 def missing(found, truth):
@@ -449,104 +424,3 @@ class _NoDropout(TorchFunctionMode):
         if function is F.scaled_dot_product_attention and kwargs.get("dropout_p"):
             kwargs["dropout_p"] = 0.0
         return function(*args, **kwargs)
-
-
-class _Rows:
-    """A call's arguments, of which every tensor with n entries along an axis holds examples."""
-
-    def __init__(self, call, n, dim):
-        self._leaves, self._spec = tree_flatten(call)
-        self.n, self._dim = n, dim
-        self._mine = [torch.is_tensor(t) and t.ndim > dim and t.shape[dim] == n for t in self._leaves]
-        self.found = any(self._mine)
-
-    def of_another_type(self, types):
-        """Tensors of examples that are numbers with a fraction, and of none of the types."""
-        return [
-            t for t, mine in zip(self._leaves, self._mine) if mine and t.is_floating_point() and t.dtype not in types
-        ]
-
-    def take(self, rows):
-        return tree_unflatten(
-            [
-                t.detach().index_select(self._dim, torch.tensor(rows, device=t.device)) if mine else t
-                for t, mine in zip(self._leaves, self._mine)
-            ],
-            self._spec,
-        )
-
-
-def _outputs(value):
-    """What a loss can be made of: tensors of numbers, in any nesting, that depend on the weights."""
-    if torch.is_tensor(value):
-        return [value] if value.requires_grad and value.is_floating_point() else []
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif dataclasses.is_dataclass(value):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return [t for part in value for t in _outputs(part)] if isinstance(value, (list, tuple)) else []
-
-
-def _numbers(value):
-    """Tensors of numbers with a fraction, in any nesting."""
-    if torch.is_tensor(value):
-        return [value] if value.is_floating_point() else []
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    elif dataclasses.is_dataclass(value):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return [t for part in value for t in _numbers(part)] if isinstance(value, (list, tuple)) else []
-
-
-def _weights(shape, row, number, like):
-    generator = torch.Generator().manual_seed(1000 * row + number)
-    return torch.randn(shape, generator=generator).to(like)
-
-
-def _weighed(out, row, number):
-    """A random linear function, the same for a row always; a loss that the module itself puts out stays as it is."""
-    return (out * _weights(out.shape, row, number, out)).sum() if out.ndim else out
-
-
-def _parts(out, shape, rows, number):
-    """The function of each row's part of what several put out together, (k,); None if there is no telling the parts."""
-    if not out.ndim:
-        return out
-    if len(rows) == 1:
-        return _weighed(out, rows[0], number)[None] if out.shape == shape else None
-    axes = [axis for axis, (a, b) in enumerate(zip(out.shape, shape)) if a != b]
-    if out.ndim != len(shape) or len(axes) != 1 or out.shape[axes[0]] != len(rows) * shape[axes[0]]:
-        return None
-    return torch.stack([_weighed(part, row, number) for part, row in zip(out.split(shape[axes[0]], dim=axes[0]), rows)])
-
-
-def norms_of(gradients):
-    return torch.stack([g.detach().double().norm().cpu() for g in gradients])
-
-
-def norm_of(gradients):
-    return norms_of(gradients).norm()
-
-
-def tolerance_of(p):
-    if p.dtype == torch.float64 or not p.is_floating_point():
-        return 1e-6
-    if p.dtype != torch.float32 or autocasts(p.device):
-        return 1e-1
-    return 2e-3 if p.device.type == "cpu" else 1e-2  # a GPU may round to TF32
-
-
-@contextlib.contextmanager
-def weights_nearby(parameters):
-    """The weights moved at random by 0.3 of their size, those that are all but zero by 0.1; then as before."""
-    generator = torch.Generator().manual_seed(0)
-    own = [p.data for p in parameters]
-    try:
-        for p, data in zip(parameters, own):
-            size = data.double().square().mean().sqrt().item()
-            size = 0.3 * size if size > 2e-3 else 0.1
-            p.data = data + size * torch.randn(data.shape, generator=generator).to(data)
-        yield
-    finally:
-        for p, data in zip(parameters, own):
-            p.data = data

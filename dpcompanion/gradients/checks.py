@@ -18,11 +18,13 @@ import torch
 from torch.utils.data import Dataset
 
 from dpcompanion import _checks
-from dpcompanion._devices import autocasts, is_away, shortens_products
-from dpcompanion.gradients import proof
+from dpcompanion._devices import autocasts, shortens_products
+from dpcompanion.gradients import traces
 from dpcompanion.gradients.batches import Batch
+from dpcompanion.gradients.traces import drawing_alike, evaluating, naming, probing
 
 PRECISIONS = (None, "bf16")
+_ROUNDS, _READINGS = 8, 20  # how often an item must have changed, and only after another, before that is no chance
 
 
 def check_data(x, y, n=None):
@@ -36,120 +38,6 @@ def check_data(x, y, n=None):
         raise ValueError(
             f"data must hold {wanted}, got inputs of shape {tuple(x.shape)} and targets of shape {tuple(y.shape)}"
         )
-
-
-def untrained(model):
-    """Buffers and frozen parameters, {what to call it: tensor}: no step may change them, as no noise would cover it."""
-    # Opacus's expanded weights stand for what is trained, and answer no question.
-    own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
-    frozen = {f"frozen parameter {name!r}": p for name, p in own if not p.requires_grad}
-    return {f"buffer {name!r}": b for name, b in model.named_buffers()} | frozen
-
-
-def _tensors_of(model):
-    """Buffers and parameters, {what to call it: tensor}: no pass may change them, only a step what is trained."""
-    own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
-    return untrained(model) | {f"parameter {name!r}": p for name, p in own if p.requires_grad}
-
-
-def noted(model, *, values):
-    """Buffers and parameters of a model now, for `check_untouched`: tensors, their versions, their places in memory
-    and copies: of buffers, which some layers write without a new version, and, if asked for, of parameters.
-
-    Versions and places cost nothing, and miss what is written into `.data`.
-    """
-    return {
-        what: (
-            t,
-            t._version,
-            _place(t),
-            t.detach().clone() if (values or not isinstance(t, torch.nn.Parameter)) and not t.is_meta else None,
-        )
-        for what, t in _tensors_of(model).items()
-    }
-
-
-def _place(t):
-    return t.data_ptr() if t.layout is torch.strided else None  # what is sparse has no place of its own
-
-
-def _same(a, b):
-    """Whether two tensors hold the same numbers, NaN where NaN is."""
-    return bool(equal(a, b))
-
-
-def equal(a, b):
-    """As `_same`, a tensor where the two lie."""
-    a, b = a.to_dense(), b.to_dense()
-    if a.shape != b.shape:
-        return torch.tensor(False)
-    if a.device.type == "cpu" and torch.equal(a, b):
-        return torch.tensor(True)
-    return ((a == b) | (a != a) & (b != b)).all()
-
-
-def check_untouched(model, before, *, name="model", buffers=True, wait=True):
-    """No pass has changed a parameter since `noted`, as a layer does that initialises itself from the first examples
-    that it sees, nor (unless `buffers` are let be) a buffer.
-
-    Without `wait` values that lie on a device are not asked for: {what: whether it changed, a tensor} comes back.
-    """
-    later = {}
-    for what, t in _tensors_of(model).items():
-        was, version, place, value = before.get(what, (None,) * 4)
-        if isinstance(t, torch.nn.Parameter) or buffers:
-            if was is not t or (version, place) != (t._version, _place(t)):
-                refuse_statistics(what, name)
-            elif value is not None and not wait and is_away(t):
-                later[what] = ~equal(value, t)
-            elif value is not None and not _same(value, t):
-                refuse_statistics(what, name)
-    return later
-
-
-def refuse_statistics(what, name="model"):
-    raise ValueError(
-        f"{name} must keep no statistics of its examples, but training changes {what}, which no noise covers"
-    )
-
-
-def check_later(later):
-    """What `check_untouched` left to be looked at, several times: {what: whether it changed, a tensor}."""
-    for what, changed in later.items():
-        if changed:
-            refuse_statistics(what)
-
-
-@contextlib.contextmanager
-def probing(model):
-    """Passes that only try a model: it ends as it was, and one that writes into a parameter is refused by its name."""
-    places, before = [(m._parameters, dict(m._parameters)) for m in model.modules()], noted(model, values=True)
-    with proof.buffers_kept(model):
-        try:
-            try:
-                yield
-            finally:  # that something was written is said first: what else fails may come of it
-                check_untouched(model, before, buffers=False)
-        finally:
-            for place, own in places:
-                place.update(own)
-            with torch.no_grad():
-                for t, _, _, value in before.values():
-                    if isinstance(t, torch.nn.Parameter) and value is not None and not _same(value, t):
-                        t.copy_(value)
-
-
-def check_leaves_no_trace(model, x):
-    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would share the draws."""
-    model = copy.deepcopy(model)
-    before = noted(model, values=True)
-    generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (x.device.type == "cuda")
-    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
-        states = [state() for state in generators]
-        model(x)
-        if not all(torch.equal(old, state()) for old, state in zip(states, generators)):
-            raise ValueError("model must not draw at random, as dropout does; train such runs one by one")
-    check_untouched(model, before)
 
 
 def check_types(model, x):
@@ -210,9 +98,9 @@ def check_alone(model, *, opacus=False):
     spread |= {type(p.data).__name__ for p in model.parameters()} & {"DTensor"}
     if spread:
         raise ValueError(
-            f"model must be a plain module, which this process trains alone, but it is or holds a {min(spread)}: "
-            "gradients would not be sent between processes; for training by several, see dpcompanion.engine "
-            "(IndividualizedPrivacyEngine), or hand over the module inside, model.module"
+            f"model must be a plain module, but it is or holds a {min(spread)}, whose gradients are not clipped before "
+            "they are sent between processes; give the module itself, model.module: train cuts each draw among the "
+            "ranks of torch.distributed and adds up clipped sums itself"
         )
 
 
@@ -334,8 +222,8 @@ def check_optimizer(optimizer, model):
 def try_out(model, loss, x, y):
     """Model and loss accept two of the examples, in evaluation mode, and no parameter keeps anything of them."""
     x, y, described = x[:2], y[:2], f"inputs of {x.dtype} and shape {tuple(x.shape)}, targets of {y.dtype}"
-    with probing(model), torch.no_grad(), proof.evaluating(model):
-        with proof.naming(model) as inside:
+    with probing(model), torch.no_grad(), evaluating(model):
+        with naming(model) as inside:
             try:
                 losses = loss(model(x.clone()), y)
             except torch.OutOfMemoryError:
@@ -391,10 +279,10 @@ def check_batched(dataset, name="data"):
         return item if isinstance(item, (tuple, list)) else (item,)
 
     def alone(seed):
-        with proof.drawing_alike(torch.device("cpu"), seed):
+        with drawing_alike(torch.device("cpu"), seed):
             return [parts(dataset[i]) for i in places]
 
-    with proof.drawing_alike(torch.device("cpu")):
+    with drawing_alike(torch.device("cpu")):
         together = list(map(parts, dataset.__getitems__(list(places))))
     if len(together) != len(places):
         raise ValueError(f"{name} must give as many items as it is asked for, {len(places)}, got {len(together)}")
@@ -407,6 +295,41 @@ def check_batched(dataset, name="data"):
                     f"{name} must give items in the order in which it is asked for them, but its __getitems__ gives "
                     "others than its __getitem__"
                 )
+
+
+def check_forgets_items(dataset, name="data"):
+    """An item does not depend on which were read before it, as that of a data set which mixes it with the last one.
+
+    What changes at random, from generators of its own too, changes when one item is read again and again.
+
+    Raises:
+        ValueError: naming what was seen.
+    """
+    if len(dataset) < 2:
+        return
+    rounds = 0
+    with contextlib.suppress(copy.Error, TypeError, NotImplementedError):  # items that cannot be copied
+        while rounds < _ROUNDS and _changes_after_another(dataset, 3 if not rounds else _READINGS):
+            rounds += 1
+    if rounds == _ROUNDS:
+        raise ValueError(
+            f"{name} must give an item that is made of one example, but its item 0 changes when item "
+            f"{len(dataset) - 1} is read before it, as in a data set that mixes examples or keeps statistics of them: "
+            "then no clip norm bounds what one of them contributes"
+        )
+
+
+def _changes_after_another(dataset, readings):
+    def read(index):
+        with traces.drawing_alike(torch.device("cpu")):
+            return copy.deepcopy(dataset[index])
+
+    read(0)
+    settled = read(0)
+    if not all(same_items(settled, read(0)) for _ in range(readings)):
+        return False
+    read(len(dataset) - 1)
+    return not same_items(settled, read(0))
 
 
 def same_bits(one, other):

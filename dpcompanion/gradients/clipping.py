@@ -54,7 +54,7 @@ import torch.nn.functional as F
 
 from dpcompanion import _checks
 from dpcompanion._types import Loss
-from dpcompanion.gradients import checks, proof, states
+from dpcompanion.gradients import checks, independence, proof, states, traces
 from dpcompanion.gradients.microbatches import default_microbatch_size
 from dpcompanion.gradients.sums import BUDGET, ClippedSum, functional, layerwise, per_example_gradients
 from dpcompanion.gradients.tensors import Unfit
@@ -164,10 +164,10 @@ def clipped_sum(
     for part in _in_microbatches(model, loss, x, y, max_grad_norm, method, microbatch_size, precision, float64):
         total = part if total is None else total + part
     if total is None:
-        none = torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
-        total = ClippedSum(
-            {name: torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad}, none, none
-        )
+        wide = torch.float64 if float64 else None
+        none = torch.zeros(0, dtype=wide or next(model.parameters()).dtype, device=x.device)
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        total = ClippedSum({name: torch.zeros_like(p, dtype=wide) for name, p in trained.items()}, none, none)
     return total
 
 
@@ -223,9 +223,9 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, float64=
     if not len(x):
         return "func" if method == "auto" else method
     checks.try_out(model, loss, x, y)
-    with checks.probing(model), proof.naming(model) as inside:
+    with traces.probing(model), traces.naming(model) as inside:
         try:
-            proof.check_forgets(model, loss, x, y)
+            independence.check_forgets(model, loss, x, y)
             return _proved(model, loss, x, y, method, precision, float64, inside)
         except (ValueError, torch.OutOfMemoryError) as error:
             if inside and not isinstance(error, (Unfit, torch.OutOfMemoryError)):
@@ -245,6 +245,11 @@ def _where(inside, error):
 
 
 _ADVICE = "; use method='func'"
+_DATA_DEPENDENT = (
+    "what is computed there depends on numbers in its inputs, by .item(), `if` or a mask as an index, which vmap "
+    "cannot follow. A model of transformers looks whether a mask (n, T) masks anything: give it one of shape "
+    "(n, 1, T, T), 0 where a position counts and torch.finfo(dtype).min where not"
+)
 
 
 def _proved(model, loss, x, y, method, precision, float64, inside):
@@ -282,13 +287,15 @@ def _proved(model, loss, x, y, method, precision, float64, inside):
 
 
 def _try_func(model, loss, x, y, inside):
-    proof.check_stateless(model, loss, x, y)
+    independence.check_stateless(model, loss, x, y)
     try:
         with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []):
             per_example_gradients(model, loss, x[:2].clone(), y[:2])
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
+        if "data-dependent" in str(error):  # what vmap says of it is about itself
+            error = RuntimeError(_DATA_DEPENDENT)
         raise ValueError(f"{_TAKEN_BY_FUNC}, {_where(inside, error)}") from error
 
     def claimed(x, y, limits):
@@ -331,8 +338,8 @@ def look_again(model, loss, x, y):
     """
     rows = proof.rows_to_look_through(len(x))[: proof.PROBED].to(x.device)
     if len(rows) > 1:
-        with checks.probing(model):
-            proof.check_company(model, loss, x[rows], y[rows])
+        with traces.probing(model):
+            independence.check_company(model, loss, x[rows], y[rows])
 
 
 def _key(model, loss, x, y, precision, float64):

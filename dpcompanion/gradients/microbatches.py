@@ -21,7 +21,7 @@ import weakref
 
 import torch
 
-from dpcompanion.gradients import checks
+from dpcompanion.gradients import traces
 from dpcompanion.gradients.sums import bytes_left
 
 #: Bytes that the examples which go through a network at once may leave, and the fewest and most such examples
@@ -42,6 +42,6 @@ def default_microbatch_size(model, loss, x, y, method, precision=None, most=MOST
     trainable = tuple((p.shape, p.dtype) for p in model.parameters() if p.requires_grad)
     key, counted = (method, precision, x.shape[1:], trainable), _counted.setdefault(model, {})
     if key not in counted:
-        with torch.random.fork_rng(devices=[]), checks.probing(model):
+        with torch.random.fork_rng(devices=[]), traces.probing(model):
             counted[key] = bytes_left(model, loss, x[:2].clone(), y[:2].clone(), method, precision) / 2
     return min(most, max(FEWEST, int(BYTES / max(1, counted[key]))))

@@ -13,25 +13,27 @@ import contextlib
 import torch
 
 from dpcompanion._devices import sent
-from dpcompanion.gradients import checks, clipping, proof, states
+from dpcompanion.gradients import clipping, proof, states, traces
 
 
-def norms_of_all(model, loss, examples, *, method, microbatch_size=None, precision=None):
-    """The gradient norm of each of the n examples (`dpcompanion.training.examples`), (n,), on the model's device.
+def norms_of_all(model, loss, examples, *, method, microbatch_size=None, precision=None, within=None):
+    """The gradient norm of each of the n examples (`dpcompanion.training.examples`), (n,), on the model's device; or of
+    those of a slice, `within`.
 
     `microbatch_size` examples are loaded and measured at once, by default as many as suit memory and caches. The model
     computes in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example gradients
     stay as they are.
     """
     device = next(model.parameters()).device
-    norms = []
+    start, stop, _ = (within or slice(None)).indices(len(examples))
+    norms = [torch.zeros(0, dtype=next(model.parameters()).dtype, device=device)] if start == stop else []
     with undisturbed(model) as inner:
         network, loss = examples.seen(inner, loss)
-        before = checks.noted(inner, values=device.type == "cpu")  # elsewhere it would be waited for
+        before = traces.noted(inner, values=device.type == "cpu")  # elsewhere it would be waited for
         size = microbatch_size or loaded_at_once(examples.probe[0])
-        for start in range(0, len(examples), size):
+        for at in range(start, stop, size):
             with torch.random.fork_rng(devices=[]):  # a transform may draw
-                x, y = examples.part(start, start + size)
+                x, y = examples.part(at, min(at + size, stop))
             norms.append(
                 clipping.gradient_norms(
                     network,
@@ -43,7 +45,7 @@ def norms_of_all(model, loss, examples, *, method, microbatch_size=None, precisi
                     precision=precision,
                 )
             )
-        checks.check_untouched(inner, before)
+        traces.check_untouched(inner, before)
     return torch.cat(norms)
 
 

@@ -28,53 +28,141 @@ _ENTRIES, _DEPTH = 64, 4
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
-def state_of(model: torch.nn.Module, *, parameters: bool = True) -> Any:
+def state_of(model: torch.nn.Module, *, parameters: bool = True, numbers: bool = True) -> Any:
     """What decides which code `model` runs, to be compared with ==.
 
     For each module: its class and forward method, its mode, hooks, names and kinds of parameters (which are frozen,
     which are shared) and buffers, and attributes that are numbers, texts or functions, also those in containers and in
     objects such as a configuration. Values of parameters, buffers and other tensors are no part of it, nor is what a
-    model keeps outside of itself; without `parameters` nothing of these counts.
+    model keeps outside of itself; without `parameters` nothing of these counts. Without `numbers`, which may count
+    passes, neither does an attribute that is a number or a tensor.
     """
     hooks = tuple(tuple(getattr(global_module, name)) for name in _GLOBAL)
-    return hooks, _modules(model, {}, {} if parameters else None)
+    return hooks, _Look(numbers).modules(model, {} if parameters else None)
 
 
 def seen_in(function: Any) -> Any:
     """As `state_of`, of a function or another object that is called."""
-    return _seen(function, {}, _DEPTH)
+    return _Look(numbers=True).value(function, _DEPTH)
 
 
-def _modules(model, seen, shared):
-    """Of each module of `model` that is not in `seen`, {id: number}, what `state_of` says; parameters are numbered in
-    `shared`, unless that is None."""
-    parts = []
-    for name, module in model.named_modules(remove_duplicate=False):
-        if id(module) in seen:
-            parts.append((name, seen[id(module)]))
-            continue
-        seen[id(module)] = len(seen)
-        parameters = (
-            (own, None if p is None else (_number(p, shared), p.requires_grad, *_kind(p)))
-            for own, p in ({} if shared is None else module._parameters).items()
-        )
-        parts.append(
-            (
-                name,
-                type(module),
-                _function(type(module).forward, seen, 0),
-                module.training,
-                tuple(tuple(getattr(module, hooks, None) or ()) for hooks in _HOOKS),
-                tuple(parameters),
-                tuple((own, None if b is None else _kind(b)) for own, b in module._buffers.items()),
-                tuple(
-                    (own, _seen(value, seen, _DEPTH))
-                    for own, value in module.__dict__.items()
-                    if own not in _OWN and own not in _IN_PASSING
-                ),
+class State:
+    """The state of a model, in which it was proved, and whether it must be proved again by now.
+
+    It must where `state_of` without numbers has changed, and at the changes 1, 2, 4, 8, ... of numbers, which may count
+    passes.
+
+    >>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Dropout())
+    >>> state = State(model)
+    >>> state.has_changed(model), state.has_changed(model.eval())
+    (False, True)
+    """
+
+    def __init__(self, model: torch.nn.Module, changes: int = 0) -> None:
+        self._whole, self._code, self.changes = state_of(model), state_of(model, numbers=False), changes
+
+    def has_changed(self, model: torch.nn.Module) -> bool:
+        whole = state_of(model)
+        if whole == self._whole:
+            return False
+        self._whole = whole
+        if state_of(model, numbers=False) != self._code:
+            return True
+        self.changes += 1
+        return self.changes & (self.changes - 1) == 0
+
+
+class _Look:
+    """A look at modules and values, of which each that was seen has a number, {id: number}."""
+
+    def __init__(self, numbers):
+        self._numbers, self._seen = numbers, {}
+
+    def modules(self, model, shared):
+        """Of each module of `model` that was not seen, what `state_of` says; parameters are numbered in `shared`,
+        unless that is None."""
+        parts = []
+        for name, module in model.named_modules(remove_duplicate=False):
+            if id(module) in self._seen:
+                parts.append((name, self._seen[id(module)]))
+                continue
+            self._seen[id(module)] = len(self._seen)
+            parameters = (
+                (own, None if p is None else (_number(p, shared), p.requires_grad, *_kind(p)))
+                for own, p in ({} if shared is None else module._parameters).items()
             )
-        )
-    return tuple(parts)
+            attributes = (
+                (own, value)
+                for own, value in module.__dict__.items()
+                if own not in _OWN and own not in _IN_PASSING and self._counts(value)
+            )
+            parts.append(
+                (
+                    name,
+                    type(module),
+                    self._function(type(module).forward, 0),
+                    module.training,
+                    tuple(tuple(getattr(module, hooks, None) or ()) for hooks in _HOOKS),
+                    tuple(parameters),
+                    tuple((own, None if b is None else _kind(b)) for own, b in module._buffers.items()),
+                    tuple((own, self.value(value, _DEPTH)) for own, value in attributes),
+                )
+            )
+        return tuple(parts)
+
+    def _counts(self, value):
+        return self._numbers or isinstance(value, bool) or not isinstance(value, (int, float, complex, torch.Tensor))
+
+    def _function(self, function, depth):
+        """A function is its code and what it closes over."""
+        if isinstance(function, types.MethodType):
+            return self._function(function.__func__, depth), self.value(function.__self__, depth)
+        if not isinstance(function, types.FunctionType):
+            return id(function)
+        cells = []
+        for cell in (function.__closure__ or ()) if depth else ():
+            try:
+                cells.append(self.value(cell.cell_contents, depth - 1))
+            except ValueError:  # an empty cell
+                cells.append(None)
+        return id(function.__code__), tuple(cells), self.value(function.__defaults__, depth)
+
+    def value(self, value, depth):
+        if not self._counts(value):
+            return None
+        if isinstance(value, float):
+            return "float", repr(value)  # nan is itself
+        if isinstance(value, _PLAIN):
+            return type(value), value  # True is not 1
+        if isinstance(value, torch.Tensor):
+            return _kind(value)
+        if isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
+            return self._function(value, depth)
+        if isinstance(value, type):
+            return id(value)
+        if not depth or id(value) in self._seen:
+            return type(value), self._seen.get(id(value))
+        if isinstance(value, torch.nn.Module):  # not a child, and called all the same
+            return self.modules(value, {})
+        self._seen[id(value)] = len(self._seen)
+        if isinstance(value, functools.partial):
+            return tuple(self.value(part, depth - 1) for part in (value.func, value.args, value.keywords))
+        if isinstance(value, Mapping):
+            if len(value) > _ENTRIES * 4:
+                return type(value), len(value) if self._numbers else None
+            return type(value), tuple((repr(key), each) for key, each in self._entries(value.items(), depth))
+        if isinstance(value, (list, tuple, set, frozenset)):
+            if len(value) > _ENTRIES or any(isinstance(entry, torch.Tensor) for entry in value):
+                return type(value), None
+            entries = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
+            return type(value), tuple(each for _, each in self._entries(enumerate(entries), depth))
+        own = getattr(value, "__dict__", None)
+        if isinstance(own, dict) and len(own) <= _ENTRIES * 4:
+            return type(value), tuple(self._entries(own.items(), depth))
+        return type(value), None
+
+    def _entries(self, items, depth):
+        return [(key, self.value(entry, depth - 1)) for key, entry in items if self._counts(entry)]
 
 
 def _number(item, numbers):
@@ -83,51 +171,3 @@ def _number(item, numbers):
 
 def _kind(tensor):
     return tensor.dtype, tuple(tensor.shape), tensor.device
-
-
-def _function(function, seen, depth):
-    """A function is its code and what it closes over."""
-    if isinstance(function, types.MethodType):
-        return _function(function.__func__, seen, depth), _seen(function.__self__, seen, depth)
-    if not isinstance(function, types.FunctionType):
-        return id(function)
-    cells = []
-    for cell in (function.__closure__ or ()) if depth else ():
-        try:
-            cells.append(_seen(cell.cell_contents, seen, depth - 1))
-        except ValueError:  # an empty cell
-            cells.append(None)
-    return id(function.__code__), tuple(cells), _seen(function.__defaults__, seen, depth)
-
-
-def _seen(value, seen, depth):
-    if isinstance(value, float):
-        return "float", repr(value)  # nan is itself
-    if isinstance(value, _PLAIN):
-        return type(value), value  # True is not 1
-    if isinstance(value, torch.Tensor):
-        return _kind(value)
-    if isinstance(value, (types.FunctionType, types.MethodType, types.BuiltinFunctionType)):
-        return _function(value, seen, depth)
-    if isinstance(value, type):
-        return id(value)
-    if not depth or id(value) in seen:
-        return type(value), seen.get(id(value))
-    if isinstance(value, torch.nn.Module):  # not a child, and called all the same
-        return _modules(value, seen, {})
-    seen[id(value)] = len(seen)
-    if isinstance(value, functools.partial):
-        return tuple(_seen(part, seen, depth - 1) for part in (value.func, value.args, value.keywords))
-    if isinstance(value, Mapping):
-        if len(value) > _ENTRIES * 4:
-            return type(value), len(value)
-        return type(value), tuple((repr(key), _seen(entry, seen, depth - 1)) for key, entry in value.items())
-    if isinstance(value, (list, tuple, set, frozenset)):
-        if len(value) > _ENTRIES or any(isinstance(entry, torch.Tensor) for entry in value):
-            return type(value), None
-        entries = sorted(value, key=repr) if isinstance(value, (set, frozenset)) else value
-        return type(value), tuple(_seen(entry, seen, depth - 1) for entry in entries)
-    own = getattr(value, "__dict__", None)
-    if isinstance(own, dict) and len(own) <= _ENTRIES * 4:
-        return type(value), tuple((name, _seen(entry, seen, depth - 1)) for name, entry in own.items())
-    return type(value), None

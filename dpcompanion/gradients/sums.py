@@ -21,11 +21,11 @@ import torch
 from torch import nn
 
 from dpcompanion._devices import sent
-from dpcompanion.gradients import checks, proof
+from dpcompanion.gradients import checks, independence
 from dpcompanion.gradients.layers import Explicit, layer_gradient, float64_sum
 from dpcompanion.gradients.recording import Recorder
 from dpcompanion.gradients.stacking import StackedLayer
-from dpcompanion.gradients.tensors import call_with, in_best_format, own_parameters, rounded_up
+from dpcompanion.gradients.tensors import call_with, in_best_format, losses_in, outputs_in, own_parameters, rounded_up
 
 # Numbers of per-example gradients that are held at once, 256 MiB in float32.
 BUDGET = 2**26
@@ -88,9 +88,9 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
 
     x = in_best_format(model, x.detach())
     with recorder.listening(group.rows if group else len(x)), torch.enable_grad():
-        outputs = proof.outputs_in(precision, model, x)
+        outputs = outputs_in(precision, model, x)
         losses = checks.check_losses(loss(outputs, y), len(x))
-    mixed = proof.check_loss(loss, outputs, y, losses)
+    mixed = independence.check_loss(loss, outputs, y, losses)
     del outputs
     with torch.no_grad():
         recorder.backward(losses, take, group)
@@ -132,7 +132,7 @@ def bytes_left(model, loss, x, y, method, precision=None):
         left += sum(a.nbytes + g.nbytes for a, g in uses) + sum(g.nbytes for g in held)
 
     with recorder.listening(group.rows if group else len(x)), torch.enable_grad():
-        losses = checks.check_losses(proof.losses_in(precision, model, loss, x, y), len(x))
+        losses = checks.check_losses(losses_in(precision, model, loss, x, y), len(x))
     with torch.no_grad():
         recorder.backward(losses, take, group)
     return left

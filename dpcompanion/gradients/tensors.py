@@ -10,6 +10,9 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from dpcompanion._devices import autocasts
 
 # Numbers whose squares are added up in their own precision.
 _SUMMED = 256
@@ -39,6 +42,20 @@ def call_with(model, tensors, *inputs):
         if id(t) in given
     }
     return torch.func.functional_call(model, places, inputs, tie_weights=False)
+
+
+def losses_in(precision, model, loss, x, y):
+    """The losses, with the network in `precision` ("bf16", or None for its own) and the loss in its own."""
+    return loss(outputs_in(precision, model, x), y)
+
+
+def outputs_in(precision, model, x):
+    """What the network gives in `precision`, in float32 where that is not its own."""
+    if precision is None:
+        return model(x)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        outputs = model(x)
+    return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, outputs)
 
 
 def in_best_format(model, x):
@@ -107,3 +124,12 @@ def rounded_up(values, dtype):
     rounded = values.to(dtype)
     above = torch.nextafter(rounded, torch.full_like(rounded, torch.inf))
     return torch.where(rounded.double() < values, above, rounded)
+
+
+def tolerances(values):
+    """(relative to what is compared, relative to the largest), by precision; a GPU may round to TF32."""
+    if values.dtype == torch.float64 or not values.is_floating_point():
+        return 1e-6, 1e-9
+    if values.dtype != torch.float32 or autocasts(values.device):
+        return 1e-1, 1e-2
+    return (2e-3, 2e-5) if values.device.type == "cpu" else (1e-2, 1e-3)

@@ -9,6 +9,7 @@ import torch
 
 from .. import _checks
 from .._types import Array
+from ..accounting.search import bisect
 from .groups import Groups, interpolate
 from .search import HAIR, Search
 
@@ -254,20 +255,20 @@ def _sample(groups, search, sample_rate):
     # The search looks at few budgets first, each with the weight of those near it, and at all of them in the end; by
     # PLD on coarse grids first, and in the end on fine ones.
     nodes, weights = groups.lumped(search)
-    noises = search.noises(nodes, torch.full_like(nodes, sample_rate), exact=False)
-    # The pooled noise of Scale is near.
-    log_noise, slope = -math.log(float((weights / noises).sum())) - 0.02, 1.2
-    rates = (sample_rate * (math.exp(log_noise) / noises) ** slope).clamp(max=1.0)
     by_pld = search.accountant == "pld"
+    noises = search.noises(nodes, torch.full_like(nodes, sample_rate), **({"rough": 0.02} if by_pld else {}))
+    # The pooled noise of Scale is near, with rates of at most 1.
+    log_noise, slope = _pooled(weights, noises, sample_rate) - 0.02, 1.2
+    rates = (sample_rate * (math.exp(log_noise) / noises) ** slope).clamp(max=1.0)
     log_noise, slope, rates, mean = _match_mean(
-        search, nodes, weights, sample_rate, log_noise, slope, rates, exact=not by_pld
+        search, nodes, weights, sample_rate, log_noise, slope, rates, rough=1e-3 if by_pld else None
     )
-    _check_reachable(search, budgets, sample_rate, math.exp(log_noise), rates)
     if by_pld:
-        rates = search.rates(nodes, math.exp(log_noise), start=rates)  # which says how far off coarse grids are
+        search.compare_grids(nodes, math.exp(log_noise), rates)
         log_noise, slope, rates, mean = _match_mean(
-            search, nodes, weights, sample_rate, log_noise, slope, rates, exact=False
+            search, nodes, weights, sample_rate, log_noise, slope, rates, rough=1e-4
         )
+    _check_reachable(search, budgets, sample_rate, math.exp(log_noise), rates)
     if nodes is not budgets:
         rates = interpolate(budgets, nodes, rates)
     if nodes is not budgets or by_pld:
@@ -275,6 +276,20 @@ def _sample(groups, search, sample_rate):
     noise = math.exp(log_noise)
     _check_reachable(search, budgets, sample_rate, noise, rates)
     return noise, rates * min(1.0, sample_rate / mean)
+
+
+def _pooled(weights, noises, sample_rate):
+    """The logarithm of a noise multiplier at which rates that are proportional to it have a mean of `sample_rate`."""
+    log_noise = -math.log(float((weights / noises).sum()))
+    if float(noises.min()) >= sample_rate * math.exp(log_noise):
+        return log_noise
+
+    def below(log_noise):
+        shares = (sample_rate * log_noise.exp() / noises).clamp(max=1.0)
+        return (weights @ shares)[None] <= sample_rate
+
+    ends = torch.tensor([log_noise, math.log(float(noises.max()))], dtype=torch.float64)
+    return float(bisect(below, good=ends[:1], bad=ends[1:])[0])
 
 
 def _check_reachable(search, budgets, sample_rate, noise, rates):
@@ -291,26 +306,31 @@ def _refuse_beyond(most, budgets, sample_rate):
     )
 
 
-def _match_mean(search, budgets, weights, sample_rate, log_noise, slope, rates, *, exact=True):
+def _match_mean(search, budgets, weights, sample_rate, log_noise, slope, rates, *, rough=None):
     """The noise at which the rates have a mean at or a little above `sample_rate`: secants within a bracket."""
     # Not `accounting.search`: this stops by how near the mean is, not the noise, and starts each look from the last.
     low, high, last = -math.inf, math.inf, None
+    slack = max(search.slack, rough or 0)
+    slopes = torch.full_like(rates, slope)  # of each logarithm of a rate
     for _ in range(60):
-        rates = search.rates(budgets, math.exp(log_noise), start=rates, exact=exact)
+        rates = search.rates(budgets, math.exp(log_noise), start=rates, rough=rough)
         mean = float(weights @ rates)
         gap = math.log(mean / sample_rate)
-        if -1e-12 <= gap <= search.slack:
+        if -1e-12 <= gap <= slack:
             break
         low, high = (max(low, log_noise), high) if gap < 0 else (low, min(high, log_noise))
         if last and abs(log_noise - last[0]) > 1e-4:
             slope = min(max((gap - last[1]) / (log_noise - last[0]), 0.3), 10.0)
-        step = min(max((search.slack / 2 - gap) / slope, -0.5), 0.5)
+            slopes = torch.full_like(rates, slope)
+            if search.accountant == "pld":
+                slopes = ((rates / last[2]).log() / (log_noise - last[0])).clamp(0.0, 30.0)
+        step = min(max((slack / 2 - gap) / slope, -0.5), 0.5)
         if not low < log_noise + step < high:
             step = (low + high) / 2 - log_noise
-        if high - low < search.slack / 10:  # too rough here to hit so small an interval: the safe end will do
+        if high - low < slack / 10:  # too rough here to hit so small an interval: the safe end will do
             step = high - log_noise if gap < 0 else 0.0
             if step == 0.0:
                 break
-        last, log_noise = (log_noise, gap), log_noise + step
-        rates = (rates * math.exp(slope * step)).clamp(max=1.0)
+        last, log_noise = (log_noise, gap, rates), log_noise + step
+        rates = (rates * (slopes * step).exp()).clamp(max=1.0)
     return log_noise, slope, rates, mean

@@ -9,7 +9,7 @@ from .. import _checks, accounting
 from ..accounting import pld, inclusion_bound
 from ..accounting.loss import LARGEST_NOISE
 from ..accounting.runs import orders_for
-from ..accounting.search import crossings
+from ..accounting.search import bisect, crossings
 from .groups import between, interpolate, nodes_of, safe_interpolation
 
 HAIR = 1e-9  # by which epsilons by RDP may be off, relatively, for rounding errors
@@ -17,6 +17,7 @@ _PRECISION = 2e-5  # of the logarithm of a parameter
 _JITTER = 1e-4  # by which the PLD epsilons of nearby parameters may differ, relatively, for their grids
 _LARGEST_NOISE, _SMALLEST_RATE = 1e9, 1e-12
 _COARSE, _ROUNDS = 10.0, 6  # a search by PLD is on grids so much wider, and is corrected so often
+_EXTREMES = {"noises": f"a noise multiplier of {_LARGEST_NOISE:g}", "rates": f"a sample rate of {_SMALLEST_RATE:g}"}
 
 #: (y, which of the searched) -> (rates, noise multipliers).
 _Pair = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -29,7 +30,8 @@ class Search:
     the rate.  Budgets are ascending, (D,).
 
     By PLD they go along coarse grids, corrected by how far those are from fine ones where the search ended; what they
-    give was looked at on the fine ones, and meets its budget. With exact=False, to begin with, nobody looks.
+    give was looked at on the fine ones, and meets its budget. With rough=r, to begin with, nobody looks, and epsilons
+    on coarse grids may be a share r below their budgets.
     """
 
     def __init__(self, target_delta, steps, accountant):
@@ -38,13 +40,15 @@ class Search:
         self.steps = _checks.whole_number("steps", steps, 1)
         self._near = None  # the range of orders that decided last
         self._seen: dict[tuple[float, ...], float] = {}
-        self._bias = torch.zeros(0, dtype=torch.float64)  # of the coarse grids at the end of the last search, (nodes,)
+        # Of each kind of search and number of nodes: by how much fine grids are above coarse ones where the last one
+        # ended, and how fast epsilons fall there, both (nodes,), in logarithms.
+        self._learnt: dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]] = {}
         # So many different budgets are searched one by one; among more, the spacing of ln eps; how far the mean rate
         # may be above the wanted one.
         rdp = self.accountant == "rdp"
         self.searched, self.spacing, self.slack = (256, 0.01, 6e-5) if rdp else (24, 0.05, 3e-4)
 
-    def noises(self, budgets, rates, *, exact=True):
+    def noises(self, budgets, rates, *, rough=None):
         """(D,) noise multipliers that the budgets need at the rates, (D,)."""
         nodes, rates_at = self._at_nodes(budgets, rates)
 
@@ -55,34 +59,35 @@ class Search:
                 start,
                 math.log(1e-3),
                 math.log(_LARGEST_NOISE),
-                f"a noise multiplier of {_LARGEST_NOISE:g}",
+                "noises",
                 accountant,
-                exact,
+                rough,
             )
 
         found = search(torch.zeros_like(nodes), "rdp")
         if self.accountant == "pld":
             found = search(found - 0.07, "pld")
-        return self._at_budgets(budgets, nodes, found, lambda y, index: (rates[index], y.exp()), exact).exp()
+        return self._at_budgets(budgets, nodes, found, lambda y, index: (rates[index], y.exp()), rough).exp()
 
-    def rates(self, budgets, noise, start, *, exact=True):
+    def rates(self, budgets, noise, start, *, rough=None):
         """(D,) sample rates, at most 1, that the budgets allow with one noise multiplier; start: (D,) guesses."""
 
         def pair(y, _):
             return (-y).exp().clamp(max=1.0), torch.full_like(y, noise)
 
         nodes, start = self._at_nodes(budgets, start)
-        found = self._search(
-            nodes,
-            pair,
-            -start.log(),
-            0.0,
-            -math.log(_SMALLEST_RATE),
-            f"a sample rate of {_SMALLEST_RATE:g}",
-            self.accountant,
-            exact,
-        )
-        return pair(self._at_budgets(budgets, nodes, found, pair, exact), None)[0]
+        found = self._search(nodes, pair, -start.log(), 0.0, -math.log(_SMALLEST_RATE), "rates", self.accountant, rough)
+        return pair(self._at_budgets(budgets, nodes, found, pair, rough), None)[0]
+
+    def compare_grids(self, budgets, noise, rates):
+        """Learn by how much fine grids are above coarse ones at the rates of all budgets, for the next search."""
+        bias, _ = self._learnt_of("rates", budgets)
+        pairs = rates, torch.full_like(rates, noise), budgets
+        bias.copy_(self._excess(*pairs, "pld") - self._excess(*pairs, "pld", coarse=_COARSE))
+
+    def _learnt_of(self, kind, nodes):
+        zeros = torch.zeros_like(nodes)
+        return self._learnt.setdefault((kind, len(nodes)), (zeros, zeros + 1.5))
 
     def epsilon(self, rate, noise):
         return accounting.compute_epsilon(
@@ -97,46 +102,85 @@ class Search:
         nodes = nodes_of(budgets, self.searched, self.spacing)
         return (nodes, values) if nodes is budgets else (nodes, interpolate(nodes, budgets, values))
 
-    def _search(self, nodes, pair: _Pair, start, low, high, extreme, accountant, exact):
+    def _search(self, nodes, pair: _Pair, start, low, high, kind, accountant, rough):
         """The least safe y of each node; `pair(y, index)` gives rates and noise multipliers."""
 
-        def crossed(excess, start, precision=_PRECISION):
-            return crossings(excess, start=start, low=low, high=high, precision=precision)
+        def crossed(excess, start, **options):
+            return crossings(excess, start=start, low=low, high=high, **{"precision": _PRECISION, **options})
 
         if accountant == "rdp":
             found = crossed(lambda y, index: self._excess(*pair(y, index), nodes[index], "rdp"), start)
         else:
-            found = self._corrected(nodes, pair, start, low, crossed, exact)
+            found = self._corrected(nodes, pair, start, low, high, crossed, rough, kind)
         if bool(found.isnan().any()):
-            missed = float(nodes[found.isnan()][0])
+            missed, extreme = float(nodes[found.isnan()][0]), _EXTREMES[kind]
             raise ValueError(f"target_epsilons must be larger, got {missed:g}: not even {extreme} meets it")
         return found
 
-    def _corrected(self, nodes, pair: _Pair, start, low, crossed, exact):
+    def _corrected(self, nodes, pair: _Pair, start, low, high, crossed, rough, kind):
         """A search by PLD on coarse grids, whose end meets the budgets on fine ones: within 1e-4 of them, or 1e-6."""
-        if len(self._bias) != len(nodes):
-            self._bias = torch.zeros_like(nodes)
-        every, found, room = torch.arange(len(nodes)), start, 1e-4 + 1e-6 / nodes
-        precision = _PRECISION + (0 if exact else 1e-4) + 1e-7 / nodes
+        bias, slopes = self._learnt_of(kind, nodes)
+        room = (1e-4 if rough is None else max(rough, 1e-4)) + 1e-6 / nodes
+        precision = _PRECISION + (0 if rough is None else 1e-4) + 1e-7 / nodes
 
         def coarse(y, index):
-            return self._excess(*pair(y, index), nodes[index], "pld", coarse=_COARSE) + self._bias[index]
+            return self._excess(*pair(y, index), nodes[index], "pld", coarse=_COARSE)
 
-        open_ = every
-        for _ in range(_ROUNDS if exact else 1):
-            ends = crossed(lambda y, index, open_=open_: coarse(y, open_[index]), found[open_], precision[open_])
+        def fine(y, index):
+            return self._excess(*pair(y, index), nodes[index], "pld")
+
+        found, open_ = start.clamp(low, high), torch.arange(len(nodes))
+        if kind == "rates":
+            free = self._free(float(pair(start, open_)[1][0]), low, high)
+            held = self._held(free, found, coarse, low)
+            found, open_ = torch.where(held, free, found), open_[~held]
+        for _ in range(_ROUNDS if rough is None else 1):
+            known = slopes[open_]
+            ends = crossed(
+                lambda y, index, open_=open_: coarse(y, open_[index]) + bias[open_[index]],
+                found[open_],
+                precision=precision[open_],
+                enough=room[open_],
+                slopes=known,
+            )
+            slopes[open_] = known
             if bool(ends.isnan().any()):
                 break
             found = found.index_copy(0, open_, ends)
-            if not exact:
+            if rough is not None:
                 return found
-            off = self._excess(*pair(ends, open_), nodes[open_], "pld")
+            off = fine(ends, open_)
+            bias[open_] = off - coarse(ends, open_)
             wrong = (off > 0) | (off < -room[open_]) & (ends > low)
-            open_, off = open_[wrong], off[wrong]
+            open_ = open_[wrong]
             if not len(open_):
                 return found
-            self._bias[open_] += off + room[open_] / 2
-        return crossed(lambda y, index: self._excess(*pair(y, index), nodes[index], "pld"), found)
+        return crossed(fine, found)
+
+    def _free(self, noise, low, high):
+        """Minus the logarithm of the largest rate at which delta covers a run's total variation: epsilon is 0."""
+
+        def covered(y):
+            bounds = [pld.total_variation(math.exp(-float(v)), noise, self.steps) for v in y]
+            return torch.tensor(bounds, dtype=torch.float64) <= self.target_delta
+
+        ends = torch.tensor([high, low], dtype=torch.float64)
+        at_high, at_low = covered(ends).tolist()
+        if at_low or not at_high:
+            return low if at_low else high
+        return float(bisect(covered, good=ends[:1], bad=ends[1:], halvings=50)[0])
+
+    def _held(self, free, start, coarse, low):
+        """Which budgets lie in the jump that epsilon takes there: from 0 to more than they are, (nodes,) booleans."""
+        every = torch.arange(len(start))
+        held = torch.zeros(len(start), dtype=torch.bool)
+        if free - _PRECISION <= low:
+            return held
+        value = coarse(start, every)
+        far = every[(value.abs() > 3) & ((value > 0) | (start > low))]
+        at, above = (coarse(torch.full_like(start[far], y), far) for y in (free, free - _PRECISION))
+        held[far] = (at <= 0) & (above > 0)
+        return held
 
     def _excess(self, rates, noises, budgets, accountant, *, coarse=1.0):
         """ln of epsilon over a budget less a hair, which is kept for what nearby parameters may differ by, (D,)."""
@@ -164,7 +208,7 @@ class Search:
             )
         return self._seen[looked]
 
-    def _at_budgets(self, budgets, nodes, found, pair: _Pair, exact):
+    def _at_budgets(self, budgets, nodes, found, pair: _Pair, rough):
         """The least safe y of each budget, from those of the nodes."""
         if nodes is budgets:
             return found
@@ -172,7 +216,7 @@ class Search:
         if self.accountant == "pld":
             # A look at the middle of each stretch, where a curve strays farthest from its chord.
             middle = torch.searchsorted(budgets, torch.sqrt(nodes[1:] * nodes[:-1])).clamp(max=len(budgets) - 1)
-            grids = {} if exact else {"coarse": _COARSE}
+            grids = {} if rough is None else {"coarse": _COARSE}
             above = self._excess(*pair(y[middle], middle), budgets[middle], "pld", **grids)
             return y + 2 * float(above.max().clamp(min=0))
         # Which order decides changes slowly, and any order gives a bound.

@@ -43,6 +43,7 @@ from dpcompanion._progress import bar
 from dpcompanion.gradients import checks
 from dpcompanion.training.callbacks import Callbacks, check_extras
 from dpcompanion.training.checkpoints import Checkpoint, note_seeds
+from dpcompanion.training.distributed import check_one_process
 from dpcompanion.training.loop import deferred_interrupt
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
@@ -103,8 +104,9 @@ def train_ensemble(
 
     Raises:
         ValueError: for plans, models, members or data that do not fit together, a model that mixes examples or draws at
-            random, or a checkpoint of another ensemble.
+            random, a checkpoint of another ensemble, or a `torch.distributed` group of several processes.
     """
+    check_one_process("train_ensemble", "give each process its own runs before the group is initialised")
     callbacks, checkpoint = check_extras(callbacks, checkpoint)
     ensemble = Ensemble(
         model,

@@ -146,4 +146,5 @@ def examples_of(data: Any, n: int | None = None) -> Any:
     if n not in (None, len(data)) or not len(data):
         raise ValueError(f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got {len(data)}")
     checks.check_batched(data)
+    checks.check_forgets_items(data)
     return Items(data)

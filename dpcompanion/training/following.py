@@ -10,7 +10,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import sent
-from dpcompanion.gradients import checks, proof
+from dpcompanion.gradients import checks, proof, traces
 from dpcompanion.training.examples import Tensors, examples_of
 from dpcompanion.training.people import Persons
 
@@ -121,7 +121,7 @@ def _check_items(own, run, part, exact):
     read = []
     for seed in (0, 1):
         for examples, places in ((own, rows), (run, rows if part is None else part[rows])):
-            with proof.drawing_alike(cpu, seed):
+            with traces.drawing_alike(cpu, seed):
                 read.append(examples.rows(places))
     (x, y), (run_x, run_y), (x_again, _), (run_x_again, _) = read
     _check_same("targets", y, run_y)

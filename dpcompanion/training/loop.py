@@ -44,8 +44,9 @@ from dpcompanion._types import Device, Loss
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
-from dpcompanion.gradients import checks, clipping, proof, states, sums
+from dpcompanion.gradients import checks, clipping, independence, states, sums, traces
 from dpcompanion.mechanism import noise
+from dpcompanion.training import distributed
 from dpcompanion.training.callbacks import Callbacks, History, Run, check_extras
 from dpcompanion.training.checkpoints import (
     Checkpoint,
@@ -87,9 +88,15 @@ def train(
 ) -> History:
     """Train `model` in place by DP-SGD as `plan` says.
 
+    Where `torch.distributed` has a group of several processes, they train one model together: every rank calls `train`
+    with the same arguments, but for the device, each draw is cut among the ranks, and noise is added once
+    (`dpcompanion.training.distributed`). The account is that of one process. Clipped sums travel between the ranks
+    without noise, and so does the key of the draws where there is no seed: trust the ranks and the network. The key of
+    the noise stays on rank 0, which writes the checkpoint, too; all ranks read it. Callbacks are called on every rank.
+
     Args:
         model: a module that treats examples one by one: no batch norm, unless it is in evaluation mode and stays there,
-            and nothing that is spread over processes, such as DistributedDataParallel (`dpcompanion.engine` does that).
+            and nothing that is spread over processes, such as DistributedDataParallel: give the module itself.
         loss: (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y), of which each
             draw is read when it comes, so that its transform may augment them (`dpcompanion.training.examples`).
@@ -112,7 +119,8 @@ def train(
             than the plan does. They must have been made with this model, loss and data, and are saved with the run.
         callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it (`Run.stop`).
         checkpoint: a `Checkpoint`, from which the run goes on if its file exists, and which it writes.
-        generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
+        generator_device: where to draw batches and noise. The CPU gives the same draws for every device, and several
+            ranks take no other.
         progress: show a bar; by default on a terminal only.
 
     Returns:
@@ -125,58 +133,64 @@ def train(
             targets of 64 examples only. During the run, before the step is taken, for a model that mixes examples in a
             state that it has come into since (`dpcompanion.gradients.states`), or that keeps something of them, and for
             a loss that is seen to mix those of a batch; on a GPU what buffers and losses tell is looked at by the end
-            of each epoch.
+            of each epoch.  On several ranks also, on all of them, for ranks that were given different things, read
+            another checkpoint, or come to have different weights; what one rank raises ends all the others.
+        RuntimeError: another rank ended the run by an error that is no ValueError.
     """
-    callbacks, checkpoint = check_extras(callbacks, checkpoint)
-    if microbatch_size is not None:
-        _checks.whole_number("microbatch_size", microbatch_size, 1)
-    loop = TrainingLoop(
-        model,
-        loss,
-        data,
-        plan,
-        optimizer,
-        seed=seed,
-        performance=performance_of(
-            performance, method=method, precision=precision, microbatch_size=microbatch_size, device=device
-        ),
-        trackers=trackers,
-        track=track,
-        filter=filter,
-        stateful={} if checkpoint is None else checkpoint.stateful,
-        generator_device=generator_device,
-    )
-    if checkpoint is not None and checkpoint.exists:
-        loop.load(checkpoint.path)
-    if checkpoint is not None and seed is not None:
-        note_seeds(checkpoint.path, [(loop.seed, loop.data_digest)])
-    run = loop.run
-    with (
-        loop.stepping_alone(),
-        bar(plan.steps, label="DP-SGD", done=run.step, show=progress) as advance,
-        deferred_interrupt() as interrupted,
-    ):
-        while run.step < plan.steps and not run.history.stopped:
-            loop.step()
-            with loop.modes_kept():
-                if callbacks.on_step is not None:
-                    callbacks.on_step(run)
-                if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps or run.stopping:
-                    loop.end_epoch(callbacks.on_epoch)
-                checks.check_plan(run.plan, plan, loop.planned)
-            if run.stopping:
-                loop.end_early()
-            advance()
-            stop = interrupted()
-            due = run.history.stopped or stop
-            if checkpoint is not None and (due or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)):
-                loop.save(checkpoint.path)
-            if stop:
-                raise KeyboardInterrupt
-    loop.count_dropped()
-    if checkpoint is not None and seed is None:
-        pathlib.Path(key_file(checkpoint.path)).unlink(missing_ok=True)
-    return run.history
+    with distributed.joined() as ranks:
+        callbacks, checkpoint = check_extras(callbacks, checkpoint)
+        if microbatch_size is not None:
+            _checks.whole_number("microbatch_size", microbatch_size, 1)
+        loop = TrainingLoop(
+            model,
+            loss,
+            data,
+            plan,
+            optimizer,
+            seed=seed,
+            performance=performance_of(
+                performance, method=method, precision=precision, microbatch_size=microbatch_size, device=device
+            ),
+            trackers=trackers,
+            track=track,
+            filter=filter,
+            stateful={} if checkpoint is None else checkpoint.stateful,
+            generator_device=generator_device,
+        )
+        if checkpoint is not None and checkpoint.exists:
+            loop.load(checkpoint.path)
+        loop.begin_alike(callbacks, checkpoint)
+        if checkpoint is not None and seed is not None and ranks.first:
+            note_seeds(checkpoint.path, [(loop.seed, loop.data_digest)])
+        run = loop.run
+        with (
+            loop.stepping_alone(),
+            bar(plan.steps, label="DP-SGD", done=run.step, show=progress if ranks.first else False) as advance,
+            deferred_interrupt() as interrupted,
+        ):
+            while run.step < plan.steps and not run.history.stopped:
+                loop.step()
+                with loop.modes_kept():
+                    if callbacks.on_step is not None:
+                        callbacks.on_step(run)
+                        run.stopping = ranks.any(run.stopping)
+                    if run.step % plan.steps_per_epoch == 0 or run.step == plan.steps or run.stopping:
+                        loop.end_epoch(callbacks.on_epoch)
+                    checks.check_plan(run.plan, plan, loop.planned)
+                if run.stopping:
+                    loop.end_early()
+                advance()
+                stop = ranks.any(interrupted())
+                due = run.history.stopped or stop
+                if checkpoint is not None and (due or checkpoint.due(run.step, plan.steps, plan.steps_per_epoch)):
+                    loop.save(checkpoint.path)
+                if stop:
+                    raise KeyboardInterrupt
+        loop.count_dropped()
+        if checkpoint is not None and seed is None and ranks.first:
+            pathlib.Path(key_file(checkpoint.path)).unlink(missing_ok=True)
+        loop.check_alike()
+        return run.history
 
 
 class TrainingLoop:
@@ -225,6 +239,8 @@ class TrainingLoop:
         for name in self.stateful.keys() & stateful.keys():
             raise ValueError(f"stateful must not be called {name!r}, as a tracker of the run is saved")
         self.stateful |= dict(stateful)
+        self.ranks = distributed.current()
+        self.ranks.check_generator(generator_device)
         self.generators = noise.generators(seed, generator_device)
         self.sampler = plan.sampler(self.generators["sampling"])
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -319,51 +335,53 @@ class TrainingLoop:
             # times 0, since how many they are is not known here.
             drawn, limits = drawn[taking], limits[taking]
             indices = sent(drawn, self.device)
-        run.indices = indices
+        run.indices, share = indices, self.ranks.share(len(drawn))
         checks.check_trained(run.model, self.parameters)
         self.prove_again()
-        before = checks.noted(run.model, values=not self.looked)
+        before = traces.noted(run.model, values=not self.looked)
         self.looked = True
-        with self._own_randomness("examples"):
-            x, y = self.examples.rows(indices if isinstance(self.examples, Tensors) else drawn)
+        with self._own_randomness(self.ranks.stream("examples")):
+            x, y = self.examples.rows((indices if isinstance(self.examples, Tensors) else drawn)[share])
         if (run.step + 1) & run.step == 0 and self.device.type == "cpu":  # before the 1st, 2nd, 4th, 8th ... step
             with self.unnoticed():
                 clipping.look_again(self.network, self.loss, x, y)
-        with self._own_randomness("forward"):
+        with self._own_randomness(self.ranks.stream("forward")):
             total = clipping.clipped_sum(
                 self.network,
                 self.loss,
                 x,
                 y,
-                limits,
+                limits[share],
                 method=self.method,
                 microbatch_size=self.microbatch_size,
                 precision=self.precision,
                 float64=self.float64,
             )
-        self.note_later(checks.check_untouched(run.model, before, wait=False))
+        self.note_later(traces.check_untouched(run.model, before, wait=False))
         if total.mixed is not None:
             self.note_later({"mixed": total.mixed})
         self.prove_again()  # a model may wake up within a pass, too
         summed = torch.cat([total.gradients[name].flatten() for name in self.called.values()])
-        released = plan.noisy(summed, self.generators["noise"]) / cast(float, plan.expected_batch_size)
+        norms, losses = self.ranks.gathered(len(drawn), total.norms, total.losses)
+        released = self.ranks.released(summed, lambda total: plan.noisy(total, self.generators["noise"]))
+        released = released / cast(float, plan.expected_batch_size)
         for p, piece in zip(self.parameters.values(), released.split([p.numel() for p in self.parameters.values()])):
             p.grad = piece.view_as(p).to(p.dtype)
-        for t in checks.untrained(run.model).values():
+        for t in traces.untrained(run.model).values():
             t.grad = None  # one left from elsewhere has no noise, and the optimizer would follow it
         at, run.step = run.step, run.step + 1  # counted before it is taken, lest it be taken and not counted
         run.history.guarantee, run.history.steps = plan.statement(steps=run.step), run.step
         self.take_step()
-        run.norms = total.norms
-        self.dropped += (total.norms.isinf() & taking if away else total.norms.isinf()).sum()
+        run.norms = norms
+        self.dropped += (norms.isinf() & taking if away else norms.isinf()).sum()
         run.history.batch_sizes[at] = taking.sum() if away else len(drawn)
         if away:
-            run.history.losses[at] = torch.where(taking, total.losses, 0).sum() / taking.sum()
+            run.history.losses[at] = torch.where(taking, losses, 0).sum() / taking.sum()
         elif len(drawn):
-            run.history.losses[at] = total.losses.mean()
-        clipped = torch.where(run.norms.isfinite(), run.norms, 0) * sums.clip_factors(run.norms, limits)
+            run.history.losses[at] = losses.mean()
+        clipped = torch.where(norms.isfinite(), norms, 0) * sums.clip_factors(norms, limits)
         for tracker in self.trackers:
-            tracker.after_step(drawn, run.norms, clipped=clipped)
+            tracker.after_step(drawn, norms, clipped=clipped)
 
     def take_step(self):
         """Move by the gradients that `step` has left."""
@@ -395,8 +413,8 @@ class TrainingLoop:
         """Refuse what was noted. Waits for the device."""
         later, self.later = self.later, {}
         if later.pop("mixed", False):
-            proof.refuse_loss()
-        checks.check_later(later)
+            independence.refuse_loss()
+        traces.check_later(later)
 
     def end_epoch(self, on_epoch):
         run, plan = self.run, self.plan
@@ -411,6 +429,7 @@ class TrainingLoop:
             if not isinstance(seen, (Mapping, type(None))):
                 raise ValueError(f"on_epoch must return a dict or None, got a {type(seen).__name__}")
             entry |= seen or {}
+            run.stopping = self.ranks.any(run.stopping)
         run.history.epochs.append(entry)
 
     def end_early(self):
@@ -430,6 +449,44 @@ class TrainingLoop:
             )
         history.dropped = count
 
+    def begin_alike(self, callbacks, checkpoint):
+        """Refuse ranks that were given different things, and share what rank 0 has drawn: all but the noise."""
+        run = self.run
+
+        def told():
+            module, trackers = run.model, [(type(item).__name__, item.state_dict()) for item in self.trackers]
+            return {
+                "plan": distributed.digest(run.plan.config()),
+                "data": self.data_digest,
+                "model": distributed.digest(
+                    [(name, p.requires_grad) for name, p in module.named_parameters()],
+                    [(name, part.training) for name, part in module.named_modules()],
+                    module.state_dict(),
+                ),
+                "loss": getattr(self.loss, "__qualname__", type(self.loss).__qualname__),
+                "optimizer": distributed.digest(self.begun_with, run.optimizer.state_dict()),
+                "seed": repr(self.seed),
+                "method": self.asked,
+                "precision": repr(self.precision),
+                "trackers": distributed.digest(trackers),
+                "callbacks": repr([each is not None for each in (callbacks.on_step, callbacks.on_epoch)]),
+                "checkpoint": "none" if checkpoint is None else f"every {checkpoint.every}",
+                "step": str(run.step),
+            }
+
+        self.ranks.same(told, "be given the same plan, data, model and options, and read the same checkpoint")
+        if self.seed is None:
+            state = self.generators["sampling"].get_state(with_key=True), self.forward_seed
+            state, self.forward_seed = self.ranks.from_first(state)
+            self.generators["sampling"].set_state(state)
+
+    def check_alike(self):
+        """Refuse ranks whose weights have become different."""
+        self.ranks.same(
+            lambda: {"weights": distributed.digest(self.run.model.state_dict())},
+            f"hold the same weights after step {self.run.step}",
+        )
+
     def identity(self):
         return {
             "format": _FORMAT,
@@ -447,6 +504,12 @@ class TrainingLoop:
     def save(self, path):
         self.look_at_later()
         self.count_dropped()
+        self.check_alike()
+        if self.ranks.first:
+            self._write(path)
+        self.ranks.any(False)  # none goes on if rank 0 could not write
+
+    def _write(self, path):
         run, history = self.run, self.run.history
         content = {
             "identity": self.identity(),
@@ -481,7 +544,7 @@ class TrainingLoop:
             )
         run = self.run
         ended = content["step"] == run.plan.steps or content["history"].get("stopped", False)
-        if self.seed is None and not ended:  # a finished run draws no more
+        if self.seed is None and not ended and self.ranks.first:  # a finished run draws no more
             found = read_keys(key_file(path), self.generators)
             self.forward_seed = self.forward_seed if found is None else found
         run.model.load_state_dict(content["model"])

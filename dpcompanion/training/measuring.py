@@ -6,6 +6,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion.gradients import checks, clipping, passes
+from dpcompanion.training.distributed import current
 from dpcompanion.training.examples import examples_of
 from dpcompanion.gradients.tensors import rounded_up
 
@@ -68,6 +69,7 @@ class Measured:
         if self._proved is None or passes.state_of(self.model) != self._proved:
             self.method = passes.resolve_method(self.model, self.loss, self.data, self._asked, self.precision)
             self._proved = passes.state_of(self.model)
+        ranks = current()
         norms = passes.norms_of_all(
             self.model,
             self.loss,
@@ -75,8 +77,9 @@ class Measured:
             method=self.method,
             microbatch_size=self.microbatch_size,
             precision=self.precision,
+            within=ranks.share(len(self.data)),
         )
-        self.norms = self._bounded(norms)
+        (self.norms,) = ranks.gathered(len(self.data), self._bounded(norms))
         self.passes += 1
         if self.keep_norms:
             # Where they are: a copy to the host would be waited for.

@@ -14,11 +14,11 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, Numbers
-from dpcompanion.gradients import checks, clipping, proof, states, sums
+from dpcompanion.gradients import checks, clipping, independence, proof, states, sums, traces
 from dpcompanion.mechanism import noise
 from dpcompanion.training.callbacks import History
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
-from dpcompanion.gradients.tensors import Unfit, call_with
+from dpcompanion.gradients.tensors import Unfit, call_with, tolerances
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.gradients.microbatches import default_microbatch_size
 from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
@@ -130,7 +130,7 @@ class Ensemble:
         checks.check_types(self._template, x)
         checks.check_sums(self._template)
         checks.try_out(self._template, loss, self.x, self.y)
-        checks.check_leaves_no_trace(self._template, self.x[:2])
+        traces.check_leaves_no_trace(self._template, self.x[:2])
         own = {name: p for name, p in self._template.named_parameters() if p.requires_grad}
         self._shapes, self._places, end = {}, {}, 0
         for name, p in own.items():
@@ -328,7 +328,7 @@ class Ensemble:
         try:
             network = StackedNetwork(self._template)
             network.load(self.split(pair))
-            with proof.evaluating(network.module):
+            with traces.evaluating(network.module):
                 together = sums.layerwise(
                     network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, method, 2, precision
                 )
@@ -338,11 +338,11 @@ class Ensemble:
             with torch.no_grad():
                 for name, p in self.split(vector[None]).items():
                     model.get_parameter(name).copy_(p[0])
-            with proof.evaluating(model):
-                alone = sums.layerwise(model, self.loss, x, y, math.inf, method, None, precision)
+            with traces.evaluating(model):
+                alone = sums.layerwise(model, self.loss, x, y, math.inf, self.method, None, precision)
             error = sum((g - together.gradients[name][run]).norm() for name, g in alone.gradients.items())
             error += (alone.norms - together.norms.chunk(2)[run]).norm()
-            if not error <= proof.tolerances(pair if precision is None else pair.bfloat16())[0] * alone.norms.sum():
+            if not error <= tolerances(pair if precision is None else pair.bfloat16())[0] * alone.norms.sum():
                 return False
         return True
 
@@ -363,16 +363,16 @@ class Ensemble:
                 "one, but a mode, a flag or a hook of a layer has changed"
             )
         for b, value in buffers:
-            self._later |= ~checks.equal(b, value)
+            self._later |= ~traces.equal(b, value)
         if self.device.type == "cpu":
             self._check_later()
 
     def _check_later(self):
         """What a device was not asked at once. Waits for it."""
         if self._mixed:
-            proof.refuse_loss()
+            independence.refuse_loss()
         if self._later:
-            checks.refuse_statistics("a buffer")
+            traces.refuse_statistics("a buffer")
 
     def _pass_size(self):
         if self.method != "func":

@@ -75,3 +75,22 @@ def test_crossings_side_by_side_are_found_on_the_safe_side_and_nan_where_there_i
     assert ((found - roots)[:4] >= 0).all() and ((found - roots)[:4] <= 1.01e-4).all()
     assert found[4].isnan() and found[5] == -9.0
     assert all((i, y) in seen for i, y in enumerate(found.tolist()) if i != 4)
+
+
+def test_crossings_end_at_values_that_are_enough_and_learn_slopes_that_save_values():
+    roots, count = torch.tensor([-2.0, 0.5, 3.0], dtype=torch.float64), 0
+
+    def excess(y, index):
+        nonlocal count
+        count += len(y)
+        return 4.0 * (roots[index] - y) + 0.1 * torch.tanh(roots[index] - y)
+
+    enough, slopes = torch.full_like(roots, 1e-4), torch.ones_like(roots)
+    search = {"low": -9.0, "high": 9.0, "precision": 1e-9, "enough": enough, "slopes": slopes}
+    found = crossings(excess, start=torch.zeros_like(roots), **search)
+    values = excess(found, torch.arange(3))
+    assert (values <= 0).all() and (values >= -enough).all()
+    assert torch.allclose(slopes, torch.full_like(slopes, 4.1), rtol=0.05)
+    count = 0
+    again = crossings(excess, start=found + 0.01, **search)
+    assert count <= 9 and (excess(again, torch.arange(3)) <= 0).all()

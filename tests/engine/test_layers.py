@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcompanion.engine import IndividualizedPrivacyEngine
+from dpcompanion.training import models
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:In CPU autocast")
 N, CLIP, MODES = 12, 0.7, ["hooks", "functorch", "ew", "ghost"]
@@ -79,6 +80,21 @@ def check_sum(model, data, mode):
 def test_embeddings_with_padding_and_with_positions_of_the_whole_batch_are_right(positions, mode):
     torch.manual_seed(0)
     check_sum(Padded(positions), sentences(), mode)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_convolutions_over_images_that_lie_by_channel_are_right(inside, mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.Tanh(), *([models.MaxPool2d(2, stride=1)] if inside else []),
+        nn.Conv2d(4, 3, 3, stride=2), nn.Flatten(), nn.LazyLinear(3),
+    )  # fmt: skip
+    x = torch.randn(N, 2, 7, 7).contiguous(memory_format=torch.channels_last)
+    model(x)
+    if not inside:
+        model = model.to(memory_format=torch.channels_last)
+    check_sum(model, TensorDataset(x, torch.arange(N) % 3), mode)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])

@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpcompanion.engine import IndividualizedPrivacyEngine
+from dpcompanion.training import DPSGDPlan, cross_entropy, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:In CPU autocast")
 N = 24
@@ -283,3 +284,59 @@ def test_a_closure_takes_one_step_as_without():
         optimizer.step(closure)
 
     assert run(step) == 4
+
+
+class MixedWithLast(Dataset):
+    """Mixup within the data set: with the item that was read before, by a share that is drawn at random."""
+
+    def __init__(self):
+        self.x, self.last = torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), None
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        own = self.x[i]
+        before, self.last = own if self.last is None else self.last, own
+        share = 0.5 + torch.rand(()) / 2
+        return share * own + (1 - share) * before, i % 3
+
+
+class Flipped(MixedWithLast):
+    """Augmentation at random, by a generator of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __getitem__(self, i):
+        sign = 1 if torch.rand((), generator=self.generator) < 0.5 else -1
+        return sign * self.x[i] + torch.randn(4), i % 3
+
+
+def by_engine(data):
+    model = Net()
+    IndividualizedPrivacyEngine(accountant="rdp").make_private_with_budgets(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=12),
+        target_epsilons=3.0,
+        target_delta=1e-3,
+        epochs=1,
+        max_grad_norm=1.0,
+    )
+
+
+def by_train(data):
+    model = Net()
+    plan = DPSGDPlan(n=N, sample_rate=0.5, steps=1, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    train(
+        model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0, progress=False
+    )
+
+
+@pytest.mark.parametrize("by", [by_engine, by_train])
+def test_a_data_set_that_mixes_an_item_with_the_last_one_is_refused_and_augmentation_is_not(by):
+    with pytest.raises(ValueError, match="changes when item"):
+        by(MixedWithLast())
+    by(Flipped())

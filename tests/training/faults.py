@@ -26,4 +26,4 @@ def join_two_draws(monkeypatch):
 
 def clip_nothing(monkeypatch):
     monkeypatch.setattr(sums, "clip_factors", lambda norms, limits: torch.ones_like(norms))
-    monkeypatch.setattr(proof, "_compare", lambda *args, **kwargs: None)  # which would find it first
+    monkeypatch.setattr(proof, "misfit", lambda *args: None)  # which would find it first

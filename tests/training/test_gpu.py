@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+import ranks
 import torch
 
 from dpcompanion.individual import IndividualAccountant
@@ -139,6 +140,20 @@ def test_a_step_of_the_engine_waits_for_nothing(data, watched, mode):
         optimizer.step()
         torch.cuda.set_sync_debug_mode("default")
     assert optimizer.dropped == 0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("options", [{}, {"filter": 4.0}, {"plan": {"sample_rate": 0.03, "steps": 20}}], ids=str)
+def test_several_gpus_end_where_one_process_does(options, tmp_path):
+    pool = ranks.Pool(2, tmp_path, backend="nccl")
+    try:
+        one, other = pool("fit", device="cuda", **options)
+    finally:
+        pool.close()
+    alone = ranks.fit(**options)
+    assert torch.equal(one["weights"], other["weights"]) and one["sizes"].equal(alone["sizes"])
+    torch.testing.assert_close(one["weights"], alone["weights"], rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(one["epsilons"], alone["epsilons"], rtol=1e-6, atol=1e-8)
 
 
 def test_masses_on_a_gpu_bound_as_those_of_the_processor_do():

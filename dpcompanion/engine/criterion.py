@@ -1,0 +1,197 @@
+"""A criterion of the user's, which is called without reduction, and whether it gives each example a loss of its own.
+
+>>> Unreduced(torch.nn.CrossEntropyLoss())(torch.zeros(4, 3), torch.tensor([0, 1, 2, 0])).shape
+torch.Size([4])
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from ..gradients.tensors import tolerances
+from .standard import own_mean, own_sum
+
+
+class Unreduced:
+    """A criterion that gives one number an example, (n,), whatever its own reduction.
+
+    Of several numbers of one example it takes the mean, or the sum where its own reduction is "sum"; what it ignores
+    (`ignore_index`) does not count.
+    """
+
+    def __init__(self, criterion):
+        if not callable(criterion):
+            raise ValueError(f"criterion must be a module or function of outputs and targets, got {criterion!r}")
+        self.criterion, self.reduction = criterion, "none"
+        self._attribute = isinstance(getattr(criterion, "reduction", None), str)
+        self._keyword = not self._attribute and _takes_reduction(criterion)
+        kept = getattr(criterion, "keywords", {}).get("reduction") if self._keyword else None
+        self._sums = (getattr(criterion, "reduction", None) if self._attribute else kept) == "sum"
+
+    @property
+    def ignore_index(self):
+        own: Any = self.criterion
+        found = getattr(own, "ignore_index", getattr(own, "keywords", {}).get("ignore_index"))
+        if found is None and getattr(own, "func", own) in (F.cross_entropy, F.nll_loss):
+            return -100
+        return found
+
+    def __call__(self, *args, **kwargs):
+        own: Any = self.criterion
+        if self._attribute:
+            before, own.reduction = own.reduction, "none"
+            try:
+                losses = own(*args, **kwargs)
+            finally:
+                own.reduction = before
+        else:
+            losses = own(*args, **kwargs, **({"reduction": "none"} if self._keyword else {}))
+        if not torch.is_tensor(losses) or not losses.ndim:
+            raise ValueError(
+                "criterion must give one number an example when it is called without reduction, (n,), got "
+                f"{'one for the whole batch' if torch.is_tensor(losses) else type(losses).__name__}: give it a "
+                "`reduction`, as torch.nn's losses have, or return the losses unreduced"
+            )
+        if losses.ndim == 1:
+            return losses
+        ignored, counted = self.ignore_index, None
+        targets = kwargs.get("target", args[1] if len(args) > 1 else None)
+        if ignored is not None and torch.is_tensor(targets) and targets.shape == losses.shape:
+            counted = targets != ignored
+        return (own_sum if self._sums else own_mean)(losses, counted)
+
+
+def _takes_reduction(criterion):
+    try:
+        found = inspect.signature(criterion).parameters.get("reduction")
+    except (TypeError, ValueError):
+        return False
+    return found is not None
+
+
+class LossCompany:
+    """Whether an example's loss is its own: the same alone, in a part of the batch, and in another order."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def due(self, n):
+        if n < 2:
+            return False
+        self.calls += 1
+        return self.calls & (self.calls - 1) == 0  # 1, 2, 4, 8, ...
+
+    def check(self, unreduced, args, kwargs, losses):
+        n, (relative, _) = len(losses), tolerances(losses)
+
+        def of(rows):
+            index = torch.tensor(rows, device=losses.device)
+
+            def part(t):
+                mine = torch.is_tensor(t) and t.ndim and len(t) == n
+                return t.detach().index_select(0, index.to(t.device)) if mine else t
+
+            with torch.no_grad():
+                return unreduced(*tree_map(part, args), **tree_map(part, kwargs))
+
+        rows = sorted({round(i * (n - 1) / 7) for i in range(8)})
+        turned = list(range(n - 1, -1, -1))
+        half = list(range(0, n, 2))
+        for company, seen in [("alone", [row]) for row in rows] + [("in another order", turned), ("with fewer", half)]:
+            found, own = of(seen), losses.detach()[seen]
+            if found.shape != own.shape or not torch.allclose(found, own, rtol=relative, atol=1e-6, equal_nan=True):
+                if not bool(found.isfinite().all()):
+                    continue
+                raise ValueError(
+                    "criterion must give each example a loss of its own, but it depends on the rest of the batch: "
+                    f"{own[:8].tolist()} together, {found[:8].tolist()} {company}"
+                )
+
+
+class PerExampleCriterion:
+    """A criterion of the user's, called without reduction; the mean (or sum) is made here, of one loss an example."""
+
+    def __init__(self, criterion, watch, loss_reduction):
+        self.criterion, self._watch, self.loss_reduction = Unreduced(criterion), watch, loss_reduction
+        self._company = LossCompany()
+
+    def __call__(self, *args, **kwargs):
+        losses = self.losses(*args, **kwargs)
+        if self._watch is not None and losses.requires_grad and torch.is_grad_enabled():
+            self.note(args, kwargs, losses)
+        return losses.mean() if self.loss_reduction == "mean" else losses.sum()
+
+    def losses(self, *args, **kwargs):
+        """One number an example, (n,)."""
+        try:
+            return self.criterion(*args, **kwargs)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (RuntimeError, IndexError, TypeError) as error:
+            raise ValueError(f"criterion must take the module's outputs and the targets, but: {error}") from error
+
+    def note(self, args, kwargs, losses):
+        """What the backward pass must bring, and (the first times, and now and then) whose loss is whose."""
+        note_call(self._watch, self.criterion, args, kwargs, losses, self.loss_reduction)
+        if self._company.due(len(losses)) and losses.device.type != "meta":
+            self._company.check(self.criterion, args, kwargs, losses)
+
+
+def note_call(watch, unreduced, args, kwargs, losses, loss_reduction):
+    """Note a call of the criterion with the pass whose outputs it was given.
+
+    Raises:
+        ValueError: outputs that are not the module's, as it put them out.
+    """
+    places, one = {}, None
+    for one in watch.passes():
+        places = {}
+        for number, t in enumerate(tree_flatten((args, kwargs))[0]):
+            if torch.is_tensor(t) and t.requires_grad:
+                source = next((j for j, o in enumerate(one.outputs) if _within(t, o.tensor, len(losses))), None)
+                if source is None:
+                    places = None
+                    break
+                places[number] = source
+        if places:
+            break
+    batch = watch._noted.handed_out
+    if not places or one is None:
+        raise ValueError(
+            "criterion must be called with the module's outputs as they are, or views of them with the same examples "
+            "along the first axis: what the loop computes from them first belongs into the criterion"
+        )
+    if batch is not None and len(losses) != len(batch):
+        raise ValueError(
+            f"a batch must be what the loader handed out last, {len(batch)} examples, but the criterion gives "
+            f"{len(losses)} losses: call it with the examples along the first axis"
+        )
+    leaves, spec = tree_flatten((args, kwargs))
+    kept = [t.detach() if torch.is_tensor(t) else t for t in leaves]
+    views = {number: (t.size(), t.stride(), t.storage_offset()) for number, t in enumerate(leaves) if number in places}
+    offsets = [o.tensor.storage_offset() for o in one.outputs]
+
+    def again(outputs):
+        parts = list(kept)
+        for number, source in places.items():
+            size, stride, offset = views[number]
+            parts[number] = outputs[source].as_strided(
+                size, stride, offset - offsets[source] + outputs[source].storage_offset()
+            )
+        own_args, own_kwargs = tree_unflatten(parts, spec)
+        found = unreduced(*own_args, **own_kwargs)
+        return found.mean() if loss_reduction == "mean" else found.sum()
+
+    one.calls.append(again)
+
+
+def _within(t, output, n):
+    """Whether a tensor is an output, or a view of it in which the examples are the same."""
+    if t.layout is not torch.strided or t.untyped_storage().data_ptr() != output.untyped_storage().data_ptr():
+        return False
+    if t.ndim and output.ndim and n > 1:
+        return len(t) == n and any(s == n and t.stride(0) == output.stride(a) for a, s in enumerate(output.shape))
+    return True

@@ -1,0 +1,191 @@
+"""Is an example's loss its own?  The same whoever else is in the batch, and whatever the model has seen before.
+
+>>> def weighted(outputs, y):
+...     return torch.nn.functional.cross_entropy(outputs, y, weight=torch.tensor([1.0, 9.0])).expand(len(y))
+>>> x, y = torch.randn(8, 3), torch.arange(8) % 2
+>>> check_independence(torch.nn.Linear(3, 2), weighted, x, y)
+Traceback (most recent call last):
+    ...
+ValueError: model must treat examples one by one, but the loss of an example depends on the rest of the batch: ...
+"""
+
+import torch
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dpcompanion.gradients.tensors import tolerances
+from dpcompanion.gradients.traces import beginning_alike, buffers_kept, evaluating
+
+# Examples of the batches in which others are replaced.
+_BATCH = 64
+
+
+def check_independence(model, loss, x, y):
+    """Refuse a model in which an example's loss changes with its company, in the modes that its layers are in.
+
+    Dropout is left out; of a model that draws at random all the same `check_company` tells. Buffers stay as they are.
+
+    Raises:
+        ValueError: with the losses together and alone.
+    """
+    dropout = [module for module in model.modules() if isinstance(module, _DropoutNd) and module.training]
+    devices = [x.device] if x.device.type == "cuda" else []
+
+    def losses(x, y):
+        with buffers_kept(model):
+            return loss(model(x), y)
+
+    with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        try:
+            for module in dropout:
+                module.eval()
+            together, again = losses(x, y), losses(x, y)
+            alone = [losses(x[i : i + 1], y[i : i + 1]).sum() for i in range(len(x))]
+        finally:
+            for module in dropout:
+                module.train()
+    alone = torch.stack(alone)
+    finite = alone.isfinite()
+    if torch.equal(torch.nan_to_num(together), torch.nan_to_num(again)):
+        relative, floor = tolerances(together)
+        if not torch.allclose(together[finite], alone[finite], rtol=relative, atol=floor):
+            raise ValueError(
+                "model must treat examples one by one, but the loss of an example depends on "
+                f"the rest of the batch: {together.tolist()} together, {alone.tolist()} alone"
+            )
+
+
+def check_company(model, loss, x, y):
+    """Refuse a model in which a loss changes where others of the batch are replaced, in the modes of its layers.
+
+    As `check_independence`, in a batch of 64 and of models that draw at random too: they draw the same each time. What
+    is replaced is every place of half of the examples, then of the other half. `nn.RReLU`, which draws for negative
+    numbers only and so shifts what is drawn next, is left out.
+
+    Raises:
+        ValueError: with the losses in either company; or if they depend on the passes before.
+    """
+    generator, size = torch.Generator().manual_seed(0), _BATCH
+    rows = torch.randint(len(x), (size,), generator=generator)
+    half = torch.randperm(len(x), generator=generator) < len(x) / 2
+    batches = []
+    for stays in (half, ~half) if len(x) > 1 else ():
+        others = stays.nonzero()[:, 0]
+        others = others[torch.randint(len(others), (size,), generator=generator)]
+        batches.append((stays[rows], torch.where(stays[rows], rows, others)))
+    everybody = torch.ones(size, dtype=torch.bool)
+    batches = [(kept, _losses_alike(model, loss, x, y, batch)) for kept, batch in [(everybody, rows), *batches]]
+    (_, first), *replaced = batches
+    check_repeats(first, _losses_alike(model, loss, x, y, rows))
+    for kept, found in replaced:
+        kept = kept.to(first.device)
+        if not alike(first[kept], found[kept]):
+            raise ValueError(
+                "model must treat examples one by one, but the loss of an example depends on the rest of the batch, or "
+                f"its random numbers do: {first[kept][:4].tolist()} in one batch, {found[kept][:4].tolist()} in another"
+            )
+
+
+def check_stateless(model, loss, x, y):
+    """Refuse a model whose loss of an example depends on what it has seen before, one example at a time."""
+    ends = [torch.tensor([row]) for row in (0, len(x) - 1, 0)]
+    first, _, again = (_losses_alike(model, loss, x, y, row) for row in ends)
+    check_repeats(first, again)
+
+
+def check_forgets(model, loss, x, y):
+    """Refuse a model whose losses in evaluation mode depend on what it has seen in training mode, as with statistics
+    that are kept in an attribute, which neither noise covers nor a look at buffers finds."""
+    if any(module.training for module in model.modules()):
+        ends = [torch.tensor([row]) for row in (0, len(x) - 1)]
+        with evaluating(model):
+            first, draws = (_losses_alike(model, loss, x, y, ends[0]) for _ in range(2))
+        for row in ends:
+            _losses_alike(model, loss, x, y, row)
+        with evaluating(model):
+            again = _losses_alike(model, loss, x, y, ends[0])
+        if alike(first, draws):
+            check_repeats(first, again)
+
+
+def check_repeats(first, again):
+    """Losses of the same examples, with the same draws, are the same."""
+    if not alike(first, again):
+        raise ValueError(
+            "model must give the same losses for the same examples and draws, but they change from pass to pass: "
+            f"{first[:4].tolist()}, then {again[:4].tolist()}; it must keep nothing of the examples that it has seen, "
+            "and draw from no generator of its own"
+        )
+
+
+def _losses_alike(model, loss, x, y, rows):
+    rows, quiet = rows.to(x.device), [m for m in model.modules() if isinstance(m, torch.nn.RReLU) and m.training]
+    with torch.no_grad(), beginning_alike(model, x.device):
+        try:
+            for module in quiet:
+                module.eval()
+            return loss(model(x[rows]), y[rows])
+        finally:
+            for module in quiet:
+                module.train()
+
+
+def alike(one, other):
+    """Whether numbers of batches of one size are the same up to rounding, which is less than between sizes."""
+    floor = tolerances(one)[1]
+    largest = float(torch.nan_to_num(one, posinf=0, neginf=0).abs().max()) if one.numel() else 0.0
+    return one.shape == other.shape and torch.allclose(one, other, rtol=floor, atol=floor * largest, equal_nan=True)
+
+
+def check_loss(loss, outputs, y, losses):
+    """Refuse a loss that mixes examples: of half of the batch it must give what it gives of all of it.
+
+    The outputs of the model are given, so this costs little and is looked at in every pass. A loss that draws at random
+    cannot be compared, and is left to the other proofs.
+
+    Returns:
+        Whether the loss mixes examples, a tensor, where it lies on a device that must not be waited for; or None.
+
+    Raises:
+        ValueError: with an example's loss in both.
+    """
+    n = len(losses)
+    if n < 2:
+        return None
+    rows = torch.arange(0, n, 2, device=losses.device)
+
+    def own(t):
+        return t.detach()[rows] if t.ndim and len(t) == n else t.detach()
+
+    with torch.no_grad(), torch.random.fork_rng(devices=[losses.device] if losses.device.type == "cuda" else []):
+        if not any(t.ndim and len(t) == n for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)):
+            return None  # nothing to take a half of; the other proofs look at it
+        half = loss(tree_map_only(torch.Tensor, own, outputs), y[rows])
+        if not isinstance(half, torch.Tensor) or half.shape != (len(rows),):
+            got = tuple(half.shape) if isinstance(half, torch.Tensor) else type(half).__name__
+            raise ValueError(f"loss must return one number an example, shape ({len(rows)},), got {got}")
+        whole = losses.detach()[rows]
+        finite = whole.isfinite() & half.isfinite()
+        floor = tolerances(whole)[1]
+        largest = torch.where(finite, whole.abs(), 0).max()
+        apart = finite & ((whole - half).abs() > floor * (whole.abs() + largest))
+        apart = (apart | (whole.isnan() != half.isnan())).any()
+        if losses.device.type != "cpu":
+            return apart
+        if apart and torch.equal(loss(tree_map_only(torch.Tensor, torch.Tensor.detach, outputs), y), losses.detach()):
+            refuse_loss(whole, half)
+    return None
+
+
+def refuse_loss(whole=None, half=None):
+    """That a loss mixes examples, with some of them in a batch and in half of it."""
+    seen = (
+        ""
+        if whole is None or half is None
+        else f" ({whole[:4].tolist()} in a batch, {half[:4].tolist()} in half of it)"
+    )
+    raise ValueError(
+        f"loss must give each example's own, but an example's loss changes with who else is in the batch{seen}: class "
+        "weights or a mean over the tokens of a batch do that; use reduction='none' and divide by what belongs to the "
+        "example alone"
+    )

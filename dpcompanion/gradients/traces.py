@@ -1,0 +1,222 @@
+"""What a pass leaves behind in a model: nothing, where the model is only tried; or what `check_untouched` refuses.
+
+>>> model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+>>> before = noted(model, values=False)
+>>> _ = model(torch.randn(5, 3))
+>>> check_untouched(model, before)
+Traceback (most recent call last):
+    ...
+ValueError: model must keep no statistics of its examples, but training changes buffer '1.running_mean', which no ...
+"""
+
+import contextlib
+import copy
+import math
+import random
+
+import numpy as np
+import torch
+
+from dpcompanion._devices import is_away
+from dpcompanion.seeds import derive_key, seed_torch
+
+
+@contextlib.contextmanager
+def evaluating(model):
+    """The model in evaluation mode, and each module in its own mode afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def drawing_alike(device, seed=0):
+    """What is drawn within, by PyTorch, NumPy or Python, depends on `seed` alone; the generators end as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        seed_torch(derive_key(seed, "proof"), device)
+        random.seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@contextlib.contextmanager
+def buffers_kept(model):
+    """Buffers end as they were, whether they were written or exchanged."""
+    places = [(module._buffers, dict(module._buffers)) for module in model.modules()]
+    before = [(b, b.detach().clone()) for b in model.buffers() if not b.is_meta]
+    try:
+        yield
+    finally:
+        for place, own in places:
+            place.update(own)
+        with torch.no_grad():
+            for b, value in before:
+                if not torch.equal(b.to_dense(), value.to_dense()):
+                    b.copy_(value)
+
+
+@contextlib.contextmanager
+def beginning_alike(model, device):
+    """As `drawing_alike`, from the same buffers too, which end as they were."""
+    with buffers_kept(model), drawing_alike(device):
+        yield
+
+
+@contextlib.contextmanager
+def naming(model):
+    """A list of the names of the layers whose forward methods are under way: after an exception, where it came from."""
+    inside, hooks = [], []
+
+    def enters(name):
+        return lambda *_: inside.append(name)
+
+    def leaves(*_):
+        inside.pop()
+
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(enters(name or "model")))
+        hooks.append(module.register_forward_hook(leaves))
+    try:
+        yield inside
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+@contextlib.contextmanager
+def weights_nearby(parameters):
+    """Weights moved at random by 0.3 of their size, or of what they would begin with; then as before."""
+    generator = torch.Generator().manual_seed(0)
+    own = {p: p.data for p in parameters}
+    try:
+        for p, data in own.items():
+            usual = 1 / math.sqrt(data[0].numel()) if data.ndim > 1 and len(data) else 0.3
+            size = 0.3 * max(data.double().square().mean().sqrt().item(), usual)
+            p.data = data + size * torch.randn(data.shape, generator=generator).to(data)
+        yield
+    finally:
+        for p, data in own.items():
+            p.data = data
+
+
+def untrained(model):
+    """Buffers and frozen parameters, {what to call it: tensor}: no step may change them, as no noise would cover it."""
+    # Opacus's expanded weights stand for what is trained, and answer no question.
+    own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
+    frozen = {f"frozen parameter {name!r}": p for name, p in own if not p.requires_grad}
+    return {f"buffer {name!r}": b for name, b in model.named_buffers()} | frozen
+
+
+def _tensors_of(model):
+    """Buffers and parameters, {what to call it: tensor}: no pass may change them, only a step what is trained."""
+    own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
+    return untrained(model) | {f"parameter {name!r}": p for name, p in own if p.requires_grad}
+
+
+def noted(model, *, values):
+    """Buffers and parameters of a model now, for `check_untouched`: tensors, their versions, their places in memory
+    and copies: of buffers, which some layers write without a new version, and, if asked for, of parameters.
+
+    Versions and places cost nothing, and miss what is written into `.data`.
+    """
+    return {
+        what: (
+            t,
+            t._version,
+            _place(t),
+            t.detach().clone() if (values or not isinstance(t, torch.nn.Parameter)) and not t.is_meta else None,
+        )
+        for what, t in _tensors_of(model).items()
+    }
+
+
+def _place(t):
+    return t.data_ptr() if t.layout is torch.strided else None  # what is sparse has no place of its own
+
+
+def _same(a, b):
+    """Whether two tensors hold the same numbers, NaN where NaN is."""
+    return bool(equal(a, b))
+
+
+def equal(a, b):
+    """As `_same`, a tensor where the two lie."""
+    a, b = a.to_dense(), b.to_dense()
+    if a.shape != b.shape:
+        return torch.tensor(False)
+    if a.device.type == "cpu" and torch.equal(a, b):
+        return torch.tensor(True)
+    return ((a == b) | (a != a) & (b != b)).all()
+
+
+def check_untouched(model, before, *, name="model", buffers=True, wait=True):
+    """No pass has changed a parameter since `noted`, as a layer does that initialises itself from the first examples
+    that it sees, nor (unless `buffers` are let be) a buffer.
+
+    Without `wait` values that lie on a device are not asked for: {what: whether it changed, a tensor} comes back.
+    """
+    later = {}
+    for what, t in _tensors_of(model).items():
+        was, version, place, value = before.get(what, (None,) * 4)
+        if isinstance(t, torch.nn.Parameter) or buffers:
+            if was is not t or (version, place) != (t._version, _place(t)):
+                refuse_statistics(what, name)
+            elif value is not None and not wait and is_away(t):
+                later[what] = ~equal(value, t)
+            elif value is not None and not _same(value, t):
+                refuse_statistics(what, name)
+    return later
+
+
+def refuse_statistics(what, name="model"):
+    raise ValueError(
+        f"{name} must keep no statistics of its examples, but training changes {what}, which no noise covers"
+    )
+
+
+def check_later(later):
+    """What `check_untouched` left to be looked at, several times: {what: whether it changed, a tensor}."""
+    for what, changed in later.items():
+        if changed:
+            refuse_statistics(what)
+
+
+@contextlib.contextmanager
+def probing(model):
+    """Passes that only try a model: it ends as it was, and one that writes into a parameter is refused by its name."""
+    places, before = [(m._parameters, dict(m._parameters)) for m in model.modules()], noted(model, values=True)
+    with buffers_kept(model):
+        try:
+            try:
+                yield
+            finally:  # that something was written is said first: what else fails may come of it
+                check_untouched(model, before, buffers=False)
+        finally:
+            for place, own in places:
+                place.update(own)
+            with torch.no_grad():
+                for t, _, _, value in before.values():
+                    if isinstance(t, torch.nn.Parameter) and value is not None and not _same(value, t):
+                        t.copy_(value)
+
+
+def check_leaves_no_trace(model, x):
+    """Refuse a model that keeps statistics of its examples, or that draws at random: runs would share the draws."""
+    model = copy.deepcopy(model)
+    before = noted(model, values=True)
+    generators = [torch.random.get_rng_state] + [torch.cuda.get_rng_state] * (x.device.type == "cuda")
+    with torch.random.fork_rng(devices=[x.device] if x.device.type == "cuda" else []), torch.no_grad():
+        states = [state() for state in generators]
+        model(x)
+        if not all(torch.equal(old, state()) for old, state in zip(states, generators)):
+            raise ValueError("model must not draw at random, as dropout does; train such runs one by one")
+    check_untouched(model, before)

@@ -1,0 +1,313 @@
+"""Processes that train together, and what they are asked to do: each case is called on every rank.
+
+They are started once for all tests of a size, and meet in a file.
+"""
+
+import contextlib
+import datetime
+import os
+import signal
+import sys
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+from dpcompanion.filters import RenyiFilter
+from dpcompanion.mechanism import noise
+from dpcompanion.training import (
+    Callbacks,
+    Checkpoint,
+    DPSGDPlan,
+    NormTracker,
+    Performance,
+    Track,
+    by_person,
+    cross_entropy,
+    train,
+    train_ensemble,
+)
+
+N, STEPS = 40, 12
+
+
+class Pool:
+    """`size` processes; called with a case's name and options it gives what each rank returned or raised."""
+
+    def __init__(self, size, folder, backend="gloo"):
+        context = torch.multiprocessing.get_context("forkserver")  # what takes long to import is imported once
+        context.set_forkserver_preload(["torch._dynamo", "dpcompanion.training", "dpcompanion.filters"])
+        self.size, self.pipes, self.processes = size, [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, backend, f"file://{folder}/meet", theirs), daemon=True
+            )
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def __call__(self, case, **options):
+        for pipe in self.pipes:
+            pipe.send((case, options))
+        for pipe in self.pipes:
+            assert pipe.poll(300), f"{case} hangs"
+        return [pipe.recv() for pipe in self.pipes]
+
+    def close(self):
+        for pipe, process in zip(self.pipes, self.processes):
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+            process.join(10)
+            process.kill()
+
+
+def _serve(rank, size, backend, meet, pipe):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend, init_method=meet, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=200)
+    )
+    while (asked := pipe.recv()) is not None:
+        case, options = asked
+        try:
+            pipe.send(globals()[case](**options))
+        except BaseException as error:  # what a rank raises is what a test looks at
+            pipe.send((type(error).__name__, str(error)))
+    dist.destroy_process_group()
+
+
+def rank():
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def data():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(N, 4, dtype=torch.float64, generator=generator), torch.randint(3, (N,), generator=generator)
+
+
+class Items(torch.utils.data.Dataset):
+    """The same, one by one, until its disk is gone."""
+
+    gone = False
+
+    def __init__(self):
+        self.x, self.y = data()
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        if self.gone:
+            raise OSError("a disk is gone")
+        return self.x[i], self.y[i]
+
+
+def network(dropout=0.0):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.Tanh(), torch.nn.Dropout(dropout), torch.nn.Linear(6, 3)
+    ).double()
+
+
+def plan_of(budgets=None, **changes):
+    numbers = {"n": N, "sample_rate": 0.15, "steps": STEPS, "max_grad_norm": 0.5, "delta": 1e-3}
+    if budgets:
+        targets = torch.tensor([1.0, 4.0], dtype=torch.float64).repeat(N // 2)
+        return DPSGDPlan.for_epsilons(targets, method=budgets, accountant="rdp", **numbers)
+    return DPSGDPlan(**{**numbers, "noise_multiplier": 1.0, "accountant": "rdp", **changes})
+
+
+def fit(
+    *,
+    seed=5,
+    form="tensors",
+    model=None,
+    dropout=0.0,
+    dtype=torch.float64,
+    method="auto",
+    precision=None,
+    device="cpu",
+    track=None,
+    filter=None,
+    trackers=(),
+    at=None,
+    on_rank=None,
+    do=None,
+    path=None,
+    every=None,
+    plan=None,
+    **options,
+):
+    """A run on this rank: its weights, history, account, and what callbacks saw. At the step `at`, on one rank or all,
+    its callback does something."""
+    plan = plan_of(**plan or {})
+    model = network(dropout) if model is None else model
+    device = f"cuda:{rank()}" if device == "cuda" else device
+    model.to(device=device, dtype=dtype)
+    x, y = data()
+    if form == "tensors":
+        examples = x.to(dtype), y
+    elif form == "items":
+        examples = Items()
+    else:
+        examples = by_person(x, y, [i % 9 for i in range(N)], at_most=5)
+    seen = []
+
+    def on_step(run):
+        seen.append((run.indices.clone(), run.norms.clone()))
+        if run.step == at and on_rank in (None, rank()):
+            do_at(do, run, examples)
+
+    followers = [NormTracker.for_plan(plan, model, cross_entropy, examples, **kind) for kind in trackers]
+    filter = None if filter is None else filter_of(plan, filter)
+    history = train(
+        model,
+        cross_entropy,
+        examples,
+        plan,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
+        seed=seed,
+        performance=Performance(method=method, precision=precision, device=device),
+        track=None if track is None else Track(**track),
+        filter=filter,
+        trackers=followers,
+        callbacks=Callbacks(on_step),
+        checkpoint=None if path is None else Checkpoint(path, every),
+        progress=False,
+        **options,
+    )
+    found = {
+        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "losses": history.losses,
+        "sizes": history.batch_sizes,
+        "indices": [indices for indices, _ in seen],
+        "norms": [norms for _, norms in seen],
+        "steps": history.steps,
+        "stopped": history.stopped,
+        "statement": history.statement(),
+        "epsilons": history.epsilons(),
+        "spent": None if filter is None else filter.spent.clone(),
+        "estimates": [follower.estimated_epsilon(1e-3) for follower in followers],
+        "gradients": torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+    }
+    return tree_map_only(torch.Tensor, lambda t: t.cpu(), found)
+
+
+def filter_of(plan, epsilon):
+    return RenyiFilter.for_plan(plan, target_epsilons=epsilon)
+
+
+def do_at(what, run, examples):
+    if what == "fail":
+        raise FloatingPointError("no number")
+    if what == "stop":
+        run.stop()
+    if what == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+    if what == "drift":
+        with torch.no_grad():
+            next(run.model.parameters()).add_(1e-12)
+    if what == "lose the disk":
+        examples.gone = True
+    if what == "die once" and not os.path.exists(lost := os.path.join(sys.argv[1], "lost")):
+        open(lost, "w").close()
+        os._exit(9)
+
+
+def differing(what, **options):
+    """A run of which rank 1 is given something else."""
+    other = rank() == 1
+    if what == "model":
+        options["model"] = network()
+        if other:
+            with torch.no_grad():
+                options["model"][0].weight[0, 0] += 1e-9
+    if what == "frozen" or what == "mode":
+        options["model"] = network()
+        if other and what == "frozen":
+            options["model"][0].bias.requires_grad_(False)
+        elif other:
+            options["model"][1].eval()
+    if other:
+        options |= {
+            "plan": {"plan": {"noise_multiplier": 1.1}},
+            "data": {"form": "items"},
+            "seed": {"seed": 6},
+            "no seed": {"seed": None},
+            "method": {"method": "func"},
+            "track": {"track": {"clipping": "individual"}},
+            "filter": {"filter": 3.0},
+            "unknown": {"seed": -1},
+            "model": {},
+            "frozen": {},
+            "mode": {},
+        }[what]
+    return fit(**options)
+
+
+def quiet(steps):
+    """Gradients of steps that nobody takes part in."""
+    seen = []
+    x, y = data()
+    model = network()
+    plan = plan_of(sample_rate=1e-9, steps=steps, noise_multiplier=0.7, max_grad_norm=2.0)
+    train(
+        model,
+        cross_entropy,
+        (x, y),
+        plan,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
+        callbacks=Callbacks(lambda run: seen.append(torch.cat([p.grad.flatten() for p in model.parameters()]))),
+        progress=False,
+    )
+    return torch.cat(seen) * plan.expected_batch_size / 1.4
+
+
+def keys():
+    """Of a run without a seed: the keys of its draws and its noise on this rank."""
+    made, before = [], noise.generators
+
+    def noted(*arguments):
+        made.append(before(*arguments))
+        return made[-1]
+
+    noise.generators = noted
+    try:
+        fit(seed=None)
+    finally:
+        noise.generators = before
+    return {name: stream.key for name, stream in made[0].items()}
+
+
+def refused(what):
+    """What is refused where there are several processes."""
+    x, y = data()
+    model = network()
+    if what == "wrapped":
+        return fit(model=torch.nn.parallel.DistributedDataParallel(model))
+    if what == "ensemble":
+        return train_ensemble(model, cross_entropy, (x, y), plan_of(), seeds=[0], learning_rate=0.1)
+    from dpcompanion.engine import IndividualizedPrivacyEngine
+
+    return IndividualizedPrivacyEngine().make_private_with_budgets(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8),
+        target_epsilons=2.0,
+        target_delta=1e-3,
+        epochs=2,
+        max_grad_norm=1.0,
+    )
+
+
+if __name__ == "__main__":  # by torchrun, with a folder: a run in which rank 1 dies once
+    dist.init_process_group("gloo")
+    found = fit(path=os.path.join(sys.argv[1], "run.pt"), every=2, do="die once", at=7, on_rank=1)
+    if not rank():
+        last = {"weights": found["weights"], "steps taken at last": len(found["indices"])}
+        torch.save(last, os.path.join(sys.argv[1], "weights.pt"))
+    dist.destroy_process_group()
