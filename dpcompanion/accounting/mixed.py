@@ -117,12 +117,14 @@ class ReplacementLoss(StepLoss):
         place = torch.searchsorted(table, loss).clamp(1, len(t) - 1)
         left, right, below, above = t[place - 1], t[place], table[place - 1], table[place]
         found = left + (right - left) * ((loss - below) / (above - below).clamp(min=1e-300)).clamp(0, 1)
+
+        def slope(side, noise):
+            """Of the logarithm of the density over that of no example."""
+            exponent = torch.log(self.q) + side / noise - 0.5 / noise**2
+            return torch.exp(exponent - log_density_ratio(side, self.q, noise)) / noise
+
         for _ in range(3):
-            steep = sum(
-                torch.exp(torch.log(self.q) + side / noise - 0.5 / noise**2 - log_density_ratio(side, self.q, noise))
-                / noise
-                for side, noise in ((found, self.sigma), (-found, self.other))
-            )
+            steep = slope(found, self.sigma) + slope(-found, self.other)
             off = self._loss_and_log_density(found)[0] - loss
             found = torch.minimum(torch.maximum(found - off / steep.clamp(min=1e-300), left), right)
         return found

@@ -339,7 +339,7 @@ class Ensemble:
                 for name, p in self.split(vector[None]).items():
                     model.get_parameter(name).copy_(p[0])
             with traces.evaluating(model):
-                alone = sums.layerwise(model, self.loss, x, y, math.inf, self.method, None, precision)
+                alone = sums.layerwise(model, self.loss, x, y, math.inf, method, None, precision)
             error = sum((g - together.gradients[name][run]).norm() for name, g in alone.gradients.items())
             error += (alone.norms - together.norms.chunk(2)[run]).norm()
             if not error <= tolerances(pair if precision is None else pair.bfloat16())[0] * alone.norms.sum():
