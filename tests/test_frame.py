@@ -83,6 +83,7 @@ def test_the_style_sheet_names_the_fonts_that_are_there():
     assert set(re.findall(r'url\("(.*?)"\)', style)) == there
 
 
+@pytest.mark.slow
 def test_the_readme_computes_what_it_says():
     snippet, _ = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     done = subprocess.run([sys.executable, "-c", snippet], capture_output=True, text=True)

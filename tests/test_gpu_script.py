@@ -64,6 +64,7 @@ def test_what_fails_keeps_nothing_else_from_running_and_is_tried_again(told):
     assert told({"first": "pass", "second": "raise SystemExit(9)"})[0] == 0
 
 
+@pytest.mark.slow
 def test_the_records_are_those_that_the_book_says_remain_with_its_seeds_and_days_come_last(tmp_path, capsys):
     left = [how for one in scoreboard.exhibit_statuses() for how in (one.to_do, one.more_seeds) if how]
     commands = [command for _, how in left for command in how.split(" && ") if command.startswith("dpcompanion")]

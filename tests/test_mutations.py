@@ -1,11 +1,22 @@
 """The faults of tests/mutations.py are kept up: each text stands once in the package, and what replaces it compiles."""
 
 import ast
-from pathlib import Path
+import functools
 
 import pytest
 
 from .mutations import FAULTS, ROOT
+
+
+@functools.cache
+def parsed(file):
+    """A file's syntax tree: several faults share one."""
+    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+
+
+@functools.cache
+def dumped(file):
+    return ast.dump(parsed(file))
 
 
 def test_there_are_forty_faults_and_none_twice():
@@ -17,11 +28,7 @@ def test_there_are_forty_faults_and_none_twice():
 def test_the_text_of_a_fault_stands_once_and_its_tests_exist(fault):
     assert fault.found() == 1, f"write the fault in tests/mutations.py again: {fault.file} has changed"
     whole = (ROOT / "dpcompanion" / fault.file).read_text(encoding="utf-8")
-    faulty = ast.parse(whole.replace(fault.text, fault.faulty))
-    assert ast.dump(faulty) != ast.dump(ast.parse(whole))
+    assert ast.dump(ast.parse(whole.replace(fault.text, fault.faulty))) != dumped(f"dpcompanion/{fault.file}")
     for test in fault.tests:
         file, _, name = test.partition("::")
-        names = [
-            node.name for node in ast.parse(Path(ROOT / file).read_text(encoding="utf-8")).body if hasattr(node, "name")
-        ]
-        assert name in names
+        assert name in {getattr(node, "name", None) for node in parsed(file).body}

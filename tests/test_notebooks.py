@@ -162,6 +162,7 @@ def test_the_pages_of_a_paper_share_a_fresh_folder_exhibits_first(book):
     assert said == {"idp": "['idp-exhibits'] quick", "idp-exhibits": "[] quick", "idps": "[] quick"}
 
 
+@pytest.mark.slow
 def test_executing_again_changes_no_byte_and_an_error_leaves_the_notebook_alone(book):
     before = {stem: (book / "book" / f"{stem}.ipynb").read_bytes() for stem in ("never", "idps")}
     (book / "book" / "idps.md").write_text(page("6 / 0"), encoding="utf-8")

@@ -245,10 +245,21 @@ def _least_noise(epsilon, delta, sample_rate, levels, costs, budget, block, prog
         for level, cost in zip(levels, costs)
         if cost <= budget
     )
-    found = _least(lambda noise: adaptive_delta(noise_multiplier=noise, **game, progress=progress), start, delta)
+    found = _least(lambda noise: _delta(delta, noise_multiplier=noise, **game, progress=progress), start, delta)
     if found is None:
         raise ValueError(f"target_epsilon={epsilon:g} cannot be met at target_delta={delta:g} with budget={budget}")
     return found
+
+
+def _delta(target, *, sample_rate, noise_multiplier, levels, costs, budget, epsilon, block, progress):
+    """`adaptive_delta` where it is at most the target; else that of one direction, which is above the target, too."""
+    pairs, delta = [SampledGaussian(sample_rate, noise_multiplier / level, block) for level in levels], 0.0
+    for direction in DIRECTIONS if sample_rate < 1 else DIRECTIONS[:1]:
+        game = worst_case(pairs, costs=costs, budget=budget, epsilon=epsilon, direction=direction, progress=progress)
+        delta = max(delta, game.delta)
+        if delta > target:
+            break
+    return delta
 
 
 def epsilon_of_budget(delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress=None):
@@ -281,7 +292,7 @@ def _least_epsilon(delta, sample_rate, noise_multiplier, levels, costs, budget, 
     )
     if start < 1e-3 and adaptive_delta(epsilon=0.0, **game) <= delta:
         return (0.0,)
-    found = _least(lambda epsilon: adaptive_delta(epsilon=epsilon, **game), max(start, 1e-6), delta)
+    found = _least(lambda epsilon: _delta(delta, epsilon=epsilon, **game), max(start, 1e-6), delta)
     return (math.inf if found is None else found[0],)
 
 

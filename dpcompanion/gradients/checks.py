@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 
 from dpcompanion import _checks
 from dpcompanion._devices import autocasts, shortens_products
-from dpcompanion.gradients import traces
 from dpcompanion.gradients.batches import Batch
 from dpcompanion.gradients.traces import drawing_alike, evaluating, naming, probing
 
@@ -321,7 +320,7 @@ def check_forgets_items(dataset, name="data"):
 
 def _changes_after_another(dataset, readings):
     def read(index):
-        with traces.drawing_alike(torch.device("cpu")):
+        with drawing_alike(torch.device("cpu")):
             return copy.deepcopy(dataset[index])
 
     read(0)

@@ -161,6 +161,7 @@ BY_GHOST = {"Embedding scaled by frequency", "Embedding with sparse gradients"} 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode, more", [("hooks", set()), ("ghost", BY_GHOST)])
 def test_all_but_those_that_mix_or_keep_something_are_taken_with_an_empty_draw_first(mode, more):
     found = {name: check(name, mode, ("train", "nothing", "nobody first", "once")) for name in layers.CASES}

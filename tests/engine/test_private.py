@@ -987,6 +987,7 @@ def audited(inside, outside):
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["sample", "scale"])
 def test_an_audit_with_canaries_stays_below_every_budget(method):
     inside, outside, budgets = moved(method)
@@ -994,6 +995,7 @@ def test_an_audit_with_canaries_stays_below_every_budget(method):
     assert bool((inside.mean(dim=1) > outside.mean(dim=1)).all())
 
 
+@pytest.mark.slow
 def test_an_audit_catches_a_sampler_that_draws_everybody():
     def spoil(loader):
         loader.batch_sampler.sample_rate = torch.ones_like(loader.batch_sampler.sample_rate)

@@ -194,6 +194,7 @@ def test_bad_norms_and_calls_are_refused():
         calibrate_filter(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, levels=LEVELS, steps=9, budget=3)
 
 
+@pytest.mark.slow
 def test_training_clips_everybody_to_what_they_can_pay():
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(2, (80,), generator=generator)
@@ -286,6 +287,7 @@ def test_a_state_without_what_belongs_in_it_is_refused():
 SHORT = DPSGDPlan(n=4, sample_rate=0.1, steps=60, max_grad_norm=2.0, noise_multiplier=1.5, delta=1e-5)
 
 
+@pytest.mark.slow
 def test_a_filter_of_a_plan_serves_each_budget_as_a_filter_of_that_budget_alone_would():
     """Costs were made for the largest target: people with 3 beside people with 8 could spend 1.89 of their 3."""
     own = dict(levels=[0.5, 1.0], block=5, progress=False)

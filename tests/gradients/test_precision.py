@@ -231,6 +231,7 @@ def test_a_run_says_what_it_was_computed_in_and_goes_on_in_that(tmp_path):
     assert all(map(torch.equal, again.parameters(), model.parameters()))
 
 
+@pytest.mark.slow
 @able
 def test_networks_of_the_papers_train_in_it():
     model = models.cifar_cnn(seed=0)

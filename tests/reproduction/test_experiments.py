@@ -235,7 +235,7 @@ def test_every_registered_experiment_has_a_preset_and_one_without_a_quick_one_sa
 def test_configurations_survive_json():
     for name in experiments.names():
         for preset, config in experiments.get(name).presets.items():
-            made = records.make(name, preset, {}, config=config)
+            made = records.make(name, preset, {}, config=config, made_with={"versions": {}, "commit": None})
             assert not made.is_stale(config=config)
             json.dumps(made.config, allow_nan=False)
             assert published.exhibit(name)

@@ -6,8 +6,9 @@ import re
 
 from dpcompanion.reproduction import mosaic, published, scoreboard
 
+from .board import everything
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-STANDINGS = scoreboard.exhibit_statuses()
 
 
 class Reader(html.parser.HTMLParser):
@@ -36,9 +37,9 @@ class Reader(html.parser.HTMLParser):
 
 
 def test_every_exhibit_has_a_cell_with_its_name_its_state_and_a_mark():
-    cells = Reader(mosaic.Mosaic(STANDINGS)._repr_html_()).cells
-    assert len(cells) == len(STANDINGS) == len(published.exhibits())
-    for one, (_, attributes, mark) in zip(STANDINGS, cells):
+    cells = Reader(mosaic.Mosaic(everything())._repr_html_()).cells
+    assert len(cells) == len(everything()) == len(published.exhibits())
+    for one, (_, attributes, mark) in zip(everything(), cells):
         assert attributes["aria-label"].startswith(f"{scoreboard.label(one.exhibit)}: ")
         assert attributes["aria-label"].endswith(f"({one.state})")
         assert one.state.replace(" ", "-") in attributes["class"].split()
@@ -47,8 +48,8 @@ def test_every_exhibit_has_a_cell_with_its_name_its_state_and_a_mark():
 
 def test_a_cell_leads_to_its_exhibits_place_from_any_page():
     for page in ("book/scoreboard", "book/papers/idp-sgd"):
-        cells = Reader(mosaic.Mosaic(STANDINGS, page)._repr_html_()).cells
-        for one, (tag, attributes, _) in zip(STANDINGS, cells):
+        cells = Reader(mosaic.Mosaic(everything(), page)._repr_html_()).cells
+        for one, (tag, attributes, _) in zip(everything(), cells):
             if one.place is None:
                 assert tag == "span" and attributes["tabindex"] == "0"
                 continue
@@ -59,19 +60,19 @@ def test_a_cell_leads_to_its_exhibits_place_from_any_page():
 
 def test_states_are_told_apart_by_their_marks_and_the_legend_counts_them():
     assert set(mosaic.MARKS) == set(scoreboard.STATES) and len(set(mosaic.MARKS.values())) == len(mosaic.MARKS)
-    shown = mosaic.Mosaic(STANDINGS)
+    shown = mosaic.Mosaic(everything())
     text = Reader(shown._repr_html_()).text
     counted = {
         state: int(re.search(rf"{state}: (\d+)", text)[1])
-        for state, count in scoreboard.counts(STANDINGS).items()
+        for state, count in scoreboard.counts(everything()).items()
         if count
     }
-    assert sum(counted.values()) == len(STANDINGS)
-    assert sum(repr(shown).count(mark) for mark in mosaic.MARKS.values()) == len(STANDINGS) + len(counted)
+    assert sum(counted.values()) == len(everything())
+    assert sum(repr(shown).count(mark) for mark in mosaic.MARKS.values()) == len(everything()) + len(counted)
 
 
 def test_a_title_cannot_break_the_markup():
-    one = STANDINGS[0]
+    one = everything()[0]
     title = '<b>"&'
     odd = dataclasses.replace(one, exhibit=dataclasses.replace(one.exhibit, title=title), place=None)
     ((tag, attributes, _),) = Reader(mosaic.Mosaic([odd])._repr_html_()).cells

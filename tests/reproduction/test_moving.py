@@ -60,6 +60,7 @@ def test_what_is_no_account_is_refused(changes):
         made(**changes)
 
 
+@pytest.mark.slow
 def test_the_slider_moves_the_bars_by_keyboard(chromium, browser_check):
     with browser_check.browser(chromium) as context:
         page = context.new_page()

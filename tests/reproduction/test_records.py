@@ -213,6 +213,7 @@ def test_a_writer_that_ends_anywhere_leaves_the_old_record_or_the_new(tmp_path, 
     assert {arrays_of(path), path} == {file for file in path.parent.iterdir() if file.suffix != ".part"}
 
 
+@pytest.mark.slow
 def test_writers_that_share_a_process_number_and_a_folder_lose_nothing(tmp_path):
     """As two containers do: every write is whole, every read finds a whole record, and the folder ends clean."""
     code = """

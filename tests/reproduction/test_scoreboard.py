@@ -7,29 +7,29 @@ import pytest
 
 from dpcompanion.reproduction import experiments, places, published, records, scoreboard, states
 
+from .board import by_name, everything
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-EVERYTHING = scoreboard.exhibit_statuses()
-BY_NAME = {one.exhibit.name: one for one in EVERYTHING}
 
 
 def test_every_exhibit_of_the_five_papers_has_its_row():
-    assert [one.exhibit.name for one in EVERYTHING] == [exhibit.name for exhibit in published.exhibits()]
-    assert {one.state for one in EVERYTHING} <= set(scoreboard.STATES)
+    assert [one.exhibit.name for one in everything()] == [exhibit.name for exhibit in published.exhibits()]
+    assert {one.state for one in everything()} <= set(scoreboard.STATES)
     shown = [
         row
         for slug in published.PAPERS
         for row in scoreboard.Board(scoreboard.exhibit_statuses(slug))._repr_markdown_().splitlines()[2:]
     ]
-    assert len(shown) == len(EVERYTHING) and not [row for row in shown if row.count("|") != 5]
+    assert len(shown) == len(everything()) and not [row for row in shown if row.count("|") != 5]
 
 
 def test_every_record_is_on_the_board():
     for path in (ROOT / "results").glob("*/*.paper.json"):
         name = f"{path.parent.name}/{path.name.removesuffix('.paper.json')}"
         if published.exhibit(name).kind == published.OURS:  # no paper prints it
-            assert name not in BY_NAME
+            assert name not in by_name()
             continue
-        one = BY_NAME[name]
+        one = by_name()[name]
         judged = one.exhibit.flat() or experiments.criteria(one.exhibit.name)
         assert one.state != "not run" or not judged, f"{one.exhibit.name} has a record, but stands as not run"
 
@@ -41,7 +41,7 @@ def shown_in(page, calls="compare|run|live|recorded|findings|show"):
     paper = (re.search(r'^PAPER = "([\w-]+)"', code, re.MULTILINE) or [None, page.stem.removesuffix("-exhibits")])[1]
     names = re.findall(rf'\b(?:{calls})\(\s*f?"([^"]+)"', code)
     names = [name.replace("{PAPER}", paper) if "/" in name else f"{paper}/{name}" for name in names]
-    return {name for name in names if name in BY_NAME}
+    return {name for name in names if name in by_name()}
 
 
 PAGES = sorted(
@@ -55,13 +55,13 @@ def test_what_a_chapter_holds_against_the_paper_is_on_the_board_with_its_place()
     found = {name for page in PAGES for name in shown_in(page)}
     assert {"idp-sgd/table-5", "intrinsic-privacy/table-3"} <= found
     for name in found:
-        assert BY_NAME[name].place is not None, f"{name} is shown in a chapter, but no heading names it"
+        assert by_name()[name].place is not None, f"{name} is shown in a chapter, but no heading names it"
     for name in {name for page in PAGES for name in shown_in(page, "run|live|recorded")}:
-        assert BY_NAME[name].state != "not run", f"{name} is run for a chapter, but stands as not run"
+        assert by_name()[name].state != "not run", f"{name} is run for a chapter, but stands as not run"
 
 
 def test_places_are_headings_that_exist():
-    for one in EVERYTHING:
+    for one in everything():
         if one.place:
             text = (ROOT / one.place.page).with_suffix(".md").read_text(encoding="utf-8")
             anchors = [anchor for _, anchor, _ in places.sections(text)]
@@ -70,7 +70,7 @@ def test_places_are_headings_that_exist():
 
 
 def test_the_tests_that_stand_for_an_exhibit_exist():
-    for one in EVERYTHING:
+    for one in everything():
         for test in one.exhibit.tests:
             file, _, name = test.partition("::")
             found = f"def {name}(" in (ROOT / file).read_text(encoding="utf-8")
@@ -233,58 +233,59 @@ def test_own_results_and_refutations_reproduce_nothing(tmp_path, kind, whose):
 
 
 def test_what_disagrees_contradicts_nothing_where_settings_are_not_printed():
-    one = BY_NAME["intrinsic-privacy/figures-6-7"]
+    one = by_name()["intrinsic-privacy/figures-6-7"]
     assert one.exhibit.unprinted and set(one.numbers) == {"differs"}
     assert one.state == "undecided" and one.basis.endswith("settings not printed")
 
 
 def test_a_stand_in_runs_none_of_the_numbers_of_the_paper():
     for paper in ("per-instance-accounting", "individual-accounting"):
-        one = BY_NAME[f"{paper}/table-2"]
+        one = by_name()[f"{paper}/table-2"]
         assert "stand-in" in one.basis and set(one.numbers) == {"not run"}, "one rule for both versions"
         # Of the later version the paper's network was run, too, for some of its epochs: findings, and no numbers.
         later = paper == "individual-accounting"
         assert one.own == {"holds": 1 + later} and one.smaller == {"holds": 1} | ({"fails": 1} if later else {})
-    assert BY_NAME["per-instance-accounting/text-worst-case-share"].state != "reproduced"
+    assert by_name()["per-instance-accounting/text-worst-case-share"].state != "reproduced"
 
 
 def test_statements_that_are_refuted_are_wrong_and_not_reproduced():
     for name in ("per-instance-accounting/algorithm-1", "idp-sgd/algorithms-2-5"):
-        assert BY_NAME[name].state == "wrong in the paper", name
-        assert BY_NAME[name].findings == {}, name
-    for one in EVERYTHING:
+        assert by_name()[name].state == "wrong in the paper", name
+        assert by_name()[name].findings == {}, name
+    for one in everything():
         if one.refutations.get("holds"):
             assert one.state in ("wrong in the paper", "contradicted", "vacuous"), one.exhibit.name
 
 
 def test_numbers_without_a_record_count_as_not_run_and_times_and_settings_do_not():
-    assert BY_NAME["idp-sgd/table-10"].numbers == {"not run": 60}
-    assert BY_NAME["per-instance-accounting/text-cost"].numbers == {}  # seconds and hours of the authors' machine
-    assert BY_NAME["individual-accounting/table-1"].numbers == {}  # evaluations, which hold by construction
-    assert BY_NAME["intrinsic-privacy/table-2"].numbers == {}  # hyperparameters
+    assert by_name()["idp-sgd/table-10"].numbers == {"not run": 60}
+    assert by_name()["per-instance-accounting/text-cost"].numbers == {}  # seconds and hours of the authors' machine
+    assert by_name()["individual-accounting/table-1"].numbers == {}  # evaluations, which hold by construction
+    assert by_name()["intrinsic-privacy/table-2"].numbers == {}  # hyperparameters
 
 
 def test_what_is_no_error_of_a_paper_is_not_called_one():
-    assert BY_NAME["individual-accounting/theorem-3.1"].state == "vacuous"  # 0 <= 0, which is true
-    assert BY_NAME["gradients-look-alike/corollary-3.1"].state == "reproduced"  # garbled in our copy alone
-    fact = BY_NAME["gradients-look-alike/definition-5.1-fact-5.2"]
+    assert by_name()["individual-accounting/theorem-3.1"].state == "vacuous"  # 0 <= 0, which is true
+    assert by_name()["gradients-look-alike/corollary-3.1"].state == "reproduced"  # garbled in our copy alone
+    fact = by_name()["gradients-look-alike/definition-5.1-fact-5.2"]
     assert fact.state != "wrong in the paper"
     # The printed constant is the larger one at every order where it is defined, so what it bounds stays bounded.
     assert all((order - 1) / (order - 2) > (order - 0.5) / (order - 1) for order in (2.001, 3, 8, 1024))
     # Criteria of ours that the papers do not state.
     for name in ("gradients-look-alike/figure-1", "gradients-look-alike/figure-2"):
-        assert "fails" not in {**BY_NAME[name].findings, **BY_NAME[name].smaller} and BY_NAME[name].own["fails"] > 0
+        one = by_name()[name]
+        assert "fails" not in {**one.findings, **one.smaller} and one.own["fails"] > 0
 
 
 def test_nothing_that_is_open_is_called_reproduced_and_the_sums_are_those_of_the_rows():
-    for one in EVERYTHING:
+    for one in everything():
         if one.state == "reproduced":
             assert not {"fails", "undecided"} & set(one.findings) and "differs" not in one.numbers, one.exhibit.name
             assert not one.smaller or one.numbers or one.findings, f"{one.exhibit.name}: smaller runs reproduce nothing"
-    found = scoreboard.sums(EVERYTHING)
-    assert found["claim"]["holds"] == sum(one.findings.get("holds", 0) for one in EVERYTHING)
-    assert found["smaller"]["holds"] == sum(one.smaller.get("holds", 0) for one in EVERYTHING)
-    assert sum(found["numbers"].values()) == sum(sum(one.numbers.values()) for one in EVERYTHING)
+    found = scoreboard.sums(everything())
+    assert found["claim"]["holds"] == sum(one.findings.get("holds", 0) for one in everything())
+    assert found["smaller"]["holds"] == sum(one.smaller.get("holds", 0) for one in everything())
+    assert sum(found["numbers"].values()) == sum(sum(one.numbers.values()) for one in everything())
 
 
 def test_without_a_record_and_an_experiment_an_exhibit_says_what_it_needs(tmp_path, monkeypatch):
@@ -316,8 +317,8 @@ def test_a_place_is_found_by_heading_first_and_by_code_else(tmp_path):
 
 
 def test_a_gap_names_the_command_that_fills_it_or_what_has_to_be_written(tmp_path):
-    assert {one.exhibit.name for one in EVERYTHING if one.exhibit.tests and one.to_do} == set()
-    for one in filter(lambda one: one.to_do, EVERYTHING):
+    assert {one.exhibit.name for one in everything() if one.exhibit.tests and one.to_do} == set()
+    for one in filter(lambda one: one.to_do, everything()):
         words = one.to_do[1].split()
         if words[0] == "dpcompanion":
             assert "paper" in experiments.get(words[2]).presets and words[3:5] == ["--preset", "paper"], one.to_do
@@ -382,7 +383,7 @@ def test_what_a_part_has_of_the_papers_network_counts_before_a_stand_in(tmp_path
 
 
 def test_settings_and_numbers_of_other_tables_are_no_results():
-    one = BY_NAME["idp-sgd/table-5"]
+    one = by_name()["idp-sgd/table-5"]
     assert one.state == "reproduced" and sum(one.numbers.values()) == 6
     for exhibit in published.exhibits():
         for pattern in exhibit.given:
@@ -390,13 +391,13 @@ def test_settings_and_numbers_of_other_tables_are_no_results():
 
 
 def test_another_exhibits_tasks_that_were_not_run_leave_an_exhibit_whole():
-    one = BY_NAME["idp-sgd/figure-1"]
+    one = by_name()["idp-sgd/figure-1"]
     assert one.record.name == "idp-sgd/table-2" and one.record.values["not_run"] and one.to_do is None
 
 
 @pytest.mark.parametrize("sample, left", [([90.0, 96.0, 93.0], True), ([95.0, 95.1, 95.2], False)])
 def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample, left):
-    kept = BY_NAME["idp-sgd/table-14"].record
+    kept = by_name()["idp-sgd/table-14"].record
     accuracies = {f"weight_{weight}": [90.0, 90.1, 90.2] for weight in (0, 25, 50, 75)} | {"weight_100": sample}
     values = {key: records.mean_and_sd(each) for key, each in accuracies.items()}
     values |= {f"{key}.final": each for key, each in accuracies.items()}

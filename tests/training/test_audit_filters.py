@@ -100,6 +100,7 @@ def audited(greedy=False):
     return promised, bound(best, slice(half, 2 * half))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("greedy", [False, True])
 def test_canaries_that_adapt_stay_below_the_promise_and_are_no_toy(greedy):
     promised, found = audited(greedy)

@@ -23,6 +23,7 @@ def trained(plan=PLAN, seed=0, **options):
     return model, train(model, cross_entropy, DATA, plan, optimizer=optimizer, seed=seed, progress=False, **options)
 
 
+@pytest.mark.slow
 def test_a_track_is_the_tracker_that_it_describes():
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 2)

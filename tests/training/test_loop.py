@@ -579,6 +579,7 @@ def test_bars_are_silent_off_a_terminal_and_can_be_forced_or_switched_off(capsys
     assert "DP-SGD" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_training_imports_nothing_but_torch_numpy_and_scipy():
     code = (
         "import sys; sys.modules.update(dict.fromkeys(['opacus', 'dp_accounting', 'mlxtend', 'tqdm']))\n"

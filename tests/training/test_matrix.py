@@ -126,6 +126,7 @@ REFUSED = {"BatchNorm1d", "BatchNorm2d", "Embedding with max_norm", "InstanceNor
 UNABLE = {"GRU", "LSTM, packed", "RNN"}  # torch.func cannot take them
 
 
+@pytest.mark.slow
 def test_auto_takes_every_layer_but_those_that_mix_or_keep_something_or_that_no_method_takes():
     settings = "train", "nothing", torch.float32, "everybody", "once"
     found = {name: check(name, "auto", settings) for name in layers.CASES}

@@ -151,6 +151,7 @@ def test_the_trials_side_by_side_are_those_of_the_trainer():
     assert not torch.allclose(ensemble.parameters["weight"][1], model.weight, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_larger_tasks_are_named_where_there_is_no_gpu_and_trained_with_each_methods_own_hyperparameters(tmp_path):
     config = chapter.Accuracies(TINY, ("dpsgd",), seeds=(0,), larger={"digits": TINY})
     run = run_of(config, tmp_path)
@@ -209,6 +210,7 @@ def test_all_groups_use_up_their_budgets_at_the_last_epoch_and_not_before():
             assert spent == sorted(spent) and spent[-2] < 0.99 * budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "exhibit,function,config,shared",
     [
@@ -291,6 +293,7 @@ def test_the_paper_is_judged_by_its_own_budgets_and_not_by_those_of_the_search(p
     assert {"paper.sample", "gap.paper.scale"} <= set(published.exhibit("idp-sgd/table-11").flat())
 
 
+@pytest.mark.slow
 def test_a_search_for_budgets_that_was_broken_off_goes_on_and_ends_with_the_same(tmp_path, monkeypatch):
     config = dataclasses.replace(experiments.get("idp-sgd/table-11").presets["quick"], task=TINY, rounds=2, runs=2)
     whole = chapter.level_budgets(config, run_of(config, tmp_path / "whole"))
@@ -311,6 +314,7 @@ def test_a_search_for_budgets_that_was_broken_off_goes_on_and_ends_with_the_same
     assert len(trained) == len({seed for (seed,) in trained}) == 4, "no training is done twice"
 
 
+@pytest.mark.slow
 def test_lira_finds_more_of_those_who_allow_more(tmp_path):
     config = dataclasses.replace(experiments.get("idp-sgd/figure-2").presets["quick"], shadows=8, targets=6)
     found = chapter.attacked(config, "sample", run_of(config, tmp_path))
@@ -336,6 +340,7 @@ def test_everybody_is_in_half_of_the_shadow_models_and_the_targets_have_halves_o
     assert (correlations[12:].abs() < 4.5 / 20_000**0.5).all()
 
 
+@pytest.mark.slow
 def test_an_attack_that_finds_nothing_has_an_area_of_a_half_and_decides_nothing():
     config = experiments.get("idp-sgd/figure-2-short").presets["paper"]
     config = dataclasses.replace(config, examples=1000)
