@@ -13,5 +13,5 @@ def everything():
 
 @functools.cache
 def by_name():
-    """{the name of an exhibit: its standing}."""
+    """{the name of an exhibit: its status}."""
     return {one.exhibit.name: one for one in everything()}
