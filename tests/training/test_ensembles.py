@@ -361,8 +361,8 @@ def test_a_run_that_a_callback_ends_stays_as_it_was_and_the_others_go_on_as_if_a
         if ensemble.step == 6:
             ensemble.stop()
 
-    model = nn.Linear(4, 3).double()
-    runs = dict(model=model, plans=PLANS[:3], seeds=[1, 2, 3], **SGD, workers=workers)
+    model, plans = nn.Linear(4, 3).double(), [plan(), plan(noise_multiplier=0.8), plan(sample_rate=0.02)]
+    runs = dict(model=model, plans=plans, seeds=[1, 2, 3], **SGD, workers=workers)
     seen = []
     note = Callbacks(stop, on_epoch=lambda ensemble: seen.append([len(own) for own in ensemble.indices]))
     stopped, whole = small(**runs, callbacks=note), small(**runs)
@@ -382,9 +382,9 @@ def test_a_run_that_a_callback_ends_stays_as_it_was_and_the_others_go_on_as_if_a
             bool((history.epsilons() <= planned.epsilons()).all())
             and history.epsilons().max() < planned.epsilons().max()
         )
-        expected = torch.as_tensor(PLANS[run].epsilon(steps=taken), dtype=torch.float64).expand(N)
+        expected = torch.as_tensor(plans[run].epsilon(steps=taken), dtype=torch.float64).expand(N)
         torch.testing.assert_close(history.epsilons(), expected)
-        assert history.guarantee == PLANS[run].statement(steps=taken) and history.guarantee in history.statement()
+        assert history.guarantee == plans[run].statement(steps=taken) and history.guarantee in history.statement()
         assert "planned" in history.statement()
         assert json.loads(history.to_json())["steps"] == taken
 
