@@ -310,6 +310,20 @@ FAULTS = (
         "training/test_loop.py::test_an_empty_draw_is_a_step_of_noise_alone_with_the_promised_spread",
     ),
     fault(
+        "the sums of ranks are not added up",
+        "training/distributed.py",
+        "self._call(dist.reduce, there, 0, group=group)",
+        "pass",
+        "training/test_distributed.py::test_two_ranks_end_where_one_process_does",
+    ),
+    fault(
+        "ranks have weights of their own",
+        "training/distributed.py",
+        "self._call(dist.broadcast, there, 0, group=group)",
+        "there = there if self.first else noisy(there)",
+        "training/test_distributed.py::test_two_ranks_end_where_one_process_does",
+    ),
+    fault(
         "a checkpoint lets noise be used again",
         "training/loop.py",
         "self.generators[name].set_state(state)",

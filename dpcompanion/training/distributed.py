@@ -8,9 +8,14 @@ Every rank is given the same plan, data, model and options, and calls `train` al
 4. the sums are added up on rank 0, which adds the noise, once; what all ranks receive is the noisy sum.
 
 So all ranks take the same step, to the last bit, and the account is that of one process.  The result is that of one
-process up to the order of sums; what a model (dropout) or a transform draws at random differs from rank to rank.
+process up to the order of sums; what is random in a model (dropout), a transform or the choice of a person's rows
+differs from rank to rank.
 
-A rank that fails says so before sums are exchanged, and all ranks raise: none takes a step that the others do not.
+Norms, losses and whether all is well are exchanged by the hosts (gloo), the sums by NCCL where the process group has
+it.  So a step on GPUs waits for them, as one on a single GPU does not.
+
+A rank whose gradients fail says so before sums are exchanged, and all ranks raise before they step; one that fails
+later, as in a callback, ends all after the step.
 Ranks that disagree on what they are given are refused before the first step, and ranks whose weights differ later at
 the next checkpoint, or at the end.
 
@@ -74,8 +79,8 @@ class Ranks:
         """The sum of all ranks' totals with noise, which `noisy` adds on rank 0: the same bits on every rank."""
         return noisy(total)
 
-    def same(self, told: Callable[[], Mapping[str, str]], what: str) -> None:
-        """Refuse ranks that differ in what `told` gives, {name: value or digest}."""
+    def same(self, described: Callable[[], Mapping[str, str]], what: str) -> None:
+        """Refuse ranks that differ in what `described` gives, {name: value or digest}."""
 
     def check_generator(self, device: str | torch.device) -> None:
         """Refuse generators whose numbers depend on the machine."""
@@ -132,8 +137,8 @@ class _Several(Ranks):
         self._call(dist.broadcast, there, 0, group=group)
         return there.to(total.device)
 
-    def same(self, told, what):
-        ours: Any = dict(told())
+    def same(self, described, what):
+        ours: Any = dict(described())
         self._agreed()
         everyone: list[Any] = [None] * self.size
         self._call(dist.all_gather_object, everyone, ours, group=self._host)

@@ -453,7 +453,7 @@ class TrainingLoop:
         """Refuse ranks that were given different things, and share what rank 0 has drawn: all but the noise."""
         run = self.run
 
-        def told():
+        def described():
             module, trackers = run.model, [(type(item).__name__, item.state_dict()) for item in self.trackers]
             return {
                 "plan": distributed.digest(run.plan.config()),
@@ -474,7 +474,7 @@ class TrainingLoop:
                 "step": str(run.step),
             }
 
-        self.ranks.same(told, "be given the same plan, data, model and options, and read the same checkpoint")
+        self.ranks.same(described, "be given the same plan, data, model and options, and read the same checkpoint")
         if self.seed is None:
             state = self.generators["sampling"].get_state(with_key=True), self.forward_seed
             state, self.forward_seed = self.ranks.from_first(state)

@@ -36,8 +36,9 @@ class Pool:
     """`size` processes; called with a case's name and options it gives what each rank returned or raised."""
 
     def __init__(self, size, folder, backend="gloo"):
-        context = torch.multiprocessing.get_context("forkserver")  # what takes long to import is imported once
-        context.set_forkserver_preload(["torch._dynamo", "dpcompanion.training", "dpcompanion.filters"])
+        # What takes long to import is imported once; the package is that of this process.
+        context = torch.multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch._dynamo", "scipy.stats", "mpmath"])
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

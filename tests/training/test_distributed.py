@@ -1,6 +1,7 @@
 """Runs on several processes end where those of one do, and no rank goes on without the others."""
 
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -61,6 +62,17 @@ def refusals(found, *kinds):
     """The messages of what ranks raised, of these kinds."""
     assert [one[0] for one in found] == list(kinds), found
     return [one[1] for one in found]
+
+
+def torchrun(program, folder):
+    """What a program prints that `torchrun` starts twice, and once more where one of the two dies."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    # With the store of torchrun's own, processes that start again look for the ports of those before them.
+    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    done = subprocess.run(
+        [*launch, str(program), str(folder)], check=True, capture_output=True, env=environment, encoding="utf-8"
+    )
+    return done.stdout
 
 
 def test_two_ranks_end_where_one_process_does(two):
@@ -213,10 +225,7 @@ def test_ctrl_c_on_one_rank_ends_all_after_the_step_and_the_run_goes_on_from_the
 @pytest.mark.slow
 def test_a_rank_that_is_lost_and_comes_back_goes_on_from_the_checkpoint(two, tmp_path):
     unbroken = check_alike(two("fit"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    # With the store of torchrun's own, processes that start again look for the ports of those before them.
-    environment = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    subprocess.run([*launch, ranks.__file__, str(tmp_path)], check=True, capture_output=True, env=environment)
+    torchrun(ranks.__file__, tmp_path)
     assert (tmp_path / "lost").exists()
     found = torch.load(tmp_path / "weights.pt", weights_only=True)
     assert torch.equal(found["weights"], unbroken["weights"]) and found["steps taken at last"] == ranks.STEPS - 6
@@ -237,6 +246,14 @@ def test_what_runs_in_one_process_is_refused_on_several(what, named, two):
 def test_draws_of_a_gpu_are_refused_on_several(two):
     for text in refusals(two("fit", generator_device="cuda"), "ValueError", "ValueError"):
         assert "generator_device" in text
+
+
+@pytest.mark.slow
+def test_the_program_to_start_from_runs_and_goes_on(tmp_path):
+    program = pathlib.Path(__file__).parents[2] / "examples" / "several_processes.py"
+    printed = torchrun(program, tmp_path)
+    assert "Epsilon 4.000" in printed and (tmp_path / "model.pt").exists()
+    assert torchrun(program, tmp_path) == printed  # from the checkpoint of the run that has ended
 
 
 def test_processes_of_torchrun_without_a_group_are_refused(monkeypatch):
