@@ -122,7 +122,7 @@ def logits_of(model: torch.nn.Module, batch: Batch) -> Any:
 
 
 def check_padding(rows: Rows, model: torch.nn.Module, loss: Any) -> None:
-    """Refuse a collator by which a row's loss depends on the rows beside it, as padding that the model is not told of
+    """Refuse a collator by which a row's loss depends on the rows beside it, as padding that the model does not know of
     does. Of 64 rows the four shortest and the four longest alone are tried; of a collator that draws at random nothing
     can be said.
 
