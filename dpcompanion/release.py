@@ -62,6 +62,8 @@ from . import _checks
 from ._types import Array
 from .accounting import Gaussian, LedgerEntry, gaussian_epsilon, gaussian_mu
 from .accounting.items import check_no_delta
+from .mechanism.noise import gaussian_noise, noisy
+from .mechanism.secure import CELLS, MOST_CELLS, SecureStream, grid_of
 
 METHODS = ("cdf", "andrew2021")
 RELATIONS = ("add-remove", "replace")
@@ -100,8 +102,8 @@ def private_mean(
     values = _bounded(values, upper)
     _checks.one_of("relation", relation, RELATIONS)
     ratio = noise_ratio(epsilon, delta)
-    noisy = float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio, most=upper))
-    return min(max(noisy, 0.0), float(upper))  # what is done to what was released costs nothing
+    mean = float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio, most=upper))
+    return min(max(mean, 0.0), float(upper))  # what is done to what was released costs nothing
 
 
 def private_quantiles(
@@ -421,10 +423,6 @@ def _real(name, values):
         raise ValueError(f"{name} must be real numbers, got {type(values).__name__}") from None
 
 
-def _normal(shape, generator):
-    return torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device).cpu()
-
-
 def _noisy(exact, std, generator, *, ratio, most, numbers=1):
     """`exact` and N(0, std^2), where `std` is sensitivity / ratio for all `numbers` of the release together.
 
@@ -434,21 +432,18 @@ def _noisy(exact, std, generator, *, ratio, most, numbers=1):
     """
     if generator is not None:
         _check_room(most, std)
-        return exact + std * _normal(exact.shape, generator)
-    from .mechanism.secure import CELLS, SecureStream, grid_of, snapped  # secure noise alone needs it
+        return noisy(exact, std, generator)
 
     moved = 2 * math.sqrt(numbers) / CELLS / ratio  # at most, as a share of the sensitivity at the noise that it takes
     if not moved <= 0.5:
         raise ValueError(f"epsilon must be large enough for noise on a grid, got sensitivity / noise of {ratio:g}")
     std = std / (1 - moved)
     _check_room(most, grid_of(std))
-    return snapped(exact, grid_of(std)) + SecureStream().normal(exact.shape, std)
+    return noisy(exact, std, SecureStream())
 
 
 def _check_room(most, unit):
     """float64 tells the multiples of `unit` apart up to `most` (and a little more, for rounding)."""
-    from .mechanism.secure import MOST_CELLS
-
     if not most / unit <= MOST_CELLS / 2:
         raise ValueError(f"epsilon must be smaller: beside what so many values may add up to, {most:g}, noise is lost")
 
@@ -471,13 +466,13 @@ def _noisy_prefixes(values, upper, bins, ratio, generator):
     column = _square_root(bins)
     std = float(column.square().sum().sqrt()) / ratio
     if generator is None:
-        noisy = _convolved(
+        found = _convolved(
             column, _noisy(_convolved(column, counts), std, None, ratio=ratio, most=len(values), numbers=bins)
         )
     else:
         _check_room(len(values), std)
-        noisy = counts.cumsum(0) + std * _convolved(column, _normal((bins,), generator))
-    return torch.from_numpy(isotonic_regression(noisy.numpy()).x).clamp(0, len(values))
+        found = counts.cumsum(0) + std * _convolved(column, gaussian_noise((bins,), 1.0, generator))
+    return torch.from_numpy(isotonic_regression(found.numpy()).x).clamp(0, len(values))
 
 
 def _read_off(prefixes, quantiles, upper, n):

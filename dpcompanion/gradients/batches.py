@@ -148,10 +148,6 @@ class Batch:
         """The same without a graph."""
         return self.map(torch.Tensor.detach)
 
-    def flip(self, axis: int) -> "Batch":
-        """The examples the other way round (`axis` 0)."""
-        return self.map(lambda t: t.flip(axis))
-
     def unsqueeze(self, axis: int) -> "Batch":
         """A new axis in each tensor."""
         return self.map(lambda t: t.unsqueeze(axis))

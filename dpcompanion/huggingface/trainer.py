@@ -20,8 +20,8 @@ from dpcompanion.huggingface.rows import collator_of, column_of
 from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance, Track
 from dpcompanion.training.callbacks import rounded_up
 from dpcompanion.training.checkpoints import key_file, plain, read_checkpoint, read_keys, write_checkpoint, write_keys
-from dpcompanion.training.loop import _Loop
 from dpcompanion.training.collating import Reader
+from dpcompanion.training.loop import TrainingLoop
 from dpcompanion.training.people import PersonItems
 
 #: The file of a checkpoint that holds draws and accounts; keys lie beside it.
@@ -41,7 +41,7 @@ _REFUSED = {
 }
 
 
-class _Step(_Loop):
+class _Step(TrainingLoop):
     """The loop of `train` whose optimizer is stepped by the Trainer."""
 
     ready = False
@@ -318,7 +318,7 @@ class PersonalTrainer(Trainer):
         write_checkpoint(
             path,
             {
-                "identity": loop._identity(),
+                "identity": loop.identity(),
                 "step": loop.run.step,
                 "generators": {name: g.get_state() for name, g in loop.generators.items()},
                 "stateful": {name: item.state_dict() for name, item in loop.stateful.items()},
@@ -338,7 +338,7 @@ class PersonalTrainer(Trainer):
     def _restore(self, path):
         loop = self._loop
         content = read_checkpoint(path, ("identity", "step", "generators", "stateful", "history"))
-        theirs, ours = content["identity"], loop._identity()
+        theirs, ours = content["identity"], loop.identity()
         differ = sorted(key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key))
         if differ or set(content["stateful"]) != set(loop.stateful):
             raise ValueError(

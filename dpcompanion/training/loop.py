@@ -82,7 +82,7 @@ def train(
     device: Device = None,
     method: str = "auto",
     precision: str | None = None,
-    physical_batch_size: int | None = None,
+    microbatch_size: int | None = None,
     trackers: Iterable[Any] = (),
     callbacks: Callbacks | None = None,
     checkpoint: Checkpoint | None = None,
@@ -123,9 +123,9 @@ def train(
         performance: a `Performance`: method, precision, microbatch_size and device.
         device, method, precision: the same by single keywords. Model and data (of a data set each draw) are moved to
             the device.
-        physical_batch_size: `microbatch_size` by a single keyword: examples in one pass; a draw is cut into such
+        microbatch_size: examples in one pass; a draw is cut into such
             pieces, never joined with another. By default as many as suit a processor's caches
-            (`dpcompanion.gradients.portions`), or 512.
+            (`dpcompanion.gradients.microbatches`), or 512.
         trackers: further objects that follow the norms of all examples, such as a `NormTracker`, and may clip to less
             than the plan does. They must have been made with this model, loss and data, and are saved with the run.
         callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it (`Run.stop`).
@@ -151,9 +151,9 @@ def train(
     """
     with distributed.joined() as ranks:
         callbacks, checkpoint = check_extras(callbacks, checkpoint)
-        if physical_batch_size is not None:
-            _checks.whole_number("physical_batch_size", physical_batch_size, 1)
-        loop = _Loop(
+        if microbatch_size is not None:
+            _checks.whole_number("microbatch_size", microbatch_size, 1)
+        loop = TrainingLoop(
             model,
             loss,
             examples_of(data, getattr(plan, "n", None), collate_fn=collate_fn, people=people, at_most=at_most),
@@ -161,7 +161,7 @@ def train(
             optimizer,
             seed=seed,
             performance=performance_of(
-                performance, method=method, precision=precision, microbatch_size=physical_batch_size, device=device
+                performance, method=method, precision=precision, microbatch_size=microbatch_size, device=device
             ),
             trackers=trackers,
             track=track,
@@ -205,7 +205,9 @@ def train(
         return run.history
 
 
-class _Loop:
+class TrainingLoop:
+    """A run of DP-SGD: what it was given, checked, and its steps; `train` and `PersonalTrainer` drive it."""
+
     def __init__(
         self,
         model,
@@ -232,7 +234,7 @@ class _Loop:
         if plan.arithmetic == "real":
             checks.check_sums(model)
         checks.check_optimizer(optimizer, model)
-        self.physical_batch_size = performance.microbatch_size
+        self.microbatch_size = performance.microbatch_size
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
@@ -257,8 +259,8 @@ class _Loop:
         self.numbers = sum(p.numel() for p in self.parameters.values())
         self.dtype = next(iter(self.parameters.values())).dtype
         self.modes = {module: module.training for module in model.modules()}
-        self.precise, self.precision = plan.arithmetic == "float", precision
-        if self.precise and (self.seed is not None or self.numbers != plan.parameters):
+        self.float64, self.precision = plan.arithmetic == "float", precision
+        if self.float64 and (self.seed is not None or self.numbers != plan.parameters):
             raise ValueError(
                 f"plan with arithmetic='float' must have as many parameters as the model, {self.numbers}, "
                 f"and takes no seed, got {plan.parameters} and seed {self.seed}"
@@ -296,7 +298,7 @@ class _Loop:
         checks.check_model(model)
         x, y = self.examples.probe
         self.method = clipping.resolve_method(
-            self.network, self.loss, x, y, self.asked, self.precision, precise=self.precise
+            self.network, self.loss, x, y, self.asked, self.precision, float64=self.float64
         )
         self.state = states.state_of(model)
 
@@ -333,7 +335,7 @@ class _Loop:
             lower = [tracker.before_step() for tracker in self.trackers]
         drawn = self.sampler.draw().cpu()
         limits, indices = plan.clip_norms(drawn), sent(drawn, self.device)
-        # A device is told of limits and asked for none, since each question waits for all that was begun there.
+        # Avoid host syncs: never read GPU values here.
         away = any(norms is not None and is_away(norms) for norms in lower)
         for norms in lower:
             if norms is not None:
@@ -342,7 +344,7 @@ class _Loop:
                 limits = torch.minimum(sent(limits, there), own)
         taking = limits > 0
         if not away and not taking.all():
-            # Whoever is clipped to nothing takes no part, and the clipping need not divide by zero. Away they stay,
+            # Examples clipped to nothing take no part, so that clipping need not divide by zero. On a GPU they stay,
             # times 0, since how many they are is not known here.
             drawn, limits = drawn[taking], limits[taking]
             indices = sent(drawn, self.device)
@@ -364,9 +366,9 @@ class _Loop:
                 y,
                 limits[share],
                 method=self.method,
-                chunk=self.physical_batch_size,
+                microbatch_size=self.microbatch_size,
                 precision=self.precision,
-                precise=self.precise,
+                float64=self.float64,
             )
         self.note_later(traces.check_untouched(run.model, before, wait=False))
         if total.mixed is not None:
@@ -498,7 +500,7 @@ class _Loop:
             f"hold the same weights after step {self.run.step}",
         )
 
-    def _identity(self):
+    def identity(self):
         return {
             "format": _FORMAT,
             "plan": self.run.plan.config(),
@@ -523,7 +525,7 @@ class _Loop:
     def _write(self, path):
         run, history = self.run, self.run.history
         content = {
-            "identity": self._identity(),
+            "identity": self.identity(),
             "step": run.step,
             "model": run.model.state_dict(),
             "optimizer": run.optimizer.state_dict(),
@@ -538,7 +540,7 @@ class _Loop:
 
     def load(self, path):
         content = read_checkpoint(path, _KEYS)
-        theirs, ours = content["identity"], self._identity()
+        theirs, ours = content["identity"], self.identity()
         if theirs != ours:
             differ = [
                 f"{key} {theirs.get(key)} there, {ours.get(key)} here"

@@ -235,7 +235,7 @@ def test_the_network_computes_on_rows_and_not_on_padding():
     data = by_person(x, y, [0] * 20 + [1], at_most=20, persons=range(9))
     network, loss = data.seen(model, cross_entropy)
     model.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
-    clipped_sum(network, loss, *data.rows(torch.arange(9)), 1.0, method="mixed", chunk=100)
+    clipped_sum(network, loss, *data.rows(torch.arange(9)), 1.0, method="mixed", microbatch_size=100)
     assert max(seen) == 21
 
 
@@ -264,7 +264,7 @@ def audited(data, n_units, steps=4):
         plan,
         optimizer=optimizer,
         seed=11,
-        physical_batch_size=10**6,
+        microbatch_size=10**6,
         progress=False,
     )
     weights, half = model.weight.detach().squeeze(1), n // 4
