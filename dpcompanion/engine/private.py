@@ -156,12 +156,6 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             ValueError: at the step, for a loss that mixes examples, as with class weights, or that is not known to be a
                 mean (or sum) of one number an example.
         """
-        if people is not None:
-            raise ValueError(
-                "people must be None in the engine, which clips each item of the data set by itself, got a "
-                f"{type(people).__name__}: for persons with several rows use dpcompanion.training.train with people "
-                "and at_most, or PersonalTrainer"
-            )
         _checks.one_of("method", method, METHODS)
         _checks.one_of("clipping", clipping, CLIPPINGS)
         if grad_sample_mode == "ghost" and clipping == "per_layer":
@@ -175,7 +169,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             raise ValueError(
                 f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is for 'sample'"
             )
-        self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
+        self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model, people)
         n, epochs = len(cast(Sized, data_loader.dataset)), _checks.whole_number("epochs", epochs, 1)
         budgets = budgets_for(target_epsilons, n)
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
@@ -361,7 +355,13 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             )
         return made
 
-    def _check(self, module, optimizer, data_loader, grad_sample_mode, wrap_model):
+    def _check(self, module, optimizer, data_loader, grad_sample_mode, wrap_model, people=None):
+        if people is not None:
+            raise ValueError(
+                "people must be None in the engine, which clips each item of the data set by itself, got a "
+                f"{type(people).__name__}: for persons with several rows use dpcompanion.training.train with people "
+                "and at_most, or PersonalTrainer"
+            )
         _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
         if not wrap_model and grad_sample_mode == "ew":
             raise ValueError(f"wrap_model must be True with grad_sample_mode 'ew', got {wrap_model!r}: it has no hooks")

@@ -50,6 +50,32 @@ class _Step(TrainingLoop):
         self.ready = True
 
 
+def _check(args, train_dataset, privacy, options):
+    """Refuse what would void the account."""
+    if not isinstance(privacy, PersonalPrivacy):
+        raise ValueError(f"privacy must be PersonalPrivacy(...), got {privacy!r}")
+    for name, why in _REFUSED.items():
+        if getattr(args, name, None):
+            raise ValueError(f"args.{name} must be off, got {getattr(args, name)!r}: {why}")
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise ValueError(
+            f"args must be for one process on one device, got {args.world_size} processes and {args.n_gpu} devices"
+        )
+    if args.push_to_hub and "checkpoint" in str(args.hub_strategy):
+        raise ValueError(
+            f"args.hub_strategy must push no checkpoints, got {args.hub_strategy}: they hold the key of the noise"
+        )
+    if options.get("compute_loss_func") is not None:
+        raise ValueError("compute_loss_func must be None: give PersonalPrivacy a loss of each example's own")
+    if options.get("model_init") is not None:
+        raise ValueError("model_init must be None: each model that is trained on the data costs its own epsilon")
+    if isinstance(train_dataset, IterableDataset) or not hasattr(train_dataset, "__getitem__"):
+        raise ValueError(
+            "train_dataset must be map-style, with a length: a Poisson draw names the persons that it wants, got "
+            f"a {type(train_dataset).__name__}"
+        )
+
+
 class PersonalTrainer(Trainer):
     """A `transformers.Trainer` that keeps a privacy budget for each person; see `dpcompanion.huggingface`.
 
@@ -95,30 +121,8 @@ class PersonalTrainer(Trainer):
         privacy: PersonalPrivacy,
         **options: Any,
     ):
-        if not isinstance(privacy, PersonalPrivacy):
-            raise ValueError(f"privacy must be PersonalPrivacy(...), got {privacy!r}")
-        if args is None:
-            args = TrainingArguments("tmp_trainer")
-        for name, why in _REFUSED.items():
-            if getattr(args, name, None):
-                raise ValueError(f"args.{name} must be off, got {getattr(args, name)!r}: {why}")
-        if args.world_size > 1 or args.n_gpu > 1:
-            raise ValueError(
-                f"args must be for one process on one device, got {args.world_size} processes and {args.n_gpu} devices"
-            )
-        if args.push_to_hub and "checkpoint" in str(args.hub_strategy):
-            raise ValueError(
-                f"args.hub_strategy must push no checkpoints, got {args.hub_strategy}: they hold the key of the noise"
-            )
-        if options.get("compute_loss_func") is not None:
-            raise ValueError("compute_loss_func must be None: give PersonalPrivacy a loss of each example's own")
-        if options.get("model_init") is not None:
-            raise ValueError("model_init must be None: each model that is trained on the data costs its own epsilon")
-        if isinstance(train_dataset, IterableDataset) or not hasattr(train_dataset, "__getitem__"):
-            raise ValueError(
-                "train_dataset must be map-style, with a length: a Poisson draw names the persons that it wants, got "
-                f"a {type(train_dataset).__name__}"
-            )
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        _check(args, train_dataset, privacy, options)
         self.privacy = privacy
         self._loop: Any = None
         self._tracker: NormTracker | None = None

@@ -286,8 +286,7 @@ class TrainingLoop:
             plan=plan,
             tracker=own,
         )
-        self.plan = plan
-        self.planned = checks.numbers_of(plan)
+        self.plan, self.planned = plan, checks.numbers_of(plan)
         self.run = Run(plan, model, optimizer, history)
         self.looked = False  # whether a step was seen to leave no trace, by values of parameters
         self.later = {}  # what was seen of that on a device, to be looked at when there is time
