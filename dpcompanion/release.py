@@ -157,7 +157,7 @@ def private_quantiles(
     std = math.sqrt(steps * len(quantiles)) / ratio
     ordered = values.sort().values
     for _ in range(steps):
-        counts = torch.searchsorted(ordered, found, right=True)
+        counts = torch.searchsorted(ordered, found, right=True).double()
         below = _noisy(counts, std, generator, ratio=ratio, most=len(values), numbers=steps * len(quantiles))
         factor = torch.exp(-learning_rate * (below / len(values) - quantiles))
         found = (found * factor.clamp(max=torch.finfo(factor.dtype).max)).clamp(max=upper)  # 0 times inf is NaN
@@ -275,8 +275,8 @@ def private_scaler(
     z = ((x - middle) / half).nan_to_num(nan=0.0).clamp(-1, 1)
     sums = torch.cat([z.sum(0), (z.square() - 0.5).sum(0)])
     std = _SCALER[relation] * math.sqrt(d) / ratio
-    noisy = _noisy(sums, std, generator, ratio=ratio, most=n, numbers=2 * d) / n
-    mean, square = noisy[:d].clamp(-1, 1), noisy[d:] + 0.5
+    means = _noisy(sums, std, generator, ratio=ratio, most=n, numbers=2 * d) / n
+    mean, square = means[:d].clamp(-1, 1), means[d:] + 0.5
     variance = (square - mean.square()).clamp(min(std / n, 1.0), 1.0)
     return PrivateScaler(
         middle + half * mean,

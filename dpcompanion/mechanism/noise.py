@@ -104,11 +104,14 @@ def noisy(total: torch.Tensor, std: float, generator: torch.Generator | SecureSt
         generator: a stream of `generators`, or any `torch.Generator`.
 
     Raises:
-        ValueError: a standard deviation outside its range, or entries that do not fit on the grid, NaN among them.
+        ValueError: a standard deviation outside its range, a tensor of whole numbers, in which the noise would be cut
+            off, or entries that do not fit on the grid, NaN among them.
 
     >>> noisy(torch.zeros(3), 2.0, generators(seed=7)["noise"]).dtype
     torch.float32
     """
+    if not total.is_floating_point():
+        raise ValueError(f"total must have a floating-point type, got {total.dtype}")
     if isinstance(generator, SecureStream) and std:
         exact = snapped(total, grid_of(std))
         noise = gaussian_noise(total.shape, std, generator.bound(exact), device=total.device)

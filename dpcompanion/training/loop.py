@@ -156,7 +156,9 @@ def train(
         loop = TrainingLoop(
             model,
             loss,
-            examples_of(data, getattr(plan, "n", None), collate_fn=collate_fn, people=people, at_most=at_most),
+            data
+            if collate_fn is people is at_most is None
+            else examples_of(data, getattr(plan, "n", None), collate_fn=collate_fn, people=people, at_most=at_most),
             plan,
             optimizer,
             seed=seed,
