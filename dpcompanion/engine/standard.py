@@ -20,7 +20,7 @@ def precise(t):
 
 
 def rounding(dtype):
-    return {torch.float64: 1e-6, torch.float32: 1e-3}.get(dtype, 5e-2)
+    return {torch.float64: 1e-6, torch.float32: 1e-4}.get(dtype, 5e-2)
 
 
 def gradient_of(loss, out, batch):
