@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpcompanion.engine import IndividualizedPrivacyEngine
-from dpcompanion.training import DPSGDPlan, cross_entropy, train
+from dpcompanion.training import Callbacks, DPSGDPlan, cross_entropy, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:In CPU autocast")
 N = 24
@@ -480,3 +480,63 @@ def test_statistics_that_the_loop_keeps_in_a_buffer_are_said(mode):
 def test_compiled_modules_are_refused_by_name(make):
     with pytest.raises(ValueError, match="torch.jit|torch.compile"):
         run(plain, model=nn.Sequential(make(Net())))
+
+
+class CentredTogether(MixedWithLast):
+    """Subtracts the mean of the items that are asked for together."""
+
+    def __getitem__(self, i):
+        return self.x[i], i % 3
+
+    def __getitems__(self, indices):
+        mean = self.x[indices].mean(0)
+        return [(self.x[i] - mean, i % 3) for i in indices]
+
+
+class FlippedTogether(CentredTogether):
+    def __getitems__(self, indices):
+        signs = (torch.rand(len(indices)) < 0.5).float() * 2 - 1
+        return [(sign * self.x[i], i % 3) for sign, i in zip(signs, indices)]
+
+
+@pytest.mark.parametrize("by", [by_engine, by_train])
+def test_a_data_set_that_mixes_items_that_are_asked_for_together_is_refused_and_augmentation_is_not(by):
+    with pytest.raises(ValueError, match="__getitems__"):
+        by(CentredTogether())
+    by(FlippedTogether())
+
+
+def trained(on_step=None, model=None):
+    model = model or Net()
+    plan = DPSGDPlan(n=N, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3
+    callbacks = Callbacks(on_step=None if on_step is None else lambda run: on_step(run, *data))
+    train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0, callbacks=callbacks, progress=False)
+
+
+def test_parameters_that_a_callback_adds_to_the_optimizer_are_refused():
+    scale = nn.Parameter(torch.ones(3))
+
+    def adding(run, x, y):
+        run.optimizer.add_param_group({"params": [scale]})
+        (scale * x[:, :3]).sum().backward()
+
+    with pytest.raises(ValueError, match="optimizer must hold parameters of the model only"):
+        trained(adding)
+    assert bool((scale == 1).all())
+
+
+def test_another_optimizer_that_a_callback_steps_is_said():
+    def beside(run, x, y):
+        F.cross_entropy(run.model(x), y).backward()
+        torch.optim.SGD(run.model.parameters(), lr=0.1).step()
+
+    with pytest.warns(RuntimeWarning, match="trained by a SGD beside"):
+        trained(beside)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
+def test_scripted_modules_are_refused_by_train():
+    with pytest.raises(ValueError, match="torch.jit"):
+        trained(model=torch.jit.script(Net()))
