@@ -281,13 +281,12 @@ class Proof:
         typical = torch.stack([norms_of(self._alone(batch, row, parameters)[0]) for row in checked[:COMPARED]])
         typical = typical.nan_to_num(0.0, 0.0).amax(0)
         found_of = [self._samples(p, len(rows)) for p in parameters]
+        alone: list[tuple[int, list]] = []
         for row in checked:
             i = rows.index(row)
-            expected, _, alone = self._alone(batch, row, parameters)
+            expected, _, values = self._alone(batch, row, parameters)
+            alone.append((row, values))
             lengths = norms_of(expected)
-            self._check_outputs(
-                batch, row, parameters, [part[i] if part.ndim else None for part in known], alone, tolerance[0]
-            )
 
             def check(found, errors, say, total=None):
                 off = misfit(errors, lengths, typical, tolerance)
@@ -310,6 +309,9 @@ class Proof:
                 found = [samples[i] for samples in found_of]
             errors = norms_of(a - b for a, b in zip(found, expected))
             check(norms_of(found), errors, _gradients_differ, None if self._ghost else found_of)
+        for row, values in alone:
+            together = [part[rows.index(row)] if part.ndim else None for part in known]
+            self._check_outputs(batch, row, parameters, together, values, tolerance[0])
         self._clear()
 
     def _check_outputs(self, batch, row, parameters, together, alone, relative):
