@@ -78,7 +78,7 @@ def opacus_step(mode):
 
 def our_norms(method="auto"):
     model, (x, y) = models.mnist_cnn(), images(EXAMPLES)
-    return lambda: gradient_norms(model, cross_entropy, x, y, method=method, chunk=BATCH)
+    return lambda: gradient_norms(model, cross_entropy, x, y, method=method, microbatch_size=BATCH)
 
 
 def opacus_norms(mode):

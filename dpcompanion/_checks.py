@@ -30,7 +30,7 @@ _F = TypeVar("_F", bound=SupportsFloat)
 _BRACKETS = {"both": "[]", "left": "[)", "right": "(]", "neither": "()"}
 
 
-def _flat(name: str, value: Any) -> np.ndarray:
+def flat_doubles(name: str, value: Any) -> np.ndarray:
     """The entries of a number, sequence, array or tensor as a flat float64 array."""
     value = real(name, unlabelled(value))
     if isinstance(value, torch.Tensor):
@@ -69,7 +69,7 @@ def in_interval(name: str, value: _T, low: float = -math.inf, high: float = math
 
     `closed` says which ends are allowed: "both", "left", "right" or "neither".
     """
-    entries = _flat(name, value)
+    entries = flat_doubles(name, value)
     above = entries >= low if closed in ("both", "left") else entries > low
     below = entries <= high if closed in ("both", "right") else entries < high
     bad = ~(above & below)
@@ -85,7 +85,7 @@ def in_interval(name: str, value: _T, low: float = -math.inf, high: float = math
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, closed: str = "both") -> float:
     """`value` is one number (or an array scalar) between `low` and `high`; returned as float."""
-    entries = _flat(name, value)
+    entries = flat_doubles(name, value)
     if entries.size != 1:
         raise ValueError(f"{name} must be one number, got {value!r}")
     in_interval(name, entries, low, high, closed=closed)
@@ -94,7 +94,7 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
 
 def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) -> int:
     """`value` is one whole number (an int, or a float or array scalar without a fraction); returned as int."""
-    entries = _flat(name, value)
+    entries = flat_doubles(name, value)
     if (
         entries.size != 1
         or isinstance(value, bool)

@@ -38,10 +38,11 @@ def replace(path, content, *, mode=0o666):
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    _remove_stale(path)
+    remove_stale(path)
 
 
-def _remove_stale(path):
+def remove_stale(path):
+    """Remove the partial files that processes which were killed left beside `path`."""
     for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
         try:
             if time.time() - part.stat().st_mtime > _STALE:

@@ -312,7 +312,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.do(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read, `head` for one, has seen enough. What is left goes nowhere, else Python complains as it ends.
+        # The reader, such as `head`, has closed the pipe. The rest goes nowhere, or Python complains as it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as a process that SIGPIPE ends
     except (ValueError, FileNotFoundError, ImportError) as error:

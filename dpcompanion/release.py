@@ -1,4 +1,5 @@
-r"""Publishing what individual epsilons look like together: a private mean and private quantiles.
+r"""Publishing what individual epsilons look like together: a private mean and private quantiles; and the means and
+variances by which columns are scaled before a training, a private scaler.
 
 An epsilon of one's own is computed from one's own data and may not be published as it is.  Two
 releases add Gaussian noise instead, calibrated by the analytic Gaussian mechanism.
@@ -29,6 +30,16 @@ what a release counts as in a `dpcompanion.accounting.Ledger`, beside trainings.
   at most C (Andrew et al. 2021), as in Yu et al.; the budget is shared equally by all rounds and quantiles. Andrew et
   al.'s own :math:`\eta = 0.2` is meant for hundreds of rounds and does not arrive in 20.
 
+**A scaler.**  What columns are scaled by is computed from the data that are to be protected, so it costs epsilon like
+everything else.  With :math:`z \in [-1, 1]` the values of d columns, between public bounds, `private_scaler` releases
+the 2d sums of :math:`z` and :math:`z^2 - 1/2` at once.  One row moves a column's two sums by at most
+
+.. math::
+    \max_{|z| \le 1} z^2 + \left(z^2 - \tfrac12\right)^2 = \tfrac54, \qquad
+    \max_{|z|, |z'| \le 1} (z - z')^2 + (z^2 - z'^2)^2 = 4
+
+in square, if it is added or removed, or replaced: all of them by :math:`\sqrt{5d/4}` or :math:`2\sqrt d`.
+
 >>> values = torch.linspace(0.0, 2.0, 60_000, dtype=torch.float64) ** 2 / 2
 >>> generator = torch.Generator().manual_seed(0)
 >>> mean = private_mean(values, upper=2.0, epsilon=0.1, delta=1e-5, generator=generator)
@@ -38,6 +49,7 @@ True
 tensor([0.0...], dtype=torch.float64)
 """
 
+import dataclasses
 import functools
 import math
 import numbers
@@ -48,7 +60,10 @@ from scipy.optimize import isotonic_regression
 
 from . import _checks
 from ._types import Array
-from .accounting import Gaussian, gaussian_epsilon, gaussian_mu
+from .accounting import Gaussian, LedgerEntry, gaussian_epsilon, gaussian_mu
+from .accounting.items import check_no_delta
+from .mechanism.noise import gaussian_noise, noisy
+from .mechanism.secure import CELLS, MOST_CELLS, SecureStream, grid_of
 
 METHODS = ("cdf", "andrew2021")
 RELATIONS = ("add-remove", "replace")
@@ -87,8 +102,8 @@ def private_mean(
     values = _bounded(values, upper)
     _checks.one_of("relation", relation, RELATIONS)
     ratio = noise_ratio(epsilon, delta)
-    noisy = float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio, most=upper))
-    return min(max(noisy, 0.0), float(upper))  # what is done to what was released costs nothing
+    mean = float(_noisy(values.mean(), upper / ratio / len(values), generator, ratio=ratio, most=upper))
+    return min(max(mean, 0.0), float(upper))  # what is done to what was released costs nothing
 
 
 def private_quantiles(
@@ -142,11 +157,145 @@ def private_quantiles(
     std = math.sqrt(steps * len(quantiles)) / ratio
     ordered = values.sort().values
     for _ in range(steps):
-        counts = torch.searchsorted(ordered, found, right=True)
+        counts = torch.searchsorted(ordered, found, right=True).double()
         below = _noisy(counts, std, generator, ratio=ratio, most=len(values), numbers=steps * len(quantiles))
         factor = torch.exp(-learning_rate * (below / len(values) - quantiles))
         found = (found * factor.clamp(max=torch.finfo(factor.dtype).max)).clamp(max=upper)  # 0 times inf is NaN
     return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PrivateScaler:
+    """What `private_scaler` gives.
+
+    Attributes:
+        mean, scale: of each column, (d,) float64, by which `transform` moves and divides.
+        lower, upper: the public bounds of each column, (d,) float64.
+        n: how many rows there were.
+        epsilon, delta, relation: what was asked for.
+        seeded: whether the noise came from a `torch.Generator`.
+    """
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+    lower: torch.Tensor
+    upper: torch.Tensor
+    n: int
+    epsilon: float
+    delta: float
+    relation: str = "add-remove"
+    seeded: bool = False
+
+    def transform(self, x: Array) -> torch.Tensor:
+        """(x - mean) / scale of columns moved to between their bounds, (m, d), of the type and device of x.
+
+        It is a fixed map of each row, at no further cost. NaN stays NaN.
+
+        Raises:
+            ValueError: for another number of columns.
+        """
+        x = torch.as_tensor(_checks.unlabelled(x))
+        if x.ndim != 2 or x.shape[1] != len(self.mean):
+            raise ValueError(f"x must have shape (m, {len(self.mean)}), got {tuple(x.shape)}")
+        wide = x.to(torch.float64)
+        lower, upper, mean, scale = (t.to(x.device) for t in (self.lower, self.upper, self.mean, self.scale))
+        found = (wide.clamp(lower, upper) - mean) / scale
+        return found.to(x.dtype if x.is_floating_point() else torch.get_default_dtype())
+
+    def statement(self) -> str:
+        """What the scaler has cost, in a sentence for a report."""
+        neighbours = "by one row" if self.relation == "add-remove" else "in one row that is replaced"
+        return (
+            f"Means and variances of {len(self.mean)} columns of {self.n} rows (a public number) were released with "
+            f"Gaussian noise, ({self.epsilon:g}, {self.delta:g})-DP for neighbours that differ {neighbours} "
+            f"({self.relation})."
+            + (" The noise was seeded, for research: anyone who knows the seed can subtract it." if self.seeded else "")
+        )
+
+    def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
+        """What `accounting.Ledger.add` counts: a Gaussian mechanism, exactly."""
+        check_no_delta(delta)
+        replaced = _SCALER["replace"] / _SCALER["add-remove"]
+        longer = _SCALER[self.relation] / _SCALER["add-remove"]
+        noise = (1 - 1e-12) * longer / noise_ratio(self.epsilon, self.delta)
+        return LedgerEntry(Gaussian(noise, replaced=replaced * (1 + 1e-9)), label="scaler")
+
+
+#: By how much a row moves the sums of one column, for a scaler.
+_SCALER = {"add-remove": math.sqrt(5 / 4), "replace": 2.0}
+
+
+def private_scaler(
+    x: Array,
+    *,
+    lower: Array | float,
+    upper: Array | float,
+    epsilon: float,
+    delta: float,
+    generator: torch.Generator | None,
+    relation: str = "add-remove",
+) -> PrivateScaler:
+    """Mean and standard deviation of each column, (epsilon, delta)-private together: for scaling data before training.
+
+    Neighbouring relation: one row added or removed, or replaced, n public; see the module's text. Where a person has
+    several rows, give one row a person, such as their mean.
+
+    Args:
+        x: (n, d) numbers; what lies outside of the bounds is moved to the nearest, and NaN to the middle.
+        lower, upper: public bounds of all columns, or (d,) of each, lower below upper, between -1e100 and 1e100. They
+            must not be read off the data.
+        epsilon, delta: of this release.
+        generator: None, for what is published, or a torch.Generator, for research; see `private_mean`.
+        relation: "add-remove" or "replace": what (epsilon, delta) is for.
+
+    Returns:
+        A `PrivateScaler`, whose `transform` scales data, and which a `Ledger` takes beside the training. A variance
+        that the noise may hide counts as the standard deviation of the noise in it.
+
+    Raises:
+        ValueError: an argument outside its range.
+
+    >>> from dpcompanion.accounting import Ledger
+    >>> ages = torch.randint(20, 80, (5000, 1), generator=torch.Generator().manual_seed(0))
+    >>> scaler = private_scaler(ages, lower=0, upper=100, epsilon=0.5, delta=1e-6, generator=None)
+    >>> bool(scaler.transform(ages).mean().abs() < 0.1), round(Ledger().add(scaler).epsilon(1e-6), 3)
+    (True, 0.5)
+    """
+    generator = _generator(generator)
+    _checks.one_of("relation", relation, RELATIONS)
+    ratio = noise_ratio(epsilon, delta)
+    x = _real("x", x)
+    if x.ndim != 2 or not x.numel():
+        raise ValueError(f"x must be rows of one column at least, shape (n, d), got shape {tuple(x.shape)}")
+    n, d = x.shape
+    low, high = (_bounds(name, value, d) for name, value in (("lower", lower), ("upper", upper)))
+    if not (low < high).all():
+        raise ValueError(f"lower must be below upper in each column, got {low.tolist()} and {high.tolist()}")
+    middle, half = low / 2 + high / 2, high / 2 - low / 2
+    z = ((x - middle) / half).nan_to_num(nan=0.0).clamp(-1, 1)
+    sums = torch.cat([z.sum(0), (z.square() - 0.5).sum(0)])
+    std = _SCALER[relation] * math.sqrt(d) / ratio
+    means = _noisy(sums, std, generator, ratio=ratio, most=n, numbers=2 * d) / n
+    mean, square = means[:d].clamp(-1, 1), means[d:] + 0.5
+    variance = (square - mean.square()).clamp(min(std / n, 1.0), 1.0)
+    return PrivateScaler(
+        middle + half * mean,
+        half * variance.sqrt(),
+        low,
+        high,
+        n,
+        float(epsilon),
+        float(delta),
+        relation,
+        generator is not None,
+    )
+
+
+def _bounds(name, value, d):
+    found = torch.as_tensor(_checks.in_interval(name, value, -1e100, 1e100), dtype=torch.float64)
+    if found.shape not in ((), (d,)):
+        raise ValueError(f"{name} must be a number or have shape ({d},), got {tuple(found.shape)}")
+    return found.expand(d).clone()
 
 
 def split(epsilon: float, delta: float, parts: int) -> float:
@@ -249,6 +398,14 @@ def _generator(generator):
 
 
 def _bounded(values, upper):
+    values = _real("values", values)
+    if values.ndim != 1 or not len(values):
+        raise ValueError(f"values must be a list of one number at least, got shape {tuple(values.shape)}")
+    return values.nan_to_num(nan=0.0, posinf=upper, neginf=0.0).clamp(0, upper)
+
+
+def _real(name, values):
+    """`values` as float64; what is no number is refused without showing it."""
     try:
         if not isinstance(values, torch.Tensor):
             entries = np.asarray(values)
@@ -261,16 +418,9 @@ def _bounded(values, upper):
             values = torch.from_numpy(entries.astype(np.float64))  # lists would go through PyTorch's default type
         if values.is_complex():
             raise TypeError
-        values = values.to("cpu", torch.float64).detach()
+        return values.to("cpu", torch.float64).detach()
     except (TypeError, ValueError, ArithmeticError, RuntimeError):  # its message would show a value
-        raise ValueError(f"values must be real numbers, got {type(values).__name__}") from None
-    if values.ndim != 1 or not len(values):
-        raise ValueError(f"values must be a list of one number at least, got shape {tuple(values.shape)}")
-    return values.nan_to_num(nan=0.0, posinf=upper, neginf=0.0).clamp(0, upper)
-
-
-def _normal(shape, generator):
-    return torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device).cpu()
+        raise ValueError(f"{name} must be real numbers, got {type(values).__name__}") from None
 
 
 def _noisy(exact, std, generator, *, ratio, most, numbers=1):
@@ -282,21 +432,18 @@ def _noisy(exact, std, generator, *, ratio, most, numbers=1):
     """
     if generator is not None:
         _check_room(most, std)
-        return exact + std * _normal(exact.shape, generator)
-    from .mechanism.secure import CELLS, SecureStream, grid_of, snapped  # secure noise alone needs it
+        return noisy(exact, std, generator)
 
     moved = 2 * math.sqrt(numbers) / CELLS / ratio  # at most, as a share of the sensitivity at the noise that it takes
     if not moved <= 0.5:
         raise ValueError(f"epsilon must be large enough for noise on a grid, got sensitivity / noise of {ratio:g}")
     std = std / (1 - moved)
     _check_room(most, grid_of(std))
-    return snapped(exact, grid_of(std)) + SecureStream().normal(exact.shape, std)
+    return noisy(exact, std, SecureStream())
 
 
 def _check_room(most, unit):
     """float64 tells the multiples of `unit` apart up to `most` (and a little more, for rounding)."""
-    from .mechanism.secure import MOST_CELLS
-
     if not most / unit <= MOST_CELLS / 2:
         raise ValueError(f"epsilon must be smaller: beside what so many values may add up to, {most:g}, noise is lost")
 
@@ -319,13 +466,13 @@ def _noisy_prefixes(values, upper, bins, ratio, generator):
     column = _square_root(bins)
     std = float(column.square().sum().sqrt()) / ratio
     if generator is None:
-        noisy = _convolved(
+        found = _convolved(
             column, _noisy(_convolved(column, counts), std, None, ratio=ratio, most=len(values), numbers=bins)
         )
     else:
         _check_room(len(values), std)
-        noisy = counts.cumsum(0) + std * _convolved(column, _normal((bins,), generator))
-    return torch.from_numpy(isotonic_regression(noisy.numpy()).x).clamp(0, len(values))
+        found = counts.cumsum(0) + std * _convolved(column, gaussian_noise((bins,), 1.0, generator))
+    return torch.from_numpy(isotonic_regression(found.numpy()).x).clamp(0, len(values))
 
 
 def _read_off(prefixes, quantiles, upper, n):

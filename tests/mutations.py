@@ -117,8 +117,8 @@ FAULTS = (
     fault(
         "the loss distribution is composed for one step less",
         "accounting/pld.py",
-        "first, masses = _convolve(first, masses, steps, start",
-        "first, masses = _convolve(first, masses, steps - 1, start",
+        "first, masses = convolve(first, masses, steps, start",
+        "first, masses = convolve(first, masses, steps - 1, start",
         "accounting/test_pld.py::test_two_steps_agree_with_quadrature",
     ),
     fault(
@@ -166,7 +166,7 @@ FAULTS = (
     ),
     fault(
         "a norm in single precision is charged as it reads",
-        "individual/recorded.py",
+        "individual/norm_history.py",
         "share = share * (1 + 8 * torch.finfo(norms.dtype).eps if norms.is_floating_point() else 1)",
         "share = share * 1",
         "test_individual.py::test_norms_in_single_precision_are_rounded_up",
@@ -333,8 +333,8 @@ FAULTS = (
     fault(
         "an example counts twice where a batch is cut",
         "gradients/clipping.py",
-        "part = slice(start, start + chunk)",
-        "part = slice(max(0, start - 1), start + chunk)",
+        "part = slice(start, start + microbatch_size)",
+        "part = slice(max(0, start - 1), start + microbatch_size)",
         "training/test_loop.py::test_physical_batches_and_methods_give_the_same_run",
     ),
     fault(

@@ -69,7 +69,7 @@ def test_extreme_scores_of_gaussian_noise_stay_below_the_truth_and_are_no_toy():
     for _ in range(40):
         found = audit.audit(
             lambda included: mu * included + torch.randn(600, generator=generator), 600, delta=1e-4, generator=generator
-        )["everybody"]
+        )["all"]
         above += found.mu > mu or found.epsilon > float(gaussian_epsilon(mu, 1e-4))
         values.append(found.mu)
     assert stats.binom.sf(above - 1, 40, 0.05) > 1e-4
@@ -77,9 +77,9 @@ def test_extreme_scores_of_gaussian_noise_stay_below_the_truth_and_are_no_toy():
 
 
 def test_scores_that_know_nothing_find_nothing_and_those_that_know_all_find_much():
-    included = audit.coins(1000, torch.Generator().manual_seed(0))
+    included = audit.random_inclusion(1000, torch.Generator().manual_seed(0))
     noise = torch.rand(1000, generator=torch.Generator().manual_seed(1))
-    nothing, all_ = (audit.judge(scores, included, delta=1e-5)["everybody"] for scores in (noise, included + noise))
+    nothing, all_ = (audit.audit_scores(scores, included, delta=1e-5)["all"] for scores in (noise, included + noise))
     assert nothing.epsilon < 0.2 and all_.epsilon > 4 and nothing.refuted is None
 
 
@@ -88,14 +88,14 @@ def test_equal_scores_tell_nothing_wherever_members_are_listed(members_first):
     included = (torch.arange(1000) < 500) == members_first
     rightly = torch.rand(1000, generator=torch.Generator().manual_seed(0)) < 0.95
     for scores in (torch.zeros(1000), rightly.double(), -rightly.double()):
-        found = audit.judge(scores, included, delta=1e-5, claims={"everybody": audit.GaussianCurve(0.5)})["everybody"]
+        found = audit.audit_scores(scores, included, delta=1e-5, claims={"all": audit.GaussianCurve(0.5)})["all"]
         assert found.epsilon < 0.3 and not found.refuted
 
 
 def test_the_better_of_two_attacks_counts():
-    included = audit.coins(1000, torch.Generator().manual_seed(0))
+    included = audit.random_inclusion(1000, torch.Generator().manual_seed(0))
     noise = torch.rand(2, 1000, generator=torch.Generator().manual_seed(1))
-    found = audit.judge(noise + torch.stack([0.0 * included, 1.0 * included]), included, delta=1e-5)["everybody"]
+    found = audit.audit_scores(noise + torch.stack([0.0 * included, 1.0 * included]), included, delta=1e-5)["all"]
     assert found.epsilon > 3.5 and found.correct == found.guesses
 
 
@@ -121,22 +121,22 @@ def test_canaries_that_overlap_are_told_apart_together(fitted):
         canaries=torch.arange(120),
         optimizer=torch.optim.SGD(model.parameters(), lr=0.01),
     )
-    included = audit.coins(120, torch.Generator().manual_seed(1))
+    included = audit.random_inclusion(120, torch.Generator().manual_seed(1))
     right = [int(((attack > attack.median()) == included).sum()) for attack in fit(included)]
     assert right[0] < right[1] and right[1] >= 110
 
 
 def test_groups_have_bounds_of_their_own():
-    included, groups = audit.coins(2000, torch.Generator().manual_seed(0)), np.arange(2000) % 2
+    included, groups = audit.random_inclusion(2000, torch.Generator().manual_seed(0)), np.arange(2000) % 2
     noise = torch.randn(2000, generator=torch.Generator().manual_seed(1))
-    found = audit.judge(
+    found = audit.audit_scores(
         included * torch.as_tensor(4.0 * groups) + noise,
         included,
         delta=1e-5,
         groups=groups.tolist(),
         claims={0: audit.GaussianCurve(0.1), 1: audit.GaussianCurve(0.1)},
     )
-    assert list(found) == ["everybody", 0, 1] and found[0].canaries == found[1].canaries == 1000
+    assert list(found) == ["all", 0, 1] and found[0].canaries == found[1].canaries == 1000
     assert found[0].epsilon < 0.3 < 2 < found[1].epsilon and (found[0].refuted, found[1].refuted) == (False, True)
 
 
@@ -176,7 +176,7 @@ def orthogonal(n, claimed=None):
         canaries=torch.arange(n),
         together=False,
         generator=torch.Generator().manual_seed(0),
-    )["everybody"]
+    )["all"]
 
 
 def test_a_sound_trainer_is_not_refuted_and_something_is_found():
@@ -217,7 +217,7 @@ def test_a_canary_that_is_out_takes_no_part(fitted):
 def test_a_network_is_audited_by_group_on_crafted_canaries():
     torch.manual_seed(0)
     x, y = torch.rand(300, 20), torch.arange(300) % 3
-    extra = audit.crafted(x, y, 200, generator=torch.Generator().manual_seed(1))
+    extra = audit.make_canaries(x, y, 200, generator=torch.Generator().manual_seed(1))
     data = torch.cat((x, extra[0])), torch.cat((y, extra[1]))
     norms = torch.where(torch.arange(500) % 2 == 0, 0.2, 1.0)
     model = models.linear(20, 3, seed=0)
@@ -232,7 +232,7 @@ def test_a_network_is_audited_by_group_on_crafted_canaries():
         seed=0,
         generator=torch.Generator().manual_seed(2),
     )
-    assert list(found) == ["everybody", 0, 1] and not any(one.refuted for one in found.values())
+    assert list(found) == ["all", 0, 1] and not any(one.refuted for one in found.values())
     assert found[1].mu > found[0].mu
 
 
@@ -243,12 +243,12 @@ def test_a_network_is_audited_by_group_on_crafted_canaries():
         (lambda: audit.one_run_epsilon(1, 11, 10, delta=0), "guesses"),
         (lambda: audit.one_run_epsilon(1, 2, 10, delta=1), "delta"),
         (lambda: audit.one_run_mu(1, 2, 3, confidence=1), "confidence"),
-        (lambda: audit.judge([1.0, math.nan], torch.tensor([True, False]), delta=0), "scores"),
-        (lambda: audit.judge([1.0, 2.0], [0.5, 1], delta=0), "included"),
-        (lambda: audit.coins(0), "canaries"),
-        (lambda: audit.judge([1.0, 2.0], torch.tensor([True, False]), delta=0, groups=[1]), "groups"),
-        (lambda: audit.judge([1.0, 2], torch.tensor([True, False]), delta=0, groups=["a", "everybody"]), "groups"),
-        (lambda: audit.judge([1.0, 2], torch.tensor([True, False]), delta=0, groups=[1.0, math.nan]), "groups"),
+        (lambda: audit.audit_scores([1.0, math.nan], torch.tensor([True, False]), delta=0), "scores"),
+        (lambda: audit.audit_scores([1.0, 2.0], [0.5, 1], delta=0), "included"),
+        (lambda: audit.random_inclusion(0), "canaries"),
+        (lambda: audit.audit_scores([1.0, 2.0], torch.tensor([True, False]), delta=0, groups=[1]), "groups"),
+        (lambda: audit.audit_scores([1.0, 2], torch.tensor([True, False]), delta=0, groups=["a", "all"]), "groups"),
+        (lambda: audit.audit_scores([1.0, 2], torch.tensor([True, False]), delta=0, groups=[1.0, math.nan]), "groups"),
         (lambda: audit.PlanCurve(plan(5, noise_multiplier=0.0)), "noise"),
         (lambda: audit.PlanCurve(plan(5, steps=0)), "step"),
         (lambda: audit.audit_training(None, None, None, plan(5), optimizer=None, canaries=[1, 1]), "canaries"),
@@ -260,14 +260,12 @@ def test_bad_input_is_refused(call, match):
 
 
 def test_a_claim_that_cannot_be_held_against_anything_is_refused():
-    included = audit.coins(300, torch.Generator().manual_seed(0))
+    included = audit.random_inclusion(300, torch.Generator().manual_seed(0))
     scores = included.double()
-    assert audit.judge(scores, included, delta=1e-5, claims={"everybody": audit.GaussianCurve(0.1)})[
-        "everybody"
-    ].refuted
-    for claims in ({"everyone": audit.GaussianCurve(0.1)}, {"everybody": 0.1}, {"everybody": None}):
+    assert audit.audit_scores(scores, included, delta=1e-5, claims={"all": audit.GaussianCurve(0.1)})["all"].refuted
+    for claims in ({"everyone": audit.GaussianCurve(0.1)}, {"all": 0.1}, {"all": None}):
         with pytest.raises(ValueError, match="claims"):
-            audit.judge(scores, included, delta=1e-5, claims=claims)
+            audit.audit_scores(scores, included, delta=1e-5, claims=claims)
     for mu in (math.nan, -1.0, math.inf):
         with pytest.raises(ValueError, match="mu"):
             audit.GaussianCurve(mu)
@@ -303,7 +301,7 @@ def test_the_claim_of_a_plan_with_much_noise_is_nearly_that_of_the_account(rate,
 @pytest.mark.parametrize("groups", [[1, "a", 2, "b"], torch.zeros(4, 2)])
 def test_labels_that_are_none_are_refused(groups):
     with pytest.raises(ValueError, match="groups"):
-        audit.judge(torch.arange(4.0), torch.tensor([True, False, True, False]), delta=1e-5, groups=groups)
+        audit.audit_scores(torch.arange(4.0), torch.tensor([True, False, True, False]), delta=1e-5, groups=groups)
 
 
 class Text(torch.nn.Module):
@@ -319,7 +317,7 @@ class Text(torch.nn.Module):
 def test_texts_are_audited_with_crafted_canaries_of_their_own_words(sparse):
     generator = torch.Generator().manual_seed(0)
     ids, y = 2 * torch.randint(1, 31, (30, 5), generator=generator), torch.arange(30) % 2
-    made = audit.crafted(ids, y, 10, generator=generator)
+    made = audit.make_canaries(ids, y, 10, generator=generator)
     assert made.x.dtype == ids.dtype and set(made.x.unique().tolist()) <= set(ids.unique().tolist())
     data = torch.cat([ids, made.x]), torch.cat([y, made.y])
     plan = DPSGDPlan(n=40, sample_rate=1.0, steps=4, max_grad_norm=1.0, noise_multiplier=1e-3, delta=1e-5)
@@ -333,5 +331,5 @@ def test_texts_are_audited_with_crafted_canaries_of_their_own_words(sparse):
         canaries=torch.arange(30, 40),
         seed=0,
         generator=generator,
-    )["everybody"]
+    )["all"]
     assert found.correct > found.guesses / 2 and not found.refuted

@@ -319,7 +319,7 @@ def test_a_text_set_is_checked_under_every_name_that_its_file_may_have(tmp_path,
     with pytest.raises(ValueError, match=path.name):
         data.load(name, split="all", root=tmp_path)
     published = {"surnames": "names.tsv", "imdb": "imdb.tsv"}[name]
-    monkeypatch.setitem(data.facts._SHA256, published, hashlib.sha256(content).hexdigest())
+    monkeypatch.setitem(data.facts.SHA256, published, hashlib.sha256(content).hexdigest())
     assert data.load(name, split="all", root=tmp_path).verified
     assert not data.load(name, split="all", root=tmp_path, verify=False).verified
 

@@ -133,6 +133,34 @@ def test_the_library_never_imports_the_reproduction():
             assert not within(name, WING), f"{module} imports {name}"
 
 
+def private(name):
+    return name.startswith("_") and not name.endswith("__")
+
+
+def test_no_module_uses_the_private_names_of_another():
+    """What modules share is a public name of one of them, whether or not its package exports it."""
+    found, trees = [], {}
+    for file in sorted(ROOT.rglob("*.py")):
+        trees[".".join(file.relative_to(ROOT.parent).with_suffix("").parts)] = ast.parse(file.read_bytes())
+    shared = {}  # module: the short names of the modules that it imports
+    for module, name in imports(inside_functions=True):
+        short = name.rpartition(".")[2]
+        if name in trees:
+            shared.setdefault(module, set()).add(short)
+        elif within(name, "dpcompanion") and private(short):
+            found.append(f"{module} imports {name}")
+    for module, shorts in shared.items():
+        found += [
+            f"{module} uses {node.value.id}.{node.attr}"
+            for node in ast.walk(trees[module])
+            if isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in shorts
+            and private(node.attr)
+        ]
+    assert not found
+
+
 def test_no_paper_imports_another():
     papers = {path.name for path in (ROOT / "reproduction" / "papers").iterdir() if (path / "printed.toml").is_file()}
     assert len(papers) == 5

@@ -66,7 +66,7 @@ def test_what_fails_keeps_nothing_else_from_running_and_is_tried_again(told):
 
 @pytest.mark.slow
 def test_the_records_are_those_that_the_book_says_remain_with_its_seeds_and_days_come_last(tmp_path, capsys):
-    left = [how for one in scoreboard.standings() for how in (one.to_do, one.more_seeds) if how]
+    left = [how for one in scoreboard.exhibit_statuses() for how in (one.to_do, one.more_seeds) if how]
     commands = [command for _, how in left for command in how.split(" && ") if command.startswith("dpcompanion")]
     found = gpu.remaining()
     assert commands and {command.split()[2] for command in commands} == set(found)

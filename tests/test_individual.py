@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian, rdp_to_epsilon
-from dpcompanion.accounting.chords import between, chords, rdp_of_shares
+from dpcompanion.accounting.rdp_interpolation import interpolate, interpolation_table, rdp_of_shares
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.individual.levels import finest_levels
 from dpcompanion.accounting.runs import orders_for
@@ -298,7 +298,7 @@ def test_accounts_are_the_same_whatever_pytorch_takes_for_the_usual_precision(mo
     usual = account()
     torch.set_default_dtype(dtype)
     try:
-        chords.cache_clear()
+        interpolation_table.cache_clear()
         assert torch.equal(account(), usual)
     finally:
         torch.set_default_dtype(torch.float32)
@@ -607,7 +607,7 @@ def test_the_least_epsilon_over_some_orders_is_that_over_all(rounding, delta):
         found = accountant.epsilon(delta)
         if rounding is None:
             sums = Divergences(500, sample_rate=rate, noise_multiplier=noise, device=torch.device("cpu"))
-            orders, rdp = sums.orders, between(norms, sums.table) * steps
+            orders, rdp = sums.orders, interpolate(norms, sums.table) * steps
         else:
             orders = torch.tensor(orders_for(noise / float(accountant.levels[0])), dtype=torch.float64)
             rdp = accountant.state_dict()["accounts"].double() @ rdp_of_shares(

@@ -8,8 +8,9 @@ import torch
 from scipy import stats
 
 from dpcompanion import release
-from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
+from dpcompanion.accounting import Ledger, gaussian_delta, gaussian_epsilon
 from dpcompanion.mechanism import secure
+from dpcompanion.training import DPSGDPlan
 from dpcompanion.release import (
     _convolved,
     _noisy_prefixes,
@@ -17,6 +18,7 @@ from dpcompanion.release import (
     noise_ratio,
     private_mean,
     private_quantiles,
+    private_scaler,
     replacement_factor,
     split,
 )
@@ -298,3 +300,94 @@ def test_a_share_of_epsilon_for_which_delta_pays_alone_is_refused_in_words():
         release.private_quantiles(
             [0.1] * 100, [0.5], upper=1.0, epsilon=1e-6, delta=1e-4, generator=None, relation="replace"
         )
+
+
+def sums_of(x, monkeypatch, **options):
+    """The sums that a scaler gives noise to, and the standard deviation of the noise."""
+    seen = {}
+
+    def exactly(exact, std, generator, **_):
+        seen.update(sums=exact, std=std)
+        return exact
+
+    monkeypatch.setattr(release, "_noisy", exactly)
+    private_scaler(x, **({"lower": 0.0, "upper": 4.0, "generator": None} | BUDGET | options))
+    return seen["sums"], seen["std"]
+
+
+@pytest.mark.parametrize("relation", release.RELATIONS)
+@pytest.mark.parametrize("d", [1, 2])
+def test_neighbours_of_a_scaler_are_no_further_apart_than_its_noise_says(d, relation, monkeypatch):
+    grid = torch.cartesian_prod(*[torch.linspace(-1.0, 5.0, 13, dtype=torch.float64)] * d).reshape(-1, d)
+    grid = torch.cat([grid, torch.full((1, d), torch.nan), torch.full((1, d), -torch.inf)])
+    rest = torch.rand(5, d, dtype=torch.float64) * 4
+    sums, stds = zip(*[sums_of(torch.cat([rest, row[None]]), monkeypatch, relation=relation) for row in grid])
+    sums, sensitivity = torch.stack(sums), stds[0] * noise_ratio(**BUDGET)
+    if relation == "replace":
+        largest = float(torch.cdist(sums, sums).max())
+    else:  # n is public, and so a row that is not there adds nothing
+        largest = float((sums - sums_of(rest, monkeypatch)[0]).norm(dim=1).max())
+    assert sensitivity * (1 - 1e-9) < largest <= sensitivity * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("secure_noise", [False, True])
+def test_a_scaler_has_noise_of_the_promised_law(secure_noise):
+    generator = torch.Generator().manual_seed(0)
+    x = 2 + torch.randn(50_000, 2, generator=generator, dtype=torch.float64)
+    found = [
+        private_scaler(x, lower=-3, upper=[7, 8], generator=None if secure_noise else generator, **BUDGET)
+        for _ in range(200)
+    ]
+    means = torch.stack([scaler.mean for scaler in found])
+    std = math.sqrt(2 * 5 / 4) / noise_ratio(**BUDGET) / len(x)
+    for column, half in enumerate((5.0, 5.5)):
+        exact = float(x[:, column].clamp(-3, 7 + column).mean())
+        assert stats.kstest(means[:, column].numpy(), "norm", args=(exact, half * std)).pvalue > 1e-7
+    assert found[0].seeded == (not secure_noise) == ("seeded" in found[0].statement())
+    z = torch.stack([scaler.transform(x) for scaler in found[:5]])
+    assert z.dtype == x.dtype and z.mean(1).abs().max() < 0.05 and (z.std(1) - 1).abs().max() < 0.05
+
+
+def test_a_scaler_is_an_item_of_a_ledger_beside_the_training():
+    x = torch.rand(1000, 3)
+    options = dict(lower=0, upper=1, epsilon=0.5, delta=1e-6, generator=None)
+    for relation in release.RELATIONS:
+        scaler = private_scaler(x, relation=relation, **options)
+        ledger = Ledger(relation=relation).add(scaler)
+        assert 0.5 <= ledger.epsilon(1e-6) < 0.505
+    plan = DPSGDPlan(n=1000, sample_rate=0.1, steps=50, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-5)
+    both = Ledger().add(private_scaler(x, **options)).add(plan)
+    assert max(plan.epsilon(), 0.5) < both.epsilon(1e-5) < plan.epsilon() + 0.5
+    assert Ledger.from_json(both.to_json()) == both
+
+
+def test_a_scaler_of_constants_and_of_few_rows_is_finite():
+    for x in (torch.zeros(50, 2), torch.full((2, 2), torch.nan), torch.full((3, 2), 1e300, dtype=torch.float64)):
+        scaler = private_scaler(x, lower=-1, upper=1, generator=None, **BUDGET)
+        assert scaler.transform(torch.nan_to_num(x)).isfinite().all() and bool((scaler.scale > 0).all())
+        assert bool((scaler.mean.abs() <= 1).all()) and bool((scaler.scale <= 1).all())
+
+
+@pytest.mark.parametrize(
+    "options, word",
+    [
+        ({"lower": 1.0}, "lower"),
+        ({"upper": [1.0, 2.0, 3.0]}, "upper"),
+        ({"upper": math.inf}, "upper"),
+        ({"lower": math.nan}, "lower"),
+        ({"epsilon": 0.0}, "epsilon"),
+        ({"delta": 1.0}, "delta"),
+        ({"generator": 3}, "generator"),
+        ({"relation": "swap"}, "relation"),
+        ({"x": torch.zeros(4)}, "x"),
+        ({"x": torch.zeros(0, 2)}, "x"),
+        ({"x": [["a", "b"]]}, "x"),
+    ],
+)
+def test_a_scaler_refuses_what_it_cannot_bound(options, word):
+    given = {"x": torch.zeros(4, 2), "lower": 0.0, "upper": 1.0, "generator": None} | BUDGET | options
+    with pytest.raises(ValueError, match=f"^{word} "):
+        private_scaler(given.pop("x"), **given)
+    scaler = private_scaler(torch.zeros(4, 2), lower=0, upper=1, generator=None, **BUDGET)
+    with pytest.raises(ValueError, match="^x "):
+        scaler.transform(torch.zeros(4, 3))

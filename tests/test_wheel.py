@@ -47,7 +47,7 @@ print(json.dumps({
     "run": said(cli.main, ["run", "idp-sgd/table-5", "--preset", "quick"]),
     "without data": said(cli.main, ["run", "intrinsic-privacy/figure-1", "--preset", "quick"]),
     "without opacus": said(importlib.import_module, "dpcompanion.engine"),
-    "scoreboard": [[one.exhibit.name, one.state, one.verdicts, one.basis] for one in scoreboard.standings()],
+    "scoreboard": [[one.exhibit.name, one.state, one.verdicts, one.basis] for one in scoreboard.exhibit_statuses()],
 }))
 """
 
@@ -104,7 +104,7 @@ def test_records_and_scoreboard_are_those_of_the_checkout(said):
     assert states == {entry.name: entry.records.get("paper") for entry in experiments.catalogue()}
     assert "fresh" in states.values()
     assert said["scoreboard"] == [
-        [one.exhibit.name, one.state, one.verdicts, one.basis] for one in scoreboard.standings()
+        [one.exhibit.name, one.state, one.verdicts, one.basis] for one in scoreboard.exhibit_statuses()
     ]
 
 

@@ -58,7 +58,7 @@ def remaining():
     """{record: seeds, none for its own} that the scoreboard lists as left to run, those that take days last."""
     from dpcompanion.reproduction import scoreboard
 
-    said = [how for one in scoreboard.standings() for how in (one.to_do, one.more_seeds) if how]
+    said = [how for one in scoreboard.exhibit_statuses() for how in (one.to_do, one.more_seeds) if how]
     found = {}
     for _, how in sorted(said, key=lambda each: "day" in each[0]):
         for name, seeds in re.findall(r"dpcompanion run (\S+)[^&]*?(?: --seeds ([\d ]+))?(?: &&|$)", how):

@@ -51,7 +51,7 @@ class ComposedLoss:
     slack: float
     log_capped: float
 
-    def _log_delta(self, epsilon):
+    def log_delta(self, epsilon):
         """The logarithm of the bound on delta, and its derivative."""
         # A mass at or below epsilon costs nothing; one far above, in the tilted law, next to nothing.
         cell = math.floor(min(epsilon / self.interval, 2.0**62))  # which of the largest epsilons is no float
@@ -69,7 +69,7 @@ class ComposedLoss:
 
     def delta(self, epsilon):
         """Upper bound on delta at `epsilon` (a float, at least 0)."""
-        return math.exp(self._log_delta(epsilon)[0])
+        return math.exp(self.log_delta(epsilon)[0])
 
     def epsilon(self, delta, near=None):
         """Upper bound on epsilon at `delta` (a float in (0, 1)); 0.0 where delta covers the total variation.
@@ -80,7 +80,7 @@ class ComposedLoss:
         target = math.log(delta)
         if self.log_capped >= target:
             return math.inf
-        if self._log_delta(0.0)[0] <= target:
+        if self.log_delta(0.0)[0] <= target:
             return 0.0
         low, high = 0.0, math.inf
         # Newton's method from the tilted mean, near which the answer lies, kept within what is known.
@@ -89,7 +89,7 @@ class ComposedLoss:
             near = max(self.first + float(index @ self.masses), 1.0) * self.interval
         root = near
         for _ in range(_NEWTON):
-            value, slope = self._log_delta(root)
+            value, slope = self.log_delta(root)
             low, high = (low, root) if value <= target else (root, high)
             last, root = root, root + (target - value) / slope if slope else math.nan
             if not low <= root <= high:
@@ -99,11 +99,11 @@ class ComposedLoss:
         else:  # on a grid coarser than 1 delta falls in stairs, flat in between, which no tangent shows
             root = max(self._in_its_cell(target), low, 1e-9 * self.interval)
         step = 1e-10
-        while self._log_delta(root)[0] > target:  # the root may lie a hair on the wrong side
+        while self.log_delta(root)[0] > target:  # the root may lie a hair on the wrong side
             root, step = root * (1 + step), 2 * step
         return root
 
-    def _log_tails(self):
+    def log_tails(self):
         """At each grid point s_j, and at one beyond the last: the logarithms of A_j = P(S >= s_j) and of delta(s_j),
         before slack and cap.
 
@@ -123,7 +123,7 @@ class ComposedLoss:
 
     def _in_its_cell(self, target):
         """About where delta falls to exp(target): first the cell of the grid, then the point in it."""
-        grid, above, at_grid = self._log_tails()
+        grid, above, at_grid = self.log_tails()
         slack = self.log_scale + math.log(max(self.slack, 1e-300) / (1 + self.tilt))
         met = torch.logaddexp(at_grid, slack - self.tilt * grid) <= target
         if not met.any():

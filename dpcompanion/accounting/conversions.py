@@ -118,8 +118,8 @@ def least_epsilon(rdp_of, count, orders, delta):
     lies between the neighbours of the least of a few. Whatever is looked at is a bound.
     """
     first = torch.cat([torch.arange(0, len(orders) - 1, _APART), torch.tensor([len(orders) - 1])])
-    everybody = torch.arange(count, device=orders.device)
-    epsilon, best = rdp_to_epsilon(rdp_of(everybody, first), orders[first], delta)
+    all_rows = torch.arange(count, device=orders.device)
+    epsilon, best = rdp_to_epsilon(rdp_of(all_rows, first), orders[first], delta)
     place = torch.searchsorted(orders[first].contiguous(), best.nan_to_num(nan=math.inf)).clamp(max=len(first) - 1)
     for each in place.unique().tolist():
         rows = (place == each).nonzero()[:, 0]

@@ -24,7 +24,7 @@ import torch
 
 from .. import _checks
 from .._types import Numbers
-from .rdp import _as_tensors
+from .rdp import as_float64_tensors
 from .search import bisect
 
 _NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(24))
@@ -53,7 +53,9 @@ def gaussian_delta(sensitivity_over_sigma: Numbers, epsilon: Numbers) -> float |
     """
     _checks.in_interval("sensitivity_over_sigma", sensitivity_over_sigma, 0)
     _checks.in_interval("epsilon", epsilon, 0)
-    return _checks.as_given(_delta(*_as_tensors(sensitivity_over_sigma, epsilon)), sensitivity_over_sigma, epsilon)
+    return _checks.as_given(
+        _delta(*as_float64_tensors(sensitivity_over_sigma, epsilon)), sensitivity_over_sigma, epsilon
+    )
 
 
 def _delta(mu, epsilon):
@@ -90,7 +92,7 @@ def _rest_of_square(m):
     return torch.where(rest.isfinite(), rest, 0.0)
 
 
-def _composed_mu(steps, noise_multiplier):
+def composed_mu(steps, noise_multiplier):
     """The mu of so many full batches, rounded up: far out delta changes mu times as much as mu does, relatively."""
     return math.sqrt(steps) / noise_multiplier * (1 + 2.0**-51)
 
@@ -118,7 +120,7 @@ def gaussian_epsilon(sensitivity_over_sigma: Numbers, delta: Numbers) -> float |
     """
     _checks.in_interval("sensitivity_over_sigma", sensitivity_over_sigma, 0)
     _checks.in_interval("delta", delta, 0, 1, closed="neither")
-    mu, target = _as_tensors(sensitivity_over_sigma, delta)
+    mu, target = as_float64_tensors(sensitivity_over_sigma, delta)
     finite = torch.where(mu.isfinite(), mu, 1.0)
     # The bracket's upper end holds since delta(eps) <= 1 - Phi(eps/mu - mu/2) <= exp(-(eps/mu - mu/2)^2 / 2) / 2.
     # Rounded up: from a ratio of 1e17 on its second term is less than a last digit of the first.
@@ -153,7 +155,7 @@ def gaussian_mu(epsilon: Numbers, delta: Numbers) -> float | torch.Tensor:
     """
     _checks.in_interval("epsilon", epsilon, 0, math.inf, closed="left")
     _checks.in_interval("delta", delta, 0, 1, closed="neither")
-    at, target = _as_tensors(epsilon, delta)
+    at, target = as_float64_tensors(epsilon, delta)
     # At any epsilon delta is at most that at 0, erf(mu / sqrt(8)), which is below mu / 2.
     low, high = 2 * target, torch.full_like(at, 4.0)
     while bool((within := _delta(high, at) <= target).any()):

@@ -36,21 +36,21 @@ import torch
 from .. import _checks
 from .gaussian import gaussian_epsilon
 from .levels import Levels
-from .loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, _Step
-from .pld import _HAIR, _LOG_CAPPED, _TRANSFORM, _WINDOW_LOG_TAIL
+from .loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, StepLoss
+from .pld import ROUNDING, LOG_CAPPED, TRANSFORM_ERROR, WINDOW_LOG_TAIL
 
 #: What discretisation may add to epsilon, relatively.
 TOLERANCE = 1e-3
 
-_BLOCK = 1 << 27  # counts, of some histories at all levels, that are worked on at a time
+BLOCK = 1 << 27  # counts, of some histories at all levels, that are worked on at a time
 _BUCKET = 1.5  # histories whose epsilons lie within this factor share a grid
 _ASKED = 512  # histories that try all tilts, where there are many
 _IMPOSSIBLE = 1e30  # stands for an infinite moment, so that none times it is none
 _LARGEST_GRID = 1 << 20
 _LEAST_DELTA = 1e-300
 _LARGEST_TABLE = 1 << 23  # complex numbers in one table of frequencies
-_MOST_LEVELS = 128  # levels whose losses are all discretised
-_NODES = 64  # of more levels those that are; the others are mixtures of them
+MOST_LEVELS = 128  # levels whose losses are all discretised
+MIXTURE_NODES = 64  # of more levels those that are; the others are mixtures of them
 _ROWS = 4096  # histories that are worked on at a time
 
 
@@ -85,7 +85,7 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
     levels = (
         torch.as_tensor(_checks.unlabelled(noise_multipliers), dtype=torch.float64).reshape(-1).clamp(max=LARGEST_NOISE)
     )
-    if len(levels):  # what costs a trillionth of the dearest level counts as so much: one grid holds the losses of all
+    if len(levels):  # one grid holds all losses: what costs a trillionth of the most expensive level counts as that
         levels = levels.clamp(max=1e12 * float(levels.min()))
     levels = levels.tolist()
     if counts.ndim != 2 or counts.shape[1] != len(levels):
@@ -98,27 +98,27 @@ def epsilon_of_histories(counts, *, sample_rate, noise_multipliers, delta):
         each = 1 / torch.tensor(levels, dtype=torch.float64) ** 2
         squares = torch.cat([part.double() @ each for part in counts.split(_ROWS)])
         # A hair up for what adding up thousands of levels rounds.
-        return gaussian_epsilon(torch.sqrt(squares) * (1 + 2.0**-40), delta / _HAIR)
+        return gaussian_epsilon(torch.sqrt(squares) * (1 + 2.0**-40), delta / ROUNDING)
     epsilon = torch.zeros(len(counts), dtype=torch.float64)
     if not counts.numel() or not len(used := counts.amax(dim=0).nonzero()[:, 0]):
         return epsilon
-    log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(_totals(counts).max()))
+    log_capped = LOG_CAPPED + math.log(delta) - math.log(float(total_steps(counts).max()))
     own = {1 / levels[j]: levels[j] for j in used.tolist()}
     between = Levels.between(
-        [1 / levels[j] for j in used.tolist()], most=len(used) if len(used) <= _MOST_LEVELS else _NODES
+        [1 / levels[j] for j in used.tolist()], most=len(used) if len(used) <= MOST_LEVELS else MIXTURE_NODES
     )
     steps = [
         {
-            node: _Step(sample_rate, own.get(node, 1 / node), direction, log_capped)
+            node: StepLoss(sample_rate, own.get(node, 1 / node), direction, log_capped)
             for node in between.sensitivities.tolist()
         }
         for direction in DIRECTIONS
     ]
-    block = max(_BLOCK // len(used), 1)
+    block = max(BLOCK // len(used), 1)
     for part, found in zip(counts.split(block), epsilon.split(block)):
-        part, which = _distinct(part[:, used])
+        part, which = distinct_rows(part[:, used])
         for own_steps in steps:
-            torch.maximum(found, _one_direction(part, between, own_steps, float(delta))[which], out=found)
+            torch.maximum(found, epsilons_in_one_direction(part, between, own_steps, float(delta))[which], out=found)
     return epsilon
 
 
@@ -127,8 +127,8 @@ def _moments(counts, table):
     return counts.double() @ table.clamp(max=_IMPOSSIBLE)
 
 
-def _distinct(counts):
-    """The distinct rows, and which of them each row is. Of two rows that are told apart for no reason both are kept."""
+def distinct_rows(counts):
+    """The distinct rows, and which of them each row is. Two equal rows may both be kept."""
     weights = torch.rand(counts.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     marks, which = torch.cat([part.double() @ weights for part in counts.split(_ROWS)]).unique(return_inverse=True)
     if 2 * len(marks) > len(counts):
@@ -143,14 +143,14 @@ def _distinct(counts):
     return torch.cat([rows, counts[other]]), which
 
 
-def _totals(counts):
+def total_steps(counts):
     """The steps of each history."""
     return torch.cat([part.double().sum(dim=1) for part in counts.split(_ROWS)])
 
 
-def _one_direction(counts, levels, steps, delta):
+def epsilons_in_one_direction(counts, levels, steps, delta):
     """Epsilon of histories, counts (n, levels); `steps` are those at the nodes of the levels, by sensitivity."""
-    total = _totals(counts)
+    total = total_steps(counts)
     spread = math.sqrt(float(total.max())) * max(step.std for step in steps.values())
     narrow = min(step.std for step in steps.values())
     tilts = torch.from_numpy(np.geomspace(1e-3 / max(spread, 1e-3), 1e2 / min(max(narrow, 1e-300), 1.0), 160))
@@ -163,7 +163,7 @@ def _one_direction(counts, levels, steps, delta):
         )
     )
     # A little less than delta leaves room for the capped losses.
-    bonus = -math.log(delta * (1 - 2 * math.exp(_LOG_CAPPED))) - torch.log1p(tilts)
+    bonus = -math.log(delta * (1 - 2 * math.exp(LOG_CAPPED))) - torch.log1p(tilts)
     # Chernoff's bound with the factor of Balle et al. (as in `pld`): where to look first.
     guess, at = _least(
         counts, mgf, lambda moments, rows, of: (moments + bonus[of]) / tilts[of] - torch.log1p(1 / tilts[of])
@@ -267,7 +267,7 @@ def _bucket(counts, total, levels, steps, guess, tilt, delta):
         modulus = torch.exp(part @ log_modulus)
         real, imaginary = modulus * torch.cos(phases), modulus * torch.sin(phases)
         # Rounding errors of a power grow with it, and are relative to the bulk, not to the value.
-        slack = outside + steps_taken * (cut + _TRANSFORM) + 1e-14 + 2 * kept / size * _lost(tilt, interval)
+        slack = outside + steps_taken * (cut + TRANSFORM_ERROR) + 1e-14 + 2 * kept / size * _lost(tilt, interval)
         left_out = size // 2 + 1 - kept
         tail = torch.exp(part @ beyond(kept))[:, None] * 2 * left_out / size if left_out else torch.zeros_like(slack)
         masses, capped = part @ log_mass, steps_taken * math.exp(steps[0].log_capped)
@@ -336,9 +336,9 @@ def _window(counts, levels, steps, tilt, interval):
         tilts = tilt + sign * offsets
         of_the_grid = (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
         rise = levels.blend(torch.stack([step.log_mgf(tilts) for step in steps])) - base + of_the_grid
-        reach, _ = _least(counts, rise, lambda moments, rows, of: (moments - _WINDOW_LOG_TAIL) / offsets[of])
+        reach, _ = _least(counts, rise, lambda moments, rows, of: (moments - WINDOW_LOG_TAIL) / offsets[of])
         ends.append(float(reach.max()))
-    return -ends[1], ends[0], 2 * math.exp(_WINDOW_LOG_TAIL)
+    return -ends[1], ends[0], 2 * math.exp(WINDOW_LOG_TAIL)
 
 
 def _frequencies(counts, beyond, size):

@@ -51,26 +51,15 @@ import numpy as np
 import torch
 
 from .. import _checks
-from . import mixed, revealed
+from . import mixed, inclusion_bound
 from .composed import ComposedLoss
 from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
-from .items import (
-    Gaussian,
-    Guarantee,
-    Item,
-    Laplace,
-    LedgerEntry,
-    PersonalCosts,
-    SampledGaussian,
-    entry_of,
-    one_of_many,
-    said,
-)
-from .loss import DIRECTIONS, LEAST_RATE, _Step
-from .people import SPREAD, epsilons_of
-from .pld import _HAIR, _LOG_CAPPED, NoGrid
+from .items import Gaussian, Guarantee, Item, Laplace, LedgerEntry, SampledGaussian, entry_of, one_of_many, said
+from .loss import DIRECTIONS, LEAST_RATE, StepLoss
+from .people import SPREAD, Cost, epsilons_of, replacement_costs
+from .pld import ROUNDING, LOG_CAPPED, NoGrid
 from .runs import compute_epsilon
-from .tradeoff import _Curve, _Gaussian, _log_deltas
+from .tradeoff import TradeOffCurve, GaussianTradeOff, log_deltas_of
 
 _DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)  # where the losses behind a curve are accurate
 _NODES = 1 << 12  # epsilons of a curve, in even steps and as many in even ratios
@@ -251,13 +240,13 @@ class Ledger:
         """The loss of all items in one direction, capped as a delta of exp(log_delta) can afford; None of none."""
         runs, mu = self._runs(), self._gaussian_mu()
         scales, guarantees = self._bounded()
-        log_capped = _LOG_CAPPED + log_delta - math.log(max(sum(runs.values()) + (mu > 0), 1))
+        log_capped = LOG_CAPPED + log_delta - math.log(max(sum(runs.values()) + (mu > 0), 1))
         least = min(
             [*(noise / self._factor(2) for _, noise in runs), *scales, *([1 / mu] if mu else [])]
             + [1 / epsilon for epsilon, _ in guarantees if epsilon],
             default=math.inf,
         )
-        if least < revealed.LITTLE_NOISE and (runs or mu):
+        if least < inclusion_bound.LITTLE_NOISE and (runs or mu):
             raise NoGrid(f"noise of {least:g} times the sensitivity is too little for a grid")
         most = SPREAD * least
         kinds: list[tuple[Any, int]] = []
@@ -265,7 +254,7 @@ class Ledger:
             if direction == "replace":
                 kinds.append((mixed.ReplacementLoss(rate, min(noise, most), log_capped), steps))
             else:
-                kinds.append((_Step(rate, min(noise, most), direction, log_capped), steps))
+                kinds.append((StepLoss(rate, min(noise, most), direction, log_capped), steps))
         if mu:
             kinds.append((mixed.GaussianLoss(min(1 / mu, most), log_capped), 1))
         kinds.extend((mixed.LaplaceLoss(min(scale, most)), count) for scale, count in scales.items())
@@ -290,7 +279,7 @@ class Ledger:
             if total is None:
                 self._composed[direction, delta] = None, 0.0
             else:
-                most = mixed.guess(total, (delta - infinite) * (1 - 2 * math.exp(_LOG_CAPPED)))
+                most = mixed.guess(total, (delta - infinite) * (1 - 2 * math.exp(LOG_CAPPED)))
                 loss, found = mixed.refined(total, most, delta, infinite)
                 self._composed[direction, delta] = loss, min(found, most)
         return self._composed[direction, delta]
@@ -309,7 +298,7 @@ class Ledger:
         if not self._entries:
             return 0.0
         if self._only_gaussian():
-            return float(gaussian_epsilon(self._gaussian_mu(), delta / _HAIR))
+            return float(gaussian_epsilon(self._gaussian_mu(), delta / ROUNDING))
         if delta <= infinite:
             return largest if delta == infinite else math.inf
         try:
@@ -324,7 +313,7 @@ class Ledger:
         """Epsilon where an example is added, or something smaller than `found`, as it mostly is."""
         infinite = self._infinite()
         total = self._sum("add", math.log(delta - infinite))
-        bound = mixed.guess(total, (delta - infinite) * (1 - 2 * math.exp(_LOG_CAPPED)))
+        bound = mixed.guess(total, (delta - infinite) * (1 - 2 * math.exp(LOG_CAPPED)))
         return bound if bound <= found else self._at("add", delta)[1]
 
     def _added_up(self, delta):
@@ -334,10 +323,12 @@ class Ledger:
         share = (delta - self._infinite()) / max(len(runs) + (mu > 0), 1)
         parts = [n / b for b, n in scales.items()] + [n * e for (e, _), n in guarantees.items()]
         if mu:
-            parts.append(float(gaussian_epsilon(mu, share / _HAIR)))
+            parts.append(float(gaussian_epsilon(mu, share / ROUNDING)))
         for (rate, noise), steps in runs.items():
             if self.relation == "replace":  # a step that samples the example moves by twice the clip norm at most
-                parts.append(revealed.epsilon(sample_rate=rate, noise_multiplier=noise / 2, steps=steps, delta=share))
+                parts.append(
+                    inclusion_bound.epsilon(sample_rate=rate, noise_multiplier=noise / 2, steps=steps, delta=share)
+                )
             else:
                 parts.append(compute_epsilon(sample_rate=rate, noise_multiplier=noise, steps=steps, delta=share))
         return math.fsum(parts) * (1 + 1e-12)
@@ -350,12 +341,18 @@ class Ledger:
         the people. Without, each person's is a promise: what was fixed beforehand, by filters, rates and clip norms.
         A person who is not among the people of an item spends nothing on it.
 
+        Where one example replaces another, what was promised to a person holds for both of their examples, and is
+        composed as for all. An account knows the norms of one example only: the other counts with the full clip norm
+        at each promised step (`mixed.ReplacementLoss`, with the two norms). So a person whose gradients vanish still
+        has about the uniform epsilon for adding or removing an example. An account beside promises that differ between
+        people, or of a filter, counts as what was promised.
+
         About 0.1% above the exact value; seconds for tens of thousands of people.
 
         Raises:
-            ValueError: a delta outside (0, 1), a ledger that knows nobody apart, or one with relation="replace": what
-                the other example costs is in no account.
+            ValueError: a delta outside (0, 1), or a ledger that distinguishes no people.
 
+        >>> from dpcompanion.accounting import PersonalCosts
         >>> filtered = LedgerEntry(Guarantee(3.0, 1e-6),
         ...     promised=PersonalCosts.each([Guarantee(1.0, 1e-6), Guarantee(3.0, 1e-6)], [0, 1]))
         >>> [round(epsilon, 2) for epsilon in Ledger([filtered, Gaussian(20.0)]).epsilons(1e-5).tolist()]
@@ -367,21 +364,33 @@ class Ledger:
                 "items must include one that distinguishes people, such as an account or a filter, for epsilons of "
                 "each; epsilon(delta) is the uniform one"
             )
-        if self.relation != "add-remove":
-            raise ValueError(f"relation must be 'add-remove' for epsilons of each person, got {self.relation!r}")
-        columns: dict[Item, torch.Tensor] = {}
+        columns: dict[Cost, torch.Tensor] = {}
         for entry in self._entries:
-            costs = entry.costs(accounts)
-            if costs is None:
-                kind, count = one_of_many(entry.item)
-                costs = PersonalCosts((kind,), torch.tensor([[count]]))
             places = torch.arange(self.n) if entry.people is None else torch.tensor(entry.people, dtype=torch.int64)
-            for kind, counts in zip(costs.kinds, costs.counts.T):
-                column = columns.setdefault(kind, torch.zeros(self.n, dtype=torch.int64))
-                column[places] += counts
+            costs, counts = self._costs(entry, accounts)
+            for cost, count in zip(costs, counts.T):
+                column = columns.setdefault(cost, torch.zeros(self.n, dtype=torch.int64))
+                column[places] += count
+
+        def alone(items):
+            return Ledger(items, relation=self.relation).epsilon(delta)
+
         counts = torch.stack(list(columns.values()), dim=1)
-        found = epsilons_of(list(columns), counts, delta, lambda items: Ledger(items).epsilon(delta))
+        found = epsilons_of(list(columns), counts, delta, alone, relation=self.relation)
         return found.clamp(max=self.epsilon(delta))
+
+    def _costs(self, entry, accounts):
+        """What each person's part in an entry costs, and (people, costs) how often; one row for all alike."""
+        if self.relation == "replace" and accounts and entry.account is not None:
+            found = replacement_costs(entry.item, entry.account) if entry.promised is None else None
+            if found is not None:
+                return found
+            accounts = False
+        costs = entry.costs(accounts)
+        if costs is None:
+            kind, count = one_of_many(entry.item)
+            return [Cost(kind)], torch.tensor([[count]])
+        return [Cost(kind) for kind in costs.kinds], costs.counts
 
     def error(self, delta: float) -> float:
         """What the grid adds to `epsilon(delta)`, to first order: 0 where none is needed."""
@@ -407,7 +416,7 @@ class Ledger:
         if not self._entries:
             return 0.0
         if self._only_gaussian():
-            return min(1.0, _HAIR * float(gaussian_delta(self._gaussian_mu(), epsilon)))
+            return min(1.0, ROUNDING * float(gaussian_delta(self._gaussian_mu(), epsilon)))
         infinite = self._infinite()
         if infinite == 1:
             return 1.0
@@ -425,7 +434,7 @@ class Ledger:
             found = loss.delta(epsilon)
             rest = math.log(max(found - infinite, 1e-300))
             # Cap more rarely as long as the cap is a share of what was found.
-            if total.log_capped <= rest + _LOG_CAPPED + 1 or rest <= -690:
+            if total.log_capped <= rest + LOG_CAPPED + 1 or rest <= -690:
                 break
             log_delta = min(rest, log_delta - 15)
         return min(1.0, found)
@@ -450,7 +459,7 @@ class Ledger:
         if not losses:
             return epsilons, torch.full_like(epsilons, math.log(infinite) if infinite else -math.inf)
         each = [
-            torch.stack([_log_deltas(loss, epsilons) for loss in found if loss is not None]).amin(0)
+            torch.stack([log_deltas_of(loss, epsilons) for loss in found if loss is not None]).amin(0)
             for found in composed.values()
         ]
         return epsilons, torch.stack(each).amax(0)
@@ -460,7 +469,7 @@ class Ledger:
         if not self._entries:
             return torch.zeros_like(epsilons)
         if self._only_gaussian():
-            return (_HAIR * gaussian_delta(self._gaussian_mu(), epsilons)).clamp(max=1.0)
+            return (ROUNDING * gaussian_delta(self._gaussian_mu(), epsilons)).clamp(max=1.0)
         at, log_deltas = self._curve(1e-14)
         # Delta falls: that at the last epsilon before bounds it.
         before = (torch.searchsorted(at, epsilons, right=True) - 1).clamp(min=0)
@@ -484,13 +493,13 @@ class Ledger:
         if not self._entries:
             return _checks.as_given(1 - rates, false_positive_rate)
         if self._only_gaussian():
-            found = _Gaussian(self._gaussian_mu()).false_negative_rate(flat)
+            found = GaussianTradeOff(self._gaussian_mu()).false_negative_rate(flat)
             return _checks.as_given(found.reshape(rates.shape), false_positive_rate)
         if self._infinite() == 1:
             return _checks.as_given(torch.zeros_like(rates), false_positive_rate)
         inner = torch.cat((flat, 1 - flat))
         inner = inner[inner > 0]
-        curve = _Curve(*self._curve(float(inner.min()) if len(inner) else 1.0))
+        curve = TradeOffCurve(*self._curve(float(inner.min()) if len(inner) else 1.0))
         return _checks.as_given(curve.false_negative_rate(flat).reshape(rates.shape), false_positive_rate)
 
     def mu(self, *, least: float = 1e-9) -> GaussianMu:
@@ -523,7 +532,7 @@ class Ledger:
             return GaussianMu(0.0, 0.0)
         mu = float(gaussian_mu(epsilons[1:][inside], deltas[:-1][inside]).max()) * (1 + 1e-9)
         rates = torch.from_numpy(np.geomspace(max(least, 1e-9), 1.0, 400))
-        own = _Curve(epsilons, log_deltas).false_negative_rate(rates)
+        own = TradeOffCurve(epsilons, log_deltas).false_negative_rate(rates)
         normal = torch.distributions.Normal(0.0, 1.0)
         theirs = normal.cdf(normal.icdf(1 - rates) - mu)
         return GaussianMu(mu, float((own - theirs).max().clamp(min=0)))
@@ -547,7 +556,7 @@ class Ledger:
             text += ", which adds up the items' epsilons: no grid resolves so little noise."
         else:
             text += f", of which the grid adds at most {_up(error, 2)}." if error else "."
-        if self.n is not None and self.relation == "add-remove":
+        if self.n is not None:
             text += " This was promised beforehand, to every person."
             if any(entry.account is not None for entry in self._entries):
                 text += (

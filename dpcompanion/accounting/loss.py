@@ -22,13 +22,14 @@ LARGEST_NOISE = 1e100
 LEAST_RATE = 1e-200
 
 _LOG_NEGLIGIBLE = -75.0  # tilted densities below e^-75 of the peak are cut, and the cut is accounted for
-_TAIL = 13.0  # standard deviations of the Gaussian that are looked at on the side of small losses
+SMALL_LOSS_TAIL = 13.0  # standard deviations of the Gaussian that are looked at on the side of small losses
 _STEEPEST = 6.0  # how fast the log of the tilted density may rise between the last two nodes
-_NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(4))
+# Of Gauss and Legendre, within a cell of the grid and within a panel of a moment's integral.
+CELL_NODES, CELL_WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(4))
 _PANEL_NODES, _PANEL_WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(6))
 
 
-def _scale(q, sigma):
+def smooth_length(q, sigma):
     """The length in t over which densities and losses are smooth: their branch points lie pi sigma from the real axis.
 
     Where sigma is so small that next to no mass is near them they do not matter.
@@ -36,7 +37,7 @@ def _scale(q, sigma):
     return 1.0 if 0.125 / sigma / sigma + math.log(q) > -_LOG_NEGLIGIBLE else min(1.0, 2 * sigma)
 
 
-class _Step:
+class StepLoss:
     """The privacy loss of one step below a cap: its exact moments, and its discretised and tilted distribution.
 
     The loss exceeds the cap with the probability exp(log_capped).
@@ -47,8 +48,8 @@ class _Step:
         self.sigma = torch.tensor(float(noise_multiplier), dtype=torch.float64)
         self.remove, self.log_capped = direction == "remove", log_capped
         # The loss rises with t where an example is removed, and falls where it is added.
-        start, end = (-_TAIL, self._t_of_cap()) if self.remove else (_TAIL, -self._t_of_cap())
-        self.scale = _scale(sample_rate, noise_multiplier)
+        start, end = (-SMALL_LOSS_TAIL, self._t_of_cap()) if self.remove else (SMALL_LOSS_TAIL, -self._t_of_cap())
+        self.scale = self._smooth_length()
         panels = math.ceil(abs(end - start) / (0.5 * self.scale))
         edges = torch.linspace(start, end, panels + 1, dtype=torch.float64)
         width = edges.diff()[:, None]
@@ -58,6 +59,9 @@ class _Step:
         self.log_weight = log_density + torch.log(width.abs() / 2 * _PANEL_WEIGHTS).reshape(-1)
         weight = torch.exp(self.log_weight)
         self.std = float(torch.sqrt((weight * (self.loss - (weight * self.loss).sum()) ** 2).sum()))
+
+    def _smooth_length(self):
+        return smooth_length(float(self.q), float(self.sigma))
 
     def _t_of_cap(self):
         """How far in t the cap lies: the tail of N(0, 1), or of the mixture where an example is removed, beyond it."""
@@ -122,11 +126,11 @@ class _Step:
         )
         at = torch.sort(at).values
         width = at.diff()[:, None]
-        loss, log_density = self._loss_and_log_density(at[:-1, None] + width * (_NODES + 1) / 2)
+        loss, log_density = self._loss_and_log_density(at[:-1, None] + width * (CELL_NODES + 1) / 2)
         cell = torch.floor(loss.mean(dim=1) / interval).clamp(first, last - 1)
         # The share of a mass at `loss` that goes to the upper end: it keeps the mass of exp(-loss), that under Q.
         upper = (torch.expm1(-(loss - cell[:, None] * interval)) / math.expm1(-interval)).clamp(0, 1)
-        mass = width / 2 * _WEIGHTS * torch.exp(log_density + tilt * cell[:, None] * interval - scale)
+        mass = width / 2 * CELL_WEIGHTS * torch.exp(log_density + tilt * cell[:, None] * interval - scale)
         lower_mass, upper_mass = (mass * (1 - upper)).sum(dim=1), (mass * upper).sum(dim=1) * math.exp(tilt * interval)
         masses = torch.zeros(last - first + 1, dtype=torch.float64)
         index = (cell - first).long()

@@ -24,16 +24,16 @@ from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
 from .composed import ComposedLoss
-from .loss import _NODES, _WEIGHTS, _Step
+from .loss import CELL_NODES, CELL_WEIGHTS, StepLoss, smooth_length
 from .pld import (
-    _LARGEST_GRID,
-    _MOST_POINTS,
-    _TRANSFORM,
-    _WINDOW_LOG_TAIL,
+    LARGEST_GRID,
+    MOST_POINTS,
+    TRANSFORM_ERROR,
+    WINDOW_LOG_TAIL,
     TOLERANCE,
     NoGrid,
-    _chernoff_epsilon,
-    _chernoff_log_delta,
+    chernoff_epsilon,
+    chernoff_log_delta,
 )
 from .rdp import log_density_ratio
 
@@ -41,7 +41,7 @@ from .rdp import log_density_ratio
 FEW_KINDS, COARSER = 32, 20.0
 
 
-class GaussianLoss(_Step):
+class GaussianLoss(StepLoss):
     """The loss of the Gaussian mechanism with this noise multiplier, below a cap."""
 
     def __init__(self, noise_multiplier, log_capped):
@@ -59,13 +59,14 @@ class GaussianLoss(_Step):
         return self.sigma * loss + 0.5 / self.sigma
 
 
-class ReplacementLoss(_Step):
+class ReplacementLoss(StepLoss):
     r"""The loss of one step of the sampled Gaussian where one example replaces another, below a cap.
 
-    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(1, \sigma^2)` against
-    :math:`Q = (1-q) N(0, \sigma^2) + q N(-1, \sigma^2)`, which dominates every step: given who else is sampled, a step
-    is :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against :math:`P_h`, with gradients g and h of length 1
-    at most.
+    The pair is :math:`P = (1-q) N(0, \sigma^2) + q N(a, \sigma^2)` against
+    :math:`Q = (1-q) N(0, \sigma^2) + q N(-b, \sigma^2)`, which dominates every step: given who else is sampled, a step
+    is :math:`P_g = (1-q) N(0, \sigma^2 I) + q N(g, \sigma^2 I)` against :math:`P_h`, with gradients g of length a and h
+    of length b at most.  Both are 1 where the clip norm is all that is known; of an example whose own norm was recorded
+    a is smaller, and b stays 1.
 
     Proof.  Let :math:`\alpha \ge 1`.  With densities over that of :math:`N(g, \sigma^2 I)`, under which X is standard
     normal after a shift, and :math:`v = (h - g) / \sigma, u = -g / \sigma`,
@@ -78,10 +79,15 @@ class ReplacementLoss(_Step):
     In the entries of the covariance of :math:`(\langle v, X \rangle, \langle u, X \rangle)` its derivatives are
     :math:`\tfrac12 E[A^2 f_{AA}], \tfrac12 E[B^2 f_{BB}]` and :math:`E[AB f_{AB}]`, and all second derivatives of
     :math:`f = (1 - A - B)_+` are the same point mass, at least 0.  So the divergence is largest where
-    :math:`|v|, |u|` and :math:`\langle v, u \rangle` are, all at once for :math:`h = -g, |g| = 1`.  For
-    :math:`\alpha < 1` the roles of g and h are exchanged.
+    :math:`|v|, |u|` and :math:`\langle v, u \rangle` are, all at once for opposite g and h with
+    :math:`|g| = a, |h| = b`.  For :math:`\alpha < 1` the roles of g and h are exchanged.
 
-    With :math:`\ell(x) = \ln(1 - q + q e^{x/\sigma^2 - 1/(2\sigma^2)})` the loss is :math:`\ell(x) - \ell(-x)`.
+    With :math:`\ell_a(x) = \ln(1 - q + q e^{a x/\sigma^2 - a^2/(2\sigma^2)})` the loss is
+    :math:`\ell_a(x) - \ell_b(-x)`.  That of Q against P is the same with a and b exchanged.
+
+    Args:
+        sample_rate, noise_multiplier, log_capped: q, sigma / a, and the logarithm of the probability above the cap.
+        other: sigma / b, by default sigma / a.
 
     >>> step = ReplacementLoss(0.1, 1.0, math.log(1e-12))
     >>> t = torch.tensor([-2.0, 0.0, 3.0], dtype=torch.float64)
@@ -89,14 +95,41 @@ class ReplacementLoss(_Step):
     [-2.0, 0.0, 3.0]
     """
 
-    def __init__(self, sample_rate, noise_multiplier, log_capped):
+    def __init__(self, sample_rate, noise_multiplier, log_capped, other=None):
+        self.other = torch.tensor(float(noise_multiplier if other is None else other), dtype=torch.float64)
         super().__init__(sample_rate, noise_multiplier, "remove", log_capped)
 
+    def _smooth_length(self):
+        return smooth_length(float(self.q), min(float(self.sigma), float(self.other)))
+
     def _loss_and_log_density(self, t):
-        above, below = (log_density_ratio(side, self.q, self.sigma) for side in (t, -t))
+        above, below = log_density_ratio(t, self.q, self.sigma), log_density_ratio(-t, self.q, self.other)
         return above - below, above - 0.5 * t * t - 0.5 * math.log(2 * math.pi)
 
     def _t_of_loss(self, loss):
+        return self._t_of_equal_norms(loss) if self.other == self.sigma else self._t_by_newton(loss)
+
+    def _t_by_newton(self, loss):
+        """By Newton's method from a chord of a table; its ends for losses beyond those of the panels."""
+        low, high = self.ends
+        t = torch.linspace(low, high, math.ceil((high - low) / (0.02 * self.scale)) + 1, dtype=torch.float64)
+        table = torch.cummax(self._loss_and_log_density(t)[0], dim=0).values
+        place = torch.searchsorted(table, loss).clamp(1, len(t) - 1)
+        left, right, below, above = t[place - 1], t[place], table[place - 1], table[place]
+        found = left + (right - left) * ((loss - below) / (above - below).clamp(min=1e-300)).clamp(0, 1)
+
+        def slope(side, noise):
+            """Of the logarithm of the density over that of no example."""
+            exponent = torch.log(self.q) + side / noise - 0.5 / noise**2
+            return torch.exp(exponent - log_density_ratio(side, self.q, noise)) / noise
+
+        for _ in range(3):
+            steep = slope(found, self.sigma) + slope(-found, self.other)
+            off = self._loss_and_log_density(found)[0] - loss
+            found = torch.minimum(torch.maximum(found - off / steep.clamp(min=1e-300), left), right)
+        return found
+
+    def _t_of_equal_norms(self, loss):
         # e^(x / sigma^2) solves a quadratic equation: x / sigma^2 = L/2 + asinh((1-q)/q e^(1/(2 sigma^2)) sinh(L/2)).
         half = loss.abs() / 2
         log_sinh = half + torch.log(-torch.expm1(-2 * half)) - math.log(2)
@@ -132,7 +165,7 @@ class _Bounded:
         return max((low - 2 * here + high) / step**2, 1e-12 * self.most**2)
 
     def discretize(self, interval, tilt):
-        """As `_Step.discretize`."""
+        """As `StepLoss.discretize`."""
         loss, log_mass = self._pieces(interval)
         scale = float(self.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
         first = math.floor(-self.most / interval)
@@ -168,8 +201,8 @@ class LaplaceLoss(_Bounded):
         pieces = math.ceil(20 * c) + 1
         at = torch.cat([grid.clamp(-c, c), torch.linspace(-c, c, pieces + 1, dtype=torch.float64)]).sort().values
         width = at.diff()[:, None]
-        loss = at[:-1, None] + width * (_NODES + 1) / 2
-        log_mass = (loss - c) / 2 - math.log(4) + torch.log(width / 2 * _WEIGHTS)
+        loss = at[:-1, None] + width * (CELL_NODES + 1) / 2
+        log_mass = (loss - c) / 2 - math.log(4) + torch.log(width / 2 * CELL_WEIGHTS)
         # In a short piece every node has the cell of its middle, whatever rounding says of those at its ends.
         cell = torch.floor(loss.mean(dim=1, keepdim=True) / interval) * interval
         loss = torch.minimum(torch.maximum(loss, cell), cell + interval * (1 - 1e-12))
@@ -202,7 +235,7 @@ class Sum:
         self.std = math.sqrt(sum(count * loss.std**2 for loss, count in kinds))
         # The scales of tilts at which one loss decides: of the widest Gaussian, or the largest of what is bounded.
         bounded = [loss.most for loss, _ in kinds if isinstance(loss, _Bounded)]
-        scales = [float(loss.sigma) for loss, _ in kinds if isinstance(loss, _Step)]
+        scales = [float(loss.sigma) for loss, _ in kinds if isinstance(loss, StepLoss)]
         self.widest = max([*scales, 1 / max(bounded)] if bounded else scales)
         self.log_capped = float(np.logaddexp.reduce([loss.log_capped + math.log(count) for loss, count in kinds]))
 
@@ -235,7 +268,7 @@ class Sum:
             for signed, rise in sides:
                 tilts = tilt + signed
                 grid = self.steps * (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
-                reach.append(float(((rise + grid - _WINDOW_LOG_TAIL) / signed.abs()).nan_to_num(nan=math.inf).min()))
+                reach.append(float(((rise + grid - WINDOW_LOG_TAIL) / signed.abs()).nan_to_num(nan=math.inf).min()))
             return -reach[1], reach[0]
 
         return ends
@@ -253,7 +286,7 @@ def refined(total, epsilon, delta=None, infinite=0.0):
         loss = _compose(total, moments, epsilon, slope, allowed, infinite)
         if delta is not None:
             epsilon = loss.epsilon(delta)
-        slope = -loss._log_delta(epsilon)[1] if math.isfinite(epsilon) else 0.0
+        slope = -loss.log_delta(epsilon)[1] if math.isfinite(epsilon) else 0.0
         error = loss.error * max(1.0, (1 + slope) / (1 + loss.tilt))
         loss = replace(loss, error=max(error, loss.interval) if epsilon < 20 * loss.interval else error)
         if epsilon == 0 or loss.error <= 2 * allowed * epsilon or loss.interval > 0.8 * coarser:
@@ -264,7 +297,7 @@ def refined(total, epsilon, delta=None, infinite=0.0):
 
 def _compose(total, moments, epsilon, slope, allowed, infinite):
     tilts, log_mgfs = moments
-    tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs, epsilon).argmin())])
+    tilt = float(tilts[int(chernoff_log_delta(tilts, log_mgfs, epsilon).argmin())])
     ends = total.window(tilt)
     low, high = ends(0.0)
     slope = max(slope, tilt)
@@ -275,11 +308,11 @@ def _compose(total, moments, epsilon, slope, allowed, infinite):
         1 / slope,
         (epsilon + 0.01 / slope) / 100,
     )
-    interval = max(interval, (high - low) / (_LARGEST_GRID - 2))
+    interval = max(interval, (high - low) / (LARGEST_GRID - 2))
     low, high = ends(interval)
     size = (high - low) / interval + 2
-    if not size <= _MOST_POINTS:
-        raise NoGrid(f"the summed loss takes {size:.1g} grid points, at most {_MOST_POINTS} are possible")
+    if not size <= MOST_POINTS:
+        raise NoGrid(f"the summed loss takes {size:.1g} grid points, at most {MOST_POINTS} are possible")
     first, masses, log_mass, cut = _convolved(total.kinds, interval, tilt, math.floor(low / interval), size)
     rise = log_mass - float(total.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
     return ComposedLoss(
@@ -289,7 +322,7 @@ def _compose(total, moments, epsilon, slope, allowed, infinite):
         first=first,
         masses=masses,
         log_scale=log_mass,
-        slack=cut + 2 * math.exp(_WINDOW_LOG_TAIL) + _TRANSFORM * (total.steps + len(total.kinds)),
+        slack=cut + 2 * math.exp(WINDOW_LOG_TAIL) + TRANSFORM_ERROR * (total.steps + len(total.kinds)),
         log_capped=float(np.logaddexp(total.log_capped, math.log(infinite) if infinite else -math.inf)),
     )
 
@@ -319,4 +352,4 @@ def _convolved(kinds, interval, tilt, start, size):
 def guess(total, delta):
     """An upper bound on epsilon at `delta`, by Chernoff's bound."""
     tilts, log_mgfs = total.tilts()
-    return _chernoff_epsilon(tilts, log_mgfs, delta)
+    return chernoff_epsilon(tilts, log_mgfs, delta)

@@ -5,68 +5,139 @@ logarithms of their characteristic functions are counts times those of the kinds
 the kinds may be any losses of `loss` and `mixed`.  Infinite losses, with which (epsilon, delta) guarantees count, are
 taken off delta beforehand, the same for all who have the same guarantees.
 
+Where one example replaces another, a sampled step of a person is the pair of `mixed.ReplacementLoss`: of what was
+promised with the same norm for both examples, of an account with the person's own norm against all that the other
+example may have.
+
 >>> from dpcompanion.accounting import Ledger
->>> kinds = SampledGaussian(0.01, 1.0, 1), SampledGaussian(0.02, 1.2, 1)
->>> epsilons_of(kinds, torch.tensor([[500, 500], [500, 0]]), 1e-5, lambda items: Ledger(items).epsilon(1e-5))
+>>> costs = Cost(SampledGaussian(0.01, 1.0, 1)), Cost(SampledGaussian(0.02, 1.2, 1))
+>>> epsilons_of(costs, torch.tensor([[500, 500], [500, 0]]), 1e-5, lambda items: Ledger(items).epsilon(1e-5))
 tensor([2.3..., 1.3...], dtype=torch.float64)
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import mixed, revealed
-from .histories import _BLOCK, _MOST_LEVELS, _NODES, _distinct, _one_direction, _totals
+from . import inclusion_bound, mixed
+from .histories import BLOCK, MIXTURE_NODES, MOST_LEVELS, distinct_rows, epsilons_in_one_direction, total_steps
 from .items import Gaussian, Guarantee, Item, Laplace, SampledGaussian, times
 from .levels import Levels
-from .loss import DIRECTIONS, LEAST_RATE, _Step
-from .pld import _LOG_CAPPED
+from .loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, StepLoss
+from .pld import LOG_CAPPED
 
 _FEW = 12  # different people whose epsilons are computed one by one
 SPREAD = 1e12  # what costs so much less than the most expensive kind counts as so much: one grid holds all losses
 
 
+class Cost(NamedTuple):
+    """What a person is charged for: an item of one step or release, and where one example replaces another the noise
+    multiplier at the norm of the other example, None for the same as the item's."""
+
+    item: Item
+    other: float | None = None
+
+
+class _Replaced(NamedTuple):
+    """A sampled step in which an example replaces another: its rate, and the noise over the norm of either."""
+
+    sample_rate: float
+    noise_multiplier: float
+    other: float
+
+
+def replacement_costs(promised: Item, account: Any) -> tuple[list[Cost], torch.Tensor] | None:
+    """An account's costs and (n, costs) counts where one example replaces another, or None where it says nothing then.
+
+    Of the other example nothing is known but what was promised: it may have the full norm at each step that was
+    promised, also at those for which the person was charged less, or nothing.
+    """
+    if not isinstance(promised, SampledGaussian) or any(
+        not isinstance(kind, SampledGaussian) or kind.sample_rate != promised.sample_rate for kind in account.kinds
+    ):
+        return None
+    most = promised.noise_multiplier
+    costs = [Cost(kind, None if kind.noise_multiplier <= most else most) for kind in account.kinds]
+    idle = SampledGaussian(promised.sample_rate, LARGEST_NOISE, 1)
+    rest = (promised.steps - account.counts.sum(dim=1, keepdim=True)).clamp(min=0)
+    return [*costs, Cost(idle, most)], torch.cat([account.counts, rest], dim=1)
+
+
 def epsilons_of(
-    kinds: Sequence[Item], counts: torch.Tensor, delta: float, alone: Callable[[list[Item]], float]
+    costs: Sequence[Cost],
+    counts: torch.Tensor,
+    delta: float,
+    alone: Callable[[list[Item]], float],
+    *,
+    relation: str = "add-remove",
 ) -> torch.Tensor:
     """Epsilon of each person at `delta`, (n,) float64, an upper bound, about 0.1% above the exact value.
 
-    Neighbouring relation: add or remove one example. Sampler: Poisson.
+    Sampler: Poisson.
 
     Args:
-        kinds: items of one step or release each.
-        counts: (n, kinds) whole numbers, how often each person is charged for each.
+        costs: distinct ones.
+        counts: (n, costs) whole numbers, how often each person is charged for each.
         delta: in (0, 1).
         alone: the epsilon of some items, for people who are few, or have no sampled steps.
+        relation: "add-remove", or "replace", where one example replaces another.
     """
-    used = [j for j in range(len(kinds)) if bool(counts[:, j].any())]
-    kinds, counts = [kinds[j] for j in used], counts[:, used]
-    if not kinds:
+    used = [j for j in range(len(costs)) if bool(counts[:, j].any())]
+    costs, counts = [costs[j] for j in used], counts[:, used]
+    if not costs:
         return torch.zeros(len(counts), dtype=torch.float64)
-    rows, which = _distinct(counts)
-    sampled = [isinstance(kind, SampledGaussian) and kind.sample_rate < 1 for kind in kinds]
-    noises = [_scale(kind) for kind in kinds]
-    gridded = rows[:, sampled].any(dim=1)
-    if len(rows) <= _FEW or min(noises) < revealed.LITTLE_NOISE:
+    rows, which = distinct_rows(counts)
+    kinds = [cost.item if relation == "add-remove" else _replaced(cost) for cost in costs]
+    gridded = rows[:, [_is_sampled(kind) for kind in kinds]].any(dim=1)
+    unequal = [isinstance(kind, _Replaced) and kind.noise_multiplier != kind.other for kind in kinds]
+    if len(rows) <= _FEW:
+        gridded = rows[:, unequal].any(dim=1)
+    if min(map(_scale, kinds)) < inclusion_bound.LITTLE_NOISE:
         gridded[:] = False
     infinite = torch.tensor([math.log1p(-kind.delta) if isinstance(kind, Guarantee) else 0.0 for kind in kinds])
     infinite = -torch.expm1(rows.double() @ infinite.double())
     gridded &= infinite < delta
     found = torch.empty(len(rows), dtype=torch.float64)
+    whole = [cost.item if cost.other is None else _with_noise(cost.item, cost.other) for cost in costs]
     for place in (~gridded).nonzero()[:, 0].tolist():
-        found[place] = alone([item for kind, count in zip(kinds, rows[place].tolist()) for item in times(kind, count)])
+        found[place] = alone([item for kind, count in zip(whole, rows[place].tolist()) for item in times(kind, count)])
     for lost in infinite[gridded].unique().tolist():
         here = (gridded & (infinite == lost)).nonzero()[:, 0]
         found[here] = _on_grids(kinds, rows[here], delta - lost)
     return found[which]
 
 
+def _with_noise(item, noise_multiplier):
+    return dataclasses.replace(item, noise_multiplier=noise_multiplier)
+
+
+def _is_sampled(kind):
+    return isinstance(kind, _Replaced) or (isinstance(kind, SampledGaussian) and kind.sample_rate < 1)
+
+
+def _replaced(cost):
+    """A kind whose loss is that of one step or release where one example replaces another."""
+    item = cost.item
+    if isinstance(item, Guarantee):  # by way of the data with neither
+        delta = (1 + math.exp(min(item.epsilon, 700))) * item.delta
+        return Guarantee(2 * item.epsilon, min(delta, math.nextafter(1, 0)))
+    if isinstance(item, Laplace):
+        return Laplace(item.scale / item.replaced)
+    if isinstance(item, Gaussian):
+        return Gaussian(item.noise_multiplier / item.replaced)
+    step = _Replaced(item.sample_rate, item.noise_multiplier, cost.other or item.noise_multiplier)
+    return step if item.sample_rate < 1 else Gaussian(_scale(step))
+
+
 def _scale(kind):
     """Noise over sensitivity: of a guarantee the scale of Laplace noise with its epsilon."""
     if isinstance(kind, Guarantee):
         return 1 / kind.epsilon if kind.epsilon else math.inf
+    if isinstance(kind, _Replaced):  # the other example may lie on the other side
+        return 1 / (1 / kind.noise_multiplier + 1 / kind.other)
     return kind.scale if isinstance(kind, Laplace) else kind.noise_multiplier
 
 
@@ -79,38 +150,51 @@ def _on_grids(kinds, counts, delta):
     kinds, counts = [kinds[j] for j in used], counts[:, used]
     most = SPREAD * min(map(_scale, kinds))
     levels, nodes = _levels(kinds, most)
-    log_capped = _LOG_CAPPED + math.log(delta) - math.log(float(_totals(counts).max()))
+    log_capped = LOG_CAPPED + math.log(delta) - math.log(float(total_steps(counts).max()))
     found = torch.zeros(len(counts), dtype=torch.float64)
     for direction in DIRECTIONS:
         losses = {float(k): _loss(rate, kind, direction, log_capped) for k, (rate, kind) in enumerate(nodes)}
-        for part, own in zip(counts.split(max(_BLOCK // len(kinds), 1)), found.split(max(_BLOCK // len(kinds), 1))):
-            torch.maximum(own, _one_direction(part, levels, losses, delta), out=own)
+        for part, own in zip(counts.split(max(BLOCK // len(kinds), 1)), found.split(max(BLOCK // len(kinds), 1))):
+            torch.maximum(own, epsilons_in_one_direction(part, levels, losses, delta), out=own)
     return found
 
 
 def _levels(kinds, most):
-    """The kinds as levels of a list of nodes: (rate, noise) of sampled Gaussians, (None, item) of the others."""
+    """The kinds as levels of a list of nodes: (rate, noise) of sampled Gaussians, (rate, (noise, other)) of replaced
+    ones, (None, item) of the others."""
     nodes: list[tuple[Any, Any]] = []
-    rates: dict[float | None, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for j, kind in enumerate(kinds):
-        sampled = isinstance(kind, SampledGaussian) and kind.sample_rate < 1
-        rates.setdefault(max(kind.sample_rate, LEAST_RATE) if sampled else None, []).append(j)
+        groups.setdefault(_group(kind, most), []).append(j)
     low, high = torch.zeros(2, len(kinds), dtype=torch.int64)
     share = torch.zeros(len(kinds), dtype=torch.float64)
-    for rate, columns in sorted(rates.items(), key=lambda group: group[0] is None):  # bounded losses come last
-        if rate is None:
+    for group, columns in sorted(groups.items(), key=lambda group: group[0] is None):  # bounded losses come last
+        if group is None:
             low[columns] = high[columns] = torch.arange(len(nodes), len(nodes) + len(columns))
             nodes += [(None, _at_most(kinds[j], most)) for j in columns]
             continue
+        rate, *other = group
         noises = [min(kinds[j].noise_multiplier, most) for j in columns]
         own = {1 / noise: noise for noise in noises}
         # Of many levels of one rate some are nodes, and the others mixtures of them (`levels`).
-        few = len(kinds) <= _MOST_LEVELS
-        between = Levels.between([1 / noise for noise in noises], most=len(noises) if few else _NODES)
+        few = len(kinds) <= MOST_LEVELS
+        between = Levels.between([1 / noise for noise in noises], most=len(noises) if few else MIXTURE_NODES)
         low[columns], high[columns] = between.low + len(nodes), between.high + len(nodes)
         share[columns] = between.share
-        nodes += [(rate, own.get(node, 1 / node)) for node in between.sensitivities.tolist()]
+        if other:  # no mixture is proved for a pair: the node above counts
+            low[columns] = torch.where(between.share > 0, between.high, between.low) + len(nodes)
+            high[columns], share[columns] = low[columns], 0.0
+        found = [own.get(node, 1 / node) for node in between.sensitivities.tolist()]
+        nodes += [(rate, (noise, other[0] or noise) if other else noise) for noise in found]
     return Levels(torch.arange(len(nodes), dtype=torch.float64), low, high, share), nodes
+
+
+def _group(kind, most):
+    """What kinds have in common that are levels of each other: None for what is none."""
+    if isinstance(kind, _Replaced):
+        other = None if kind.other == kind.noise_multiplier else min(kind.other, most)
+        return max(kind.sample_rate, LEAST_RATE), other
+    return (max(kind.sample_rate, LEAST_RATE),) if _is_sampled(kind) else None
 
 
 def _at_most(kind, most):
@@ -122,8 +206,11 @@ def _at_most(kind, most):
 
 
 def _loss(rate, kind, direction, log_capped):
+    if isinstance(kind, tuple):  # the other way round the examples change places
+        noise, other = kind if direction == "remove" else kind[::-1]
+        return mixed.ReplacementLoss(rate, noise, log_capped, other)
     if rate is not None:
-        return _Step(rate, kind, direction, log_capped)
+        return StepLoss(rate, kind, direction, log_capped)
     if isinstance(kind, Gaussian):
         return mixed.GaussianLoss(kind.noise_multiplier, log_capped)
     return mixed.LaplaceLoss(kind.scale) if isinstance(kind, Laplace) else mixed.WorstLoss(kind.epsilon, kind.delta)

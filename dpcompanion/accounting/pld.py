@@ -37,8 +37,8 @@ long as others.
 
 So many steps may meet so little noise that a grid of four million points adds more than it resolves, at epsilons in
 the thousands and more as a rule.  `compute_epsilon` and `compute_delta` then take the lower of two bounds that need no
-grid: Rényi divergences at orders down to 1 + 1e-9, and that of `revealed`; `compose` refuses.  They take it too where
-it is lower than what a grid gives whose error may be a thousandth of epsilon.
+grid: Rényi divergences at orders down to 1 + 1e-9, and that of `inclusion_bound`; `compose` refuses.  They take it too
+where it is lower than what a grid gives whose error may be a thousandth of epsilon.
 
 >>> from dpcompanion.accounting import pld
 >>> loss = pld.compose(sample_rate=0.01, noise_multiplier=1.0, steps=1000, delta=1e-5)
@@ -57,24 +57,24 @@ from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 
 from .. import _checks
-from . import revealed
+from . import inclusion_bound
 from .composed import ComposedLoss
 from .conversions import rdp_to_delta, rdp_to_epsilon
-from .gaussian import _composed_mu, gaussian_delta, gaussian_epsilon
-from .loss import _TAIL, DIRECTIONS, LARGEST_NOISE, _scale, _Step
+from .gaussian import composed_mu, gaussian_delta, gaussian_epsilon
+from .loss import SMALL_LOSS_TAIL, DIRECTIONS, LARGEST_NOISE, smooth_length, StepLoss
 from .rdp import DEFAULT_ORDERS, log_density_ratio, rdp_sampled_gaussian
 
 #: What the discretisation may add to epsilon, relative to epsilon + 1/tilt.
 TOLERANCE = 5e-5
 
-_WINDOW_LOG_TAIL = -38.0  # tilted mass outside the window, each side: below e^-38
-_LARGEST_GRID = 1 << 21  # points of one transform; a run that wants more gets a coarser grid, and its error says so
-_MOST_POINTS = 2 * _LARGEST_GRID  # of a grid that widens the sums themselves; a run that wants more gets none
-_TRANSFORM = 4e-15  # what rounding in a transform may move of the tilted mass, for each step
-_HAIR = 1 + 1e-11  # for rounding errors of the Gaussian mechanism's delta
+WINDOW_LOG_TAIL = -38.0  # tilted mass outside the window, each side: below e^-38
+LARGEST_GRID = 1 << 21  # points of one transform; a run that wants more gets a coarser grid, and its error says so
+MOST_POINTS = 2 * LARGEST_GRID  # of a grid that widens the sums themselves; a run that wants more gets none
+TRANSFORM_ERROR = 4e-15  # what rounding in a transform may move of the tilted mass, for each step
+ROUNDING = 1 + 1e-11  # for rounding errors of the Gaussian mechanism's delta
 _COARSE = 1e-3  # a grid that may add more than this share of an epsilon is tried against bounds that need none
 _STEEPEST_CELL = 300.0  # how far the logarithm of a tilt may rise through a cell of an interval that was given
-_LOG_CAPPED = math.log(1e-5)  # the part of delta that the cap on the loss may add
+LOG_CAPPED = math.log(1e-5)  # the part of delta that the cap on the loss may add
 
 
 class NoGrid(ValueError):
@@ -116,25 +116,25 @@ def compose(*, sample_rate, noise_multiplier, steps, delta=None, epsilon=None, d
         epsilon = _checks.number("epsilon", epsilon, 0, math.inf, closed="left")
     if interval is not None:
         interval = _checks.number("interval", interval, 0, math.inf, closed="neither")
-    return _compose_near(*run, epsilon, interval=interval) if delta is None else _compose_at(*run, delta, interval)[0]
+    return compose_near(*run, epsilon, interval=interval) if delta is None else compose_at(*run, delta, interval)[0]
 
 
 def _capped_step(sample_rate, noise_multiplier, steps, direction, log_delta):
     """A step whose loss is capped as a run of delta exp(log_delta) can afford."""
-    return _Step(sample_rate, noise_multiplier, direction, _LOG_CAPPED + log_delta - math.log(steps))
+    return StepLoss(sample_rate, noise_multiplier, direction, LOG_CAPPED + log_delta - math.log(steps))
 
 
-def _compose_at(sample_rate, noise_multiplier, steps, direction, delta, interval=None, *, near=None, coarse=1.0):
+def compose_at(sample_rate, noise_multiplier, steps, direction, delta, interval=None, *, near=None, coarse=1.0):
     """The run's loss, accurate near `delta`, and its epsilon there.
 
     `near`, if that is known, is about that epsilon; `coarse` is by how much the grid that would be chosen is widened.
     """
     step = _capped_step(sample_rate, noise_multiplier, steps, direction, math.log(delta))
-    start = near or _chernoff_epsilon(*_log_mgfs(step, steps), delta)
+    start = near or chernoff_epsilon(*_log_mgfs(step, steps), delta)
     return _refined(step, steps, start, delta, interval, near=near, coarse=coarse)
 
 
-def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delta=None, interval=None, *, coarse=1.0):
+def compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delta=None, interval=None, *, coarse=1.0):
     """The run's loss, accurate near `epsilon`; `delta` is about what it is there, if that is known."""
 
     def capped(log_delta):
@@ -142,7 +142,7 @@ def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delt
 
     def excess(log_delta):
         step = capped(log_delta)
-        return float(_chernoff_log_delta(*_log_mgfs(step, steps), epsilon).min()) - log_delta
+        return float(chernoff_log_delta(*_log_mgfs(step, steps), epsilon).min()) - log_delta
 
     if delta is not None:
         return _refined(capped(math.log(delta)), steps, epsilon, None, interval, coarse=coarse)[0]
@@ -151,8 +151,8 @@ def _compose_near(sample_rate, noise_multiplier, steps, direction, epsilon, delt
     log_delta = high if excess(high) >= 0 else low if excess(low) <= 0 else brentq(excess, low, high, xtol=0.5)
     for _ in range(3):
         loss = _refined(capped(log_delta), steps, epsilon, None, interval)[0]
-        found = loss._log_delta(epsilon)[0]
-        if loss.log_capped < found + _LOG_CAPPED + 1 or found < low:
+        found = loss.log_delta(epsilon)[0]
+        if loss.log_capped < found + LOG_CAPPED + 1 or found < low:
             break
         log_delta = found  # Chernoff's bound was far above: cap more rarely
     return loss
@@ -167,7 +167,7 @@ def _refined(step, steps, epsilon, delta, interval, *, near=None, coarse=1.0):
             epsilon = near = loss.epsilon(delta, near)
         # Where delta falls faster than the tilt says, errors of the grid weigh more; within a cell the curve is a
         # chord, which no tilt sees.
-        slope = -loss._log_delta(epsilon)[1]
+        slope = -loss.log_delta(epsilon)[1]
         error = loss.error * max(1.0, (1 + slope) / (1 + loss.tilt))
         loss = replace(loss, error=max(error, loss.interval) if epsilon < 20 * loss.interval else error)
         if (
@@ -207,33 +207,33 @@ def _compose_step(step, steps, epsilon, slope, interval, coarse=1.0):
         tilts = tilts[tilts * interval <= _STEEPEST_CELL]
         if not len(tilts):
             raise ValueError(f"interval must be far less than the losses of such a run, got {interval:g}")
-    tilt = float(tilts[int(_chernoff_log_delta(tilts, log_mgfs[: len(tilts)], epsilon).argmin())])
+    tilt = float(tilts[int(chernoff_log_delta(tilts, log_mgfs[: len(tilts)], epsilon).argmin())])
     if interval is None:
-        low, high, _ = _window(step, steps, tilt, 0.0)
+        low, high, _ = tilted_window(step, steps, tilt, 0.0)
         # Far below 1 / tilt an epsilon is as good as zero.
         slope = max(slope, tilt)
         error = TOLERANCE * max(epsilon, 1e-3 / slope)
         interval = min(math.sqrt(12 * error / (steps * (1 + slope))), 1e-4 * max(1.0, epsilon / 10), 1 / slope)
         # Near an epsilon that is small itself a coarse grid is of no use: it moves with each parameter.
         interval = min(coarse * interval, min(coarse, 3.0) * (epsilon + 0.01 / slope) / 100)
-        interval = max(interval, (high - low) / (_LARGEST_GRID - 2))
-    low, high, outside = _window(step, steps, tilt, interval)
+        interval = max(interval, (high - low) / (LARGEST_GRID - 2))
+    low, high, outside = tilted_window(step, steps, tilt, interval)
     size = (high - low) / interval + 2
     # So many steps that what the grid adds outweighs what it resolves, or an interval that was given.
-    if (steps > 1 or given) and not size <= _MOST_POINTS:
+    if (steps > 1 or given) and not size <= MOST_POINTS:
         raise NoGrid(
             f"sample_rate={float(step.q):g}, noise_multiplier={float(step.sigma):g}, steps={steps}: such a run's "
-            f"loss takes {size:.1g} grid points, at most {_MOST_POINTS} are possible: "
+            f"loss takes {size:.1g} grid points, at most {MOST_POINTS} are possible: "
             + (f"an interval above {interval:g}, " if given else "")
             + "fewer steps or more noise"
         )
     first, masses, log_mass, cut = step.discretize(interval, tilt)
     slack = steps * cut
     if steps > 1:
-        first, masses = _convolve(first, masses, steps, start=math.floor(low / interval), size=size)
+        first, masses = convolve(first, masses, steps, start=math.floor(low / interval), size=size)
         # Errors of the transform grow with the power, and lie anywhere in the window: far from its saddle point a curve
         # would be short of them.  Added up they are below 1.3e-15 a step (measured against 80-bit floats).
-        slack += outside + _TRANSFORM * steps
+        slack += outside + TRANSFORM_ERROR * steps
     rise = log_mass - float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
     return ComposedLoss(
         interval=interval,
@@ -247,7 +247,7 @@ def _compose_step(step, steps, epsilon, slope, interval, coarse=1.0):
     )
 
 
-def _convolve(first, masses, steps, *, start, size):
+def convolve(first, masses, steps, *, start, size):
     """The `steps`-fold convolution of masses at first, first + 1, ..., on a circle of
     at least `size` points from `start`."""
     size = cast(int, next_fast_len(max(16, math.ceil(size)), real=True))
@@ -260,17 +260,18 @@ def _convolve(first, masses, steps, *, start, size):
     return start, torch.roll(composed, -((start - steps * centre) % size))
 
 
-def _chernoff_epsilon(tilts, log_mgfs, delta):
+def chernoff_epsilon(tilts, log_mgfs, delta):
     """The best epsilon by Chernoff's bound with the factor of Balle et al. 2020: orders are tilts + 1."""
     epsilons = (log_mgfs - math.log(delta) - torch.log1p(tilts)) / tilts - torch.log1p(1 / tilts)
     return max(float(epsilons.min()), 0.0)
 
 
-def _chernoff_log_delta(tilts, log_mgfs, epsilon):
+def chernoff_log_delta(tilts, log_mgfs, epsilon):
+    """The logarithm of the bound on delta that goes with `chernoff_epsilon`, at each tilt."""
     return log_mgfs - tilts * (epsilon + torch.log1p(1 / tilts)) - torch.log1p(tilts)
 
 
-def _window(step, steps, tilt, interval):
+def tilted_window(step, steps, tilt, interval):
     """Ends between which the tilted sum of the losses on the grid lies, and a bound on the
     probability that it does not."""
     variance = step.tilted_variance(tilt)
@@ -282,11 +283,11 @@ def _window(step, steps, tilt, interval):
     def reach(signed):
         tilts = tilt + signed
         rise = step.log_mgf(tilts) - here + (tilts * (1 + tilts)).clamp(min=0) * interval**2 / 8
-        return ((steps * rise - _WINDOW_LOG_TAIL) / signed.abs()).nan_to_num(nan=math.inf).min()
+        return ((steps * rise - WINDOW_LOG_TAIL) / signed.abs()).nan_to_num(nan=math.inf).min()
 
     # P(S > s) <= exp(steps (K(tilt + o) - K(tilt)) - o s), and likewise below with negative offsets.
     high, low = float(reach(offsets)), -float(reach(-offsets))
-    return low, high, 2 * math.exp(_WINDOW_LOG_TAIL)
+    return low, high, 2 * math.exp(WINDOW_LOG_TAIL)
 
 
 def epsilon(*, sample_rate, noise_multiplier, steps, delta, near=None, coarse=1.0):
@@ -298,7 +299,7 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta, near=None, coarse=1.
         coarse: by how much the grid is widened: for a search, whose end is looked at with 1. It is an upper bound too.
     """
     if sample_rate == 1:
-        return float(gaussian_epsilon(_composed_mu(steps, noise_multiplier), delta / _HAIR))
+        return float(gaussian_epsilon(composed_mu(steps, noise_multiplier), delta / ROUNDING))
     if total_variation(sample_rate, noise_multiplier, steps) <= delta:
         return 0.0
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
@@ -307,20 +308,20 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta, near=None, coarse=1.
         found, resolved = _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta, near, coarse)
     if not resolved:
         by_divergence = rdp_to_epsilon(*_divergences(**run), delta)[0]
-        found = min(found, float(by_divergence), revealed.epsilon(**run, delta=delta))
+        found = min(found, float(by_divergence), inclusion_bound.epsilon(**run, delta=delta))
     return found
 
 
 def _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta, near, coarse):
     """Epsilon, and whether the grid of the worse direction is as fine as promised."""
     run = sample_rate, noise_multiplier, steps
-    loss, worst = _compose_at(*run, "remove", delta, near=near, coarse=coarse)
+    loss, worst = compose_at(*run, "remove", delta, near=near, coarse=coarse)
     # At epsilon 0 delta is the total variation, in either direction.
     if (
-        0 < worst < _largest_loss_of_adding(sample_rate, steps)
-        and _compose_near(*run, "add", worst, delta, coarse=coarse).delta(worst) > delta
+        0 < worst < largest_loss_of_adding(sample_rate, steps)
+        and compose_near(*run, "add", worst, delta, coarse=coarse).delta(worst) > delta
     ):
-        other, more = _compose_at(*run, "add", delta, near=worst, coarse=coarse)
+        other, more = compose_at(*run, "add", delta, near=worst, coarse=coarse)
         loss, worst = (other, more) if more > worst else (loss, worst)
     return worst, coarse > 1 or _is_fine(loss, worst)
 
@@ -328,26 +329,26 @@ def _epsilon_on_grids(sample_rate, noise_multiplier, steps, delta, near, coarse)
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):
     """Delta of a run by its privacy loss distribution, the worse of both directions (scalars; see `compute_delta`)."""
     if sample_rate == 1:
-        return min(1.0, _HAIR * float(gaussian_delta(_composed_mu(steps, noise_multiplier), epsilon)))
+        return min(1.0, ROUNDING * float(gaussian_delta(composed_mu(steps, noise_multiplier), epsilon)))
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
     found, resolved = 1.0, False
     with contextlib.suppress(NoGrid):
         found, resolved = _delta_on_grids(sample_rate, noise_multiplier, steps, epsilon)
     if not resolved:
         by_divergence = rdp_to_delta(*_divergences(**run), epsilon)[0]
-        found = min(found, float(by_divergence), revealed.delta(**run, epsilon=epsilon))
+        found = min(found, float(by_divergence), inclusion_bound.delta(**run, epsilon=epsilon))
     return found
 
 
 def _delta_on_grids(sample_rate, noise_multiplier, steps, epsilon):
     """Delta, and whether the grid where an example is removed is as fine as promised."""
     run = sample_rate, noise_multiplier, steps
-    loss = _compose_near(*run, "remove", epsilon)
+    loss = compose_near(*run, "remove", epsilon)
     worst = loss.delta(epsilon)
-    if epsilon < _largest_loss_of_adding(sample_rate, steps):
+    if epsilon < largest_loss_of_adding(sample_rate, steps):
         # The sum of the losses is below its largest for certain, so delta is below 1 - e^(epsilon - largest).
-        largest = _largest_loss_of_adding(sample_rate, steps)
-        worst = max(worst, min(_compose_near(*run, "add", epsilon).delta(epsilon), -math.expm1(epsilon - largest)))
+        largest = largest_loss_of_adding(sample_rate, steps)
+        worst = max(worst, min(compose_near(*run, "add", epsilon).delta(epsilon), -math.expm1(epsilon - largest)))
     return worst, _is_fine(loss, epsilon)
 
 
@@ -364,7 +365,7 @@ def _divergences(**run):
     return run.pop("steps") * rdp_sampled_gaussian(**run, orders=orders), orders
 
 
-def _largest_loss_of_adding(sample_rate, steps):
+def largest_loss_of_adding(sample_rate, steps):
     """Adding an example never costs more: P/Q = 1/(1 - q + q e^u) is below 1/(1 - q)."""
     return -steps * math.log1p(-sample_rate)
 
@@ -375,8 +376,8 @@ def total_variation(sample_rate, noise_multiplier, steps):
     With 2 c = E_Q[(sqrt(P/Q) - 1)^2], which is 1 - E_Q[sqrt(P/Q)] times 2, it is at most sqrt(1 - (1 - c)^(2 steps)).
     """
     one = sample_rate * math.erf(1 / (math.sqrt(8) * noise_multiplier))
-    spacing = 0.25 * _scale(sample_rate, noise_multiplier)
-    t = torch.arange(-_TAIL, _TAIL + 1 / noise_multiplier, spacing, dtype=torch.float64)
+    spacing = 0.25 * smooth_length(sample_rate, noise_multiplier)
+    t = torch.arange(-SMALL_LOSS_TAIL, SMALL_LOSS_TAIL + 1 / noise_multiplier, spacing, dtype=torch.float64)
     q, sigma = torch.tensor([sample_rate, noise_multiplier], dtype=torch.float64)
     root = torch.expm1(log_density_ratio(t, q, sigma) / 2)
     c = min(float((root**2 * torch.exp(-0.5 * t * t)).sum()) * spacing / math.sqrt(8 * math.pi), 1.0)

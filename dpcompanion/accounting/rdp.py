@@ -89,7 +89,7 @@ def rdp_sampled_gaussian(
     _checks.in_interval("sample_rate", sample_rate, 0, 1, closed="right")
     _checks.in_interval("noise_multiplier", noise_multiplier, 0, math.inf, closed="left")
     _checks.in_interval("orders", orders, 1, math.inf, closed="neither")
-    q, sigma = _as_tensors(sample_rate, noise_multiplier)
+    q, sigma = as_float64_tensors(sample_rate, noise_multiplier)
     alpha = torch.as_tensor(_checks.unlabelled(orders), dtype=torch.float64, device=q.device)
     shape, q, sigma, alphas = q.shape + alpha.shape, q.reshape(-1), sigma.reshape(-1), alpha.reshape(-1)
 
@@ -108,7 +108,7 @@ def rdp_sampled_gaussian(
     return _checks.as_given(found, sample_rate, noise_multiplier, orders)
 
 
-def _as_tensors(*values: Numbers) -> tuple[torch.Tensor, ...]:
+def as_float64_tensors(*values: Numbers) -> tuple[torch.Tensor, ...]:
     """The values as float64 tensors of one common shape, on the device of those that are tensors."""
     values = tuple(map(_checks.unlabelled, values))
     device = next((v.device for v in values if isinstance(v, torch.Tensor)), None)

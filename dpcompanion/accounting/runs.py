@@ -19,7 +19,7 @@ import torch
 
 from .. import _checks
 from .._types import Numbers
-from . import pld, revealed
+from . import pld, inclusion_bound
 from .conversions import rdp_to_delta, rdp_to_epsilon
 from .loss import LARGEST_NOISE, LEAST_RATE
 from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
@@ -49,7 +49,7 @@ def compute_epsilon(
     Args:
         sample_rate: probability in (0, 1] with which an example enters a step.
         noise_multiplier: standard deviation of the noise over the clip norm, at least 0. Below
-            `revealed.LITTLE_NOISE` both accountants use the bound of that module.
+            `inclusion_bound.LITTLE_NOISE` both accountants use the bound of that module.
         steps: number of steps, a whole number from 0 to 1e12.
         delta: in (0, 1). The four are numbers, or tensors or sequences that broadcast; each distinct run is computed
             once.
@@ -76,12 +76,12 @@ def compute_epsilon(
 
 
 def _epsilon(accountant, *, sample_rate, noise_multiplier, steps, delta):
-    q, sigma, steps = _check_run(sample_rate, noise_multiplier, steps)
+    q, sigma, steps = checked_run(sample_rate, noise_multiplier, steps)
     delta = _checks.number("delta", delta, 0, 1, closed="neither")
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else math.inf
-    if sigma < revealed.LITTLE_NOISE:
-        return revealed.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
+    if sigma < inclusion_bound.LITTLE_NOISE:
+        return inclusion_bound.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
     found = math.inf
     if accountant == "pld":
         found = pld.epsilon(sample_rate=q, noise_multiplier=sigma, steps=steps, delta=delta)
@@ -135,12 +135,12 @@ def compute_delta(
 
 
 def _delta(accountant, *, sample_rate, noise_multiplier, steps, epsilon):
-    q, sigma, steps = _check_run(sample_rate, noise_multiplier, steps)
+    q, sigma, steps = checked_run(sample_rate, noise_multiplier, steps)
     epsilon = _checks.number("epsilon", epsilon, 0, math.inf, closed="left")
     if steps == 0 or sigma == 0:
         return 0.0 if steps == 0 else 1.0
-    if sigma < revealed.LITTLE_NOISE:
-        return revealed.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
+    if sigma < inclusion_bound.LITTLE_NOISE:
+        return inclusion_bound.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
     found = 1.0
     if accountant == "pld":
         found = pld.delta(sample_rate=q, noise_multiplier=sigma, steps=steps, epsilon=epsilon)
@@ -175,7 +175,8 @@ def _each(function, accountant, **values):
     return torch.tensor(found, dtype=torch.float64, device=device)[which].reshape(columns[0].shape)
 
 
-def _check_run(sample_rate, noise_multiplier, steps):
+def checked_run(sample_rate, noise_multiplier, steps):
+    """Rate, noise and steps of a run, in the range that float64 carries; ValueError for what is none."""
     return (
         max(_checks.number("sample_rate", sample_rate, 0, 1, closed="right"), LEAST_RATE),
         min(_checks.number("noise_multiplier", noise_multiplier, 0, math.inf, closed="left"), LARGEST_NOISE),

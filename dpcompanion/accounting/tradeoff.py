@@ -43,8 +43,8 @@ from scipy import special
 
 from .. import _checks
 from .._types import Numbers
-from . import pld, revealed
-from .runs import _check_run
+from . import pld, inclusion_bound
+from .runs import checked_run
 
 #: By how much of itself the best true positive rate may come out too large: false-positive rates from 1e-15 on,
 #: composed runs.
@@ -161,7 +161,7 @@ def _each(reading, sample_rate, noise_multiplier, steps, false_positive_rate):
         raise ValueError(f"arguments must have shapes that broadcast, got {shapes}") from None
     table = torch.stack(columns, dim=-1).reshape(-1, 4)
     runs, which = torch.unique(table[:, :3], dim=0, return_inverse=True)
-    checked = [_check_run(*run) for run in runs.tolist()]
+    checked = [checked_run(*run) for run in runs.tolist()]
     found = torch.empty(len(table), dtype=torch.float64)
     for index, run in enumerate(checked):
         rates = table[which == index, 3]
@@ -169,7 +169,7 @@ def _each(reading, sample_rate, noise_multiplier, steps, false_positive_rate):
     return float(found) if not columns[0].ndim else found.reshape(columns[0].shape).to(device)
 
 
-class _Curve:
+class TradeOffCurve:
     """The lines of many epsilons, with the logarithm of an upper bound on delta at each."""
 
     def __init__(self, epsilons, log_deltas):
@@ -202,7 +202,7 @@ class _Curve:
         return torch.cat([envelope(x, (grows * x).nan_to_num(nan=0.0), shrinks) for x in rates[:, None].split(64)])
 
 
-class _Gaussian:
+class GaussianTradeOff:
     """G_mu, the curve of N(0, 1) against N(mu, 1), rounded in the attacker's favour.
 
     SciPy's quantiles and tails err by a few last bits of their arguments; no tail of float64 is further out than 38,
@@ -228,12 +228,12 @@ class _Gaussian:
 def _curve(sample_rate, noise_multiplier, steps, rates):
     """The curve of a run, accurate at these rates."""
     if steps == 0 or noise_multiplier == 0:
-        return _Gaussian(0.0 if steps == 0 else math.inf)
+        return GaussianTradeOff(0.0 if steps == 0 else math.inf)
     if sample_rate == 1:
-        return _Gaussian(math.sqrt(steps) / noise_multiplier)
+        return GaussianTradeOff(math.sqrt(steps) / noise_multiplier)
     inner = torch.cat((rates, 1 - rates))
     least = float(inner[inner > 0].min())
-    if noise_multiplier < revealed.LITTLE_NOISE:
+    if noise_multiplier < inclusion_bound.LITTLE_NOISE:
         return _revealed_curve(sample_rate, noise_multiplier, steps, least)
     return _composed_curve(sample_rate, noise_multiplier, steps, least)
 
@@ -242,11 +242,11 @@ def _composed_curve(sample_rate, noise_multiplier, steps, least):
     deltas = [delta for delta, before in zip(_DELTAS, (2.0, *_DELTAS)) if before > least]
     run = sample_rate, noise_multiplier, steps
     composed = {
-        direction: [pld._compose_at(*run, direction, delta)[0] for delta in deltas] for direction in pld.DIRECTIONS
+        direction: [pld.compose_at(*run, direction, delta)[0] for delta in deltas] for direction in pld.DIRECTIONS
     }
     if noise_multiplier < _REVEALING:
         for direction, losses in composed.items():
-            losses.append(pld._compose_near(*run, direction, 0.0))
+            losses.append(pld.compose_near(*run, direction, 0.0))
     last = max((loss.first + len(loss.masses)) * loss.interval for loss in composed["remove"])
     epsilons = torch.cat(
         (
@@ -256,19 +256,19 @@ def _composed_curve(sample_rate, noise_multiplier, steps, least):
     )
     # Every loss bounds delta everywhere: the best counts in each direction, the worse of the directions.
     removed, added = (
-        torch.stack([_log_deltas(loss, epsilons) for loss in composed[direction]]).amin(0)
+        torch.stack([log_deltas_of(loss, epsilons) for loss in composed[direction]]).amin(0)
         for direction in ("remove", "add")
     )
     # No loss of adding exceeds a constant. Where noise is so small that all are near it, a composed loss says less.
-    below = epsilons - pld._largest_loss_of_adding(sample_rate, steps)
+    below = epsilons - pld.largest_loss_of_adding(sample_rate, steps)
     added = torch.minimum(added, torch.log(-torch.expm1(below.clamp(max=0))))
-    return _Curve(epsilons, torch.maximum(removed, added))
+    return TradeOffCurve(epsilons, torch.maximum(removed, added))
 
 
-def _log_deltas(loss, epsilons):
+def log_deltas_of(loss, epsilons):
     """Logarithms of the bound on delta at many epsilons, as `loss.delta` gives at one."""
     points = len(loss.masses)
-    grid, above, at_grid = loss._log_tails()
+    grid, above, at_grid = loss.log_tails()
     # Each of the sums may be off by a rounding of its logarithm for each point.
     largest = max(100.0, abs(loss.log_scale), (1 + loss.tilt) * float(grid.abs().max()))
     hair = 2 * points * torch.finfo(torch.float64).eps * largest
@@ -282,12 +282,12 @@ def _log_deltas(loss, epsilons):
 
 def _revealed_curve(sample_rate, noise_multiplier, steps, least):
     run = {"sample_rate": sample_rate, "noise_multiplier": noise_multiplier, "steps": steps}
-    most = max(revealed.epsilon(**run, delta=1e-2 * max(least, 1e-12)), 1.0)
+    most = max(inclusion_bound.epsilon(**run, delta=1e-2 * max(least, 1e-12)), 1.0)
     epsilons = torch.cat(
         (
             torch.zeros(1, dtype=torch.float64),
             torch.logspace(math.log10(most) - 6, math.log10(most), 256, dtype=torch.float64),
         )
     )
-    log_deltas = [math.log(revealed.delta(**run, epsilon=epsilon)) for epsilon in epsilons.tolist()]
-    return _Curve(epsilons, torch.tensor(log_deltas, dtype=torch.float64))
+    log_deltas = [math.log(inclusion_bound.delta(**run, epsilon=epsilon)) for epsilon in epsilons.tolist()]
+    return TradeOffCurve(epsilons, torch.tensor(log_deltas, dtype=torch.float64))

@@ -39,7 +39,7 @@ tests have them, `audit_training` finds in one run:
 fault of the trainer                   found
 =====================================  ==================
 no noise                               with 500 canaries
-everybody in each step                 with 500
+every example in each step             with 500
 two draws joined into one              with 500
 no clipping                            with 500
 half the noise                         with 2,000
@@ -50,9 +50,9 @@ batch sizes or losses that are given   no: not looked at
 =====================================  ==================
 
 >>> import torch
->>> included = coins(1000, torch.Generator().manual_seed(0))
+>>> included = random_inclusion(1000, torch.Generator().manual_seed(0))
 >>> noise = torch.randn(1000, generator=torch.Generator().manual_seed(1))
->>> found = judge(included + 0.5 * noise, included, delta=1e-5)["everybody"]     # a Gaussian with mu = 2
+>>> found = audit_scores(included + 0.5 * noise, included, delta=1e-5)["all"]     # a Gaussian with mu = 2
 >>> found.guesses, found.correct, round(found.epsilon, 2), round(found.mu, 2)
 (200, 197, 3.08, 1.11)
 """
@@ -62,24 +62,24 @@ from dpcompanion.audit.bounds import (
     GaussianCurve,
     PlanCurve,
     audit,
-    coins,
-    judge,
+    random_inclusion,
+    audit_scores,
     one_run_epsilon,
     one_run_mu,
     refutes,
 )
-from dpcompanion.audit.trained import Crafted, audit_training, crafted
+from dpcompanion.audit.trained import Canaries, audit_training, make_canaries
 
 __all__ = [
-    "Crafted",
+    "Canaries",
     "Finding",
     "GaussianCurve",
     "PlanCurve",
     "audit",
     "audit_training",
-    "coins",
-    "crafted",
-    "judge",
+    "random_inclusion",
+    "make_canaries",
+    "audit_scores",
     "one_run_epsilon",
     "one_run_mu",
     "refutes",

@@ -13,7 +13,7 @@ from scipy import special, stats
 from dpcompanion import _checks
 from dpcompanion._types import Array
 from dpcompanion.mechanism.plan import DPSGDPlan
-from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, pld, revealed
+from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, pld, inclusion_bound
 from dpcompanion.accounting.search import bisect
 
 # Shares of the canaries about which an auditor guesses; a confidence is spent on each.
@@ -21,10 +21,10 @@ _SHARES = (0.5, 0.2)
 _TOLERANCE = 1e-4  # within which the largest refuted epsilon or mu is found
 
 
-def coins(canaries: int, generator: torch.Generator | None = None) -> torch.Tensor:
+def random_inclusion(canaries: int, generator: torch.Generator | None = None) -> torch.Tensor:
     """Who takes part: (canaries,) booleans, fair and independent.
 
-    >>> coins(4, torch.Generator().manual_seed(0)).dtype
+    >>> random_inclusion(4, torch.Generator().manual_seed(0)).dtype
     torch.bool
     """
     return torch.rand(_checks.whole_number("canaries", canaries, 1), generator=generator, dtype=torch.float64) < 0.5
@@ -150,8 +150,8 @@ class PlanCurve:
         self.epsilons = np.concatenate([np.linspace(0, 3, 31), np.linspace(3.25, 12, 36)])
         if rate == 1:
             deltas = [gaussian_delta(math.sqrt(plan.steps) / noise, torch.as_tensor(self.epsilons)).numpy()]
-        elif noise < revealed.LITTLE_NOISE:  # loss distributions would not fit in memory
-            deltas = [[revealed.delta(**run, epsilon=epsilon) for epsilon in self.epsilons.tolist()]]
+        elif noise < inclusion_bound.LITTLE_NOISE:  # loss distributions would not fit in memory
+            deltas = [[inclusion_bound.delta(**run, epsilon=epsilon) for epsilon in self.epsilons.tolist()]]
         else:
             # Where the losses are small, a grid that is fine beside them.
             interval = 1e-3 if rate * math.sqrt(plan.steps) > 0.1 * noise else None
@@ -161,7 +161,7 @@ class PlanCurve:
                     for direction in ("remove", "add")
                 ]
             except pld.NoGrid:  # a bound that needs none
-                deltas = [[revealed.delta(**run, epsilon=epsilon) for epsilon in self.epsilons.tolist()]]
+                deltas = [[inclusion_bound.delta(**run, epsilon=epsilon) for epsilon in self.epsilons.tolist()]]
         self.deltas = np.max(deltas, axis=0)
 
     def _deltas(self, composed):
@@ -224,7 +224,7 @@ class Finding:
     refuted: bool | None
 
 
-def judge(
+def audit_scores(
     scores: Array,
     included: Array,
     *,
@@ -243,13 +243,13 @@ def judge(
             of k attacks, of which the best counts. Equal ones come in an order that does not depend on their places.
         included: (m,) booleans, the coins.
         delta: of every epsilon.
-        groups: (m,) labels, such as budgets or deciles, not "everybody" nor NaN. Canaries of other groups count as
+        groups: (m,) labels, such as budgets or deciles, not "all" nor NaN. Canaries of other groups count as
             given.
-        claims: {label: curve}, "everybody" for all; such as `PlanCurve`.
+        claims: {label: curve}, "all" for every canary; such as `PlanCurve`.
         confidence: in (0, 1).
 
     Returns:
-        The `Finding` of each label, "everybody" first, then the groups in order.
+        The `Finding` of each label, "all" first, then the groups in order.
 
     Raises:
         ValueError: scores that are no numbers, coins that are no booleans, labels that are none, a claim of a label
@@ -269,12 +269,12 @@ def judge(
             f"{tuple(scores.shape)} and {included.dtype} of shape {tuple(included.shape)}"
         )
     scores = scores.reshape(-1, len(included))
-    members = {"everybody": torch.arange(len(included))}
+    members = {"all": torch.arange(len(included))}
     if groups is not None:
         labels = groups.tolist() if isinstance(groups, torch.Tensor) else list(groups)
         _checks.same_length(included=included, groups=labels)
-        if bad := [label for label in labels if label != label or label == "everybody"]:
-            raise ValueError(f"groups must not hold NaN, nor 'everybody', which stands for all, got {bad[0]!r}")
+        if bad := [label for label in labels if label != label or label == "all"]:
+            raise ValueError(f"groups must not hold NaN, nor 'all', which stands for all, got {bad[0]!r}")
         try:
             distinct = sorted(set(labels))
         except TypeError as error:
@@ -335,24 +335,24 @@ def audit(
         canaries: how many, m.
         delta: of every epsilon.
         groups: (m,) labels, such as budgets or deciles. Canaries of other groups count as given.
-        claims: {label: curve}, "everybody" for all; such as `PlanCurve`.
+        claims: {label: curve}, "all" for every canary; such as `PlanCurve`.
         confidence: in (0, 1).
         generator: a torch.Generator for the coins.
 
     Returns:
-        The `Finding` of each label, "everybody" first, then the groups in order.
+        The `Finding` of each label, "all" first, then the groups in order.
 
     Raises:
-        ValueError: no canary, a delta or confidence outside its range, or what `judge` refuses of the scores, groups
-            and claims.
+        ValueError: no canary, a delta or confidence outside its range, or what `audit_scores` refuses of the scores,
+            groups and claims.
 
     >>> noise = torch.Generator().manual_seed(0)
     >>> def answers(included):                          # randomised response at epsilon 2
     ...     truthful = torch.rand(len(included), generator=noise) < 1 / (1 + math.exp(-2))
     ...     return torch.where(truthful, included, ~included).double()
     >>> found = audit(answers, 2000, delta=0, generator=torch.Generator().manual_seed(1))
-    >>> 1.5 < found["everybody"].epsilon < 2
+    >>> 1.5 < found["all"].epsilon < 2
     True
     """
-    included = coins(canaries, generator)
-    return judge(fit(included), included, delta=delta, groups=groups, claims=claims, confidence=confidence)
+    included = random_inclusion(canaries, generator)
+    return audit_scores(fit(included), included, delta=delta, groups=groups, claims=claims, confidence=confidence)

@@ -1,4 +1,4 @@
-"""The audit of a training by `dpcompanion.training.train`: who takes part is decided by coins, and told by its sums."""
+"""The audit of a training by `dpcompanion.training.train`: coins decide who takes part, its sums give them away."""
 
 import math
 from collections.abc import Sequence
@@ -42,12 +42,12 @@ def audit_training(
         plan: a `DPSGDPlan`, whose claim is tested.
         optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure.
         canaries: indices of the examples that are; by default 1,000 at random, or all. Examples in the data themselves,
-            or rows that were put there for the audit (`crafted`).
+            or rows that were put there for the audit (`make_canaries`).
         groups: (n,) labels of the examples, such as budgets or deciles of individual epsilon.
         together: make the second attack.
         confidence: that all bounds hold, in (0, 1).
         generator: a torch.Generator for coins and canaries.
-        arguments: what else `train` takes by name: seed, device, method, precision, physical_batch_size,
+        arguments: what else `train` takes by name: seed, device, method, precision, microbatch_size,
             callbacks, checkpoint, generator_device, progress.
 
     Returns:
@@ -65,7 +65,7 @@ def audit_training(
     >>> model = torch.nn.Linear(200, 1, bias=False)
     >>> found = audit_training(model, lambda outputs, _: -5 * outputs[:, 0], (torch.eye(200), torch.zeros(200)), plan,
     ...                        optimizer=torch.optim.SGD(model.parameters(), lr=0.1), together=False, seed=0,
-    ...                        generator=torch.Generator().manual_seed(0))["everybody"]
+    ...                        generator=torch.Generator().manual_seed(0))["all"]
     >>> 0 < found.epsilon < plan.epsilon(), found.refuted
     (True, False)
     """
@@ -85,11 +85,11 @@ def audit_training(
     if groups is not None:
         _checks.same_length(data=data[0], groups=groups)
         groups = [groups[i].item() if isinstance(groups, torch.Tensor) else groups[i] for i in canaries.tolist()]
-    claims = {"everybody": PlanCurve(plan)}
+    claims = {"all": PlanCurve(plan)}
     if groups is not None:
         for label in set(groups):
             own = canaries[torch.tensor([group == label for group in groups])]
-            claims[label] = PlanCurve(plan, own) if plan.individual else claims["everybody"]
+            claims[label] = PlanCurve(plan, own) if plan.individual else claims["all"]
 
     def fit(included):
         observer = _Observer(canaries, included, together)
@@ -171,16 +171,16 @@ class _Observer:
         self.scores, self.products, self.included = state["scores"], state["products"], state["included"]
 
 
-class Crafted(NamedTuple):
+class Canaries(NamedTuple):
     """Canaries that were made: inputs (count, ...) and labels (count,)."""
 
     x: torch.Tensor
     y: torch.Tensor
 
 
-def crafted(
+def make_canaries(
     x: torch.Tensor, y: torch.Tensor, count: int, *, size: float = 10.0, generator: torch.Generator | None = None
-) -> Crafted:
+) -> Canaries:
     """`count` canaries for classification data: inputs that point at random, long, with random labels of those in y.
 
     Their gradients are large and nearly at right angles to all others, which is what shows best. Of inputs that are
@@ -192,18 +192,18 @@ def crafted(
         size: their length, in mean lengths of the rows of x; of whole numbers nothing is longer.
         generator: a torch.Generator for directions and labels; PyTorch's own by default.
 
-    Returns `Crafted`: (inputs (count, ...), labels (count,)).
+    Returns `Canaries`: (inputs (count, ...), labels (count,)).
 
     Raises:
         ValueError: no canary.
 
-    >>> crafted(torch.rand(5, 3), torch.arange(5), 2).x.shape
+    >>> make_canaries(torch.rand(5, 3), torch.arange(5), 2).x.shape
     torch.Size([2, 3])
     """
     count = _checks.whole_number("count", count, 1)
     if not x.is_floating_point():
         seen, distinct = x.unique(), y.unique()
-        return Crafted(
+        return Canaries(
             seen[torch.randint(len(seen), (count, *x.shape[1:]), generator=generator)],
             distinct[torch.randint(len(distinct), (count,), generator=generator)],
         )
@@ -211,6 +211,6 @@ def crafted(
     length = size * x.double().flatten(1).norm(dim=1).mean()
     rows = directions / directions.norm(dim=1, keepdim=True) * length
     labels = y.unique()
-    return Crafted(
+    return Canaries(
         rows.view(count, *x.shape[1:]).to(x.dtype), labels[torch.randint(len(labels), (count,), generator=generator)]
     )

@@ -101,7 +101,7 @@ HOW_TO_GET = {
 }
 
 # sha256 of decompressed contents, as their publishers serve them.
-_SHA256 = {
+SHA256 = {
     "train-images-idx3-ubyte": "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
     "train-labels-idx1-ubyte": "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
     "t10k-images-idx3-ubyte": "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
@@ -115,7 +115,7 @@ _SHA256 = {
 }
 # sha256 of array bytes in npz files.  MNIST's are those of the originals; CIFAR-10's belong to a copy that was put
 # together again, 104 of whose 60000 images (`train_lossy`, `test_lossy`) are JPEG re-encodings.
-_ARRAY_SHA256 = {
+ARRAY_SHA256 = {
     "mnist": {
         "train_x": "741c988805d008ac6e4c904b69001ba184c24b2c540a4ef403f4c71b676cf757",
         "train_y": "1feba77c54802fa5339a11837ea4b2866434b83314ec45192930f1df69120c13",
@@ -130,14 +130,14 @@ _ARRAY_SHA256 = {
     },
 }
 # sha256 of a whole set as `Dataset.sha256` forms it: the sets that scikit-learn installs.
-_SET_SHA256 = {
+SET_SHA256 = {
     "digits": "150a11cedff23fe1c89ebc8b648d2d7ee58993efee8952e64253b6044fe8c868",
     "breast_cancer": "bbcb1ea64c99475b5cb24672cae60b8f5bddbd37818cf36062b93b6830852815",
     "iris": "1514aad9de0cd65b0569947ba129d0a074378e7e607f77bf6da5ce678f9713e9",
     "wine": "d3b60c04c1fd39252ec78d79510ab4fd9220e6a4d786a720093f8d198a16aa94",
 }
 # The md5 that torchvision publishes.
-_MD5 = {
+MD5 = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
     "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
     "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
@@ -148,7 +148,7 @@ _MD5 = {
     "test_32x32.mat": "eb5a983be6a315427106f1b164d9cef3",
 }
 _UCI = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
-_URLS = {
+URLS = {
     "adult": {"adult/adult.data": _UCI + "adult/adult.data", "adult/adult.test": _UCI + "adult/adult.test"},
     "covertype": {"covtype/covtype.data.gz": _UCI + "covtype/covtype.data.gz"},
 }

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from dpcompanion import _files
-from dpcompanion.data.facts import _MD5, _SHA256, _URLS
+from dpcompanion.data.facts import MD5, SHA256, URLS
 
 _Found = TypeVar("_Found")
 
@@ -48,17 +48,23 @@ def import_torchvision() -> Any:
 _KEPT_ALIVE = []
 
 
-# What readers return.  Labels and attributes are numpy arrays with one entry for each example; features are uint8
-# images (n, height, width, channels), float tables (n, columns), or a list of strings.
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class Part:
+    """One split as its reader returns it.
+
+    Labels and attributes are numpy arrays with one entry for each example; features are uint8 images (n, height, width,
+    channels), float tables (n, columns), or a list of strings.
+    """
+
     features: object
     labels: np.ndarray
     attributes: dict = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Raw:
+class Raw:
+    """A data set as its reader returns it: {split: `Part`}, where it came from, and whether a checksum was compared."""
+
     parts: dict
     source: str
     verified: bool
@@ -67,24 +73,26 @@ class _Raw:
     categories: dict = dataclasses.field(default_factory=dict)
 
 
-def _take(part, index):
+def take(part, index):
+    """The examples of a part at some indices."""
     features = [part.features[i] for i in index] if isinstance(part.features, list) else part.features[index]
-    return _Part(features, part.labels[index], {key: values[index] for key, values in part.attributes.items()})
+    return Part(features, part.labels[index], {key: values[index] for key, values in part.attributes.items()})
 
 
-def _select(raw, split):
+def select_split(raw, split):
+    """The part "train", "test" or "all" of a data set; of one without splits, a stratified fifth is the test part."""
     if split in raw.parts:
         return raw.parts[split]
     if split == "all":
         parts = list(raw.parts.values())
         join = (lambda lists: sum(lists, [])) if isinstance(parts[0].features, list) else np.concatenate
-        return _Part(
+        return Part(
             join([p.features for p in parts]),
             np.concatenate([p.labels for p in parts]),
             {key: np.concatenate([p.attributes[key] for p in parts]) for key in parts[0].attributes},
         )
     whole = raw.parts["all"]
-    return _take(whole, _stratified(whole.labels)[split])
+    return take(whole, _stratified(whole.labels)[split])
 
 
 def _stratified(labels):
@@ -101,7 +109,8 @@ def _stratified(labels):
     return {"train": order[~test[order]], "test": order[test[order]]}
 
 
-def _digest(part):
+def digest_of(part):
+    """A sha256 of all features, labels and attributes of a part."""
     total = hashlib.sha256()
     arrays = {"features": part.features, "labels": part.labels, **part.attributes}
     for key, values in arrays.items():
@@ -112,11 +121,12 @@ def _digest(part):
     return total.hexdigest()
 
 
-def _damaged(path, why):
+def damaged_file(path, why):
+    """The ValueError for a file that is not what it should be."""
     return ValueError(f"{path} is damaged or altered ({why}); remove it and get it again")
 
 
-def _first(folder, *candidates):
+def first_file(folder, *candidates):
     """The first of the candidate paths that exists in the folder, also compressed; None where none does."""
     for candidate in candidates:
         for suffix in ("", ".gz", ".xz"):
@@ -125,85 +135,91 @@ def _first(folder, *candidates):
     return None
 
 
-def _there(found: _Found | None) -> _Found:
+def existing(found: _Found | None) -> _Found:
     """What was looked for: a data set is read once all its files are found, and goes missing after that alone."""
     if found is None:
         raise FileNotFoundError("a file of the data set went missing while it was read")
     return found
 
 
-def _all_of(*groups):
+def all_of(*groups):
     """A finder of all of several files, each under one of its names."""
 
     def find(folder):
-        paths = [path for group in groups if (path := _first(folder, *group)) is not None]
+        paths = [path for group in groups if (path := first_file(folder, *group)) is not None]
         return paths if len(paths) == len(groups) else None
 
     return find
 
 
-def _any_of(*finders):
+def any_of(*finders):
+    """A finder of what the first of several finders finds."""
+
     def find(folder):
         return next((found for finder in finders if (found := finder(folder)) is not None), None)
 
     return find
 
 
-def _content(path, verify, name=None):
+def content_of(path, verify, name=None):
     """The decompressed bytes of a file, checked against the checksum known for its name, or for the `name` given."""
     openers = {".gz": gzip.open, ".xz": lzma.open}
     try:
         with openers.get(path.suffix, open)(path, "rb") as file:
             content = file.read()
     except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
-        raise _damaged(path, error) from None
+        raise damaged_file(path, error) from None
     name = name or path.name.removesuffix(".gz").removesuffix(".xz")
-    if verify and name in _MD5:
-        _same(path, "md5", hashlib.md5(content, usedforsecurity=False).hexdigest(), _MD5[name])
+    if verify and name in MD5:
+        check_same(path, "md5", hashlib.md5(content, usedforsecurity=False).hexdigest(), MD5[name])
     elif verify:
-        _same(path, "sha256", hashlib.sha256(content).hexdigest(), _SHA256[name])
+        check_same(path, "sha256", hashlib.sha256(content).hexdigest(), SHA256[name])
     return content
 
 
-def _same(path, kind, found, expected):
+def check_same(path, kind, found, expected):
+    """The digest that was found of a file is the one expected."""
     if found != expected:
-        raise _damaged(path, f"its {kind} is {found[:12]}..., expected {expected[:12]}...")
+        raise damaged_file(path, f"its {kind} is {found[:12]}..., expected {expected[:12]}...")
 
 
-def _arrays(path):
+def arrays_of(path):
     """All arrays of an npz file; pickled objects are refused."""
     try:
         with np.load(path, allow_pickle=False) as file:
             return {key: file[key] for key in file.files}
     except (ValueError, EOFError, OSError, zipfile.BadZipFile, zlib.error, AttributeError) as error:
-        raise _damaged(path, error) from None
+        raise damaged_file(path, error) from None
 
 
-def _images(path, values):
+def checked_images(path, values):
     """Images as (n, height, width, channels) uint8, from arrays with or without a channel axis."""
     if values.dtype != np.uint8 or values.ndim not in (3, 4):
-        raise _damaged(path, f"images must be uint8 with 3 or 4 axes, got {values.dtype} {values.shape}")
+        raise damaged_file(path, f"images must be uint8 with 3 or 4 axes, got {values.dtype} {values.shape}")
     return values[..., None] if values.ndim == 3 else values
 
 
-def _labels(path, values, examples):
+def checked_labels(path, values, examples):
+    """Labels as (examples,) int64."""
     values = np.asarray(values).reshape(-1)
     if values.dtype.kind not in "iu" or len(values) != examples:
-        raise _damaged(path, f"{examples} examples need as many whole-number labels, got {values.dtype} {values.shape}")
+        raise damaged_file(
+            path, f"{examples} examples need as many whole-number labels, got {values.dtype} {values.shape}"
+        )
     return values.astype(np.int64)
 
 
-def _idx(path, verify):
+def idx_array(path, verify):
     """An IDX file: two zero bytes, a type (8: uint8), the number of axes, each as a big-endian int32, then data."""
-    content = _content(path, verify)
+    content = content_of(path, verify)
     axes = content[3] if len(content) > 3 and content[:3] == b"\0\0\x08" else 0
     shape = np.frombuffer(content, ">i4", axes, 4) if axes and len(content) >= 4 + 4 * axes else ()
     if len(shape) == 0 or len(content) != 4 + 4 * axes + np.prod(shape, dtype=np.int64):
-        raise _damaged(path, "it is no whole IDX file of bytes")
+        raise damaged_file(path, "it is no whole IDX file of bytes")
     return np.frombuffer(content, np.uint8, offset=4 + 4 * axes).reshape(shape)
 
 
-class _PlainUnpickler(pickle.Unpickler):
+class PlainUnpickler(pickle.Unpickler):
     """Reads the arrays, numbers and strings of the CIFAR batches, and refuses everything else."""
 
     ALLOWED = {
@@ -219,14 +235,15 @@ class _PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
 
 
-def _lines(path, verify, name):
+def lines_of(path, verify, name):
+    """The lines of a text file in UTF-8, checked as by `content_of`."""
     try:
-        return _content(path, verify, name).decode("utf-8").removesuffix("\n").split("\n")
+        return content_of(path, verify, name).decode("utf-8").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
-        raise _damaged(path, error) from None
+        raise damaged_file(path, error) from None
 
 
-def _download(name, folder):
+def download_files(name, folder):
     """Try to fetch a data set from its publisher; returns what to add to the message if that did not help."""
     try:
         if name in ("mnist", "cifar10", "svhn"):
@@ -238,8 +255,8 @@ def _download(name, folder):
                         datasets.SVHN(folder, split=split, download=True)
                 else:
                     {"mnist": datasets.MNIST, "cifar10": datasets.CIFAR10}[name](folder, download=True)
-        elif name in _URLS:
-            for file, url in _URLS[name].items():
+        elif name in URLS:
+            for file, url in URLS[name].items():
                 _fetch(url, folder / file)
         else:
             return ""

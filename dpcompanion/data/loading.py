@@ -13,8 +13,8 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._types import State
 from dpcompanion.data.facts import HOW_TO_GET, PUBLIC_MOMENTS, UTKFACE_RACES
-from dpcompanion.data.files import _digest, _download, _select
-from dpcompanion.data.sets import _SETS
+from dpcompanion.data.files import digest_of, download_files, select_split
+from dpcompanion.data.sets import SETS
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ def names() -> tuple[str, ...]:
     >>> names()[:3]
     ('mnist-5k', 'digits', 'breast-cancer')
     """
-    return tuple(_SETS)
+    return tuple(SETS)
 
 
 def load(
@@ -119,20 +119,20 @@ def load(
     Raises ValueError for an unknown name, split or target and for a damaged or altered file (which it names), and
     FileNotFoundError, with one line on how to fill the folder, for a missing one.
     """
-    _checks.one_of("name", name, _SETS)
+    _checks.one_of("name", name, SETS)
     allowed = ("train", "test", "all", "validation") if name == "covertype" else ("train", "test", "all")
     _checks.one_of("split", split, allowed)
     _checks.one_of("target", target, (None, "gender", "age", "race") if name == "utkface" else (None,))
     if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype must be a floating-point torch.dtype, got {dtype!r}")
-    entry = _SETS[name]
+    entry = SETS[name]
     folder = data_folder(root)
     if name in HOW_TO_GET and entry.find(folder) is None:
-        tried = _download(name, folder) if download else ""
+        tried = download_files(name, folder) if download else ""
         if entry.find(folder) is None:
             raise FileNotFoundError(f"{name} is not in {folder}: {HOW_TO_GET[name]}{tried}")
     raw = entry.read(folder, verify)
-    part = _select(raw, split)
+    part = select_split(raw, split)
     classes = entry.classes or raw.classes
     if target and target != "gender":
         part = dataclasses.replace(part, labels=part.attributes[target])
@@ -151,7 +151,7 @@ def load(
         categories=dict(raw.categories),
         attributes={key: torch.as_tensor(values.copy()) for key, values in part.attributes.items()},
         source=raw.source,
-        sha256=_digest(part),
+        sha256=digest_of(part),
         verified=raw.verified,
     )
 

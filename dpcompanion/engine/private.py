@@ -98,6 +98,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         wrap_model: bool = True,
         prove: bool = True,
         trust_loss: bool = False,
+        people: None = None,
     ) -> Any:
         """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) that spend each
         budget in `epochs`.
@@ -141,6 +142,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 examples one by one and uses every weight in its layer only.
             trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
                 on one example, no epsilon holds; `statement` says that your word was taken.
+            people: None: here each item of the data set is one unit, and Opacus clips it by itself. Persons with
+                several rows are the unit of `dpcompanion.training.train` (its `people`, or `by_person`) and of
+                `dpcompanion.huggingface.PersonalTrainer`.
 
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
@@ -165,7 +169,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             raise ValueError(
                 f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is for 'sample'"
             )
-        self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
+        self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model, people)
         n, epochs = len(cast(Sized, data_loader.dataset)), _checks.whole_number("epochs", epochs, 1)
         budgets = budgets_for(target_epsilons, n)
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
@@ -351,7 +355,13 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             )
         return made
 
-    def _check(self, module, optimizer, data_loader, grad_sample_mode, wrap_model):
+    def _check(self, module, optimizer, data_loader, grad_sample_mode, wrap_model, people=None):
+        if people is not None:
+            raise ValueError(
+                "people must be None in the engine, which clips each item of the data set by itself, got a "
+                f"{type(people).__name__}: for persons with several rows use dpcompanion.training.train with people "
+                "and at_most, or PersonalTrainer"
+            )
         _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
         if not wrap_model and grad_sample_mode == "ew":
             raise ValueError(f"wrap_model must be True with grad_sample_mode 'ew', got {wrap_model!r}: it has no hooks")

@@ -14,8 +14,9 @@ has no influence on the gradient of another.
   batch are looked at.
 * The gradient is compared in whole and parameter by parameter, each against its own length: what is off in a short part
   of it is off in full when it has grown.
-* All is done twice, with the weights as they are and with weights nearby: behind a weight of zero or nearly so, as in
-  residual blocks at their start, a wrong gradient looks right.
+* All is done twice, with the weights as they are and with weights nearby (and one of the few less), as by the trainer's
+  proof (`dpcompanion.gradients.proof`), whose probe and tolerances these are: behind a weight of zero or nearly so, as
+  in residual blocks at their start, a wrong gradient looks right.
 * What the module puts out for one example is the same afterwards: it remembers no batch.
 * Dropout is left out. The state of generators, buffers and gradients is afterwards what it was.
 
@@ -147,15 +148,16 @@ class Proof:
             return
         put_out = self._put_out(batch)
         fit = [row for row in largest(norms, batch.n) if norms[row]]
-        unfit = [row for row in norms if row not in fit]
+        hardest, unfit = sorted(fit[:COMPARED]), [row for row in norms if row not in fit]
 
         def compare(rows):
             if rows:
                 self._compare(batch, rows, rows, parameters)
-            if len(fit[:COMPARED]) < batch.n:
-                self._compare(batch, list(range(batch.n)), fit[:COMPARED] + unfit, parameters)
+            if len(hardest) < batch.n:
+                self._compare(batch, list(range(batch.n)), hardest + unfit, parameters)
 
-        twice(parameters, compare, fit[:COMPARED])
+        # In the order of the batch, for a loader may have put the longest first.
+        twice(parameters, compare, hardest, nearby=hardest[:-1] or hardest)
         self._check_memory(put_out, self._put_out(batch))
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 

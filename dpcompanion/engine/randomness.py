@@ -9,17 +9,19 @@ A checkpoint holds how far each stream has come.  Keys that nobody knows lie bes
 `dpcompanion.training.checkpoints`).
 """
 
+import math
 import os
 import pathlib
 import warnings
 
 import torch
 
+from .. import _checks
 from .._devices import is_away
 from ..seeds import keyed_generator
 from ..training.checkpoints import digest_of, key_file, note_seeds, read_keys, write_keys
-from ..mechanism.noise import gaussian_noise, generators
-from ..mechanism.secure import SecureStream, grid_of, snapped
+from ..mechanism import noise as mechanism
+from ..mechanism.secure import SecureStream
 
 
 def sources(sampling, noise, *, seed=None, secure_mode=False):
@@ -33,7 +35,7 @@ def sources(sampling, noise, *, seed=None, secure_mode=False):
     if seed is not None:
         if not (sampling is None and noise is None):
             raise ValueError(f"seed must be None where the loader or noise_generator brings a generator, got {seed!r}")
-        streams = generators(seed)
+        streams = mechanism.generators(seed)
         return (streams["sampling"], streams["noise"]), str(seed)
     origin = None if noise is None else f"torch.Generator, {noise.initial_seed()}"
     # Draws have a generator of their own: were it used for anything else, a run that goes on from a checkpoint could
@@ -76,13 +78,11 @@ def noisy(sums, std, generator):
         total = torch.where(spoilt, 0.0, total)
     elif spoilt:
         raise FloatingPointError(not_finite("total must be finite"))
-    if std and isinstance(generator, SecureStream):
-        try:
-            total = snapped(total, grid_of(std))
-        except ValueError as error:
-            raise FloatingPointError(not_finite(error)) from error
-        generator = generator.bound(total)
-    total = total + gaussian_noise(total.shape, std, generator, device=total.device)
+    _checks.number("std", std, 0, math.inf, closed="left")
+    try:
+        total = mechanism.noisy(total, std, generator)
+    except ValueError as error:
+        raise FloatingPointError(not_finite(error)) from error
     if away:
         total = torch.where(spoilt, torch.nan, total)
     pieces = total.split([s.numel() for s in sums])

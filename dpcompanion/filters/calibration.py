@@ -20,7 +20,7 @@ from .. import _checks
 from ..accounting import compute_epsilon, find_noise_multiplier, find_steps
 from ..accounting.loss import DIRECTIONS
 from .game import adaptive_delta, check_costs, check_levels, worst_case
-from .kept import remembered
+from .cache import cached
 from .pairs import SampledGaussian
 
 #: A search for noise or epsilon stops when the answer is known to this relative precision.
@@ -96,10 +96,10 @@ def level_costs(
         for z in levels
     ]
     blocks = math.ceil(steps / block)
-    dearest = max(1, min(_MOST_UNITS // blocks, math.floor(64 * prices[-1] / prices[0])))
+    largest = max(1, min(_MOST_UNITS // blocks, math.floor(64 * prices[-1] / prices[0])))
     least, chosen = math.inf, ()
     # Costs are ceil(unit price). The full level is priced exactly: rounding takes nothing from who needs all of it.
-    for top in range(1, dearest + 1):
+    for top in range(1, largest + 1):
         unit = top / prices[-1]
         costs = tuple(math.ceil(unit * price * (1 - 1e-9)) for price in prices)
         waste = max(cost / (unit * price) for cost, price in zip(costs, prices)) - 1
@@ -126,14 +126,14 @@ def calibrate_filter(
     """The largest budget at a noise, or the least noise for a budget, that keeps (epsilon, delta) for every strategy.
 
     Neighbouring relation: add or remove one example. Sampler: Poisson. What took long is kept in the data
-    folder (`dpcompanion.filters.kept`): the same question is answered at once.
+    folder (`dpcompanion.filters.cache`): the same question is answered at once.
 
     Args:
         target_epsilon: above 0.
         target_delta: in (0, 1).
         sample_rate: in (0, 1].
         levels: (K,) ascending shares of the clip norm, in (0, 1].
-        steps: of the run. A budget for all of them at the dearest level is enough, and none is larger.
+        steps: of the run. A budget for all of them at the most expensive level is enough, and none is larger.
         costs: (K,) whole numbers, at least 1: what a block at each level costs; by default `level_costs`.
         noise_multiplier: above 0, to find the budget.
         budget: to find the least noise, within a relative 1e-3; needs `costs`. One of the two must be given.
@@ -205,10 +205,10 @@ def _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, de
     )
 
 
-@remembered()
+@cached()
 def _largest_budget(epsilon, delta, sample_rate, noise_multiplier, levels, costs, steps, block, progress):
     level, count = _affordable(levels, sample_rate, noise_multiplier, steps, block, epsilon, delta)
-    # With more the constant strategy at that level would break the promise, or nobody could spend it.
+    # With more the constant strategy at that level would break the promise, or no example could spend it.
     blocks, cost = math.ceil(steps / block), costs[levels.index(level)]
     budget = blocks * max(costs)
     if count < blocks:
@@ -233,7 +233,7 @@ def _largest_budget(epsilon, delta, sample_rate, noise_multiplier, levels, costs
     return budget, reached
 
 
-@remembered()
+@cached()
 def _least_noise(epsilon, delta, sample_rate, levels, costs, budget, block, progress):
     game = dict(sample_rate=sample_rate, levels=levels, costs=costs, budget=budget, epsilon=epsilon, block=block)
     # Where to begin: what the level that needs most noise needs for itself.
@@ -269,7 +269,7 @@ def epsilon_of_budget(delta, sample_rate, noise_multiplier, levels, costs, budge
     return _least_epsilon(delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress)[0]
 
 
-@remembered()
+@cached()
 def _least_epsilon(delta, sample_rate, noise_multiplier, levels, costs, budget, block, progress):
     game = dict(
         sample_rate=sample_rate,

@@ -46,13 +46,13 @@ from .. import _checks
 from .._types import Array, Device, Numbers, State
 from .calibration import calibrate_filter, epsilon_of_budget
 from .game import check_costs, check_levels
-from .told import Told
+from .norm_inputs import NormInput
 
 if TYPE_CHECKING:
     from ..mechanism.plan import DPSGDPlan
 
 
-class ExactFilter(Told):
+class ExactFilter(NormInput):
     """Budgets of n examples at K levels; see the module's text.
 
     Args:
@@ -297,9 +297,9 @@ class ExactFilter(Told):
         )
 
     def _payable(self, norms):
-        wanted = torch.searchsorted(self._norms, self._norms_told(norms)).clamp(max=len(self.levels))
+        wanted = torch.searchsorted(self._norms, self._checked_norms(norms)).clamp(max=len(self.levels))
         left = self._budget - self._spent
-        # Mostly everybody can pay. Elsewhere the answer takes longer than to look for what they can.
+        # Mostly every example can pay. On an accelerator asking takes longer than to look for what each can pay.
         if not self._away(wanted) and bool((self._cost_of(wanted) <= left).all()):
             return wanted
         places = torch.arange(len(self._norms), device=self.device)

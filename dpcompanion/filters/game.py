@@ -153,7 +153,7 @@ def worst_case(
         if work <= _MOST_WORK and high - low < _LARGEST_GRID:
             break
         interval *= 1.25 * max(1.0, min(work / _MOST_WORK, 4.0))
-    table, kept = _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, choices, progress)
+    table, kept = _play(laws, costs, budget, epsilon, _Grid(tilt, interval, low, high), stop_above, choices, progress)
     rise = max(count * max(math.log(law.masses.sum()) - law.log_mass, 0.0) for law, count in zip(laws, times))
     # Where delta falls faster than the tilt says the errors of the grid weigh more; and within a cell it is a chord.
     error = 2 * rise / tilt if epsilon >= 50 * interval else max(2 * rise / tilt, interval)
@@ -214,8 +214,18 @@ def _ends(laws, times, interval, epsilon):
     return max(low, least), max(min(high, most), goal)
 
 
-def _play(laws, costs, budget, epsilon, tilt, interval, low, high, stop_above, choices, progress):
+class _Grid(NamedTuple):
+    """The tilt of losses, and the spacing and the ends of their grid: from low to high times the interval."""
+
+    tilt: float
+    interval: float
+    low: int
+    high: int
+
+
+def _play(laws, costs, budget, epsilon, grid, stop_above, choices, progress):
     """The table of V(b, 0), from above, and the maximising choices."""
+    tilt, interval, low, high = grid
     size = high - low + 1
     left = max(0, -min(law.first for law in laws))
     right = max(0, max(law.first + len(law.masses) - 1 for law in laws))

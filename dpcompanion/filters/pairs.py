@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .. import _checks
-from ..accounting.pld import _chernoff_log_delta, _compose_near, _convolve, _largest_loss_of_adding, _Step, _window
+from ..accounting.pld import chernoff_log_delta, compose_near, convolve, largest_loss_of_adding, StepLoss, tilted_window
 
 _TRIMMED = 1e-16  # tilted mass cut off at either end of a law, relative to all of it; it is accounted for
 _UNIT = 2.0**-53
@@ -83,7 +83,7 @@ class SampledGaussian:
         """The largest loss that can occur; inf where there is none."""
         if direction == "remove" or self.sample_rate == 1:
             return math.inf
-        return _largest_loss_of_adding(self.sample_rate, self.steps)
+        return largest_loss_of_adding(self.sample_rate, self.steps)
 
     def reference(self, direction, times, epsilon):
         """The best tilt for so many such stages at `epsilon`, and about ln delta; -inf where delta is exactly 0."""
@@ -91,18 +91,18 @@ class SampledGaussian:
         if self.sample_rate == 1:
             mean = steps / (2 * self.noise_multiplier**2)
             tilts = torch.from_numpy(np.geomspace(1e-3, 1e4, 400)) / math.sqrt(2 * mean)
-            bound = _chernoff_log_delta(tilts, tilts * (1 + tilts) * mean, epsilon)
+            bound = chernoff_log_delta(tilts, tilts * (1 + tilts) * mean, epsilon)
             return float(tilts[int(bound.argmin())]), min(0.0, float(bound.min()))
         if epsilon >= times * self.largest_loss(direction):
             return 1.0, -math.inf
-        loss = _compose_near(self.sample_rate, self.noise_multiplier, steps, direction, epsilon)
-        return loss.tilt, loss._log_delta(epsilon)[0]
+        loss = compose_near(self.sample_rate, self.noise_multiplier, steps, direction, epsilon)
+        return loss.tilt, loss.log_delta(epsilon)[0]
 
     def log_mass(self, direction, tilt, log_capped):
         """ln E[exp(tilt L)] of the block, below the cap: tilt times the Rényi divergence of order tilt + 1."""
         if self.sample_rate == 1:
             return tilt * (1 + tilt) * self.steps / (2 * self.noise_multiplier**2)
-        step = _Step(self.sample_rate, self.noise_multiplier, direction, log_capped - math.log(self.steps))
+        step = StepLoss(self.sample_rate, self.noise_multiplier, direction, log_capped - math.log(self.steps))
         return self.steps * float(step.log_mgf(torch.tensor([tilt], dtype=torch.float64)))
 
     def law(self, direction, *, tilt, interval, log_capped=-math.inf):
@@ -110,7 +110,7 @@ class SampledGaussian:
         delta."""
         if self.sample_rate == 1:
             return self._gaussian_law(tilt, interval)
-        step = _Step(self.sample_rate, self.noise_multiplier, direction, log_capped - math.log(self.steps))
+        step = StepLoss(self.sample_rate, self.noise_multiplier, direction, log_capped - math.log(self.steps))
         tilts = torch.tensor([tilt], dtype=torch.float64)
         log_mass, blur = self.steps * float(step.log_mgf(tilts)), 0.0
         if self.steps == 1:
@@ -119,9 +119,9 @@ class SampledGaussian:
         else:
             finer = math.ceil(math.sqrt(10 * self.steps))
             fine = interval / finer
-            low, high, outside = _window(step, self.steps, tilt, fine)
+            low, high, outside = tilted_window(step, self.steps, tilt, fine)
             first, masses, log_scale, cut = step.discretize(fine, tilt)
-            first, masses = _convolve(
+            first, masses = convolve(
                 first, masses, self.steps, start=math.floor(low / fine), size=(high - low) / fine + 2
             )
             scale = math.exp(self.steps * log_scale)
@@ -186,7 +186,7 @@ class Discrete:
         exponents = tilts[:, None] * losses + np.log(masses)
         top = exponents.max(axis=1)
         log_mgfs = times * (top + np.log(np.exp(exponents - top[:, None]).sum(axis=1)))
-        bound = _chernoff_log_delta(torch.from_numpy(tilts), torch.from_numpy(log_mgfs), epsilon)
+        bound = chernoff_log_delta(torch.from_numpy(tilts), torch.from_numpy(log_mgfs), epsilon)
         best = int(bound.argmin())
         return float(tilts[best]), min(0.0, max(float(bound[best]), math.log(infinite) if infinite else -math.inf))
 

@@ -39,15 +39,15 @@ import torch
 from .. import _checks
 from .._types import Array, Device, State
 from ..accounting import rdp_sampled_gaussian, rdp_to_epsilon
-from ..accounting.chords import between, chords
+from ..accounting.rdp_interpolation import interpolate, interpolation_table
 from ..accounting.runs import orders_for
-from .told import Told
+from .norm_inputs import NormInput
 
 if TYPE_CHECKING:
     from ..mechanism.plan import DPSGDPlan
 
 
-class RenyiFilter(Told):
+class RenyiFilter(NormInput):
     """Budgets of n examples at K orders; see the module's text.
 
     Args:
@@ -95,7 +95,7 @@ class RenyiFilter(Told):
         if not bool(budgets.isfinite().any(dim=1).all()):
             raise ValueError("budgets must be finite at one order at least for each example, got inf at all")
         orders, place = orders.sort()
-        served, table = chords(self.sample_rate, self.noise_multiplier, tuple(orders.tolist()))
+        served, table = interpolation_table(self.sample_rate, self.noise_multiplier, tuple(orders.tolist()))
         if len(served) != len(orders):
             raise ValueError(
                 "orders must be ones at which the divergence is convex in the squared norm, such as "
@@ -248,10 +248,10 @@ class RenyiFilter(Told):
     def _in_range(self, norms):
         # A norm that was clipped to C may come a little above it where fewer digits are kept; it pays the full share.
         slack = 1e-6 if getattr(norms, "dtype", None) == torch.float32 else 1e-12
-        return self._norms_told(norms, self.max_grad_norm, slack)
+        return self._checked_norms(norms, self.max_grad_norm, slack)
 
     def _admit(self, norms):
-        after = self._spent + between((norms / self.max_grad_norm).clamp(max=1), self._table)
+        after = self._spent + interpolate((norms / self.max_grad_norm).clamp(max=1), self._table)
         # An infinite norm is one that was refused without a look at it: what clips to it would not keep the promise.
         self._active = self._active & norms.isfinite() & (after <= self._budgets).all(dim=1)
         self._spent = torch.where(self._active[:, None], after, self._spent)

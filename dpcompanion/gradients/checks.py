@@ -121,7 +121,7 @@ def check_sums(model):
             )
 
 
-def check_precision(precision, model, device, method="auto", precise=False):
+def check_precision(precision, model, device, method="auto", float64=False):
     """Refuse a precision that the model's type, the device or the method does not allow.
 
     Raises:
@@ -130,8 +130,8 @@ def check_precision(precision, model, device, method="auto", precise=False):
     _checks.one_of("precision", precision, PRECISIONS)
     if precision is None:
         return
-    if precise:
-        raise ValueError("precision must be None where sums are precise, got 'bf16'")
+    if float64:
+        raise ValueError("precision must be None where sums are added up in float64, got 'bf16'")
     types = {p.dtype for p in model.parameters() if p.requires_grad}
     if types != {torch.float32}:
         raise ValueError(f"precision 'bf16' takes a model in float32, got {', '.join(sorted(map(str, types)))}")

@@ -4,7 +4,7 @@ For examples :math:`i` with gradients :math:`g_i` (all trainable parameters toge
 norms :math:`C_i` this computes :math:`\sum_i g_i \min(1, C_i / \lVert g_i\rVert)`.  Methods:
 
 * `func`: `torch.func.vmap` of `grad`; any model that vmap understands; holds one
-  gradient an example, `chunk` examples at a time.
+  gradient an example, `microbatch_size` examples at a time.
 * `ghost`: one forward and one backward pass, norms from layer inputs and output gradients
   (`dpcompanion.gradients.layers`); gradients of large layers are never held.
 * `mixed`: as ghost, but layer by layer the cheaper of Gram matrix and explicit gradient; the fastest.
@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from dpcompanion import _checks
 from dpcompanion._types import Loss
 from dpcompanion.gradients import checks, independence, proof, states, traces
-from dpcompanion.gradients.portions import examples_at_once
+from dpcompanion.gradients.microbatches import default_microbatch_size
 from dpcompanion.gradients.sums import BUDGET, ClippedSum, functional, layerwise, per_example_gradients
 from dpcompanion.gradients.tensors import Unfit
 
@@ -67,34 +67,36 @@ def cross_entropy(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
-def _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, precise=False):
+def _in_microbatches(model, loss, x, y, max_grad_norm, method, microbatch_size, precision, float64=False):
     checks.check_data(x, y)
     checks.check_types(model, x)
-    if max_grad_norm is not None and not precise:
+    if max_grad_norm is not None and not float64:
         checks.check_sums(model)
-    checks.check_precision(precision, model, x.device, method, precise)
-    if chunk is not None:
-        _checks.whole_number("chunk", chunk, 1)
+    checks.check_precision(precision, model, x.device, method, float64)
+    if microbatch_size is not None:
+        _checks.whole_number("microbatch_size", microbatch_size, 1)
     _checks.one_of("method", method, METHODS)
     checks.check_model(model)
     if method == "auto":
-        method = _resolved(model, loss, x, y, precision, precise)
-    method = _held(method) if precise else method
-    chunk = chunk or examples_at_once(model, loss, x, y, method, precision)
-    if method in ("func", "held"):  # which hold a gradient of the whole model for each example
-        chunk = max(1, min(chunk, BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad)))
-    for start in range(0, len(x), chunk):
-        part = slice(start, start + chunk)
+        method = _resolved(model, loss, x, y, precision, float64)
+    method = _materialized(method) if float64 else method
+    microbatch_size = microbatch_size or default_microbatch_size(model, loss, x, y, method, precision)
+    if method in ("func", "materialized"):  # which hold a gradient of the whole model for each example
+        microbatch_size = max(
+            1, min(microbatch_size, BUDGET // sum(p.numel() for p in model.parameters() if p.requires_grad))
+        )
+    for start in range(0, len(x), microbatch_size):
+        part = slice(start, start + microbatch_size)
         limit = max_grad_norm[part] if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.ndim else max_grad_norm
         if method == "func":
-            yield _by_func(model, loss, x[part], y[part], limit, precise)
+            yield _by_func(model, loss, x[part], y[part], limit, float64)
         else:
             yield layerwise(model, loss, x[part], y[part], limit, method, precision=precision)
 
 
-def _by_func(model, loss, x, y, limit, precise):
+def _by_func(model, loss, x, y, limit, float64):
     try:
-        return functional(model, loss, x, y, limit, precise=precise)
+        return functional(model, loss, x, y, limit, float64=float64)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
@@ -102,19 +104,19 @@ def _by_func(model, loss, x, y, limit, precise):
 
 
 _TAKEN_BY_FUNC = (
-    "model must be one that torch.func's vmap and grad can take (recurrent layers often are not; "
-    "opacus.layers has some that are)"
+    "model must be one that torch.func's vmap and grad can take (recurrent layers often are not, of which "
+    "opacus.layers has some that are; models of transformers are with attn_implementation='eager')"
 )
 
 
-def _held(method):
-    """What `method` becomes where sums are precise: whatever is added up has been measured."""
+def _materialized(method):
+    """What `method` becomes where sums are added up in float64: whatever is added up has been measured."""
     if method == "ghost":
         raise ValueError(
-            "method must be 'auto', 'mixed' or 'func' where sums are precise, got 'ghost', which measures "
+            "method must be 'auto', 'mixed' or 'func' where sums are added up in float64, got 'ghost', which measures "
             "gradients that it does not hold"
         )
-    return "held" if method == "mixed" else method
+    return "materialized" if method == "mixed" else method
 
 
 def clipped_sum(
@@ -125,9 +127,9 @@ def clipped_sum(
     max_grad_norm: float | torch.Tensor,
     *,
     method: str = "auto",
-    chunk: int | None = None,
+    microbatch_size: int | None = None,
     precision: str | None = None,
-    precise: bool = False,
+    float64: bool = False,
 ) -> ClippedSum:
     """Sum of the clipped gradients of the examples (x, y), with their norms and losses.
 
@@ -138,10 +140,10 @@ def clipped_sum(
         max_grad_norm: a number above 0, or a tensor (n,). One on a GPU is taken at its word: 0 there, or what is below
             or no number, leaves the example out.
         method: "auto", "mixed", "ghost" or "func".
-        chunk: examples in one pass at most; by default as many as a processor's caches hold what they leave of
-            (`dpcompanion.gradients.portions`). The sum does not depend on it but for rounding.
+        microbatch_size: examples in one pass at most; by default as many as a processor's caches hold what they leave
+            of (`dpcompanion.gradients.microbatches`). The sum does not depend on it but for rounding.
         precision: None for the model's own type, or "bf16" (see above).
-        precise: hold the gradients that are measured, and add them up in float64, as a plan that counts what floats do
+        float64: hold the gradients that are measured, and add them up in float64, as a plan that counts what floats do
             asks (`dpcompanion.mechanism.floats`); sums and norms are then float64, and `method` is not "ghost".
 
     Returns:
@@ -159,10 +161,10 @@ def clipped_sum(
     if isinstance(max_grad_norm, torch.Tensor) and max_grad_norm.shape not in ((), (len(x),)):
         raise ValueError(f"max_grad_norm must be a number or have shape ({len(x)},), got {tuple(max_grad_norm.shape)}")
     total = None
-    for part in _in_chunks(model, loss, x, y, max_grad_norm, method, chunk, precision, precise):
+    for part in _in_microbatches(model, loss, x, y, max_grad_norm, method, microbatch_size, precision, float64):
         total = part if total is None else total + part
     if total is None:
-        wide = torch.float64 if precise else None
+        wide = torch.float64 if float64 else None
         none = torch.zeros(0, dtype=wide or next(model.parameters()).dtype, device=x.device)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         total = ClippedSum({name: torch.zeros_like(p, dtype=wide) for name, p in trained.items()}, none, none)
@@ -176,20 +178,20 @@ def gradient_norms(
     y: torch.Tensor,
     *,
     method: str = "auto",
-    chunk: int | None = None,
+    microbatch_size: int | None = None,
     precision: str | None = None,
 ) -> torch.Tensor:
     """Norms of the gradients of the examples (x, y) over all trainable parameters, (n,); inf where not finite.
 
-    Memory: one chunk.
+    Memory: one microbatch.
 
     Args:
         model: a module; its parameters with requires_grad count.
         loss: (outputs, targets) -> (n,).
         x, y: tensors whose first axis counts the examples.
         method: "auto", "mixed", "ghost" or "func".
-        chunk: examples in one pass at most, by default as for `clipped_sum`; the norms do not depend on it but for
-            rounding.
+        microbatch_size: examples in one pass at most, by default as for `clipped_sum`; the norms do not depend on it
+            but for rounding.
         precision: None for the model's own type, or "bf16".
 
     Raises:
@@ -197,17 +199,17 @@ def gradient_norms(
             reduced, an unknown method, ("mixed" or "ghost") a model that is seen not to consist of layers, or a
             precision that the model or the device does not have.
     """
-    norms = [part.norms for part in _in_chunks(model, loss, x, y, None, method, chunk, precision)]
+    norms = [part.norms for part in _in_microbatches(model, loss, x, y, None, method, microbatch_size, precision)]
     return torch.cat(norms) if norms else torch.zeros(0, dtype=next(model.parameters()).dtype, device=x.device)
 
 
-def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=False):
+def resolve_method(model, loss, x, y, method="auto", precision=None, *, float64=False):
     """The method that "auto" stands for: "mixed" if the model can be taken apart into layers, else "func".
 
     Layers are trusted only if norms and sums agree with plain autograd (`dpcompanion.gradients.proof`) for the examples
     with the largest gradients of a probe of (x, y), which may be all the data. Another `method` is proved likewise,
     and returned; "func" takes examples one by one in any case, and is tried on them alone. With a `precision`, norms
-    and sums in it are proved too, on two of the examples, against plain autograd in the same precision. With `precise`
+    and sums in it are proved too, on two of the examples, against plain autograd in the same precision. With `float64`
     what is measured is held and added up in float64.
 
     Raises:
@@ -216,7 +218,7 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
             proved because no example has a finite gradient, or the precision does not fit the model, the device or the
             method.
     """
-    checks.check_precision(precision, model, x.device, method, precise)
+    checks.check_precision(precision, model, x.device, method, float64)
     checks.check_model(model)
     if not len(x):
         return "func" if method == "auto" else method
@@ -224,7 +226,7 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, precise=
     with traces.probing(model), traces.naming(model) as inside:
         try:
             independence.check_forgets(model, loss, x, y)
-            return _proved(model, loss, x, y, method, precision, precise, inside)
+            return _proved(model, loss, x, y, method, precision, float64, inside)
         except (ValueError, torch.OutOfMemoryError) as error:
             if inside and not isinstance(error, (Unfit, torch.OutOfMemoryError)):
                 raise ValueError(
@@ -250,12 +252,12 @@ _DATA_DEPENDENT = (
 )
 
 
-def _proved(model, loss, x, y, method, precision, precise, inside):
+def _proved(model, loss, x, y, method, precision, float64, inside):
     if method == "func":
         _try_func(model, loss, x, y, inside)
         return method
     chosen = "mixed" if method == "auto" else method
-    way = _held(chosen) if precise else chosen
+    way = _materialized(chosen) if float64 else chosen
 
     def claimed(x, y, limits, precision=None):
         try:
@@ -310,14 +312,14 @@ def _try_func(model, loss, x, y, inside):
 _known = weakref.WeakKeyDictionary()
 
 
-def _resolved(model, loss, x, y, precision, precise):
+def _resolved(model, loss, x, y, precision, float64):
     """As `resolve_method` by "auto", which is asked once for a model in one state, a loss and a kind of data; whether
     examples are mixed is looked at again at the 2nd, 4th, 8th ... call, with the examples at hand."""
-    key = _key(model, loss, x, y, precision, precise) if len(x) else None
+    key = _key(model, loss, x, y, precision, float64) if len(x) else None
     proved = _known.setdefault(model, {}) if key is not None else {}
     if key is None or key not in proved:
-        method = resolve_method(model, loss, x, y, precision=precision, precise=precise)
-        key = _key(model, loss, x, y, precision, precise) if len(x) else None  # a proof may fill a model's caches
+        method = resolve_method(model, loss, x, y, precision=precision, float64=float64)
+        key = _key(model, loss, x, y, precision, float64) if len(x) else None  # a proof may fill a model's caches
         if key is not None:
             proved[key] = [method, 1]
         return method
@@ -340,7 +342,7 @@ def look_again(model, loss, x, y):
             independence.check_company(model, loss, x[rows], y[rows])
 
 
-def _key(model, loss, x, y, precision, precise):
+def _key(model, loss, x, y, precision, float64):
     """What a proof depends on besides the model's weights, or None where that cannot be kept."""
     # A function that is written down in a loop is another object each time, of the same code.
     code = loss.__code__ if isinstance(loss, types.FunctionType) else None
@@ -351,5 +353,5 @@ def _key(model, loss, x, y, precision, precise):
     except TypeError:
         return None
     state = states.state_of(loss) if isinstance(loss, torch.nn.Module) else states.seen_in(loss)
-    setting = states.state_of(model), state, precision, precise, torch.get_default_dtype()
+    setting = states.state_of(model), state, precision, float64, torch.get_default_dtype()
     return kept, *setting, *((t.dtype, tuple(t.shape[1:]), t.device) for t in (x, y))

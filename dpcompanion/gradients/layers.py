@@ -326,11 +326,11 @@ class GhostEmbedding:
         return {"weight": weight.unflatten(0, (runs, rows))}
 
 
-def wide_sum(layer, factors):
+def float64_sum(layer, factors):
     """As `layer.weighted_sum`, of one run, in float64, of the very numbers that `layer.squared_norms` has measured.
 
-    Each term takes two roundings at most before it is added. `layer` must be one that `layer_gradient` made by "held";
-    factors (n,) float64.
+    Each term takes two roundings at most before it is added. `layer` must be one that `layer_gradient` made by
+    "materialized"; factors (n,) float64.
     """
     if isinstance(layer, Explicit):
         sums = {}
@@ -423,12 +423,12 @@ def layer_gradient(module, uses, method, budget, stacked=None, kept=True):
     The parameters of several runs of the layer, if so, are in `stacked`, {name: (runs, *shape)}. `method` "ghost" keeps
     no gradient of a linear layer, convolution or embedding; "mixed" keeps it where that saves arithmetic and needs at
     most `budget` numbers, and makes none where it is not to be `kept` for a sum and the norm is cheaper without.
-    "held" is for `wide_sum`: what is measured is what is added, so that only a linear layer with one position an
-    example, whose gradient is a product of two vectors, need not be held.
+    "materialized" is for `float64_sum`: what is measured is what is added, so that only a linear layer with one
+    position an example, whose gradient is a product of two vectors, need not be held.
     """
     if type(module) is nn.Embedding and not (module.max_norm or module.scale_grad_by_freq):
         return GhostEmbedding(module, uses)
-    if method == "held" and type(module) in (nn.Linear, nn.Conv2d):
+    if method == "materialized" and type(module) in (nn.Linear, nn.Conv2d):
         outer = type(module) is nn.Linear and len(uses) == 1 and count_positions(module, uses) == 1
         return Ghost(module, uses) if outer else _explicit_matrices(module, uses)
     if type(module) in (nn.Linear, nn.Conv2d):
@@ -441,7 +441,7 @@ def layer_gradient(module, uses, method, budget, stacked=None, kept=True):
         layer = GhostReparametrized(module, uses, stacked)
         explicit = sum(p.numel() for p in own_parameters(module).values()) * len(uses[0][0])
         fits = explicit <= min(budget, sum(a.numel() + g.numel() for a, g in uses))
-        return layer.explicit() if method == "held" or method == "mixed" and fits else layer
+        return layer.explicit() if method == "materialized" or method == "mixed" and fits else layer
     uses = [(in_full(module, a), in_full(module, g)) for a, g in uses]
     if type(module) in (nn.GroupNorm, nn.LayerNorm):
         return _explicit_norm_layer(module, uses)

@@ -102,7 +102,7 @@ def in_one_precision(module, uses):
     """Uses whose inputs and output gradients can be multiplied: those of a layer that computed in bfloat16, and is used
     once, in bfloat16, as plain autograd does it (sums are made in float32, then rounded), all others in full.
 
-    Only for gradients that are held: whoever clips must measure and add up what was rounded.
+    Only for gradients that are held: clipping must measure and add up what was rounded.
     """
     if len(uses) == 1 and uses[0][1].dtype == torch.bfloat16:
         return [(a.to(g.dtype), g) for a, g in uses]

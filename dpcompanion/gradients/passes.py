@@ -4,7 +4,7 @@
 >>> from dpcompanion.training.examples import examples_of
 >>> model = torch.nn.Linear(2, 2).train()
 >>> examples = examples_of((torch.zeros(3, 2), torch.tensor([0, 1, 1])))
->>> norms_of_all(model, cross_entropy, examples, method="mixed", chunk=2).shape
+>>> norms_of_all(model, cross_entropy, examples, method="mixed", microbatch_size=2).shape
 torch.Size([3])
 """
 
@@ -16,13 +16,13 @@ from dpcompanion._devices import sent
 from dpcompanion.gradients import clipping, proof, states, traces
 
 
-def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None, within=None):
+def norms_of_all(model, loss, examples, *, method, microbatch_size=None, precision=None, within=None):
     """The gradient norm of each of the n examples (`dpcompanion.training.examples`), (n,), on the model's device; or of
     those of a slice, `within`.
 
-    `chunk` examples are loaded and measured at once, by default as many as suit memory and caches. The model computes
-    in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example gradients stay as they
-    are.
+    `microbatch_size` examples are loaded and measured at once, by default as many as suit memory and caches. The model
+    computes in evaluation mode, without dropout. Random numbers, gradients, modes and Opacus' per-example gradients
+    stay as they are.
     """
     device = next(model.parameters()).device
     start, stop, _ = (within or slice(None)).indices(len(examples))
@@ -30,13 +30,19 @@ def norms_of_all(model, loss, examples, *, method, chunk=None, precision=None, w
     with undisturbed(model) as inner:
         network, loss = examples.seen(inner, loss)
         before = traces.noted(inner, values=device.type == "cpu")  # elsewhere it would be waited for
-        size = chunk or loaded_at_once(examples.probe[0])
+        size = microbatch_size or loaded_at_once(examples.probe[0])
         for at in range(start, stop, size):
             with torch.random.fork_rng(devices=[]):  # a transform may draw
                 x, y = examples.part(at, min(at + size, stop))
             norms.append(
                 clipping.gradient_norms(
-                    network, loss, sent(x, device), sent(y, device), method=method, chunk=chunk, precision=precision
+                    network,
+                    loss,
+                    sent(x, device),
+                    sent(y, device),
+                    method=method,
+                    microbatch_size=microbatch_size,
+                    precision=precision,
                 )
             )
         traces.check_untouched(inner, before)
@@ -48,8 +54,10 @@ def resolve_method(model, loss, examples, method, precision=None):
     device, (x, y) = next(model.parameters()).device, examples.probe
     rows = proof.rows_to_look_through(len(x))
     with undisturbed(model) as inner:
-        inner, loss = examples.seen(inner, loss)
-        return clipping.resolve_method(inner, loss, x[rows].to(device), y[rows].to(device), method, precision)
+        network, losses = examples.seen(inner, loss)
+        found = clipping.resolve_method(network, losses, x[rows].to(device), y[rows].to(device), method, precision)
+        examples.prove(inner, loss)
+        return found
 
 
 def state_of(model):

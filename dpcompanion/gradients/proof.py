@@ -2,7 +2,8 @@
 
 What is fast looks at layers or at a batch, and a model may do what these do not see: use a weight outside of its
 layer, overwrite an activation in place, mix examples.  `prove` takes examples one by one through plain autograd and
-compares.  It is made once a run, so it can afford to be strict:
+compares.  It is made once a run, so it can afford to be strict.  The engine proves what Opacus finds by the same probe,
+tolerances and weights nearby (`dpcompanion.engine.proof`).
 
 * The examples are those with the largest gradients among a probe that is spread over the data.  Rows that are not
   finite are left out; if all are, nothing is proved, and that is said.
@@ -223,6 +224,8 @@ class _Way:
         if not norms.isfinite().all():  # of weights nearby only; for the model's own they are finite
             return
         tolerance = tolerances(sums[0] if self._precision is None else sums[0].bfloat16())
+        if any(tolerances(p) > tolerance for p in self.model.parameters()):  # frozen layers of a shorter type round
+            tolerance = max(tolerance, (1e-2, 1e-4))
         with self._chance():
             theirs, totals = self._claimed(self.x[rows], self.y[rows], (shares * norms).to(self.x.device))
         parts = shares @ lengths

@@ -22,7 +22,7 @@ from torch import nn
 
 from dpcompanion._devices import sent
 from dpcompanion.gradients import checks, independence
-from dpcompanion.gradients.layers import Explicit, layer_gradient, wide_sum
+from dpcompanion.gradients.layers import Explicit, layer_gradient, float64_sum
 from dpcompanion.gradients.recording import Recorder
 from dpcompanion.gradients.stacking import StackedLayer
 from dpcompanion.gradients.tensors import call_with, in_best_format, losses_in, outputs_in, own_parameters, rounded_up
@@ -97,7 +97,7 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
         squared = sum(squares.values(), torch.zeros(len(x), dtype=torch.float64, device=x.device))
         layers = {recorder.owners[module]: layer for module, layer in layers.items() if layer is not None}
         dtype = next(p.dtype for p in model.parameters() if p.requires_grad)
-        total = _clip(layers, squared, losses.detach(), max_grad_norm, dtype, runs, method == "held")
+        total = _clip(layers, squared, losses.detach(), max_grad_norm, dtype, runs, method == "materialized")
     total = dataclasses.replace(total, mixed=mixed)
     if max_grad_norm is None:
         return total
@@ -107,7 +107,7 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
         gradients={
             name: found[name]
             if name in found
-            else torch.zeros_like(p, dtype=torch.float64 if method == "held" else None)
+            else torch.zeros_like(p, dtype=torch.float64 if method == "materialized" else None)
             for name, p in model.named_parameters()
             if p.requires_grad
         },
@@ -138,25 +138,25 @@ def bytes_left(model, loss, x, y, method, precision=None):
     return left
 
 
-def _clip(layers, squares, losses, max_grad_norm, dtype, runs, precise=False):
-    """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`; float64 if `precise`.
+def _clip(layers, squares, losses, max_grad_norm, dtype, runs, float64=False):
+    """The sums of {where the layer is: its gradient}, whose squared norms add up to `squares`; of float64 if `float64`.
     Gradients are of `dtype`."""
-    norms = squares.sqrt() if precise else rounded_up(squares.sqrt(), losses.dtype)
+    norms = squares.sqrt() if float64 else rounded_up(squares.sqrt(), losses.dtype)
     finite = norms.isfinite()
     norms = torch.where(finite, norms, math.inf)
     if max_grad_norm is None:
         return ClippedSum({}, norms, losses)
     # Factors are made in the precision in which they multiply, which that of the losses need not be: one rounded to a
     # coarser one afterwards would lift a gradient above its clip norm.
-    exact = norms if precise or norms.dtype == dtype else rounded_up(squares.sqrt(), dtype)
+    exact = norms if float64 or norms.dtype == dtype else rounded_up(squares.sqrt(), dtype)
     factors = clip_factors(exact, max_grad_norm).reshape(runs or 1, -1)
     masked = losses.device.type != "cpu" or not finite.all()
     sums = {}
     for prefix, layer in layers.items():
         if masked:
             layer.keep_only(finite)
-        if precise:
-            sums |= {f"{prefix}.{name}" if prefix else name: g for name, g in wide_sum(layer, factors[0]).items()}
+        if float64:
+            sums |= {f"{prefix}.{name}" if prefix else name: g for name, g in float64_sum(layer, factors[0]).items()}
             continue
         for name, g in layer.weighted_sum(factors).items():
             sums[f"{prefix}.{name}" if prefix else name] = g if runs else g[0]
@@ -193,7 +193,7 @@ def per_example_gradients(model, loss, x, y):
     return gradients_and_losses(model, loss)(parameters, x, y)
 
 
-def functional(model, loss, x, y, max_grad_norm, stacked=None, precise=False):
+def functional(model, loss, x, y, max_grad_norm, stacked=None, float64=False):
     """As `layerwise`, for any model; `stacked` are the parameters of several runs, {name: (runs, *shape)}."""
     checks.check_arithmetic(x.device)
     if stacked is None:
@@ -206,4 +206,4 @@ def functional(model, loss, x, y, max_grad_norm, stacked=None, precise=False):
         gradients, losses = {name: g.flatten(0, 1) for name, g in gradients.items()}, losses.flatten()
     layer = Explicit(gradients)
     dtype = next(g.dtype for g in gradients.values())
-    return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, dtype, runs, precise)
+    return _clip({"": layer}, layer.squared_norms(), losses, max_grad_norm, dtype, runs, float64)

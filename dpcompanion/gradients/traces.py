@@ -116,7 +116,7 @@ def untrained(model):
     return {f"buffer {name!r}": b for name, b in model.named_buffers()} | frozen
 
 
-def _held(model):
+def _tensors_of(model):
     """Buffers and parameters, {what to call it: tensor}: no pass may change them, only a step what is trained."""
     own = ((name, p) for name, p in model.named_parameters() if isinstance(p, torch.nn.Parameter))
     return untrained(model) | {f"parameter {name!r}": p for name, p in own if p.requires_grad}
@@ -135,7 +135,7 @@ def noted(model, *, values):
             _place(t),
             t.detach().clone() if (values or not isinstance(t, torch.nn.Parameter)) and not t.is_meta else None,
         )
-        for what, t in _held(model).items()
+        for what, t in _tensors_of(model).items()
     }
 
 
@@ -165,7 +165,7 @@ def check_untouched(model, before, *, name="model", buffers=True, wait=True):
     Without `wait` values that lie on a device are not asked for: {what: whether it changed, a tensor} comes back.
     """
     later = {}
-    for what, t in _held(model).items():
+    for what, t in _tensors_of(model).items():
         was, version, place, value = before.get(what, (None,) * 4)
         if isinstance(t, torch.nn.Parameter) or buffers:
             if was is not t or (version, place) != (t._version, _place(t)):

@@ -86,6 +86,8 @@ class TokenLoss:
         logits, labels = _logits(outputs), _labels(batch)
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
+        if logits.shape[1] > labels.shape[1]:  # a prompt that is trained stands before the tokens, and is not predicted
+            labels = F.pad(labels, (logits.shape[1] - labels.shape[1], 0), value=IGNORED)
         if self.shift:
             logits, labels = logits[:, :-1], labels[:, 1:]
         losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=IGNORED)

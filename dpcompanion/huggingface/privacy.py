@@ -7,7 +7,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._types import Array
 from dpcompanion.filters import ExactFilter
-from dpcompanion.training import DPSGDPlan
+from dpcompanion.training import DPSGDPlan, Track
 
 METHODS = ("sample", "scale")
 
@@ -42,13 +42,14 @@ class PersonalPrivacy:
             budgets) -> filter. It charges persons for their own gradients, at one rate for all, with the noise that
             `noise_multiplier` says.
         noise_multiplier: with a filter, and then only.
-        track: None, or options of `NormTracker.for_plan` as a mapping, such as {"clipping": "individual"}, for an
-            account of each person's own gradients; with a filter there is one in any case.
+        track: None, or a `dpcompanion.training.Track`, such as ``Track(clipping="individual")``, for an account of
+            each person's own gradients; with a filter there is one in any case, by one pass an epoch.
         accountant: "pld" or "rdp".
         unit: what a person is called in statements, such as "patient"; "person" by default, "example" without people.
         seed: None for a model that is released: draws and noise come from ciphers with secret keys. A whole
             number for research: anyone who knows it can subtract the noise.
-        loss: (logits, batch) -> (n,), in place of `per_example_loss`.
+        loss: (outputs, batch) -> (rows,), in place of `per_example_loss`: of what the model returns, and of the batch,
+            a mapping.
         expected_batch_size: see `DPSGDPlan`; for the add-remove relation.
 
     Raises:
@@ -63,7 +64,7 @@ class PersonalPrivacy:
     method: str = "sample"
     filter: Any = None
     noise_multiplier: float | None = None
-    track: Any = None
+    track: Track | None = None
     accountant: str = "pld"
     unit: str | None = None
     seed: int | None = None
@@ -84,8 +85,8 @@ class PersonalPrivacy:
             )
         if self.noise_multiplier is not None:
             _checks.number("noise_multiplier", self.noise_multiplier, 0, math.inf, closed="neither")
-        if self.track is not None and not isinstance(self.track, Mapping):
-            raise ValueError(f"track must be a mapping of options of NormTracker.for_plan, got {self.track!r}")
+        if self.track is not None and not isinstance(self.track, Track):
+            raise ValueError(f"track must be Track(clipping=..., ...), got {self.track!r}")
         if self.unit is None:
             object.__setattr__(self, "unit", "example" if self.people is None else "person")
 

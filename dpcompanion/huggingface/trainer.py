@@ -8,7 +8,6 @@ import pathlib
 import warnings
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch.utils.data import DataLoader, IterableDataset
@@ -17,12 +16,13 @@ from transformers import Trainer, TrainingArguments
 from dpcompanion import _checks, _files
 from dpcompanion.huggingface.losses import per_example_loss
 from dpcompanion.huggingface.privacy import PersonalPrivacy
-from dpcompanion.huggingface.rows import Rows, check_padding, column_of
-from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance
+from dpcompanion.huggingface.rows import collator_of, column_of
+from dpcompanion.training import DPSGDPlan, History, NormTracker, Performance, Track
 from dpcompanion.training.callbacks import rounded_up
 from dpcompanion.training.checkpoints import key_file, plain, read_checkpoint, read_keys, write_checkpoint, write_keys
-from dpcompanion.training.loop import _Loop
-from dpcompanion.training.people import owners_of, per_person
+from dpcompanion.training.collating import Reader
+from dpcompanion.training.loop import TrainingLoop
+from dpcompanion.training.people import PersonItems
 
 #: The file of a checkpoint that holds draws and accounts; keys lie beside it.
 STATE = "privacy.pt"
@@ -41,13 +41,39 @@ _REFUSED = {
 }
 
 
-class _Step(_Loop):
+class _Step(TrainingLoop):
     """The loop of `train` whose optimizer is stepped by the Trainer."""
 
     ready = False
 
     def take_step(self) -> None:
         self.ready = True
+
+
+def _check(args, train_dataset, privacy, options):
+    """Refuse what would void the account."""
+    if not isinstance(privacy, PersonalPrivacy):
+        raise ValueError(f"privacy must be PersonalPrivacy(...), got {privacy!r}")
+    for name, why in _REFUSED.items():
+        if getattr(args, name, None):
+            raise ValueError(f"args.{name} must be off, got {getattr(args, name)!r}: {why}")
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise ValueError(
+            f"args must be for one process on one device, got {args.world_size} processes and {args.n_gpu} devices"
+        )
+    if args.push_to_hub and "checkpoint" in str(args.hub_strategy):
+        raise ValueError(
+            f"args.hub_strategy must push no checkpoints, got {args.hub_strategy}: they hold the key of the noise"
+        )
+    if options.get("compute_loss_func") is not None:
+        raise ValueError("compute_loss_func must be None: give PersonalPrivacy a loss of each example's own")
+    if options.get("model_init") is not None:
+        raise ValueError("model_init must be None: each model that is trained on the data costs its own epsilon")
+    if isinstance(train_dataset, IterableDataset) or not hasattr(train_dataset, "__getitem__"):
+        raise ValueError(
+            "train_dataset must be map-style, with a length: a Poisson draw names the persons that it wants, got "
+            f"a {type(train_dataset).__name__}"
+        )
 
 
 class PersonalTrainer(Trainer):
@@ -95,30 +121,8 @@ class PersonalTrainer(Trainer):
         privacy: PersonalPrivacy,
         **options: Any,
     ):
-        if not isinstance(privacy, PersonalPrivacy):
-            raise ValueError(f"privacy must be PersonalPrivacy(...), got {privacy!r}")
-        if args is None:
-            args = TrainingArguments("tmp_trainer")
-        for name, why in _REFUSED.items():
-            if getattr(args, name, None):
-                raise ValueError(f"args.{name} must be off, got {getattr(args, name)!r}: {why}")
-        if args.world_size > 1 or args.n_gpu > 1:
-            raise ValueError(
-                f"args must be for one process on one device, got {args.world_size} processes and {args.n_gpu} devices"
-            )
-        if args.push_to_hub and "checkpoint" in str(args.hub_strategy):
-            raise ValueError(
-                f"args.hub_strategy must push no checkpoints, got {args.hub_strategy}: they hold the key of the noise"
-            )
-        if options.get("compute_loss_func") is not None:
-            raise ValueError("compute_loss_func must be None: give PersonalPrivacy a loss of each example's own")
-        if options.get("model_init") is not None:
-            raise ValueError("model_init must be None: each model that is trained on the data costs its own epsilon")
-        if isinstance(train_dataset, IterableDataset) or not hasattr(train_dataset, "__getitem__"):
-            raise ValueError(
-                "train_dataset must be map-style, with a length: a Poisson draw names the persons that it wants, got "
-                f"a {type(train_dataset).__name__}"
-            )
+        args = TrainingArguments("tmp_trainer") if args is None else args
+        _check(args, train_dataset, privacy, options)
         self.privacy = privacy
         self._loop: Any = None
         self._tracker: NormTracker | None = None
@@ -134,25 +138,23 @@ class PersonalTrainer(Trainer):
         super().__init__(model=model, args=args, train_dataset=train_dataset, **options)
         people = privacy.people
         columns = [name for name in (people, privacy.budgets) if isinstance(name, str)]
-        if people is None:
-            self.persons, owners = np.arange(len(train_dataset)), torch.arange(len(train_dataset))
-        else:
-            people = column_of(train_dataset, people) if isinstance(people, str) else people
-            self.persons, owners = owners_of(people, len(train_dataset))
+        if isinstance(people, str):
+            people = column_of(train_dataset, people)
         self._loss = per_example_loss(self.model) if privacy.loss is None else privacy.loss
         given: Any = self.model
-        own = given.get_base_model() if hasattr(given, "get_base_model") else given
-        self._rows = Rows(
-            train_dataset,
+        collate = collator_of(
             self._get_collator_with_removed_columns(self.data_collator, description="training"),
-            owners=owners,
-            persons=self.persons,
-            at_most=1 if privacy.people is None else privacy.at_most,
-            combine=privacy.combine,
             private=columns,
-            prepare=_with_decoder_inputs(own),
+            model=given.get_base_model() if hasattr(given, "get_base_model") else given,
         )
-        self.budgets = self._budgets(owners)
+        self._rows = PersonItems(
+            Reader(train_dataset, collate, "data_collator"),
+            range(len(train_dataset)) if people is None else people,
+            at_most=1 if people is None else privacy.at_most,
+            combine=privacy.combine,
+        )
+        self.persons = self._rows.persons
+        self.budgets = self._budgets()
         self._steps_per_epoch = max(1, round(len(self.persons) / batch))
         steps = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * self._steps_per_epoch)
         self.plan: DPSGDPlan = privacy.plan(
@@ -165,10 +167,10 @@ class PersonalTrainer(Trainer):
         self._filter = privacy.filter_of(self.plan, self.budgets)
         self._microbatch = args.per_device_train_batch_size
 
-    def _budgets(self, owners):
+    def _budgets(self):
         given = self.privacy.budgets
         if isinstance(given, str):
-            given = per_person(column_of(self.train_dataset, given), owners, self.persons)
+            given = self._rows.per_person(column_of(self.train_dataset, given))
         if isinstance(given, dict):
             from dpcompanion.idp import budgets_for
 
@@ -247,28 +249,21 @@ class PersonalTrainer(Trainer):
         model: Any = self.model
         privacy, optimizer = self.privacy, self.optimizer
         optimizer = getattr(optimizer, "optimizer", optimizer)
-        check_padding(self._rows, model, self._loss)
-        if privacy.track is not None or self._filter is not None:
-            options = {"clipping": "individual" if self._filter is not None else "maximum", **(privacy.track or {})}
-            if self._filter is not None:
-                options["budget"] = self._filter
-            rows: Any = self._rows.to(self.args.device)
-            self._tracker = NormTracker.for_plan(
-                self.plan, model, self._loss, rows, precision=self._precision, **options
-            )
-        data = self._rows if self._tracker is None else self._tracker.data
         self._loop = _Step(
             model,
             self._loss,
-            data,
+            self._rows.to(self.args.device),
             self.plan,
             optimizer,
             seed=privacy.seed,
+            # Passes over the data are most of what a large model costs: one an epoch, unless more are asked for.
+            track=Track(clipping="individual") if privacy.track is None and self._filter is not None else privacy.track,
+            filter=self._filter,
             performance=Performance(
                 precision=self._precision, microbatch_size=self._microbatch, device=self.args.device
             ),
-            trackers=[] if self._tracker is None else [self._tracker],
         )
+        self._tracker = self._loop.run.history.tracker
         self._guard(optimizer)
         if self._found is not None:
             self._restore(self._found)
@@ -327,7 +322,7 @@ class PersonalTrainer(Trainer):
         write_checkpoint(
             path,
             {
-                "identity": loop._identity(),
+                "identity": loop.identity(),
                 "step": loop.run.step,
                 "generators": {name: g.get_state() for name, g in loop.generators.items()},
                 "stateful": {name: item.state_dict() for name, item in loop.stateful.items()},
@@ -347,7 +342,7 @@ class PersonalTrainer(Trainer):
     def _restore(self, path):
         loop = self._loop
         content = read_checkpoint(path, ("identity", "step", "generators", "stateful", "history"))
-        theirs, ours = content["identity"], loop._identity()
+        theirs, ours = content["identity"], loop.identity()
         differ = sorted(key for key in {**ours, **theirs} if theirs.get(key) != ours.get(key))
         if differ or set(content["stateful"]) != set(loop.stateful):
             raise ValueError(
@@ -499,16 +494,3 @@ class PersonalTrainer(Trainer):
         if self.is_world_process_zero() and path.exists():
             text = path.read_text(encoding="utf-8")
             _files.replace(path, (text.rstrip() + "\n\n" + self.card_text()).encode())
-
-
-def _with_decoder_inputs(model):
-    """What a decoder is given where only labels are: the model's own shift of them."""
-    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        return None
-
-    def prepare(batch):
-        if "labels" in batch and "decoder_input_ids" not in batch:
-            batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=batch["labels"]).cpu()
-        return batch
-
-    return prepare

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 
 from .. import _checks, accounting
-from ..accounting import pld, revealed
+from ..accounting import pld, inclusion_bound
 from ..accounting.loss import LARGEST_NOISE
 from ..accounting.runs import orders_for
 from ..accounting.search import bisect, crossings
@@ -194,7 +194,7 @@ class Search:
 
     def _pld_epsilon(self, rate, noise, budget, coarse):
         """As `compute_epsilon` has it, near a budget, on grids that may be coarse."""
-        if noise < revealed.LITTLE_NOISE or self.target_delta < 1e-60:
+        if noise < inclusion_bound.LITTLE_NOISE or self.target_delta < 1e-60:
             return self.epsilon(rate, noise)
         looked = rate, noise, budget, coarse  # a search begins where the last one ended
         if looked not in self._seen:

@@ -2,7 +2,7 @@ r"""A privacy account for every example of a DP-SGD run (Yu et al. 2022 and 2023
 
 The worst case charges every example for a gradient as long as the clip norm C.  An example whose
 gradients have length :math:`c < C` is hidden by the same noise as if the noise multiplier were
-:math:`\sigma C / c`: that is its own cost.  `IndividualAccountant` is told the norms as training goes on and gives
+:math:`\sigma C / c`: that is its own cost.  `IndividualAccountant` takes the norms as training goes on and gives
 every example its epsilon.
 
 Norms are rounded UP to the grid :math:`\{r, 2r, \dots, C\}`, so the account is a bound, and a history is a

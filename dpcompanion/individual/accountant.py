@@ -7,15 +7,15 @@ import torch
 
 from .. import _checks
 from .._types import Array, Device, State
-from ..accounting import ACCOUNTANTS, LedgerEntry, PersonalCosts, SampledGaussian, compute_epsilon, revealed
-from ..accounting.chords import rdp_of_shares
+from ..accounting import ACCOUNTANTS, LedgerEntry, PersonalCosts, SampledGaussian, compute_epsilon, inclusion_bound
+from ..accounting.rdp_interpolation import rdp_of_shares
 from ..accounting.conversions import least_epsilon
 from ..accounting.histories import epsilon_of_histories
 from ..accounting.items import check_no_delta
 from ..accounting.runs import orders_for
 from .divergences import ROWS, Divergences
 from .levels import even_levels, joined, with_shares
-from .recorded import MOST, Recorded
+from .norm_history import MOST, NormHistory
 
 if TYPE_CHECKING:
     from ..mechanism.plan import DPSGDPlan
@@ -25,7 +25,7 @@ _FINEST = 1e-6  # steps of a grid, whose counts are kept for each example
 _LEAST_SHARE = 1e-12  # of the clip norm: what is less, but not nothing, counts as it beside others
 
 
-class IndividualAccountant(Recorded):
+class IndividualAccountant(NormHistory):
     """Accounts for n examples; `dpcompanion.individual` says what they are.
 
     Neighbouring relation: that of the plan, add-remove or zero-out of the example. Sampler: Poisson. It is not made for
@@ -213,14 +213,14 @@ class IndividualAccountant(Recorded):
         """
         delta = _checks.number("delta", delta, 0, 1, closed="neither")
         self._check_steps("epsilon(delta, unequal_steps=True)", unequal_steps)
-        everybody = compute_epsilon(
+        uniform = compute_epsilon(
             sample_rate=self.sample_rate,
             noise_multiplier=self.noise_multiplier,
             steps=self.steps,
             delta=delta,
             accountant=self.accountant,
         )
-        return self._epsilon(delta).clamp(max=everybody)
+        return self._epsilon(delta).clamp(max=uniform)
 
     def _check_steps(self, allowing, unequal_steps):
         """What was recorded can be accounted for; `allowing` is the call that takes unequal steps."""
@@ -320,7 +320,7 @@ class IndividualAccountant(Recorded):
         return whole.epsilon(delta)
 
     def _epsilon(self, delta):
-        if self.keeps_norms and len(self._levels) and self.noise_multiplier < revealed.LITTLE_NOISE:
+        if self.keeps_norms and len(self._levels) and self.noise_multiplier < inclusion_bound.LITTLE_NOISE:
             return self._of_largest(delta)
         if self.accountant == "pld":
             return epsilon_of_histories(
@@ -358,7 +358,7 @@ class IndividualAccountant(Recorded):
             steps[block] = counts.sum(1).double()
         pairs, which = torch.stack([largest, steps], 1).unique(dim=0, return_inverse=True)
         found = [
-            revealed.epsilon(
+            inclusion_bound.epsilon(
                 sample_rate=self.sample_rate,
                 noise_multiplier=self.noise_multiplier / level,
                 steps=int(count),

@@ -1,8 +1,8 @@
 """Rényi divergences of n examples, added up step by step without rounding of norms.
 
-A norm is two weights on the nodes of a table (`dpcompanion.accounting.chords`).  Norms wait until they are many; then
-they become a histogram for each example, times the table.  As long as they are few, an account is cheaper made of those
-that wait.
+A norm is two weights on the nodes of a table (`dpcompanion.accounting.rdp_interpolation`).  Norms wait until they are
+many; then they become a histogram for each example, times the table.  As long as they are few, an account is cheaper
+made of those that wait.
 
 >>> sums = Divergences(2, sample_rate=0.01, noise_multiplier=1.0, device="cpu")
 >>> sums.add(None, torch.tensor([1.0, 0.4], dtype=torch.float64), torch.tensor([1000, 1000]))
@@ -12,8 +12,8 @@ tensor([2.1014, 0.5203], dtype=torch.float64)
 
 import torch
 
-from ..accounting import rdp_to_epsilon, revealed
-from ..accounting.chords import NODES, between, chords, weights
+from ..accounting import rdp_to_epsilon, inclusion_bound
+from ..accounting.rdp_interpolation import NODES, interpolate, interpolation_table, weights
 from ..accounting.conversions import least_epsilon
 from ..accounting.runs import orders_for
 
@@ -35,9 +35,11 @@ class Divergences:
         self.n, self.device = n, device
         orders = orders_for(NODES * noise_multiplier)
         # Whole orders are closed sums; at so little noise the integrals of others take minutes, or fail.
-        whole = 1 if noise_multiplier < revealed.LITTLE_NOISE else 64
+        whole = 1 if noise_multiplier < inclusion_bound.LITTLE_NOISE else 64
         orders = tuple(sorted({order if order < whole else max(2.0, float(round(order))) for order in orders}))
-        self.orders, self.table = (part.to(self.device) for part in chords(sample_rate, noise_multiplier, orders))
+        self.orders, self.table = (
+            part.to(self.device) for part in interpolation_table(sample_rate, noise_multiplier, orders)
+        )
         self.summed = None
         self.waiting, self.held = [], 0
 
@@ -67,7 +69,7 @@ class Divergences:
                 waiting = [(shares[block], steps[block, None]) for _, shares, steps in self.waiting]
                 result[block] = least_epsilon(
                     lambda rows, columns, nothing=nothing, waiting=waiting: sum(
-                        (between(shares[rows], self.table[:, columns]) * steps[rows] for shares, steps in waiting),
+                        (interpolate(shares[rows], self.table[:, columns]) * steps[rows] for shares, steps in waiting),
                         start=nothing[rows].expand(-1, len(columns)),
                     ),
                     len(nothing),
@@ -81,7 +83,7 @@ class Divergences:
         if self.summed is None:
             self.summed = torch.zeros(self.n, len(self.orders), dtype=torch.float64, device=self.device)
         waiting, self.waiting, self.held = self.waiting, [], 0
-        everybody = [part for part in waiting if part[0] is None]
+        of_all = [part for part in waiting if part[0] is None]
         some = [torch.cat(column) for column in zip(*(part for part in waiting if part[0] is not None))]
         if some:
             examples, order = some[0].sort()
@@ -95,7 +97,7 @@ class Divergences:
                 histogram.scatter_add_(0, rows * (NODES + 1) + node, steps * (1 - upper))
                 histogram.scatter_add_(0, rows * (NODES + 1) + node + 1, steps * upper)
 
-            for _, shares, steps in everybody:
+            for _, shares, steps in of_all:
                 add(torch.arange(stop - start, device=self.device), shares[start:stop], steps[start:stop])
             if some:
                 first, last = torch.searchsorted(examples, torch.tensor([start, stop], device=self.device)).tolist()

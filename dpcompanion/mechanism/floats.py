@@ -35,7 +35,7 @@ bits and `mpmath` decide, whose working precision has 128 bits to spare.  A run 
 **What remains assumed**, here and nowhere else:
 
 1. *An example's gradient does not depend on who else is in the batch*, to the last bit.  Kernels choose their blocks by
-   the size of a batch, so it does, in the last bits: `dpcompanion.gradients.company` measures by how much.
+   the size of a batch, so it does, in the last bits: `dpcompanion.gradients.batch_dependence` measures by how much.
 2. *Who sees what*: the adversary sees all noisy sums, and so all weights.  Not the history (losses, batch sizes,
    norms), not the keys, not how long a step takes.  Time and memory depend on the batch sampled.
 3. *The cipher*: ChaCha20's stream cannot be distinguished from random bits.

@@ -28,9 +28,9 @@ import torch
 from dpcompanion import _checks
 from dpcompanion._devices import sent
 from dpcompanion.seeds import derive_key, keyed_generator
-from dpcompanion.mechanism.secure import SecureStream
+from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
 
-__all__ = ["STREAMS", "gaussian_noise", "generators"]
+__all__ = ["STREAMS", "gaussian_noise", "generators", "noisy"]
 STREAMS = ("sampling", "noise")
 
 
@@ -88,3 +88,32 @@ def gaussian_noise(
         return sent(generator.normal(shape, std).to(dtype), device)
     noise = torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device)
     return sent(noise.mul_(std).to(dtype), device)
+
+
+def noisy(total: torch.Tensor, std: float, generator: torch.Generator | SecureStream) -> torch.Tensor:
+    """A tensor with noise N(0, std^2), of its type and on its device: what leaves the data.
+
+    With a `SecureStream` the tensor is put on the grid of the noise first, and both are added there without rounding:
+    what comes out is the Gaussian mechanism on the snapped tensor, rounded (`dpcompanion.mechanism.secure`).  Under
+    keys of the operating system, on a CPU, the noise belongs to the tensor: of two calls that go on from one state of
+    the stream only those for equal tensors share it.
+
+    Args:
+        total: what a release consists of, such as a sum of clipped gradients.
+        std: standard deviation, at least 0 and finite.
+        generator: a stream of `generators`, or any `torch.Generator`.
+
+    Raises:
+        ValueError: a standard deviation outside its range, a tensor of whole numbers, in which the noise would be cut
+            off, or entries that do not fit on the grid, NaN among them.
+
+    >>> noisy(torch.zeros(3), 2.0, generators(seed=7)["noise"]).dtype
+    torch.float32
+    """
+    if not total.is_floating_point():
+        raise ValueError(f"total must have a floating-point type, got {total.dtype}")
+    if isinstance(generator, SecureStream) and std:
+        exact = snapped(total, grid_of(std))
+        noise = gaussian_noise(total.shape, std, generator.bound(exact), device=total.device)
+        return (exact + noise).to(total.dtype)
+    return total + gaussian_noise(total.shape, std, generator, dtype=total.dtype, device=total.device)

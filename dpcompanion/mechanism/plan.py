@@ -78,9 +78,9 @@ from dpcompanion.accounting import (
 )
 from dpcompanion.accounting.items import check_no_delta
 from dpcompanion.mechanism import floats
-from dpcompanion.mechanism.noise import gaussian_noise
+from dpcompanion.mechanism.noise import gaussian_noise, noisy
 from dpcompanion.mechanism.sampling import PoissonSampler
-from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
+from dpcompanion.mechanism.secure import SecureStream
 
 RELATIONS = ("zero-out", "add-remove")
 
@@ -458,18 +458,8 @@ class DPSGDPlan:
         return gaussian_noise(shape, self.noise_std, generator, dtype=dtype, device=device)
 
     def noisy(self, total: torch.Tensor, generator: torch.Generator | SecureStream) -> torch.Tensor:
-        """A sum of clipped gradients with its noise, of its type and on its device: what leaves the data.
-
-        With a `SecureStream` the sum is put on the grid of the noise first, and both are added there without rounding:
-        what comes out is the Gaussian mechanism on the snapped sum, rounded (`dpcompanion.mechanism.secure`).  Without
-        a seed, on a CPU, the noise belongs to the sum: two runs that go on from one checkpoint share it only while
-        their sums agree.
-        """
-        if isinstance(generator, SecureStream) and self.noise_std:
-            exact = snapped(total, grid_of(self.noise_std))
-            noise = self.noise(total.shape, generator.bound(exact), device=total.device)
-            return (exact + noise).to(total.dtype)
-        return total + self.noise(total.shape, generator, dtype=total.dtype, device=total.device)
+        """A sum of clipped gradients with its noise (`dpcompanion.mechanism.noise.noisy`): what leaves the data."""
+        return noisy(total, self.noise_std, generator)
 
     def statement(self, *, steps: int | None = None) -> str:
         """What an epsilon of this plan is about, in one sentence: relation, public constants, sampler, noise, delta,

@@ -2,7 +2,8 @@ r"""How private is one point of one data set, against an attacker who sees the m
 (Thudi et al. 2024)
 
 Per-instance DP fixes the pair of data sets, X and X' = X with the point x, and asks how well the two trainings can be
-told apart. Everything that a worst case must allow for may then be replaced by what happens on this data. Five parts:
+distinguished. Everything that a worst case must allow for may then be replaced by what happens on this data. Five
+parts:
 
 * one step: `step_divergence` (theorem 3.2, in `steps`), `update_divergence` (theorem 3.6, in `updates`),
   `holder_epsilon` (corollary 3.1), and what the paper says it has no way to do: `coupled_divergence`, by the
@@ -10,7 +11,8 @@ told apart. Everything that a worst case must allow for may then be replaced by 
 * `composition`: many steps, by theorem 3.3 (`compose`);
 * `tilted`: many steps, exactly, from a handful of runs in which x enters more often (`tilted_counts`,
   `exact_composition`);
-* `loss`: the same, at the delta that was asked for, by runs of several laws (`law_counts` in `laws`, `loss_epsilon`);
+* `loss`: the same, at the delta that was asked for, by runs of several proposals (`proposal_counts` in `proposals`,
+  `loss_epsilon`);
 * `unlearning`: retrain, or keep the model? (`naive_unlearning`).
 
 Neighbouring relation: add or remove the point x; "remove" is the divergence of training with x from training without,
@@ -31,8 +33,8 @@ tensor([2.1..., 0.7..., 0.2...], dtype=torch.float64)
 from .batches import coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon
 from .composition import compose, compose_sensitivities, holder_order, log_runs_needed, smallest_exponent
 from .confidence import log_mean_bound
-from .laws import law_counts, law_log_density, step_loss
 from .loss import DeltaEstimate, EpsilonEstimate, loss_delta, loss_divergence, loss_epsilon
+from .proposals import proposal_counts, proposal_log_density, step_loss
 from .steps import log_mass, step_divergence
 from .tilted import CompositionEstimate, exact_composition, tilted_counts, tilted_noise
 from .unlearning import Decision, naive_unlearning
@@ -51,8 +53,6 @@ __all__ = [
     "exact_composition",
     "holder_epsilon",
     "holder_order",
-    "law_counts",
-    "law_log_density",
     "log_mass",
     "log_mean_bound",
     "log_runs_needed",
@@ -60,6 +60,8 @@ __all__ = [
     "loss_divergence",
     "loss_epsilon",
     "naive_unlearning",
+    "proposal_counts",
+    "proposal_log_density",
     "smallest_exponent",
     "step_divergence",
     "step_loss",

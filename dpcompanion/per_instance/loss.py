@@ -6,9 +6,9 @@ likelihood ratio r of every step can be computed along a run (`step_loss`), and 
 
 .. math:: S = \sum_t \ln r_t \quad\text{("remove")}, \qquad S = -\sum_t \ln r_t \quad\text{("add")}.
 
-Any run whose noise follows another law of known density is a draw that can be weighted. If G_l is the logarithm of the
-density of law l over that of the first training along a run, whatever law sampled the run, and law l has the share
-:math:`c_l` of the runs, then
+Any run whose noise follows another distribution, a proposal, of known density is a draw that can be weighted. If G_l is
+the logarithm of the density of proposal l over that of the first training along a run, whatever proposal sampled the
+run, and l has the share :math:`c_l` of the runs, then
 
 .. math::
     \delta(\varepsilon) = E[(1 - e^{\varepsilon - S})_+ \, w], \qquad w = 1 \Big/ \sum_l c_l e^{G_l},
@@ -17,8 +17,9 @@ holds without bias: for the view with equality, so for training as a bound. Tilt
 :math:`G = (a-1) S - \sum_t \ln A_a(\Delta_t)`, an ordinary run is one of order 1 with G = 0, and no order has to be the
 right one. Orders alone miss how a point whose gradient fades is given away: by one step, early, in which a point that
 was drawn meets noise of four standard deviations. Low orders do not reach there, and high ones send *every* early step
-far beyond. So a law may **jump**: at any step, with a small probability, x enters k times with k uniform up to `REACH`
-(`law_counts`, `law_log_density`; "remove" alone, since the loss of "add" is bounded and orders are enough).
+far beyond. So a proposal may **jump**: at any step, with a small probability, x enters k times with k uniform up to
+`REACH` (`proposal_counts`, `proposal_log_density`; "remove" alone, since the loss of "add" is bounded and orders are
+enough).
 
 What the numbers promise. `loss_delta` and the `estimate` of `loss_epsilon` are *estimates*: a path that no run took
 counts nothing. With a few dozen runs it is low more often than high, and its interval covers
@@ -30,23 +31,23 @@ gradients to a schedule, and account for that schedule (`dpcompanion.accounting.
 A run of four steps whose gradient shrinks as the model moves, one parameter, q = 0.3, s = 1:
 
 >>> from dpcompanion.accounting import compute_epsilon
->>> from dpcompanion.per_instance import law_counts, law_log_density, log_mass, step_loss
+>>> from dpcompanion.per_instance import proposal_counts, proposal_log_density, log_mass, step_loss
 >>> generator, each = torch.Generator().manual_seed(0), 400
->>> step, laws = {"sample_rate": 0.3, "noise_std": 1.0}, [(2, 0.1), (4, 0.0), (7, 0.0)]      # orders, and how they jump
+>>> step, proposals = {"sample_rate": 0.3, "noise_std": 1.0}, [(2, 0.1), (4, 0.0), (7, 0.0)]  # orders, jumps
 >>> theta, losses = torch.zeros(3, each, dtype=torch.float64), torch.zeros(3, each, dtype=torch.float64)
->>> densities = torch.zeros(3, 3, each, dtype=torch.float64)               # (laws looked at, laws of the runs, runs)
+>>> densities = torch.zeros(3, 3, each, dtype=torch.float64)  # (proposals looked at, proposals of the runs, runs)
 >>> for _ in range(4):
 ...     gradient = 1 / (1 + theta**2)
-...     count = torch.stack([law_counts(g, order=a, jumps=j, generator=generator, **step)
-...                          for g, (a, j) in zip(gradient, laws)])
+...     count = torch.stack([proposal_counts(g, order=a, jumps=j, generator=generator, **step)
+...                          for g, (a, j) in zip(gradient, proposals)])
 ...     moved = count * gradient + torch.randn(3, each, generator=generator, dtype=torch.float64)
 ...     here = moved[..., None], gradient[..., None]
-...     densities += torch.stack([law_log_density(*here, order=a, jumps=j, **step) for a, j in laws])
+...     densities += torch.stack([proposal_log_density(*here, order=a, jumps=j, **step) for a, j in proposals])
 ...     losses += step_loss(*here, **step)
 ...     theta += moved
 >>> found = loss_epsilon(losses.flatten(), densities.flatten(1).T, delta=1e-5,
 ...     worst_case=compute_epsilon(sample_rate=0.3, noise_multiplier=1.0, steps=4, delta=1e-5),
-...     floors=[(a, 4 * (float(log_mass(1.0, order=a, **step)) - math.log1p(-j))) for a, j in laws])
+...     floors=[(a, 4 * (float(log_mass(1.0, order=a, **step)) - math.log1p(-j))) for a, j in proposals])
 >>> print(f"about {found.estimate:.1f}, at most {found.upper_bound:.1f}; uniform {found.worst_case:.1f}")
 about 3.0, at most 3.9; uniform 4.8
 """
@@ -79,17 +80,18 @@ class DeltaEstimate:
 
 
 def loss_delta(losses: Array, log_densities: Array, *, epsilon: Numbers, shares: Array | None = None) -> DeltaEstimate:
-    r""":math:`\delta(\varepsilon) = E[(1 - e^{\varepsilon - S})_+ w]`, from independent runs by several laws.
+    r""":math:`\delta(\varepsilon) = E[(1 - e^{\varepsilon - S})_+ w]`, from independent runs by several proposals.
 
     Args:
         losses: (runs, ...) S of each run, the sum of its `step_loss`.
-        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was sampled by.
+        log_densities: (runs, proposals, ...) G of every proposal along each run, whichever sampled the run.
         epsilon: at least 0, a number or (...).
-        shares: (laws,) of the runs that were sampled by each law, above 0, with the sum 1; equal by default.
+        shares: (proposals,) of the runs that were sampled by each, above 0, with the sum 1; equal by default.
 
     Returns:
         A `DeltaEstimate`. The estimate may exceed 1. One run has the standard error inf. Where runs are divided among
-        the laws in fixed shares the true error is no larger than this one, which takes the law for drawn as well.
+        the proposals in fixed shares the true error is no larger than this one, which takes the proposal for drawn as
+        well.
 
     Raises:
         ValueError: shapes that do not fit, numbers that are not finite.
@@ -122,9 +124,9 @@ def loss_divergence(
 
     Args:
         losses: (runs, ...) S of each run, the sum of its `step_loss`.
-        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was sampled by.
+        log_densities: (runs, proposals, ...) G of every proposal along each run, whichever sampled the run.
         order: :math:`\alpha`, above 1.
-        shares: (laws,) of the runs that were sampled by each law, above 0, with the sum 1; equal by default.
+        shares: (proposals,) of the runs that were sampled by each, above 0, with the sum 1; equal by default.
 
     Returns:
         A float where `losses` is a list of numbers, else (...) float64.
@@ -174,25 +176,25 @@ def loss_epsilon(
     shares: Array | None = None,
     confidence: float = 0.95,
 ) -> EpsilonEstimate:
-    r"""Epsilon of one direction at `delta`, from independent runs by several laws.
+    r"""Epsilon of one direction at `delta`, from independent runs by several proposals.
 
     Args:
         losses: (runs, ...) S of each run, the sum of its `step_loss`.
-        log_densities: (runs, laws, ...) G of every law along each run, whatever law the run was sampled by.
+        log_densities: (runs, proposals, ...) G of every proposal along each run, whichever sampled the run.
         delta: in (0, 1).
         worst_case: the uniform epsilon at this delta, by the privacy loss distribution of the whole run
             (`dpcompanion.accounting.compute_epsilon`); a number or (...).
-        floors: (laws, 2) pairs (a, m) with :math:`G \ge (a-1) S - m` on every path: the order of the law, and m the
-            steps times `log_mass` at the clip norm, less the steps times ln(1 - jumps). The upper bound cannot do
+        floors: (proposals, 2) pairs (a, m) with :math:`G \ge (a-1) S - m` on every path: the order of the proposal, and
+            m the steps times `log_mass` at the clip norm, less the steps times ln(1 - jumps). The upper bound cannot do
             without, and is `worst_case` then.
-        shares: (laws,) of the runs that were sampled by each law, above 0, with the sum 1; equal by default.
+        shares: (proposals,) of the runs that were sampled by each, above 0, with the sum 1; equal by default.
         confidence: of the interval, and of the upper bound, in (0, 1). For both directions divide what is missing to 1
             between them, and take the larger of the two.
 
     Returns:
         An `EpsilonEstimate`. The upper bound tries epsilons that are fixed beforehand, from the worst case down, and
         stops at the first whose delta it cannot bound by `delta`; only the first that is too small can do harm, so that
-        trying many costs nothing. It holds as well where runs are divided among the laws in fixed shares.
+        trying many costs nothing. It holds as well where runs are divided among the proposals in fixed shares.
 
     Raises:
         ValueError: shapes that do not fit, numbers that are not finite, densities below their floors.
@@ -251,38 +253,40 @@ def _weighted(losses, log_densities, shares):
         or (not densities.shape[1])
     ):
         raise ValueError(
-            "log_densities must have the shape (runs, laws, ...), here "
-            f"{(len(losses), 'laws', *losses.shape[1:])}, got {tuple(densities.shape)}"
+            "log_densities must have the shape (runs, proposals, ...), here "
+            f"{(len(losses), 'proposals', *losses.shape[1:])}, got {tuple(densities.shape)}"
         )
     shares = _shares(shares, densities.shape[1]).to(losses.device)
     return losses, -torch.logsumexp(densities + torch.log(shares).view((-1,) + (1,) * (losses.ndim - 1)), 1)
 
 
-def _shares(shares, laws):
+def _shares(shares, proposals):
     if shares is None:
-        return torch.full((laws,), 1 / laws, dtype=torch.float64)
+        return torch.full((proposals,), 1 / proposals, dtype=torch.float64)
     _checks.in_interval("shares", shares, 0, 1, closed="right")
     shares = torch.as_tensor(shares, dtype=torch.float64).reshape(-1)
-    if len(shares) != laws or abs(float(shares.sum()) - 1) > 1e-9:
-        raise ValueError(f"shares must be one for each of the {laws} laws and have the sum 1, got {shares.tolist()}")
+    if len(shares) != proposals or abs(float(shares.sum()) - 1) > 1e-9:
+        raise ValueError(
+            f"shares must be one for each of the {proposals} proposals and have the sum 1, got {shares.tolist()}"
+        )
     return shares
 
 
 def _checked_floors(floors, losses, densities):
-    """(laws, 2): orders less 1, and masses, raised to what rounding made of the densities."""
+    """(proposals, 2): orders less 1, and masses, raised to what rounding made of the densities."""
     _checks.in_interval("floors", floors, 0, math.inf, closed="left")
     floors = torch.as_tensor(floors, dtype=torch.float64).cpu()
     densities = torch.as_tensor(densities, dtype=torch.float64)
     if floors.shape != (densities.shape[1], 2):
         raise ValueError(
-            f"floors must be a pair for each of the {densities.shape[1]} laws, got shape {tuple(floors.shape)}"
+            f"floors must be a pair for each of the {densities.shape[1]} proposals, got shape {tuple(floors.shape)}"
         )
     _checks.in_interval("floors", floors[:, 0], 1, math.inf, closed="left")
     for row, (order, mass) in enumerate(floors.tolist()):
         most = float(((order - 1) * losses - densities[:, row].to(losses)).max())
         if most > mass + 1e-6 * (1 + abs(mass)):
             raise ValueError(
-                f"floors must lie below log_densities, but for law {row} of order {order:g} a run has the "
+                f"floors must lie below log_densities, but for proposal {row} of order {order:g} a run has the "
                 f"mass {most:g}, above {mass:g}"
             )
         floors[row, 1] = max(mass, most)

@@ -168,7 +168,7 @@ class Chapter:
             keys, labels, options: see `compare`.
         """
         name = self.name(exhibit)
-        one, judged_by = scoreboard.standing(name), [name, *(each.of for each in experiments.criteria(name))]
+        one, judged_by = scoreboard.exhibit_status(name), [name, *(each.of for each in experiments.criteria(name))]
         judged_by = list(dict.fromkeys(judged_by))
         found: dict[str, list[Record]] = {}
         if recorded := [record for record in map(self._recorded, judged_by) if record is not None]:
@@ -187,7 +187,7 @@ class Chapter:
     def _numbers(
         self,
         name: str,
-        one: scoreboard.Standing,
+        one: scoreboard.ExhibitStatus,
         found: Mapping[str, list[Record]],
         live: Record | Mapping[str, Any] | bool | None,
         task: str | None,
@@ -210,7 +210,7 @@ class Chapter:
 
     def remains(self, exhibit: str) -> "Shown":
         """What is left to run of an exhibit, and the command that runs it; empty where nothing is."""
-        return Shown(_remains(scoreboard.standing(self.name(exhibit))))
+        return Shown(_remains(scoreboard.exhibit_status(self.name(exhibit))))
 
     def source(self, *what: Any) -> "Source":
         """The code of experiments (by the names of their exhibits), functions and classes, as it is run."""
@@ -254,7 +254,7 @@ def _computed(name: str) -> Record:
         return kept
 
 
-def _verdicts(one: scoreboard.Standing) -> str:
+def _verdicts(one: scoreboard.ExhibitStatus) -> str:
     """How an exhibit stands, in one line of marks, on what it rests and how that was made; empty if nothing was run."""
     if one.state == "not run":
         return ""
@@ -270,7 +270,7 @@ def _verdicts(one: scoreboard.Standing) -> str:
     return said
 
 
-def _remains(one: scoreboard.Standing) -> list[str]:
+def _remains(one: scoreboard.ExhibitStatus) -> list[str]:
     """What is left to run, and the command, as parts."""
     if one.to_do is None:
         return [f"Undecided: {what}. More seeds: `{how}`." for what, how in filter(None, [one.more_seeds])]

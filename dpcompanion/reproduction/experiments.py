@@ -9,7 +9,7 @@ which it asks for data, device and resumable pieces, so that all of them end up 
 the record.  It returns values under the dotted names of the published numbers, or
 a pair (values, arrays).
 
-An experiment declares a version, 1 by default. Whoever changes its code, or the library's, so that its numbers change
+An experiment declares a version, 1 by default. A change of its code, or the library's, that changes its numbers
 raises it: records of another version are stale.
 
 >>> record = run("idp-sgd/table-5")

@@ -40,11 +40,11 @@ def exhibits() -> dict[str, Any]:
             for one in published.papers()
         ],
         "states": states.STATES,
-        "exhibits": [_exhibit(one) for one in scoreboard.standings()],
+        "exhibits": [_exhibit(one) for one in scoreboard.exhibit_statuses()],
     }
 
 
-def _exhibit(one: scoreboard.Standing) -> dict[str, Any]:
+def _exhibit(one: scoreboard.ExhibitStatus) -> dict[str, Any]:
     return {
         "id": one.exhibit.name,
         "title": scoreboard.label(one.exhibit),

@@ -1,8 +1,8 @@
 """The scoreboard at one glance: a cell for each exhibit, in a row for each paper, that tells its state and leads to it.
 
-A cell is told by its mark as well as by its colour, so that print and eyes without colours lose nothing.
+A cell is recognised by its mark as well as by its colour, so that print and eyes without colours lose nothing.
 
->>> Mosaic(scoreboard.standings("intrinsic-privacy")[:2])
+>>> Mosaic(scoreboard.exhibit_statuses("intrinsic-privacy")[:2])
 Hyland and Tople 2020    ✓ ✓
 <BLANKLINE>
 ✓ reproduced: 2
@@ -28,20 +28,20 @@ MARKS = {
 
 
 class Mosaic:
-    """Some standings as cells, that a notebook shows as links to the exhibits, with a legend that counts them.
+    """Some statuses as cells, that a notebook shows as links to the exhibits, with a legend that counts them.
 
     Args:
-        standings: as of `scoreboard.standings`.
+        statuses: as of `scoreboard.exhibit_statuses`.
         page: the page that it stands on, which links start from.
     """
 
-    def __init__(self, standings: Iterable[scoreboard.Standing], page: str = "book/scoreboard"):
-        self.standings, self.page = tuple(standings), page
+    def __init__(self, statuses: Iterable[scoreboard.ExhibitStatus], page: str = "book/scoreboard"):
+        self.statuses, self.page = tuple(statuses), page
 
-    def rows(self) -> list[tuple[published.Paper, list[scoreboard.Standing]]]:
-        """(paper, its standings) for each paper that has any, in the papers' order."""
-        found: dict[str, list[scoreboard.Standing]] = {}
-        for one in self.standings:
+    def rows(self) -> list[tuple[published.Paper, list[scoreboard.ExhibitStatus]]]:
+        """(paper, its statuses) for each paper that has any, in the papers' order."""
+        found: dict[str, list[scoreboard.ExhibitStatus]] = {}
+        for one in self.statuses:
             found.setdefault(one.exhibit.paper, []).append(one)
         return [(published.paper(slug), board) for slug, board in found.items()]
 
@@ -71,9 +71,9 @@ class Mosaic:
         return "\n".join([*lines, "</ul>", "</div>"])
 
     def _counts(self) -> list[tuple[str, int]]:
-        return [(state, count) for state, count in scoreboard.counts(self.standings).items() if count]
+        return [(state, count) for state, count in scoreboard.counts(self.statuses).items() if count]
 
-    def _cell(self, one: scoreboard.Standing) -> str:
+    def _cell(self, one: scoreboard.ExhibitStatus) -> str:
         said = html.escape(f"{scoreboard.label(one.exhibit)}: {one.exhibit.title} ({one.state})")
         look = f'class="cell {_class(one.state)}" aria-label="{said}"'
         if one.place is None:

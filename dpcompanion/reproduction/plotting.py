@@ -133,7 +133,7 @@ def use_style() -> None:
     from matplotlib import font_manager
 
     matplotlib.rcdefaults()
-    # A notebook's inline backend crops figures unless it is told not to.
+    # A notebook's inline backend crops figures by default.
     if "matplotlib_inline" in sys.modules:
         from matplotlib_inline.config import InlineBackend
 

@@ -1,10 +1,11 @@
 """The scoreboard: how each exhibit of the five papers stands, from the published numbers and the records alone.
 
-`states` tells which states there are and when an exhibit is in which; a `Standing` says the rest, by which record it
-is judged, how many numbers and claims agree, and where the book shows it.
-`Standing.to_do` says what is left to run of an exhibit, and how; `Standing.more_seeds` what would decide the rest.
+`states` tells which states there are and when an exhibit is in which; an `ExhibitStatus` says the rest, by which record
+it is judged, how many numbers and claims agree, and where the book shows it.
+`ExhibitStatus.to_do` says what is left to run of an exhibit, and how; `ExhibitStatus.more_seeds` what would decide the
+rest.
 
->>> board = standings("intrinsic-privacy")
+>>> board = exhibit_statuses("intrinsic-privacy")
 >>> [one.state for one in board if one.exhibit.id == "claims-1-2"]
 ['reproduced']
 >>> sum(counts(board).values()) == len(board)
@@ -23,7 +24,7 @@ from dpcompanion.reproduction.states import STATES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Standing:
+class ExhibitStatus:
     """How an exhibit stands.
 
     Attributes:
@@ -64,7 +65,7 @@ class Standing:
     def verdicts(self) -> str:
         """All counts in words, such as "12 match, 3 close, 2 hold, 6 not run; ours: 1 holds".
 
-        >>> [one.verdicts for one in standings("per-instance-accounting") if one.exhibit.id == "algorithm-1"]
+        >>> [one.verdicts for one in exhibit_statuses("per-instance-accounting") if one.exhibit.id == "algorithm-1"]
         ['against the paper: 1 holds']
         """
         return self._counted(_said)
@@ -189,9 +190,9 @@ class Standing:
         return missing, f"needs {'a GPU and ' if self.exhibit.scale == 'gpu' else ''}a configuration"
 
 
-def standings(
+def exhibit_statuses(
     paper: str | None = None, *, folder: records.Folder | None = None, book: records.Folder | None = None
-) -> list[Standing]:
+) -> list[ExhibitStatus]:
     """How the exhibits of a paper stand, or those of all, in the papers' order.
 
     Args:
@@ -201,34 +202,34 @@ def standings(
     """
     exhibits = published.exhibits(paper)
     found = {slug: places.of_paper(slug, book) for slug in dict.fromkeys(exhibit.paper for exhibit in exhibits)}
-    return [_standing(exhibit, folder, found[exhibit.paper].get(exhibit.id)) for exhibit in exhibits]
+    return [_exhibit_status(exhibit, folder, found[exhibit.paper].get(exhibit.id)) for exhibit in exhibits]
 
 
-def standing(name: str, *, folder: records.Folder | None = None) -> Standing:
+def exhibit_status(name: str, *, folder: records.Folder | None = None) -> ExhibitStatus:
     """How one exhibit stands.
 
-    >>> standing("intrinsic-privacy/claims-1-2").basis
+    >>> exhibit_status("intrinsic-privacy/claims-1-2").basis
     'paper record, one seed'
     """
     exhibit = published.exhibit(name)
-    return _standing(exhibit, folder, places.of_paper(exhibit.paper).get(exhibit.id))
+    return _exhibit_status(exhibit, folder, places.of_paper(exhibit.paper).get(exhibit.id))
 
 
-def counts(standings: Sequence[Standing]) -> dict[str, int]:
+def counts(statuses: Sequence[ExhibitStatus]) -> dict[str, int]:
     """State -> how many exhibits, for all states."""
-    return {state: sum(one.state == state for one in standings) for state in STATES}
+    return {state: sum(one.state == state for one in statuses) for state in STATES}
 
 
-def sums(standings: Iterable[Standing]) -> dict[str, dict[str, int]]:
+def sums(statuses: Iterable[ExhibitStatus]) -> dict[str, dict[str, int]]:
     """What came out, over all exhibits: {"numbers": ..., "claim": ..., "smaller": ..., "own": ..., "refutes": ...},
     word -> how many.
 
-    >>> sums(standings("intrinsic-privacy"))["refutes"]
+    >>> sums(exhibit_statuses("intrinsic-privacy"))["refutes"]
     {}
     """
     parts = {"numbers": "numbers", "claim": "findings", "smaller": "smaller", "own": "own", "refutes": "refutations"}
     found: dict[str, dict[str, int]] = {part: {} for part in parts}
-    for one in standings:
+    for one in statuses:
         for part, attribute in parts.items():
             for word, count in getattr(one, attribute).items():
                 found[part][word] = found[part].get(word, 0) + count
@@ -263,18 +264,18 @@ def _said(counts: Mapping[str, int]) -> str:
 
 
 class Board:
-    """The table of some standings, with links to their places when the notebook of the scoreboard shows it.
+    """The table of some statuses, with links to their places when the notebook of the scoreboard shows it.
 
     Args:
-        standings: the rows.
+        statuses: the rows.
 
-    >>> Board(standings("intrinsic-privacy")[:1])
+    >>> Board(exhibit_statuses("intrinsic-privacy")[:1])
     exhibit     state         verdicts    basis
     Figure 1    reproduced    1 holds     paper record
     """
 
-    def __init__(self, standings: Iterable[Standing]):
-        self.rows = tuple(standings)
+    def __init__(self, statuses: Iterable[ExhibitStatus]):
+        self.rows = tuple(statuses)
 
     def __repr__(self) -> str:
         table = [[label(one.exhibit), one.state, one.verdicts, one.basis] for one in self.rows]
@@ -288,7 +289,7 @@ class Board:
             lines.append(f"| {name} | {state} | {one.verdicts or ' '} | {one.basis} |")
         return "\n".join(lines)
 
-    def _link(self, one: Standing) -> str:
+    def _link(self, one: ExhibitStatus) -> str:
         if one.place is None:
             return label(one.exhibit)
         address = os.path.relpath(one.place.page, "book")  # the scoreboard stands there
@@ -310,21 +311,23 @@ def label(exhibit: published.Exhibit) -> str:
     return re.sub(r"\b[a-z](?=[.\d])", lambda letter: letter[0].upper(), words)
 
 
-def compared(standings: Iterable[Standing]) -> list[tuple[str, Comparison]]:
-    """(exhibit's label and title, `Comparison` of all printed numbers) for each standing whose record holds some."""
+def compared(statuses: Iterable[ExhibitStatus]) -> list[tuple[str, Comparison]]:
+    """(exhibit's label and title, `Comparison` of all printed numbers) for each whose record holds some."""
     return [
         (f"{label(one.exhibit)}: {one.exhibit.title}", states.numbers(one.exhibit, _of_exhibit(one), one.parts))
-        for one in standings
+        for one in statuses
         if one.numbers and (_of_exhibit(one) or one.parts)
     ]
 
 
-def _of_exhibit(one: Standing) -> records.Record | None:
+def _of_exhibit(one: ExhibitStatus) -> records.Record | None:
     """The record that an exhibit is judged by, if it is its own."""
     return one.record if one.record is not None and one.record.name == one.exhibit.name else None
 
 
-def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: places.Place | None) -> Standing:
+def _exhibit_status(
+    exhibit: published.Exhibit, folder: records.Folder | None, place: places.Place | None
+) -> ExhibitStatus:
     judged = [exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))]
     found = {name: _record(name, folder) for name in dict.fromkeys(judged)}
     whole = [part for part in published.parts(exhibit.name) if not part.shortened]
@@ -353,7 +356,7 @@ def _standing(exhibit: published.Exhibit, folder: records.Folder | None, place: 
     live = place is not None and states.runs_live(exhibit)
     claims = {word: held["claim"].get(word, 0) + held["smaller"].get(word, 0) for word in intervals.OUTCOMES}
     state = states.state(exhibit, numbers, claims, record, some_tasks=bool(left), live=live)
-    return Standing(
+    return ExhibitStatus(
         exhibit,
         state,
         numbers,

@@ -176,7 +176,7 @@ def write_whole(path: pathlib.Path, fields: dict[str, Any], arrays: Mapping[str,
                 and (alone or time.time() - file.stat().st_mtime > 3600)
             ):
                 file.unlink(missing_ok=True)
-        _files._remove_stale(path.with_suffix(""))
+        _files.remove_stale(path.with_suffix(""))
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """DP-SGD from one description of a run.
 
 * `loop`: `train`;  `callbacks`: what is called along a run, and what it leaves;  `examples`: what it trains on;
-  `checkpoints`: what it goes on from, a `Checkpoint`;  `options`: `Track` and `Performance`;
+  `collating`: items of a data set as one batch;  `checkpoints`: what it goes on from, a `Checkpoint`;
+  `options`: `Track` and `Performance`;
 * `distributed`: one run on several processes;
 * `people`: `by_person`, where the unit is a person with several rows;
 * `ensembles`: `train_ensemble`, many runs side by side; `runs`: what they are;

@@ -1,7 +1,7 @@
 """What is called along a run, what it sees then, and what the run leaves: `Callbacks`, `Run`, `History`.
 
-Early stopping.  A callback ends a run by `Run.stop()`: the history, its statement and its epsilons are then those of
-the steps that were taken.  What may decide?
+Early stopping.  A callback ends a run by `Run.stop()`, of an ensemble by `Ensemble.stop()`: the history, its statement
+and its epsilons are then those of the steps that were taken.  What may decide?
 
 * What does not depend on the training data, such as time: epsilon is that of the steps taken.
 * What looks at the model only, such as its accuracy on public data: the step at which the run ends tells something
@@ -264,8 +264,8 @@ class Run:
 class Callbacks:
     """What is called along a run, with its state: a `Run` in `train`, the `Ensemble` in `train_ensemble`.
 
-    They may switch the model to evaluation, draw random numbers and print; the run is what it would have been. In
-    `train` they may end it, by `Run.stop()`; ensembles take all planned steps.
+    They may switch the model to evaluation, draw random numbers and print; the run is what it would have been. They may
+    end it: `Run.stop()`, and all or some runs of an ensemble: `Ensemble.stop(runs)`.
 
     Args:
         on_step: after each step.

@@ -64,7 +64,7 @@ def train_ensemble(
     device: Device = None,
     method: str = "auto",
     precision: str | None = None,
-    physical_batch_size: int | None = None,
+    microbatch_size: int | None = None,
     workers: int | None = None,
     callbacks: Callbacks | None = None,
     checkpoint: Checkpoint | None = None,
@@ -90,17 +90,17 @@ def train_ensemble(
         method: how to clip, see `dpcompanion.gradients.clipping`.
         precision: None for the model's own, or "bf16" for the way forward and back, which takes a model whose layers
             can be stacked.
-        physical_batch_size: examples, of all runs together, in one pass. By default as many as suit a processor's
-            caches (`dpcompanion.gradients.portions`), or 1,024.
+        microbatch_size: examples, of all runs together, in one pass. By default as many as suit a processor's
+            caches (`dpcompanion.gradients.microbatches`), or 1,024.
         workers: threads that share the runs; on a CPU as many as PyTorch's own by default, else 1.
-        callbacks: `Callbacks`, functions of the `Ensemble`; a dict that on_epoch returns goes into `epochs`. An epoch
-            is that of the first plan.
+        callbacks: `Callbacks`, functions of the `Ensemble`, which may end all runs or some (`Ensemble.stop`); a dict
+            that on_epoch returns goes into `epochs`. An epoch is that of the first plan.
         checkpoint: a `Checkpoint`, from which the runs go on if its file exists, and which they write.
         generator_device: where to draw batches and noise. The CPU gives the same draws for every device.
         progress: show a bar; by default on a terminal only.
 
     Returns:
-        Ensemble.
+        Ensemble. `Ensemble.history` has the history of each run: the steps that it took, and its statement.
 
     Raises:
         ValueError: for plans, models, members or data that do not fit together, a model that mixes examples or draws at
@@ -121,7 +121,7 @@ def train_ensemble(
         device=device,
         method=method,
         precision=precision,
-        physical_batch_size=physical_batch_size,
+        microbatch_size=microbatch_size,
         generator_device=generator_device,
     )
     if workers is None:
@@ -136,12 +136,12 @@ def train_ensemble(
         bar(ensemble.steps, label="DP-SGD", done=ensemble.step, show=progress) as advance,
         deferred_interrupt() as interrupted,
     ):
-        while ensemble.step < ensemble.steps:
+        while not ensemble.ended:
             sum_clipped()
             ensemble._update(add)
             if callbacks.on_step is not None:
                 callbacks.on_step(ensemble)
-            end = ensemble.step == ensemble.steps
+            end = ensemble.ended
             if callbacks.on_epoch is not None and (ensemble.step % ensemble.steps_per_epoch == 0 or end):
                 epoch = math.ceil(ensemble.step / ensemble.steps_per_epoch)
                 ensemble.epochs.append({"epoch": epoch, "step": ensemble.step} | (callbacks.on_epoch(ensemble) or {}))
@@ -151,7 +151,7 @@ def train_ensemble(
             advance()
             stop = interrupted()
             if checkpoint is not None and (
-                stop or checkpoint.due(ensemble.step, ensemble.steps, ensemble.steps_per_epoch)
+                stop or ensemble.ended or checkpoint.due(ensemble.step, ensemble.steps, ensemble.steps_per_epoch)
             ):
                 ensemble._save(checkpoint.path, checkpoint.stateful)
             if stop:

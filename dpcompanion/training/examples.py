@@ -5,6 +5,9 @@ may be augmented and need not fit into memory: a draw does. Its items are read o
 where it has PyTorch's `__getitems__`. What a transform draws from PyTorch's generator depends, in `train`, on the run's
 seed and the step alone. A transform must look at its own example only: mixing examples breaks the guarantee.
 
+Items may be mappings, and anything at all with a `collate_fn`, as for a loader of PyTorch's: see
+`dpcompanion.training.collating` for how model and loss are called then.
+
 >>> data = torch.utils.data.TensorDataset(torch.eye(3), torch.tensor([0, 1, 0]))
 >>> x, y = examples_of(data).rows(torch.tensor([2, 0]))
 >>> x.shape, y
@@ -12,20 +15,21 @@ seed and the step alone. A transform must look at its own example only: mixing e
 """
 
 import functools
-from collections.abc import Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import Dataset, IterableDataset
 
 from dpcompanion._devices import sent
 from dpcompanion._types import Loss
 from dpcompanion.gradients import checks, proof
 from dpcompanion.training.checkpoints import digest_of
-from dpcompanion.training.people import Persons
+from dpcompanion.training.collating import Reader, called, targets_in, tensors_in
+from dpcompanion.training.people import OfPersons, by_person
 
-#: Two tensors (x, y) of equally many examples, a map-style data set of pairs, or what `by_person` gives.
-Data = Sequence[torch.Tensor] | Dataset[Any] | Persons
+#: Two tensors (x, y) of equally many examples, a map-style data set, or what `by_person` gives.
+Data = Sequence[Any] | Dataset[Any] | OfPersons
 
 
 class Tensors:
@@ -53,6 +57,9 @@ class Tensors:
         """Model and loss as functions of what `rows` gives: as they are."""
         return model, loss
 
+    def prove(self, model: torch.nn.Module, loss: Loss) -> None:
+        """Rows of two tensors are an example's own."""
+
     @property
     def probe(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Examples to try model and method on: all, of which 64 are looked at."""
@@ -67,47 +74,40 @@ class Tensors:
 class Items:
     """Examples that a data set gives when it is asked."""
 
-    def __init__(self, dataset: Any, device: torch.device | None = None):
+    def __init__(self, dataset: Any, device: torch.device | None = None, collate_fn: Any = None):
         self.dataset, self.device = dataset, torch.device("cpu") if device is None else device
+        self.reader = Reader(dataset, collate_fn)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def to(self, device: torch.device) -> "Items":
         """The same, given on a device."""
-        return Items(self.dataset, device)
+        return Items(self.dataset, device, self.reader.collate_fn)
 
-    def rows(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def rows(self, indices: torch.Tensor) -> tuple[Any, Any]:
         """Inputs and targets of some examples."""
         if not len(indices):
             x, y = self.probe
             return x[:0], y[:0]
-        wanted = indices.tolist()
-        found = (
-            self.dataset.__getitems__(wanted)
-            if hasattr(self.dataset, "__getitems__")
-            else [self.dataset[i] for i in wanted]
-        )
-        if len(found) != len(wanted):
-            raise ValueError(f"data must give as many items as it is asked for, {len(wanted)}, got {len(found)}")
-        if not all(isinstance(item, (tuple, list)) and len(item) == 2 for item in found):
-            raise ValueError(f"data must have items (x, y), got {type(found[0]).__name__}")
-        x, y = default_collate([tuple(item) for item in found])
-        if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
-            raise ValueError(
-                "data must have items (x, y) of tensors, arrays or numbers, got "
-                f"{type(found[0][0]).__name__} and {type(found[0][1]).__name__}; give it a transform"
-            )
+        x, y = self.reader.read(indices.tolist())
         return sent(x, self.device), sent(y, self.device)
 
-    def part(self, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, start: int, stop: int) -> tuple[Any, Any]:
         """Those from `start` to before `stop`."""
         return self.rows(torch.arange(start, min(stop, len(self))))
 
-    seen = Tensors.seen
+    def seen(self, model: torch.nn.Module, loss: Any) -> tuple[torch.nn.Module, Any]:
+        """Model and loss as functions of what `rows` gives: as they are for two tensors."""
+        plain = all(isinstance(part, torch.Tensor) for part in self.probe)
+        return (model, loss) if plain else called(model, loss)
+
+    def prove(self, model: torch.nn.Module, loss: Any) -> None:
+        """Refuse a `collate_fn` that mixes examples."""
+        self.reader.prove(*called(model, loss))
 
     @functools.cached_property
-    def probe(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def probe(self) -> tuple[Any, Any]:
         """Examples to try model and method on: the 64 that would be looked at in tensors."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -118,22 +118,43 @@ class Items:
         """What a checkpoint knows these examples by: their number and kind, and the targets of 64. (Inputs may be
         augmented by whatever generator.)"""
         x, y = self.probe
-        return digest_of(torch.tensor(len(self)), x[:0], y)
+        return digest_of(torch.tensor(len(self)), *tensors_in(x[:0]), *targets_in(x, y))
 
 
-def examples_of(data: Any, n: int | None = None) -> Any:
-    """The examples of `data`, n of them if that is given.
+def examples_of(
+    data: Any, n: int | None = None, *, collate_fn: Any = None, people: Any = None, at_most: int | None = None
+) -> Any:
+    """The examples of `data`, n of them if that is given; persons, where `people` and `at_most` say whose each row is.
 
     Raises:
-        ValueError: for what is neither two tensors of equally many examples nor a map-style data set, or of another n.
+        ValueError: for what is neither two tensors of equally many examples nor a map-style data set, or of another n;
+            for a `collate_fn` of what is no data set.
     """
-    if all(hasattr(data, name) for name in ("rows", "part", "probe", "seen")):  # examples already, such as persons
+    examples = all(hasattr(data, name) for name in ("rows", "part", "probe", "seen"))  # already, such as persons
+    tensors = isinstance(data, (tuple, list)) and len(data) == 2 and all(isinstance(t, torch.Tensor) for t in data)
+    if collate_fn is not None and (examples or tensors or not callable(collate_fn)):
+        raise ValueError(
+            "collate_fn must be a function of a list of items, beside a data set, got a "
+            f"{type(collate_fn).__name__} beside a {type(data).__name__}"
+        )
+    if people is not None or at_most is not None:
+        if people is None or at_most is None or examples:
+            raise ValueError(
+                "people and at_most must be given both, or neither, as where data are persons already, got "
+                f"people={type(people).__name__}, at_most={at_most!r} and a {type(data).__name__}"
+            )
+        x, y = data if tensors else (data, None)
+        return by_person(x, y, people, at_most=at_most, collate_fn=collate_fn)
+    if examples:
         if n not in (None, len(data)):
-            raise ValueError(f"data must hold plan.n = {n} examples, got {len(data)}: one for each person")
+            whose = ": one for each person" if isinstance(data, OfPersons) else ""
+            raise ValueError(f"data must hold plan.n = {n} examples, got {len(data)}{whose}")
         return data
-    if isinstance(data, (tuple, list)):
+    if collate_fn is None and isinstance(data, (tuple, list)) and not (data and isinstance(data[0], Mapping)):
         if len(data) != 2:
-            raise ValueError(f"data must be two tensors (x, y), got {len(data)} parts")
+            raise ValueError(
+                f"data must be two tensors (x, y), got {len(data)} parts; a list of items takes a collate_fn"
+            )
         x, y = data
         checks.check_data(x, y, n)
         return Tensors(x, y)
@@ -147,4 +168,4 @@ def examples_of(data: Any, n: int | None = None) -> Any:
         raise ValueError(f"data must hold {'an example' if n is None else f'plan.n = {n} examples'}, got {len(data)}")
     checks.check_batched(data)
     checks.check_forgets_items(data)
-    return Items(data)
+    return Items(data, collate_fn=collate_fn)

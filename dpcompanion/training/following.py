@@ -10,9 +10,10 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import sent
-from dpcompanion.gradients import checks, proof, traces
+from dpcompanion.gradients import proof, traces
+from dpcompanion.training.collating import same_parts
 from dpcompanion.training.examples import Tensors, examples_of
-from dpcompanion.training.people import Persons
+from dpcompanion.training.people import OfPersons, PersonItems
 
 # By how much a clipped norm, worked out in float32, may seem too long.
 _ROUNDING = 1e-6
@@ -98,19 +99,26 @@ def check_follows(tracker, plan, model, loss, data):
             f"trackers must follow the loss that is trained, but one was made with {tracker.loss!r}, not {loss!r}"
         )
     run, own = examples_of(data, plan.n), tracker.data
-    if (isinstance(run, Persons) or isinstance(own, Persons)) and run is not own:
-        if part is not None or not (isinstance(run, Persons) and isinstance(own, Persons) and run.digest == own.digest):
+    if (isinstance(run, OfPersons) or isinstance(own, OfPersons)) and run is not own:
+        alike = part is None and type(run) is type(own) and run.digest == own.digest
+        if not alike or isinstance(run, PersonItems) and _source(own) != _source(run):
             raise ValueError("trackers must follow the data that are trained on, but one has other persons or rows")
     elif isinstance(run, Tensors) and isinstance(own, Tensors):
         for name, ours, theirs in (("inputs", own.x, run.x), ("targets", own.y, run.y)):
             theirs = theirs if part is None else theirs[part.to(theirs.device)]
             _check_same(name, ours, theirs)
-    elif part is not None or getattr(own, "dataset", own) is not getattr(run, "dataset", run):
+    elif part is not None or _source(own) != _source(run):
         _check_items(own, run, part, tracker.exact)
 
 
+def _source(examples):
+    """What a data set's examples are made of, where that is known."""
+    reader = getattr(examples, "reader", None)
+    return id(examples) if reader is None else (id(reader.dataset), id(reader.collate_fn))
+
+
 def _check_same(name, ours, theirs):
-    if not checks.same_bits(ours, theirs):
+    if not same_parts([ours], [theirs]):
         raise ValueError(f"trackers must follow the data that are trained on, but one has other {name}")
 
 
@@ -125,7 +133,7 @@ def _check_items(own, run, part, exact):
                 read.append(examples.rows(places))
     (x, y), (run_x, run_y), (x_again, _), (run_x_again, _) = read
     _check_same("targets", y, run_y)
-    if checks.same_bits(x, x_again) and checks.same_bits(run_x, run_x_again):
+    if same_parts([x, run_x], [x_again, run_x_again]):
         _check_same("inputs", x, run_x)
     elif exact:
         raise ValueError(

@@ -33,7 +33,7 @@ import signal
 import threading
 import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
@@ -41,7 +41,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpcompanion import _checks
 from dpcompanion._devices import is_away, sent
-from dpcompanion._types import Device, Loss
+from dpcompanion._types import Device
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion._progress import bar
 from dpcompanion.seeds import derive_key, seed_torch
@@ -68,19 +68,22 @@ _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "hi
 
 def train(
     model: torch.nn.Module,
-    loss: Loss,
+    loss: Callable[[Any, Any], torch.Tensor],
     data: Data,
     plan: "DPSGDPlan",
     *,
     optimizer: torch.optim.Optimizer,
     seed: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    people: Any = None,
+    at_most: int | None = None,
     track: Track | None = None,
     filter: Any = None,
     performance: Performance | None = None,
     device: Device = None,
     method: str = "auto",
     precision: str | None = None,
-    physical_batch_size: int | None = None,
+    microbatch_size: int | None = None,
     trackers: Iterable[Any] = (),
     callbacks: Callbacks | None = None,
     checkpoint: Checkpoint | None = None,
@@ -98,24 +101,32 @@ def train(
     Args:
         model: a module that treats examples one by one: no batch norm, unless it is in evaluation mode and stays there,
             and nothing that is spread over processes, such as DistributedDataParallel: give the module itself.
-        loss: (outputs, targets) -> (n,), such as `cross_entropy`.
-        data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y), of which each
-            draw is read when it comes, so that its transform may augment them (`dpcompanion.training.examples`).
+        loss: (outputs, targets) -> (n,), such as `cross_entropy`; outputs are whatever the model returns. Where a batch
+            is a mapping: (outputs, batch) -> (n,), such as `dpcompanion.huggingface.per_example_loss` gives.
+        data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y) or mappings, of
+            which each draw is read when it comes, so that its transform may augment them
+            (`dpcompanion.training.examples`); or what `by_person` gives.
         plan: a `DPSGDPlan`.
         optimizer: any torch.optim optimizer of all the model's trainable parameters that needs no closure (not LBFGS);
             it sees the noisy mean gradient.
         seed: None, for a model that is released: sampling and noise come from a cipher under keys of 256 bits that the
             operating system draws (`dpcompanion.mechanism.secure`). Or a whole number below 2^1024, for research: the
             keys, and all else that is random, are hashed from it, and anyone who has it can subtract the noise.
+        collate_fn: with a data set, a function list of items -> batch, as a loader of PyTorch's takes: a pair (inputs,
+            targets) or a mapping, nested as it may be, of tensors with the examples first. It may pad to the longest
+            of a draw (`dpcompanion.training.collating`).
+        people: who each row of the data belongs to, (rows,), where the plan's n examples are persons; with `at_most`
+            as of `by_person`, which knows persons without rows, too.
+        at_most: with people, how many rows of a person enter a step at most.
         track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
         filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to what each example is
             clipped, so that no example exceeds its budget. It implies `Track(clipping="individual")`.
         performance: a `Performance`: method, precision, microbatch_size and device.
         device, method, precision: the same by single keywords. Model and data (of a data set each draw) are moved to
             the device.
-        physical_batch_size: `microbatch_size` by a single keyword: examples in one pass; a draw is cut into such
+        microbatch_size: examples in one pass; a draw is cut into such
             pieces, never joined with another. By default as many as suit a processor's caches
-            (`dpcompanion.gradients.portions`), or 512.
+            (`dpcompanion.gradients.microbatches`), or 512.
         trackers: further objects that follow the norms of all examples, such as a `NormTracker`, and may clip to less
             than the plan does. They must have been made with this model, loss and data, and are saved with the run.
         callbacks: `Callbacks`, functions of a `Run` that are called along it, and may end it (`Run.stop`).
@@ -128,29 +139,32 @@ def train(
         History.
 
     Raises:
-        ValueError: before any work, for data that do not fit plan, model or loss, a model or loss that mixes examples,
-            a method that is wrong for the model (`dpcompanion.gradients.proof`), an optimizer of other parameters, a
-            tracker of another run, or a checkpoint of another run or damaged. A data set is known by its length and the
-            targets of 64 examples only. During the run, before the step is taken, for a model that mixes examples in a
-            state that it has come into since (`dpcompanion.gradients.states`), or that keeps something of them, and for
-            a loss that is seen to mix those of a batch; on a GPU what buffers and losses tell is looked at by the end
-            of each epoch.  On several ranks also, on all of them, for ranks that were given different things, read
-            another checkpoint, or come to have different weights; what one rank raises ends all the others.
+        ValueError: before any work, for data that do not fit plan, model or loss, a model, loss or `collate_fn` that
+            mixes examples, a method that is wrong for the model (`dpcompanion.gradients.proof`), an optimizer of other
+            parameters, a tracker of another run, or a checkpoint of another run or damaged. A data set is known by its
+            length and the targets of 64 examples only. During the run, before the step is taken, for a model that mixes
+            examples in a state that it has come into since (`dpcompanion.gradients.states`), or that keeps something of
+            them, and for a loss that is seen to mix those of a batch; on a GPU what buffers and losses tell is looked
+            at by the end of each epoch.  On several ranks also, on all of them, for ranks that were given different
+            things, read another checkpoint, or come to have different weights; what one rank raises ends all the
+            others.
         RuntimeError: another rank ended the run by an error that is no ValueError.
     """
     with distributed.joined() as ranks:
         callbacks, checkpoint = check_extras(callbacks, checkpoint)
-        if physical_batch_size is not None:
-            _checks.whole_number("physical_batch_size", physical_batch_size, 1)
-        loop = _Loop(
+        if microbatch_size is not None:
+            _checks.whole_number("microbatch_size", microbatch_size, 1)
+        loop = TrainingLoop(
             model,
             loss,
-            data,
+            data
+            if collate_fn is people is at_most is None
+            else examples_of(data, getattr(plan, "n", None), collate_fn=collate_fn, people=people, at_most=at_most),
             plan,
             optimizer,
             seed=seed,
             performance=performance_of(
-                performance, method=method, precision=precision, microbatch_size=physical_batch_size, device=device
+                performance, method=method, precision=precision, microbatch_size=microbatch_size, device=device
             ),
             trackers=trackers,
             track=track,
@@ -194,7 +208,9 @@ def train(
         return run.history
 
 
-class _Loop:
+class TrainingLoop:
+    """A run of DP-SGD: what it was given, checked, and its steps; `train` and `PersonalTrainer` drive it."""
+
     def __init__(
         self,
         model,
@@ -221,7 +237,7 @@ class _Loop:
         if plan.arithmetic == "real":
             checks.check_sums(model)
         checks.check_optimizer(optimizer, model)
-        self.physical_batch_size = performance.microbatch_size
+        self.microbatch_size = performance.microbatch_size
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
@@ -246,8 +262,8 @@ class _Loop:
         self.numbers = sum(p.numel() for p in self.parameters.values())
         self.dtype = next(iter(self.parameters.values())).dtype
         self.modes = {module: module.training for module in model.modules()}
-        self.precise, self.precision = plan.arithmetic == "float", precision
-        if self.precise and (self.seed is not None or self.numbers != plan.parameters):
+        self.float64, self.precision = plan.arithmetic == "float", precision
+        if self.float64 and (self.seed is not None or self.numbers != plan.parameters):
             raise ValueError(
                 f"plan with arithmetic='float' must have as many parameters as the model, {self.numbers}, "
                 f"and takes no seed, got {plan.parameters} and seed {self.seed}"
@@ -256,6 +272,7 @@ class _Loop:
         self.network, self.loss = self.examples.seen(model, loss)
         self.called = {name: name if self.network is model else f"model.{name}" for name in self.parameters}
         self.prove(model)
+        self.examples.prove(model, loss)
         # A scheduler keeps the rate that it began with as initial_lr.
         self.begun_with = [
             type(optimizer).__name__,
@@ -272,8 +289,7 @@ class _Loop:
             plan=plan,
             tracker=own,
         )
-        self.plan = plan
-        self.planned = checks.numbers_of(plan)
+        self.plan, self.planned = plan, checks.numbers_of(plan)
         self.run = Run(plan, model, optimizer, history)
         self.looked = False  # whether a step was seen to leave no trace, by values of parameters
         self.later = {}  # what was seen of that on a device, to be looked at when there is time
@@ -284,7 +300,7 @@ class _Loop:
         checks.check_model(model)
         x, y = self.examples.probe
         self.method = clipping.resolve_method(
-            self.network, self.loss, x, y, self.asked, self.precision, precise=self.precise
+            self.network, self.loss, x, y, self.asked, self.precision, float64=self.float64
         )
         self.state = states.state_of(model)
 
@@ -335,7 +351,7 @@ class _Loop:
             lower = [tracker.before_step() for tracker in self.trackers]
         drawn = self.sampler.draw().cpu()
         limits, indices = plan.clip_norms(drawn), sent(drawn, self.device)
-        # A device is told of limits and asked for none, since each question waits for all that was begun there.
+        # Avoid host syncs: never read GPU values here.
         away = any(norms is not None and is_away(norms) for norms in lower)
         for norms in lower:
             if norms is not None:
@@ -344,7 +360,7 @@ class _Loop:
                 limits = torch.minimum(sent(limits, there), own)
         taking = limits > 0
         if not away and not taking.all():
-            # Whoever is clipped to nothing takes no part, and the clipping need not divide by zero. Away they stay,
+            # Examples clipped to nothing take no part, so that clipping need not divide by zero. On a GPU they stay,
             # times 0, since how many they are is not known here.
             drawn, limits = drawn[taking], limits[taking]
             indices = sent(drawn, self.device)
@@ -366,9 +382,9 @@ class _Loop:
                 y,
                 limits[share],
                 method=self.method,
-                chunk=self.physical_batch_size,
+                microbatch_size=self.microbatch_size,
                 precision=self.precision,
-                precise=self.precise,
+                float64=self.float64,
             )
         self.note_later(traces.check_untouched(run.model, before, wait=False))
         if total.mixed is not None:
@@ -506,7 +522,7 @@ class _Loop:
             f"hold the same weights after step {self.run.step}",
         )
 
-    def _identity(self):
+    def identity(self):
         return {
             "format": _FORMAT,
             "plan": self.run.plan.config(),
@@ -531,7 +547,7 @@ class _Loop:
     def _write(self, path):
         run, history = self.run, self.run.history
         content = {
-            "identity": self._identity(),
+            "identity": self.identity(),
             "step": run.step,
             "model": run.model.state_dict(),
             "optimizer": run.optimizer.state_dict(),
@@ -546,7 +562,7 @@ class _Loop:
 
     def load(self, path):
         content = read_checkpoint(path, _KEYS)
-        theirs, ours = content["identity"], self._identity()
+        theirs, ours = content["identity"], self.identity()
         if theirs != ours:
             differ = [
                 f"{key} {theirs.get(key)} there, {ours.get(key)} here"

@@ -26,7 +26,7 @@ class Measured:
         updates_per_epoch,
         keep_norms,
         method,
-        chunk,
+        microbatch_size,
         precision,
         device,
     ):
@@ -39,7 +39,9 @@ class Measured:
         self.method, self._proved = _checks.one_of("method", method, clipping.METHODS), None
         self._asked = self.method
         self.precision = _checks.one_of("precision", precision, checks.PRECISIONS)
-        self.chunk = None if chunk is None else _checks.whole_number("chunk", chunk, 1)
+        self.microbatch_size = (
+            None if microbatch_size is None else _checks.whole_number("microbatch_size", microbatch_size, 1)
+        )
         #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
         self.norms = torch.full((n,), largest, dtype=torch.float64, device=device)
         #: Steps begun, and full-batch passes made.
@@ -73,7 +75,7 @@ class Measured:
             self.loss,
             self.data,
             method=self.method,
-            chunk=self.chunk,
+            microbatch_size=self.microbatch_size,
             precision=self.precision,
             within=ranks.share(len(self.data)),
         )

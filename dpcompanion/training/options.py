@@ -121,7 +121,7 @@ def tracker_of(
         data,
         budget=filter,
         method=performance.method,
-        chunk=performance.microbatch_size,
+        microbatch_size=performance.microbatch_size,
         precision=performance.precision,
         **{field.name: getattr(track, field.name) for field in dataclasses.fields(track)},
     )

@@ -45,33 +45,42 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
-from dpcompanion.gradients import proof
-from dpcompanion.gradients.batches import Batch
+from dpcompanion.gradients import checks, proof
+from dpcompanion.gradients.batches import Batch, tree_of
 from dpcompanion.training.checkpoints import digest_of
-from dpcompanion.gradients.tensors import in_best_format
+from dpcompanion.training.collating import Reader, call, called, targets_in
 
 COMBINED = ("mean", "sum")
 
 #: The name, in the batches of persons, of which of their places hold a row, (n, k) booleans.
-PRESENT = "present"
+PRESENT = "place holds a row"
 
 
 def by_person(
-    x: torch.Tensor, y: torch.Tensor, people: Any, *, at_most: int, combine: str = "mean", persons: Any = None
-) -> "Persons":
+    x: Any,
+    y: torch.Tensor | None = None,
+    people: Any = None,
+    *,
+    at_most: int,
+    combine: str = "mean",
+    persons: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> "OfPersons":
     """Data for `train`, a `NormTracker` and `gradient_norms` whose examples are persons; see the module's text.
 
     Args:
-        x, y: tensors of the rows, in any order.
+        x, y: tensors of the rows, in any order; or x alone, a map-style data set of rows, which are read when their
+            person is sampled.
         people: (rows,), who each row belongs to: numbers or texts.
         at_most: k, how many rows of a person enter a step at most; above 0.
         combine: "mean" or "sum", what a person's loss is of those of their rows.
         persons: every person's name, each once, in the order of accounts and budgets; by default those of `people`,
             sorted. Persons without a row are given here: they take part with a gradient of zero.
+        collate_fn: with a data set, list of rows -> batch, as in `train`.
 
     Returns:
         Data of as many examples as there are persons, with `persons`, their names (n,) in the order of every account,
@@ -82,18 +91,67 @@ def by_person(
         ValueError: naming the argument; for a row without a person, with several persons, or of one who is not in
             `persons`.
     """
-    return Persons(x, y, people, at_most=at_most, combine=combine, persons=persons)
+    options = {"at_most": at_most, "combine": combine, "persons": persons}
+    if people is None:
+        raise ValueError("people must name a person for each row, got None")
+    if y is not None or isinstance(x, torch.Tensor):
+        if collate_fn is not None:
+            raise ValueError("collate_fn must go with a data set of rows, got tensors x and y beside it")
+        return Persons(x, y, people, **options)
+    if not hasattr(x, "__getitem__") or not hasattr(x, "__len__") or not len(x):
+        raise ValueError(f"x must be a tensor or a map-style data set of one row at least, got a {type(x).__name__}")
+    checks.check_batched(x, "x")
+    checks.check_forgets_items(x, "x")
+    return PersonItems(Reader(x, collate_fn), people, **options)
 
 
 class OfPersons(abc.ABC):
-    """Data whose examples are persons, by their `rows`."""
+    """What `by_person` gives: data whose examples are persons.
 
-    persons: Any
+    Attributes:
+        persons: the names, (n,), in the order of every account and budget.
+        counts: how many rows each has, (n,) int64.
+        owners: whose each row is, (rows,) int64, as indices of `persons`.
+        at_most, combine: as given.
+    """
+
+    def __init__(self, people: Any, rows: int, *, at_most: int, combine: str = "mean", persons: Any = None):
+        self.at_most = _checks.whole_number("at_most", at_most, 1)
+        self.combine = _checks.one_of("combine", combine, COMBINED)
+        self.persons, self.owners = owners_of(people, rows, persons)
+        self.counts, self._order, self._starts = grouped(self.owners, len(self.persons))
 
     @abc.abstractmethod
     def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
         """Inputs and targets of some persons, at most k rows of each, drawn from PyTorch's generator where there are
         more: two `Batch` of (persons, longest, ...), and which places hold a row."""
+
+    def per_person(self, values: Array) -> torch.Tensor:
+        """A column of the table, (rows,), as one number a person, (n,), such as the budgets that persons consented to.
+
+        Raises:
+            ValueError: for a person whose rows disagree, or who has none.
+
+        >>> data = by_person(torch.zeros(3, 1), torch.zeros(3), [7, 5, 7], at_most=1)
+        >>> data.per_person([2.0, 1.0, 2.0])
+        tensor([1., 2.], dtype=torch.float64)
+        """
+        return per_person(values, self.owners, self.persons)
+
+    def seen(self, model: torch.nn.Module, loss: Any) -> tuple[torch.nn.Module, Any]:
+        """Model and loss, (outputs, targets) -> (rows,), as functions of persons."""
+        return PersonNetwork(model), PersonLoss(loss, self.combine)
+
+    def prove(self, model: torch.nn.Module, loss: Any) -> None:  # noqa: B027
+        """Refuse rows that are mixed on the way into a batch; those of two tensors are not."""
+
+    @property
+    @abc.abstractmethod
+    def digest(self) -> str:
+        """What a checkpoint knows these data by."""
+
+    def _drawn(self, indices):
+        return drawn_rows(indices.cpu(), self.counts, self._order, self._starts, self.at_most)
 
     def __len__(self) -> int:
         return len(self.persons)
@@ -118,44 +176,23 @@ class OfPersons(abc.ABC):
 
 
 class Persons(OfPersons):
-    """What `by_person` gives.
+    """Persons whose rows lie in two tensors."""
 
-    Attributes:
-        persons: the names, (n,), in the order of every account and budget.
-        counts: how many rows each has, (n,) int64.
-        at_most, combine: as given.
-    """
-
-    def __init__(self, x, y, people, *, at_most, combine="mean", persons=None):
+    def __init__(self, x, y, people, **options):
         if not (isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor)):
             raise ValueError(f"x and y must be tensors, got a {type(x).__name__} and a {type(y).__name__}")
         if not x.ndim or not y.ndim or len(x) != len(y):
             raise ValueError(f"x and y must have as many rows, got shapes {tuple(x.shape)} and {tuple(y.shape)}")
         self.x, self.y = x, y
-        self.at_most = _checks.whole_number("at_most", at_most, 1)
-        self.combine = _checks.one_of("combine", combine, COMBINED)
-        self.persons, self.owners = owners_of(people, len(x), persons)
-        self.counts, self._order, self._starts = grouped(self.owners, len(self.persons))
+        super().__init__(people, len(x), **options)
 
     def to(self, device: str | torch.device) -> "Persons":
         """The same with its rows on a device."""
         return self._moved(x=self.x.to(device), y=self.y.to(device))
 
-    def per_person(self, values: Array) -> torch.Tensor:
-        """A column of the table, (rows,), as one number a person, (n,), such as the budgets that persons consented to.
-
-        Raises:
-            ValueError: for a person whose rows disagree, or who has none.
-
-        >>> data = by_person(torch.zeros(3, 1), torch.zeros(3), [7, 5, 7], at_most=1)
-        >>> data.per_person([2.0, 1.0, 2.0])
-        tensor([1., 2.], dtype=torch.float64)
-        """
-        return per_person(values, self.owners, self.persons)
-
     def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
         """See `OfPersons.rows`."""
-        places, present = drawn_rows(indices.cpu(), self.counts, self._order, self._starts, self.at_most)
+        places, present = self._drawn(indices)
         return self._batch(self.x, places, present), self._batch(self.y, places, present)
 
     def _batch(self, rows, places, present):
@@ -164,7 +201,7 @@ class Persons(OfPersons):
         found = found.unflatten(0, places.shape)
         # A person without a row must not be given another's.
         found = torch.where((places >= 0).view(*places.shape, *[1] * (found.ndim - 2)), found, 0)
-        return Batch(rows=found, **{PRESENT: present})
+        return Batch.of(found).beside(**{PRESENT: present})
 
     @functools.cached_property
     def digest(self) -> str:
@@ -172,29 +209,60 @@ class Persons(OfPersons):
         settings = torch.tensor([self.at_most, COMBINED.index(self.combine), len(self)])
         return digest_of(self.x, self.y, self.owners, settings)
 
-    def seen(self, model: torch.nn.Module, loss: Any) -> tuple[torch.nn.Module, Any]:
-        """Model and loss as functions of persons."""
 
-        def call(model, batch):
-            return model(in_best_format(model, batch["rows"]))
+class PersonItems(OfPersons):
+    """Persons whose rows a data set gives, collated when they are sampled.
 
-        def losses(outputs, batch):
-            return loss(outputs, batch["rows"])
+    Args:
+        reader: a `Reader` of the rows.
+        people, options: as of `by_person`.
+    """
 
-        return PersonNetwork(model, call), PersonLoss(losses, self.combine)
+    def __init__(self, reader: Reader, people: Any, **options: Any):
+        super().__init__(people, len(reader.dataset), **options)
+        self.reader, self.device = reader, torch.device("cpu")
+
+    def to(self, device: str | torch.device) -> "PersonItems":
+        """The same, given on a device."""
+        return self._moved(device=torch.device(device))
+
+    def prove(self, model: torch.nn.Module, loss: Any) -> None:
+        """Refuse a `collate_fn` that mixes rows."""
+        self.reader.prove(*called(model, loss))
+
+    def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
+        """See `OfPersons.rows`."""
+        if not len(indices):
+            x, y = self.probe
+            return x[:0], y[:0]
+        places, present = self._drawn(indices)
+        # In the place of who has none any row stands, which no loss counts: an empty one may be none to the model.
+        wanted, where = places.clamp(min=0).unique(return_inverse=True)
+        x, y = (
+            Batch.of(tree_of(part))[where].beside(**{PRESENT: present}).to(self.device)
+            for part in self.reader.read(wanted.tolist())
+        )
+        return x, y
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """What a checkpoint knows these data by: whose rows they are, and the targets of 64 persons."""
+        settings = torch.tensor([self.at_most, COMBINED.index(self.combine), len(self)])
+        x, y = self.probe
+        return digest_of(self.owners, settings, *targets_in(x, y))
 
 
 class PersonNetwork(torch.nn.Module):
     """A model of rows as one of persons: `Batch` of (persons, k, ...) to outputs of (persons, k, ...).
 
     Args:
-        model: the module, whose parameters are called "model.<name>" here.
-        call: (model, batch of rows) -> outputs, in any nesting, each with the rows first.
+        model: the module, whose parameters are called "model.<name>" here, and which is called as
+            `dpcompanion.training.collating.call` does. Of its outputs those count that have the rows first.
     """
 
-    def __init__(self, model: torch.nn.Module, call: Callable[[torch.nn.Module, Batch], Any]):
+    def __init__(self, model: torch.nn.Module):
         super().__init__()
-        self.model, self._call = model, call
+        self.model = model
         self.training = model.training
 
     def grouping(self, x: Batch) -> "Grouping":
@@ -204,27 +272,31 @@ class PersonNetwork(torch.nn.Module):
     def forward(self, x: Batch) -> Any:
         """Outputs of all rows, 0 where there is none."""
         group = self.grouping(x)
-        rows = Batch._of({name: group.take(t) for name, t in x.tensors.items() if name != PRESENT})
-        return tree_map_only(torch.Tensor, group.spread, self._call(self.model, rows))
+        outputs = call(self.model, x.map(group.take))
+        kept = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor) and t.ndim and len(t) == group.rows]
+
+        def spread(t):
+            return group.spread(t) if not kept or t.ndim and len(t) == group.rows else None
+
+        return tree_map_only(torch.Tensor, spread, outputs)
 
 
 class PersonLoss:
     """A loss of rows as one of persons: the mean or sum over each one's rows, 0 for who has none.
 
     Args:
-        loss: (outputs, batch of rows) -> (rows,).
+        loss: (outputs, targets of rows) -> (rows,).
         combine: "mean" or "sum".
     """
 
-    def __init__(self, loss: Callable[[Any, Batch], torch.Tensor], combine: str):
+    def __init__(self, loss: Callable[[Any, Any], torch.Tensor], combine: str):
         self.loss, self.combine = loss, combine
 
     def __call__(self, outputs: Any, y: Batch) -> torch.Tensor:
         present = y[PRESENT]
         group = Grouping(present, everything=False)
         outputs = tree_map_only(torch.Tensor, group.take, outputs)
-        rows = Batch._of({name: group.take(t) for name, t in y.tensors.items() if name != PRESENT})
-        losses = self.loss(outputs, rows)
+        losses = self.loss(outputs, y.map(group.take).tree)
         if not isinstance(losses, torch.Tensor) or losses.shape != (group.rows,):
             got = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise ValueError(f"loss must return one number a row, shape ({group.rows},), got {got}")

@@ -16,15 +16,16 @@ from dpcompanion._devices import sent
 from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion.gradients import checks, clipping, independence, proof, states, sums, traces
 from dpcompanion.mechanism import noise
+from dpcompanion.training.callbacks import History
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 from dpcompanion.gradients.tensors import Unfit, call_with, tolerances
 from dpcompanion.mechanism.plan import DPSGDPlan
-from dpcompanion.gradients.portions import examples_at_once
+from dpcompanion.gradients.microbatches import default_microbatch_size
 from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
 from dpcompanion.gradients.stacking import StackedNetwork
 
 _FORMAT = 4
-# Examples of all runs in one pass at most, where nobody says it.
+# Examples of all runs in one pass at most, by default.
 _MOST = 1024
 
 
@@ -34,14 +35,16 @@ class Ensemble:
     Args:
         model, loss, data, plans: as in `dpcompanion.training.train_ensemble`, which makes the ensemble.
         seeds, learning_rate, momentum, weight_decay, members: as there.
-        device, method, precision, physical_batch_size, generator_device: as there.
+        device, method, precision, microbatch_size, generator_device: as there.
 
     Attributes:
         plans, seeds: of each run.
-        step: steps done.
+        step: steps done, by the runs that go on.
+        steps_taken: by each run, (R,) int64; fewer than `step` by one that a callback has stopped.
         vectors: the trainable parameters of each run, one after the other, (R, parameters).
         learning_rate: (R,), which a callback may change in place.
-        losses: mean loss of each step's examples, (R, steps) float64; nan for an empty batch or a step still to come.
+        losses: mean loss of each step's examples, (R, steps) float64; nan for an empty batch or a step that was not
+            taken (yet).
         batch_sizes: (R, steps) int64.
         dropped: how many per-example gradients were not finite and so contributed nothing, (R,) int64.
         epochs: what `on_epoch` returned, a dict each, with `epoch` and `step`.
@@ -67,32 +70,13 @@ class Ensemble:
         device: Device = None,
         method: str = "auto",
         precision: str | None = None,
-        physical_batch_size: int | None = None,
+        microbatch_size: int | None = None,
         generator_device: str | torch.device = "cpu",
     ):
-        if not isinstance(seeds, Iterable):
-            raise ValueError(f"seeds must be a list of whole numbers, one for each run, got {seeds!r}")
-        self.seeds = [_checks.seed("seeds", seed) for seed in seeds]
+        self.seeds = _checked_seeds(seeds)
         runs = len(self.seeds)
-        if not runs:
-            raise ValueError("seeds must name one run at least, got none")
-        own = [plans] if isinstance(plans, DPSGDPlan) else list(plans)
-        models = [model] if isinstance(model, torch.nn.Module) else list(model)
-        for name, items in (("plans", own), ("model", models)):
-            if len(items) not in (1, runs):
-                raise ValueError(f"{name} must be one, or one for each of the {runs} seeds, got {len(items)}")
-        if not all(isinstance(plan, DPSGDPlan) for plan in own):
-            raise ValueError(f"plans must be a DPSGDPlan, or one for each run, got {own!r:.80}")
-        self._plans = tuple(own * (runs // len(own)))
+        models, self._plans = _models_and_plans(model, plans, runs)
         self._planned = [checks.numbers_of(plan) for plan in self._plans]
-        if len({(plan.n, plan.steps) for plan in self.plans}) > 1:
-            raise ValueError(
-                f"plans must agree in n and steps, got {sorted({(plan.n, plan.steps) for plan in self.plans})}"
-            )
-        if any(plan.arithmetic == "float" for plan in self.plans):
-            raise ValueError(
-                "plans must have arithmetic='real', got 'float': runs side by side have seeds and are for research"
-            )
         n, self.steps = self.plans[0].n, self.plans[0].steps
         if not isinstance(data, (tuple, list)) or len(data) != 2:
             raise ValueError(
@@ -101,22 +85,43 @@ class Ensemble:
             )
         x, y = data
         checks.check_data(x, y, n)
-        if members is not None:
-            members = torch.as_tensor(members).cpu()
-            if members.dtype != torch.bool or members.shape != (runs, n):
-                raise ValueError(
-                    f"members must be booleans of shape ({runs}, {n}), got {members.dtype} of shape "
-                    f"{tuple(members.shape)}"
-                )
-        self.members = members
+        self.members = None if members is None else _checked_members(members, runs, n)
         _checks.one_of("method", method, clipping.METHODS)
-        if physical_batch_size is not None:
-            _checks.whole_number("physical_batch_size", physical_batch_size, 1)
+        if microbatch_size is not None:
+            _checks.whole_number("microbatch_size", microbatch_size, 1)
         _checks.in_interval("learning_rate", learning_rate, 0, math.inf, closed="left")
         self.momentum = _checks.number("momentum", momentum, 0, math.inf, closed="left")
         self.weight_decay = _checks.number("weight_decay", weight_decay, 0, math.inf, closed="left")
 
         self.device = torch.device(device) if device is not None else next(models[0].parameters()).device
+        self._take_model(models, loss, x, y)
+        like = {"dtype": self.vectors.dtype, "device": self.device}
+        rates = torch.as_tensor(learning_rate, dtype=torch.float64)
+        if rates.shape not in ((), (runs,)):
+            raise ValueError(f"learning_rate must be a number or have shape ({runs},), got {tuple(rates.shape)}")
+        self.learning_rate = rates.expand(runs).to(**like).clone()
+        self._begun_with = self.learning_rate.tolist()
+        self._expected = torch.tensor([plan.expected_batch_size for plan in self.plans], **like)[:, None]
+        self._velocity = torch.zeros_like(self.vectors) if self.momentum else None
+        self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors, dtype=torch.float64)
+        self._make_streams(generator_device)
+        self.precision, self.method = precision, self._resolved(method, precision)
+        self._size = microbatch_size or default_microbatch_size(
+            self._template, loss, self.x, self.y, self.method, precision, most=_MOST
+        )
+        self._begun = {}
+        self._later, self._mixed = (torch.zeros((), dtype=torch.bool, device=self.device) for _ in range(2))
+        self._network = self._workplace()
+        self.step, self.epochs = 0, []
+        self._ends = torch.full((runs,), self.steps, dtype=torch.int64)  # of each run its last step
+        self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)
+        self.batch_sizes = torch.zeros(runs, self.steps, dtype=torch.int64)
+        self.dropped = torch.zeros(runs, dtype=torch.int64, device=self.device)
+        self.indices: list[torch.Tensor | None] = [None] * runs
+        self.norms: list[torch.Tensor | None] = [None] * runs
+
+    def _take_model(self, models, loss, x, y):
+        """Check data and models, and put the models' parameters in `vectors`."""
         self._template = copy.deepcopy(models[0]).to(self.device)
         self.x, self.y, self.loss = x.to(self.device), y.to(self.device), loss
         for one in models:
@@ -131,15 +136,10 @@ class Ensemble:
         for name, p in own.items():
             self._shapes[name], self._places[name], end = p.shape, slice(end, end + p.numel()), end + p.numel()
         like = {"dtype": next(iter(own.values())).dtype, "device": self.device}
-        self.vectors = torch.stack([self._vector(one) for one in models]).to(**like).expand(runs, -1).clone()
-        rates = torch.as_tensor(learning_rate, dtype=torch.float64)
-        if rates.shape not in ((), (runs,)):
-            raise ValueError(f"learning_rate must be a number or have shape ({runs},), got {tuple(rates.shape)}")
-        self.learning_rate = rates.expand(runs).to(**like).clone()
-        self._begun_with = self.learning_rate.tolist()
-        self._expected = torch.tensor([plan.expected_batch_size for plan in self.plans], **like)[:, None]
-        self._velocity = torch.zeros_like(self.vectors) if self.momentum else None
-        self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors, dtype=torch.float64)
+        self.vectors = torch.stack([self._vector(one) for one in models]).to(**like).expand(len(self), -1).clone()
+
+    def _make_streams(self, generator_device):
+        """What each run draws its batches and its noise from."""
         self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
         # Of each run with noise from a cipher the grid on which sum and noise are added, else 0.
         self._grids = torch.tensor(
@@ -151,30 +151,19 @@ class Ensemble:
             device=self.device,
         )
         self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
-        self.precision = precision
-        self.method = clipping.resolve_method(self._template, loss, self.x, self.y, method, precision)
-        if self.method != "func" and not all(self._stacks(one) for one in dict.fromkeys((None, precision))):
-            if precision is not None:
-                raise ValueError(
-                    f"precision {precision!r} takes a model whose layers can be stacked, got one of others"
-                )
-            if method != "auto":
-                raise ValueError(
-                    f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' or 'auto'"
-                )
-            self.method = "func"
-        self._size = physical_batch_size or examples_at_once(
-            self._template, loss, self.x, self.y, self.method, precision, most=_MOST
-        )
-        self._begun = {}
-        self._later, self._mixed = (torch.zeros((), dtype=torch.bool, device=self.device) for _ in range(2))
-        self._network = self._workplace()
-        self.step, self.epochs = 0, []
-        self.losses = torch.full((runs, self.steps), math.nan, dtype=torch.float64, device=self.device)
-        self.batch_sizes = torch.zeros(runs, self.steps, dtype=torch.int64)
-        self.dropped = torch.zeros(runs, dtype=torch.int64, device=self.device)
-        self.indices: list[torch.Tensor | None] = [None] * runs
-        self.norms: list[torch.Tensor | None] = [None] * runs
+
+    def _resolved(self, method, precision):
+        """The method, once it is proved for the model; "func" for one whose layers cannot be stacked."""
+        found = clipping.resolve_method(self._template, self.loss, self.x, self.y, method, precision)
+        if found == "func" or all(self._stacks(one, found) for one in dict.fromkeys((None, precision))):
+            return found
+        if precision is not None:
+            raise ValueError(f"precision {precision!r} takes a model whose layers can be stacked, got one of others")
+        if method != "auto":
+            raise ValueError(
+                f"method {method!r} does not fit this model: its layers cannot be stacked; use 'func' or 'auto'"
+            )
+        return "func"
 
     @property
     def plans(self) -> tuple[DPSGDPlan, ...]:
@@ -195,6 +184,66 @@ class Ensemble:
         """That of the first plan."""
         return self.plans[0].steps_per_epoch
 
+    @property
+    def steps_taken(self) -> torch.Tensor:
+        """By each run, (R,) int64."""
+        return self._ends.clamp(max=self.step)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no run goes on."""
+        return self.step >= int(self._ends.max())
+
+    def stop(self, runs: Array | None = None) -> None:
+        """End some runs after the step just done, or all: for a callback. Early stopping in the text of
+        `dpcompanion.training.callbacks` says what may decide it. The others go on as if they were alone.
+
+        Args:
+            runs: (k,) indices, or None for all.
+
+        Raises:
+            ValueError: what are no indices of runs.
+        """
+        runs = range(len(self)) if runs is None else runs
+        _checks.in_interval("runs", runs, 0, len(self), closed="left")
+        chosen = torch.as_tensor(_checks.unlabelled(runs)).cpu().reshape(-1)
+        if chosen.numel() and (chosen.is_floating_point() or chosen.dtype == torch.bool):
+            raise ValueError(f"runs must be indices of runs, got {chosen.dtype}")
+        chosen = chosen.long()
+        self._ends[chosen] = self._ends[chosen].clamp(max=self.step)
+
+    def history(self, run: int) -> History:
+        """The history of one run: the steps that it took, its statement, its epsilons and its card.
+
+        Raises:
+            ValueError: what is no index of a run.
+
+        >>> from dpcompanion.training import Callbacks, cross_entropy, models, train_ensemble
+        >>> x, y = torch.randn(100, 2), torch.arange(100) % 2
+        >>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=2.0, delta=1e-3)
+        >>> def stop(ensemble):
+        ...     if ensemble.step == 5:
+        ...         ensemble.stop([1])
+        >>> runs = train_ensemble(models.linear(2, 2), cross_entropy, (x, y), plan, seeds=[0, 1], learning_rate=0.1,
+        ...                       callbacks=Callbacks(on_step=stop))
+        >>> runs.steps_taken.tolist(), runs.history(1).stopped, len(runs.history(1).losses)
+        ([20, 5], True, 5)
+        """
+        run = _checks.whole_number("run", run, 0, len(self) - 1)
+        taken, plan = int(self.steps_taken[run]), self.plans[run]
+        return History(
+            self.losses[run, :taken].clone(),
+            self.batch_sizes[run, :taken].clone(),
+            dropped=int(self.dropped[run]),
+            epochs=[dict(epoch) for epoch in self.epochs if epoch["step"] <= taken],
+            seed=self.seeds[run],
+            guarantee=plan.statement(steps=taken),
+            precision=self.precision or str(self.vectors.dtype).removeprefix("torch."),
+            stopped=int(self._ends[run]) < self.steps,
+            plan=plan,
+            steps=taken,
+        )
+
     def split(self, vectors: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rows (k, parameters) as {name: (k, *shape)}, without a copy."""
         return {
@@ -210,9 +259,9 @@ class Ensemble:
                 model.get_parameter(name).copy_(p[run])
         return model
 
-    def predict(self, x: torch.Tensor, *, chunk: int = 1024) -> torch.Tensor:
-        """The outputs of every run for x, (R, len(x), ...), in evaluation mode; `chunk` examples at once."""
-        chunk = _checks.whole_number("chunk", chunk, 1)
+    def predict(self, x: torch.Tensor, *, microbatch_size: int = 1024) -> torch.Tensor:
+        """The outputs of every run for x, (R, len(x), ...), in evaluation mode; `microbatch_size` examples at once."""
+        microbatch_size = _checks.whole_number("microbatch_size", microbatch_size, 1)
         model = copy.deepcopy(self._template).eval()
         parameters = self.parameters
         with torch.no_grad():
@@ -221,7 +270,7 @@ class Ensemble:
                     torch.cat(
                         [
                             call_with(model, {name: p[run] for name, p in parameters.items()}, part)
-                            for part in x.to(self.device).split(chunk)
+                            for part in x.to(self.device).split(microbatch_size)
                         ]
                     )
                     for run in range(len(self))
@@ -271,7 +320,7 @@ class Ensemble:
             )
         return torch.cat([theirs[name].detach().flatten().to(self.device) for name in own])
 
-    def _stacks(self, precision):
+    def _stacks(self, precision, method):
         """Whether two different runs through the stacked network give what each gives alone, in this precision."""
         rows = proof.hardest(self._template, self.loss, self.x, self.y)
         x, y = self.x[rows], self.y[rows]
@@ -281,7 +330,7 @@ class Ensemble:
             network.load(self.split(pair))
             with traces.evaluating(network.module):
                 together = sums.layerwise(
-                    network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, self.method, 2, precision
+                    network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, method, 2, precision
                 )
         except (Unfit, RuntimeError, AttributeError, TypeError):
             return False
@@ -290,7 +339,7 @@ class Ensemble:
                 for name, p in self.split(vector[None]).items():
                     model.get_parameter(name).copy_(p[0])
             with traces.evaluating(model):
-                alone = sums.layerwise(model, self.loss, x, y, math.inf, self.method, None, precision)
+                alone = sums.layerwise(model, self.loss, x, y, math.inf, method, None, precision)
             error = sum((g - together.gradients[name][run]).norm() for name, g in alone.gradients.items())
             error += (alone.norms - together.norms.chunk(2)[run]).norm()
             if not error <= tolerances(pair if precision is None else pair.bfloat16())[0] * alone.norms.sum():
@@ -356,7 +405,9 @@ class Ensemble:
 
     def _sum_clipped(self, rows, network):
         """Draw the batches of the runs in `rows`, sum their clipped gradients and draw their noise."""
-        draws = [self._draw(run) for run in rows]
+        going = (self._ends > self.step).tolist()
+        none = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
+        draws = [self._draw(run) if going[run] else none for run in rows]
         sizes = torch.tensor([len(indices) for indices, _ in draws])
         self.batch_sizes[rows.start : rows.stop, self.step] = sizes
         self._sums[rows.start : rows.stop] = 0
@@ -389,6 +440,8 @@ class Ensemble:
         for k, run in enumerate(rows):
             size = len(draws[k][0])
             self.indices[run], self.norms[run] = indices[k, :size], norms[k, :size]
+            if not going[run]:
+                continue
             self._noise[run] = self.plans[run].noise(
                 (self.vectors.shape[1],), self._generators[run]["noise"], device=self.device
             )
@@ -414,7 +467,10 @@ class Ensemble:
             move.add_(self.vectors, alpha=self.weight_decay)
         if self._velocity is not None:
             move = self._velocity.mul_(self.momentum).add_(move)
-        self.vectors -= self.learning_rate[:, None] * move
+        move = self.learning_rate[:, None] * move
+        if int(self._ends.min()) <= self.step:
+            move = move.masked_fill((self._ends <= self.step).to(self.device)[:, None], 0)
+        self.vectors -= move
         self.step += 1
 
     def _identity(self):
@@ -440,7 +496,7 @@ class Ensemble:
             return [(seed, shared) for seed in self.seeds]
         return [(seed, f"{shared} {digest_of(own)}") for seed, own in zip(self.seeds, self.members)]
 
-    _KEPT = ("vectors", "learning_rate", "losses", "batch_sizes", "dropped", "_velocity")
+    _KEPT = ("vectors", "learning_rate", "losses", "batch_sizes", "dropped", "_velocity", "_ends")
 
     def _save(self, path, stateful):
         self._check_later()
@@ -476,6 +532,45 @@ class Ensemble:
         for name, state in content["stateful"].items():
             stateful[name].load_state_dict(state)
         self.step, self.epochs = content["step"], content["epochs"]
+
+
+def _checked_seeds(seeds):
+    """One seed for each run."""
+    if not isinstance(seeds, Iterable):
+        raise ValueError(f"seeds must be a list of whole numbers, one for each run, got {seeds!r}")
+    found = [_checks.seed("seeds", seed) for seed in seeds]
+    if not found:
+        raise ValueError("seeds must name one run at least, got none")
+    return found
+
+
+def _models_and_plans(model, plans, runs):
+    """Models, one or one for each run, and a plan for each; the plans agree in what runs side by side share."""
+    own = [plans] if isinstance(plans, DPSGDPlan) else list(plans)
+    models = [model] if isinstance(model, torch.nn.Module) else list(model)
+    for name, items in (("plans", own), ("model", models)):
+        if len(items) not in (1, runs):
+            raise ValueError(f"{name} must be one, or one for each of the {runs} seeds, got {len(items)}")
+    if not all(isinstance(plan, DPSGDPlan) for plan in own):
+        raise ValueError(f"plans must be a DPSGDPlan, or one for each run, got {own!r:.80}")
+    own = tuple(own * (runs // len(own)))
+    if len({(plan.n, plan.steps) for plan in own}) > 1:
+        raise ValueError(f"plans must agree in n and steps, got {sorted({(plan.n, plan.steps) for plan in own})}")
+    if any(plan.arithmetic == "float" for plan in own):
+        raise ValueError(
+            "plans must have arithmetic='real', got 'float': runs side by side have seeds and are for research"
+        )
+    return models, own
+
+
+def _checked_members(members, runs, n):
+    """(runs, n) booleans on the CPU."""
+    members = torch.as_tensor(members).cpu()
+    if members.dtype != torch.bool or members.shape != (runs, n):
+        raise ValueError(
+            f"members must be booleans of shape ({runs}, {n}), got {members.dtype} of shape {tuple(members.shape)}"
+        )
+    return members
 
 
 def _buffers(module):

@@ -1,6 +1,6 @@
 """A step of a training loop of one's own, which cannot be left half done.
 
-A tracker (`dpcompanion.training.tracking`) says to what a step clips, and is told what was done.  In a loop of one's
+A tracker (`dpcompanion.training.tracking`) says to what a step clips, and takes what was done.  In a loop of one's
 own, with Opacus for instance, each logical step is a `step`::
 
     with tracker.step() as limits:                              # (n,)

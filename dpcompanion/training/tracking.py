@@ -84,7 +84,7 @@ class NormTracker(Measured, OwnLoop):
         trajectory_delta: keep every example's epsilon at this delta at the end of each epoch (`trajectory`): 4 bytes an
             example and epoch. It is worked out there and then, which waits for the account's device.
         keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass, where the account is.
-        method, chunk: how the passes are computed, see `gradient_norms`.
+        method, microbatch_size: how the passes are computed, see `gradient_norms`.
         precision: None for the model's own, or "bf16": in what the passes go forward and back, see
             `dpcompanion.gradients.clipping`. Norms are then off by about a hundredth: with clipping "individual" no
             less is enforced than is charged, and an estimate is as much less accurate.
@@ -112,7 +112,7 @@ class NormTracker(Measured, OwnLoop):
         trajectory_delta: float | None = None,
         keep_norms: bool = False,
         method: str = "auto",
-        chunk: int | None = None,
+        microbatch_size: int | None = None,
         precision: str | None = None,
     ):
         Measured.__init__(
@@ -126,7 +126,7 @@ class NormTracker(Measured, OwnLoop):
             updates_per_epoch=updates_per_epoch,
             keep_norms=keep_norms,
             method=method,
-            chunk=chunk,
+            microbatch_size=microbatch_size,
             precision=precision,
             device=accountant.device,
         )
@@ -180,7 +180,7 @@ class NormTracker(Measured, OwnLoop):
         trajectory_delta: float | None = None,
         keep_norms: bool = False,
         method: str = "auto",
-        chunk: int | None = None,
+        microbatch_size: int | None = None,
         precision: str | None = None,
         rounding: float | None = 0.01,
         accountant: str | None = None,
@@ -202,7 +202,7 @@ class NormTracker(Measured, OwnLoop):
                 clips, and one out of budget takes no part. Needs clipping "individual" without running estimates.
             trajectory_delta: keep every example's epsilon at this delta at the end of each epoch (`trajectory`).
             keep_norms: keep the norms of each pass (`norms_of_passes`).
-            method, chunk: how the passes are computed, see `gradient_norms`.
+            method, microbatch_size: how the passes are computed, see `gradient_norms`.
             precision: None for the model's own, or "bf16": in what the passes go forward and back.
             rounding: of the account, r as a share of C, to whose multiples norms are rounded up; None for none.
             accountant: "pld" or "rdp"; the plan's by default.
@@ -236,7 +236,7 @@ class NormTracker(Measured, OwnLoop):
             trajectory_delta=trajectory_delta,
             keep_norms=keep_norms,
             method=method,
-            chunk=chunk,
+            microbatch_size=microbatch_size,
             precision=precision,
         )
 

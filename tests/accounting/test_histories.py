@@ -103,26 +103,26 @@ def some():
     return counts, run, epsilon_of_histories(counts, **run)
 
 
-@pytest.mark.parametrize("changed", [dict(_ROWS=64, _ASKED=64), dict(_ROWS=64, _ASKED=4), dict(_BLOCK=100 * 12)])
+@pytest.mark.parametrize("changed", [dict(_ROWS=64, _ASKED=64), dict(_ROWS=64, _ASKED=4), dict(BLOCK=100 * 12)])
 def test_in_parts_of_any_size_histories_cost_what_they_cost_together(changed, monkeypatch):
     counts, run, together = some()
     for name, value in changed.items():
         monkeypatch.setattr(histories, name, value)
     parts = epsilon_of_histories(counts, **run)
     # Those of a block share grids, so that other blocks have others: either is off by at most a thousandth.
-    torch.testing.assert_close(parts, together, rtol=1e-3 if "_BLOCK" in changed else 1e-9, atol=0)
+    torch.testing.assert_close(parts, together, rtol=1e-3 if "BLOCK" in changed else 1e-9, atol=0)
 
 
 def test_only_rows_that_are_the_same_are_taken_for_the_same(monkeypatch):
     counts, run, found = some()
-    rows, which = histories._distinct(counts)
+    rows, which = histories.distinct_rows(counts)
     assert torch.equal(rows[which], counts)
     few = counts[400:410].repeat(20, 1)
-    rows, which = histories._distinct(few)
+    rows, which = histories.distinct_rows(few)
     assert torch.equal(rows[which], few) and len(rows) == 10
     # Where all have the same mark.
     monkeypatch.setattr(torch, "rand", lambda *size, generator, dtype: torch.full(size, 0.0, dtype=dtype))
-    rows, which = histories._distinct(counts)
+    rows, which = histories.distinct_rows(counts)
     assert torch.equal(rows[which], counts)
 
 

@@ -74,6 +74,117 @@ def test_no_two_gradients_are_told_apart_better_than_opposite_ones_of_full_lengt
         assert delta == pytest.approx(most, rel=1e-3)
 
 
+def distances(rate, noise, own, other, cells=40_000):
+    """Losses of P against Q and masses of P, on cells of x: q N(own, noise^2) on the one side, q N(-other, ...)."""
+    x = torch.linspace(-7.5 * noise - other, 7.5 * noise + own, cells, dtype=torch.float64)
+
+    def density(at):
+        parts = [(1 - rate, 0.0), (rate, at)]
+        return sum(part * torch.exp(-((x - mean) ** 2) / (2 * noise**2)) for part, mean in parts)
+
+    first, second = density(own), density(-other)
+    masses = first / (math.sqrt(2 * math.pi) * noise) * float(x[1] - x[0])
+    return torch.log(first / second), masses
+
+
+def deltas(losses, masses, steps, epsilons, interval):
+    """Bounds on delta from below and above: losses rounded down and up to a grid, and their sums."""
+    found = []
+    for rounded in (torch.floor(losses / interval), torch.ceil(losses / interval)):
+        first = int(rounded.min())
+        one = torch.zeros(int(rounded.max()) - first + 1, dtype=torch.float64)
+        one.index_add_(0, (rounded - first).long(), masses)
+        size = (len(one) - 1) * steps + 1
+        power = torch.fft.irfft(torch.fft.rfft(one, n=size + 1) ** steps, n=size + 1)[:size].clamp(min=0)
+        total = (first * steps + torch.arange(size)) * interval
+        found.append([float((power * -torch.expm1((epsilon - total).clamp(max=0))).sum()) for epsilon in epsilons])
+    return found
+
+
+@pytest.mark.parametrize("own, other", [(0.4, 1.0), (1.0, 0.4), (1e-6, 1.0), (0.9, 1.0)])
+@pytest.mark.parametrize("rate, noise, steps", [(0.2, 0.8, 1), (0.3, 1.5, 12)])
+def test_replacing_examples_of_two_norms_costs_what_the_pair_costs(rate, noise, steps, own, other):
+    kinds = [people._Replaced(rate, noise / own, noise / other)]
+    # As few as people are, they are on grids: nothing else takes two norms.
+    found = float(people._on_grids(kinds, torch.tensor([[steps]]), 1e-4)[0])
+    around = (found * 0.997, found)
+    ways = [deltas(*distances(rate, noise, *pair), steps, around, 1e-4) for pair in ((own, other), (other, own))]
+    assert max(below[1] for below, _ in ways) <= 1e-4  # at epsilon delta is met in both directions, and not far below
+    assert max(above[0] for _, above in ways) > 1e-4
+
+
+def test_no_two_gradients_of_two_lengths_are_told_apart_better_than_opposite_ones():
+    rate, noise, own, other = 0.3, 0.8, 0.35, 1.0
+    axis = torch.linspace(-6, 6, 241, dtype=torch.float64)
+    x = torch.stack(torch.meshgrid(axis, axis, indexing="ij"), dim=-1)
+
+    def density(gradient):
+        parts = [(rate, gradient), (1 - rate, torch.zeros(2, dtype=torch.float64))]
+        masses = sum(part * torch.exp(-((x - at) ** 2).sum(-1) / (2 * noise**2)) for part, at in parts)
+        return masses / (2 * math.pi * noise**2) * float(axis[1] - axis[0]) ** 2
+
+    generator = torch.Generator().manual_seed(1)
+    angles = 2 * math.pi * torch.rand(10, 2, generator=generator, dtype=torch.float64)
+    lengths = torch.rand(10, 2, generator=generator, dtype=torch.float64).clamp(min=0.3)
+    directions = torch.stack((torch.cos(angles), torch.sin(angles)), dim=-1) * lengths[..., None]
+    opposite = torch.tensor([[[1.0, 0.0], [-1.0, 0.0]]], dtype=torch.float64)
+    for epsilon in (-0.2, 0.0, 0.4):
+        found = []
+        for pair in torch.cat((directions, opposite)):
+            first, second = density(own * pair[0]), density(other * pair[1])
+            found.append(float((first - math.exp(epsilon) * second).clamp(min=0).sum()))
+        assert max(found[:-1]) <= found[-1] * (1 + 1e-9)
+
+
+def test_each_person_is_charged_for_replacement_by_what_was_promised_or_recorded():
+    norms = [0.5, 0.5, 0.25, 0.05, 0.0]
+    recorded = account(norms)
+    ledger, both = Ledger([recorded], relation="replace"), Ledger([recorded])
+    found, uniform = ledger.epsilons(DELTA), ledger.epsilon(DELTA)
+    assert found[:2].tolist() == [uniform, uniform]  # who is charged in full
+    assert bool((found[1:].diff() < 0).all()) and found[-1] >= both.epsilon(DELTA) * (1 - 1e-4)
+    assert found[-1] == pytest.approx(both.epsilon(DELTA), rel=2e-3)  # only the other example costs
+    assert bool((found >= both.epsilons(DELTA)).all())
+    assert ledger.epsilons(DELTA, accounts=False).tolist() == [uniform] * 5
+    # Who was charged for fewer steps may be replaced by somebody who takes part in all.
+    early = account([0.5, 0.5], steps=torch.tensor([100, 40])).ledger_entry(unequal_steps=True)
+    first, second = Ledger([early], relation="replace").epsilons(DELTA).tolist()
+    assert both.epsilon(DELTA) < second < first == uniform
+    # More than a few: on grids all of them.
+    many = Ledger([account(torch.linspace(0.02, 0.5, 20))], relation="replace").epsilons(DELTA)
+    assert bool((many.diff() > 0).all()) and many[-1] == pytest.approx(uniform, rel=2e-3)
+    assert many[-1] <= uniform
+
+
+def test_promises_that_differ_are_replaced_by_examples_with_the_same_promise():
+    rates, noise = torch.tensor([0.01, 0.02, 0.05]), 1.3
+    plan = DPSGDPlan(n=3, sample_rate=rates, steps=50, max_grad_norm=1.0, noise_multiplier=noise, delta=DELTA)
+    ledger = Ledger([plan], relation="replace").add(Guarantee(0.1, 1e-7), people=[0]).add(Laplace(20.0), people=[1])
+    found = ledger.epsilons(DELTA)
+    for person, more in enumerate(([Guarantee(0.1, 1e-7)], [Laplace(20.0)], [])):
+        alone = Ledger([SampledGaussian(float(rates[person]), noise, 50), *more], relation="replace")
+        assert found[person] == pytest.approx(alone.epsilon(DELTA), rel=1e-6)
+    oracle = theirs.from_gaussian_mechanism(
+        noise,
+        sampling_prob=0.05,
+        value_discretization_interval=1e-3,
+        neighboring_relation=NeighboringRelation.REPLACE_ONE,
+    ).self_compose(50)
+    assert found[2] == pytest.approx(oracle.get_epsilon_for_delta(DELTA), rel=1e-3)
+    filter = RenyiFilter(2, **RUN, orders=[2, 8], budgets=[0.5, 1.0])
+    filtered = Ledger(relation="replace").add(filter, delta=1e-7)
+    for promised, epsilon in zip(filtered.epsilons(DELTA).tolist(), filter.epsilon(1e-7).tolist()):
+        assert promised == pytest.approx(Ledger([Guarantee(epsilon, 1e-7)], relation="replace").epsilon(DELTA))
+
+
+def test_many_levels_are_rounded_up_where_one_example_replaces_another(monkeypatch):
+    fine = Ledger([account(torch.linspace(0.02, 0.5, 30), rounding=0.001)], relation="replace").epsilons(DELTA)
+    monkeypatch.setattr(people, "MOST_LEVELS", 8)
+    monkeypatch.setattr(people, "MIXTURE_NODES", 12)
+    coarse = Ledger([account(torch.linspace(0.02, 0.5, 30), rounding=0.001)], relation="replace").epsilons(DELTA)
+    assert bool((coarse >= fine * (1 - 2e-3)).all()) and bool((coarse <= fine * 1.15).all())
+
+
 def test_replacement_is_never_above_removing_and_adding_and_counts_each_kind():
     items = [SampledGaussian(0.02, 1.0, 200), SampledGaussian(0.1, 3.0, 50), Gaussian(20.0)]
     both, single = Ledger(items, relation="replace"), Ledger(items)
@@ -104,11 +215,7 @@ def test_the_relation_is_stated_kept_in_json_and_that_of_the_ledger_something_is
     ledger = Ledger([Gaussian(8.0, replaced=1.5)], relation="replace")
     assert "replaces" in ledger.statement() and Ledger.from_json(ledger.to_json()) == ledger != Ledger(ledger.items)
     assert Ledger().add(ledger) == Ledger(ledger.items)
-    for wrong in (
-        ledger.to_dp_event,
-        lambda: select_best(ledger, mean=2),
-        lambda: ledger.add(account([0.1])).epsilons(DELTA),
-    ):
+    for wrong in (ledger.to_dp_event, lambda: select_best(ledger, mean=2)):
         with pytest.raises(ValueError, match="relation"):
             wrong()
 
@@ -138,7 +245,7 @@ def test_many_people_at_once_cost_what_each_alone_does(monkeypatch):
         def alone(items, delta=delta):
             return Ledger(items).epsilon(delta)
 
-        found = people.epsilons_of(kinds, counts, delta, alone)
+        found = people.epsilons_of([people.Cost(kind) for kind in kinds], counts, delta, alone)
         for row, epsilon in zip(counts.tolist(), found.tolist()):
             exact = alone([item for kind, count in zip(kinds, row) for item in times(kind, count)])
             assert epsilon == exact or exact * (1 - 3e-4) <= epsilon <= exact * (1 + 3e-3)
@@ -150,8 +257,8 @@ def test_levels_beyond_number_are_mixtures_and_stay_bounds(monkeypatch):
         Ledger().add(account(norms, rounding=None)).add(account(norms.flip(0), rounding=None, noise_multiplier=3.0))
     )
     exact = ledger.epsilons(DELTA)
-    monkeypatch.setattr(people, "_MOST_LEVELS", 20)
-    monkeypatch.setattr(people, "_NODES", 12)
+    monkeypatch.setattr(people, "MOST_LEVELS", 20)
+    monkeypatch.setattr(people, "MIXTURE_NODES", 12)
     mixed = ledger.epsilons(DELTA)
     assert bool((mixed >= exact * (1 - 2e-3)).all()) and bool((mixed <= exact * 1.05).all())
 

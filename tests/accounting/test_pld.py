@@ -415,8 +415,8 @@ def test_on_stairs_the_cell_is_found_by_sums_over_all_points_at_once(monkeypatch
     """A grid coarser than 1: delta falls in stairs, where Newton's method takes hundreds of steps."""
     run = dict(sample_rate=0.3, noise_multiplier=0.05, steps=200)
     loss = pld.compose(**run, delta=1e-6, interval=30.0)
-    looked, log_delta = [], pld.ComposedLoss._log_delta
-    monkeypatch.setattr(pld.ComposedLoss, "_log_delta", lambda *args: looked.append(args) or log_delta(*args))
+    looked, log_delta = [], pld.ComposedLoss.log_delta
+    monkeypatch.setattr(pld.ComposedLoss, "log_delta", lambda *args: looked.append(args) or log_delta(*args))
     for delta in (1e-9, 1e-6, 1e-5, 1e-3):
         looked.clear()
         epsilon = loss.epsilon(delta)

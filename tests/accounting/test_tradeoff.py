@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import special
 
 from dpcompanion.accounting import best_true_positive_rate, compute_delta, compute_epsilon, pld, trade_off
-from dpcompanion.accounting.tradeoff import TOLERANCE, _log_deltas
+from dpcompanion.accounting.tradeoff import TOLERANCE, log_deltas_of
 from dpcompanion.attacks import clopper_pearson
 
 RATES = torch.cat(
@@ -178,7 +178,7 @@ def test_no_line_of_compute_delta_is_missed(run):
 def test_many_deltas_at_once_are_those_of_one_at_a_time_and_never_below(run, direction):
     loss = pld.compose(**run, delta=1e-5, direction=direction)
     epsilons = torch.cat((torch.zeros(1), torch.logspace(-4, 1.3, 40))).double()
-    found = torch.exp(_log_deltas(loss, epsilons))
+    found = torch.exp(log_deltas_of(loss, epsilons))
     single = torch.tensor([loss.delta(epsilon) for epsilon in epsilons.tolist()], dtype=torch.float64)
     assert bool((found >= single * (1 - 1e-12)).all()) and bool((found <= single * (1 + 1e-6)).all())
 
@@ -289,8 +289,8 @@ def test_arguments_broadcast_and_numbers_give_a_number():
 
 
 def test_one_composition_serves_all_rates(monkeypatch):
-    compose, composed = pld._compose_at, []
-    monkeypatch.setattr(pld, "_compose_at", lambda *args: composed.append(args[3:]) or compose(*args))
+    compose, composed = pld.compose_at, []
+    monkeypatch.setattr(pld, "compose_at", lambda *args: composed.append(args[3:]) or compose(*args))
     trade_off(**REFERENCE, false_positive_rate=torch.linspace(1e-4, 1 - 1e-4, 1000, dtype=torch.float64))
     assert len(composed) == len(set(composed)) == 4  # two deltas, each in two directions
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion.accounting import find_steps, rdp_sampled_gaussian
-from dpcompanion.accounting.chords import between, chords
+from dpcompanion.accounting.rdp_interpolation import interpolate, interpolation_table
 from dpcompanion.filters import RenyiFilter
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entropy, train
@@ -164,10 +164,10 @@ def test_budgets_differ_between_examples_and_are_their_guarantee():
 
 
 def test_chords_lie_above_the_divergence_by_little():
-    orders, table = chords(0.02, 0.9, (1.5, 2, 8.5, 64))
+    orders, table = interpolation_table(0.02, 0.9, (1.5, 2, 8.5, 64))
     shares = torch.rand(300, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).clamp(min=0.01)
     exact_ = rdp_sampled_gaussian(sample_rate=0.02, noise_multiplier=0.9 / shares, orders=orders)
-    ratio = between(shares, table) / exact_
+    ratio = interpolate(shares, table) / exact_
     assert (ratio >= 1).all() and (ratio[:, :3] <= 1.001).all() and ratio.max() < 1.01
 
 

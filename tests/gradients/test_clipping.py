@@ -162,8 +162,8 @@ def test_each_example_may_have_a_clip_norm_of_its_own_in_any_chunks(method):
     model, x, y = build("mnist cnn")
     limits = torch.tensor([0.1, 0.5, 0.01, 100.0, 0.3], dtype=torch.float64)
     total, _ = oracle(model, cross_entropy, x, y, limits)
-    for chunk in (1, 2, 5, None):
-        result = clipped_sum(model, cross_entropy, x, y, limits, method=method, chunk=chunk)
+    for microbatch_size in (1, 2, 5, None):
+        result = clipped_sum(model, cross_entropy, x, y, limits, method=method, microbatch_size=microbatch_size)
         for ours, theirs in zip(result.gradients.values(), total):
             assert relative(ours, theirs) < 1e-10
 
@@ -421,7 +421,7 @@ def test_a_layer_whose_weight_is_used_beside_it_is_found_out():
         ({"max_grad_norm": 0.0}, "max_grad_norm"),
         ({"max_grad_norm": torch.ones(3)}, "max_grad_norm"),
         ({"method": "magic"}, "method"),
-        ({"chunk": 0}, "chunk"),
+        ({"microbatch_size": 0}, "microbatch_size"),
         ({"y": torch.zeros(4, dtype=torch.int64)}, "y"),
         ({"loss": F.cross_entropy}, "reduction='none'"),
     ],
@@ -558,7 +558,7 @@ def test_func_holds_no_more_gradients_than_fit_however_many_are_asked_for(monkey
         clipping, "functional", lambda *args, **options: seen.append(len(args[2])) or work(*args, **options)
     )
     model, x, y = nn.Linear(4, 3), torch.randn(10, 4), torch.arange(10) % 3
-    norms = gradient_norms(model, cross_entropy, x, y, method="func", chunk=10)
+    norms = gradient_norms(model, cross_entropy, x, y, method="func", microbatch_size=10)
     assert seen == [4, 4, 2] and len(norms) == 10
 
 

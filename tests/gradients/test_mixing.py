@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpcompanion.audit import crafted
+from dpcompanion.audit import make_canaries
 from dpcompanion.gradients import clipping
 from dpcompanion.training import (
     Callbacks,
@@ -308,6 +308,6 @@ def test_an_optimizer_that_takes_sparse_gradients_only_is_refused():
 
 
 def test_crafted_tokens_are_tokens():
-    x, y = crafted(TOKENS, Y, 50, generator=torch.Generator().manual_seed(0))
+    x, y = make_canaries(TOKENS, Y, 50, generator=torch.Generator().manual_seed(0))
     assert x.dtype == TOKENS.dtype and x.shape == (50, 6) and set(x.unique().tolist()) <= set(TOKENS.unique().tolist())
     assert set(y.tolist()) == {0, 1}

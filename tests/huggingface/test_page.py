@@ -21,7 +21,12 @@ def test_the_code_of_the_page_runs_and_accounts_for_patients(capsys):
         exec(compile(block, "hugging-face.md", "exec"), names)
     assert "one patient" in capsys.readouterr().out
     assert names["epsilons"].shape == (200,) and names["epsilons"].max() <= 3.0
+    assert plan_and_scaler(names) and names["text_plan"].steps == len(names["text_history"].losses)
     assert names["plan"].epsilon().unique().numel() == 2 and names["plan"].epsilon().max() <= 4.0
+
+
+def plan_and_scaler(names):
+    return 3.0 < names["ledger"].epsilon(1e-4) < 3.5 and abs(float(names["scaled"].mean())) < 0.5
 
 
 @pytest.mark.parametrize("name, persons", [("classifier_with_budgets", 31), ("language_model_with_a_filter", 21)])

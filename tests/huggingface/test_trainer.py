@@ -7,11 +7,13 @@ import warnings
 
 import pytest
 import torch
-from tiny import MODELS, bert, model_of, rows_of
+from tiny import MODELS, bert, llama, model_of, rows_of
+from peft import PromptTuningConfig, get_peft_model
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments, default_data_collator
 
 from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer
-from dpcompanion.training import DPSGDPlan
+from dpcompanion.training import DPSGDPlan, Track
+from dpcompanion.training.people import PRESENT
 from dpcompanion.gradients.proof import rows_to_look_through
 
 PRIVACY = dict(budgets=8.0, delta=1e-3, seed=1, accountant="rdp")
@@ -53,10 +55,10 @@ def clipped_by_autograd(model, x, y, c):
     """The sum of the persons' clipped gradients, by the model's own loss of one row at a time."""
     own = {key: p for key, p in model.named_parameters() if p.requires_grad}
     total = {key: torch.zeros_like(p) for key, p in own.items()}
-    for person, present in enumerate(x["present"]):
+    for person, present in enumerate(x[PRESENT]):
         losses = []
         for place in present.nonzero()[:, 0]:
-            row = {k: t[person, place][None] for k, t in x.tensors.items() if k != "present"}
+            row = {k: t[person, place][None] for k, t in x.tensors.items() if k != PRESENT}
             losses.append(model(**row, labels=y["labels"][person, place][None]).loss)
         found = torch.autograd.grad(
             torch.stack(losses).mean(), list(own.values()), allow_unused=True, materialize_grads=True
@@ -92,7 +94,7 @@ def test_a_step_is_that_of_autograd_one_person_at_a_time(name, lora, tmp_path, m
     )
     trainer.train()
     drawn, (x, y) = seen[-1]
-    assert len(drawn) == trainer.history.batch_sizes[0] > 1 and x["present"].sum() > len(drawn)
+    assert len(drawn) == trainer.history.batch_sizes[0] > 1 and x[PRESENT].sum() > len(drawn)
     total = clipped_by_autograd(before, x, y, 0.5)
     assert max(g.abs().max() for g in total.values()) > 1e-3
     after = weights_of(model)
@@ -160,7 +162,7 @@ LONG = dict(max_steps=4, save_strategy="steps", save_steps=2, learning_rate=0.05
 
 
 def test_a_run_that_goes_on_ends_where_it_would_have_ended(tmp_path):
-    privacy = {"people": "who", "at_most": 2, "track": {"clipping": "individual"}}
+    privacy = {"people": "who", "at_most": 2, "track": Track(clipping="individual")}
     whole = trainer_of(tmp_path / "a", model=with_dropout(), privacy=privacy, **LONG)
     whole.train()
     cut = trainer_of(tmp_path / "b", model=with_dropout(), privacy=privacy, given={"callbacks": [Interrupt()]}, **LONG)
@@ -286,7 +288,7 @@ def test_padding_that_few_rows_need_is_found_among_many_of_one_length(tmp_path):
         row["attention_mask"] = torch.tensor([1, 1, 1, 0, 0, 0])
     rows[int(rows_to_look_through(64)[40])]["attention_mask"] = torch.ones(6, dtype=torch.int64)
     trainer = trainer_of(tmp_path, model=bert(initializer_range=0.5), rows=rows)
-    trainer._rows.collate = padded_without_a_mask
+    trainer._rows.reader.collate_fn = padded_without_a_mask
     with pytest.raises(ValueError, match="data_collator"):
         trainer.train()
 
@@ -297,14 +299,14 @@ def padded_without_a_mask(items):
     return {"input_ids": ids, "labels": torch.tensor([item["labels"] for item in items])}
 
 
-def mixing(logits, batch):
-    losses = torch.nn.functional.cross_entropy(logits, batch["labels"], reduction="none")
+def mixing(outputs, batch):
+    losses = torch.nn.functional.cross_entropy(outputs.logits, batch["labels"], reduction="none")
     return losses / losses.detach().mean()
 
 
 def test_what_mixes_persons_is_refused(tmp_path):
     trainer = trainer_of(tmp_path, model=bert(initializer_range=0.5))
-    trainer._rows.collate = padded_without_a_mask
+    trainer._rows.reader.collate_fn = padded_without_a_mask
     with pytest.raises(ValueError, match="data_collator"):
         trainer.train()
     with pytest.raises(ValueError, match="loss"):
@@ -332,6 +334,17 @@ def test_what_cannot_be_accounted_for_is_refused(privacy, options, word, tmp_pat
     with warnings.catch_warnings(), pytest.raises(ValueError, match=word):
         warnings.simplefilter("ignore")
         trainer_of(tmp_path, privacy=privacy, **options)
+
+
+def test_of_a_trained_prompt_the_prompt_moves_and_nothing_else(tmp_path):
+    torch.manual_seed(0)
+    config = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    model = get_peft_model(llama(attn_implementation="eager"), config)
+    before = weights_of(model)
+    trainer = trainer_of(tmp_path, "llama", model)
+    trainer.train()
+    moved = {name for name, p in weights_of(model).items() if not torch.equal(p, before[name])}
+    assert moved == {name for name, p in model.named_parameters() if p.requires_grad} and len(moved) == 1
 
 
 def test_epochs_count_persons(tmp_path):

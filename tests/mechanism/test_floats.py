@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dpcompanion.accounting import compute_epsilon
-from dpcompanion.gradients import clipping, company, layers, sums
+from dpcompanion.gradients import batch_dependence, clipping, layers, sums
 from dpcompanion.mechanism import floats
 from dpcompanion.training import DPSGDPlan, cross_entropy, models, train, train_ensemble
 from dpcompanion.mechanism.secure import grid_of, snapped
@@ -66,7 +66,7 @@ def vectors(model, x, y, limits, **arguments):
     for i in range(len(x)):
         alone = torch.full((len(x),), 1e-290, dtype=torch.float64)
         alone[i] = limits[i]
-        total = clipping.clipped_sum(model, cross_entropy, x, y, alone, precise=True, **arguments)
+        total = clipping.clipped_sum(model, cross_entropy, x, y, alone, float64=True, **arguments)
         found.append(torch.cat([g.flatten() for g in total.gradients.values()]))
     return torch.stack(found)
 
@@ -74,7 +74,7 @@ def vectors(model, x, y, limits, **arguments):
 @pytest.mark.parametrize("method", ["mixed", "func"])
 def test_what_is_added_is_what_was_measured_and_is_the_gradient(method):
     model, x, y = words()
-    total = clipping.clipped_sum(model, cross_entropy, x, y, 1e300, method=method, precise=True)
+    total = clipping.clipped_sum(model, cross_entropy, x, y, 1e300, method=method, float64=True)
     each = vectors(model, x, y, torch.full((len(x),), 1e300, dtype=torch.float64), method=method)
     torch.testing.assert_close(each.norm(dim=1), total.norms, rtol=floats.NORM_ERROR, atol=0)
     assert all(g.dtype == torch.float64 for g in total.gradients.values())
@@ -86,11 +86,11 @@ def test_what_is_added_is_what_was_measured_and_is_the_gradient(method):
         )
 
 
-@pytest.mark.parametrize("method, chunk", [("mixed", None), ("mixed", 5), ("func", 4)])
-def test_the_sum_is_off_by_no_more_than_its_bound(method, chunk):
+@pytest.mark.parametrize("method, microbatch_size", [("mixed", None), ("mixed", 5), ("func", 4)])
+def test_the_sum_is_off_by_no_more_than_its_bound(method, microbatch_size):
     model, x, y = words(16)
     limits = torch.linspace(0.1, 3, 16, dtype=torch.float64)
-    total = clipping.clipped_sum(model, cross_entropy, x, y, limits, method=method, precise=True)
+    total = clipping.clipped_sum(model, cross_entropy, x, y, limits, method=method, float64=True)
     found = torch.cat([g.flatten() for g in total.gradients.values()])
     each = vectors(model, x, y, limits, method=method)
     bound = 18 * 2.0**-53 / (1 - 18 * 2.0**-53)
@@ -115,7 +115,7 @@ def test_a_clipped_vector_is_no_longer_than_the_account_says(dtype, size, seed, 
     g = (g * (1 + torch.rand(1, 1, generator=generator))).to(dtype)
     layer = layers.Explicit({"weight": g})
     limit = 0.7 * 10.0**power
-    total = sums._clip({"": layer}, layer.squared_norms(), torch.zeros(1), limit, dtype, None, precise=True)
+    total = sums._clip({"": layer}, layer.squared_norms(), torch.zeros(1), limit, dtype, None, float64=True)
     assert norm(fractions_of(total.gradients["weight"])) <= limit * (1 + floats.NORM_ERROR)
 
 
@@ -149,7 +149,7 @@ def test_neighbours_move_the_snapped_sum_by_no_more_than_the_sensitivity():
 
     def released(keep):
         total = clipping.clipped_sum(
-            model, lambda outputs, _: outputs, x[keep], y[keep], 1.0, method="mixed", precise=True
+            model, lambda outputs, _: outputs, x[keep], y[keep], 1.0, method="mixed", float64=True
         )
         return fractions_of(snapped(total.gradients["weight.weight"], grid_of(std)))
 
@@ -281,11 +281,11 @@ def test_a_run_that_the_account_does_not_cover_is_refused(arguments, match):
 
 def test_gradients_change_with_their_company_in_the_last_bits_only():
     model = nn.Sequential(nn.Linear(5, 40), nn.Tanh(), nn.Linear(40, 3))
-    error = company.company_error(
+    error = batch_dependence.batch_dependence_error(
         model, cross_entropy, *data(), examples=4, batches=6, generator=torch.Generator().manual_seed(0)
     )
     assert 0 <= error < 1e-5
-    double = company.company_error(
+    double = batch_dependence.batch_dependence_error(
         model.double(),
         cross_entropy,
         *data(torch.float64),
@@ -301,7 +301,7 @@ def test_company_that_matters_is_seen():
         def forward(self, x):
             return super().forward(x - 0.01 * x.mean(0))
 
-    error = company.company_error(
+    error = batch_dependence.batch_dependence_error(
         Mixing(nn.Linear(5, 3)),
         cross_entropy,
         *data(),

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from dpcompanion.mechanism import sampling
+from dpcompanion.mechanism import noise, sampling
 from dpcompanion.training import PoissonSampler, gaussian_noise, generators
 from dpcompanion.mechanism.secure import SecureStream
 
@@ -182,3 +182,9 @@ def test_draws_from_a_cipher_are_poisson(rate):
 def test_many_examples_are_drawn_in_blocks():
     drawn = PoissonSampler(2_500_000, 1e-4, SecureStream()).draw()
     assert 150 < len(drawn) < 360 and bool((drawn.diff() > 0).all())
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_noise_is_not_added_to_whole_numbers_which_would_cut_it_off(seed):
+    with pytest.raises(ValueError, match="total must have a floating-point type"):
+        noise.noisy(torch.zeros(3, dtype=torch.int64), 1.0, generators(seed)["noise"])

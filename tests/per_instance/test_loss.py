@@ -7,8 +7,8 @@ from chains import GAIN, Chain
 from dpcompanion.accounting import pld
 from dpcompanion.per_instance import (
     exact_composition,
-    law_counts,
-    law_log_density,
+    proposal_counts,
+    proposal_log_density,
     log_mass,
     loss_delta,
     loss_divergence,
@@ -34,7 +34,7 @@ def runs_of(direction, each, seed, gain=GAIN, laws=None):
         for row, (order, jumps) in enumerate(laws):
             options = {"order": order, "generator": generator, **STEP}
             if direction == "remove":
-                count = law_counts(gradient[row], jumps=jumps, max_sensitivity=LARGEST, **options)
+                count = proposal_counts(gradient[row], jumps=jumps, max_sensitivity=LARGEST, **options)
                 moved[row] += count * gradient[row]
             else:
                 moved[row] = tilted_noise(moved[row, :, None], gradient[row, :, None], **options)[:, 0]
@@ -43,7 +43,7 @@ def runs_of(direction, each, seed, gain=GAIN, laws=None):
         pair = moved[..., None], gradient[..., None]
         densities += torch.stack(
             [
-                law_log_density(*pair, order=a, jumps=jumps, max_sensitivity=LARGEST, **STEP)
+                proposal_log_density(*pair, order=a, jumps=jumps, max_sensitivity=LARGEST, **STEP)
                 if direction == "remove"
                 else (a - 1) * here - log_mass(gradient, order=a, direction="add", **STEP)
                 for a, jumps in laws
@@ -84,7 +84,7 @@ def floors(direction, size=LARGEST):
     ]
 
 
-def everybody(size, delta):
+def uniform(size, delta):
     return pld.epsilon(sample_rate=RATE, noise_multiplier=NOISE / size, steps=STEPS, delta=delta)
 
 
@@ -115,7 +115,7 @@ def test_where_norms_are_constant_epsilon_is_that_of_the_privacy_loss_distributi
         sample_rate=RATE, noise_multiplier=NOISE, steps=STEPS, delta=delta, direction=direction
     ).epsilon(delta)
     found = loss_epsilon(
-        losses, densities, delta=delta, worst_case=everybody(LARGEST, delta), floors=floors(direction), confidence=0.999
+        losses, densities, delta=delta, worst_case=uniform(LARGEST, delta), floors=floors(direction), confidence=0.999
     )
     assert float(found.low) <= truth <= float(found.high)
     assert float(found.estimate) == pytest.approx(truth, rel=0.03, abs=0.015)
@@ -143,7 +143,7 @@ def test_one_law_that_tilts_at_the_order_asked_for_is_exact_composition():
 
 def test_epsilon_is_far_below_everybodys_where_gradients_fade():
     losses, densities = runs_of("remove", 2_000, seed=5, gain=lambda state: 1.2 * torch.exp(-2 * state**2) + 0.05)
-    found = loss_epsilon(losses, densities, delta=1e-5, worst_case=everybody(1.25, 1e-5), floors=floors("remove"))
+    found = loss_epsilon(losses, densities, delta=1e-5, worst_case=uniform(1.25, 1e-5), floors=floors("remove"))
     assert float(found.upper_bound) < 0.95 * float(found.worst_case)
     assert float(found.high) - float(found.low) < 0.2
     assert float(found.low) <= float(found.estimate) <= float(found.high) <= float(found.upper_bound)
@@ -156,13 +156,13 @@ def test_upper_bounds_hold_as_often_as_they_say(direction):
     found = loss_epsilon(
         *many(direction, 20, 100, seed=6),
         delta=delta,
-        worst_case=everybody(1.2, delta),
+        worst_case=uniform(1.2, delta),
         floors=floors(direction),
         confidence=0.8,
     )
     assert int((found.upper_bound < 0.5).sum()) <= 34  # 20 in the mean
     assert bool((found.upper_bound <= found.worst_case).all())
-    assert float(found.upper_bound.mean()) < 0.99 * everybody(1.2, delta)
+    assert float(found.upper_bound.mean()) < 0.99 * uniform(1.2, delta)
 
 
 def test_jumps_find_what_orders_alone_miss():
@@ -175,11 +175,11 @@ def test_jumps_find_what_orders_alone_miss():
         losses, densities = [], []
         gradient = torch.ones(each * times, 1, dtype=torch.float64)
         for order, jumps in laws:
-            count = law_counts(gradient[:, 0], order=order, jumps=jumps, generator=generator, **step)
+            count = proposal_counts(gradient[:, 0], order=order, jumps=jumps, generator=generator, **step)
             moved = count[:, None] * gradient + torch.randn(gradient.shape, generator=generator, dtype=torch.float64)
             losses.append(step_loss(moved, gradient, **step).view(each, times))
             densities.append(
-                torch.stack([law_log_density(moved, gradient, order=a, jumps=j, **step) for a, j in laws])
+                torch.stack([proposal_log_density(moved, gradient, order=a, jumps=j, **step) for a, j in laws])
                 .view(len(laws), each, times)
                 .transpose(0, 1)
             )
@@ -192,14 +192,14 @@ def test_jumps_find_what_orders_alone_miss():
 
 def test_counts_follow_the_law_whose_density_is_accounted_for():
     size, options = torch.full((100_000,), 0.8), {"order": 3, "jumps": 0.2, "max_sensitivity": 1.6, **STEP}
-    counts = law_counts(size, generator=torch.Generator().manual_seed(9), **options)
+    counts = proposal_counts(size, generator=torch.Generator().manual_seed(9), **options)
     tilted = [math.comb(3, k) * 0.7 ** (3 - k) * 0.3**k * math.exp((k * k - k) * 0.32) for k in range(4)]
     chance = 0.2 / 4
     expected = [(1 - chance) * (tilted[k] / sum(tilted) if k < 4 else 0) + (chance / 6 if k else 0) for k in range(7)]
     seen = torch.bincount(counts, minlength=7) / len(counts)
     assert (seen - torch.tensor(expected)).abs().max() < 5 * math.sqrt(0.25 / len(counts))
     line = torch.linspace(-12, 18, 6001, dtype=torch.float64)
-    density = law_log_density(line[:, None], torch.full((1, 1), 0.8), **options)
+    density = proposal_log_density(line[:, None], torch.full((1, 1), 0.8), **options)
     first = step_loss(line[:, None], torch.full((1, 1), 0.8), **STEP) - line**2 / 2 - math.log(2 * math.pi) / 2
     by_hand = sum(p * torch.exp(-((line - 0.8 * k) ** 2) / 2) for k, p in enumerate(expected)) / math.sqrt(2 * math.pi)
     torch.testing.assert_close(torch.exp(density + first), by_hand, rtol=1e-6, atol=1e-12)
@@ -208,21 +208,21 @@ def test_counts_follow_the_law_whose_density_is_accounted_for():
 def test_a_law_without_jumps_is_tilting_and_that_of_order_one_an_ordinary_run():
     size = torch.tensor([0.0, 0.4, 1.0]).repeat(50, 1)
     again, own = (torch.Generator().manual_seed(10) for _ in range(2))
-    counts = law_counts(size, order=4, generator=own, **STEP)
+    counts = proposal_counts(size, order=4, generator=own, **STEP)
     assert torch.equal(counts, tilted_counts(size, order=4, generator=again, **STEP))
     moved, gradient = torch.tensor([[1.7]]), torch.tensor([[0.9]])
-    tilted = law_log_density(moved, gradient, order=4, **STEP)
+    tilted = proposal_log_density(moved, gradient, order=4, **STEP)
     expected = 3 * step_loss(moved, gradient, **STEP) - log_mass(0.9, order=4, **STEP)
     assert float(tilted) == pytest.approx(float(expected), rel=1e-6)
-    assert float(law_log_density(moved, gradient, order=1, **STEP)) == pytest.approx(0, abs=1e-12)
-    ordinary = law_counts(torch.ones(50_000), order=1, generator=own, **STEP)
+    assert float(proposal_log_density(moved, gradient, order=1, **STEP)) == pytest.approx(0, abs=1e-12)
+    ordinary = proposal_counts(torch.ones(50_000), order=1, generator=own, **STEP)
     assert ordinary.max() == 1 and float(ordinary.double().mean()) == pytest.approx(RATE, abs=0.01)
 
 
 def test_a_point_that_enters_always_has_its_law_too():
-    counts = law_counts(torch.ones(9), sample_rate=1.0, noise_std=1.0, order=3, generator=torch.Generator())
+    counts = proposal_counts(torch.ones(9), sample_rate=1.0, noise_std=1.0, order=3, generator=torch.Generator())
     assert (counts == 3).all()
-    found = law_log_density([[2.0]], [[1.0]], sample_rate=1.0, noise_std=1.0, order=3)
+    found = proposal_log_density([[2.0]], [[1.0]], sample_rate=1.0, noise_std=1.0, order=3)
     assert float(found) == pytest.approx(2 * 1.5 - 3)
 
 
@@ -334,7 +334,7 @@ def test_bad_runs_are_refused_by_name(change, message):
 def test_bad_steps_are_refused_by_name(change, message):
     arguments = {"moved": [1.0], "gradient": [0.5], "sample_rate": 0.1, "noise_std": 1.0, "order": 2, **change}
     with pytest.raises(ValueError, match=message):
-        law_log_density(arguments.pop("moved"), arguments.pop("gradient"), **arguments)
+        proposal_log_density(arguments.pop("moved"), arguments.pop("gradient"), **arguments)
 
 
 def test_bad_directions_epsilons_and_orders_are_refused_by_name():
@@ -346,4 +346,4 @@ def test_bad_directions_epsilons_and_orders_are_refused_by_name():
     with pytest.raises(ValueError, match="order"):
         loss_divergence([1.0], [[0.5]], order=1)
     with pytest.raises(ValueError, match="sensitivity"):
-        law_counts([-0.1], order=2, generator=torch.Generator(), **STEP)
+        proposal_counts([-0.1], order=2, generator=torch.Generator(), **STEP)

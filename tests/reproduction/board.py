@@ -7,11 +7,11 @@ from dpcompanion.reproduction import scoreboard
 
 @functools.cache
 def everything():
-    """The standings of all exhibits, in order."""
-    return scoreboard.standings()
+    """The status of all exhibits, in order."""
+    return scoreboard.exhibit_statuses()
 
 
 @functools.cache
 def by_name():
-    """{the name of an exhibit: its standing}."""
+    """{the name of an exhibit: its status}."""
     return {one.exhibit.name: one for one in everything()}

@@ -199,7 +199,7 @@ def test_a_page_of_exhibits_has_each_in_the_papers_order_at_the_place_that_the_s
         assert section.startswith("\n## "), f"{id}: a heading follows its anchor"
         shows = re.findall(r'exhibits\.show\(\s*"([^"]+)"', section)
         assert shows == [id], f"{id}: one cell shows it, and no other"
-    for one in scoreboard.standings(slug):
+    for one in scoreboard.exhibit_statuses(slug):
         assert one.place.page == f"book/papers/{slug}-exhibits"
         assert one.place.anchor == re.sub(r"[^a-z0-9]+", "-", f"{slug}-{one.exhibit.id}")
 
@@ -209,11 +209,11 @@ def test_a_paper_that_is_not_split_has_its_places_in_its_chapter(tmp_path):
     (tmp_path / "papers" / "idp-sgd.md").write_text(
         "# A chapter\n\n## Table 2\n\n## Lemmas 3.1 and 3.2\n", encoding="utf-8"
     )
-    found = {one.exhibit.id: one.place for one in scoreboard.standings("idp-sgd", book=tmp_path)}
+    found = {one.exhibit.id: one.place for one in scoreboard.exhibit_statuses("idp-sgd", book=tmp_path)}
     assert found["table-2"] == places.Place("book/papers/idp-sgd", "table-2")
     (tmp_path / "papers" / "idp-sgd-exhibits.md").write_text(
         "# Exhibits\n\n(idp-sgd-lemmas-3.1-3.2)=\n## Lemmas\n", encoding="utf-8"
     )
-    found = {one.exhibit.id: one.place for one in scoreboard.standings("idp-sgd", book=tmp_path)}
+    found = {one.exhibit.id: one.place for one in scoreboard.exhibit_statuses("idp-sgd", book=tmp_path)}
     assert found["table-2"].page == "book/papers/idp-sgd" and found["table-9"] is None
     assert found["lemmas-3.1-3.2"] == places.Place("book/papers/idp-sgd-exhibits", "idp-sgd-lemmas-3-1-3-2")

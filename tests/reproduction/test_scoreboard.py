@@ -18,7 +18,7 @@ def test_every_exhibit_of_the_five_papers_has_its_row():
     shown = [
         row
         for slug in published.PAPERS
-        for row in scoreboard.Board(scoreboard.standings(slug))._repr_markdown_().splitlines()[2:]
+        for row in scoreboard.Board(scoreboard.exhibit_statuses(slug))._repr_markdown_().splitlines()[2:]
     ]
     assert len(shown) == len(everything()) and not [row for row in shown if row.count("|") != 5]
 
@@ -89,7 +89,9 @@ NAME = "individual-accounting/table-3"  # four printed accuracies
 
 def standing(folder, values, preset="paper", name=NAME):
     records.write(records.make(name, preset, values, config={}), folder)
-    return next(one for one in scoreboard.standings(name.partition("/")[0], folder=folder) if one.exhibit.name == name)
+    return next(
+        one for one in scoreboard.exhibit_statuses(name.partition("/")[0], folder=folder) if one.exhibit.name == name
+    )
 
 
 @pytest.mark.parametrize(
@@ -160,7 +162,7 @@ def test_a_record_without_a_data_set_or_network_of_the_paper_is_a_part(tmp_path,
         data=[{"name": name} for name in data],
     )
     records.write(record, tmp_path)
-    one = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
+    one = {one.exhibit.name: one for one in scoreboard.exhibit_statuses("individual-accounting", folder=tmp_path)}[NAME]
     assert (one.state, one.basis) == (state, basis)
 
 
@@ -170,7 +172,7 @@ def test_a_record_of_a_part_that_disagrees_contradicts_nothing(tmp_path):
         NAME, "paper", values, config={"tasks": {"a": {"model": "resnet20"}}}, data=[{"name": "mnist"}]
     )
     records.write(record, tmp_path)
-    one = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
+    one = {one.exhibit.name: one for one in scoreboard.exhibit_statuses("individual-accounting", folder=tmp_path)}[NAME]
     assert (one.state, one.verdicts) == ("undecided", "4 differ")
 
 
@@ -203,7 +205,7 @@ def judged(folder, outcomes, kind="claim"):
         for i, outcome in enumerate(outcomes):
             register = experiments.finding(name, f"number {i}", of=NAME, kind=kind)
             register(lambda record, outcome=outcome: [("here", "", outcome)])
-        return scoreboard.standing(name, folder=folder)
+        return scoreboard.exhibit_status(name, folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +291,9 @@ def test_nothing_that_is_open_is_called_reproduced_and_the_sums_are_those_of_the
 def test_without_a_record_and_an_experiment_an_exhibit_says_what_it_needs(tmp_path, monkeypatch):
     monkeypatch.setattr(experiments, "names", tuple)
     one = next(
-        one for one in scoreboard.standings("per-instance-accounting", folder=tmp_path) if one.exhibit.id == "figure-4"
+        one
+        for one in scoreboard.exhibit_statuses("per-instance-accounting", folder=tmp_path)
+        if one.exhibit.id == "figure-4"
     )
     assert (one.state, one.basis) == ("out of reach", "quick run, live")
     assert "weights" in one.to_do[0] and one.to_do[1] == "needs an experiment"
@@ -321,27 +325,31 @@ def test_a_gap_names_the_command_that_fills_it_or_what_has_to_be_written(tmp_pat
         else:
             assert one.to_do[1].startswith("needs "), one.to_do
     command = f"dpcompanion run {NAME} --preset paper --device cuda"
-    empty = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
+    empty = {one.exhibit.name: one for one in scoreboard.exhibit_statuses("individual-accounting", folder=tmp_path)}[
+        NAME
+    ]
     assert empty.to_do == ("all of it (cifar10, mnist)", command)
     config = {"tasks": {"cifar10": {"model": "wrn16-4", "needs": "a GPU, a day"}, "mnist": {"model": "cnn"}}}
     record = records.make(NAME, "paper", {"not_run": ["cifar10"]}, config=config, data=[{"name": "mnist"}])
     records.write(record, tmp_path)
-    part = {one.exhibit.name: one for one in scoreboard.standings("individual-accounting", folder=tmp_path)}[NAME]
+    part = {one.exhibit.name: one for one in scoreboard.exhibit_statuses("individual-accounting", folder=tmp_path)}[
+        NAME
+    ]
     assert part.to_do == ("cifar10 (a GPU, a day)", command)
 
 
 def test_a_preset_that_was_never_run_is_no_quick_run(tmp_path):
-    one = scoreboard.standing("idp-sgd/table-10", folder=tmp_path)
+    one = scoreboard.exhibit_status("idp-sgd/table-10", folder=tmp_path)
     assert set(one.experiment.presets) == {"paper"} and (one.state, one.basis) == ("not run", "ready to run")
 
 
 def test_what_another_exhibits_quick_run_decides_is_shown_live(tmp_path):
-    of_book = {one.exhibit.name: one for one in scoreboard.standings("idp-sgd", folder=tmp_path)}
+    of_book = {one.exhibit.name: one for one in scoreboard.exhibit_statuses("idp-sgd", folder=tmp_path)}
     for name in ("figure-7", "table-12", "figures-8-10"):
         one = of_book[f"idp-sgd/{name}"]
         assert "quick" in one.experiment.presets and one.experiment.name != one.exhibit.name
         assert (one.state, one.basis) == ("undecided", "quick run, live")
-    one = scoreboard.standing("per-instance-accounting/text-worst-case-share", folder=tmp_path)
+    one = scoreboard.exhibit_status("per-instance-accounting/text-worst-case-share", folder=tmp_path)
     assert one.state == "not run", "a result of ours that a quick run has shows nothing of the paper's"
 
 
@@ -354,11 +362,11 @@ def of_part(folder, name, values, model="resnet20", data="mnist"):
 
 def test_a_part_counts_with_the_exhibits_own_record_and_without_it(tmp_path):
     of_part(tmp_path, "idp-sgd/table-2-cifar10-a", {"cifar10.A.dpsgd": 10.0})
-    one = scoreboard.standing("idp-sgd/table-2", folder=tmp_path)
+    one = scoreboard.exhibit_status("idp-sgd/table-2", folder=tmp_path)
     assert one.numbers["differs"] == 1 and one.record.name == "idp-sgd/table-2-cifar10-a"
     assert one.to_do[1].startswith("dpcompanion run idp-sgd/table-2-cifar10-b "), "the parts come first"
     of_part(tmp_path, "idp-sgd/table-2", {"mnist.A.dpsgd": 10.0})
-    assert scoreboard.standing("idp-sgd/table-2", folder=tmp_path).numbers["differs"] == 2
+    assert scoreboard.exhibit_status("idp-sgd/table-2", folder=tmp_path).numbers["differs"] == 2
     assert len(scoreboard.compared([one])[0][1].rows) == 18
 
 
@@ -370,7 +378,7 @@ def test_what_a_part_has_of_the_papers_network_counts_before_a_stand_in(tmp_path
     part = of_part(tmp_path, f"{exhibit.name}-resnet20", {first: float(exhibit[first])})
     assert states.values_of(exhibit, own, [part]) == ({first: float(exhibit[first]), second: 1e6}, {second})
     with experiments.set_aside(exhibit.name):  # its criteria ask for more than these records hold
-        one = scoreboard.standing(exhibit.name, folder=tmp_path)
+        one = scoreboard.exhibit_status(exhibit.name, folder=tmp_path)
     assert one.numbers["matches"] == 1 and "differs" not in one.numbers and "stand-in" not in one.basis
 
 
@@ -395,7 +403,7 @@ def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample,
     values |= {f"{key}.final": each for key, each in accuracies.items()}
     config = {**kept.config, "seeds": [0, 1, 2]}
     records.write(records.make(kept.name, "paper", values, config=config, data=kept.data), tmp_path)
-    one = scoreboard.standing(kept.name, folder=tmp_path)
+    one = scoreboard.exhibit_status(kept.name, folder=tmp_path)
     more = f"dpcompanion run {kept.name} --preset paper --seeds 0 1 2 3 4 5"
     assert one.to_do is None and one.more_seeds == (("1 claim with 3 seeds", more) if left else None)
 
@@ -403,7 +411,7 @@ def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample,
 @pytest.mark.parametrize("exhibit", ["figure-2", "table-12", "figures-8-10"])
 def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tmp_path, exhibit):
     whole = "dpcompanion run idp-sgd/figure-2 --preset paper --device cuda"
-    before = scoreboard.standing(f"idp-sgd/{exhibit}", folder=tmp_path)
+    before = scoreboard.exhibit_status(f"idp-sgd/{exhibit}", folder=tmp_path)
     assert before.to_do == ("all of it (cifar10); one core, about fifty days", whole)
     areas = {
         f"{prefix}auc_each.eps_{budget}": [area, area + 0.001]
@@ -416,7 +424,7 @@ def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tm
         records.write(
             records.make(f"idp-sgd/{name}", "paper", values, config=config, data=[{"name": "cifar10"}]), tmp_path
         )
-    one = scoreboard.standing(f"idp-sgd/{exhibit}", folder=tmp_path)
+    one = scoreboard.exhibit_status(f"idp-sgd/{exhibit}", folder=tmp_path)
     assert (
         one.to_do[0].startswith(
             "more than 17 of 517 networks, 12 of them shadow models, with pooled variances, on CIFAR-10"
@@ -447,7 +455,7 @@ def test_shortened_runs_of_classes_leave_whole_ones_to_do(tmp_path, exhibit, lef
         records.write(
             records.make(f"idp-sgd/{name}", "paper", values, config=config, data=[{"name": "mnist"}]), tmp_path
         )
-    one = scoreboard.standing(f"idp-sgd/{exhibit}", folder=tmp_path)
+    one = scoreboard.exhibit_status(f"idp-sgd/{exhibit}", folder=tmp_path)
     todo, commands = one.to_do
     assert todo.startswith(left)
     assert [part.split()[2] for part in commands.split(" && ")] == [f"idp-sgd/{name}" for name in whole]

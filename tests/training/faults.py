@@ -3,12 +3,14 @@
 import torch
 
 from dpcompanion.gradients import proof, sums
-from dpcompanion.training import DPSGDPlan, PoissonSampler
+from dpcompanion.mechanism import noise, plan
+from dpcompanion.training import PoissonSampler
 
 
 def halve_the_noise(monkeypatch, factor=0.5):
-    noise = DPSGDPlan.noise
-    monkeypatch.setattr(DPSGDPlan, "noise", lambda *args, **kwargs: factor * noise(*args, **kwargs))
+    drawn = noise.gaussian_noise
+    for module in (noise, plan):
+        monkeypatch.setattr(module, "gaussian_noise", lambda *args, **kwargs: factor * drawn(*args, **kwargs))
 
 
 def add_no_noise(monkeypatch):

@@ -34,7 +34,7 @@ def released(plan):
         plan,
         optimizer=optimizer,
         seed=11,
-        physical_batch_size=N,
+        microbatch_size=N,
     )
     weights = model.weight.detach().squeeze(1)
     return weights[1::2], weights[0::2]

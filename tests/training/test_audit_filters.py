@@ -84,7 +84,7 @@ def audited(greedy=False):
         PLAN,
         optimizer=torch.optim.SGD(model.parameters(), lr=PLAN.expected_batch_size),
         seed=5,
-        physical_batch_size=N,
+        microbatch_size=N,
         trackers=[adversary],
     )
     with_canary, without = adversary.loss[1::2], adversary.loss[0::2]

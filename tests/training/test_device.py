@@ -69,7 +69,7 @@ def test_clipping_and_norms_read_nothing_back(name, method):
     model, x, y = make().to("meta"), inputs(), torch.zeros(4, dtype=torch.int64, device="meta")
     for limit in (1.0, torch.ones(4)):
         with Waits() as waits:
-            found = clipped_sum(model, cross_entropy, x, y, limit, method=method, chunk=3)
+            found = clipped_sum(model, cross_entropy, x, y, limit, method=method, microbatch_size=3)
         assert not waits.seen
         assert {name: g.shape for name, g in found.gradients.items()} == {
             name: p.shape for name, p in model.named_parameters()
@@ -94,7 +94,7 @@ PLAN = DPSGDPlan(n=64, sample_rate=0.25, steps=8, max_grad_norm=0.4, noise_multi
 def begun(optimizer=torch.optim.SGD, model=None, **options):
     """The loop of a run that was proved on the processor, and is on the meta device from its first step on."""
     model = models.mnist_cnn(seed=0) if model is None else model
-    found = loop._Loop(
+    found = loop.TrainingLoop(
         model,
         cross_entropy,
         (X, Y),
@@ -203,7 +203,7 @@ def test_a_step_of_runs_side_by_side_reads_nothing_back():
     found.device = torch.device("meta")
     found._template.to("meta")
     for name, value in vars(found).items():
-        if isinstance(value, torch.Tensor) and name not in ("members", "batch_sizes"):
+        if isinstance(value, torch.Tensor) and name not in ("members", "batch_sizes", "_ends"):
             setattr(found, name, value.to("meta"))
     network = found._workplace()
     with Waits() as waits:

@@ -1,6 +1,7 @@
 """Runs side by side are the runs of `train`, seed for seed; and they sample, clip and add noise as each plan says."""
 
 import copy
+import json
 import math
 import os
 import signal
@@ -187,7 +188,7 @@ def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
         seeds=[5, 6, 7, 5],
         learning_rate=rates,
         method=method,
-        physical_batch_size=size,
+        microbatch_size=size,
         workers=workers,
         **SGD,
     )
@@ -200,7 +201,7 @@ def test_each_run_is_the_run_of_its_plan_and_seed(name, method, size, workers):
         torch.testing.assert_close(ensemble.vectors[run], vector(expected), rtol=1e-10, atol=1e-12)
         assert torch.equal(ensemble.batch_sizes[run], history.batch_sizes)
         torch.testing.assert_close(ensemble.losses[run], history.losses, rtol=1e-10, atol=1e-12, equal_nan=True)
-        torch.testing.assert_close(ensemble.predict(data[0], chunk=9)[run], expected(data[0]).detach())
+        torch.testing.assert_close(ensemble.predict(data[0], microbatch_size=9)[run], expected(data[0]).detach())
         torch.testing.assert_close(ensemble.model(run)(data[0]), expected(data[0]))
 
 
@@ -232,7 +233,7 @@ def test_stacked_sums_are_the_sums_of_each_run_whatever_the_batches(batches, siz
         seeds=range(len(batches)),
         learning_rate=one.n,
         members=members,
-        physical_batch_size=size,
+        microbatch_size=size,
     )
     for run, model in enumerate(made):
         total = clipped_sum(model, cross_entropy, data[0][members[run]], data[1][members[run]], 0.5)
@@ -283,7 +284,7 @@ def test_gradients_and_norms_at_given_points_are_those_of_each_run(name):
         plan(steps=1, noise_multiplier=0.1),
         seeds=range(RUNS),
         learning_rate=0.5,
-        physical_batch_size=11,
+        microbatch_size=11,
     )
     norms, gradients = ensemble.norms_of(*data), ensemble.gradients_of(data[0][:3], data[1][:3], runs_at_once=3)
     for run in range(RUNS):
@@ -302,8 +303,8 @@ def test_what_is_worked_on_at_once_is_one_run_or_example_at_least(at_once):
     ensemble, data = small(plans=PLANS[:2], model=nn.Linear(4, 3).double()), examples((4,))
     with pytest.raises(ValueError, match="runs_at_once must"):
         ensemble.gradients_of(*data, runs_at_once=at_once)
-    with pytest.raises(ValueError, match="chunk must"):
-        ensemble.predict(data[0], chunk=at_once)
+    with pytest.raises(ValueError, match="microbatch_size must"):
+        ensemble.predict(data[0], microbatch_size=at_once)
 
 
 def test_what_add_returns_joins_the_clipped_sum_before_noise_and_division():
@@ -350,6 +351,70 @@ def test_a_callback_may_change_each_runs_learning_rate_and_report_epochs():
         {"epoch": 3, "step": 25, "seen": 50},
     ]
     assert ensemble.learning_rate.tolist() == pytest.approx([0.5**26, 0.5])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_that_a_callback_ends_stays_as_it_was_and_the_others_go_on_as_if_alone(workers):
+    def stop(ensemble):
+        if ensemble.step == 3:
+            ensemble.stop([1])
+        if ensemble.step == 6:
+            ensemble.stop()
+
+    model, plans = nn.Linear(4, 3).double(), [plan(), plan(noise_multiplier=0.8), plan(sample_rate=0.02)]
+    runs = dict(model=model, plans=plans, seeds=[1, 2, 3], **SGD, workers=workers)
+    seen = []
+    note = Callbacks(stop, on_epoch=lambda ensemble: seen.append([len(own) for own in ensemble.indices]))
+    stopped, whole = small(**runs, callbacks=note), small(**runs)
+    assert stopped.steps_taken.tolist() == [6, 3, 6] and stopped.step == 6 and stopped.ended
+    assert seen[0][1] == 0 < seen[0][0] and whole.steps_taken.tolist() == [8] * 3
+    for run, taken in enumerate(stopped.steps_taken.tolist()):
+        short = small(
+            **{**runs, "callbacks": Callbacks(on_step=lambda one, taken=taken: one.stop() if one.step == taken else 0)}
+        )
+        assert torch.equal(stopped.vectors[run], short.vectors[run])
+        assert torch.equal(stopped.batch_sizes[run, :taken], whole.batch_sizes[run, :taken])
+        assert not stopped.batch_sizes[run, taken:].any() and bool(stopped.losses[run, taken:].isnan().all())
+        history, planned = stopped.history(run), whole.history(run)
+        assert (history.steps, history.stopped, planned.stopped) == (taken, True, False)
+        assert len(history.losses) == len(history.batch_sizes) == taken
+        assert (
+            bool((history.epsilons() <= planned.epsilons()).all())
+            and history.epsilons().max() < planned.epsilons().max()
+        )
+        expected = torch.as_tensor(plans[run].epsilon(steps=taken), dtype=torch.float64).expand(N)
+        torch.testing.assert_close(history.epsilons(), expected)
+        assert history.guarantee == plans[run].statement(steps=taken) and history.guarantee in history.statement()
+        assert "planned" in history.statement()
+        assert json.loads(history.to_json())["steps"] == taken
+
+
+def test_an_ensemble_that_was_cut_off_after_a_run_had_ended_ends_where_it_would_have_ended(tmp_path):
+    left, model = [5], nn.Linear(4, 3).double()
+
+    def note(path):
+        def stop(ensemble):
+            if ensemble.step == 3:
+                ensemble.stop([0])
+            if path and left and ensemble.step == left[0]:
+                left.pop()
+                os.kill(os.getpid(), signal.SIGINT)
+
+        checkpoint = path and Checkpoint(path, every=100)
+        return small(model=model, plans=PLANS[:2], **SGD, callbacks=Callbacks(stop), checkpoint=checkpoint)
+
+    whole = note(None)
+    with pytest.raises(KeyboardInterrupt):
+        note(tmp_path / "runs.pt")
+    for _ in range(2):  # the second finds all runs at their ends
+        resumed = note(tmp_path / "runs.pt")
+        assert torch.equal(whole.vectors, resumed.vectors) and resumed.steps_taken.tolist() == [3, 8]
+
+
+@pytest.mark.parametrize("runs", [[2], [-1], [0.5], torch.tensor([True, False]), "all"])
+def test_only_runs_that_there_are_can_be_ended(runs):
+    with pytest.raises(ValueError, match="runs"):
+        small().stop(runs)
 
 
 class Total:
@@ -560,7 +625,7 @@ class Counting(nn.Linear):
         ("weight_decay", {"weight_decay": math.inf}),
         ("method", {"method": "magic"}),
         ("workers", {"workers": 0}),
-        ("physical_batch_size", {"physical_batch_size": 0}),
+        ("microbatch_size", {"microbatch_size": 0}),
         ("checkpoint", {"checkpoint": "runs.pt"}),
         ("add", {"add": lambda ensemble: torch.zeros(2, 3)}),
         ("add", {"add": lambda ensemble: None}),

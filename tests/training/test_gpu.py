@@ -41,7 +41,7 @@ def test_a_step_waits_for_nothing(data, watched, options):
     trackers = (
         [] if options is None else [NormTracker.for_plan(PLAN, model, cross_entropy, (x, y), device="cuda", **options)]
     )
-    found = loop._Loop(
+    found = loop.TrainingLoop(
         model,
         cross_entropy,
         (x, y),

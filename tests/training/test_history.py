@@ -62,7 +62,7 @@ def test_a_filter_of_the_plan_holds_everybody_to_their_budget(kind):
 
 def test_performance_is_the_single_keywords():
     one, _ = trained(performance=Performance(method="func", microbatch_size=3, device="cpu"))
-    two, _ = trained(method="func", physical_batch_size=3, device="cpu")
+    two, _ = trained(method="func", microbatch_size=3, device="cpu")
     assert torch.equal(one.weight, two.weight)
     with pytest.raises(ValueError, match="performance must hold method"):
         trained(performance=Performance(), method="func")

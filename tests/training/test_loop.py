@@ -142,7 +142,7 @@ def test_over_a_run_with_evaluation_no_example_is_twice_in_a_step_and_inclusion_
         sizes.append(len(run.indices))
         gradient_norms(run.model, cross_entropy, *data, method="mixed")
 
-    _, history = run(data, plan, on_step=note, physical_batch_size=3)
+    _, history = run(data, plan, on_step=note, microbatch_size=3)
     chi_square = ((counts - 300 * rates) ** 2 / (300 * rates * (1 - rates))).sum().item()
     assert FALSE_ALARM / 2 < stats.chi2.sf(chi_square, df=40) < 1 - FALSE_ALARM / 2
     assert history.batch_sizes.tolist() == sizes
@@ -169,7 +169,7 @@ def test_what_a_step_reads_is_its_own_draw_and_nothing_of_another():
 
     model = nn.Linear(4, 3).double()
     model.register_forward_pre_hook(note)
-    run(data, plan, model=model, on_step=check, physical_batch_size=4, method="mixed")
+    run(data, plan, model=model, on_step=check, microbatch_size=4, method="mixed")
 
 
 def test_evaluating_between_steps_changes_nothing():
@@ -206,7 +206,7 @@ def test_physical_batches_and_methods_give_the_same_run(method):
         return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
     whole, _ = run(data, plan, model=bare())
-    pieces, _ = run(data, plan, model=bare(), physical_batch_size=3, method=method)
+    pieces, _ = run(data, plan, model=bare(), microbatch_size=3, method=method)
     torch.testing.assert_close(weights(whole), weights(pieces), rtol=1e-10, atol=1e-12)
 
 
@@ -538,7 +538,7 @@ def test_what_does_not_fit_together_is_refused_before_any_work():
         run(data, plan, model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double())
     for bad in (
         {"method": "magic"},
-        {"physical_batch_size": 0},
+        {"microbatch_size": 0},
         {"seed": -1},
         {"checkpoint": "run.pt"},
         {"callbacks": print},

@@ -19,6 +19,7 @@ from dpcompanion.training import (
     gradient_norms,
     train,
 )
+from dpcompanion.training.people import PRESENT
 
 PEOPLE = [3, 1, 3, 7, 3, 1, 3, 9]  # four persons with 2, 4, 1 and 1 rows
 
@@ -221,7 +222,7 @@ def test_rows_are_chosen_uniformly_without_replacement():
     counts = torch.zeros(7)
     for _ in range(500):
         x, y = data.rows(torch.tensor([0, 1]))
-        assert x["rows"].shape == (2, 2) and bool(x["present"].all()) and torch.equal(x["rows"], y["rows"])
+        assert x["rows"].shape == (2, 2) and bool(x[PRESENT].all()) and torch.equal(x["rows"], y["rows"])
         assert x["rows"][1].tolist() == [1, 4] and len(x["rows"][0].unique()) == 2
         counts += torch.bincount(x["rows"].flatten(), minlength=7)
     shares = counts[[0, 2, 3, 5, 6]] / 500
@@ -234,7 +235,7 @@ def test_the_network_computes_on_rows_and_not_on_padding():
     data = by_person(x, y, [0] * 20 + [1], at_most=20, persons=range(9))
     network, loss = data.seen(model, cross_entropy)
     model.register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
-    clipped_sum(network, loss, *data.rows(torch.arange(9)), 1.0, method="mixed", chunk=100)
+    clipped_sum(network, loss, *data.rows(torch.arange(9)), 1.0, method="mixed", microbatch_size=100)
     assert max(seen) == 21
 
 
@@ -263,7 +264,7 @@ def audited(data, n_units, steps=4):
         plan,
         optimizer=optimizer,
         seed=11,
-        physical_batch_size=10**6,
+        microbatch_size=10**6,
         progress=False,
     )
     weights, half = model.weight.detach().squeeze(1), n // 4

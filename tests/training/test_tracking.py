@@ -437,7 +437,7 @@ def test_in_a_loop_with_opacus_it_tracks_what_opacus_computes():
         (dict(examples=[0], clipping="individual"), "some examples"),
         (dict(examples=[0, 1]), "60 distinct"),
         (dict(trajectory_delta=0), "trajectory_delta"),
-        (dict(chunk=0), "chunk"),
+        (dict(microbatch_size=0), "microbatch_size"),
     ],
 )
 def test_bad_options_are_refused_by_name(options, words):

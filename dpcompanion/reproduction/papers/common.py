@@ -31,13 +31,13 @@ def _all(config: Any) -> dict[str, Any]:
     return {**config.tasks, **getattr(config, "larger", {})}
 
 
-class Looks:
+class Trace:
     """What a run sees along its way, lists of tensors by name, and its seconds: kept with its state.
 
-    >>> looks = Looks("norms")
-    >>> looks["norms"].append(1.5)
-    >>> again = Looks("norms")
-    >>> again.load_state_dict(looks.state_dict())
+    >>> trace = Trace("norms")
+    >>> trace["norms"].append(1.5)
+    >>> again = Trace("norms")
+    >>> again.load_state_dict(trace.state_dict())
     >>> again["norms"], again.seconds >= 0
     ([1.5], True)
     """

@@ -140,7 +140,7 @@ def build(model, found, seed):
 
 
 def seconds(examples, steps):
-    """About how long a run takes on two cores, with everybody's norms every few steps."""
+    """About how long a run takes on two cores, with all norms every few steps."""
     return examples * steps / 1.7e5
 
 
@@ -215,12 +215,12 @@ def share_below(counts, top, limit):
     return float(np.asarray(counts)[edges <= limit].sum() / np.sum(counts))
 
 
-def against_everybody(epsilons, limit):
+def against_uniform(epsilons, limit):
     """The uniform epsilon by PLD, and which of some others, by name, lie above it.
 
-    >>> against_everybody({"mean": 1.0, "q90": 2.3}, 2.186)
+    >>> against_uniform({"mean": 1.0, "q90": 2.3}, 2.186)
     'uniform epsilon 2.19 by PLD; above it: 1 of 2 (q90)'
-    >>> against_everybody({"mean": 1.0}, 2.186)
+    >>> against_uniform({"mean": 1.0}, 2.186)
     'uniform epsilon 2.19 by PLD; above it: none of 1'
     """
     above = [str(name) for name, epsilon in epsilons.items() if epsilon > limit]

@@ -317,7 +317,7 @@ def test_cifar_10_runs_through_on_a_few_images(exhibit, run, monkeypatch):
 def test_tilted_runs_at_rate_one_are_runs_with_the_point_alpha_times(monkeypatch, run):
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(20, 784, generator=generator), torch.arange(20) % 10
-    monkeypatch.setattr(g.costs, "_inputs", lambda *_: (x, y))
+    monkeypatch.setattr(g.costs, "inputs_of", lambda *_: (x, y))
     task = dataclasses.replace(TINY, batch_size=20, epochs=4, max_grad_norm=3.0, momentum=0.5)
     plan = g.plan_of(task, 20)
     found = g.tilted_norms(task, order=3, point=5, seed=1, run=run)

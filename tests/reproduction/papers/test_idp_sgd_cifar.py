@@ -105,7 +105,7 @@ def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
         ),
         tmp_path,
     )
-    before = scoreboard.standing("idp-sgd/table-8", folder=tmp_path)
+    before = scoreboard.exhibit_status("idp-sgd/table-8", folder=tmp_path)
     assert before.verdicts == "6 match, 12 not run" and "table-8-cifar10-a" in before.to_do[1]
     printed = published.exhibit("idp-sgd/table-8").flat()
 
@@ -114,7 +114,7 @@ def test_a_part_counts_in_its_exhibit_and_is_no_longer_left_to_run(tmp_path):
         values |= {f"{kind}.final": [50.0 + 5 * (kind != "dpsgd")] * 3 for kind in kinds}
         made = records.make(f"idp-sgd/{part}", "paper", values, config={"kinds": kinds}, data=[{"name": "cifar10"}])
         records.write(made, tmp_path)
-        return scoreboard.standing("idp-sgd/table-8", folder=tmp_path)
+        return scoreboard.exhibit_status("idp-sgd/table-8", folder=tmp_path)
 
     half = land("table-8-cifar10-a", ("cifar10.A", "cifar10.B.dpsgd"), ["dpsgd", "A.sample"])
     assert half.verdicts == "10 match, 1 holds, 8 not run" and half.state == "in part"

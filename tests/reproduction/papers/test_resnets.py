@@ -51,7 +51,7 @@ def test_steps_and_noise_are_those_of_appendix_b():
 
 
 def test_what_is_left_to_run_has_a_command_that_is_there():
-    for one in scoreboard.standings():
+    for one in scoreboard.exhibit_statuses():
         if one.to_do is not None:
             for command in one.to_do[1].split(" && "):
                 words = command.split()
@@ -61,7 +61,7 @@ def test_what_is_left_to_run_has_a_command_that_is_there():
 
 @pytest.mark.parametrize("paper", ["per-instance-accounting", "individual-accounting", "gradients-look-alike"])
 def test_what_is_left_to_run_says_about_how_long_it_takes_and_on_what(paper):
-    left = [one for one in scoreboard.standings(paper) if one.to_do is not None]
+    left = [one for one in scoreboard.exhibit_statuses(paper) if one.to_do is not None]
     assert left
     for one in left:
         out_of_reach = one.exhibit.needs and one.to_do[0] == f"needs {one.exhibit.needs}"
@@ -190,7 +190,7 @@ def shortened(folder, **values):
         ),
         folder,
     )
-    return scoreboard.standing("individual-accounting/figure-3", folder=folder)
+    return scoreboard.exhibit_status("individual-accounting/figure-3", folder=folder)
 
 
 def test_a_shortened_run_counts_and_leaves_its_exhibit_unfinished(tmp_path):
@@ -212,7 +212,10 @@ def test_a_shortened_run_beside_a_stand_in_leaves_the_tasks_that_it_was_without(
         arrays={"mnist_cnn.medians": np.linspace(1, 3, 10) * np.ones((3, 1))},
     )
     records.write(record, tmp_path)
-    assert scoreboard.standing("individual-accounting/figure-3", folder=tmp_path).missing == ("cifar10", "resnet20")
+    assert scoreboard.exhibit_status("individual-accounting/figure-3", folder=tmp_path).missing == (
+        "cifar10",
+        "resnet20",
+    )
     one = shortened(tmp_path)
     assert one.state == "in part" and one.smaller == {"holds": 2} and one.missing == ()
     assert one.basis.endswith("stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10") and "stand-in" in one.basis
@@ -232,7 +235,7 @@ def test_with_the_whole_of_it_a_shortened_run_is_no_limit(tmp_path):
         arrays={"cifar10.medians": np.linspace(1, 3, 10) * np.ones((3, 1))},
     )
     records.write(record, tmp_path)
-    one = scoreboard.standing("individual-accounting/figure-3", folder=tmp_path)
+    one = scoreboard.exhibit_status("individual-accounting/figure-3", folder=tmp_path)
     assert one.state == "reproduced" and one.shortened == () and one.to_do is None
 
 
@@ -243,7 +246,7 @@ def test_numbers_of_a_shortened_run_are_not_held_against_the_print(tmp_path):
     part, whole = "individual-accounting/figure-1-resnet20", "individual-accounting/figure-1"
     records.write(records.make(whole, "paper", {"x": 1.0}, config=config, data=[{"name": "mnist"}]), tmp_path)
     records.write(records.make(part, "paper", values, config=config, data=[{"name": "cifar10"}]), tmp_path)
-    assert set(scoreboard.standing(whole, folder=tmp_path).numbers) == {"not run"}
+    assert set(scoreboard.exhibit_status(whole, folder=tmp_path).numbers) == {"not run"}
 
 
 def test_the_record_of_six_epochs_follows_from_its_plan_where_everybody_is_clipped():

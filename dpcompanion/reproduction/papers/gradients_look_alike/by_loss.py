@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from dpcompanion.accounting import rdp_to_epsilon
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.per_instance import (
-    law_counts,
-    law_log_density,
+    proposal_counts,
+    proposal_log_density,
     log_mass,
     loss_divergence,
     loss_epsilon,
@@ -21,7 +21,7 @@ from dpcompanion.per_instance import (
 from dpcompanion.reproduction.experiments import experiment
 from dpcompanion.reproduction.papers.common import left_out, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.compositions import theorem_3_3
-from dpcompanion.reproduction.papers.gradients_look_alike.runs import _MODELS, DIRECTIONS, plan_of
+from dpcompanion.reproduction.papers.gradients_look_alike.runs import MODELS, DIRECTIONS, plan_of
 from dpcompanion.seeds import derive_seed
 from dpcompanion.training import cross_entropy, gaussian_noise, models, train_ensemble
 
@@ -79,7 +79,7 @@ def own_inputs(task, run):
     model = (
         torch.nn.Sequential(torch.nn.Flatten(), models.linear(task.side**2, 10, seed=0))
         if task.model == "softmax"
-        else _MODELS[task.model](seed=0)
+        else MODELS[task.model](seed=0)
     )
     return model.to(dtype), (x, y), (test_x[chosen], test_y[chosen])
 
@@ -110,14 +110,14 @@ def tilted_losses(task, model, digits, points, direction, seed, device):
         for (order, jumps), its in zip(laws, rows):
             options = {**step, "order": order, "generator": generator}
             if removing:
-                count = law_counts(taken[-1][its], jumps=jumps, max_sensitivity=limit, **options)
+                count = proposal_counts(taken[-1][its], jumps=jumps, max_sensitivity=limit, **options)
                 moved[its] += count[:, None] * gradient[its]
             else:
                 moved[its] = tilted_noise(moved[its], gradient[its], **options)
         losses.add_(step_loss(moved, gradient, direction=direction, **step))
         if removing:
             for row, (order, jumps) in zip(densities, laws):
-                row += law_log_density(moved, gradient, order=order, jumps=jumps, max_sensitivity=limit, **step)
+                row += proposal_log_density(moved, gradient, order=order, jumps=jumps, max_sensitivity=limit, **step)
         return moved.to(ensemble.vectors)
 
     seeds = [derive_seed(seed, "run", direction, k) for k in range(len(losses))]
@@ -130,7 +130,7 @@ def tilted_losses(task, model, digits, points, direction, seed, device):
         learning_rate=task.learning_rate,
         add=their_shares,
         device=device,
-        physical_batch_size=8192,
+        microbatch_size=8192,
         progress=False,
     )
     norms = torch.stack(taken)
@@ -172,7 +172,8 @@ def exactly_by_losses(losses, densities, task):
 
 
 def scheduled(norms, plan):
-    """A schedule of norms, epsilon for whoever is clipped to it, by PLD, and how often the other half of runs is.
+    """A schedule of norms, epsilon of an example that is clipped to it, by PLD, and how often the other half of runs
+    is.
 
     The schedule is the largest norm of each step in the first half of the runs (steps, runs), rounded up to twentieths
     of the clip norm.
@@ -244,12 +245,12 @@ def own_epsilon(config, run):
             )
             return {}, {key: one.numpy() for key, one in zip(("losses", "densities", "norms"), found)}
 
-        done, everybody = run.pieces(work, names, label="tilted runs"), plan.epsilon(accountant="pld")
+        done, uniform = run.pieces(work, names, label="tilted runs"), plan.epsilon(accountant="pld")
         values |= {
             f"{name}.steps": plan.steps,
             f"{name}.noise_multiplier": plan.noise_multiplier,
             f"{name}.sample_rate": plan.sample_rate,
-            f"{name}.everybody": everybody,
+            f"{name}.everybody": uniform,
             f"{name}.everybody_rdp": plan.epsilon(accountant="rdp"),
         }
         for direction in DIRECTIONS:
@@ -273,7 +274,7 @@ def own_epsilon(config, run):
                 losses,
                 densities,
                 delta=task.delta,
-                worst_case=everybody,
+                worst_case=uniform,
                 floors=floors,
                 confidence=1 - 0.05 / len(DIRECTIONS),
             )

@@ -12,10 +12,10 @@ from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, reported, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    _inputs,
-    _mean_of,
-    _MODELS,
-    _points,
+    inputs_of,
+    mean_of,
+    MODELS,
+    points_of,
     CIFAR10,
     composed,
     composed_exactly,
@@ -40,7 +40,8 @@ from dpcompanion.seeds import derive_seed
 from dpcompanion.training import cross_entropy, train_ensemble
 
 
-def _vary(task, **changes):
+def varied(task, **changes):
+    """The task with some fields changed."""
     return dataclasses.replace(task, **changes)
 
 
@@ -61,14 +62,14 @@ class Compositions(Watch):
 
 
 FIGURE_1 = Compositions(
-    {"eps 10": MNIST, "eps 1": _vary(MNIST, epsilon=1.0, runs=2)}, exact={"eps 10": Tilted(3), "eps 1": Tilted(12)}
+    {"eps 10": MNIST, "eps 1": varied(MNIST, epsilon=1.0, runs=2)}, exact={"eps 10": Tilted(3), "eps 1": Tilted(12)}
 )
-FIGURE_1_QUICK = Compositions({"eps 10": DIGITS, "eps 1": _vary(DIGITS, epsilon=1.0, runs=1)})
+FIGURE_1_QUICK = Compositions({"eps 10": DIGITS, "eps 1": varied(DIGITS, epsilon=1.0, runs=1)})
 
 
 def tilted_norms(task, order, point, seed, run):
     """Clipped norms of a training point's gradients along one tilted run with it ("remove"), (steps,)."""
-    x, y = _inputs(task.data, task.model, "train", run)
+    x, y = inputs_of(task.data, task.model, "train", run)
     plan, norms = plan_of(task, len(y)), []
     others = torch.ones(1, len(y), dtype=torch.bool)
     others[0, point] = False
@@ -84,7 +85,7 @@ def tilted_norms(task, order, point, seed, run):
         return (count / (length / task.max_grad_norm).clamp(min=1)).to(gradient.dtype)[:, None] * gradient
 
     train_ensemble(
-        _MODELS[task.model](seed=0),
+        MODELS[task.model](seed=0),
         cross_entropy,
         (x, y),
         plan,
@@ -209,7 +210,7 @@ def _first_step_dearer(record):
     for name, direction, row in _rows(record):
         mean, low = record.values[f"{row}.first"], record.values[f"{row}.first_p10"]
         # Nine points in ten of those seen lie at the 10th percentile or above, and none lies below 0.
-        n = _points(record, name)
+        n = points_of(record, name)
         share = intervals.Interval(mean, low * intervals.share(math.floor(0.9 * n), n).low, math.inf)
         yield f"{name}, {direction}", f"{mean:.2f}, at least {share.low:.2f}", share.above(1)
 
@@ -217,14 +218,14 @@ def _first_step_dearer(record):
 @finding("gradients-look-alike/figure-1", "the mean share of the last step is below one half")
 def _falls_well_below(record):
     for name, direction, row in _rows(record):
-        share = _mean_of(record.values[f"{row}.last"], _points(record, name))
+        share = mean_of(record.values[f"{row}.last"], points_of(record, name))
         yield f"{name}, {direction}", f"{share:.2f}", share.below(0.5)
 
 
 @finding("gradients-look-alike/figure-1", "the 10th percentile of the last step's share is below a tenth of its mean")
 def _long_tail(record):
     for name, direction, row in _rows(record):
-        low, mean = _low_end(record, row), _mean_of(record.values[f"{row}.last"], _points(record, name))
+        low, mean = _low_end(record, row), mean_of(record.values[f"{row}.last"], points_of(record, name))
         yield f"{name}, {direction}", f"{low.estimate:.0e} of {mean.estimate:.2f}", (low - mean * 0.1).below(0)
 
 
@@ -335,9 +336,9 @@ def _narrow(record):
 FIGURE_6 = WatchMore(
     {
         "eps 10": MNIST,
-        "eps 1": _vary(MNIST, epsilon=1.0, runs=2),
-        "batch 64": _vary(PLAIN_MNIST, batch_size=64, runs=1),
-        "batch 512": _vary(PLAIN_MNIST, batch_size=512, runs=1),
+        "eps 1": varied(MNIST, epsilon=1.0, runs=2),
+        "batch 64": varied(PLAIN_MNIST, batch_size=64, runs=1),
+        "batch 512": varied(PLAIN_MNIST, batch_size=512, runs=1),
         "softmax regression": PLAIN_MNIST,
     },
     larger={"ResNet-20, CIFAR-10": CIFAR10},
@@ -345,9 +346,9 @@ FIGURE_6 = WatchMore(
 FIGURE_6_QUICK = WatchMore(
     {
         "eps 10": DIGITS,
-        "eps 1": _vary(DIGITS, epsilon=1.0, runs=1),
-        "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
-        "batch 512": _vary(PLAIN_DIGITS, batch_size=512),
+        "eps 1": varied(DIGITS, epsilon=1.0, runs=1),
+        "batch 64": varied(PLAIN_DIGITS, batch_size=64),
+        "batch 512": varied(PLAIN_DIGITS, batch_size=512),
         "softmax regression": PLAIN_DIGITS,
     }
 )
@@ -379,5 +380,5 @@ def _falls_in_every_setting(record):
     for name in reported(record):
         # At the first step all points are alike.
         first, last = record.values[f"{name}.share"][0], record.values[f"{name}.last"]
-        last = _mean_of(last, tasks[name]["points"])
+        last = mean_of(last, tasks[name]["points"])
         yield name, f"{first:.2f} to {last:.2f}", last.below(first / 2)

@@ -9,10 +9,10 @@ from scipy import stats
 from dpcompanion.per_instance import coupled_divergence, update_divergence
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.gradients_look_alike.costs import _vary
+from dpcompanion.reproduction.papers.gradients_look_alike.costs import varied
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    _inputs,
-    _MODELS,
+    inputs_of,
+    MODELS,
     CIFAR10,
     DIGITS,
     DIRECTIONS,
@@ -110,7 +110,7 @@ QUICK_MEANS = Means({"LeNet-5": DIGITS}, batch_sizes=(16, 64, 256), pool=20, sho
 
 
 @experiment(
-    "gradients-look-alike/figure-8", quick=QUICK_MEANS, paper=Means({"LeNet-5": _vary(MNIST, runs=1)}, shown=50)
+    "gradients-look-alike/figure-8", quick=QUICK_MEANS, paper=Means({"LeNet-5": varied(MNIST, runs=1)}, shown=50)
 )
 def figure_8(config, run):
     """The mean update by theorem 3.6 and by the coupled bound, for batches of several sizes.
@@ -123,11 +123,11 @@ def figure_8(config, run):
     values, arrays = {}, {}
     for name, task in config.tasks.items():
         found = watched(task, run)
-        x, y = _inputs(task.data, task.model, "train", run)
+        x, y = inputs_of(task.data, task.model, "train", run)
         members = torch.as_tensor(np.random.RandomState(0).permutation(len(y))[: config.shown])
         rest = torch.ones(len(y), dtype=torch.bool)
         rest[members] = False
-        model, generator = _MODELS[task.model](seed=0), torch.Generator().manual_seed(config.seed)
+        model, generator = MODELS[task.model](seed=0), torch.Generator().manual_seed(config.seed)
         for stage, weights in zip(STAGES, found.weights[0]):
             torch.nn.utils.vector_to_parameters(weights, model.parameters())
             model.eval().to(run.device)
@@ -135,7 +135,7 @@ def figure_8(config, run):
                 model, x[members].to(run.device), y[members].to(run.device), task.max_grad_norm
             ).cpu()
             for size in config.batch_sizes:
-                plan = plan_of(_vary(task, batch_size=size), len(y))
+                plan = plan_of(varied(task, batch_size=size), len(y))
                 masks = (
                     torch.rand(2 * config.pool, len(y), generator=generator, dtype=torch.float64) < plan.sample_rate
                 ) & rest
@@ -172,7 +172,7 @@ def figure_8(config, run):
 @experiment(
     "gradients-look-alike/figure-4",
     quick=dataclasses.replace(QUICK_MEANS, batch_sizes=(128,)),
-    paper=Means({"ResNet-20": _vary(CIFAR10, runs=1)}, batch_sizes=(32, 64, 128, 256, 512), shown=500),
+    paper=Means({"ResNet-20": varied(CIFAR10, runs=1)}, batch_sizes=(32, 64, 128, 256, 512), shown=500),
 )
 def figure_4(config, run):
     """As figure 8, for CIFAR-10."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.per_instance import exact_composition, holder_order, log_mass, step_divergence
 from dpcompanion.reproduction import intervals
-from dpcompanion.reproduction.papers.common import Looks, within_the_piece
+from dpcompanion.reproduction.papers.common import Trace, within_the_piece
 from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, gradient_norms, models, train
 
 STAGES = ("initial", "middle", "final")
@@ -64,7 +64,7 @@ class WatchMore(Watch):
     larger: dict = dataclasses.field(default_factory=dict)
 
 
-_MODELS = {
+MODELS = {
     "lenet5": models.lenet5,
     "mnist_cnn": models.mnist_cnn,
     "softmax": lambda seed: torch.nn.Sequential(torch.nn.Flatten(), models.linear(784, 10, seed=seed)),
@@ -72,7 +72,7 @@ _MODELS = {
 }
 
 
-def _inputs(name, model, split, run):
+def inputs_of(name, model, split, run):
     """Features and labels as the network wants them: normalised, LeNet-5's digits scaled to 32 x 32."""
     found = run.load(name, split=split).normalized()
     features = found.features
@@ -102,8 +102,8 @@ def moments(task, steps):
 
 def watch(task, seed, run):
     """One run: norms (moments, 2 points), whether a point is classified correctly, weights by stage, test accuracy."""
-    x, y = _inputs(task.data, task.model, "train", run)
-    test_x, test_y = _inputs(task.data, task.model, "test", run)
+    x, y = inputs_of(task.data, task.model, "train", run)
+    test_x, test_y = inputs_of(task.data, task.model, "test", run)
     plan = plan_of(task, len(y))
     members, others = (
         torch.as_tensor(np.random.RandomState(0).permutation(n)[: task.points]) for n in (len(y), len(test_y))
@@ -112,20 +112,20 @@ def watch(task, seed, run):
         torch.cat((x[members], test_x[others])).to(run.device),
         torch.cat((y[members], test_y[others])).to(run.device),
     )
-    model = _MODELS[task.model](seed=0).to(run.device)
+    model = MODELS[task.model](seed=0).to(run.device)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=task.learning_rate, momentum=task.momentum, weight_decay=task.weight_decay
     )
     stops = set(moments(task, plan.steps))
-    looks = Looks("norms", "correct", "weights")
+    trace = Trace("norms", "correct", "weights")
 
     def look(step):
         model.eval()
-        looks["norms"].append(gradient_norms(model, cross_entropy, *points, method="mixed").cpu())
+        trace["norms"].append(gradient_norms(model, cross_entropy, *points, method="mixed").cpu())
         with torch.no_grad():
-            looks["correct"].append((model(points[0]).argmax(1) == points[1]).cpu())
+            trace["correct"].append((model(points[0]).argmax(1) == points[1]).cpu())
             if step in (0, plan.steps // 2, plan.steps):
-                looks["weights"].append(torch.nn.utils.parameters_to_vector(model.parameters()).cpu())
+                trace["weights"].append(torch.nn.utils.parameters_to_vector(model.parameters()).cpu())
 
     def on_step(state):
         if state.step in stops:
@@ -144,7 +144,7 @@ def watch(task, seed, run):
         device=run.device,
         method="mixed",
         callbacks=Callbacks(on_step=on_step),
-        checkpoint=within_the_piece(looks=looks),
+        checkpoint=within_the_piece(looks=trace),
         progress=False,
     )
     with torch.no_grad():
@@ -152,8 +152,8 @@ def watch(task, seed, run):
             (model(part.to(run.device)).argmax(1).cpu() == labels).sum()
             for part, labels in zip(test_x.split(1000), test_y.split(1000))
         )
-    values = {"accuracy": float(right) / len(test_y), "seconds": looks.seconds}
-    return values, {name: torch.stack(looks[name]).numpy() for name in ("norms", "correct", "weights")}
+    values = {"accuracy": float(right) / len(test_y), "seconds": trace.seconds}
+    return values, {name: torch.stack(trace[name]).numpy() for name in ("norms", "correct", "weights")}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -264,12 +264,12 @@ def worst_case(plan, orders=ORDERS):
     return rdp_to_epsilon(plan.steps * step, orders, plan.delta)
 
 
-def _points(record, name):
+def points_of(record, name):
     """How many points a task of a record looks at."""
     return record.config["tasks"][name]["points"]
 
 
-def _mean_of(share, n):
+def mean_of(share, n):
     """The interval of a mean over n points of shares between 0 and 1: none varies more than zeros and ones do."""
     return intervals.share(round(share * n), n) if 0 <= share <= 1 + 1e-6 else intervals.unknown(share)
 

@@ -9,10 +9,10 @@ from dpcompanion.per_instance import coupled_epsilon, holder_epsilon
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, reported, runnable
-from dpcompanion.reproduction.papers.gradients_look_alike.costs import _vary
+from dpcompanion.reproduction.papers.gradients_look_alike.costs import varied
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    _mean_of,
-    _points,
+    mean_of,
+    points_of,
     CIFAR10,
     DIGITS,
     MNIST,
@@ -35,13 +35,13 @@ def step_epsilon(norms, plan):
     return coupled_epsilon(norms[None], sample_rate=plan.sample_rate, noise_std=plan.noise_std, delta=plan.delta)
 
 
-_BATCHES = {f"batch {size}": _vary(CIFAR10, batch_size=size, runs=1) for size in (32, 64, 256, 512)}
-FIGURE_2 = Watch({"batch 128": _vary(CIFAR10, runs=1), **_BATCHES})
+_BATCHES = {f"batch {size}": varied(CIFAR10, batch_size=size, runs=1) for size in (32, 64, 256, 512)}
+FIGURE_2 = Watch({"batch 128": varied(CIFAR10, runs=1), **_BATCHES})
 FIGURE_2_QUICK = Watch(
     {
         "batch 128": DIGITS,
-        "batch 64": _vary(PLAIN_DIGITS, batch_size=64),
-        "batch 512": _vary(PLAIN_DIGITS, batch_size=512),
+        "batch 64": varied(PLAIN_DIGITS, batch_size=64),
+        "batch 512": varied(PLAIN_DIGITS, batch_size=512),
     }
 )
 
@@ -76,7 +76,7 @@ def figure_2(config, run):
 )
 def _tail_at_the_end(record):
     for name in record.config["tasks"]:
-        n = _points(record, name)
+        n = points_of(record, name)
         share = intervals.share(round(record.values[f"{name}.final.below_thousandth"] * n), n)
         yield name, f"{share:.0%}", share.at_least(0.1)
 
@@ -100,13 +100,13 @@ def _correct_more_private(record):
     for name in reported(record):
         for stage in STAGES[1:]:
             right, wrong = (
-                _mean_of(record.values[f"{name}.{stage}.{word}.mean"], record.values[f"{name}.{stage}.{word}.points"])
+                mean_of(record.values[f"{name}.{stage}.{word}.mean"], record.values[f"{name}.{stage}.{word}.points"])
                 for word in ("correct", "incorrect")
             )
             yield f"{name}, {stage}", f"{right:.2f} against {wrong:.2f}", (wrong - right).above(0)
 
 
-ON_A_GPU = {"ResNet-20, CIFAR-10": _vary(CIFAR10, runs=1)}
+ON_A_GPU = {"ResNet-20, CIFAR-10": varied(CIFAR10, runs=1)}
 
 
 @experiment("gradients-look-alike/figure-3", quick=WatchMore({"LeNet-5": DIGITS}), paper=WatchMore({}, larger=ON_A_GPU))
@@ -120,7 +120,7 @@ def figure_3(config, run):
 
 
 FIGURE_7 = WatchMore(
-    {"LeNet-5": _vary(MNIST, runs=1), "softmax regression": _vary(PLAIN_MNIST, runs=1)}, larger=ON_A_GPU
+    {"LeNet-5": varied(MNIST, runs=1), "softmax regression": varied(PLAIN_MNIST, runs=1)}, larger=ON_A_GPU
 )
 FIGURE_7_QUICK = WatchMore({"LeNet-5": DIGITS, "softmax regression": PLAIN_DIGITS})
 

@@ -5,7 +5,7 @@ from dpcompanion.reproduction.papers.gradients_look_alike.runs import plan_of, T
 BOTH = {"remove": "with x against without", "add": "without x against with"}
 
 
-def everybody(record, name):
+def uniform_epsilon(record, name):
     """The uniform epsilon of a task by the privacy loss distribution of its run."""
     task = Task(**{**record.config["tasks"], **record.config.get("larger", {})}[name])
     (examples,) = {

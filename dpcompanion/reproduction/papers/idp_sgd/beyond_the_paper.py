@@ -17,14 +17,14 @@ from dpcompanion.training import derive_seed, DPSGDPlan
 
 @dataclasses.dataclass(frozen=True)
 class Beyond(Compared):
-    """Kinds: a distribution of groups with a method and an accountant, "A.sample.pld"; or "people" with everybody's own
+    """Kinds: a distribution of groups with a method and an accountant, "A.sample.pld"; or "people" with their own
     budget, uniform between the two ends, or "rounded" down to whole numbers, "people.sample" and "rounded.sample"."""
 
     between: tuple = (1.0, 6.0)
 
 
 def beyond(config, device="cpu"):
-    """{kind: [outcome for each seed]} for budgets by RDP and by PLD, and for budgets that are everybody's own."""
+    """{kind: [outcome for each seed]} for budgets by RDP and by PLD, and for budgets of their own."""
     examples = len(problem(config.task).labels)
 
     def plan(kind, seed):

@@ -51,8 +51,8 @@ class Cifar(Trials):
 
 
 def assignment(config, kind, labels, seed):
-    """Method, everybody's group, the groups' budgets and whose accuracy is looked at, those with the strictest one: of
-    the kinds of `Trials`, of "same" and of "class-3.lower"."""
+    """Method, each example's group, the groups' budgets and whose accuracy is looked at, those with the strictest one:
+    of the kinds of `Trials`, of "same" and of "class-3.lower"."""
     setup, _, method = kind.rpartition(".")
     if setup.startswith("class-"):
         groups = (labels == int(setup[-1])).long()
@@ -93,7 +93,7 @@ def kept_trial(config, task, kind, seed, run):
         seed=seed,
         precision=config.precision,
         optimizer=torch.optim.SGD(model.parameters(), lr=task.learning_rate, momentum=task.momentum),
-        physical_batch_size=config.together,
+        microbatch_size=config.together,
         callbacks=Callbacks(on_epoch=look),
         checkpoint=state and Checkpoint(state),
         progress=False,

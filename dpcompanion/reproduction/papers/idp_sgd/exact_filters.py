@@ -37,7 +37,7 @@ class Watched:
 
     `seen` holds shares of the people.  "held": clipped to less than they ask for, because it is all they can pay;
     "out": of these, who take no part.  "cut": whose gradient is shortened at all, by the clip norm that holds for
-    everybody or by the filter.  "reached": held now or at a pass before.
+    the plan or by the filter.  "reached": held now or at a pass before.
     """
 
     def __init__(self, filter, every):
@@ -63,7 +63,7 @@ class Watched:
 
 
 def make_filter(kind, plan, targets, levels, block):
-    """The "exact" or the "renyi" filter of a plan's run, for everybody's epsilon, one number or (n,)."""
+    """The "exact" or the "renyi" filter of a plan's run, for the epsilon of each person, one number or (n,)."""
     own = {
         "sample_rate": plan.sample_rate,
         "max_grad_norm": plan.max_grad_norm,
@@ -72,7 +72,7 @@ def make_filter(kind, plan, targets, levels, block):
     }
     if kind == "renyi":
         return RenyiFilter.for_epsilon(plan.n, target_epsilons=targets, **own)
-    # The costs of the largest target for everybody, as when these runs were recorded.
+    # The costs of the largest target for every person, as when these runs were recorded.
     game = {"sample_rate": plan.sample_rate, "noise_multiplier": plan.noise_multiplier, "target_delta": plan.delta}
     largest = float(torch.as_tensor(targets, dtype=torch.float64).max())
     costs = level_costs(levels, target_epsilon=largest, steps=plan.steps, block=block, **game)
@@ -83,7 +83,7 @@ def make_filter(kind, plan, targets, levels, block):
 
 def trained(task, plan, filter, learning_rate, seed, run):
     """One run of a plan, with a filter or with None: accuracy after every epoch and at the end, what the
-    filter did (see `Watched`), what everybody is promised, by the filter or else by PLD, and what people at full norm
+    filter did (see `Watched`), what each person is promised, by the filter or else by PLD, and what people at full norm
     would have without a filter."""
     found = problem(task, run)
     model = network(task, seed).to(run.device)
@@ -113,8 +113,8 @@ def trained(task, plan, filter, learning_rate, seed, run):
         callbacks=Callbacks(on_step=look),
         progress=False,
     )
-    everybody = plan.epsilon()
-    promise = filter.epsilon(plan.delta).tolist() if filter else [everybody]
+    uniform = plan.epsilon()
+    promise = filter.epsilon(plan.delta).tolist() if filter else [uniform]
     return {
         "final": accuracy(predictions(model, test_features), test_labels),
         "course": course,
@@ -122,7 +122,7 @@ def trained(task, plan, filter, learning_rate, seed, run):
         "steps": plan.steps,
         "least_promise": min(promise),
         "promise": max(promise),
-        "full_norm": everybody,
+        "full_norm": uniform,
         "full_norm_rdp": plan.epsilon(accountant="rdp"),
         **(budget.seen if filter else {}),
     }
@@ -146,12 +146,12 @@ def gathered(each, name):
 
 @dataclasses.dataclass(frozen=True)
 class Promised:
-    """Runs in which everybody is promised `epsilon` beforehand.
+    """Runs in which every person is promised `epsilon` beforehand.
 
     "dpsgd" has the noise that this takes, by PLD, for people at full norm.  "exact" and "renyi" add a filter at the
     same noise.  "exact.less" and "renyi.less" have less noise: that with which full norms would cost `less`. Who runs
     out of budget is clipped, or leaves. Norms are measured once an epoch.  `shares` of the budget are fixed beforehand:
-    whoever spends at most that much has a smaller promise.
+    a person who spends at most that much has a smaller promise.
     """
 
     task: Task
@@ -165,7 +165,7 @@ class Promised:
 
 
 def spared(filter, share, delta):
-    """(what is promised to whoever spends at most a share of the budget, the share of the people who did)."""
+    """(what is promised to a person who spends at most a share of the budget, the share of the people who did)."""
     if isinstance(filter, RenyiFilter):
         most = share * filter.budgets
         return float(rdp_to_epsilon(most, filter.orders, delta)[0].max()), share_of((filter.spent <= most).all(1))

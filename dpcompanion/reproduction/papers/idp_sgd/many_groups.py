@@ -7,7 +7,7 @@ import torch
 from dpcompanion.accounting import find_steps
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import _gain
+from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of
 from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, compared, Compared, final_values
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     accuracy,
@@ -79,7 +79,7 @@ def table_9(config, run):
 @finding("idp-sgd/table-9", "ahead of DP-SGD at the lower end: the 95% interval of the paired difference lies above 0")
 def many_groups_gain(record):
     for kind in ("sample", "scale"):
-        gain = _gain(record, kind, "dpsgd")
+        gain = gain_of(record, kind, "dpsgd")
         yield kind.capitalize(), f"{gain:+.1f}", gain.above(0)
 
 
@@ -113,7 +113,7 @@ def table_14(config, run):
     "idp-sgd/table-14", "accuracy rises from Scale to Sample: the 95% interval of the paired difference lies above 0"
 )
 def progression(record):
-    gain = _gain(record, "weight_100", "weight_0")
+    gain = gain_of(record, "weight_100", "weight_0")
     yield "Sample less Scale", f"{gain:+.2f}", gain.above(0)
 
 
@@ -209,7 +209,7 @@ def table_17(config, run):
 def ahead_of_baselines(record):
     for setup in record.config["groups"]:
         for other in ("exclude_low", "sequential"):
-            gains = [_gain(record, f"{setup}.{method}", f"{setup}.{other}") for method in ("sample", "scale")]
+            gains = [gain_of(record, f"{setup}.{method}", f"{setup}.{other}") for method in ("sample", "scale")]
             yield (
                 f"{setup}, {other.replace('_', ' ')}",
                 ", ".join(f"{gain:+.1f}" for gain in gains),

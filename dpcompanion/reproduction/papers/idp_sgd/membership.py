@@ -41,7 +41,7 @@ class Shadows:
 def memberships(config):
     """Who is in the data of each shadow model, then of each target, (models, n): a random half of the examples.
 
-    Everybody is in half of the shadow models; the targets' halves have nothing to do with theirs.
+    Every example is in half of the shadow models; the targets' halves have nothing to do with theirs.
     """
     generator = torch.Generator().manual_seed(derive_seed(config.seed, "shadow"))
     shadows = attacks.shadow_masks(config.shadows, config.examples, generator=generator)
@@ -50,8 +50,8 @@ def memberships(config):
 
 def trained(config, kind, numbers, run):
     """The models of these numbers: per cent of right answers `inside` and `outside` of what each was trained on, and
-    everybody's membership and log odds, (k, n)."""
-    # Sums are divided by what everybody's batch would hold, and half of them are in.
+    each example's membership and log odds, (k, n)."""
+    # Sums are divided by what a batch of all examples would hold, and half of them are in.
     task = dataclasses.replace(config.task, learning_rate=2 * config.task.learning_rate)
     found, seed, n = problem(task, run), config.seed, config.examples
     features, labels = found.features[:n].to(run.device), found.labels[:n].to(run.device)
@@ -69,7 +69,7 @@ def trained(config, kind, numbers, run):
         device=run.device,
         members=members,
         precision=config.precision,
-        physical_batch_size=config.together,
+        microbatch_size=config.together,
     )
     logits = ensemble.predict(features)
     right = (logits.argmax(-1) == labels).double().cpu()
@@ -79,7 +79,7 @@ def trained(config, kind, numbers, run):
 
 
 def attacked(config, kind, run):
-    """LiRA on models of one kind: everybody's group, who is in the data of each model, all scores, accuracies.
+    """LiRA on models of one kind: each example's group, who is in the data of each model, all scores, accuracies.
 
     Each set of `size` models is kept as soon as it is trained.
     """

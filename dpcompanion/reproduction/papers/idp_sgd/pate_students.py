@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from dpcompanion import pate
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import _gain
+from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     assign,
@@ -158,5 +158,5 @@ def table_13(config, run):
 )
 def weights_help(record):
     for kind in ("ipate_A", "ipate_B"):
-        gain = _gain(record, kind, "pate")
+        gain = gain_of(record, kind, "pate")
         yield kind[-1], f"{gain:+.1f}", gain.above(0)

@@ -91,7 +91,7 @@ def assign(examples, shares, seed):
 @functools.cache
 def parameters(method, budgets, counts, training, delta, accountant="rdp"):
     """(noise multiplier, each group's rate, each group's clip norm) of "dpsgd", "sample", "scale" or "combined-50",
-    which takes half of what Sample changes and leaves the rest to Scale.  DP-SGD gives everybody the smallest
+    which takes half of what Sample changes and leaves the rest to Scale.  DP-SGD gives every group the smallest
     budget."""
     run_of = {
         "target_delta": delta,

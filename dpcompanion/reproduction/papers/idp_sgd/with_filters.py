@@ -10,7 +10,7 @@ from dpcompanion.filters import RenyiFilter
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import _gain
+from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     accuracy,
     assign,
@@ -164,7 +164,7 @@ def table_4(config, run):
 def filter_gains(record):
     for descent in record.config["descents"]:
         kinds = [f"{descent}.{kind}" for kind in record.config["kinds"]]
-        gains = [_gain(record, more, less) for less, more in zip(kinds, kinds[1:])]
+        gains = [gain_of(record, more, less) for less, more in zip(kinds, kinds[1:])]
         yield (
             descent.replace("_", ", "),
             ", ".join(f"{gain:+.1f}" for gain in gains),

@@ -1,6 +1,6 @@
 r"""Exhibits of Yu et al. 2023, "Individual privacy accounting for DP-SGD".
 
-One run of DP-SGD serves many exhibits, so a run is trained once and leaves what they all read: everybody's norms
+One run of DP-SGD serves many exhibits, so a run is trained once and leaves what they all read: norms of all examples
 at each full-batch pass, those of some reference examples at every step, final losses, who was right.  Runs that
 take long are kept in the data folder, where an interrupted study goes on.
 

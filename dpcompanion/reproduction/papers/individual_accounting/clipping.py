@@ -41,7 +41,7 @@ def clipped(task, clipping, seed, run):
 
 @experiment(f"{NAME}/table-3", quick=Clippings(QUICK), paper=Clippings(subset("mnist", "cifar10")))
 def table_3(config, run):
-    """Test accuracy in percent, clipped to everybody's own threshold and to the maximum."""
+    """Test accuracy in percent, clipped to each example's own threshold and to the maximum."""
     values = left_out(config, run)
     for name, task in runnable(config, run).items():
         for clipping in ("individual", "maximum"):

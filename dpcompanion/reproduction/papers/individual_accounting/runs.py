@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from dpcompanion.individual import IndividualAccountant
-from dpcompanion.reproduction.papers.common import Looks, pearson, within_the_piece
+from dpcompanion.reproduction.papers.common import Trace, pearson, within_the_piece
 from dpcompanion.reproduction.papers.yu import build, Examples, examples, LOSSES, MNIST_5K, outcome, seconds, Task
 from dpcompanion.training import Callbacks, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
@@ -36,7 +36,7 @@ PAPER = {**CPU, "mnist": MNIST, "cifar10": CIFAR10, "utkface_gender": UTKFACE_GE
 class Trained:
     """What a run of DP-SGD leaves.
 
-    `plan` and `task` say how it was trained. `passes` are the steps (from 0) before which everybody's norm was
+    `plan` and `task` say how it was trained. `passes` are the steps (from 0) before which every norm was
     measured, `norms` (passes, n) what was found, at most C; `reference` are the examples measured at every step,
     `reference_norms` (steps, reference); `medians` (epochs + 1, groups) are the medians of unclipped reference norms
     by group. Losses are those of the final model.
@@ -115,7 +115,7 @@ def account(
 
 def run_task(task, seed, device):
     """Train one run; values and arrays for `Trained`."""
-    found, loss, looks = examples(task.data, task.dtype), LOSSES[task.loss], Looks("medians")
+    found, loss, trace = examples(task.data, task.dtype), LOSSES[task.loss], Trace("medians")
     model = build(task.model, found, seed).to(device)
     x, y = found.x.to(device), found.y.to(device)
     limit = task.max_grad_norm or task.median_multiple * float(gradient_norms(model, loss, x, y).median())
@@ -128,7 +128,7 @@ def run_task(task, seed, device):
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps) if task.cosine else None
 
-    everybody = NormTracker(
+    whole = NormTracker(
         IndividualAccountant.for_plan(plan, device=device),
         model,
         loss,
@@ -138,7 +138,7 @@ def run_task(task, seed, device):
         clipping=task.clipping,
         keep_norms=True,
     )
-    trackers = [everybody]
+    trackers = [whole]
     chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[: task.reference])
     some = x[chosen.to(device)], y[chosen.to(device)]
     if task.reference:
@@ -160,7 +160,7 @@ def run_task(task, seed, device):
     def watch(_):
         if task.reference:
             norms = gradient_norms(model, loss, *some).cpu()
-            looks["medians"].append([float(norms[groups == group].median()) for group in range(len(found.names))])
+            trace["medians"].append([float(norms[groups == group].median()) for group in range(len(found.names))])
 
     watch(None)
     train(
@@ -172,19 +172,19 @@ def run_task(task, seed, device):
         seed=seed,
         trackers=trackers,
         callbacks=Callbacks(on_epoch=watch, on_step=(lambda _: scheduler.step()) if scheduler else None),
-        checkpoint=within_the_piece(looks=looks, scheduler=scheduler),
+        checkpoint=within_the_piece(looks=trace, scheduler=scheduler),
     )
     losses, right = outcome(model, loss, x, y)
     test_losses, test_right = outcome(model, loss, found.test_x.to(device), found.test_y.to(device))
-    passes, norms = everybody.norms_of_passes
+    passes, norms = whole.norms_of_passes
     exact = trackers[-1].norms_of_passes[1] if task.reference else torch.zeros(0, 0)
-    values = {"max_grad_norm": limit, "seconds": looks.seconds}
+    values = {"max_grad_norm": limit, "seconds": trace.seconds}
     arrays = {
         "passes": passes,
         "norms": norms,
         "reference": chosen,
         "reference_norms": exact,
-        "medians": np.array(looks["medians"]),
+        "medians": np.array(trace["medians"]),
         "losses": losses.cpu(),
         "test_losses": test_losses.cpu(),
         "right": right.cpu(),

@@ -166,7 +166,7 @@ def theorem_3_2(config, run):
             trackers=[tracker],
             callbacks=Callbacks(on_step=lambda state, keep=keep: keep(state.step)),
         )
-        told = tracker.epsilon(plan.delta)[: config.owners].numpy()
+        tracked = tracker.epsilon(plan.delta)[: config.owners].numpy()
         private = build(task.model, found, config.seed)
         alone = np.zeros(config.owners)
         for owner in range(config.owners):
@@ -175,7 +175,9 @@ def theorem_3_2(config, run):
                 private.load_state_dict(state)
                 norms.append(gradient_norms(private, loss, *mine).clamp(max=plan.max_grad_norm))
             alone[owner] = account(plan, np.stack(norms), passes, steps=plan.steps)[0]
-        values |= named(name, owners=config.owners, largest_difference=np.abs(alone - told).max(), largest=told.max())
+        values |= named(
+            name, owners=config.owners, largest_difference=np.abs(alone - tracked).max(), largest=tracked.max()
+        )
     return values
 
 

@@ -22,7 +22,7 @@ from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
     trained,
     UNSCALED,
 )
-from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import _bounded, NAMES
+from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import bounded_sensitivity, NAMES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +311,7 @@ def algorithm_2(config, run):
     "epsilon is at most what is claimed with theorem 2's sensitivity: an attack can refute that, and never prove it",
 )
 def _claim_stands(record):
-    yield from _attacked(record, _bounded(record), "mu_claimed", "epsilon_claimed")
+    yield from _attacked(record, bounded_sensitivity(record), "mu_claimed", "epsilon_claimed")
 
 
 @finding("intrinsic-privacy/algorithm-1", "epsilon is at most what is claimed with the empirical sensitivity")
@@ -338,7 +338,7 @@ def _attacked(record, tasks, mu, epsilon):
     "at target 1, epsilon is at most 1 with theorem 2's sensitivity: an attack can refute that, and never prove it",
 )
 def _augmented_stands(record):
-    yield from _augmented(record, _bounded(record), "theory")
+    yield from _augmented(record, bounded_sensitivity(record), "theory")
 
 
 @finding("intrinsic-privacy/algorithm-2", "at target 1, epsilon is at most 1 with the empirical sensitivity")

@@ -223,7 +223,8 @@ def _pairwise_epsilon(name, weights, delta):
     return values, arrays
 
 
-def _figure_of_pairs(config, run, initialization):
+def figure_of_pairs(config, run, initialization):
+    """Values and arrays of a figure of pairwise epsilons, task by task."""
     values, arrays = {}, {}
     for name, task in config.tasks.items():
         delta = 1 / problem(name, run).examples
@@ -237,7 +238,7 @@ def _figure_of_pairs(config, run, initialization):
 @experiment("intrinsic-privacy/figure-4", quick=Grids(QUICK), paper=Grids(PAPER | UNSCALED))
 def figure_4(config, run):
     """Pairwise epsilon, the initialisation varying; histograms over `LOG_EDGES` of log10."""
-    return _figure_of_pairs(config, run, "varying")
+    return figure_of_pairs(config, run, "varying")
 
 
 @dataclasses.dataclass(frozen=True)

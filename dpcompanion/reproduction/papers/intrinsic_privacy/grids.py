@@ -190,11 +190,11 @@ def claim(exhibit, criterion):
 
 
 def trained(name, task, run, initialization="varying", **options):
-    """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first. See `_grid`."""
-    return _grid(name, task, run, initialization, **options)[0]
+    """The weights of a task's grid, (1 + data sets, seeds, parameters) float64, data set 0 first. See `grid_runs`."""
+    return grid_runs(name, task, run, initialization, **options)[0]
 
 
-def _grid(name, task, run, initialization, *, hidden=0, data_sets=None, first_seed=0, held_out=None, half=False):
+def grid_runs(name, task, run, initialization, *, hidden=0, data_sets=None, first_seed=0, held_out=None, half=False):
     """The weights, and the seconds that training took when it was done.
 
     `data_sets` replaces 0, ..., task.data_sets; seeds count from `first_seed`; `held_out` (features, label) stands in

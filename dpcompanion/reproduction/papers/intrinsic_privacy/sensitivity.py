@@ -11,7 +11,7 @@ from dpcompanion.output_perturbation import grids as ensembles
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding, get
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    _grid,
+    grid_runs,
     Grids,
     INITIALIZATIONS,
     PAPER,
@@ -78,7 +78,7 @@ def table_1(config, run):
             f"{name}.test": len(found.test_labels),
             f"{name}.d": found.features.shape[1],
             f"{name}.experiments": 2 * task.seeds * task.data_sets,
-            f"{name}.seconds": sum(_grid(name, task, run, i)[1] for i in INITIALIZATIONS),
+            f"{name}.seconds": sum(grid_runs(name, task, run, i)[1] for i in INITIALIZATIONS),
         }
     return values
 
@@ -141,7 +141,7 @@ NAMES = {
 }
 
 
-def _bounded(record):
+def bounded_sensitivity(record):
     """The tasks that theorem 2 covers."""
     return [name for name in record.config["tasks"] if not name.endswith("-unscaled")]
 
@@ -162,7 +162,7 @@ def _ends_apart(record):
 
 @finding("intrinsic-privacy/theorem-2", "no measured distance, with one place replaced, exceeds the bound")
 def _within_bound(record):
-    for name in _bounded(record):
+    for name in bounded_sensitivity(record):
         seen, bound = record.values[f"{name}.one_place"], record.values[f"{name}.bound"]
         yield NAMES[name], f"{seen:.3f} of {bound:.3f}", seen <= bound
 

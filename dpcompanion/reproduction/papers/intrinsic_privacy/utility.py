@@ -11,7 +11,7 @@ from scipy import stats
 from dpcompanion import output_perturbation as op
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, get
-from dpcompanion.reproduction.papers.intrinsic_privacy.distances import _figure_of_pairs, RIGHT_TAIL, right_tail
+from dpcompanion.reproduction.papers.intrinsic_privacy.distances import figure_of_pairs, RIGHT_TAIL, right_tail
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
     claim,
     Grids,
@@ -167,7 +167,7 @@ def figure_5(config, run):
 @experiment("intrinsic-privacy/figures-8-9", quick=Utility(QUICK, 100), paper=Utility(PAPER | UNSCALED, 4900))
 def figures_8_9(config, run):
     """Figures 4 and 5 with a fixed initialisation."""
-    values, arrays = _figure_of_pairs(config, run, "fixed")
+    values, arrays = figure_of_pairs(config, run, "fixed")
     more, curves = _figure_of_utility(config, run, "fixed")
     return values | {f"utility.{key}": value for key, value in more.items()}, arrays | curves
 

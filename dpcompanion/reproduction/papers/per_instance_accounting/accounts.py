@@ -30,7 +30,7 @@ from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
 
 @experiment(f"{NAME}/figure-1", quick=QUICK, paper=PAPER)
 def figure_1(config, run):
-    """Everybody's epsilon with K = 2, who reaches the worst case, and the worst cases of the paper's settings."""
+    """Individual epsilon with K = 2, who reaches the worst case, and the worst cases of the paper's settings."""
     found = trained(config.setting, config.seed, run)
     epsilon, top = found.epsilon, found.worst_case
     values = {

@@ -33,7 +33,7 @@ class Clippings:
 
 @experiment(f"{NAME}/table-1", quick=Clippings())
 def table_1(config, run):
-    """Test accuracy in percent, clipped to everybody's own estimate and to one threshold."""
+    """Test accuracy in percent, clipped to each example's own estimate and to one threshold."""
     values = {}
     for name, clipping in (("per_example", "individual"), ("single", "maximum")):
         setting = dataclasses.replace(config.setting, clipping=clipping)

@@ -59,13 +59,13 @@ def algorithm_1(config, run):
             cost[charged == level] = float(
                 rdp_sampled_gaussian(sample_rate=config.sample_rate, noise_multiplier=config.noise / level, orders=[3])
             )
-        told, truth = cost.sum(1), true_divergence(probabilities, added, config.noise)
+        charged, truth = cost.sum(1), true_divergence(probabilities, added, config.noise)
         values |= named(
             kind,
             truth=truth,
-            least_told=told.min(),
-            most_told=told.max(),
-            told_too_little=probabilities[told < truth * (1 - 1e-9)].sum(),
+            least_told=charged.min(),
+            most_told=charged.max(),
+            told_too_little=probabilities[charged < truth * (1 - 1e-9)].sum(),
         )
     return values
 

@@ -12,7 +12,7 @@ from dpcompanion.accounting import compute_epsilon
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals, published
 from dpcompanion.reproduction.papers import yu as second
-from dpcompanion.reproduction.papers.common import Looks, rank, within_the_piece
+from dpcompanion.reproduction.papers.common import Trace, rank, within_the_piece
 from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
@@ -31,7 +31,7 @@ class Setting:
     """A run of algorithm 1.
 
     `refreshes` is K; without a noise multiplier the run costs what the paper's on MNIST does. `looks` is how often
-    everybody's loss and norm are noted; `reference` examples have their norms taken at every step.
+    all losses and norms are noted; `reference` examples have their norms taken at every step.
     """
 
     data: str = "mnist-5k"
@@ -91,7 +91,7 @@ def run_setting(setting, seed, device):
     x, y = found.x.to(device), found.y.to(device)
     limit = setting.median_multiple * float(gradient_norms(model, cross_entropy, x, y).median())
     plan = make_plan(setting, len(y), limit)
-    everybody = NormTracker(
+    whole = NormTracker(
         IndividualAccountant.for_plan(plan, device=device),
         model,
         cross_entropy,
@@ -101,7 +101,7 @@ def run_setting(setting, seed, device):
         updates_per_epoch=setting.refreshes,
         clipping=setting.clipping,
     )
-    trackers, chosen = [everybody], np.random.RandomState(seed).permutation(len(y))[: setting.reference]
+    trackers, chosen = [whole], np.random.RandomState(seed).permutation(len(y))[: setting.reference]
     if setting.reference:
         some = torch.as_tensor(chosen)
         trackers.append(
@@ -115,13 +115,13 @@ def run_setting(setting, seed, device):
                 examples=some,
             )
         )
-    looks = Looks("norms", "losses")
+    trace = Trace("norms", "losses")
 
     def look(run):
         done = round(run.step / plan.steps_per_epoch)
         if done * setting.looks // setting.epochs > (done - 1) * setting.looks // setting.epochs:
-            looks["norms"].append(gradient_norms(model, cross_entropy, x, y).cpu())
-            looks["losses"].append(second.outcome(model, cross_entropy, x, y)[0].cpu())
+            trace["norms"].append(gradient_norms(model, cross_entropy, x, y).cpu())
+            trace["losses"].append(second.outcome(model, cross_entropy, x, y)[0].cpu())
 
     optimizer = torch.optim.SGD(model.parameters(), lr=setting.learning_rate / limit)
     train(
@@ -133,13 +133,13 @@ def run_setting(setting, seed, device):
         seed=seed,
         trackers=trackers,
         callbacks=Callbacks(on_epoch=look),
-        checkpoint=within_the_piece(looks=looks),
+        checkpoint=within_the_piece(looks=trace),
     )
     test_losses, right = second.outcome(model, cross_entropy, found.test_x.to(device), found.test_y.to(device))
-    losses, norms = np.stack(looks["losses"]), np.stack(looks["norms"])
+    losses, norms = np.stack(trace["losses"]), np.stack(trace["norms"])
     quintiles = np.array_split(norms.mean(0).argsort(), 5)
     arrays = {
-        "epsilon": everybody.estimated_epsilon(DELTA).cpu().numpy(),
+        "epsilon": whole.estimated_epsilon(DELTA).cpu().numpy(),
         "reference": chosen,
         "actual": trackers[-1].estimated_epsilon(DELTA).cpu().numpy() if setting.reference else np.zeros(0),
         "mean_loss": losses.mean(0),
@@ -147,7 +147,7 @@ def run_setting(setting, seed, device):
         "test_losses": test_losses.cpu().numpy(),
         "quintiles": np.stack([norms[:, part].mean(1) for part in quintiles]) / limit,
     }
-    return {"accuracy": float(right.double().mean()), "max_grad_norm": limit, "passes": everybody.passes}, arrays
+    return {"accuracy": float(right.double().mean()), "max_grad_norm": limit, "passes": whole.passes}, arrays
 
 
 def trained(setting, seed, run):

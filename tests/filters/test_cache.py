@@ -1,4 +1,4 @@
-"""What is kept of calibrations: the same question is answered from disk, and nothing wrong is."""
+"""The cache of calibrations: the same question is answered from disk, and nothing wrong is."""
 
 import hashlib
 import itertools
@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from dpcompanion.filters import ExactFilter, calibrate_filter, calibration, kept
+from dpcompanion.filters import ExactFilter, calibrate_filter, calibration, cache
 
 QUESTION = dict(
     target_epsilon=1.0,
@@ -29,7 +29,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def counted(name="noted", shortest=0.0):
-    """A remembered function that squares, and the list of what it was called with."""
+    """A cached function that squares, and the list of what it was called with."""
     calls = []
 
     def noted(x, levels=(), progress=None):
@@ -37,7 +37,7 @@ def counted(name="noted", shortest=0.0):
         return float(x) ** 2, len(levels)
 
     noted.__name__ = name
-    return kept.remembered(shortest)(noted), calls
+    return cache.cached(shortest)(noted), calls
 
 
 def sealed(**entry):
@@ -90,13 +90,13 @@ def test_other_code_and_other_libraries_answer_anew(folder, monkeypatch):
     square, calls = counted()
     square(3.0)
     for change in ({"sha256": "another"}, {"scipy": "99"}):
-        changed = {**kept.code(), **change}
+        changed = {**cache.code(), **change}
         with monkeypatch.context() as patch:
-            patch.setattr(kept, "code", lambda: changed)
+            patch.setattr(cache, "code", lambda: changed)
             square.forget()
             assert square(3.0) == (9.0, 0)
     assert len(calls) == 3 and len(list(folder.iterdir())) == 3
-    source = pathlib.Path(kept.__file__).parent
+    source = pathlib.Path(cache.__file__).parent
     assert {"game.py", "pairs.py", "calibration.py"} <= {file.name for file in source.glob("*.py")}
 
 
@@ -124,7 +124,7 @@ def test_what_took_no_time_is_not_written_and_without_a_folder_all_is_computed(t
 
 
 def test_a_calibration_is_kept_with_its_promise_and_errors_are_not(folder, monkeypatch):
-    monkeypatch.setattr(kept.time, "process_time", itertools.count().__next__)  # everything takes a second
+    monkeypatch.setattr(cache.time, "process_time", itertools.count().__next__)  # everything takes a second
     forget_everything()
     first = calibrate_filter(**QUESTION)
     promised = float(

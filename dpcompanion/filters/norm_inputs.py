@@ -1,10 +1,10 @@
-"""What a filter is told before a step: everybody's norm.
+"""The norms of all examples, which a filter takes before each step.
 
 Where filter and norms lie on a GPU, nothing here waits for it: a norm that is out of range counts as infinite, so that
 what the filter promises holds, is noted, and refused when the filter is read.
 
->>> told = Told(2, device=None)
->>> told._norms_told([0.3, 7.0])
+>>> inputs = NormInput(2, device=None)
+>>> inputs._checked_norms([0.3, 7.0])
 tensor([0.3000, 7.0000], dtype=torch.float64)
 """
 
@@ -17,7 +17,7 @@ from .._devices import is_away, sent
 from ..accounting import Guarantee, LedgerEntry, PersonalCosts
 
 
-class Told:
+class NormInput:
     """The n examples of a filter, and checks of their norms."""
 
     def __init__(self, n, *, device):
@@ -46,7 +46,7 @@ class Told:
         promised = PersonalCosts.each([Guarantee(epsilon, delta) for epsilon in distinct.tolist()], which)
         return LedgerEntry(Guarantee(float(distinct[-1]), delta), promised=promised)
 
-    def _norms_told(self, norms, most=math.inf, slack=0.0):
+    def _checked_norms(self, norms, most=math.inf, slack=0.0):
         """Norms from 0 to `most`, relatively at most `slack` above it, as (n,) float64 on the filter's device."""
         norms = torch.as_tensor(norms, dtype=torch.float64)
         if norms.shape != (self.n,):

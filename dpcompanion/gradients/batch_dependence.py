@@ -1,4 +1,4 @@
-"""How much an example's gradient changes with its company, which an account of floats assumes it does not."""
+"""By how much an example's gradient depends on the rest of its batch; accounting for floats assumes by nothing."""
 
 import torch
 
@@ -7,7 +7,7 @@ from dpcompanion._types import Loss
 from dpcompanion.gradients import clipping
 
 
-def company_error(
+def batch_dependence_error(
     model: torch.nn.Module,
     loss: Loss,
     x: torch.Tensor,
@@ -19,10 +19,10 @@ def company_error(
     generator: torch.Generator | None = None,
     method: str = "auto",
 ) -> float:
-    """How much an example's gradient changes with who else is in its batch: the largest relative change that is seen.
+    """By how much an example's gradient depends on the rest of its batch: the largest relative change that is seen.
 
     The gradient of each of some examples, as a run with ``arithmetic="float"`` adds it up, alone and in batches of
-    random size and company; the norm of the difference to the gradient alone, over its norm. It is a measurement on
+    random size and composition; the norm of the difference to the gradient alone, over its norm. It is a measurement on
     this machine and these data, not a bound.
 
     Args:
@@ -32,7 +32,7 @@ def company_error(
         examples: how many to try.
         batches: how many batches for each.
         size: the largest batch, at least 2.
-        generator: a torch.Generator for the company.
+        generator: a torch.Generator for the batches.
         method: how to clip: "auto", "mixed" or "func" (`dpcompanion.gradients.clipping`).
 
     Returns:
@@ -43,7 +43,7 @@ def company_error(
     )
     size = _checks.whole_number("size", size, 2, len(x))
     if method == "auto":
-        method = clipping.resolve_method(model, loss, x, y, precise=True)
+        method = clipping.resolve_method(model, loss, x, y, float64=True)
     worst = 0.0
     for one in torch.randperm(len(x), generator=generator)[:examples].tolist():
         alone = None
@@ -56,7 +56,9 @@ def company_error(
             # All but one are clipped to nothing.
             limits = torch.full((len(rows),), 1e-300, dtype=torch.float64)
             limits[place] = 1e300
-            found = clipping.clipped_sum(model, loss, x[rows], y[rows], limits, method=method, precise=True, chunk=size)
+            found = clipping.clipped_sum(
+                model, loss, x[rows], y[rows], limits, method=method, float64=True, microbatch_size=size
+            )
             vector = torch.cat([g.flatten() for g in found.gradients.values()])
             if alone is None:
                 alone = vector

@@ -8,8 +8,8 @@ at the nodes and between them, and an order that fails is left out.
 
 With 1024 nodes the chords are less than 1e-3 above, a few times more at the phase transition of a large order.
 
->>> orders, table = chords(0.01, 1.0, (2, 8.5))
->>> between(torch.tensor([0.0, 0.12345, 1.0], dtype=torch.float64), table)[:, 0]
+>>> orders, table = interpolation_table(0.01, 1.0, (2, 8.5))
+>>> interpolate(torch.tensor([0.0, 0.12345, 1.0], dtype=torch.float64), table)[:, 0]
 tensor([0.0000e+00, 1.5357e-06, 1.7181e-04], dtype=torch.float64)
 """
 
@@ -45,7 +45,7 @@ def rdp_of_shares(shares, orders, *, sample_rate, noise_multiplier):
 
 
 @functools.lru_cache(maxsize=8)
-def chords(sample_rate, noise_multiplier, orders):
+def interpolation_table(sample_rate, noise_multiplier, orders):
     """The orders (a tuple, ascending) that can be served, (K,), and their table at the nodes, (NODES + 1, K).
 
     The table is shared between calls: do not write to it.
@@ -68,7 +68,7 @@ def weights(shares):
     return node, ((shares**2 - left) / (right - left)).clamp(0, 1)
 
 
-def between(shares, table):
+def interpolate(shares, table):
     """The chords' values at shares (n,) in [0, 1]: (n, K), never below the divergence."""
     node, upper = weights(shares)
     return table[node] * (1 - upper)[:, None] + table[node + 1] * upper[:, None]

@@ -1,11 +1,11 @@
-"""What an account is told, made fit to be charged: norms as shares of the clip norm, examples, numbers of steps.
+"""Norms as an account takes them: as shares of the clip norm, with the examples and numbers of steps they hold for.
 
 Norms are rounded up where their precision is low, longer ones than the clip norm count as it.  Where the account and
-what it is told lie on a GPU, nothing here waits for it: what is wrong is noted, charged in full, and refused when the
+its input lie on a GPU, nothing here waits for it: what is wrong is noted, charged in full, and refused when the
 account is read.
 
->>> told = Recorded(3, max_grad_norm=0.5, device=None)
->>> told._shares([0.1, 0.5, 7.0], 3)
+>>> history = NormHistory(3, max_grad_norm=0.5, device=None)
+>>> history._shares([0.1, 0.5, 7.0], 3)
 tensor([0.2000, 1.0000, 1.0000], dtype=torch.float64)
 """
 
@@ -26,20 +26,20 @@ def _as_tensor(norms):
     if isinstance(norms, (list, tuple)) and any(isinstance(norm, torch.Tensor) for norm in norms):
         norms = torch.stack([torch.as_tensor(norm) for norm in norms])
     if not isinstance(norms, torch.Tensor):
-        doubles, array = _checks._flat("norms", norms), np.asarray(norms)
+        doubles, array = _checks.flat_doubles("norms", norms), np.asarray(norms)
         kept = array if array.dtype in (np.float16, np.float32) else doubles.reshape(array.shape)
         norms = torch.as_tensor(kept)
     return _checks.real("norms", norms)
 
 
-class Recorded:
+class NormHistory:
     """The n examples of an account, how many steps were recorded of each, and checks of what is recorded next."""
 
     def __init__(self, n, *, max_grad_norm, device):
         self.n = _checks.whole_number("n", n, 1)
         self.max_grad_norm = _checks.number("max_grad_norm", max_grad_norm, 0, math.inf, closed="neither")
         self.device = torch.device("cpu" if device is None else device)
-        # The most steps that were recorded of anybody; None where the device has to be asked.
+        # The most steps that were recorded of any example; None where the device has to be asked.
         self._most = 0
         # Whether something that was recorded cannot be, where the device has to be asked; see `_refuse`.
         self._wrong = None

@@ -1,17 +1,17 @@
-"""What was calibrated once is kept in the data folder, so that the next program gets it at once.
+"""A cache of calibrations in the data folder, so that the next program gets them at once.
 
 An entry is one JSON file under `filters` in the data folder.  Its name is a sha256 of the question, of the code that
 answers it and of the libraries that it computes with: whatever changes in any of these is computed anew.  An entry is
 sealed by a sha256 of its own, holds its question, and is written whole or not at all; one that is damaged, or answers
 another question, is computed again and replaced.  Answers that take less than a second of processor time are not
-written.  Where nothing can be written, nothing is kept.  The seal guards against damage, not against people who may
+written.  Where nothing can be written, nothing is cached.  The seal guards against damage, not against people who may
 write into the folder.  With DPCOMPANION_FILTERS=anew in the environment nothing is read or written: so the book's
 notebooks are executed, which show what is computed.
 
 >>> import tempfile
 >>> os.environ["DPCOMPANION_DATA"], before = tempfile.mkdtemp(), os.environ.get("DPCOMPANION_DATA")
 >>> calls = []
->>> @remembered(shortest=0.0)
+>>> @cached(shortest=0.0)
 ... def half(x, progress=None):
 ...     calls.append(x)
 ...     return (x / 2,)
@@ -38,7 +38,7 @@ from .. import _files, accounting, data
 SHORTEST = 1.0
 
 
-def remembered(shortest=SHORTEST):
+def cached(shortest=SHORTEST):
     """A decorator for functions of numbers, strings and tuples of them that return a tuple of finite or infinite
     numbers.
 
@@ -68,7 +68,7 @@ def remembered(shortest=SHORTEST):
 
 
 def path_of(name, question):
-    """Where the answer to a question, {argument: value}, is kept."""
+    """Where the answer to a question, {argument: value}, lies."""
     return data.data_folder() / "filters" / f"{name.strip('_')}.{_digest([name, _plain(question), code()])}.json"
 
 
@@ -103,7 +103,7 @@ def _answer(name, question, work, shortest):
         try:
             _files.replace(path, json.dumps({"sha256": _digest(entry), **entry}, indent=1).encode())
         except OSError:
-            pass  # a folder that cannot be written to keeps nothing
+            pass  # a folder that cannot be written to caches nothing
     return answer
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dpcompanion.gradients import portions
+from dpcompanion.gradients import microbatches
 from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, models
 from dpcompanion.gradients.sums import bytes_left
 
@@ -29,7 +29,7 @@ def test_what_an_example_leaves_is_counted():
 def test_large_networks_are_taken_in_small_portions(monkeypatch, task):
     model, sizes = models.resnet20(seed=0), []
     x, y = data(130, 3, 32, 32)
-    whole = task(model, cross_entropy, x, y, method="mixed", chunk=130)
+    whole = task(model, cross_entropy, x, y, method="mixed", microbatch_size=130)
     model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
     ours = task(model, cross_entropy, x, y, method="mixed")
     assert sizes == [2, 32, 32, 32, 32, 2]  # two to count, once for each network
@@ -42,16 +42,16 @@ def test_large_networks_are_taken_in_small_portions(monkeypatch, task):
 def test_small_batches_and_small_networks_are_taken_as_they_come():
     sizes, model = [], models.linear(20, 10, seed=0)
     model.register_forward_pre_hook(lambda _, args: sizes.append(len(args[0])))
-    for n in (portions.FEWEST, 500):
+    for n in (microbatches.FEWEST, 500):
         gradient_norms(model, cross_entropy, *data(n, 20), method="mixed")
-    assert sizes == [portions.FEWEST, 2, 500]
+    assert sizes == [microbatches.FEWEST, 2, 500]
 
 
 def test_counting_draws_nothing_and_changes_nothing():
     model = nn.Sequential(nn.Linear(20, 30), nn.Dropout(0.5), nn.Linear(30, 10))
     x, y = data(40, 20)
     torch.manual_seed(0)
-    portions.examples_at_once(model, cross_entropy, x, y, "mixed")
+    microbatches.default_microbatch_size(model, cross_entropy, x, y, "mixed")
     ours = torch.rand(3)
     torch.manual_seed(0)
     assert torch.equal(ours, torch.rand(3))
@@ -61,15 +61,15 @@ def test_counting_draws_nothing_and_changes_nothing():
 def test_another_precision_is_noticed():
     model = models.mnist_cnn(seed=0)
     x, y = data(40, 1, 28, 28)
-    single = portions.examples_at_once(model, cross_entropy, x, y, "mixed")
-    double = portions.examples_at_once(model.double(), cross_entropy, x.double(), y, "mixed")
-    assert portions.FEWEST < double < single < portions.MOST
+    single = microbatches.default_microbatch_size(model, cross_entropy, x, y, "mixed")
+    double = microbatches.default_microbatch_size(model.double(), cross_entropy, x.double(), y, "mixed")
+    assert microbatches.FEWEST < double < single < microbatches.MOST
 
 
 def test_freezing_a_layer_is_noticed():
     model = models.cifar_cnn(seed=0)
     x, y = data(40, 3, 32, 32)
-    all_of_it = portions.examples_at_once(model, cross_entropy, x, y, "mixed")
+    all_of_it = microbatches.default_microbatch_size(model, cross_entropy, x, y, "mixed")
     for p in list(model.parameters())[:-2]:
         p.requires_grad_(False)
-    assert all_of_it < portions.examples_at_once(model, cross_entropy, x, y, "mixed") == portions.MOST
+    assert all_of_it < microbatches.default_microbatch_size(model, cross_entropy, x, y, "mixed") == microbatches.MOST

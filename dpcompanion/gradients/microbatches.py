@@ -1,4 +1,4 @@
-"""How many examples to take through a network at once, where nobody says it.
+"""How many examples to take through a network at once, by default.
 
 On a processor time goes where memory is: the gradients that are held until their norms are known, and the inputs and
 output gradients of layers, are written and read again, several times slower once they leave the caches, and slower
@@ -9,11 +9,11 @@ quarters and less, those of networks for digits in float64 two thirds.
 
 >>> from dpcompanion.training import cross_entropy, models
 >>> x, y = torch.zeros(600, 3, 32, 32), torch.zeros(600, dtype=torch.int64)
->>> examples_at_once(models.resnet20(seed=0), cross_entropy, x, y, "mixed")
+>>> default_microbatch_size(models.resnet20(seed=0), cross_entropy, x, y, "mixed")
 32
->>> examples_at_once(models.mnist_cnn(seed=0), cross_entropy, torch.zeros(600, 1, 28, 28), y, "mixed")
+>>> default_microbatch_size(models.mnist_cnn(seed=0), cross_entropy, torch.zeros(600, 1, 28, 28), y, "mixed")
 255
->>> examples_at_once(models.linear(3072, 10, seed=0), cross_entropy, x.flatten(1), y, "mixed")
+>>> default_microbatch_size(models.linear(3072, 10, seed=0), cross_entropy, x.flatten(1), y, "mixed")
 512
 """
 
@@ -32,7 +32,7 @@ BYTES, FEWEST, MOST = 2**24, 32, 512
 _counted = weakref.WeakKeyDictionary()
 
 
-def examples_at_once(model, loss, x, y, method, precision=None, most=MOST):
+def default_microbatch_size(model, loss, x, y, method, precision=None, most=MOST):
     """How many of the examples (x, y) to take through the model at once, `FEWEST` to `most`.
 
     `most` by "func", which bounds its gradients itself, and on a GPU, where a launch costs more than memory.

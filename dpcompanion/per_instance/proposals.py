@@ -1,6 +1,6 @@
-"""Laws by which runs are sampled so that they can be weighted: how often a point enters a step, and what a step tells.
+"""Proposals, distributions by which runs are sampled to be weighted: how often a point enters a step, and its density.
 
-`dpcompanion.per_instance.loss` says what for.
+See `dpcompanion.per_instance.loss`.
 """
 
 import math
@@ -12,7 +12,7 @@ from dpcompanion import _checks
 from dpcompanion._types import Numbers
 from dpcompanion.accounting.loss import DIRECTIONS
 
-#: How often x enters at most where a law jumps.
+#: How often x enters at most where a proposal jumps.
 REACH = 6
 
 
@@ -47,7 +47,7 @@ def step_loss(
     return log_ratio if direction == "remove" else -log_ratio
 
 
-def law_counts(
+def proposal_counts(
     sensitivity: Numbers,
     *,
     sample_rate: float,
@@ -57,7 +57,7 @@ def law_counts(
     jumps: float = 0.0,
     max_sensitivity: float = 1.0,
 ) -> torch.Tensor:
-    r"""How often x enters a step of a run by the law of this order that jumps ("remove").
+    r"""How often x enters a step of a run by the proposal of this order that jumps ("remove").
 
     With probability :math:`\rho = \text{jumps} \cdot (\Delta / C)^2` k is uniform on 1 to `REACH`, else it is that of
     `tilted_counts` (for order 1 an ordinary coin).
@@ -76,18 +76,18 @@ def law_counts(
     Raises:
         ValueError: an argument outside its range, such as a sensitivity above `max_sensitivity`.
 
-    >>> law_counts(torch.ones(9), sample_rate=0.1, noise_std=1.0, order=1, jumps=0.5,
+    >>> proposal_counts(torch.ones(9), sample_rate=0.1, noise_std=1.0, order=1, jumps=0.5,
     ...            generator=torch.Generator().manual_seed(0)).tolist()
     [...]
     """
-    log_law = _log_law(sensitivity, sample_rate, noise_std, order, jumps, max_sensitivity)
+    log_proposal = _log_proposal(sensitivity, sample_rate, noise_std, order, jumps, max_sensitivity)
     _checks.generator("generator", generator)
-    below = torch.exp(log_law).cumsum(-1)
+    below = torch.exp(log_proposal).cumsum(-1)
     draw = torch.rand(below.shape[:-1], generator=generator, dtype=torch.float64, device=below.device)
     return ((draw * below[..., -1])[..., None] >= below[..., :-1]).sum(-1)
 
 
-def law_log_density(
+def proposal_log_density(
     moved: torch.Tensor,
     gradient: torch.Tensor,
     *,
@@ -97,7 +97,7 @@ def law_log_density(
     jumps: float = 0.0,
     max_sensitivity: float = 1.0,
 ) -> torch.Tensor:
-    r"""What a step adds to G, the log density of that law over training with x ("remove").
+    r"""What a step adds to G, the log density of that proposal over training with x ("remove").
 
     .. math:: \ln \sum_k \pi_k(\Delta)\, e^{k\langle z, g\rangle/s^2 - k^2\Delta^2/2s^2} - \ln r
 
@@ -119,14 +119,14 @@ def law_log_density(
         ValueError: an argument outside its range, a gradient longer than `max_sensitivity`, or `moved` and `gradient`
             with different numbers of parameters.
 
-    >>> law_log_density([[2.0]], [[1.0]], sample_rate=0.1, noise_std=1.0, order=3)
+    >>> proposal_log_density([[2.0]], [[1.0]], sample_rate=0.1, noise_std=1.0, order=3)
     tensor([0.5341], dtype=torch.float64)
     """
     along, size = _along(moved, gradient, noise_std)
-    log_law = _log_law(size * noise_std, sample_rate, noise_std, order, jumps, max_sensitivity)
-    k = torch.arange(log_law.shape[-1], dtype=torch.float64, device=along.device)
+    log_proposal = _log_proposal(size * noise_std, sample_rate, noise_std, order, jumps, max_sensitivity)
+    k = torch.arange(log_proposal.shape[-1], dtype=torch.float64, device=along.device)
     shifted = k * along[..., None] - k**2 * size[..., None] ** 2 / 2
-    return torch.logsumexp(log_law + shifted, -1) - _log_ratio(along, size, sample_rate)
+    return torch.logsumexp(log_proposal + shifted, -1) - _log_ratio(along, size, sample_rate)
 
 
 def _along(moved, gradient, noise_std):
@@ -149,7 +149,7 @@ def _log_ratio(along, size, sample_rate):
     return torch.logaddexp(torch.log1p(-q), torch.log(q) + along - size**2 / 2)
 
 
-def _log_law(sensitivity, sample_rate, noise_std, order, jumps, max_sensitivity):
+def _log_proposal(sensitivity, sample_rate, noise_std, order, jumps, max_sensitivity):
     """ln of the probabilities of k = 0, 1, ..., the larger of order and `REACH`: (..., 1 + that)."""
     order = _checks.whole_number("order", order, 1)
     jumps = _checks.number("jumps", jumps, 0, 1, closed="left")

@@ -19,14 +19,14 @@ from bisect import bisect_left
 import torch
 from scipy import stats
 
-from .gaussian import _composed_mu, gaussian_delta, gaussian_epsilon
+from .gaussian import composed_mu, gaussian_delta, gaussian_epsilon
 from .search import bisect
 
 #: Noise multipliers below which every run is accounted for by this bound, as loss distributions would cost 1 / sigma
 #: (others only where no grid resolves them, see `pld`).
 LITTLE_NOISE = 0.01
 
-_GROUPS = 512  # numbers of draws that are told apart, and groups of more
+_GROUPS = 512  # numbers of draws that are counted one by one, and groups of more
 
 
 def delta(*, sample_rate, noise_multiplier, steps, epsilon):
@@ -40,7 +40,7 @@ def epsilon(*, sample_rate, noise_multiplier, steps, delta):
     if _bound(draws, weights, beyond, noise_multiplier, 0.0) <= delta:
         return 0.0
     most = torch.tensor(
-        gaussian_epsilon(_composed_mu(float(draws[-1]), noise_multiplier), delta / 2), dtype=torch.float64
+        gaussian_epsilon(composed_mu(float(draws[-1]), noise_multiplier), delta / 2), dtype=torch.float64
     )
 
     def met(epsilon):
