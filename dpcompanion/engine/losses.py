@@ -15,8 +15,8 @@ compared with one that is known:
   a hook took from inside of the module comes back to no output.  And `grad_sample` is at the step what the backward
   pass left.
 
-That takes about 0.3 ms of processor time a step (`benchmarks/losses.py`): 8 to 9% of a step of a linear model in batches
-of 512 (15% with a criterion, which is called twice), and less than can be measured for a small CNN or a transformer.
+That takes about 0.3 ms of processor time a step of a linear model in batches of 512, 11 to 12% of the step, and 0.5 ms,
+21%, with a criterion, which is called twice (`benchmarks/losses.py`, where a CNN and a transformer are timed, too).
 
 What differs is refused before the step.  On a GPU only the first batch is looked at at once; from then on a gradient
 that differs makes a step of noise alone, and is said when the engine looks (`Following.look`).

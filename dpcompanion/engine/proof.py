@@ -146,7 +146,7 @@ class Proof:
         norms = self._norms(batch, parameters)
         if not norms:
             return
-        put_out = self._put_out(batch)
+        put_out, self._unlike = self._put_out(batch), False
         fit = [row for row in largest(norms, batch.n) if norms[row]]
         hardest, unfit = sorted(fit[:COMPARED]), [row for row in norms if row not in fit]
 
@@ -159,6 +159,12 @@ class Proof:
         # In the order of the batch, for a loader may have put the longest first.
         twice(parameters, compare, hardest, nearby=hardest[:-1] or hardest)
         self._check_memory(put_out, self._put_out(batch))
+        if self._unlike:
+            raise UnsupportedModuleError(
+                "module must compute each example by itself, but it mixes examples: what it puts out for one changes "
+                "with the others by a number that no gradient shows, as when a mean over the batch is detached and "
+                "subtracted; leave that out"
+            )
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 
     def _put_out(self, batch):
@@ -317,17 +323,13 @@ class Proof:
         self._clear()
 
     def _check_outputs(self, batch, row, parameters, together, alone, relative):
-        """What an example puts out in company is what it puts out alone: of what is detached no gradient tells."""
+        """Note whether an example puts out in company what it does alone: of what is detached no gradient tells."""
         for i, (found, (own, size)) in enumerate(zip(together, alone)):
             if found is None or not abs(found.detach() - own) > 3 * relative * size + 1e-6:
                 continue  # a number of the whole batch; or the same, or none to compare
             if self._alone(batch, row, parameters)[2][i][0] != own:
                 return  # it draws at random
-            raise UnsupportedModuleError(
-                "module must compute each example by itself, but it mixes examples: what it puts out for one changes "
-                "with the others by a number that no gradient shows, as when a mean over the batch is detached and "
-                "subtracted; leave that out"
-            )
+            self._unlike = True
 
     def _samples(self, p, n):
         """What Opacus found of a parameter: each example's gradient or, in ghost mode, its norm."""
