@@ -104,7 +104,8 @@ class LossCompany:
     """Whether an example's loss is its own: the same alone, in a part of the batch, and in another order."""
 
     def __init__(self):
-        self.calls, self._fixed = 0, {}
+        self.calls = 0
+        self._fixed: Any = {}
 
     def note(self, criterion, args, kwargs, n):
         """Warn, once, where a number that is of no example, as a weight of each class, has changed since the last call:

@@ -7,6 +7,7 @@
 """
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -241,11 +242,13 @@ def _of_classes(out, gradient, target, value):
                         each = raw(o, t.long(), reduction="none", ignore_index=v)
                         return reduce(each.reshape(len(each), -1), (t != v).reshape(len(t), -1))
 
-                    formula = None
+                    formula: Any = None
                     if raw is F.cross_entropy and out.ndim == 2 and not tokens:
 
-                        def formula(o, batch, v=v):
+                        def by_formula(o, batch, v=v):
                             return cross_entropy_gradient(o, target(batch, o.device).reshape(len(o)), v)
+
+                        formula = by_formula
 
                     yield Standard(
                         name + layout + kind,
