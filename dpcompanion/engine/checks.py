@@ -3,6 +3,7 @@
 import copy
 import math
 import threading
+import warnings
 from typing import Any
 
 import torch
@@ -11,8 +12,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from .. import _checks
+from .._devices import is_away
 from ..gradients.checks import check_batched, check_forgets_items, same_items
-from ..gradients.traces import check_untouched, noted
+from ..gradients.traces import check_untouched, equal, noted
 from ..training.distributed import check_one_process
 from .layers import check_layers
 from .replacements import check_replaced
@@ -123,6 +125,7 @@ class Traceless:
     def __init__(self, module):
         self._seen, self._begun = 0, threading.local()  # replicas of a module run in threads, and share its hooks
         self.spoilt: Any = False
+        self._buffers, self._said = {}, False  # as they were in the pass before; whether it was said that one changed
         module.register_forward_pre_hook(self._note)
         module.register_forward_hook(self._compare)
 
@@ -131,6 +134,7 @@ class Traceless:
 
     def __setstate__(self, state):
         self._seen, self._begun, self.spoilt = state["_seen"], threading.local(), False
+        self._buffers, self._said = {}, True
 
     def _passes(self):
         """What was noted at the beginning of each pass under way, for a module may call itself."""
@@ -141,7 +145,26 @@ class Traceless:
     def _note(self, module, args):
         watched = any(part.training for part in module.modules())
         power = self._seen & (self._seen - 1) == 0  # 0, 1, 2, 4, 8, ...
-        self._passes().append((noted(module, values=power), power) if watched else None)
+        before = noted(module, values=power) if watched else None
+        if before and not self._said:
+            self._look_between(before)
+        self._passes().append((before, power) if watched else None)
+
+    def _look_between(self, now):
+        """Warn, once, of a buffer that the loop writes between passes. A device is not asked."""
+        for what, (*_, value) in now.items():
+            old = self._buffers.get(what)
+            if not what.startswith("buffer") or value is None or old is None or is_away(value):
+                continue
+            if old.shape == value.shape and not equal(old, value):
+                self._said = True
+                warnings.warn(
+                    f"{what} of a private run was changed between two passes of the module: no budget covers what it "
+                    "tells of private data",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+        self._buffers = {what: value for what, (_, _, _, value) in now.items() if what.startswith("buffer")}
 
     def _compare(self, module, args, output):
         begun = self._passes().pop()
@@ -174,7 +197,20 @@ def _check_types(module, mode):
             )
 
 
+def _check_plain(module):
+    """Compiled code runs no hooks of layers, by which gradients of examples are found."""
+    for name, part in module.named_modules():
+        kind = type(part).__name__
+        if isinstance(part, torch.jit.ScriptModule) or kind == "OptimizedModule":
+            raise ValueError(
+                f"module must be plain Python, got a {kind}{f' in {name!r}' if name else ''}, of torch."
+                f"{'jit' if isinstance(part, torch.jit.ScriptModule) else 'compile'}, in which no hook finds the "
+                "gradients of examples: give the module that it was made of"
+            )
+
+
 def check_module(engine, module, optimizer, mode):
+    _check_plain(module)
     if not module.training:
         raise ValueError("module must be in training mode, got one in evaluation mode: call module.train() first")
     if isinstance(module, torch.nn.parallel.DistributedDataParallel) or type(module).__name__.startswith(

@@ -4,13 +4,16 @@
 torch.Size([4])
 """
 
+import contextlib
 import inspect
+import warnings
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from .._devices import is_away
 from ..gradients.tensors import tolerances
 from .standard import own_mean, own_sum
 
@@ -72,11 +75,54 @@ def _takes_reduction(criterion):
     return found is not None
 
 
+def _fixed(criterion, args, kwargs, n):
+    """{what to call it: a copy} of the floating-point tensors that a criterion holds, or is given, for all examples."""
+    own = getattr(criterion, "func", criterion)
+    held = {f"its {name!r}": value for name, value in getattr(own, "__dict__", {}).items() if name != "_buffers"}
+    if isinstance(own, torch.nn.Module):
+        held |= {f"its {name!r}": value for name, value in own.named_buffers()}
+    held |= {f"its {name!r}": value for name, value in getattr(criterion, "keywords", {}).items()}
+    code, cells = getattr(own, "__code__", None), getattr(own, "__closure__", None) or ()
+    for name, cell in zip(code.co_freevars if code else (), cells):
+        with contextlib.suppress(ValueError):  # an empty cell
+            held[f"{name!r}, over which it closes,"] = cell.cell_contents
+    found = {}
+    for what, value in held.items():
+        leaves = tree_flatten(value)[0] if isinstance(value, (dict, list, tuple)) else [value]
+        found |= {(what, i): t for i, t in enumerate(leaves[:64]) if torch.is_tensor(t)}
+    for i, t in enumerate(tree_flatten((args, kwargs))[0]):
+        if torch.is_tensor(t) and len(t.shape[:1]) and len(t) != n:
+            found["an argument", i] = t
+    return {
+        what if isinstance(what, str) else what[0] + ("" if not what[1] else f" ({what[1]})"): t.detach().clone()
+        for what, t in found.items()
+        if t.is_floating_point() and not t.requires_grad
+    }
+
+
 class LossCompany:
     """Whether an example's loss is its own: the same alone, in a part of the batch, and in another order."""
 
     def __init__(self):
         self.calls = 0
+        self._fixed: Any = {}
+
+    def note(self, criterion, args, kwargs, n):
+        """Warn, once, where a number that is of no example, as a weight of each class, has changed since the last call:
+        the loop may have made it of the batch, and then an example moves the weight of the others."""
+        before, self._fixed = self._fixed, None if self._fixed is None else _fixed(criterion, args, kwargs, n)
+        for what, value in (self._fixed or {}).items():
+            old = before.get(what, value)
+            if old is not value and old.shape == value.shape and not is_away(value) and not torch.equal(old, value):
+                self._fixed = None
+                warnings.warn(
+                    f"criterion must weigh every batch alike, but {what} has changed since the step before: if it is "
+                    "made of the batch, as weights of the classes in it, one example moves what others contribute and "
+                    "no epsilon holds",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+                break
 
     def due(self, n):
         if n < 2:
@@ -136,6 +182,7 @@ class PerExampleCriterion:
     def note(self, args, kwargs, losses):
         """What the backward pass must bring, and (the first times, and now and then) whose loss is whose."""
         note_call(self._watch, self.criterion, args, kwargs, losses, self.loss_reduction)
+        self._company.note(self.criterion.criterion, args, kwargs, len(losses))
         if self._company.due(len(losses)) and losses.device.type != "meta":
             self._company.check(self.criterion, args, kwargs, losses)
 

@@ -15,8 +15,8 @@ compared with one that is known:
   a hook took from inside of the module comes back to no output.  And `grad_sample` is at the step what the backward
   pass left.
 
-That takes half to three quarters of a millisecond of processor time a step (`benchmarks/losses.py`): 10 to 14% of one
-of a linear model in batches of 512, and less than can be measured of one of a small CNN or a transformer.
+That takes about 0.3 ms of processor time a step of a linear model in batches of 512, 11 to 12% of the step, and 0.5 ms,
+21%, with a criterion, which is called twice (`benchmarks/losses.py`, where a CNN and a transformer are timed, too).
 
 What differs is refused before the step.  On a GPU only the first batch is looked at at once; from then on a gradient
 that differs makes a step of noise alone, and is said when the engine looks (`Following.look`).
@@ -76,6 +76,7 @@ class LossWatch:
         self._batches, self._looked_at, self._under_way, self._around = 0, None, False, False
         self._sent: dict[torch.Tensor, Any] | None = None
         self._left: dict[torch.Tensor, Any] | None = None
+        self._sums: dict[torch.Tensor, Any] = {}
         # In ghost mode there is no gradient before the clipped one, and by expanded weights there is no other.
         self._compares_sums = hasattr(hooks, "hooks_enabled") and not hasattr(hooks, "NORM_SAMPLERS")
         self._depth, self._beside = 0, None  # passes of the module under way; a layer that was used without one
@@ -147,10 +148,12 @@ class LossWatch:
 
     # What a backward pass leaves in the parameters.
 
+    def _due(self):
+        return self._batches & (self._batches - 1) == 0  # 1, 2, 4, 8, ...
+
     def _follows(self, tensor, gradient):
         """Note what this gradient of an output sends to the parameters, now and then: nothing else may reach them."""
-        due = self._batches & (self._batches - 1) == 0  # 1, 2, 4, 8, ...
-        if not (due and self._compares_sums and self._hooks.hooks_enabled) or gradient.device.type == "meta":
+        if not (self._due() and self._compares_sums and self._hooks.hooks_enabled) or gradient.device.type == "meta":
             return
         if self._sent is None:
             self._sent = {p: (torch.zeros_like(p), None if p.grad is None else p.grad.clone()) for p in self._trained}
@@ -170,6 +173,8 @@ class LossWatch:
         """At the end of a backward pass."""
         self._under_way = False
         self._left = {p: _versions(p) for p in self._trained}
+        # What is written into `.data` has no version: now and then the sums are compared.
+        self._sums = {p: _sums(p) for p in self._trained} if self._due() else {}
         sent, self._sent = self._sent, None
         for p, (expected, before) in (sent or {}).items():
             if not self._compares_sums or p.grad is None:
@@ -188,7 +193,8 @@ class LossWatch:
                 + self._ways_out()
             )
         for p, versions in (self._left or {}).items():
-            if versions is not None and _versions(p) != versions:
+            changed = versions is not None and _versions(p) != versions
+            if changed or versions and not all(map(torch.equal, _sums(p), self._sums.get(p, []))):
                 raise ValueError(
                     "grad_sample must stay as the backward pass left it, but it was changed before the step: what an "
                     "example contributes must not depend on others; leave clipping and scaling to the engine"
@@ -362,6 +368,13 @@ def _versions(p):
     if found is None:
         return None
     return [(id(t), t._version) for t in (found if isinstance(found, list) else [found])]
+
+
+def _sums(p):
+    """Over the examples, of a parameter's per-example gradients; NaN is left out, and compared by nobody."""
+    found = getattr(p, "grad_sample", None)
+    parts = found if isinstance(found, list) else [] if found is None else [found]
+    return [t.detach().nan_to_num().sum(0) for t in parts if t.device.type != "meta"]
 
 
 # Losses of one example each.

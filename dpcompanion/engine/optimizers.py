@@ -64,6 +64,7 @@ class Following(DPOptimizer):
         # How many gradients were not finite, and of how many that was said; whether a sum was not.
         self._dropped, self._said, self._spoilt = 0, 0, False
         self._noise_std = self.noise_multiplier * self.max_grad_norm
+        self._noise_from, self._noise_states = self.generator, set()
         accountant.generators, accountant.follower = self._generators, self
 
     def __getstate__(self):
@@ -234,12 +235,31 @@ class Following(DPOptimizer):
                 self.look()
         return noisy
 
+    def _new_state(self):
+        """That of the generator of the noise, in which it has not been before: noise that comes twice is subtracted."""
+        if self.generator is not self._noise_from:
+            raise ValueError(
+                "generator must stay the one that noise came from when the module was made private, but the "
+                "optimizer's was exchanged"
+            )
+        if not isinstance(self.generator, torch.Generator):
+            return None  # a stream is never set back
+        state = hash(self.generator.get_state().cpu().numpy().tobytes())
+        if state in self._noise_states:
+            raise ValueError(
+                "noise_generator must go on from step to step, but it was set back to where it was before an earlier "
+                "step, as by manual_seed in each epoch: the difference of two steps with the same noise has none"
+            )
+        return state
+
     def add_noise(self):
         parameters = self._noted_parameters()
         sums = [p.summed_grad for p in parameters]
         for total in sums:
             _check_processed_flag(total)
+        state = self._new_state()
         released, spoilt = noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)
+        self._noise_states.add(state)
         self._spoilt = self._spoilt | spoilt
         for p, gradient in zip(parameters, released):
             p.grad = gradient.view_as(p).to(p.dtype)

@@ -146,7 +146,7 @@ class Proof:
         norms = self._norms(batch, parameters)
         if not norms:
             return
-        put_out = self._put_out(batch)
+        put_out, self._unlike = self._put_out(batch), False
         fit = [row for row in largest(norms, batch.n) if norms[row]]
         hardest, unfit = sorted(fit[:COMPARED]), [row for row in norms if row not in fit]
 
@@ -159,6 +159,12 @@ class Proof:
         # In the order of the batch, for a loader may have put the longest first.
         twice(parameters, compare, hardest, nearby=hardest[:-1] or hardest)
         self._check_memory(put_out, self._put_out(batch))
+        if self._unlike:
+            raise UnsupportedModuleError(
+                "module must compute each example by itself, but it mixes examples: what it puts out for one changes "
+                "with the others by a number that no gradient shows, as when a mean over the batch is detached and "
+                "subtracted; leave that out"
+            )
         self.open, self._proved = False, batch.n if len(fit) > 1 else self._proved
 
     def _put_out(self, batch):
@@ -220,16 +226,18 @@ class Proof:
             self._hooks.hooks_enabled = True
 
     def _alone(self, batch, row, parameters):
-        """Gradients of one example by plain autograd, and the shapes of its outputs."""
+        """Gradients of one example by plain autograd, the shapes of its outputs, and of each the function of it that is
+        taken, with the length of the output, which says what rounding may move it by."""
         args, kwargs = batch.take([row])
         self.rows = 1
         with self._plain():
             outputs = self._outputs(self._inner(*args, **kwargs))
             if not outputs:
-                return (), []
-            value = added_up(weighed(out, row, i) for i, out in enumerate(outputs))
-            gradients = torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
-        return gradients, [out.shape for out in outputs]
+                return (), [], []
+            values = [weighed(out, row, i) for i, out in enumerate(outputs)]
+            gradients = torch.autograd.grad(added_up(values), parameters, allow_unused=True, materialize_grads=True)
+        sizes = [(value.detach(), out.detach().norm()) for value, out in zip(values, outputs)]
+        return gradients, [out.shape for out in outputs], sizes
 
     def _norms(self, batch, parameters):
         """{row: norm of its gradient alone} of a probe, of all rows where hardly any shows something; of none where
@@ -260,7 +268,7 @@ class Proof:
     def _compare(self, batch, rows, checked, parameters):
         """Of the rows together, those that are checked must have the gradients that they have alone."""
         # Before the pass that Opacus watches: between that and its backward pass nothing may overwrite its notes.
-        _, shapes = self._alone(batch, checked[0], parameters)
+        _, shapes, _ = self._alone(batch, checked[0], parameters)
         self._clear()
         args, kwargs = batch.take(rows)
         self.rows = len(rows)
@@ -281,9 +289,11 @@ class Proof:
         typical = torch.stack([norms_of(self._alone(batch, row, parameters)[0]) for row in checked[:COMPARED]])
         typical = typical.nan_to_num(0.0, 0.0).amax(0)
         found_of = [self._samples(p, len(rows)) for p in parameters]
+        alone: list[tuple[int, list]] = []
         for row in checked:
             i = rows.index(row)
-            expected, _ = self._alone(batch, row, parameters)
+            expected, _, values = self._alone(batch, row, parameters)
+            alone.append((row, values))
             lengths = norms_of(expected)
 
             def check(found, errors, say, total=None):
@@ -307,7 +317,19 @@ class Proof:
                 found = [samples[i] for samples in found_of]
             errors = norms_of(a - b for a, b in zip(found, expected))
             check(norms_of(found), errors, _gradients_differ, None if self._ghost else found_of)
+        for row, values in alone:
+            together = [part[rows.index(row)] if part.ndim else None for part in known]
+            self._check_outputs(batch, row, parameters, together, values, tolerance[0])
         self._clear()
+
+    def _check_outputs(self, batch, row, parameters, together, alone, relative):
+        """Note whether an example puts out in company what it does alone: of what is detached no gradient tells."""
+        for i, (found, (own, size)) in enumerate(zip(together, alone)):
+            if found is None or not abs(found.detach() - own) > 3 * relative * size + 1e-6:
+                continue  # a number of the whole batch; or the same, or none to compare
+            if self._alone(batch, row, parameters)[2][i][0] != own:
+                return  # it draws at random
+            self._unlike = True
 
     def _samples(self, p, n):
         """What Opacus found of a parameter: each example's gradient or, in ghost mode, its norm."""
@@ -350,7 +372,7 @@ class Proof:
         def differs(a, b):
             return not float((a - b).detach().double().norm()) <= bound
 
-        found, shapes = self._alone(batch, row, [p])
+        found, shapes, _ = self._alone(batch, row, [p])
         again = next(iter(found))
         if differs(again, expected):
             cause = (

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
 from dpcompanion import _checks
@@ -65,6 +66,11 @@ def check_model(model):
     """
     check_alone(model)
     for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"model must be plain Python, but layer {name or 'model'!r} is a {type(module).__name__} of torch.jit, "
+                "which gives no gradients of single examples: give the module that it was made of"
+            )
         mixes = (
             isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
             and not isinstance(module, torch.nn.modules.instancenorm._InstanceNorm)
@@ -267,8 +273,15 @@ def check_batched(dataset, name="data"):
     """Where a data set gives several items at once (`__getitems__`), they come in the order in which they were asked
     for: each gradient is clipped to the norm of the example in its place.
 
-    Refused is what stands at another's place.  What a transform draws at random is not compared.
+    Refused is what stands at another's place, and an item that changes with what is asked for beside it.  What a
+    transform draws at random is not compared.
     """
+    if hasattr(dataset, "__getitems__") and len(dataset) > 2 and _changes_beside_another(dataset):
+        raise ValueError(
+            f"{name} must give an item that is made of one example, but of its __getitems__ item 0 changes with the "
+            "item that is asked for beside it, as by mixup or by a mean over the batch: then no clip norm bounds what "
+            "one of them contributes"
+        )
     alone_too = getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
     if not hasattr(dataset, "__getitems__") or not alone_too or len(dataset) < 2:
         return
@@ -294,6 +307,30 @@ def check_batched(dataset, name="data"):
                     f"{name} must give items in the order in which it is asked for them, but its __getitems__ gives "
                     "others than its __getitem__"
                 )
+
+
+def _changes_beside_another(dataset):
+    """Whether item 0 is another one beside the last item than beside the one before, and the same in each again."""
+    return any(_changes_beside(dataset, seed) for seed in range(4))  # what mixes at random may leave it out
+
+
+def _changes_beside(dataset, seed):
+    def read(other):
+        with drawing_alike(torch.device("cpu"), seed):
+            return copy.deepcopy(dataset.__getitems__([0, other])[0])
+
+    try:
+        one, two = read(len(dataset) - 1), read(len(dataset) - 2)
+        if same_items(one, two) or _shapes(one) != _shapes(two):  # padded to the longest
+            return False
+        again = [(read(len(dataset) - 1), read(len(dataset) - 2)) for _ in range(_READINGS)]
+    except (copy.Error, TypeError, KeyError, NotImplementedError):
+        return False  # no list of items, or items that cannot be copied
+    return all(same_items(one, a) and same_items(two, b) for a, b in again)
+
+
+def _shapes(item):
+    return [tuple(getattr(leaf, "shape", ())) for leaf in tree_leaves(item)]
 
 
 def check_forgets_items(dataset, name="data"):

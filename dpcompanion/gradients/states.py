@@ -88,7 +88,7 @@ class _Look:
                 continue
             self._seen[id(module)] = len(self._seen)
             parameters = (
-                (own, None if p is None else (_number(p, shared), p.requires_grad, *_kind(p)))
+                (own, None if p is None else (_number(p, shared), p.requires_grad, _hooks_of(p), *_kind(p)))
                 for own, p in ({} if shared is None else module._parameters).items()
             )
             attributes = (
@@ -167,6 +167,11 @@ class _Look:
 
 def _number(item, numbers):
     return numbers.setdefault(id(item), len(numbers))
+
+
+def _hooks_of(p):
+    """Of a parameter's own hooks, which change the gradient that it gets, what tells them apart."""
+    return tuple(tuple(getattr(p, name, None) or ()) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def _kind(tensor):

@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpcompanion import _checks
 from dpcompanion._devices import is_away, sent
@@ -318,17 +319,31 @@ class TrainingLoop:
 
     @contextlib.contextmanager
     def stepping_alone(self):
-        """During the run its optimizer takes the run's own steps only: a gradient from elsewhere has no noise."""
+        """The run's optimizer takes the run's own steps only: a gradient from elsewhere has no noise. A step of
+        another optimizer with the run's parameters, which may be on public data, is said."""
+        own = {id(p) for p in self.parameters.values()}
 
         def check(optimizer, args, kwargs):
             if not self.stepping:
                 raise ValueError("optimizer must be stepped by train alone while it runs, but a callback steps it, too")
 
-        hook = self.run.optimizer.register_step_pre_hook(check)
+        def look_beside(other, *_):
+            if self.stepping or other is self.run.optimizer:
+                return
+            if any(id(p) in own for group in other.param_groups for p in group["params"]):
+                warnings.warn(
+                    f"parameters of a private run are trained by a {type(other).__name__} beside the run's optimizer, "
+                    "without clipping and noise: no epsilon covers what it learns from private data",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+
+        hooks = [self.run.optimizer.register_step_pre_hook(check), register_optimizer_step_pre_hook(look_beside)]
         try:
             yield
         finally:
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
 
     def step(self):
         run, plan = self.run, self.plan
@@ -399,6 +414,12 @@ class TrainingLoop:
 
     def take_step(self):
         """Move by the gradients that `step` has left."""
+        own = {id(p) for p in self.run.model.parameters()}
+        if any(id(p) not in own for group in self.run.optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                "optimizer must hold parameters of the model only, got others that were added since the run began: "
+                "their gradients have neither been clipped nor been given noise"
+            )
         self.stepping = True
         self.run.optimizer.step()
         self.stepping = False

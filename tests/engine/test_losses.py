@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import math
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from dpcompanion.engine import IndividualizedPrivacyEngine
+from dpcompanion.engine.standard import cross_entropy_gradient, fits_to
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:.*lr_scheduler")
 N, MODES = 24, ["hooks", "functorch", "ew", "ghost"]
@@ -493,3 +495,23 @@ def test_the_statement_is_of_the_steps_that_were_taken():
         if number == 4:
             break
     assert " 5 of 30 planned steps," in engine.statement()
+
+
+@pytest.mark.parametrize("ignored", [-100, 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_formula_of_cross_entropy_is_what_autograd_says(ignored, dtype):
+    generator = torch.Generator().manual_seed(0)
+    outputs = (3 * torch.randn(40, 5, generator=generator)).to(dtype).requires_grad_()
+    targets = torch.arange(40) % 5
+    targets[::7] = ignored
+    loss = F.cross_entropy(outputs, targets, ignore_index=ignored, reduction="sum")
+    (expected,) = torch.autograd.grad(loss, outputs)
+    torch.testing.assert_close(cross_entropy_gradient(outputs.detach(), targets, ignored), expected)
+
+
+@pytest.mark.parametrize("spoilt", [0.0, 1e-4, 1e-2, math.nan, math.inf])
+def test_a_gradient_fits_only_as_a_whole(spoilt):
+    expected = torch.randn(30, 4, generator=torch.Generator().manual_seed(0))
+    gradient = expected.clone()
+    gradient[17, 2] += spoilt
+    assert bool(fits_to(gradient, expected, 1e-3, 1.0)) == (spoilt <= 1e-4)

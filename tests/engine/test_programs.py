@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from dpcompanion.engine import IndividualizedPrivacyEngine
-from dpcompanion.training import DPSGDPlan, cross_entropy, train
+from dpcompanion.training import Callbacks, DPSGDPlan, cross_entropy, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:In CPU autocast")
 N = 24
@@ -340,3 +340,203 @@ def test_a_data_set_that_mixes_an_item_with_the_last_one_is_refused_and_augmenta
     with pytest.raises(ValueError, match="changes when item"):
         by(MixedWithLast())
     by(Flipped())
+
+
+class Shifted(Net):
+    """Subtracts a mean over the batch from what it puts out, through which no gradient goes."""
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        return outputs - outputs.detach().mean(0) if len(x) else outputs
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
+def test_outputs_that_mix_by_a_detached_number_are_refused(mode):
+    with pytest.raises(ValueError, match="mixes examples"):
+        run(plain, model=Shifted(), mode=mode)
+
+
+def test_a_small_share_of_a_loss_of_the_batch_is_seen():
+    def spread(module, inner, optimizer, criterion, x, y):
+        outputs = module(x)
+        loss = criterion(outputs, y)
+        (loss + 1e-4 * outputs.var(0).sum() if len(x) > 1 else loss).backward()
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="loss"):
+        run(spread)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew"])
+def test_per_example_gradients_that_are_written_without_a_version_are_seen(mode):
+    def centred(module, inner, optimizer, criterion, x, y):
+        criterion(module(x), y).backward()
+        for p in inner.parameters():
+            p.grad_sample.data.sub_(p.grad_sample.mean(0))
+        optimizer.step()
+
+    with pytest.raises(ValueError, match="grad_sample must stay"):
+        run(centred, mode=mode)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "ghost"])
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_is_proved_again(mode, kind):
+    """In ghost mode what it multiplies has been clipped before."""
+    steps = []
+
+    def scaled(module, inner, optimizer, criterion, x, y):
+        steps.append(1)
+        if len(steps) == 2:
+            for p in inner.parameters():
+                getattr(p, kind)(lambda g: 1000 * g if kind == "register_hook" else g.grad.mul_(1000))
+        plain(module, inner, optimizer, criterion, x, y)
+
+    with pytest.raises(ValueError, match="module must"):
+        run(scaled, mode=mode, criterion=nn.CrossEntropyLoss())
+    assert len(steps) == 2
+
+
+@pytest.mark.parametrize("way", ["set back", "exchanged"])
+def test_noise_that_comes_twice_is_refused(way):
+    """Two steps from one state of the generator have the same noise: their difference is that of two clipped sums."""
+    generator, model = torch.Generator().manual_seed(1), Net()
+    engine = IndividualizedPrivacyEngine(accountant="rdp")
+    module, optimizer, loader = engine.make_private_with_budgets(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.ones(N, 4), torch.arange(N) % 3), batch_size=12),
+        target_epsilons=3.0,
+        target_delta=1e-3,
+        epochs=2,
+        max_grad_norm=1.0,
+        noise_generator=generator,
+    )
+    with pytest.raises(ValueError, match="generator must"):
+        for _ in range(2):
+            if way == "set back":
+                generator.manual_seed(1)
+            for x, y in loader:
+                optimizer.zero_grad()
+                plain(module, model, optimizer, F.cross_entropy, x, y)
+                if way == "exchanged":
+                    optimizer.generator = torch.Generator().manual_seed(1)
+    assert len(engine.accountant) == (2 if way == "set back" else 1)
+
+
+def balanced(y):
+    return len(y) / (3 * torch.bincount(y, minlength=3).clamp(min=1))
+
+
+@pytest.mark.parametrize(
+    "mode, way",
+    [("hooks", "buffer"), ("hooks", "closure"), ("hooks", "argument"), ("ghost", "buffer"), ("ghost", "closure")],
+)
+def test_weights_of_the_classes_in_a_batch_are_said(mode, way):
+    weighted, kept = nn.CrossEntropyLoss(weight=torch.ones(3)), {}
+
+    def closing(outputs, y, weight=None):
+        weight = kept["weight"] if weight is None else weight
+        return F.cross_entropy(outputs, y, reduction="none") * weight[y]
+
+    def step(module, inner, optimizer, criterion, x, y):
+        weight = kept["weight"] = balanced(y)
+        if way == "buffer":
+            weighted.weight.copy_(weight)
+        criterion(module(x), y, **({"weight": weight} if way == "argument" else {})).backward()
+        optimizer.step()
+
+    with pytest.warns(RuntimeWarning, match="criterion must weigh every batch alike"):
+        run(step, mode=mode, criterion=weighted if way == "buffer" else closing)
+
+
+def test_weights_that_stay_are_no_reason(recwarn):
+    for mode in HOOKS:
+        run(plain, mode=mode, criterion=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])))
+    assert not [w for w in recwarn if "criterion" in str(w.message)]
+
+
+class Normalised(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        return super().forward(x - self.mean)
+
+
+@pytest.mark.parametrize("mode", HOOKS)
+def test_statistics_that_the_loop_keeps_in_a_buffer_are_said(mode):
+    def step(module, inner, optimizer, criterion, x, y):
+        plain(module, inner, optimizer, criterion, x, y)
+        inner.mean.mul_(0.9).add_(0.1 * x.sum(0))
+
+    with pytest.warns(RuntimeWarning, match="buffer 'mean'"):
+        run(step, model=Normalised(), mode=mode)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda net: torch.compile(net, backend="eager")])
+def test_compiled_modules_are_refused_by_name(make):
+    with pytest.raises(ValueError, match="torch.jit|torch.compile"):
+        run(plain, model=nn.Sequential(make(Net())))
+
+
+class CentredTogether(MixedWithLast):
+    """Subtracts the mean of the items that are asked for together."""
+
+    def __getitem__(self, i):
+        return self.x[i], i % 3
+
+    def __getitems__(self, indices):
+        mean = self.x[indices].mean(0)
+        return [(self.x[i] - mean, i % 3) for i in indices]
+
+
+class FlippedTogether(CentredTogether):
+    def __getitems__(self, indices):
+        signs = (torch.rand(len(indices)) < 0.5).float() * 2 - 1
+        return [(sign * self.x[i], i % 3) for sign, i in zip(signs, indices)]
+
+
+@pytest.mark.parametrize("by", [by_engine, by_train])
+def test_a_data_set_that_mixes_items_that_are_asked_for_together_is_refused_and_augmentation_is_not(by):
+    with pytest.raises(ValueError, match="__getitems__"):
+        by(CentredTogether())
+    by(FlippedTogether())
+
+
+def trained(on_step=None, model=None):
+    model = model or Net()
+    plan = DPSGDPlan(n=N, sample_rate=0.5, steps=2, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.randn(N, 4, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 3
+    callbacks = Callbacks(on_step=None if on_step is None else lambda run: on_step(run, *data))
+    train(model, cross_entropy, data, plan, optimizer=optimizer, seed=0, callbacks=callbacks, progress=False)
+
+
+def test_parameters_that_a_callback_adds_to_the_optimizer_are_refused():
+    scale = nn.Parameter(torch.ones(3))
+
+    def adding(run, x, y):
+        run.optimizer.add_param_group({"params": [scale]})
+        (scale * x[:, :3]).sum().backward()
+
+    with pytest.raises(ValueError, match="optimizer must hold parameters of the model only"):
+        trained(adding)
+    assert bool((scale == 1).all())
+
+
+def test_another_optimizer_that_a_callback_steps_is_said():
+    def beside(run, x, y):
+        F.cross_entropy(run.model(x), y).backward()
+        torch.optim.SGD(run.model.parameters(), lr=0.1).step()
+
+    with pytest.warns(RuntimeWarning, match="trained by a SGD beside"):
+        trained(beside)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")
+def test_scripted_modules_are_refused_by_train():
+    with pytest.raises(ValueError, match="torch.jit"):
+        trained(model=torch.jit.script(Net()))
