@@ -6,7 +6,7 @@ import torch
 _ASYNCHRONOUS = ("cuda", "meta")
 
 
-def is_away(tensor):
+def on_accelerator(tensor):
     """Whether to look at a tensor's numbers waits for a device that is not the host."""
     return tensor.device.type != "cpu"
 
@@ -26,11 +26,11 @@ def shortens_products(device):
     return setting not in ("none", "ieee")
 
 
-def sent(tensor, device):
+def to_device(tensor, device):
     """A tensor of the host on a device. A GPU takes it from pinned memory of its own, so that the host goes on
     meanwhile, and may write to what it sent."""
     device = torch.device(device)
-    if not isinstance(tensor, torch.Tensor) or is_away(tensor) or device.type not in _ASYNCHRONOUS:
+    if not isinstance(tensor, torch.Tensor) or on_accelerator(tensor) or device.type not in _ASYNCHRONOUS:
         return tensor.to(device)
     if device.type == "cuda":
         tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)

@@ -9,11 +9,11 @@ import functools
 import torch
 from opacus.validators.errors import UnsupportedModuleError
 
-from .checks import Traceless
+from .checks import StateLeakGuard
 from .criterion import PerExampleCriterion
 from .ghost import GhostOptimizer
 from .layers import ForEachExample, check_packed, mend
-from .loading import Draws, Noted, private_loader
+from .loading import Draws, IndexRecorder, private_loader
 from .losses import LossWatch
 from .optimizers import HooksOptimizer
 from .proof import Proof
@@ -53,7 +53,7 @@ def assemble(
     sampling, noise = streams
     rates, ghost = engine.sample_rates.clone(), grad_sample_mode == "ghost"
     draws = Draws(len(rates), rates, sampling, len(data_loader))
-    noted = Noted(data_loader.dataset, data_loader)
+    noted = IndexRecorder(data_loader.dataset, data_loader)
     engine.dataset = data_loader.dataset
     original = module
     try:
@@ -116,7 +116,7 @@ def assemble(
     )
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
     engine.accountant.trusts_loss = trust_loss
-    optimizer.follow(draws, noted, engine.accountant, proof, module, watch, Traceless(original))
+    optimizer.follow(draws, noted, engine.accountant, proof, module, watch, StateLeakGuard(original))
     optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
     loader = private_loader(data_loader, noted, draws, batch_first)
     if isinstance(optimizer, GhostOptimizer):

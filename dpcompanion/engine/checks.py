@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from .. import _checks
-from .._devices import is_away
+from .._devices import on_accelerator
 from ..gradients.checks import check_batched, check_forgets_items, same_items
 from ..gradients.traces import check_untouched, equal, noted
 from ..training.distributed import check_one_process
@@ -114,7 +114,7 @@ def _changed_by(alone, together):
     return False
 
 
-class Traceless:
+class StateLeakGuard:
     """Watches the forward passes of a module in training mode: no buffer and no parameter, frozen or trainable, may
     keep anything of its examples, for no step would hide it. Noise goes to gradients alone, and what a forward pass
     writes into a weight is there without it.
@@ -154,7 +154,7 @@ class Traceless:
         """Warn, once, of a buffer that the loop writes between passes. A device is not asked."""
         for what, (*_, value) in now.items():
             old = self._buffers.get(what)
-            if not what.startswith("buffer") or value is None or old is None or is_away(value):
+            if not what.startswith("buffer") or value is None or old is None or on_accelerator(value):
                 continue
             if old.shape == value.shape and not equal(old, value):
                 self._said = True

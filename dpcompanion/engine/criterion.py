@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from .._devices import is_away
+from .._devices import on_accelerator
 from ..gradients.tensors import tolerances
 from .standard import own_mean, own_sum
 
@@ -113,7 +113,12 @@ class LossCompany:
         before, self._fixed = self._fixed, None if self._fixed is None else _fixed(criterion, args, kwargs, n)
         for what, value in (self._fixed or {}).items():
             old = before.get(what, value)
-            if old is not value and old.shape == value.shape and not is_away(value) and not torch.equal(old, value):
+            if (
+                old is not value
+                and old.shape == value.shape
+                and not on_accelerator(value)
+                and not torch.equal(old, value)
+            ):
                 self._fixed = None
                 warnings.warn(
                     f"criterion must weigh every batch alike, but {what} has changed since the step before: if it is "

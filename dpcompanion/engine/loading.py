@@ -66,7 +66,7 @@ class Draws(PoissonSampler, BatchSampler):
         return self._ahead[place - self._taken][1]
 
 
-class Noted(Dataset):
+class IndexRecorder(Dataset):
     """A data set that notes which examples it handed out last, and the `batch` that was made of them; otherwise as the
     one that it holds."""
 

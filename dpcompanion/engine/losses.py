@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 
-from .._devices import autocasts, is_away
+from .._devices import autocasts, on_accelerator
 from .outputs import Output, Pass, is_learnt_from, map_tensors
 from .standard import (
     common_factor,
@@ -304,7 +304,7 @@ class LossWatch:
             found = gradient_of(self._last, out, self._noted.batch)
             if found is not None:
                 fits = fits_to(gradient, scale * found, bound, scale)
-                if is_away(out):
+                if on_accelerator(out):
                     self.spoilt = self.spoilt | ~fits
                     return None
                 if fits or (count > 1 and fits_to(count * gradient, scale * found, bound, scale)):
@@ -349,7 +349,7 @@ class LossWatch:
             scale = 1 / n if self._mean else 1.0
             bound = rounding(output.tensor.dtype)
             fits = fits_to(gradient, found, bound, scale)
-            if is_away(gradient) and self._last:
+            if on_accelerator(gradient) and self._last:
                 self.spoilt = self.spoilt | ~fits
             elif not fits and not (count > 1 and fits_to(count * gradient, found, bound, scale)):
                 factor = common_factor(gradient.flatten(), found.flatten(), bound)

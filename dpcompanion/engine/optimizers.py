@@ -11,7 +11,7 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._devices import autocasts, is_away, sent
+from .._devices import autocasts, on_accelerator, to_device
 from ..gradients.checks import check_products
 from ..gradients.passes import undisturbed
 from ..gradients.tensors import added_up, squared_norms
@@ -84,10 +84,10 @@ class Following(DPOptimizer):
 
     def _drop(self, bad):
         """Note which gradients (k,) are not finite; whether there may be any. A device is not asked: see `look`."""
-        if not is_away(bad) and not bad.any():
+        if not on_accelerator(bad) and not bad.any():
             return False
         self._dropped = self._dropped + bad.sum()
-        if not is_away(bad):
+        if not on_accelerator(bad):
             self.look()
         return True
 
@@ -183,7 +183,7 @@ class Following(DPOptimizer):
             )
         if self._watch is not None:
             self._watch.check()
-        own = sent((share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device)
+        own = to_device((share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device)
         # A hair less, so that rounding lifts no gradient above its norm.
         coarsest = max(torch.finfo(_wide(p.dtype)).eps for p in self.params)
         factors = (own / (norms * (1 + 8 * coarsest) + 1e-6)).clamp(max=1.0)

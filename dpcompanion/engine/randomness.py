@@ -17,7 +17,7 @@ import warnings
 import torch
 
 from .. import _checks
-from .._devices import is_away
+from .._devices import on_accelerator
 from ..seeds import keyed_generator
 from ..training.checkpoints import digest_of, key_file, note_seeds, read_keys, write_keys
 from ..mechanism import noise as mechanism
@@ -73,7 +73,7 @@ def noisy(sums, std, generator):
     answer is a tensor, and where it is yes nothing that comes out is a number, as nothing would have come out here.
     """
     total = torch.cat([s.detach().flatten().to(device=sums[0].device, dtype=torch.float64) for s in sums])
-    away, spoilt = is_away(total), ~total.isfinite().all()
+    away, spoilt = on_accelerator(total), ~total.isfinite().all()
     if away:
         total = torch.where(spoilt, 0.0, total)
     elif spoilt:

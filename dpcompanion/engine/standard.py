@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten
 
-from .._devices import is_away
+from .._devices import on_accelerator
 
 
 def precise(t):
@@ -42,7 +42,7 @@ def fits_to(gradient, expected, bound, scale):
     """Whether each example's gradient is the expected one, up to rounding; of what is not finite none is."""
     off = gradient - expected
     # What is within the smallest bound of all is within each example's own; NaN is not.
-    if not is_away(off) and off.numel() and bool(torch.linalg.vector_norm(off, torch.inf) <= bound / 50 * scale):
+    if not on_accelerator(off) and off.numel() and bool(torch.linalg.vector_norm(off, torch.inf) <= bound / 50 * scale):
         return torch.tensor(True)
     difference, size = (t.flatten(1).abs().amax(1) for t in (off, expected))
     close = difference <= bound * size + bound / 50 * scale

@@ -13,7 +13,7 @@ import math
 import torch
 
 from .. import _checks
-from .._devices import is_away, sent
+from .._devices import on_accelerator, to_device
 from ..accounting import Guarantee, LedgerEntry, PersonalCosts
 
 
@@ -58,11 +58,11 @@ class NormInput:
             norms = torch.where(wrong, math.inf, norms)
         elif bool(wrong.any()):
             _checks.in_interval("norms", norms, 0, most)
-        return sent(norms, self.device)
+        return to_device(norms, self.device)
 
     def _away(self, tensor):
         """Whether a look at a tensor's numbers would wait for the device of the filter."""
-        return self.device.type != "cpu" and is_away(tensor)
+        return self.device.type != "cpu" and on_accelerator(tensor)
 
     def _check_nothing_refused(self):
         if self._wrong is not None and bool(self._wrong):

@@ -57,7 +57,7 @@ from dpcompanion._types import Loss
 from dpcompanion.gradients import checks, independence, proof, states, traces
 from dpcompanion.gradients.microbatches import default_microbatch_size
 from dpcompanion.gradients.sums import BUDGET, ClippedSum, functional, layerwise, per_example_gradients
-from dpcompanion.gradients.tensors import Unfit
+from dpcompanion.gradients.tensors import UnsupportedModel
 
 METHODS = ("auto", "mixed", "ghost", "func")
 
@@ -228,7 +228,7 @@ def resolve_method(model, loss, x, y, method="auto", precision=None, *, float64=
             independence.check_forgets(model, loss, x, y)
             return _proved(model, loss, x, y, method, precision, float64, inside)
         except (ValueError, torch.OutOfMemoryError) as error:
-            if inside and not isinstance(error, (Unfit, torch.OutOfMemoryError)):
+            if inside and not isinstance(error, (UnsupportedModel, torch.OutOfMemoryError)):
                 raise ValueError(
                     f"model must take examples one by one and in batches, {_where(inside, error)}"
                 ) from error
@@ -259,30 +259,30 @@ def _proved(model, loss, x, y, method, precision, float64, inside):
     chosen = "mixed" if method == "auto" else method
     way = _materialized(chosen) if float64 else chosen
 
-    def claimed(x, y, limits, precision=None):
+    def candidate(x, y, limits, precision=None):
         try:
             found = layerwise(model, loss, x, y, limits, way, precision=precision)
         except (ValueError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            raise Unfit(f"by layers {_where(inside, error)}") from error
+            raise UnsupportedModel(f"by layers {_where(inside, error)}") from error
         return found.norms, found.gradients
 
     try:
-        proof.prove(model, loss, x, y, claimed)
+        proof.prove(model, loss, x, y, candidate)
         if precision is not None:
-            proof.prove_in(precision, model, loss, x, y, claimed)
-    except Unfit as error:
+            proof.prove_in(precision, model, loss, x, y, candidate)
+    except UnsupportedModel as error:
         inside.clear()
         reason = str(error).removesuffix(_ADVICE)
         try:
             _try_func(model, loss, x, y, inside)
         except ValueError as other:
-            raise Unfit(f"no method fits this model: layer by layer, {reason}; {other}") from error
+            raise UnsupportedModel(f"no method fits this model: layer by layer, {reason}; {other}") from error
         if method == "auto" and precision is None:
             return "func"
         advice = "use 'func' or 'auto'" if precision is None else "use precision=None, with which 'func' takes it"
-        raise Unfit(f"method {method!r} does not fit this model: {reason}; {advice}") from error
+        raise UnsupportedModel(f"method {method!r} does not fit this model: {reason}; {advice}") from error
     return chosen
 
 
@@ -298,14 +298,14 @@ def _try_func(model, loss, x, y, inside):
             error = RuntimeError(_DATA_DEPENDENT)
         raise ValueError(f"{_TAKEN_BY_FUNC}, {_where(inside, error)}") from error
 
-    def claimed(x, y, limits):
+    def candidate(x, y, limits):
         found = functional(model, loss, x, y, limits)
         return found.norms, found.gradients
 
     try:
-        proof.prove_alone(model, loss, x, y, claimed)
-    except Unfit as error:
-        raise Unfit(f"no method fits this model: by torch.func, {error}") from error
+        proof.prove_alone(model, loss, x, y, candidate)
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"no method fits this model: by torch.func, {error}") from error
 
 
 # {model: {what else a proof depends on: [method, how often it was asked for]}}

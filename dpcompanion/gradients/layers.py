@@ -51,7 +51,7 @@ from dpcompanion.gradients.matrices import (
     weight_gradients,
 )
 from dpcompanion.gradients.reparametrized import Reparametrized
-from dpcompanion.gradients.tensors import Unfit, added_up, call_with, own_parameters, squared_norms
+from dpcompanion.gradients.tensors import UnsupportedModel, added_up, call_with, own_parameters, squared_norms
 
 # Where the axes of a convolution's weight, (n, out, in, height, width), are among those of its gradients as computed.
 AXES = (0, 1, 4, 2, 3)
@@ -411,7 +411,9 @@ def _explicit_any(module, uses, stacked):
             else:
                 terms = each(parameters, a, g)
         except RuntimeError as error:
-            raise Unfit(f"a layer {type(module).__name__} cannot be differentiated by itself: {error}") from error
+            raise UnsupportedModel(
+                f"a layer {type(module).__name__} cannot be differentiated by itself: {error}"
+            ) from error
         for name, term in terms.items():
             gradients[name] = gradients[name] + term if name in gradients else term
     return Explicit(gradients)

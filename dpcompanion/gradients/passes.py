@@ -12,7 +12,7 @@ import contextlib
 
 import torch
 
-from dpcompanion._devices import sent
+from dpcompanion._devices import to_device
 from dpcompanion.gradients import clipping, proof, states, traces
 
 
@@ -38,8 +38,8 @@ def norms_of_all(model, loss, examples, *, method, microbatch_size=None, precisi
                 clipping.gradient_norms(
                     network,
                     loss,
-                    sent(x, device),
-                    sent(y, device),
+                    to_device(x, device),
+                    to_device(y, device),
                     method=method,
                     microbatch_size=microbatch_size,
                     precision=precision,

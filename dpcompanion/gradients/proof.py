@@ -25,7 +25,7 @@ tolerances and weights nearby (`dpcompanion.engine.proof`).
 >>> prove(model, clipping.cross_entropy, x, y, half)
 Traceback (most recent call last):
     ...
-dpcompanion.gradients.tensors.Unfit: the norms of gradients are wrong by up to 50% against plain autograd
+dpcompanion.gradients.tensors.UnsupportedModel: the norms of gradients are wrong by up to 50% against plain autograd
 """
 
 import contextlib
@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 from dpcompanion.gradients.independence import check_company, check_independence
-from dpcompanion.gradients.tensors import Unfit, in_best_format, losses_in, tolerances
+from dpcompanion.gradients.tensors import UnsupportedModel, in_best_format, losses_in, tolerances
 from dpcompanion.gradients.traces import beginning_alike, evaluating, weights_nearby
 
 # Examples that are looked through, those of them whose gradients are computed, and those that are compared.
@@ -110,61 +110,61 @@ def twice(parameters, compare, rows, nearby=None):
 # How the trainer's claims are got.
 
 
-def prove(model, loss, x, y, claimed):
-    """Raise unless `claimed` is what plain autograd says of the examples with the largest gradients.
+def prove(model, loss, x, y, candidate):
+    """Raise unless `candidate` is what plain autograd says of the examples with the largest gradients.
 
     Args:
         model: a module, on the device of x; it is put into evaluation mode for the proof, and back.
         loss: (outputs, targets) -> (n,).
         x, y: tensors of examples to choose from; at most 64 rows, evenly spread, are looked at.
-        claimed: (x, y, clip norms (k,)) -> (norms (k,), {name: sum of the k clipped gradients}) of k examples; the
+        candidate: (x, y, clip norms (k,)) -> (norms (k,), {name: sum of the k clipped gradients}) of k examples; the
             names are those of the model's trainable parameters. It is called with the model's weights as they are,
             then with others.
 
     Raises:
-        Unfit: a norm or a sum is wrong, or no example has a finite gradient.
+        UnsupportedModel: a norm or a sum is wrong, or no example has a finite gradient.
         ValueError: an example's loss changes with its company, or with what the model has seen before.
     """
     with evaluating(model):
-        rows = hardest(model, loss, x, y, PROBED)
+        rows = largest_gradients(model, loss, x, y, PROBED)
     if not len(rows):
-        raise Unfit("no example has a finite gradient, so that nothing can be proved; use method='func'")
+        raise UnsupportedModel("no example has a finite gradient, so that nothing can be proved; use method='func'")
     check_independence(model, loss, x[rows[:COMPARED]], y[rows[:COMPARED]])
     check_company(model, loss, x[rows], y[rows])
     rows = rows[:COMPARED].tolist()
-    way = _Way(model, loss, x, y, claimed)
+    way = _Way(model, loss, x, y, candidate)
     with evaluating(model):
         check_independence(model, loss, x[rows], y[rows])
         twice(way.parameters, way.compare, rows)
     if any(module.training for module in model.modules()):
-        way = _Way(model, loss, x, y, claimed, together=True)
+        way = _Way(model, loss, x, y, candidate, together=True)
         twice(way.parameters, way.compare, rows)
 
 
-def prove_in(precision, model, loss, x, y, claimed):
+def prove_in(precision, model, loss, x, y, candidate):
     """As `prove`, with the network in a lower precision on both sides, for the two examples with the largest gradients.
 
     That it treats examples one by one and consists of its layers is proved without rounding, by `prove`.
     """
     with evaluating(model):
-        rows = hardest(model, loss, x, y, 2).tolist()
-        way = _Way(model, loss, x, y, lambda x, y, limits: claimed(x, y, limits, precision), precision)
+        rows = largest_gradients(model, loss, x, y, 2).tolist()
+        way = _Way(model, loss, x, y, lambda x, y, limits: candidate(x, y, limits, precision), precision)
         twice(way.parameters, way.compare, rows, nearby=rows)
 
 
-def prove_alone(model, loss, x, y, claimed):
+def prove_alone(model, loss, x, y, candidate):
     """As `prove`, for a way that puts each example through the model alone, whatever the model does with a batch.
 
     It is wrong where the framework is: PyTorch 2.13's batched gradient of an instance norm, behind which channels are
     moved to the last axis, is.  Of a model that draws at random in evaluation mode nothing can be said.
     """
     with evaluating(model):
-        rows, way = hardest(model, loss, x, y).tolist(), _Way(model, loss, x, y, claimed)
+        rows, way = largest_gradients(model, loss, x, y).tolist(), _Way(model, loss, x, y, candidate)
         if rows and all(map(torch.equal, way.alone(rows[0]), way.alone(rows[0]))):
             twice(way.parameters, way.compare, rows, nearby=rows)
 
 
-def hardest(model, loss, x, y, count=COMPARED):
+def largest_gradients(model, loss, x, y, count=COMPARED):
     """Rows of the `count` examples with the largest finite gradients, by plain autograd, of a probe spread over (x, y),
     the largest first."""
     return torch.tensor(largest(probed(_Way(model, loss, x, y).alone, len(x)), count), dtype=torch.int64).to(x.device)
@@ -176,9 +176,9 @@ class _Way:
     With `together` the latter are taken from one batch, so that chance is the same for all of them.
     """
 
-    def __init__(self, model, loss, x, y, claimed: Any = None, precision=None, *, together=False):
+    def __init__(self, model, loss, x, y, candidate: Any = None, precision=None, *, together=False):
         self.model, self.loss, self.x, self.y = model, loss, x, y
-        self._claimed, self._precision, self._together = claimed, precision, together
+        self._claimed, self._precision, self._together = candidate, precision, together
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
 
@@ -186,7 +186,7 @@ class _Way:
         """The gradients of one example by plain autograd, one a parameter.
 
         Raises:
-            Unfit: if autograd fails, as where a tensor is overwritten that it needs.
+            UnsupportedModel: if autograd fails, as where a tensor is overwritten that it needs.
         """
         with torch.enable_grad():
             # A copy, for a model may overwrite what it is given.
@@ -197,7 +197,7 @@ class _Way:
         try:
             found = torch.autograd.grad(value, self.parameters, allow_unused=True, materialize_grads=True, **options)
         except RuntimeError as error:
-            raise Unfit(f"plain autograd cannot differentiate the model: {error}") from error
+            raise UnsupportedModel(f"plain autograd cannot differentiate the model: {error}") from error
         return [g.to_dense() for g in found]  # those of an embedding may be sparse
 
     def _each(self, rows):
@@ -235,7 +235,11 @@ class _Way:
         if any(misfit(error[None], norm[None], norms.max()[None], tolerance) for error, norm in zip(errors, norms)):
             worst = 100 * float((errors / norms.max().clamp(min=1e-300)).max())
             where = f", that of {self.names[off.parameter]!r} among them" if off else ""
-            raise Unfit(f"the norms of gradients are wrong by up to {worst:.3g}% against plain autograd{where}")
+            raise UnsupportedModel(
+                f"the norms of gradients are wrong by up to {worst:.3g}% against plain autograd{where}"
+            )
         if off:
             name = self.names[off.parameter]
-            raise Unfit(f"the gradient of {name!r} is not that of plain autograd, for a cause that is unknown")
+            raise UnsupportedModel(
+                f"the gradient of {name!r} is not that of plain autograd, for a cause that is unknown"
+            )

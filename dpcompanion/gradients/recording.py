@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules.dropout import _DropoutNd
 
-from dpcompanion.gradients.tensors import Unfit, own_parameters
+from dpcompanion.gradients.tensors import UnsupportedModel, own_parameters
 
 
 class Recorder:
@@ -27,18 +27,22 @@ class Recorder:
         seen = {}
         for module, name in self.owners.items():
             if any(isinstance(part, _DropoutNd) and part.p for part in module.modules()):
-                raise Unfit(
+                raise UnsupportedModel(
                     f"layer {name or 'model'!r} has parameters of its own around dropout, which would be sampled "
                     "again; use method='func'"
                 )
             for parameter in own_parameters(module).values():
                 if parameter in seen:
-                    raise Unfit(f"layers {seen[parameter]!r} and {name!r} share a parameter; use method='func'")
+                    raise UnsupportedModel(
+                        f"layers {seen[parameter]!r} and {name!r} share a parameter; use method='func'"
+                    )
                 seen[parameter] = name
 
     def _note(self, module, args, kwargs, output):
         if len(args) != 1 or kwargs or not all(isinstance(t, torch.Tensor) and t.ndim for t in (*args, output)):
-            raise Unfit(f"layer {self.owners[module]!r} does not map one tensor to one tensor; use method='func'")
+            raise UnsupportedModel(
+                f"layer {self.owners[module]!r} does not map one tensor to one tensor; use method='func'"
+            )
         if not torch.is_grad_enabled():
             return None
         a = args[0]
@@ -73,13 +77,17 @@ class Recorder:
         n = len(losses) if group is None else group.rows
         for module, uses in self.uses.items():
             if any(len(a) != n or rows != n for a, _, _, rows, _ in uses):
-                raise Unfit(f"layer {self.owners[module]!r} does not keep the examples first; use method='func'")
+                raise UnsupportedModel(
+                    f"layer {self.owners[module]!r} does not keep the examples first; use method='func'"
+                )
         pairs = {module: {} for module in self.uses}
 
         def arrived(module, use, g):
             a, version, *_ = self.uses[module][use]
             if a._version != version:
-                raise Unfit(f"the input of layer {self.owners[module]!r} is changed in place; use method='func'")
+                raise UnsupportedModel(
+                    f"the input of layer {self.owners[module]!r} is changed in place; use method='func'"
+                )
             pairs[module][use] = a, g
             if len(pairs[module]) == len(self.uses[module]):
                 finish(module)
@@ -115,7 +123,7 @@ class Recorder:
             for handle in handles:
                 handle.remove()
         if any(g is not None for g in gradients[len(first) :]):
-            raise Unfit("a parameter is used outside the forward method of its layer; use method='func'")
+            raise UnsupportedModel("a parameter is used outside the forward method of its layer; use method='func'")
         for (module, use, _), g in zip(first, gradients):
             if g is not None:
                 arrived(module, use, g)
@@ -124,7 +132,7 @@ class Recorder:
             if len(pairs[module]) < len(self.uses[module]) and any(
                 p in reached for p in own_parameters(module).values()
             ):
-                raise Unfit(
+                raise UnsupportedModel(
                     f"layer {self.owners[module]!r} is used, but no gradient comes by its output; use method='func'"
                 )
             finish(module)

@@ -20,7 +20,7 @@ import copy
 import torch
 from torch import nn
 
-from dpcompanion.gradients.tensors import Unfit, call_with, own_parameters
+from dpcompanion.gradients.tensors import UnsupportedModel, call_with, own_parameters
 from dpcompanion.gradients.reparametrized import Reparametrized
 
 
@@ -71,7 +71,7 @@ class StackedNetwork:
     """A copy of `model` with stacked layers, `module`, and the way to load weights into it.
 
     Raises:
-        Unfit: if a layer with weights of its own holds further layers.
+        UnsupportedModel: if a layer with weights of its own holds further layers.
     """
 
     def __init__(self, model):
@@ -80,7 +80,9 @@ class StackedNetwork:
         for name, layer in network.named_modules():
             if own_parameters(layer):
                 if any(True for _ in layer.children()):
-                    raise Unfit(f"layer {name or 'model'!r} has its own weights and further layers; use method='func'")
+                    raise UnsupportedModel(
+                        f"layer {name or 'model'!r} has its own weights and further layers; use method='func'"
+                    )
                 stacked[layer] = StackedLayer(layer)
         for parent in network.modules():
             parent._modules |= {name: stacked[child] for name, child in parent._modules.items() if child in stacked}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dpcompanion._devices import sent
+from dpcompanion._devices import to_device
 from dpcompanion.gradients import checks, independence
 from dpcompanion.gradients.layers import Explicit, layer_gradient, float64_sum
 from dpcompanion.gradients.recording import Recorder
@@ -59,7 +59,7 @@ def clip_factors(norms, max_grad_norm):
     tensor([1.0000, 0.2500, 0.0000])
     """
     if isinstance(max_grad_norm, torch.Tensor):
-        limits = sent(max_grad_norm.to(norms.dtype), norms.device)
+        limits = to_device(max_grad_norm.to(norms.dtype), norms.device)
     else:  # filled in where it is needed, without a copy
         limits = torch.full((), max_grad_norm, dtype=norms.dtype, device=norms.device)
     slack = 1 + 8 * torch.finfo(norms.dtype).eps

@@ -18,7 +18,7 @@ from dpcompanion._devices import autocasts
 _SUMMED = 256
 
 
-class Unfit(ValueError):
+class UnsupportedModel(ValueError):
     """The model cannot be taken apart layer by layer; `torch.func` may still do it."""
 
 

@@ -17,7 +17,7 @@ import random
 import numpy as np
 import torch
 
-from dpcompanion._devices import is_away
+from dpcompanion._devices import on_accelerator
 from dpcompanion.seeds import derive_key, seed_torch
 
 
@@ -170,7 +170,7 @@ def check_untouched(model, before, *, name="model", buffers=True, wait=True):
         if isinstance(t, torch.nn.Parameter) or buffers:
             if was is not t or (version, place) != (t._version, _place(t)):
                 refuse_statistics(what, name)
-            elif value is not None and not wait and is_away(t):
+            elif value is not None and not wait and on_accelerator(t):
                 later[what] = ~equal(value, t)
             elif value is not None and not _same(value, t):
                 refuse_statistics(what, name)

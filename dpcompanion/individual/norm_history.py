@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from .. import _checks
-from .._devices import sent
+from .._devices import to_device
 
 MOST = 2**31 - 1  # steps that a count can hold
 
@@ -61,7 +61,7 @@ class NormHistory:
         norms = _as_tensor(norms)
         if count is not None and norms.shape != (count,):
             raise ValueError(f"norms must have shape ({count},), got {tuple(norms.shape)}")
-        share = sent(norms.detach(), self.device).to(torch.float64) / self.max_grad_norm
+        share = to_device(norms.detach(), self.device).to(torch.float64) / self.max_grad_norm
         here = norms if norms.device.type == "cpu" else share
         if self._away(here):
             share = self._refuse(~((share >= 0) & (share < math.inf)), share, 1.0)
@@ -84,7 +84,7 @@ class NormHistory:
         elif count and not (examples.min() >= 0 and examples.max() < self.n):
             _checks.in_interval("examples", examples, 0, self.n, closed="left")
         # It may wait, and the caller's may change meanwhile.
-        return sent(examples.to(torch.int64, copy=True), self.device)
+        return to_device(examples.to(torch.int64, copy=True), self.device)
 
     def _whole(self, steps, count):
         """Numbers of steps as (count,) int64 on the device; one number is not copied."""
@@ -99,7 +99,7 @@ class NormHistory:
             steps = self._refuse((steps < 0) | (steps > MOST), steps, 0)
         elif steps.shape != (count,) or not whole or (count and not (steps.min() >= 0 and steps.max() <= MOST)):
             raise ValueError(f"steps must be whole numbers from 0 to {MOST}, one or ({count},) of them, got {steps}")
-        return sent(steps.to(torch.int64, copy=True), self.device)
+        return to_device(steps.to(torch.int64, copy=True), self.device)
 
     def _away(self, tensor):
         """Whether a look at a tensor's numbers would wait for the device of the account."""

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import sent
+from dpcompanion._devices import to_device
 from dpcompanion.seeds import derive_key, keyed_generator
 from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
 
@@ -85,9 +85,9 @@ def gaussian_noise(
     std = _checks.number("std", std, 0, float("inf"), closed="left")
     _checks.generator("generator", generator, SecureStream)
     if isinstance(generator, SecureStream):
-        return sent(generator.normal(shape, std).to(dtype), device)
+        return to_device(generator.normal(shape, std).to(dtype), device)
     noise = torch.randn(shape, dtype=torch.float64, generator=generator, device=generator.device)
-    return sent(noise.mul_(std).to(dtype), device)
+    return to_device(noise.mul_(std).to(dtype), device)
 
 
 def noisy(total: torch.Tensor, std: float, generator: torch.Generator | SecureStream) -> torch.Tensor:

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import sent
+from dpcompanion._devices import to_device
 from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting import rdp_sampled_gaussian
 
@@ -236,7 +236,7 @@ def compose_sensitivities(
             f"p must keep every order at or below {_LARGEST_ORDER}, got {p:g}, with which the first step "
             f"has the order {float(orders[0]):.3g}"
         )
-    shares, there = (sent(t, device) for t in (torch.exp(i * math.log1p(-1 / p)) / p / (order - 1), orders))
+    shares, there = (to_device(t, device) for t in (torch.exp(i * math.log1p(-1 / p)) / p / (order - 1), orders))
     result = torch.zeros((steps if each_step else 1, *rest), dtype=torch.float64, device=device)
     if high == 0:
         return result if each_step else result[0]
@@ -270,8 +270,8 @@ class _MomentTable:
         # too steep for that, the upper end serves as the whole of it.
         steep = rise > 1
         # Two rows for each order: what a cell starts with, and by how much it rises.
-        self.base = sent(torch.where(steep, logs[:, 1:], logs[:, :-1]).reshape(-1), device)
-        self.rise = sent(torch.where(steep, 0.0, torch.expm1(rise.clamp(max=1.0))).reshape(-1), device)
+        self.base = to_device(torch.where(steep, logs[:, 1:], logs[:, :-1]).reshape(-1), device)
+        self.rise = to_device(torch.where(steep, 0.0, torch.expm1(rise.clamp(max=1.0))).reshape(-1), device)
 
     def __call__(self, sensitivities, orders):
         """(steps, ...) sensitivities, (steps,) orders."""

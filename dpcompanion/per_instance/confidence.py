@@ -26,7 +26,7 @@ from typing import overload
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import sent
+from dpcompanion._devices import to_device
 from dpcompanion._types import Array, Numbers
 from dpcompanion.accounting.search import bisect
 
@@ -66,7 +66,9 @@ def log_mean_bound(
     _checks.number("confidence", confidence, 0, 1, closed="neither")
     given = *_checks.entries(log_values), log_largest
     log_values = torch.as_tensor(log_values, dtype=torch.float64)
-    largest = sent(torch.as_tensor(log_largest, dtype=torch.float64), log_values.device).expand(log_values.shape[1:])
+    largest = to_device(torch.as_tensor(log_largest, dtype=torch.float64), log_values.device).expand(
+        log_values.shape[1:]
+    )
     # Of a Y that is always 0 the logarithm is -inf, which has no room for rounding.
     most = torch.where(largest.isinf(), largest, largest + 1e-9 * (1 + largest.abs()))
     # One question, since each is a wait where the values lie on a GPU.

@@ -45,7 +45,7 @@ import math
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import is_away, sent
+from dpcompanion._devices import on_accelerator, to_device
 from dpcompanion._types import Array, Numbers
 from dpcompanion.per_instance.added import add_mode
 from dpcompanion.per_instance.batches import log_mean
@@ -236,12 +236,12 @@ def exact_composition(
         _checks.in_interval("log_masses", log_masses, 0, math.inf, closed="left")
 
     # What lies on a GPU is asked once whether all is well, and only if not, what is not.
-    if not (isinstance(log_masses, torch.Tensor) and is_away(log_masses)):
+    if not (isinstance(log_masses, torch.Tensor) and on_accelerator(log_masses)):
         look()
     log_masses = torch.as_tensor(log_masses, dtype=torch.float64)
     if log_masses.ndim == 0 or len(log_masses) == 0:
         raise ValueError(f"log_masses must be (runs, ...), one run or more, got shape {tuple(log_masses.shape)}")
-    worst = sent(torch.as_tensor(worst_case, dtype=torch.float64), log_masses.device).expand(log_masses.shape[1:])
+    worst = to_device(torch.as_tensor(worst_case, dtype=torch.float64), log_masses.device).expand(log_masses.shape[1:])
     fit = (log_masses >= 0) & (log_masses < math.inf) & (log_masses <= (order - 1) * worst * (1 + 1e-6) + 1e-9)
     if not bool((fit & (worst >= 0)).all()):
         look()
@@ -265,7 +265,7 @@ def _bootstrap(log_masses, confidence, resamples, generator):
     counts = torch.zeros(resamples, runs, dtype=torch.float64, device=flat.device).scatter_add_(
         1, drawn, torch.ones_like(drawn, dtype=torch.float64)
     )
-    ends = sent(torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64), flat.device)
+    ends = to_device(torch.tensor([(1 - confidence) / 2, (1 + confidence) / 2], dtype=torch.float64), flat.device)
     top = flat.max(0).values
     found = []
     for part in torch.arange(flat.shape[1], device=flat.device).split(max(1, _CHUNK // resamples)):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from dpcompanion._devices import sent
+from dpcompanion._devices import to_device
 from dpcompanion._types import Loss
 from dpcompanion.gradients import checks, proof
 from dpcompanion.training.checkpoints import digest_of
@@ -91,7 +91,7 @@ class Items:
             x, y = self.probe
             return x[:0], y[:0]
         x, y = self.reader.read(indices.tolist())
-        return sent(x, self.device), sent(y, self.device)
+        return to_device(x, self.device), to_device(y, self.device)
 
     def part(self, start: int, stop: int) -> tuple[Any, Any]:
         """Those from `start` to before `stop`."""

@@ -9,7 +9,7 @@ ValueError: clipped must be at most the limits of the step, but example 2 has 1 
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import sent
+from dpcompanion._devices import to_device
 from dpcompanion.gradients import proof, traces
 from dpcompanion.training.collating import same_parts
 from dpcompanion.training.examples import Tensors, examples_of
@@ -34,7 +34,7 @@ def check_clipped(indices, clipped, limits):
     clipped = torch.as_tensor(clipped).detach().to(device=limits.device, dtype=torch.float64)
     _checks.same_length(indices=indices, clipped=clipped)
     _checks.in_interval("indices", indices, 0, len(limits), closed="left")  # -1 is the last one's second name
-    limits = limits[sent(indices, limits.device)]
+    limits = limits[to_device(indices, limits.device)]
     over = ~(clipped <= limits * (1 + _ROUNDING))
     away = over.device.type != "cpu"
     if not away and over.any():

@@ -40,7 +40,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpcompanion import _checks
-from dpcompanion._devices import is_away, sent
+from dpcompanion._devices import on_accelerator, to_device
 from dpcompanion._types import Device
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion._progress import bar
@@ -350,20 +350,20 @@ class TrainingLoop:
         with self._own_randomness("tracking"):
             lower = [tracker.before_step() for tracker in self.trackers]
         drawn = self.sampler.draw().cpu()
-        limits, indices = plan.clip_norms(drawn), sent(drawn, self.device)
+        limits, indices = plan.clip_norms(drawn), to_device(drawn, self.device)
         # Avoid host syncs: never read GPU values here.
-        away = any(norms is not None and is_away(norms) for norms in lower)
+        away = any(norms is not None and on_accelerator(norms) for norms in lower)
         for norms in lower:
             if norms is not None:
                 there = self.device if away else norms.device
                 own = norms.to(there)[indices if away else drawn]
-                limits = torch.minimum(sent(limits, there), own)
+                limits = torch.minimum(to_device(limits, there), own)
         taking = limits > 0
         if not away and not taking.all():
             # Examples clipped to nothing take no part, so that clipping need not divide by zero. On a GPU they stay,
             # times 0, since how many they are is not known here.
             drawn, limits = drawn[taking], limits[taking]
-            indices = sent(drawn, self.device)
+            indices = to_device(drawn, self.device)
         run.indices, share = indices, self.ranks.share(len(drawn))
         checks.check_trained(run.model, self.parameters)
         self.prove_again()

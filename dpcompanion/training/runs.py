@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import sent
+from dpcompanion._devices import to_device
 from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion.gradients import checks, clipping, independence, proof, states, sums, traces
 from dpcompanion.mechanism import noise
 from dpcompanion.training.callbacks import History
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
-from dpcompanion.gradients.tensors import Unfit, call_with, tolerances
+from dpcompanion.gradients.tensors import UnsupportedModel, call_with, tolerances
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.gradients.microbatches import default_microbatch_size
 from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
@@ -322,7 +322,7 @@ class Ensemble:
 
     def _stacks(self, precision, method):
         """Whether two different runs through the stacked network give what each gives alone, in this precision."""
-        rows = proof.hardest(self._template, self.loss, self.x, self.y)
+        rows = proof.largest_gradients(self._template, self.loss, self.x, self.y)
         x, y = self.x[rows], self.y[rows]
         model, pair = copy.deepcopy(self._template), torch.stack([self.vectors[0], self.vectors[0] / 2])
         try:
@@ -332,7 +332,7 @@ class Ensemble:
                 together = sums.layerwise(
                     network.module, self.loss, torch.cat([x, x]), torch.cat([y, y]), math.inf, method, 2, precision
                 )
-        except (Unfit, RuntimeError, AttributeError, TypeError):
+        except (UnsupportedModel, RuntimeError, AttributeError, TypeError):
             return False
         for run, vector in enumerate(pair):
             with torch.no_grad():
@@ -415,7 +415,7 @@ class Ensemble:
         limits = torch.zeros(indices.shape, dtype=torch.float64)  # 0 beyond a run's own examples: they count nothing
         for k, (own, norms) in enumerate(draws):
             indices[k, : len(own)], limits[k, : len(own)] = own, norms
-        indices, limits = sent(indices, self.device), sent(limits, self.device)
+        indices, limits = to_device(indices, self.device), to_device(limits, self.device)
         present = limits > 0
         norms, losses = torch.zeros_like(limits), torch.zeros_like(limits)
         for some, part in _passes(len(rows), int(sizes.max()), self._pass_size()):

@@ -48,7 +48,7 @@ from typing import Any
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._devices import sent
+from dpcompanion._devices import to_device
 from dpcompanion._types import Array, Device, Loss, State
 from dpcompanion.accounting import LedgerEntry
 from dpcompanion.accounting.items import entry_of
@@ -381,8 +381,8 @@ class NormTracker(Measured, OwnLoop):
             if self.examples is not None:
                 mine = torch.isin(indices, self._sorted).nonzero()[:, 0]
                 indices = self._order[torch.searchsorted(self._sorted, indices[mine])]
-                norms = norms[sent(mine, norms.device)]
-            self._renew(sent(indices, self.norms.device), self._bounded(norms))
+                norms = norms[to_device(mine, norms.device)]
+            self._renew(to_device(indices, self.norms.device), self._bounded(norms))
         self._begun = False
         if self.trajectory_delta is not None and self.steps % self.steps_per_epoch == 0:
             epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()

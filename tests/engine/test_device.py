@@ -89,7 +89,7 @@ def away(monkeypatch):
 
     def begin():
         for module in (optimizers, randomness):
-            monkeypatch.setattr(module, "is_away", lambda tensor: True)
+            monkeypatch.setattr(module, "on_accelerator", lambda tensor: True)
 
     return begin
 

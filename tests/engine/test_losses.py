@@ -467,7 +467,7 @@ def test_a_loss_in_bfloat16_fits():
 def test_on_a_device_a_loss_that_mixes_later_makes_steps_of_noise_and_is_said(monkeypatch):
     from dpcompanion.engine import losses
 
-    monkeypatch.setattr(losses, "is_away", lambda tensor: True)
+    monkeypatch.setattr(losses, "on_accelerator", lambda tensor: True)
     engine, module, optimizer, loader = private(nn.Linear(4, 3), classes(), batch_size=12, epochs=2)
     for number, (x, y) in enumerate(loader):
         optimizer.zero_grad()

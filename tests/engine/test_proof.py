@@ -836,7 +836,7 @@ def test_what_is_set_free_is_refused_by_name(mode):
 def test_on_a_device_a_buffer_that_keeps_statistics_makes_steps_of_noise_and_is_said(monkeypatch):
     from dpcompanion.gradients import traces
 
-    monkeypatch.setattr(traces, "is_away", lambda tensor: True)
+    monkeypatch.setattr(traces, "on_accelerator", lambda tensor: True)
     model = Sleeping("buffer")
     engine, module, optimizer, criterion, loader = private(model, prove=False)
     train(module, optimizer, criterion, loader, 1)

@@ -11,7 +11,7 @@ from torch import nn
 
 from dpcompanion.gradients import clipping, proof
 from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, clipped_sum, cross_entropy, gradient_norms, train
-from dpcompanion.gradients.tensors import Unfit
+from dpcompanion.gradients.tensors import UnsupportedModel
 
 
 class Tied(nn.Module):
@@ -95,7 +95,7 @@ def test_a_gate_of_zero_hides_nothing(n):
 def test_the_hardest_examples_are_those_of_the_largest_gradients_in_the_probe():
     model, (x, y) = nn.Linear(4, 3), examples(12)
     x[7] = math.nan
-    rows = proof.hardest(model, cross_entropy, x, y).tolist()
+    rows = proof.largest_gradients(model, cross_entropy, x, y).tolist()
     norms = gradient_norms(model, cross_entropy, x, y, method="func").nan_to_num(posinf=0)
     assert rows == norms.argsort(descending=True)[:4].tolist()
     assert sorted(proof.rows_to_look_through(1000).tolist())[-1] == 999
@@ -108,12 +108,12 @@ def test_prove_accepts_what_is_right_and_leaves_the_model_as_it_was():
     model[0].eval()
     before = {name: p.clone() for name, p in model.named_parameters()}
 
-    def claimed(x, y, limits):
+    def candidate(x, y, limits):
         found = clipped_sum(model, cross_entropy, x, y, limits, method="func")
         return found.norms, found.gradients
 
     random = torch.get_rng_state()
-    proof.prove(model, cross_entropy, x, y, claimed)
+    proof.prove(model, cross_entropy, x, y, candidate)
     assert torch.equal(random, torch.get_rng_state())
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
     assert [module.training for module in model] == [False, True, True]
@@ -130,12 +130,12 @@ def test_prove_accepts_what_is_right_and_leaves_the_model_as_it_was():
 def test_prove_refuses_what_is_wrong(wrong, message):
     model, (x, y) = nn.Linear(4, 3), examples()
 
-    def claimed(x, y, limits):
+    def candidate(x, y, limits):
         found = clipped_sum(model, cross_entropy, x, y, limits, method="func")
         return wrong(found.norms, found.gradients)
 
-    with pytest.raises(Unfit, match=message):
-        proof.prove(model, cross_entropy, x, y, claimed)
+    with pytest.raises(UnsupportedModel, match=message):
+        proof.prove(model, cross_entropy, x, y, candidate)
 
 
 class FirstSeen(nn.Module):
@@ -291,7 +291,7 @@ def test_a_weight_that_only_training_mode_uses_outside_of_its_layer_is_found(wha
     model = InTraining(what)
     assert clipping.resolve_method(model, cross_entropy, *examples()) == "func"
     for method in ("mixed", "ghost"):
-        with pytest.raises(Unfit, match="method"):
+        with pytest.raises(UnsupportedModel, match="method"):
             clipping.resolve_method(model, cross_entropy, *examples(), method)
     assert clipping.resolve_method(model.eval(), cross_entropy, *examples()) == "mixed"
 
@@ -339,7 +339,7 @@ class Places(nn.Module):
 def test_gradients_that_are_right_but_somebody_elses_are_found(build, seed):
     torch.manual_seed(seed)
     model, x, y = build(), torch.randn(40, 6), torch.arange(40) % 3
-    with pytest.raises(Unfit, match="mixed"):
+    with pytest.raises(UnsupportedModel, match="mixed"):
         clipping.resolve_method(model, cross_entropy, x, y, "mixed")
     assert clipping.resolve_method(model, cross_entropy, x, y, "auto") == "func"
 

@@ -208,7 +208,7 @@ def test_masses_that_lie_on_a_device_are_asked_twice_in_a_whole_call(monkeypatch
     """By name: whether all is well, here and in the bound. It was 82 times."""
     masses = torch.rand(20, 3, generator=generator(0), dtype=torch.float64)
     here = exact_composition(masses, order=4, worst_case=1.0, resamples=50)
-    monkeypatch.setattr(tilted, "is_away", lambda tensor: True)
+    monkeypatch.setattr(tilted, "on_accelerator", lambda tensor: True)
     with Asked() as asked:
         there = exact_composition(masses, order=4, worst_case=1.0, resamples=50)
     assert sum(asked.seen.values()) == 2

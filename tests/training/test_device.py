@@ -9,7 +9,7 @@ from torch import nn
 from waits import Waits
 
 from dpcompanion import _checks
-from dpcompanion._devices import sent
+from dpcompanion._devices import to_device
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.output_perturbation import noise_covariance
@@ -221,7 +221,7 @@ def test_a_covariance_lies_where_the_weights_do(monkeypatch):
 
 def test_limits_go_to_the_device_from_pinned_memory_in_the_type_of_the_norms(monkeypatch):
     seen = []
-    monkeypatch.setattr(sums, "sent", lambda tensor, device: seen.append((tensor, device)) or sent(tensor, device))
+    monkeypatch.setattr(sums, "sent", lambda tensor, device: seen.append((tensor, device)) or to_device(tensor, device))
     limits = torch.tensor([0.5, 1.0], dtype=torch.float64)
     assert sums.clip_factors(torch.ones(2, device="meta"), limits).device.type == "meta"
     ((tensor, device),) = seen
@@ -336,7 +336,7 @@ def test_who_takes_no_part_counts_nothing_whether_it_is_left_out_or_multiplied_b
     x = torch.randn(64, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ends = []
     for away in (False, True):
-        monkeypatch.setattr(loop, "is_away", lambda tensor, away=away: away)
+        monkeypatch.setattr(loop, "on_accelerator", lambda tensor, away=away: away)
         if away:  # where limits are not looked at
             monkeypatch.setattr(_checks, "in_interval", lambda name, value, *limits, **how: value)
         model = models.linear(8, 10, seed=0).double()

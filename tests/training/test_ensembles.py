@@ -28,7 +28,7 @@ from dpcompanion.training import (
     train_ensemble,
 )
 from dpcompanion.mechanism.secure import grid_of, snapped
-from dpcompanion.gradients.tensors import Unfit
+from dpcompanion.gradients.tensors import UnsupportedModel
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
 N, RUNS = 40, 4
@@ -595,7 +595,7 @@ def test_a_network_used_under_two_names_is_stacked_under_both():
     model = nn.ModuleDict({"one": layer, "two": nn.Sequential(layer, nn.Tanh())})
     stacked = stacking.StackedNetwork(model)
     assert stacked.module["one"] is stacked.module["two"][0]
-    with pytest.raises(Unfit, match="'model'"):
+    with pytest.raises(UnsupportedModel, match="'model'"):
         stacking.StackedNetwork(Pair())
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dpcompanion.training import DPSGDPlan, clipped_sum, cross_entropy, gradient_norms, train
-from dpcompanion.gradients.tensors import Unfit
+from dpcompanion.gradients.tensors import UnsupportedModel
 
 _spec = importlib.util.spec_from_file_location("layers", pathlib.Path(__file__).parent.parent / "layers.py")
 layers = importlib.util.module_from_spec(_spec)
@@ -131,7 +131,7 @@ def test_auto_takes_every_layer_but_those_that_mix_or_keep_something_or_that_no_
     settings = "train", "nothing", torch.float32, "everybody", "once"
     found = {name: check(name, "auto", settings) for name in layers.CASES}
     assert {name for name, what in found.items() if isinstance(what, ValueError)} == REFUSED | UNABLE
-    assert all(isinstance(found[name], Unfit) and "layer" in str(found[name]) for name in UNABLE)
+    assert all(isinstance(found[name], UnsupportedModel) and "layer" in str(found[name]) for name in UNABLE)
 
 
 @pytest.mark.parametrize(
