@@ -25,7 +25,7 @@ def work(name):
     import torch
 
     from dpcompanion import data
-    from dpcompanion.training import cross_entropy, DPSGDPlan, models, train
+    from dpcompanion.training import DPSGDPlan, cross_entropy, models, train
 
     torch.set_num_threads(1)
     found = data.load("mnist-5k", split="train")

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 
 from benchmarks._turns import timings
-from dpcompanion.training import DPSGDPlan, cross_entropy, models, train
 from dpcompanion.mechanism.secure import SecureStream
+from dpcompanion.training import DPSGDPlan, cross_entropy, models, train
 
 # Network: its maker, the shape of an input, how many examples there are, how many of them in a step, steps of a block.
 NETWORKS = {

@@ -27,7 +27,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from . import __version__
+from dpcompanion import __version__
 
 RELATION, SAMPLER = "add or remove one example", "Poisson"
 
@@ -124,7 +124,7 @@ def exactly(value: float) -> str:
 
 
 def _answer(arguments: argparse.Namespace) -> None:
-    from . import accounting
+    from dpcompanion import accounting
 
     name, parameters, toward, _ = _QUESTIONS[arguments.command]
     given = {parameter: getattr(arguments, parameter) for parameter in parameters}
@@ -155,7 +155,7 @@ def _answer(arguments: argparse.Namespace) -> None:
 
 
 def _ledger(arguments: argparse.Namespace) -> None:
-    from .accounting import Ledger
+    from dpcompanion.accounting import Ledger
 
     ledger = Ledger(relation=arguments.relation)
     for file in arguments.files:
@@ -187,7 +187,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from .reproduction import comparison, experiments, records, workers
+    from dpcompanion.reproduction import comparison, experiments, records, workers
 
     folder = records.results_folder() if arguments.out is None else arguments.out
     try:
@@ -219,7 +219,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _list(arguments: argparse.Namespace) -> None:
-    from .reproduction import experiments
+    from dpcompanion.reproduction import experiments
 
     entries = experiments.catalogue(arguments.out)
     if arguments.json:

@@ -58,12 +58,12 @@ import numpy as np
 import torch
 from scipy.optimize import isotonic_regression
 
-from . import _checks
-from ._types import Array
-from .accounting import Gaussian, LedgerEntry, gaussian_epsilon, gaussian_mu
-from .accounting.items import check_no_delta
-from .mechanism.noise import gaussian_noise, noisy
-from .mechanism.secure import CELLS, MOST_CELLS, SecureStream, grid_of
+from dpcompanion import _checks
+from dpcompanion._types import Array
+from dpcompanion.accounting import Gaussian, LedgerEntry, gaussian_epsilon, gaussian_mu
+from dpcompanion.accounting.items import check_no_delta
+from dpcompanion.mechanism.noise import gaussian_noise, noisy
+from dpcompanion.mechanism.secure import CELLS, MOST_CELLS, SecureStream, grid_of
 
 METHODS = ("cdf", "andrew2021")
 RELATIONS = ("add-remove", "replace")

@@ -25,9 +25,9 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from ._types import Array, Loss, State
-from .accounting import Ledger, SampledGaussian, compute_epsilon
-from .training import DPSGDPlan, train
+from dpcompanion._types import Array, Loss, State
+from dpcompanion.accounting import Ledger, SampledGaussian, compute_epsilon
+from dpcompanion.training import DPSGDPlan, train
 
 _SLACK = 2e-3  # relative: what grids add to an epsilon, and what an account in float32 may lose
 

@@ -497,8 +497,9 @@ class Attempt:
             sys.path[:] = [str(self.folder), *(path for path in sys.path if Path(path or ".").resolve() != ROOT)]
             sys.dont_write_bytecode = True
             sys.modules.pop("tests", None)
-            import dpcompanion
             import pytest
+
+            import dpcompanion
 
             assert Path(dpcompanion.__file__).is_relative_to(self.folder), dpcompanion.__file__
             options = ["-x", "-m", "not slow", "--tb=no", "-rfE", "-p", "no:cacheprovider", f"--rootdir={self.folder}"]

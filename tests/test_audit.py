@@ -9,8 +9,7 @@ from faults import add_no_noise, clip_nothing, halve_the_noise, include_everyone
 from scipy import stats
 
 from dpcompanion import audit
-from dpcompanion.accounting import gaussian_epsilon
-from dpcompanion.accounting import compute_delta
+from dpcompanion.accounting import compute_delta, gaussian_epsilon
 from dpcompanion.training import DPSGDPlan, cross_entropy, models
 
 

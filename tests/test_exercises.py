@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from dpcompanion.reproduction import experiments, published
 from dpcompanion.accounting import compute_delta, compute_epsilon, find_steps, rdp_sampled_gaussian
 from dpcompanion.filters import adaptive_delta, calibrate_filter, level_costs
-from dpcompanion.reproduction.papers.idp_sgd import TABLE_5
 from dpcompanion.per_instance import step_divergence
+from dpcompanion.reproduction import experiments, published
+from dpcompanion.reproduction.papers.idp_sgd import TABLE_5
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
 PAGES = [

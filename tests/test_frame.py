@@ -1,8 +1,8 @@
 """The files around the library and the book agree with each other."""
 
-import json
 import ast
 import hashlib
+import json
 import os
 import re
 import shutil

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian, rdp_to_epsilon
-from dpcompanion.accounting.rdp_interpolation import interpolate, interpolation_table, rdp_of_shares
 from dpcompanion.accounting.histories import epsilon_of_histories
-from dpcompanion.individual.levels import finest_levels
+from dpcompanion.accounting.rdp_interpolation import interpolate, interpolation_table, rdp_of_shares
 from dpcompanion.accounting.runs import orders_for
 from dpcompanion.individual import IndividualAccountant, divergences
 from dpcompanion.individual.divergences import Divergences
+from dpcompanion.individual.levels import finest_levels
 from dpcompanion.training import DPSGDPlan
 
 RUN = dict(sample_rate=0.02, noise_multiplier=1.5, max_grad_norm=0.7)

@@ -10,7 +10,6 @@ from scipy import stats
 from dpcompanion import release
 from dpcompanion.accounting import Ledger, gaussian_delta, gaussian_epsilon
 from dpcompanion.mechanism import secure
-from dpcompanion.training import DPSGDPlan
 from dpcompanion.release import (
     _convolved,
     _noisy_prefixes,
@@ -22,6 +21,7 @@ from dpcompanion.release import (
     replacement_factor,
     split,
 )
+from dpcompanion.training import DPSGDPlan
 
 BUDGET = dict(epsilon=0.1, delta=1e-5)
 SHARES = [0.1, 0.3, 0.5, 0.7, 0.9]

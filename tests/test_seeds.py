@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dpcompanion import seeds
 from dpcompanion.output_perturbation.grids import initial_weights
 from dpcompanion.seeds import derive_key, derive_seed, jittered, keyed_generator, seed_torch
-from dpcompanion.training import cross_entropy, DPSGDPlan, models, train
+from dpcompanion.training import DPSGDPlan, cross_entropy, models, train
 
 SEEDS = st.integers(0, 2**600)
 

@@ -16,16 +16,24 @@ under-states.  Neighbours differ by adding or removing one example; batches are 
 1.828
 """
 
-from . import pld
-from .calibration import find_noise_multiplier, find_sample_rate, find_steps
-from .conversions import DeltaAt, EpsilonAt, rdp_to_delta, rdp_to_epsilon
-from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
-from .items import Gaussian, Guarantee, HasLedgerEntry, Laplace, LedgerEntry, PersonalCosts, SampledGaussian
-from .ledger import GaussianMu, Ledger
-from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
-from .runs import ACCOUNTANTS, compute_delta, compute_epsilon
-from .selection import Selection, select_best
-from .tradeoff import best_true_positive_rate, trade_off
+from dpcompanion.accounting import pld
+from dpcompanion.accounting.calibration import find_noise_multiplier, find_sample_rate, find_steps
+from dpcompanion.accounting.conversions import DeltaAt, EpsilonAt, rdp_to_delta, rdp_to_epsilon
+from dpcompanion.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
+from dpcompanion.accounting.items import (
+    Gaussian,
+    Guarantee,
+    HasLedgerEntry,
+    Laplace,
+    LedgerEntry,
+    PersonalCosts,
+    SampledGaussian,
+)
+from dpcompanion.accounting.ledger import GaussianMu, Ledger
+from dpcompanion.accounting.rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
+from dpcompanion.accounting.runs import ACCOUNTANTS, compute_delta, compute_epsilon
+from dpcompanion.accounting.selection import Selection, select_best
+from dpcompanion.accounting.tradeoff import best_true_positive_rate, trade_off
 
 __all__ = [
     "ACCOUNTANTS",

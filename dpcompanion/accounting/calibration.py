@@ -14,9 +14,9 @@ that cannot be met is refused, never nearly met.
 
 import math
 
-from .. import _checks
-from .runs import ACCOUNTANTS, compute_epsilon
-from .search import crossing
+from dpcompanion import _checks
+from dpcompanion.accounting.runs import ACCOUNTANTS, compute_epsilon
+from dpcompanion.accounting.search import crossing
 
 _SMALLEST_RATE, _LARGEST_NOISE, _MOST_STEPS = 1e-12, 1e9, 10**9
 

@@ -28,8 +28,8 @@ from typing import NamedTuple
 
 import torch
 
-from .. import _checks
-from .._types import Array, Numbers
+from dpcompanion import _checks
+from dpcompanion._types import Array, Numbers
 
 CONVERSIONS = ("balle2020", "mironov2017")
 _APART = 8  # orders between two that `least_epsilon` looks at first

@@ -22,10 +22,10 @@ from typing import overload
 import numpy as np
 import torch
 
-from .. import _checks
-from .._types import Numbers
-from .rdp import as_float64_tensors
-from .search import bisect
+from dpcompanion import _checks
+from dpcompanion._types import Numbers
+from dpcompanion.accounting.rdp import as_float64_tensors
+from dpcompanion.accounting.search import bisect
 
 _NODES, _WEIGHTS = (torch.from_numpy(v) for v in np.polynomial.legendre.leggauss(24))
 

@@ -33,11 +33,11 @@ import math
 import numpy as np
 import torch
 
-from .. import _checks
-from .gaussian import gaussian_epsilon
-from .levels import Levels
-from .loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, StepLoss
-from .pld import ROUNDING, LOG_CAPPED, TRANSFORM_ERROR, WINDOW_LOG_TAIL
+from dpcompanion import _checks
+from dpcompanion.accounting.gaussian import gaussian_epsilon
+from dpcompanion.accounting.levels import Levels
+from dpcompanion.accounting.loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, StepLoss
+from dpcompanion.accounting.pld import LOG_CAPPED, ROUNDING, TRANSFORM_ERROR, WINDOW_LOG_TAIL
 
 #: What discretisation may add to epsilon, relatively.
 TOLERANCE = 1e-3

@@ -19,8 +19,8 @@ from bisect import bisect_left
 import torch
 from scipy import stats
 
-from .gaussian import composed_mu, gaussian_delta, gaussian_epsilon
-from .search import bisect
+from dpcompanion.accounting.gaussian import composed_mu, gaussian_delta, gaussian_epsilon
+from dpcompanion.accounting.search import bisect
 
 #: Noise multipliers below which every run is accounted for by this bound, as loss distributions would cost 1 / sigma
 #: (others only where no grid resolves them, see `pld`).

@@ -25,8 +25,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from .. import _checks
-from .loss import LARGEST_NOISE
+from dpcompanion import _checks
+from dpcompanion.accounting.loss import LARGEST_NOISE
 
 _MOST = 10**12  # steps of an item
 

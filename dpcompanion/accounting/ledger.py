@@ -50,16 +50,26 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import _checks
-from . import mixed, inclusion_bound
-from .composed import ComposedLoss
-from .gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
-from .items import Gaussian, Guarantee, Item, Laplace, LedgerEntry, SampledGaussian, entry_of, one_of_many, said
-from .loss import DIRECTIONS, LEAST_RATE, StepLoss
-from .people import SPREAD, Cost, epsilons_of, replacement_costs
-from .pld import ROUNDING, LOG_CAPPED, NoGrid
-from .runs import compute_epsilon
-from .tradeoff import TradeOffCurve, GaussianTradeOff, log_deltas_of
+from dpcompanion import _checks
+from dpcompanion.accounting import inclusion_bound, mixed
+from dpcompanion.accounting.composed import ComposedLoss
+from dpcompanion.accounting.gaussian import gaussian_delta, gaussian_epsilon, gaussian_mu
+from dpcompanion.accounting.items import (
+    Gaussian,
+    Guarantee,
+    Item,
+    Laplace,
+    LedgerEntry,
+    SampledGaussian,
+    entry_of,
+    one_of_many,
+    said,
+)
+from dpcompanion.accounting.loss import DIRECTIONS, LEAST_RATE, StepLoss
+from dpcompanion.accounting.people import SPREAD, Cost, epsilons_of, replacement_costs
+from dpcompanion.accounting.pld import LOG_CAPPED, ROUNDING, NoGrid
+from dpcompanion.accounting.runs import compute_epsilon
+from dpcompanion.accounting.tradeoff import GaussianTradeOff, TradeOffCurve, log_deltas_of
 
 _DELTAS = (1e-2, 1e-5, 1e-8, 1e-11, 1e-14)  # where the losses behind a curve are accurate
 _NODES = 1 << 12  # epsilons of a curve, in even steps and as many in even ratios

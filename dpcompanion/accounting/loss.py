@@ -12,7 +12,7 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
-from .rdp import log_density_ratio
+from dpcompanion.accounting.rdp import log_density_ratio
 
 DIRECTIONS = ("remove", "add")
 

@@ -23,19 +23,19 @@ import torch
 from scipy.optimize import brentq
 from scipy.special import log_ndtr
 
-from .composed import ComposedLoss
-from .loss import CELL_NODES, CELL_WEIGHTS, StepLoss, smooth_length
-from .pld import (
+from dpcompanion.accounting.composed import ComposedLoss
+from dpcompanion.accounting.loss import CELL_NODES, CELL_WEIGHTS, StepLoss, smooth_length
+from dpcompanion.accounting.pld import (
     LARGEST_GRID,
     MOST_POINTS,
+    TOLERANCE,
     TRANSFORM_ERROR,
     WINDOW_LOG_TAIL,
-    TOLERANCE,
     NoGrid,
     chernoff_epsilon,
     chernoff_log_delta,
 )
-from .rdp import log_density_ratio
+from dpcompanion.accounting.rdp import log_density_ratio
 
 #: Beyond so many kinds the grid may add `COARSER` times as much to epsilon: a thousand take seconds then.
 FEW_KINDS, COARSER = 32, 20.0

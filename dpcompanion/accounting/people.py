@@ -22,12 +22,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import inclusion_bound, mixed
-from .histories import BLOCK, MIXTURE_NODES, MOST_LEVELS, distinct_rows, epsilons_in_one_direction, total_steps
-from .items import Gaussian, Guarantee, Item, Laplace, SampledGaussian, times
-from .levels import Levels
-from .loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, StepLoss
-from .pld import LOG_CAPPED
+from dpcompanion.accounting import inclusion_bound, mixed
+from dpcompanion.accounting.histories import (
+    BLOCK,
+    MIXTURE_NODES,
+    MOST_LEVELS,
+    distinct_rows,
+    epsilons_in_one_direction,
+    total_steps,
+)
+from dpcompanion.accounting.items import Gaussian, Guarantee, Item, Laplace, SampledGaussian, times
+from dpcompanion.accounting.levels import Levels
+from dpcompanion.accounting.loss import DIRECTIONS, LARGEST_NOISE, LEAST_RATE, StepLoss
+from dpcompanion.accounting.pld import LOG_CAPPED
 
 _FEW = 12  # different people whose epsilons are computed one by one
 SPREAD = 1e12  # what costs so much less than the most expensive kind counts as so much: one grid holds all losses

@@ -56,13 +56,13 @@ import torch
 from scipy.fft import next_fast_len
 from scipy.optimize import brentq
 
-from .. import _checks
-from . import inclusion_bound
-from .composed import ComposedLoss
-from .conversions import rdp_to_delta, rdp_to_epsilon
-from .gaussian import composed_mu, gaussian_delta, gaussian_epsilon
-from .loss import SMALL_LOSS_TAIL, DIRECTIONS, LARGEST_NOISE, smooth_length, StepLoss
-from .rdp import DEFAULT_ORDERS, log_density_ratio, rdp_sampled_gaussian
+from dpcompanion import _checks
+from dpcompanion.accounting import inclusion_bound
+from dpcompanion.accounting.composed import ComposedLoss
+from dpcompanion.accounting.conversions import rdp_to_delta, rdp_to_epsilon
+from dpcompanion.accounting.gaussian import composed_mu, gaussian_delta, gaussian_epsilon
+from dpcompanion.accounting.loss import DIRECTIONS, LARGEST_NOISE, SMALL_LOSS_TAIL, StepLoss, smooth_length
+from dpcompanion.accounting.rdp import DEFAULT_ORDERS, log_density_ratio, rdp_sampled_gaussian
 
 #: What the discretisation may add to epsilon, relative to epsilon + 1/tilt.
 TOLERANCE = 5e-5

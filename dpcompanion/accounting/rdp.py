@@ -39,8 +39,8 @@ from typing import overload
 
 import torch
 
-from .. import _checks
-from .._types import Numbers
+from dpcompanion import _checks
+from dpcompanion._types import Numbers
 
 #: Opacus's orders (1.1 to 10.9 by tenths, 12 to 63), 11, and from 64 to 1024 in steps of about 5%.
 DEFAULT_ORDERS = tuple(

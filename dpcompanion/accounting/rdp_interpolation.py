@@ -17,7 +17,7 @@ import functools
 
 import torch
 
-from .rdp import rdp_sampled_gaussian
+from dpcompanion.accounting.rdp import rdp_sampled_gaussian
 
 #: Chords of a table, evenly spaced in s.
 NODES = 1024

@@ -17,12 +17,12 @@ from typing import overload
 import numpy as np
 import torch
 
-from .. import _checks
-from .._types import Numbers
-from . import pld, inclusion_bound
-from .conversions import rdp_to_delta, rdp_to_epsilon
-from .loss import LARGEST_NOISE, LEAST_RATE
-from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
+from dpcompanion import _checks
+from dpcompanion._types import Numbers
+from dpcompanion.accounting import inclusion_bound, pld
+from dpcompanion.accounting.conversions import rdp_to_delta, rdp_to_epsilon
+from dpcompanion.accounting.loss import LARGEST_NOISE, LEAST_RATE
+from dpcompanion.accounting.rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 
 ACCOUNTANTS = ("pld", "rdp")
 

@@ -33,11 +33,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import _checks
-from .conversions import rdp_to_delta, rdp_to_epsilon
-from .items import Guarantee, Laplace, LedgerEntry
-from .ledger import Ledger
-from .rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
+from dpcompanion import _checks
+from dpcompanion.accounting.conversions import rdp_to_delta, rdp_to_epsilon
+from dpcompanion.accounting.items import Guarantee, Laplace, LedgerEntry
+from dpcompanion.accounting.ledger import Ledger
+from dpcompanion.accounting.rdp import DEFAULT_ORDERS, rdp_sampled_gaussian
 
 DISTRIBUTIONS = ("poisson", "geometric")
 _ORDERS = tuple(1 + np.geomspace(1e-3, 0.09, 20)) + DEFAULT_ORDERS

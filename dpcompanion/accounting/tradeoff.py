@@ -41,10 +41,10 @@ import numpy as np
 import torch
 from scipy import special
 
-from .. import _checks
-from .._types import Numbers
-from . import pld, inclusion_bound
-from .runs import checked_run
+from dpcompanion import _checks
+from dpcompanion._types import Numbers
+from dpcompanion.accounting import inclusion_bound, pld
+from dpcompanion.accounting.runs import checked_run
 
 #: By how much of itself the best true positive rate may come out too large: false-positive rates from 1e-15 on,
 #: composed runs.

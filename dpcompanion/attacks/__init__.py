@@ -31,11 +31,11 @@ is taken as two Gaussians, and the target's score is weighed between them::
 `lira_offline` needs models without the example only.
 """
 
-from .curves import Interval, Rates, auc, roc, tpr_at_fpr
-from .loss import LossThreshold, loss_threshold_attack
-from .low_bits import low_bits_tell
-from .rates import Bounds, clopper_pearson, epsilon_lower_bound, mu_lower_bound
-from .shadows import lira, lira_offline, log_odds, shadow_masks, shadow_scores
+from dpcompanion.attacks.curves import Interval, Rates, auc, roc, tpr_at_fpr
+from dpcompanion.attacks.loss import LossThreshold, loss_threshold_attack
+from dpcompanion.attacks.low_bits import low_bits_tell
+from dpcompanion.attacks.rates import Bounds, clopper_pearson, epsilon_lower_bound, mu_lower_bound
+from dpcompanion.attacks.shadows import lira, lira_offline, log_odds, shadow_masks, shadow_scores
 
 __all__ = [
     "Bounds",

@@ -8,8 +8,7 @@ from scipy import special
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
-
-from .rates import clopper_pearson
+from dpcompanion.attacks.rates import clopper_pearson
 
 
 class Interval(typing.NamedTuple):

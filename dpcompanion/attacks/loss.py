@@ -6,9 +6,8 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
-
-from .curves import Interval, both
-from .rates import clopper_pearson
+from dpcompanion.attacks.curves import Interval, both
+from dpcompanion.attacks.rates import clopper_pearson
 
 
 class LossThreshold(typing.NamedTuple):

@@ -62,10 +62,10 @@ from dpcompanion.audit.bounds import (
     GaussianCurve,
     PlanCurve,
     audit,
-    random_inclusion,
     audit_scores,
     one_run_epsilon,
     one_run_mu,
+    random_inclusion,
     refutes,
 )
 from dpcompanion.audit.trained import Canaries, audit_training, make_canaries

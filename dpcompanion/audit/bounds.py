@@ -12,9 +12,9 @@ from scipy import special, stats
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
-from dpcompanion.mechanism.plan import DPSGDPlan
-from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, pld, inclusion_bound
+from dpcompanion.accounting import gaussian_delta, gaussian_epsilon, inclusion_bound, pld
 from dpcompanion.accounting.search import bisect
+from dpcompanion.mechanism.plan import DPSGDPlan
 
 # Shares of the canaries about which an auditor guesses; a confidence is spent on each.
 _SHARES = (0.5, 0.2)

@@ -8,9 +8,9 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._types import Array, Loss
-from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.audit.bounds import Finding, PlanCurve, audit
 from dpcompanion.gradients import clipping, sums
+from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training import train
 
 

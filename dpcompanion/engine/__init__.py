@@ -91,10 +91,10 @@ try:
 except ImportError as error:
     raise ImportError("the engine stands on Opacus: pip install 'dpcompanion[opacus]'") from error
 
-from .attention import MultiheadAttention
-from .private import CLIPPINGS, METHODS, MODES, IndividualizedPrivacyEngine
-from .recurrence import GRU, LSTM, RNN
-from .replacements import replace_layers
+from dpcompanion.engine.attention import MultiheadAttention
+from dpcompanion.engine.private import CLIPPINGS, METHODS, MODES, IndividualizedPrivacyEngine
+from dpcompanion.engine.recurrence import GRU, LSTM, RNN
+from dpcompanion.engine.replacements import replace_layers
 
 __all__ = [
     "CLIPPINGS",

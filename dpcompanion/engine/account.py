@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from opacus.accountants.accountant import IAccountant
 
-from .. import _checks
-from .randomness import restore
+from dpcompanion import _checks
+from dpcompanion.engine.randomness import restore
 
 
 class Accountant(IAccountant):

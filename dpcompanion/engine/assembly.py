@@ -9,14 +9,14 @@ import functools
 import torch
 from opacus.validators.errors import UnsupportedModuleError
 
-from .checks import StateLeakGuard
-from .criterion import PerExampleCriterion
-from .ghost import GhostOptimizer
-from .layers import ForEachExample, check_packed, mend
-from .loading import Draws, IndexRecorder, private_loader
-from .losses import LossWatch
-from .optimizers import HooksOptimizer
-from .proof import Proof
+from dpcompanion.engine.checks import StateLeakGuard
+from dpcompanion.engine.criterion import PerExampleCriterion
+from dpcompanion.engine.ghost import GhostOptimizer
+from dpcompanion.engine.layers import ForEachExample, check_packed, mend
+from dpcompanion.engine.loading import Draws, IndexRecorder, private_loader
+from dpcompanion.engine.losses import LossWatch
+from dpcompanion.engine.optimizers import HooksOptimizer
+from dpcompanion.engine.proof import Proof
 
 
 def _rearranged(rearrange, *, module, **options):

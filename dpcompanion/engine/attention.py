@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from opacus.layers.dp_rnn import RNNLinear
 from torch import nn
 
-from .._types import Device
+from dpcompanion._types import Device
 
 # Opacus's RNNLinear is an nn.Linear whose examples lie along the first axis, whatever the engine's `batch_first` says.
 

@@ -4,9 +4,9 @@ import math
 
 import torch
 
-from .. import _checks, accounting
-from ..idp.parameters import rdp_epsilons
-from ..mechanism.plan import DPSGDPlan
+from dpcompanion import _checks, accounting
+from dpcompanion.idp.parameters import rdp_epsilons
+from dpcompanion.mechanism.plan import DPSGDPlan
 
 
 class FixedBudgets:

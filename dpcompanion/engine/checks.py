@@ -11,13 +11,13 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
-from .. import _checks
-from .._devices import on_accelerator
-from ..gradients.checks import check_batched, check_forgets_items, same_items
-from ..gradients.traces import check_untouched, equal, noted
-from ..training.distributed import check_one_process
-from .layers import check_layers
-from .replacements import check_replaced
+from dpcompanion import _checks
+from dpcompanion._devices import on_accelerator
+from dpcompanion.engine.layers import check_layers
+from dpcompanion.engine.replacements import check_replaced
+from dpcompanion.gradients.checks import check_batched, check_forgets_items, same_items
+from dpcompanion.gradients.traces import check_untouched, equal, noted
+from dpcompanion.training.distributed import check_one_process
 
 
 def trainable(module):

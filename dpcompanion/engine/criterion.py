@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from .._devices import on_accelerator
-from ..gradients.tensors import tolerances
-from .standard import own_mean, own_sum
+from dpcompanion._devices import on_accelerator
+from dpcompanion.engine.standard import own_mean, own_sum
+from dpcompanion.gradients.tensors import tolerances
 
 
 class Unreduced:

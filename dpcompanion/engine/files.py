@@ -7,7 +7,7 @@ import os
 import pathlib
 import tempfile
 
-from ..training.checkpoints import read_checkpoint, write_checkpoint
+from dpcompanion.training.checkpoints import read_checkpoint, write_checkpoint
 
 _IDENTITY = {"kind": "IndividualizedPrivacyEngine"}
 

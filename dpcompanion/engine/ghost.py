@@ -10,13 +10,13 @@ from opacus.utils.fast_gradient_clipping_utils import DPLossFastGradientClipping
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 
-from .._devices import autocasts
-from ..gradients.layers import Ghost, GhostEmbedding
-from ..gradients.proof import norms_of
-from ..gradients.tensors import rounded_up, tolerances
-from .criterion import LossCompany, Unreduced, note_call
-from .optimizers import Following
-from .proof import missing
+from dpcompanion._devices import autocasts
+from dpcompanion.engine.criterion import LossCompany, Unreduced, note_call
+from dpcompanion.engine.optimizers import Following
+from dpcompanion.engine.proof import missing
+from dpcompanion.gradients.layers import Ghost, GhostEmbedding
+from dpcompanion.gradients.proof import norms_of
+from dpcompanion.gradients.tensors import rounded_up, tolerances
 
 
 def _check_autocast(layer, args):

@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .outputs import map_tensors
+from dpcompanion.engine.outputs import map_tensors
 
 
 def embedding_grad_sample(layer, activations, backprops):

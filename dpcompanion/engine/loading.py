@@ -7,7 +7,7 @@ import torch
 from opacus.data_loader import wrap_collate_with_empty
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
-from ..mechanism.sampling import PoissonSampler
+from dpcompanion.mechanism.sampling import PoissonSampler
 
 
 class Draws(PoissonSampler, BatchSampler):

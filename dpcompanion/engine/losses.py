@@ -29,9 +29,9 @@ from typing import Any
 
 import torch
 
-from .._devices import autocasts, on_accelerator
-from .outputs import Output, Pass, is_learnt_from, map_tensors
-from .standard import (
+from dpcompanion._devices import autocasts, on_accelerator
+from dpcompanion.engine.outputs import Output, Pass, is_learnt_from, map_tensors
+from dpcompanion.engine.standard import (
     common_factor,
     fits_to,
     gradient_of,

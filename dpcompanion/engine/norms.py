@@ -3,9 +3,9 @@
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from ..gradients.clipping import gradient_norms, resolve_method
-from ..gradients.passes import undisturbed
-from ..gradients.proof import rows_to_look_through
+from dpcompanion.gradients.clipping import gradient_norms, resolve_method
+from dpcompanion.gradients.passes import undisturbed
+from dpcompanion.gradients.proof import rows_to_look_through
 
 
 class GivenNorms:

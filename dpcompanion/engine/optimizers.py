@@ -11,12 +11,12 @@ from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processed
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .._devices import autocasts, on_accelerator, to_device
-from ..gradients.checks import check_products
-from ..gradients.passes import undisturbed
-from ..gradients.tensors import added_up, squared_norms
-from .checks import check_trained, trainable
-from .randomness import noisy, not_finite
+from dpcompanion._devices import autocasts, on_accelerator, to_device
+from dpcompanion.engine.checks import check_trained, trainable
+from dpcompanion.engine.randomness import noisy, not_finite
+from dpcompanion.gradients.checks import check_products
+from dpcompanion.gradients.passes import undisturbed
+from dpcompanion.gradients.tensors import added_up, squared_norms
 
 
 def _wide(dtype):

@@ -10,18 +10,18 @@ from typing import Any, NoReturn, cast
 import torch
 from opacus import PrivacyEngine
 
-from .. import _checks, accounting
-from .._types import Loss
-from ..filters import ExactFilter, RenyiFilter
-from ..idp.groups import budgets_for
-from ..idp.parameters import Budgets, combined_parameters, sample_parameters, scale_parameters
-from .account import Accountant
-from .assembly import assemble
-from .budgets import FilteredBudgets, FixedBudgets
-from .checks import check_loader, check_module, clip_norms_of
-from .files import read_sealed, write_sealed
-from .norms import GivenNorms, GradientNorms
-from .randomness import digest, find_keys, keep_keys, note_origin, sources
+from dpcompanion import _checks, accounting
+from dpcompanion._types import Loss
+from dpcompanion.engine.account import Accountant
+from dpcompanion.engine.assembly import assemble
+from dpcompanion.engine.budgets import FilteredBudgets, FixedBudgets
+from dpcompanion.engine.checks import check_loader, check_module, clip_norms_of
+from dpcompanion.engine.files import read_sealed, write_sealed
+from dpcompanion.engine.norms import GivenNorms, GradientNorms
+from dpcompanion.engine.randomness import digest, find_keys, keep_keys, note_origin, sources
+from dpcompanion.filters import ExactFilter, RenyiFilter
+from dpcompanion.idp.groups import budgets_for
+from dpcompanion.idp.parameters import Budgets, combined_parameters, sample_parameters, scale_parameters
 
 METHODS = ("sample", "scale", "combined")
 MODES = ("hooks", "functorch", "ew", "ghost")

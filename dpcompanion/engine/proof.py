@@ -38,15 +38,15 @@ from opacus.validators.errors import UnsupportedModuleError
 from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 
-from ..gradients.checks import check_types
-from ..gradients.independence import alike
-from ..gradients.proof import COMPARED, largest, misfit, norms_of, probed, twice
-from ..gradients.states import State
-from ..gradients.tensors import added_up, tolerances
-from ..gradients.traces import buffers_kept, drawing_alike
-from .checks import check_trained, trainable
-from .layers import clear_notes, culprit
-from .outputs import Rows, numbers_in, parts_of, weighed
+from dpcompanion.engine.checks import check_trained, trainable
+from dpcompanion.engine.layers import clear_notes, culprit
+from dpcompanion.engine.outputs import Rows, numbers_in, parts_of, weighed
+from dpcompanion.gradients.checks import check_types
+from dpcompanion.gradients.independence import alike
+from dpcompanion.gradients.proof import COMPARED, largest, misfit, norms_of, probed, twice
+from dpcompanion.gradients.states import State
+from dpcompanion.gradients.tensors import added_up, tolerances
+from dpcompanion.gradients.traces import buffers_kept, drawing_alike
 
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 

@@ -16,12 +16,12 @@ import warnings
 
 import torch
 
-from .. import _checks
-from .._devices import on_accelerator
-from ..seeds import keyed_generator
-from ..training.checkpoints import digest_of, key_file, note_seeds, read_keys, write_keys
-from ..mechanism import noise as mechanism
-from ..mechanism.secure import SecureStream
+from dpcompanion import _checks
+from dpcompanion._devices import on_accelerator
+from dpcompanion.mechanism import noise as mechanism
+from dpcompanion.mechanism.secure import SecureStream
+from dpcompanion.seeds import keyed_generator
+from dpcompanion.training.checkpoints import digest_of, key_file, note_seeds, read_keys, write_keys
 
 
 def sources(sampling, noise, *, seed=None, secure_mode=False):

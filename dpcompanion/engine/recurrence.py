@@ -24,7 +24,7 @@ from opacus.layers.dp_rnn import RNNLinear
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from .._types import Device
+from dpcompanion._types import Device
 
 
 class _Cell(nn.Module):

@@ -3,8 +3,8 @@
 from opacus.validators.errors import UnsupportedModuleError
 from torch import nn
 
-from .attention import MultiheadAttention
-from .recurrence import GRU, LSTM, RNN
+from dpcompanion.engine.attention import MultiheadAttention
+from dpcompanion.engine.recurrence import GRU, LSTM, RNN
 
 #: PyTorch's layers whose weights no hook sees, and those that compute the same.
 REPLACEMENTS = {nn.MultiheadAttention: MultiheadAttention, nn.RNN: RNN, nn.LSTM: LSTM, nn.GRU: GRU}

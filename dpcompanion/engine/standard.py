@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten
 
-from .._devices import on_accelerator
+from dpcompanion._devices import on_accelerator
 
 
 def precise(t):

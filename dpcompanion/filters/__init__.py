@@ -23,10 +23,10 @@ norms say to what they are clipped, and an example that cannot cover its cost is
 ([18, 4, 4], [0.8, 0.8, 0.4])
 """
 
-from .calibration import CalibratedFilter, calibrate_filter, level_costs
-from .exact import ExactFilter
-from .game import Game, Games, adaptive_delta, play, worst_case
-from .renyi import RenyiFilter
+from dpcompanion.filters.calibration import CalibratedFilter, calibrate_filter, level_costs
+from dpcompanion.filters.exact import ExactFilter
+from dpcompanion.filters.game import Game, Games, adaptive_delta, play, worst_case
+from dpcompanion.filters.renyi import RenyiFilter
 
 __all__ = [
     "CalibratedFilter",

@@ -32,7 +32,7 @@ import numpy
 import scipy
 import torch
 
-from .. import _files, accounting, data
+from dpcompanion import _files, accounting, data
 
 #: Seconds of processor time below which an answer is not written.
 SHORTEST = 1.0

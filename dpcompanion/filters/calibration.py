@@ -13,15 +13,15 @@ level lasts by loss distributions; with strong noise the two are nearly the same
 """
 
 import math
-from dataclasses import dataclass
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from .. import _checks
-from ..accounting import compute_epsilon, find_noise_multiplier, find_steps
-from ..accounting.loss import DIRECTIONS
-from .game import adaptive_delta, check_costs, check_levels, worst_case
-from .cache import cached
-from .pairs import SampledGaussian
+from dpcompanion import _checks
+from dpcompanion.accounting import compute_epsilon, find_noise_multiplier, find_steps
+from dpcompanion.accounting.loss import DIRECTIONS
+from dpcompanion.filters.cache import cached
+from dpcompanion.filters.game import adaptive_delta, check_costs, check_levels, worst_case
+from dpcompanion.filters.pairs import SampledGaussian
 
 #: A search for noise or epsilon stops when the answer is known to this relative precision.
 PRECISION = 1e-3

@@ -42,14 +42,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import _checks
-from .._types import Array, Device, Numbers, State
-from .calibration import calibrate_filter, epsilon_of_budget
-from .game import check_costs, check_levels
-from .norm_inputs import NormInput
+from dpcompanion import _checks
+from dpcompanion._types import Array, Device, Numbers, State
+from dpcompanion.filters.calibration import calibrate_filter, epsilon_of_budget
+from dpcompanion.filters.game import check_costs, check_levels
+from dpcompanion.filters.norm_inputs import NormInput
 
 if TYPE_CHECKING:
-    from ..mechanism.plan import DPSGDPlan
+    from dpcompanion.mechanism.plan import DPSGDPlan
 
 
 class ExactFilter(NormInput):

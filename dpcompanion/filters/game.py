@@ -29,17 +29,17 @@ A stage costs K + 1 Fourier transforms.
 """
 
 import math
-from dataclasses import dataclass
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from scipy.fft import irfft, next_fast_len, rfft
 
-from .. import _checks
-from .._progress import bar
-from ..accounting.loss import DIRECTIONS
-from .pairs import SampledGaussian
+from dpcompanion import _checks
+from dpcompanion._progress import bar
+from dpcompanion.accounting.loss import DIRECTIONS
+from dpcompanion.filters.pairs import SampledGaussian
 
 #: Half of what the discretisation may add to epsilon, relatively, where the grid is chosen.
 TOLERANCE = 2e-3

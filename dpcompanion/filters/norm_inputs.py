@@ -12,9 +12,9 @@ import math
 
 import torch
 
-from .. import _checks
-from .._devices import on_accelerator, to_device
-from ..accounting import Guarantee, LedgerEntry, PersonalCosts
+from dpcompanion import _checks
+from dpcompanion._devices import on_accelerator, to_device
+from dpcompanion.accounting import Guarantee, LedgerEntry, PersonalCosts
 
 
 class NormInput:

@@ -22,8 +22,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .. import _checks
-from ..accounting.pld import chernoff_log_delta, compose_near, convolve, largest_loss_of_adding, StepLoss, tilted_window
+from dpcompanion import _checks
+from dpcompanion.accounting.pld import (
+    StepLoss,
+    chernoff_log_delta,
+    compose_near,
+    convolve,
+    largest_loss_of_adding,
+    tilted_window,
+)
 
 _TRIMMED = 1e-16  # tilted mass cut off at either end of a law, relative to all of it; it is accounted for
 _UNIT = 2.0**-53

@@ -36,15 +36,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import _checks
-from .._types import Array, Device, State
-from ..accounting import rdp_sampled_gaussian, rdp_to_epsilon
-from ..accounting.rdp_interpolation import interpolate, interpolation_table
-from ..accounting.runs import orders_for
-from .norm_inputs import NormInput
+from dpcompanion import _checks
+from dpcompanion._types import Array, Device, State
+from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
+from dpcompanion.accounting.rdp_interpolation import interpolate, interpolation_table
+from dpcompanion.accounting.runs import orders_for
+from dpcompanion.filters.norm_inputs import NormInput
 
 if TYPE_CHECKING:
-    from ..mechanism.plan import DPSGDPlan
+    from dpcompanion.mechanism.plan import DPSGDPlan
 
 
 class RenyiFilter(NormInput):

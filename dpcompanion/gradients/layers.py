@@ -39,8 +39,8 @@ from torch import nn
 from torch.nn.grad import conv2d_weight
 
 from dpcompanion.gradients.matrices import (
-    bias_gradients,
     CACHED,
+    bias_gradients,
     count_positions,
     gram_is_cheaper,
     in_full,

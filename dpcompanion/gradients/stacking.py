@@ -20,8 +20,8 @@ import copy
 import torch
 from torch import nn
 
-from dpcompanion.gradients.tensors import UnsupportedModel, call_with, own_parameters
 from dpcompanion.gradients.reparametrized import Reparametrized
+from dpcompanion.gradients.tensors import UnsupportedModel, call_with, own_parameters
 
 
 class StackedLayer(nn.Module):

@@ -22,7 +22,7 @@ from torch import nn
 
 from dpcompanion._devices import to_device
 from dpcompanion.gradients import checks, independence
-from dpcompanion.gradients.layers import Explicit, layer_gradient, float64_sum
+from dpcompanion.gradients.layers import Explicit, float64_sum, layer_gradient
 from dpcompanion.gradients.recording import Recorder
 from dpcompanion.gradients.stacking import StackedLayer
 from dpcompanion.gradients.tensors import call_with, in_best_format, losses_in, outputs_in, own_parameters, rounded_up

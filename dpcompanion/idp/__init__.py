@@ -35,8 +35,8 @@ budgets each is rounded down first, by 5e-4 of itself at most: a million take se
 (2.01, [0.244, 0.43, 0.574])
 """
 
-from .groups import budgets_for
-from .parameters import (
+from dpcompanion.idp.groups import budgets_for
+from dpcompanion.idp.parameters import (
     CombinedParameters,
     SampleParameters,
     ScaleParameters,

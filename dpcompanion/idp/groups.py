@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .. import _checks
+from dpcompanion import _checks
 
 _MANY, _APART = 30_000, 5e-4  # more different budgets than that are rounded down until they lie so far apart
 

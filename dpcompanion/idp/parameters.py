@@ -7,11 +7,11 @@ from collections.abc import Mapping
 
 import torch
 
-from .. import _checks
-from .._types import Array
-from ..accounting.search import bisect
-from .groups import Groups, interpolate
-from .search import HAIR, Search
+from dpcompanion import _checks
+from dpcompanion._types import Array
+from dpcompanion.accounting.search import bisect
+from dpcompanion.idp.groups import Groups, interpolate
+from dpcompanion.idp.search import HAIR, Search
 
 #: Budgets of groups, or one for all, or each with its share of the examples.
 Budgets = Array | float | Mapping[float, float]

@@ -5,12 +5,12 @@ from collections.abc import Callable
 
 import torch
 
-from .. import _checks, accounting
-from ..accounting import pld, inclusion_bound
-from ..accounting.loss import LARGEST_NOISE
-from ..accounting.runs import orders_for
-from ..accounting.search import bisect, crossings
-from .groups import between, interpolate, nodes_of, safe_interpolation
+from dpcompanion import _checks, accounting
+from dpcompanion.accounting import inclusion_bound, pld
+from dpcompanion.accounting.loss import LARGEST_NOISE
+from dpcompanion.accounting.runs import orders_for
+from dpcompanion.accounting.search import bisect, crossings
+from dpcompanion.idp.groups import between, interpolate, nodes_of, safe_interpolation
 
 HAIR = 1e-9  # by which epsilons by RDP may be off, relatively, for rounding errors
 _PRECISION = 2e-5  # of the logarithm of a parameter

@@ -41,6 +41,6 @@ Norms that change for a few examples at a time are recorded for these alone, in 
 tensor([1.8282, 0.4717, 0.0000], dtype=torch.float64)
 """
 
-from .accountant import IndividualAccountant
+from dpcompanion.individual.accountant import IndividualAccountant
 
 __all__ = ["IndividualAccountant"]

@@ -5,20 +5,27 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .. import _checks
-from .._types import Array, Device, State
-from ..accounting import ACCOUNTANTS, LedgerEntry, PersonalCosts, SampledGaussian, compute_epsilon, inclusion_bound
-from ..accounting.rdp_interpolation import rdp_of_shares
-from ..accounting.conversions import least_epsilon
-from ..accounting.histories import epsilon_of_histories
-from ..accounting.items import check_no_delta
-from ..accounting.runs import orders_for
-from .divergences import ROWS, Divergences
-from .levels import even_levels, joined, with_shares
-from .norm_history import MOST, NormHistory
+from dpcompanion import _checks
+from dpcompanion._types import Array, Device, State
+from dpcompanion.accounting import (
+    ACCOUNTANTS,
+    LedgerEntry,
+    PersonalCosts,
+    SampledGaussian,
+    compute_epsilon,
+    inclusion_bound,
+)
+from dpcompanion.accounting.conversions import least_epsilon
+from dpcompanion.accounting.histories import epsilon_of_histories
+from dpcompanion.accounting.items import check_no_delta
+from dpcompanion.accounting.rdp_interpolation import rdp_of_shares
+from dpcompanion.accounting.runs import orders_for
+from dpcompanion.individual.divergences import ROWS, Divergences
+from dpcompanion.individual.levels import even_levels, joined, with_shares
+from dpcompanion.individual.norm_history import MOST, NormHistory
 
 if TYPE_CHECKING:
-    from ..mechanism.plan import DPSGDPlan
+    from dpcompanion.mechanism.plan import DPSGDPlan
 
 _NARROW = 2**15 - 1  # steps that a count of 16 bits can hold
 _FINEST = 1e-6  # steps of a grid, whose counts are kept for each example

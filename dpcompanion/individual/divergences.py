@@ -12,10 +12,10 @@ tensor([2.1014, 0.5203], dtype=torch.float64)
 
 import torch
 
-from ..accounting import rdp_to_epsilon, inclusion_bound
-from ..accounting.rdp_interpolation import NODES, interpolate, interpolation_table, weights
-from ..accounting.conversions import least_epsilon
-from ..accounting.runs import orders_for
+from dpcompanion.accounting import inclusion_bound, rdp_to_epsilon
+from dpcompanion.accounting.conversions import least_epsilon
+from dpcompanion.accounting.rdp_interpolation import NODES, interpolate, interpolation_table, weights
+from dpcompanion.accounting.runs import orders_for
 
 WAITING = 200_000_000  # bytes of norms that may wait before they are added up
 _FEW = 16  # waiting norms of an example that are cheaper added up again than by a histogram

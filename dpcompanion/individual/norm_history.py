@@ -14,8 +14,8 @@ import math
 import numpy as np
 import torch
 
-from .. import _checks
-from .._devices import to_device
+from dpcompanion import _checks
+from dpcompanion._devices import to_device
 
 MOST = 2**31 - 1  # steps that a count can hold
 

@@ -29,16 +29,16 @@ which is proved for epsilon below 1 only.  Weights are (data sets, seeds, parame
 
 from dpcompanion.output_perturbation.bounds import (
     NoiseCovariance,
+    augmented_sigma,
+    empirical_sensitivity,
+    intrinsic_epsilon,
+    intrinsic_sigma,
+    mahalanobis,
+    noise_covariance,
+    pairwise_sensitivity,
+    seed_sigma,
     sgd_sensitivity,
     sgd_sensitivity_estimate,
-    pairwise_sensitivity,
-    empirical_sensitivity,
-    seed_sigma,
-    intrinsic_sigma,
-    intrinsic_epsilon,
-    augmented_sigma,
-    noise_covariance,
-    mahalanobis,
 )
 from dpcompanion.output_perturbation.grids import train_grid
 

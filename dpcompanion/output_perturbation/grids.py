@@ -27,8 +27,8 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._types import Device
 from dpcompanion._progress import bar
+from dpcompanion._types import Device
 from dpcompanion.seeds import derive_key, jittered, keyed_generator
 
 # Runs of a chunk are as many as keep the weights in a core's own cache.

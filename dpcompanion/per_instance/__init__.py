@@ -30,15 +30,21 @@ Whatever the number, it holds for this X and this x alone, and publishing it may
 tensor([2.1..., 0.7..., 0.2...], dtype=torch.float64)
 """
 
-from .batches import coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon
-from .composition import compose, compose_sensitivities, holder_order, log_runs_needed, smallest_exponent
-from .confidence import log_mean_bound
-from .loss import DeltaEstimate, EpsilonEstimate, loss_delta, loss_divergence, loss_epsilon
-from .proposals import proposal_counts, proposal_log_density, step_loss
-from .steps import log_mass, step_divergence
-from .tilted import CompositionEstimate, exact_composition, tilted_counts, tilted_noise
-from .unlearning import Decision, naive_unlearning
-from .updates import update_divergence
+from dpcompanion.per_instance.batches import coupled_delta, coupled_divergence, coupled_epsilon, holder_epsilon
+from dpcompanion.per_instance.composition import (
+    compose,
+    compose_sensitivities,
+    holder_order,
+    log_runs_needed,
+    smallest_exponent,
+)
+from dpcompanion.per_instance.confidence import log_mean_bound
+from dpcompanion.per_instance.loss import DeltaEstimate, EpsilonEstimate, loss_delta, loss_divergence, loss_epsilon
+from dpcompanion.per_instance.proposals import proposal_counts, proposal_log_density, step_loss
+from dpcompanion.per_instance.steps import log_mass, step_divergence
+from dpcompanion.per_instance.tilted import CompositionEstimate, exact_composition, tilted_counts, tilted_noise
+from dpcompanion.per_instance.unlearning import Decision, naive_unlearning
+from dpcompanion.per_instance.updates import update_divergence
 
 __all__ = [
     "CompositionEstimate",

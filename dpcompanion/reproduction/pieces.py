@@ -20,8 +20,7 @@ from dpcompanion import _files
 from dpcompanion._progress import bar
 from dpcompanion.reproduction import workers
 from dpcompanion.reproduction.provenance import software
-from dpcompanion.reproduction.storage import hash_of, MeanSD, plain, read_whole, write_whole
-
+from dpcompanion.reproduction.storage import MeanSD, hash_of, plain, read_whole, write_whole
 
 #: What lies in a folder of pieces: states of those that are not whole yet, with a note of each; the pieces; arrays.
 FILES = ("*.unfinished", "*.begun", "seeds-used.json", "*.piece.json", "*.piece.npz", "*.piece.*.npz")

@@ -37,8 +37,7 @@ import torch
 
 from dpcompanion import _checks, seeds
 from dpcompanion.reproduction import provenance, published
-from dpcompanion.reproduction.storage import hash_of, plain, read_whole, write_whole
-from dpcompanion.reproduction.storage import MeanSD, mean_and_sd  # noqa: F401, as part of a record's values
+from dpcompanion.reproduction.storage import MeanSD, hash_of, mean_and_sd, plain, read_whole, write_whole  # noqa: F401, as part of a record's values
 
 SCHEMA = 2
 #: A folder, or a file.

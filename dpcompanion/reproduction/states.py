@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from dpcompanion.reproduction import experiments, published, records
-from dpcompanion.reproduction.comparison import compare, Comparison
+from dpcompanion.reproduction.comparison import Comparison, compare
 
 STATES = {
     "reproduced": "recomputed at the paper's scale, some with fewer seeds; every number matches or is close, every"

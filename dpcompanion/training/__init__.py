@@ -26,18 +26,18 @@ A plan, a training, and what it cost each example:
 '100 steps, epsilon 2.00 at delta 1e-05'
 """
 
+from dpcompanion.gradients.clipping import clipped_sum, cross_entropy, gradient_norms
+from dpcompanion.mechanism.noise import gaussian_noise, generators
+from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.mechanism.sampling import PoissonSampler
 from dpcompanion.seeds import derive_seed
 from dpcompanion.training.callbacks import Callbacks, History, Run
 from dpcompanion.training.checkpoints import Checkpoint
-from dpcompanion.gradients.clipping import clipped_sum, cross_entropy, gradient_norms
 from dpcompanion.training.ensembles import train_ensemble
 from dpcompanion.training.loop import train
-from dpcompanion.mechanism.noise import gaussian_noise, generators
 from dpcompanion.training.options import Performance, Track
 from dpcompanion.training.people import by_person
-from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
-from dpcompanion.mechanism.sampling import PoissonSampler
 from dpcompanion.training.tracking import NormTracker
 
 __all__ = [

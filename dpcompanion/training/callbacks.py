@@ -29,8 +29,8 @@ import torch
 from dpcompanion.accounting import Ledger, LedgerEntry, SampledGaussian
 from dpcompanion.accounting.items import entry_of
 from dpcompanion.accounting.pld import NoGrid
-from dpcompanion.training.checkpoints import Checkpoint
 from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.training.checkpoints import Checkpoint
 
 
 @dataclasses.dataclass

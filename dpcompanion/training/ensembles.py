@@ -38,14 +38,14 @@ from typing import Any
 import torch
 
 from dpcompanion import _checks
-from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion._progress import bar
+from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion.gradients import checks
+from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training.callbacks import Callbacks, check_extras
 from dpcompanion.training.checkpoints import Checkpoint, note_seeds
 from dpcompanion.training.distributed import check_one_process
 from dpcompanion.training.loop import deferred_interrupt
-from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training.runs import Ensemble
 
 

@@ -41,12 +41,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpcompanion import _checks
 from dpcompanion._devices import on_accelerator, to_device
-from dpcompanion._types import Device
-from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion._progress import bar
-from dpcompanion.seeds import derive_key, seed_torch
+from dpcompanion._types import Device
 from dpcompanion.gradients import checks, clipping, independence, states, sums, traces
 from dpcompanion.mechanism import noise
+from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.seeds import derive_key, seed_torch
 from dpcompanion.training import distributed
 from dpcompanion.training.callbacks import Callbacks, History, Run, check_extras
 from dpcompanion.training.checkpoints import (
@@ -59,7 +59,7 @@ from dpcompanion.training.checkpoints import (
     write_checkpoint,
     write_keys,
 )
-from dpcompanion.training.examples import Data, examples_of, Tensors
+from dpcompanion.training.examples import Data, Tensors, examples_of
 from dpcompanion.training.options import Performance, Track, performance_of, tracker_of
 
 _FORMAT = 4

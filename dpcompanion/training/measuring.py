@@ -6,9 +6,9 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion.gradients import checks, clipping, passes
+from dpcompanion.gradients.tensors import rounded_up
 from dpcompanion.training.distributed import current
 from dpcompanion.training.examples import examples_of
-from dpcompanion.gradients.tensors import rounded_up
 
 
 class Measured:

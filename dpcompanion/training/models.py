@@ -34,8 +34,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpcompanion.seeds import derive_key, jittered, seed_torch
 from dpcompanion.gradients.reparametrized import Reparametrized
+from dpcompanion.seeds import derive_key, jittered, seed_torch
 
 
 def parameter_count(model):

@@ -15,14 +15,14 @@ from dpcompanion import _checks
 from dpcompanion._devices import to_device
 from dpcompanion._types import Array, Device, Loss, Numbers
 from dpcompanion.gradients import checks, clipping, independence, proof, states, sums, traces
+from dpcompanion.gradients.microbatches import default_microbatch_size
+from dpcompanion.gradients.stacking import StackedNetwork
+from dpcompanion.gradients.tensors import UnsupportedModel, call_with, tolerances
 from dpcompanion.mechanism import noise
+from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
 from dpcompanion.training.callbacks import History
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
-from dpcompanion.gradients.tensors import UnsupportedModel, call_with, tolerances
-from dpcompanion.mechanism.plan import DPSGDPlan
-from dpcompanion.gradients.microbatches import default_microbatch_size
-from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
-from dpcompanion.gradients.stacking import StackedNetwork
 
 _FORMAT = 4
 # Examples of all runs in one pass at most, by default.

@@ -52,13 +52,13 @@ from dpcompanion._devices import to_device
 from dpcompanion._types import Array, Device, Loss, State
 from dpcompanion.accounting import LedgerEntry
 from dpcompanion.accounting.items import entry_of
-from dpcompanion.training.examples import Data
-from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.gradients.tensors import rounded_up
 from dpcompanion.individual import IndividualAccountant
+from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.training.examples import Data
 from dpcompanion.training.following import check_budget, check_clipped, check_follows
 from dpcompanion.training.measuring import Measured
 from dpcompanion.training.stepping import OwnLoop
-from dpcompanion.gradients.tensors import rounded_up
 
 CLIPPINGS = ("maximum", "individual")
 

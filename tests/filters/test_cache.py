@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from dpcompanion.filters import ExactFilter, calibrate_filter, calibration, cache
+from dpcompanion.filters import ExactFilter, cache, calibrate_filter, calibration
 
 QUESTION = dict(
     target_epsilon=1.0,

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from games import constant, every_strategy, maximising, played
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,7 +13,6 @@ from dpcompanion.accounting import compute_delta, gaussian_delta
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.filters import adaptive_delta, play, worst_case
 from dpcompanion.filters.pairs import Discrete, SampledGaussian
-from games import constant, every_strategy, maximising, played
 
 ADAPTIVE = dict(sample_rate=0.1, noise_multiplier=1.5, levels=[0.5, 1.0], costs=[1, 5], budget=50)
 

@@ -10,6 +10,8 @@ import scipy.sparse
 import torch
 from torch import nn
 
+from dpcompanion.gradients import checks
+from dpcompanion.gradients.tensors import call_with
 from dpcompanion.training import (
     Callbacks,
     Checkpoint,
@@ -21,9 +23,7 @@ from dpcompanion.training import (
     train,
     train_ensemble,
 )
-from dpcompanion.gradients import checks
 from dpcompanion.training.runs import Ensemble
-from dpcompanion.gradients.tensors import call_with
 
 PLAN = DPSGDPlan(n=20, sample_rate=0.5, steps=3, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
 X, Y = torch.randn(20, 4, generator=torch.Generator().manual_seed(0)), torch.arange(20) % 3

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from dpcompanion.gradients import microbatches
-from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, models
 from dpcompanion.gradients.sums import bytes_left
+from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, models
 
 
 def data(n, *shape):

@@ -13,11 +13,11 @@ from dpcompanion.training import (
     Callbacks,
     Checkpoint,
     DPSGDPlan,
+    NormTracker,
     clipped_sum,
     cross_entropy,
     gradient_norms,
     models,
-    NormTracker,
     train,
     train_ensemble,
 )

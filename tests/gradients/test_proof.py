@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpcompanion.gradients import clipping, proof
-from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, clipped_sum, cross_entropy, gradient_norms, train
 from dpcompanion.gradients.tensors import UnsupportedModel
+from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, clipped_sum, cross_entropy, gradient_norms, train
 
 
 class Tied(nn.Module):

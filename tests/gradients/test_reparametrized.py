@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from dpcompanion.gradients import clipping, sums
-from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, models
-from dpcompanion.training.models import StandardizedConv2d
 from dpcompanion.gradients.reparametrized import Reparametrized
 from dpcompanion.gradients.stacking import StackedNetwork
+from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, models
+from dpcompanion.training.models import StandardizedConv2d
 
 
 class WeightNorm(Reparametrized, nn.Linear):

@@ -4,10 +4,10 @@ time whose batch is its own, or refused by the layer's name."""
 import copy
 import itertools
 
+import peft  # after tiny, which helps torchvision
 import pytest
 import torch
 from tiny import CLASSES, MODELS, VOCABULARY, bert, gpt2, llama, model_of
-import peft  # after tiny, which helps torchvision
 from tokenizers import Tokenizer, models
 from transformers import (
     DataCollatorForLanguageModeling,

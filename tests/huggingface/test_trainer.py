@@ -7,14 +7,14 @@ import warnings
 
 import pytest
 import torch
-from tiny import MODELS, bert, llama, model_of, rows_of
 from peft import PromptTuningConfig, get_peft_model
+from tiny import MODELS, bert, llama, model_of, rows_of
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments, default_data_collator
 
+from dpcompanion.gradients.proof import rows_to_look_through
 from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer
 from dpcompanion.training import DPSGDPlan, Track
 from dpcompanion.training.people import PRESENT
-from dpcompanion.gradients.proof import rows_to_look_through
 
 PRIVACY = dict(budgets=8.0, delta=1e-3, seed=1, accountant="rdp")
 

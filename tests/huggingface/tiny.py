@@ -1,9 +1,6 @@
 """Tiny models of `transformers`, in full and with LoRA, and rows for them. Nothing is downloaded."""
 
 import torch
-
-import dpcompanion.huggingface  # noqa: F401  (before transformers: it helps torchvision)
-
 from peft import LoraConfig, get_peft_model  # noqa: E402
 from transformers import (  # noqa: E402
     BertConfig,
@@ -18,6 +15,8 @@ from transformers import (  # noqa: E402
     ViTConfig,
     ViTForImageClassification,
 )
+
+import dpcompanion.huggingface  # noqa: F401  (before transformers: it helps torchvision)
 
 VOCABULARY, LENGTH, CLASSES = 50, 6, 3
 

@@ -13,8 +13,8 @@ from torch import nn
 from dpcompanion.accounting import compute_epsilon
 from dpcompanion.gradients import batch_dependence, clipping, layers, sums
 from dpcompanion.mechanism import floats
-from dpcompanion.training import DPSGDPlan, cross_entropy, models, train, train_ensemble
 from dpcompanion.mechanism.secure import grid_of, snapped
+from dpcompanion.training import DPSGDPlan, cross_entropy, models, train, train_ensemble
 
 GOOD = dict(
     n=100,

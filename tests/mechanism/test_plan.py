@@ -11,8 +11,8 @@ from scipy import stats
 
 from dpcompanion import accounting
 from dpcompanion.mechanism import plan as plan_module
-from dpcompanion.training import Callbacks, DPSGDPlan, PoissonSampler, cross_entropy, train
 from dpcompanion.mechanism.secure import SecureStream, grid_of
+from dpcompanion.training import Callbacks, DPSGDPlan, PoissonSampler, cross_entropy, train
 
 GOOD = dict(n=10, sample_rate=0.5, steps=20, max_grad_norm=2.0, noise_multiplier=1.5, delta=1e-5)
 

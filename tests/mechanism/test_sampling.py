@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from dpcompanion.mechanism import noise, sampling
-from dpcompanion.training import PoissonSampler, gaussian_noise, generators
 from dpcompanion.mechanism.secure import SecureStream
+from dpcompanion.training import PoissonSampler, gaussian_noise, generators
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right sampler would have failed
 

@@ -8,8 +8,6 @@ import torch
 from scipy import optimize, stats
 from sklearn.covariance import ledoit_wolf
 
-from dpcompanion.reproduction import experiments, published
-from dpcompanion.output_perturbation.grids import train_grid
 from dpcompanion.output_perturbation import (
     augmented_sigma,
     empirical_sensitivity,
@@ -22,6 +20,8 @@ from dpcompanion.output_perturbation import (
     sgd_sensitivity,
     sgd_sensitivity_estimate,
 )
+from dpcompanion.output_perturbation.grids import train_grid
+from dpcompanion.reproduction import experiments, published
 
 TABLE_3 = published.exhibit("intrinsic-privacy/table-3")
 TASKS = ("mnist-binary-unscaled", "forest", "adult")

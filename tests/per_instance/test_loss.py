@@ -7,12 +7,12 @@ from chains import GAIN, Chain
 from dpcompanion.accounting import pld
 from dpcompanion.per_instance import (
     exact_composition,
-    proposal_counts,
-    proposal_log_density,
     log_mass,
     loss_delta,
     loss_divergence,
     loss_epsilon,
+    proposal_counts,
+    proposal_log_density,
     step_loss,
     tilted_counts,
     tilted_noise,

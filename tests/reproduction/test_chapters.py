@@ -8,7 +8,7 @@ import pytest
 from IPython.core.formatters import DisplayFormatter
 
 from dpcompanion.reproduction import experiments, places, published, records, scoreboard
-from dpcompanion.reproduction.chapters import Chapter, Exhibits, panels, Shown, table
+from dpcompanion.reproduction.chapters import Chapter, Exhibits, Shown, panels, table
 from dpcompanion.reproduction.papers import intrinsic_privacy
 
 

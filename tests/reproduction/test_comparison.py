@@ -4,7 +4,7 @@ import re
 import pytest
 
 from dpcompanion.reproduction import records
-from dpcompanion.reproduction.comparison import compare, Table
+from dpcompanion.reproduction.comparison import Table, compare
 from dpcompanion.reproduction.findings import Finding, Findings
 from dpcompanion.reproduction.records import MeanSD
 

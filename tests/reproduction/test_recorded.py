@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion.reproduction import experiments, published, records
 from dpcompanion.accounting import compute_epsilon, rdp_to_epsilon
-from dpcompanion.reproduction.papers import gradients_look_alike, idp_sgd, individual_accounting
 from dpcompanion.output_perturbation import augmented_sigma, intrinsic_epsilon, sgd_sensitivity
+from dpcompanion.reproduction import experiments, published, records
+from dpcompanion.reproduction.papers import gradients_look_alike, idp_sgd, individual_accounting
 
 CPU = torch.device("cpu")
 

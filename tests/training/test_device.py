@@ -11,18 +11,18 @@ from waits import Waits
 from dpcompanion import _checks
 from dpcompanion._devices import to_device
 from dpcompanion.filters import ExactFilter, RenyiFilter
+from dpcompanion.gradients import layers, passes, states, sums
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.output_perturbation import noise_covariance
-from dpcompanion.gradients import layers, passes, states, sums
 from dpcompanion.training import (
+    DPSGDPlan,
+    NormTracker,
     Performance,
     clipped_sum,
     cross_entropy,
-    DPSGDPlan,
     gradient_norms,
     loop,
     models,
-    NormTracker,
     runs,
     train,
 )

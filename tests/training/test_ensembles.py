@@ -15,6 +15,8 @@ from scipy import stats
 from torch import nn
 
 from dpcompanion.gradients import stacking
+from dpcompanion.gradients.tensors import UnsupportedModel
+from dpcompanion.mechanism.secure import grid_of, snapped
 from dpcompanion.training import (
     Callbacks,
     Checkpoint,
@@ -27,8 +29,6 @@ from dpcompanion.training import (
     train,
     train_ensemble,
 )
-from dpcompanion.mechanism.secure import grid_of, snapped
-from dpcompanion.gradients.tensors import UnsupportedModel
 
 FALSE_ALARM = 1e-6  # the seeds are fixed; this is the probability with which a right trainer would have failed
 N, RUNS = 40, 4

@@ -8,7 +8,7 @@ import torch
 
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.per_instance import exact_composition
-from dpcompanion.training import Performance, cross_entropy, DPSGDPlan, loop, models, NormTracker, train, train_ensemble
+from dpcompanion.training import DPSGDPlan, NormTracker, Performance, cross_entropy, loop, models, train, train_ensemble
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: make gpu")]
 N = 256

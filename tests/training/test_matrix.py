@@ -12,8 +12,8 @@ import pathlib
 import pytest
 import torch
 
-from dpcompanion.training import DPSGDPlan, clipped_sum, cross_entropy, gradient_norms, train
 from dpcompanion.gradients.tensors import UnsupportedModel
+from dpcompanion.training import DPSGDPlan, clipped_sum, cross_entropy, gradient_norms, train
 
 _spec = importlib.util.spec_from_file_location("layers", pathlib.Path(__file__).parent.parent / "layers.py")
 layers = importlib.util.module_from_spec(_spec)

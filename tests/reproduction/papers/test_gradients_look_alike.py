@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from dpcompanion import data
-from dpcompanion.reproduction import experiments, published, runs
 from dpcompanion.accounting import compute_epsilon
+from dpcompanion.per_instance import compose_sensitivities, coupled_divergence, exact_composition, step_divergence
+from dpcompanion.reproduction import experiments, published, runs
 from dpcompanion.reproduction.papers import gradients_look_alike as g
 from dpcompanion.reproduction.papers.gradients_look_alike import chain
 from dpcompanion.reproduction.runs import Run
-from dpcompanion.per_instance import compose_sensitivities, coupled_divergence, exact_composition, step_divergence
 from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms, models, train_ensemble
 
 TINY = g.Task("mnist-5k", "softmax", epochs=1, learning_rate=1.0, runs=2, points=15, stops=4)

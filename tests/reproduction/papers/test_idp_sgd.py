@@ -11,8 +11,8 @@ from dp_accounting.pld import privacy_loss_distribution
 from scipy import stats
 
 from dpcompanion import attacks, data, idp
-from dpcompanion.reproduction import experiments, pieces, published, records, runs
 from dpcompanion.accounting import compute_epsilon, rdp_sampled_gaussian
+from dpcompanion.reproduction import experiments, pieces, published, records, runs
 from dpcompanion.reproduction.comparison import compare
 from dpcompanion.reproduction.papers import idp_sgd as chapter
 from dpcompanion.reproduction.papers.idp_sgd import classes, membership, pate_students, side_by_side, training

@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from dpcompanion import idp
 from dpcompanion.engine import IndividualizedPrivacyEngine
-from dpcompanion.reproduction.papers.idp_sgd import networks
 from dpcompanion.gradients import clipping
+from dpcompanion.reproduction.papers.idp_sgd import networks
 from dpcompanion.training import Callbacks, DPSGDPlan, cross_entropy, train
 
 BUDGETS = (5.0, 6.0, 6.0, 7.0)

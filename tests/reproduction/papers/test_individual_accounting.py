@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dpcompanion import individual
-from dpcompanion.reproduction import experiments, records, runs, scoreboard
 from dpcompanion.accounting import gaussian_delta
+from dpcompanion.reproduction import experiments, records, runs, scoreboard
 from dpcompanion.reproduction.papers import individual_accounting as ia
 from dpcompanion.reproduction.papers import yu
 from dpcompanion.reproduction.papers.individual_accounting import words

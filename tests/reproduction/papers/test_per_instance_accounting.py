@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from dpcompanion.reproduction import experiments, runs
 from dpcompanion.accounting import rdp_sampled_gaussian
-from dpcompanion.reproduction.papers import yu as second
+from dpcompanion.reproduction import experiments, runs
 from dpcompanion.reproduction.papers import per_instance_accounting as chapter
+from dpcompanion.reproduction.papers import yu as second
 
 NAMES = [
     name

@@ -11,9 +11,27 @@ public constants; the noise comes from Opacus's RDP accountant; the initial stag
 training; corollary 3.1 is taken at p = 10^4 with half of delta for each part.
 """
 
-from . import runs, costs, stages, mean_updates, compositions, by_loss, resnets
-from ..common import left_out, reported, runnable
-from .runs import (
+from dpcompanion.reproduction.papers.common import left_out, reported, runnable
+from dpcompanion.reproduction.papers.gradients_look_alike import (
+    by_loss,
+    compositions,
+    costs,
+    mean_updates,
+    resnets,
+    runs,
+    stages,
+)
+from dpcompanion.reproduction.papers.gradients_look_alike.by_loss import Own, OwnEpsilons, own_epsilon, tilted_losses
+from dpcompanion.reproduction.papers.gradients_look_alike.compositions import batches, side_by_side, theorem_3_3
+from dpcompanion.reproduction.papers.gradients_look_alike.costs import Tilted, exactly, tilted_norms
+from dpcompanion.reproduction.papers.gradients_look_alike.mean_updates import (
+    batch_sums,
+    clipped_gradients,
+    coordinates,
+    mean_update_bound,
+    mean_update_bounds,
+)
+from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
     CIFAR10,
     DIRECTIONS,
     STAGES,
@@ -27,7 +45,3 @@ from .runs import (
     watched,
     weighted_costs,
 )
-from .costs import Tilted, exactly, tilted_norms
-from .mean_updates import batch_sums, clipped_gradients, coordinates, mean_update_bound, mean_update_bounds
-from .compositions import batches, side_by_side, theorem_3_3
-from .by_loss import Own, OwnEpsilons, own_epsilon, tilted_losses

@@ -10,18 +10,18 @@ import torch.nn.functional as F
 from dpcompanion.accounting import rdp_to_epsilon
 from dpcompanion.accounting.histories import epsilon_of_histories
 from dpcompanion.per_instance import (
-    proposal_counts,
-    proposal_log_density,
     log_mass,
     loss_divergence,
     loss_epsilon,
+    proposal_counts,
+    proposal_log_density,
     step_loss,
     tilted_noise,
 )
 from dpcompanion.reproduction.experiments import experiment
 from dpcompanion.reproduction.papers.common import left_out, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.compositions import theorem_3_3
-from dpcompanion.reproduction.papers.gradients_look_alike.runs import MODELS, DIRECTIONS, plan_of
+from dpcompanion.reproduction.papers.gradients_look_alike.runs import DIRECTIONS, MODELS, plan_of
 from dpcompanion.seeds import derive_seed
 from dpcompanion.training import cross_entropy, gaussian_noise, models, train_ensemble
 

@@ -12,8 +12,8 @@ from dpcompanion.per_instance import holder_order, naive_unlearning, tilted_coun
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    composed_exactly,
     DIRECTIONS,
+    composed_exactly,
     divergence,
     plan_of,
     soft_maximum,

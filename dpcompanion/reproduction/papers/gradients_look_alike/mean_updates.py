@@ -6,25 +6,25 @@ import numpy as np
 import torch
 from scipy import stats
 
+from dpcompanion.gradients.sums import per_example_gradients
 from dpcompanion.per_instance import coupled_divergence, update_divergence
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.gradients_look_alike.costs import varied
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    inputs_of,
-    MODELS,
     CIFAR10,
     DIGITS,
     DIRECTIONS,
-    divergence,
     MNIST,
-    plan_of,
+    MODELS,
     STAGES,
     Watch,
+    divergence,
+    inputs_of,
+    plan_of,
     watched,
 )
 from dpcompanion.training import clipped_sum, cross_entropy
-from dpcompanion.gradients.sums import per_example_gradients
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import dataclasses
 
 from dpcompanion.reproduction.experiments import ask_also, experiment
 from dpcompanion.reproduction.papers.gradients_look_alike.costs import figure_6
-from dpcompanion.reproduction.papers.gradients_look_alike.mean_updates import figure_4, Means
+from dpcompanion.reproduction.papers.gradients_look_alike.mean_updates import Means, figure_4
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import CIFAR10, Watch, WatchMore
 from dpcompanion.reproduction.papers.gradients_look_alike.stages import Corollary, figure_2, figure_3, figure_9
 

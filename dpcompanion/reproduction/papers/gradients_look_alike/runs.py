@@ -12,7 +12,7 @@ from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.per_instance import exact_composition, holder_order, log_mass, step_divergence
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.papers.common import Trace, within_the_piece
-from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, gradient_norms, models, train
+from dpcompanion.training import Callbacks, DPSGDPlan, cross_entropy, gradient_norms, models, train
 
 STAGES = ("initial", "middle", "final")
 # Runs with the point, for training points; without it, for test points.

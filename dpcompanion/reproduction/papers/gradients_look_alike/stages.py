@@ -11,18 +11,18 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, reported, runnable
 from dpcompanion.reproduction.papers.gradients_look_alike.costs import varied
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
-    mean_of,
-    points_of,
     CIFAR10,
     DIGITS,
     MNIST,
     PLAIN_DIGITS,
     PLAIN_MNIST,
     STAGES,
-    stages_of,
     Watch,
-    watched,
     WatchMore,
+    mean_of,
+    points_of,
+    stages_of,
+    watched,
 )
 
 

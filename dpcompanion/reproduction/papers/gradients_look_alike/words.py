@@ -1,6 +1,6 @@
 """What the book calls the values of this paper."""
 
-from dpcompanion.reproduction.papers.gradients_look_alike.runs import plan_of, Task
+from dpcompanion.reproduction.papers.gradients_look_alike.runs import Task, plan_of
 
 BOTH = {"remove": "with x against without", "add": "without x against with"}
 

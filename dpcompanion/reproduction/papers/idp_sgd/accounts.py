@@ -14,16 +14,16 @@ from dpcompanion import idp
 from dpcompanion.accounting import compute_epsilon, find_noise_multiplier, find_sample_rate
 from dpcompanion.reproduction import intervals, published
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.idp_sgd.settings import Accounts, BUDGETS, GROUPS, TABLE_5, Training
+from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, TABLE_5, Accounts, Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    assign,
     CIFAR10,
     MNIST_5K,
+    Task,
+    assign,
     network,
     parameters,
     plan_of,
     problem,
-    Task,
 )
 from dpcompanion.training import cross_entropy, train
 

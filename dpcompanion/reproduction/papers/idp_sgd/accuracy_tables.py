@@ -10,20 +10,20 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, Training
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    Accuracies,
-    accuracy,
-    assign,
     CIFAR10,
     DIGITS,
     MNIST,
+    SVHN,
+    Accuracies,
+    Problem,
+    Task,
+    Trials,
+    accuracy,
+    assign,
     network,
     plan_of,
     predictions,
-    Problem,
-    SVHN,
-    Task,
     trials,
-    Trials,
     tuned,
     with_larger,
 )

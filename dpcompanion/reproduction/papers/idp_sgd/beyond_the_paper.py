@@ -9,10 +9,10 @@ import torch
 
 from dpcompanion import attacks
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, Training
-from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, compared, Compared
-from dpcompanion.reproduction.papers.idp_sgd.training import assign, DIGITS, parameters, plan_of, problem
+from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, Compared, compared
+from dpcompanion.reproduction.papers.idp_sgd.training import DIGITS, assign, parameters, plan_of, problem
 from dpcompanion.reproduction.runs import Run
-from dpcompanion.training import derive_seed, DPSGDPlan
+from dpcompanion.training import DPSGDPlan, derive_seed
 
 
 @dataclasses.dataclass(frozen=True)

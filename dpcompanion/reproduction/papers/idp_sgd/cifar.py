@@ -18,16 +18,16 @@ import torch
 from dpcompanion.reproduction import intervals, pieces
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.training import (
+    CIFAR10,
+    Trials,
     accuracies,
     accuracy,
     assign,
-    CIFAR10,
     class_accuracy,
     network,
     plan_of,
     predictions,
     problem,
-    Trials,
     tuned,
 )
 from dpcompanion.reproduction.records import mean_and_sd

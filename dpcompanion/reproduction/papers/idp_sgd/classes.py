@@ -9,13 +9,13 @@ import torch
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
-from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, compared, Compared, train_all
+from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, Compared, compared, train_all
 from dpcompanion.reproduction.papers.idp_sgd.training import (
     CIFAR10,
-    class_accuracy,
     DIGITS,
     MNIST,
     as_printed,
+    class_accuracy,
     parameters,
     plan_of,
     problem,

@@ -10,18 +10,18 @@ from dpcompanion.filters import ExactFilter, RenyiFilter, level_costs
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    accuracy,
-    assign,
     DIGITS,
     MNIST,
+    Task,
+    accuracy,
+    assign,
     network,
     predictions,
     problem,
-    Task,
 )
 from dpcompanion.reproduction.papers.idp_sgd.with_filters import Descent
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, NormTracker, train
+from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entropy, train
 
 EIGHTHS = tuple(i / 8 for i in range(1, 9))
 SIXTEENTHS = tuple(i / 16 for i in range(1, 17))

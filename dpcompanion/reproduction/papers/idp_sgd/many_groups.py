@@ -8,19 +8,19 @@ from dpcompanion.accounting import find_steps
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of
-from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, compared, Compared, final_values
+from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, Compared, compared, final_values
 from dpcompanion.reproduction.papers.idp_sgd.training import (
+    DIGITS,
+    MNIST,
     accuracy,
     assign,
-    DIGITS,
     final_accuracies,
-    MNIST,
     network,
     plan_of,
     predictions,
     problem,
 )
-from dpcompanion.training import cross_entropy, derive_seed, DPSGDPlan, train
+from dpcompanion.training import DPSGDPlan, cross_entropy, derive_seed, train
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.settings import Training
 from dpcompanion.reproduction.papers.idp_sgd.side_by_side import ALL, train_all
-from dpcompanion.reproduction.papers.idp_sgd.training import assign, CIFAR10, HALVES, as_printed, plan_of, problem, Task
+from dpcompanion.reproduction.papers.idp_sgd.training import CIFAR10, HALVES, Task, as_printed, assign, plan_of, problem
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import derive_seed
 

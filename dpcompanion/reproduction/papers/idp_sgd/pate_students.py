@@ -11,15 +11,15 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    assign,
     CIFAR10,
     DIGITS,
     MNIST,
+    SVHN,
+    Task,
+    assign,
     network,
     predictions,
     problem,
-    Task,
-    SVHN,
 )
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import derive_seed

@@ -8,7 +8,7 @@ from dpcompanion.reproduction import pieces
 from dpcompanion.reproduction.experiments import experiment
 from dpcompanion.reproduction.papers.idp_sgd.networks import resnet18
 from dpcompanion.reproduction.papers.idp_sgd.settings import GROUPS, Training
-from dpcompanion.reproduction.papers.idp_sgd.training import accuracy, assign, plan_of, predictions, problem, Task
+from dpcompanion.reproduction.papers.idp_sgd.training import Task, accuracy, assign, plan_of, predictions, problem
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import Callbacks, Checkpoint, cross_entropy, train
 

@@ -6,12 +6,12 @@ import math
 from dpcompanion.reproduction import pieces, records
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS
 from dpcompanion.reproduction.papers.idp_sgd.training import (
+    Task,
     accuracy,
     as_printed,
     class_accuracy,
     network,
     problem,
-    Task,
 )
 from dpcompanion.reproduction.records import mean_and_sd
 from dpcompanion.training import Callbacks, Checkpoint, cross_entropy, train_ensemble

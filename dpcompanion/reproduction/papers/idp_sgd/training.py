@@ -12,7 +12,7 @@ from dpcompanion.accounting import find_noise_multiplier
 from dpcompanion.reproduction import published
 from dpcompanion.reproduction.papers.idp_sgd.settings import BUDGETS, GROUPS, TABLE_5, Training
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import Callbacks, cross_entropy, derive_seed, DPSGDPlan, models, train
+from dpcompanion.training import Callbacks, DPSGDPlan, cross_entropy, derive_seed, models, train
 
 
 @dataclasses.dataclass(frozen=True)

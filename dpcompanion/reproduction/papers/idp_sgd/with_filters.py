@@ -12,18 +12,18 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of
 from dpcompanion.reproduction.papers.idp_sgd.training import (
-    accuracy,
-    assign,
     DIGITS,
     MNIST,
+    Task,
+    accuracy,
     as_printed,
+    assign,
     network,
     predictions,
     problem,
-    Task,
 )
 from dpcompanion.reproduction.records import mean_and_sd
-from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, NormTracker, train
+from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entropy, train
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterable
 
-from dpcompanion.reproduction.records import mean_and_sd, MeanSD, Record
+from dpcompanion.reproduction.records import MeanSD, Record, mean_and_sd
 
 WORDS: dict[str, str] = {
     "mnist": "MNIST",

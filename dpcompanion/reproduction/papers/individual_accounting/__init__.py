@@ -15,10 +15,22 @@ goes.  The paper's own models are tasks that need a GPU; without one they are le
 under `not_run`.
 """
 
-from . import runs, accounts, estimates, releases, clipping, membership, trajectories, resnets
-from ..common import left_out, pearson, reported, runnable
-from ..yu import Examples, MNIST_5K, Membership, STABLE, Task, build, clip_key, examples, outcome, overfitted
-from .runs import (
+from dpcompanion.reproduction.papers.common import left_out, pearson, reported, runnable
+from dpcompanion.reproduction.papers.individual_accounting import (
+    accounts,
+    clipping,
+    estimates,
+    membership,
+    releases,
+    resnets,
+    runs,
+    trajectories,
+)
+from dpcompanion.reproduction.papers.individual_accounting.accounts import figure_1
+from dpcompanion.reproduction.papers.individual_accounting.clipping import ONCE, clipped
+from dpcompanion.reproduction.papers.individual_accounting.estimates import nearest
+from dpcompanion.reproduction.papers.individual_accounting.membership import attacked
+from dpcompanion.reproduction.papers.individual_accounting.runs import (
     CIFAR10,
     CIFAR10_RESNET,
     LABELS,
@@ -34,8 +46,21 @@ from .runs import (
     trained,
     with_log_loss,
 )
-from .accounts import figure_1
-from .estimates import nearest
-from .clipping import ONCE, clipped
-from .membership import attacked
-from .trajectories import Trajectories, excess, two_steps, variance_shares
+from dpcompanion.reproduction.papers.individual_accounting.trajectories import (
+    Trajectories,
+    excess,
+    two_steps,
+    variance_shares,
+)
+from dpcompanion.reproduction.papers.yu import (
+    MNIST_5K,
+    STABLE,
+    Examples,
+    Membership,
+    Task,
+    build,
+    clip_key,
+    examples,
+    outcome,
+    overfitted,
+)

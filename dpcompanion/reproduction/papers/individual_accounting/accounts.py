@@ -8,18 +8,18 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import histogram, left_out, named, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    at_length,
     CIFAR10_RESNET,
     LABELS,
     LONG,
     NAME,
     PAPER,
     QUICK,
+    at_length,
     subset,
     trained,
     with_log_loss,
 )
-from dpcompanion.reproduction.papers.yu import correlation_with_extremes, examples, Study, WORST
+from dpcompanion.reproduction.papers.yu import WORST, Study, correlation_with_extremes, examples
 
 
 @experiment(f"{NAME}/figure-1", quick=Study(QUICK), paper=Study(at_length(PAPER)))

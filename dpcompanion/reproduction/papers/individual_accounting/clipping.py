@@ -20,7 +20,7 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     trained,
     with_log_loss,
 )
-from dpcompanion.reproduction.papers.yu import clip_key, falls, Study, Tasks, WORST
+from dpcompanion.reproduction.papers.yu import WORST, Study, Tasks, clip_key, falls
 
 ONCE = {"refreshes": 1.0, "reference": 0}
 

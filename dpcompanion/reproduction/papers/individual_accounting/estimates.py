@@ -14,8 +14,6 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, named, pearson, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    account,
-    at_length,
     CIFAR10,
     CPU,
     LABELS,
@@ -23,6 +21,8 @@ from dpcompanion.reproduction.papers.individual_accounting.runs import (
     NAME,
     PAPER,
     QUICK,
+    account,
+    at_length,
     trained,
 )
 from dpcompanion.reproduction.papers.yu import Study

@@ -8,7 +8,7 @@ from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, named, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.runs import LABELS, NAME, QUICK, subset, trained
-from dpcompanion.reproduction.papers.yu import Membership, near_one_half, STABLE, trained_without_privacy
+from dpcompanion.reproduction.papers.yu import STABLE, Membership, near_one_half, trained_without_privacy
 
 
 def attacked(found, members, others, config):

@@ -9,8 +9,8 @@ from dpcompanion import release
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import left_out, named, reported, runnable
-from dpcompanion.reproduction.papers.individual_accounting.runs import at_length, LABELS, NAME, QUICK, subset, trained
-from dpcompanion.reproduction.papers.yu import released, STATISTICS, Study
+from dpcompanion.reproduction.papers.individual_accounting.runs import LABELS, NAME, QUICK, at_length, subset, trained
+from dpcompanion.reproduction.papers.yu import STATISTICS, Study, released
 
 
 @dataclasses.dataclass(frozen=True)

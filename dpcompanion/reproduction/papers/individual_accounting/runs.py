@@ -9,7 +9,7 @@ import torch
 
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction.papers.common import Trace, pearson, within_the_piece
-from dpcompanion.reproduction.papers.yu import build, Examples, examples, LOSSES, MNIST_5K, outcome, seconds, Task
+from dpcompanion.reproduction.papers.yu import LOSSES, MNIST_5K, Examples, Task, build, examples, outcome, seconds
 from dpcompanion.training import Callbacks, DPSGDPlan, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 

@@ -12,16 +12,16 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import named, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.clipping import clipped
 from dpcompanion.reproduction.papers.individual_accounting.runs import (
-    account,
     CPU,
     LABELS,
-    make_plan,
     NAME,
     PAPER,
     QUICK,
+    account,
+    make_plan,
     schedule,
 )
-from dpcompanion.reproduction.papers.yu import build, examples, LOSSES, MNIST_5K, Study, Tasks
+from dpcompanion.reproduction.papers.yu import LOSSES, MNIST_5K, Study, Tasks, build, examples
 from dpcompanion.training import Callbacks, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 

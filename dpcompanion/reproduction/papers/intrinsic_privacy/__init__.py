@@ -15,7 +15,22 @@ Grids that take minutes are kept in the data folder, since many exhibits share t
 and an interrupted one goes on where it stopped.
 """
 
-from . import grids, sensitivity, distances, utility, audits
-from .grids import Grids, INITIALIZATIONS, PAPER, Task, problem, trained
-from .distances import LOG_EDGES, table_3
-from .audits import Audit, KINDS, canary, counted, gaussian_ratio, gaussian_view, linear_classifier
+from dpcompanion.reproduction.papers.intrinsic_privacy import audits, distances, grids, sensitivity, utility
+from dpcompanion.reproduction.papers.intrinsic_privacy.audits import (
+    KINDS,
+    Audit,
+    canary,
+    counted,
+    gaussian_ratio,
+    gaussian_view,
+    linear_classifier,
+)
+from dpcompanion.reproduction.papers.intrinsic_privacy.distances import LOG_EDGES, table_3
+from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
+    INITIALIZATIONS,
+    PAPER,
+    Grids,
+    Task,
+    problem,
+    trained,
+)

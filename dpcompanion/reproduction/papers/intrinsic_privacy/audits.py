@@ -13,16 +13,16 @@ from dpcompanion.accounting import gaussian_delta, gaussian_epsilon
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    Grids,
     INITIALIZATIONS,
     PAPER,
-    problem,
     QUICK,
+    UNSCALED,
+    Grids,
+    problem,
     sensitivities,
     trained,
-    UNSCALED,
 )
-from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import bounded_sensitivity, NAMES
+from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES, bounded_sensitivity
 
 
 @dataclasses.dataclass(frozen=True)

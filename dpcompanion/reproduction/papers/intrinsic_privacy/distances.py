@@ -11,16 +11,16 @@ from dpcompanion import output_perturbation as op
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    between_seeds,
-    claim,
-    Grids,
     INITIALIZATIONS,
     PAPER,
-    problem,
     QUICK,
+    UNSCALED,
+    Grids,
+    between_seeds,
+    claim,
+    problem,
     sensitivities,
     trained,
-    UNSCALED,
 )
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
 

@@ -11,15 +11,15 @@ from dpcompanion.output_perturbation import grids as ensembles
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding, get
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    grid_runs,
-    Grids,
     INITIALIZATIONS,
     PAPER,
-    problem,
     QUICK,
+    UNSCALED,
+    Grids,
+    grid_runs,
+    problem,
     sensitivities,
     trained,
-    UNSCALED,
 )
 
 

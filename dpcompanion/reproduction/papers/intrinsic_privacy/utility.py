@@ -11,17 +11,17 @@ from scipy import stats
 from dpcompanion import output_perturbation as op
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, get
-from dpcompanion.reproduction.papers.intrinsic_privacy.distances import figure_of_pairs, RIGHT_TAIL, right_tail
+from dpcompanion.reproduction.papers.intrinsic_privacy.distances import RIGHT_TAIL, figure_of_pairs, right_tail
 from dpcompanion.reproduction.papers.intrinsic_privacy.grids import (
-    claim,
-    Grids,
-    numeric_first,
     PAPER,
-    problem,
     QUICK,
+    UNSCALED,
+    Grids,
+    claim,
+    numeric_first,
+    problem,
     sensitivities,
     trained,
-    UNSCALED,
 )
 from dpcompanion.reproduction.papers.intrinsic_privacy.sensitivity import NAMES
 

@@ -12,7 +12,27 @@ the same worst-case epsilon.
 What the two versions of the paper share is done in `individual_accounting`, whose data and networks serve here.
 """
 
-from . import runs, accounts, membership, clipping, hidden, resnets
-from .runs import DIGITS, NAME, SETTINGS, make_plan, plain_epsilon, run_setting, worst_case
-from .accounts import figure_1
-from .hidden import Hidden, algorithm_1, histories, true_divergence
+from dpcompanion.reproduction.papers.per_instance_accounting import (
+    accounts,
+    clipping,
+    hidden,
+    membership,
+    resnets,
+    runs,
+)
+from dpcompanion.reproduction.papers.per_instance_accounting.accounts import figure_1
+from dpcompanion.reproduction.papers.per_instance_accounting.hidden import (
+    Hidden,
+    algorithm_1,
+    histories,
+    true_divergence,
+)
+from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
+    DIGITS,
+    NAME,
+    SETTINGS,
+    make_plan,
+    plain_epsilon,
+    run_setting,
+    worst_case,
+)

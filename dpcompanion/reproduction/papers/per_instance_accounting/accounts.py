@@ -14,15 +14,15 @@ from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import histogram, named, pearson, rank
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
     DELTA,
-    groups,
-    label,
     MNIST,
     NAME,
-    of_examples,
     PAPER,
     QUICK,
     SETTINGS,
     Study,
+    groups,
+    label,
+    of_examples,
     trained,
     worst_case,
 )

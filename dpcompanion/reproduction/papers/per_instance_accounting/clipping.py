@@ -13,12 +13,12 @@ from dpcompanion.reproduction.papers.common import histogram, named
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
     DELTA,
     DIGITS,
-    label,
     MNIST,
     NAME,
-    of_examples,
     Setting,
     Study,
+    label,
+    of_examples,
     trained,
 )
 

@@ -10,12 +10,12 @@ from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import named, rank
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
-    by_class,
-    groups,
-    label,
     MNIST,
     NAME,
     Study,
+    by_class,
+    groups,
+    label,
     trained,
 )
 

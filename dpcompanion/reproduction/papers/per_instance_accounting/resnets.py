@@ -24,19 +24,19 @@ from dpcompanion.reproduction.papers.per_instance_accounting.accounts import (
 )
 from dpcompanion.reproduction.papers.per_instance_accounting.clipping import (
     Clippings,
-    figure_8,
     Release,
     Sweep,
+    figure_8,
     table_1,
     table_2,
 )
-from dpcompanion.reproduction.papers.per_instance_accounting.membership import figure_7, figures_9_10, Membership
+from dpcompanion.reproduction.papers.per_instance_accounting.membership import Membership, figure_7, figures_9_10
 from dpcompanion.reproduction.papers.per_instance_accounting.runs import (
-    label,
     NAME,
-    of_examples,
     Setting,
     Study,
+    label,
+    of_examples,
     trained,
 )
 

@@ -13,7 +13,7 @@ from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals, published
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import Trace, rank, within_the_piece
-from dpcompanion.training import Callbacks, cross_entropy, DPSGDPlan, gradient_norms, train
+from dpcompanion.training import Callbacks, DPSGDPlan, cross_entropy, gradient_norms, train
 from dpcompanion.training.tracking import NormTracker
 
 NAME = "per-instance-accounting"
