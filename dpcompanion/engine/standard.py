@@ -208,31 +208,13 @@ def _of_classes(out, gradient, target, value):
             continue
         if shaped.shape[:1] + shaped.shape[2:] != t.shape:
             continue
-        quiet = ~sent.bool().any(1)  # positions to which nothing is sent
-        ignored = [-100]
-        for v in t[quiet].unique()[:4].tolist():
-            if v != -100 and bool(quiet[t == v].all()):
-                ignored.append(v)
+        ignored = _ignored(t, ~sent.bool().any(1))
         rest = [v for v in t.unique().tolist() if not 0 <= v < shaped.shape[1]]
         tokens = t.ndim > 1
         for v in ignored:
             if any(other != v for other in rest):
                 continue
-            smoothing = _smoothing(shaped, sent, t, v)
-            for name, raw in (
-                ("cross entropy", F.cross_entropy),
-                ("the negative log likelihood", F.nll_loss),
-                *(
-                    [
-                        (
-                            f"cross entropy with labels smoothed by {smoothing:g}",
-                            functools.partial(F.cross_entropy, label_smoothing=smoothing),
-                        )
-                    ]
-                    if smoothing
-                    else []
-                ),
-            ):
+            for name, raw in _losses_of_classes(_smoothing(shaped, sent, t, v)):
                 for reduce, kind in (
                     ((own_mean, ""), (own_sum, ", summed over an example's tokens")) if tokens else ((own_mean, ""),)
                 ):
@@ -266,6 +248,21 @@ def _of_classes(out, gradient, target, value):
                 return F.one_hot(value.reshape(-1).long(), k)
 
             yield from _of_numbers(out, lambda batch, device: one_hot(target(batch, device)), one_hot(value))
+
+
+def _ignored(targets, quiet):
+    """Targets that stand for none: -100, and others of which only positions are `quiet`, to which nothing is sent."""
+    others = [v for v in targets[quiet].unique()[:4].tolist() if v != -100]
+    return [-100, *(v for v in others if bool(quiet[targets == v].all()))]
+
+
+def _losses_of_classes(smoothing):
+    """(name, loss of PyTorch): those that take classes, with the smoothing of labels that was found, or None."""
+    yield "cross entropy", F.cross_entropy
+    yield "the negative log likelihood", F.nll_loss
+    if smoothing:
+        smoothed = functools.partial(F.cross_entropy, label_smoothing=smoothing)
+        yield f"cross entropy with labels smoothed by {smoothing:g}", smoothed
 
 
 def cross_entropy_gradient(outputs, targets, ignored):

@@ -276,15 +276,20 @@ def check_batched(dataset, name="data"):
     Refused is what stands at another's place, and an item that changes with what is asked for beside it.  What a
     transform draws at random is not compared.
     """
-    if hasattr(dataset, "__getitems__") and len(dataset) > 2 and _changes_beside_another(dataset):
+    if not hasattr(dataset, "__getitems__"):
+        return
+    if getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__ and len(dataset) > 1:
+        _check_order(dataset, name)
+    if len(dataset) > 2 and _changes_beside_another(dataset):
         raise ValueError(
             f"{name} must give an item that is made of one example, but of its __getitems__ item 0 changes with the "
             "item that is asked for beside it, as by mixup or by a mean over the batch: then no clip norm bounds what "
             "one of them contributes"
         )
-    alone_too = getattr(type(dataset), "__getitem__", Dataset.__getitem__) is not Dataset.__getitem__
-    if not hasattr(dataset, "__getitems__") or not alone_too or len(dataset) < 2:
-        return
+
+
+def _check_order(dataset, name):
+    """What `__getitems__` gives stands at the place of what `__getitem__` gives."""
     places = [int(place) for place in torch.linspace(len(dataset) - 1, 0, min(8, len(dataset)), dtype=torch.float64)]
 
     def parts(item):

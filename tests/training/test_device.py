@@ -221,7 +221,9 @@ def test_a_covariance_lies_where_the_weights_do(monkeypatch):
 
 def test_limits_go_to_the_device_from_pinned_memory_in_the_type_of_the_norms(monkeypatch):
     seen = []
-    monkeypatch.setattr(sums, "sent", lambda tensor, device: seen.append((tensor, device)) or to_device(tensor, device))
+    monkeypatch.setattr(
+        sums, "to_device", lambda tensor, device: seen.append((tensor, device)) or to_device(tensor, device)
+    )
     limits = torch.tensor([0.5, 1.0], dtype=torch.float64)
     assert sums.clip_factors(torch.ones(2, device="meta"), limits).device.type == "meta"
     ((tensor, device),) = seen
