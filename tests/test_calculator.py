@@ -162,6 +162,7 @@ def check_filter(run, answer):
     return True
 
 
+@pytest.mark.slow
 def test_exact_filters_are_bounds_within_the_error_that_is_shown(run_script):
     call = f"{json.dumps(FILTERS)}.map(run => exactFilter.finished(exactFilter.promised(...run)))"
     for run, answer in zip(FILTERS, run_script(call)):

@@ -126,6 +126,7 @@ def change(root, stem, edit):
     nbformat.write(notebook, root / "book" / f"{stem}.ipynb")
 
 
+@pytest.mark.slow
 def test_nbval_finds_every_fault_and_no_other(book):
     def break_all(notebook):
         for number, (_, _, edit, _) in enumerate(CHANGES.values()):

@@ -40,7 +40,6 @@ class Ensemble:
     Attributes:
         plans, seeds: of each run.
         step: steps done, by the runs that go on.
-        steps_taken: by each run, (R,) int64; fewer than `step` by one that a callback has stopped.
         vectors: the trainable parameters of each run, one after the other, (R, parameters).
         learning_rate: (R,), which a callback may change in place.
         losses: mean loss of each step's examples, (R, steps) float64; nan for an empty batch or a step that was not
@@ -186,7 +185,7 @@ class Ensemble:
 
     @property
     def steps_taken(self) -> torch.Tensor:
-        """By each run, (R,) int64."""
+        """By each run, (R,) int64; fewer than `step` by one that a callback has stopped."""
         return self._ends.clamp(max=self.step)
 
     @property

@@ -42,6 +42,7 @@ def check_monotone(run, delta, argument, factor, accountant):
     assert compute_epsilon(**cheaper, accountant=accountant) <= epsilon * (1 + 3e-4) + 1e-12
 
 
+@pytest.mark.slow
 @given(log_steps=st.floats(0, 7), **log_uniform)
 @settings(max_examples=12, deadline=None)
 def test_over_the_whole_range_epsilon_is_finite_and_pld_is_never_above_rdp(rate, noise, log_steps, log_delta):
