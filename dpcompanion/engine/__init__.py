@@ -57,12 +57,17 @@ sum of the rates. `statement` says so in words. Poisson sampling; each example's
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
 them.  The account is one of real numbers: what floats add to a sum is not in it.
 
-What the engine cannot see, it takes on trust: that an item of the data set is made of one example, not mixed with
-partners drawn at random (a data set that mixes it with what was read before is refused, and so is a collate function
-that mixes), and that the loop mixes none before they reach the module, as mixup does; that nothing outside of the
-module which its proofs have not seen begins to remember batches later; in the mode "ew", that no loss is made of what
-a hook took from inside of the module; and, with trust_loss=True, that the loop's loss is
-made of losses of which each depends on one example.
+What the engine cannot see, it takes on trust:
+
+* an item of the data set is made of one example, not mixed with partners drawn at random (a data set that mixes it with
+  what was read before is refused, and so is a collate function that mixes), and the loop mixes none before they reach
+  the module, as mixup does;
+* nothing outside of the module, and no attribute of it that is no buffer, begins to remember batches later;
+* learning rates, and the step after which training ends, follow a plan or public data, not losses of the examples;
+* weights of examples that the loop computes depend on each example alone;
+* under autocast in bfloat16 a loss is compared to within a twentieth;
+* in the mode "ew", no loss is made of what a hook took from inside of the module;
+* with trust_loss=True, the loop's loss is made of losses of which each depends on one example.
 
 Needs Opacus, version 1.6 or later.
 

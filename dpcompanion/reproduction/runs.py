@@ -47,12 +47,15 @@ class Run:
     def pieces(self, work: Callable[[str], Any], names: Iterable[str], **arguments: Any) -> dict[str, Any]:
         """`pieces.resumable` for this run: {name: work(name)}, kept until the record is written.
 
-        Where every name tells its piece's seed ("seed-3"), a run with other seeds shares what is done already.
+        Where every name tells its piece's seed ("seed-3"), a run with other seeds shares what is done already. Pieces
+        that the checkout carries in `results/begun`, as those of "table-11.paper.parts" of a paper, are taken over.
         """
         names, config = list(names), dataclasses.asdict(self.config)
         if all("seed" in str(name) for name in names):
             config.pop("seeds", None)
         key = {"config": config, "version": self.version, "device": self.device.type}
+        carried = records.results_folder() / "begun" / self.folder.parent.name / self.folder.name.removeprefix(".")
+        pieces.bring(carried, self.folder)
         return pieces.resumable(work, names, folder=self.folder, config=key, **arguments)
 
     def keep(

@@ -265,7 +265,9 @@ class Callbacks:
     """What is called along a run, with its state: a `Run` in `train`, the `Ensemble` in `train_ensemble`.
 
     They may switch the model to evaluation, draw random numbers and print; the run is what it would have been. They may
-    end it: `Run.stop()`, and all or some runs of an ensemble: `Ensemble.stop(runs)`.
+    end it: `Run.stop()`, and all or some runs of an ensemble: `Ensemble.stop(runs)`. That they write nothing into
+    weights or buffers and that losses of private examples decide neither the end nor a learning rate is taken on trust:
+    no account covers what they would give away.
 
     Args:
         on_step: after each step.

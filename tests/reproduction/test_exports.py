@@ -41,6 +41,7 @@ def test_the_crate_names_every_file_once_and_nothing_else():
     files = {name for name, one in entities.items() if one["@type"] == "File"}
     folder = records.results_folder()
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    there = {name for name in there if not name.startswith("begun/")}  # pieces of runs that are not whole yet
     assert files == {one["@id"] for one in entities["./"]["hasPart"]}
     assert files == {name for name in there if ".paper." in name} | {"exhibits.json", "exhibits.schema.json"}
     for one in graph:

@@ -33,6 +33,21 @@ def test_other_seeds_share_pieces_only_where_their_names_tell_the_seed(tmp_path,
     assert calls == [*shared, shared[0]]
 
 
+def test_pieces_of_an_unfinished_run_that_the_checkout_carries_are_taken_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs.records, "results_folder", lambda: tmp_path / "results")
+    calls = []
+
+    def work(name):
+        calls.append(name)
+        return {"of": name}
+
+    carried = tmp_path / "results" / "begun" / "paper" / "table-1.paper.parts"
+    runs.Run(Config(), torch.device("cpu"), carried).pieces(work, ["seed-0"])
+    run = runs.Run(Config(), torch.device("cpu"), tmp_path / "out" / "paper" / ".table-1.paper.parts")
+    assert run.pieces(work, ["seed-0", "seed-1"]) == {name: {"of": name} for name in ("seed-0", "seed-1")}
+    assert calls == ["seed-0", "seed-1"]
+
+
 def keeping(run, names, calls, **options):
     return run.keep(
         lambda name: calls.append(name) or {"of": name},
