@@ -224,7 +224,8 @@ class _Way:
         if not norms.isfinite().all():  # of weights nearby only; for the model's own they are finite
             return
         tolerance = tolerances(sums[0] if self._precision is None else sums[0].bfloat16())
-        if any(tolerances(p) > tolerance for p in self.model.parameters()):  # frozen layers of a shorter type round
+        # Frozen layers of a shorter type round, and so do the first layers of deep networks: by 0.2% in ResNet-20's.
+        if any(tolerances(p) > (1e-6, 1e-9) for p in self.model.parameters()):
             tolerance = max(tolerance, (1e-2, 1e-4))
         with self._chance():
             theirs, totals = self._claimed(self.x[rows], self.y[rows], (shares * norms).to(self.x.device))
