@@ -139,8 +139,8 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
             stride[open_].isnan(), torch.maximum(1.2 * known.abs(), 2 * precision).clamp(max=1.0), 2 * stride[open_]
         )
         if enough is not None:
-            told = ((known - aim).abs() / slopes[open_]).clamp(max=1.0)
-            walk = torch.where(known.abs() < 20, torch.minimum(told, 2 * walk), walk)
+            by_slope = ((known - aim).abs() / slopes[open_]).clamp(max=1.0)
+            walk = torch.where(known.abs() < 20, torch.minimum(by_slope, 2 * walk), walk)
         walked = y[open_] + torch.where(f.isnan(), walk, -walk)
         # Else aim a little past the secant's estimate, away from the nearer end, or at what is enough.
         share = (aim - f) / (g - f)
@@ -155,6 +155,6 @@ def crossings(excess, *, start, low, high, precision, enough=None, slopes=None):
 def _learn(slopes, last, open_, here, value):
     """How fast the functions fall, from the last two values of each that lie on a smooth stretch."""
     slope = (last[1, open_] - value) / (here - last[0, open_])
-    told = (slope > 0.05) & (slope < 50) & (value.abs() < 20) & ((last[1, open_] - value).abs() > 1e-3)
-    slopes[open_] = torch.where(told, slope, slopes[open_])
+    smooth = (slope > 0.05) & (slope < 50) & (value.abs() < 20) & ((last[1, open_] - value).abs() > 1e-3)
+    slopes[open_] = torch.where(smooth, slope, slopes[open_])
     last[:, open_] = torch.stack((here, value))
