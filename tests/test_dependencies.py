@@ -20,6 +20,7 @@ LIBRARY = (
     {"gradients"},
     {"training"},
     {"audit", "engine", "huggingface", "release", "testing"},
+    {"estimator"},
     {"reproduction"},
     {"cli"},
     {"__main__"},
@@ -42,7 +43,7 @@ UPWARDS = {
     ("dpcompanion.idp.__init__", "dpcompanion.engine.IndividualizedPrivacyEngine"),
 }
 CORE = {"torch", "numpy", "scipy", "cryptography", "dpcompanion"}
-BEYOND_THE_CORE = {"engine": {"opacus"}, "huggingface": {"transformers"}}
+BEYOND_THE_CORE = {"engine": {"opacus"}, "huggingface": {"transformers"}, "estimator": {"sklearn"}}
 
 
 def nodes(tree, inside_functions):

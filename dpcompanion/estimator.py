@@ -1,0 +1,147 @@
+"""Logistic regression by DP-SGD as an estimator of scikit-learn, with a budget for each person (extra `data`).
+
+`DPLogisticRegression` goes where a `LogisticRegression` goes: into pipelines, `clone`, `cross_val_score`.  It trains by
+a `DPSGDPlan`, from weights of zero, on columns that a `private_scaler` scales between public bounds.  The scaler takes
+a tenth of the smallest epsilon and of delta, the training the rest (basic composition; `ledger_` has the exact sum).
+
+Neighbouring relation: the data of one example (a row, or with `people` a person) are left out, n public ("zero-out").
+Nothing covers what happens around the fit: bounds or classes that are read off the data, steps of a pipeline that learn
+from them (a `StandardScaler`), and hyperparameters chosen by scores on private data (`accounting.select_best`).
+
+>>> x = torch.randn(2000, 2, generator=torch.Generator().manual_seed(0))
+>>> y = (x.sum(1) > 0).long()
+>>> regression = DPLogisticRegression(epsilon=1.0, lower=-4, upper=4).fit(x, y)
+>>> regression.score(x, y) > 0.9, regression.ledger_.epsilon(1e-5) <= 1.0
+(True, True)
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+try:
+    from sklearn.base import BaseEstimator, ClassifierMixin
+    from sklearn.utils.validation import check_is_fitted
+except ImportError as error:
+    raise ImportError("the estimator is one of scikit-learn's: pip install 'dpcompanion[data]'") from error
+
+from dpcompanion import _checks
+from dpcompanion.accounting import Ledger
+from dpcompanion.idp import budgets_for
+from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.release import private_scaler
+from dpcompanion.seeds import derive_key, keyed_generator
+from dpcompanion.training import by_person, cross_entropy, train
+
+#: The part of epsilon and delta that the scaler takes.
+SHARE = 0.1
+
+
+@dataclasses.dataclass(kw_only=True, eq=False, repr=False)
+class DPLogisticRegression(ClassifierMixin, BaseEstimator):
+    """Multinomial logistic regression whose fit is (epsilon, delta)-private; see the module's text.
+
+    Args:
+        epsilon, delta: what scaler and training may cost together, for every example without a budget of its own.
+        classes: all labels that y may hold, a public list.
+        lower, upper: public bounds of all columns, or (d,) of each; without them columns are taken as they are.
+        batch_size, epochs: the mean size of a batch, and how often an example is sampled on average.
+        max_grad_norm, learning_rate: to which the gradient of an example is clipped, and the rate of plain SGD.
+        method: "sample" or "scale", how budgets are met (`DPSGDPlan.for_epsilons`).
+        unit: what one of the n examples is, a word of statements.
+        random_state: None, for a model that is released, or a whole number, for research (`train`).
+
+    Attributes:
+        coef_, intercept_: (k, d) and (k,), of the scaled columns.
+        classes_, n_features_in_: the classes in their order, and d.
+        scaler_: the `PrivateScaler`, or None without bounds.
+        history_: the `History` of the training.
+        ledger_: the `Ledger` of scaler and training; `ledger_.epsilons` is for each example.
+    """
+
+    epsilon: float = 1.0
+    delta: float = 1e-5
+    classes: Any = (0, 1)
+    lower: Any = None
+    upper: Any = None
+    batch_size: float = 256.0
+    epochs: float = 20.0
+    max_grad_norm: float = 1.0
+    learning_rate: float = 2.0
+    method: str = "sample"
+    unit: str = "example"
+    random_state: int | None = None
+
+    def fit(
+        self, X: Any, y: Any, *, budgets: Any = None, people: Any = None, at_most: Any = None, sample_weight: Any = None
+    ) -> "DPLogisticRegression":
+        """Fit to X, (rows, d), and y, (rows,).
+
+        Args:
+            budgets: an epsilon for each example in place of `epsilon`: (n,) or {budget: share}.
+            people: whose each row is, (rows,); the examples are then persons, sorted, of whom at most `at_most` rows
+                enter a step (`by_person`).
+            sample_weight: must be None.
+
+        Raises:
+            ValueError: an argument outside its range, a label that is not in `classes`, or a sample_weight.
+        """
+        if sample_weight is not None:
+            raise ValueError("sample_weight must be None: weights void the account; give budgets= to protect some more")
+        if (self.lower is None) != (self.upper is None):
+            raise ValueError(f"lower and upper must be given together, got {self.lower!r} and {self.upper!r}")
+        x, labels = _columns(X), np.asarray(_checks.unlabelled(y))
+        self.classes_, self.n_features_in_ = np.unique(np.asarray(self.classes)), x.shape[1]
+        places = np.searchsorted(self.classes_, labels).clip(max=len(self.classes_) - 1)
+        if labels.shape != (len(x),) or (self.classes_[places] != labels).any():
+            raise ValueError(f"y must hold one of the classes {self.classes_.tolist()} a row, for {len(x)} rows")
+        targets = torch.from_numpy(places)
+        rows = None if people is None else by_person(x, targets, people, at_most=at_most)
+        n = len(x) if rows is None else len(rows)
+        budgets = budgets_for(self.epsilon if budgets is None else budgets, n)
+        left, self.scaler_ = 1.0, None
+        if self.lower is not None:
+            left, means = 1 - SHARE, x
+            if rows is not None:  # one row a person
+                inside = x.clamp(*(torch.as_tensor(bound, dtype=x.dtype) for bound in (self.lower, self.upper)))
+                means = torch.zeros(n, x.shape[1]).index_add(0, rows.owners, inside) / rows.counts[:, None]
+            seed = self.random_state
+            generator = None if seed is None else keyed_generator(derive_key(seed, "scaler"))
+            paid, bounds = SHARE * float(budgets.min()), {"lower": self.lower, "upper": self.upper}
+            self.scaler_ = private_scaler(means, epsilon=paid, delta=SHARE * self.delta, **bounds, generator=generator)
+            x, budgets = self.scaler_.transform(x), budgets - paid
+        run: dict[str, Any] = {"delta": left * self.delta, "batch_size": min(self.batch_size, n), "epochs": self.epochs}
+        run |= {"max_grad_norm": self.max_grad_norm, "method": self.method, "unit": self.unit}
+        plan, model = DPSGDPlan.for_epsilons(budgets, n=n, **run), torch.nn.Linear(x.shape[1], len(self.classes_))
+        for parameter in model.parameters():
+            torch.nn.init.zeros_(parameter)
+        optimizer = torch.optim.SGD(model.parameters(), lr=self.learning_rate)
+        options = {"seed": self.random_state, "people": people, "at_most": at_most}
+        self.history_ = train(model, cross_entropy, (x, targets), plan, optimizer=optimizer, **options)
+        self.ledger_ = Ledger([] if self.scaler_ is None else [self.scaler_]).add(self.history_)
+        self.coef_, self.intercept_ = (parameter.detach().numpy() for parameter in model.parameters())
+        return self
+
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Logits of each class, (rows, k)."""
+        check_is_fitted(self)
+        x = _columns(X)
+        x = x if self.scaler_ is None else self.scaler_.transform(x)
+        return x.numpy() @ self.coef_.T + self.intercept_
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Probability of each class, (rows, k)."""
+        return torch.from_numpy(self.decision_function(X)).softmax(1).numpy()
+
+    def predict(self, X: Any) -> np.ndarray:
+        """The most probable class of each row, (rows,)."""
+        return self.classes_[self.decision_function(X).argmax(1)]
+
+
+def _columns(X):
+    x = torch.from_numpy(np.array(_checks.unlabelled(X), dtype=np.float32))
+    if x.ndim != 2 or not x.numel() or not x.isfinite().all():
+        raise ValueError(f"X must be finite numbers of shape (rows, d), one of each at least, got {tuple(x.shape)}")
+    return x

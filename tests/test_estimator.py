@@ -1,0 +1,114 @@
+import importlib
+import sys
+
+import numpy as np
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.datasets import load_digits
+from sklearn.model_selection import cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import FunctionTransformer
+
+from dpcompanion.estimator import DPLogisticRegression
+from dpcompanion.training import DPSGDPlan, cross_entropy, train
+
+DIGITS, LABELS = load_digits(return_X_y=True)
+RUN = {"epsilon": 8.0, "classes": range(10), "lower": 0, "upper": 16, "epochs": 5, "random_state": 0}
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return DPLogisticRegression(**RUN).fit(DIGITS, LABELS)
+
+
+def test_digits_are_recognised_and_the_ledger_stays_within_epsilon(fitted):
+    assert fitted.score(DIGITS, LABELS) > 0.85
+    assert 0.85 * 8 < fitted.ledger_.epsilon(1e-5) <= 8
+    chances = fitted.predict_proba(DIGITS[:5])
+    assert chances.shape == (5, 10) and np.allclose(chances.sum(1), 1)
+    assert (fitted.predict(DIGITS) == fitted.classes_[fitted.decision_function(DIGITS).argmax(1)]).all()
+
+
+def test_it_is_train_on_scaled_columns(fitted):
+    """Weights equal those of a loop written by hand with the estimator's plan, to the bit."""
+    x = fitted.scaler_.transform(torch.from_numpy(DIGITS.astype(np.float32)))
+    model = torch.nn.Linear(64, 10)
+    for parameter in model.parameters():
+        torch.nn.init.zeros_(parameter)
+    plan = DPSGDPlan.for_epsilon(7.2, n=1797, delta=0.9e-5, batch_size=256, epochs=5, max_grad_norm=1.0)
+    assert fitted.history_.plan.noise_multiplier == pytest.approx(plan.noise_multiplier, rel=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    train(model, cross_entropy, (x, torch.from_numpy(LABELS)), fitted.history_.plan, optimizer=optimizer, seed=0)
+    assert (fitted.coef_ == model.weight.detach().numpy()).all()
+    assert (fitted.intercept_ == model.bias.detach().numpy()).all()
+
+
+def test_budgets_are_those_of_examples():
+    x, y = torch.randn(300, 2, generator=torch.Generator().manual_seed(0)), np.array(["no", "yes"] * 150)
+    budgets = np.where(np.arange(300) < 200, 1.0, 4.0)
+    found = DPLogisticRegression(classes=("no", "yes"), lower=-3, upper=3, delta=1e-4, batch_size=30, epochs=2)
+    epsilons = found.fit(x, y, budgets=budgets).ledger_.epsilons(1e-4).numpy()
+    assert (epsilons <= budgets).all() and (epsilons > 0.8 * budgets).all()
+    assert set(found.predict(x)) <= {"no", "yes"}
+
+
+def test_persons_are_the_unit_and_copies_of_their_rows_cost_nothing():
+    x = torch.randn(200, 3, generator=torch.Generator().manual_seed(0))
+    y, people = (x[:, 0] > 0).long(), np.arange(200) % 50
+    options = {"lower": -4, "upper": 4, "delta": 1e-4, "batch_size": 10, "epochs": 2, "unit": "patient"}
+    regression = DPLogisticRegression(**options, random_state=1)
+    once = regression.fit(x, y, people=people, at_most=3).ledger_
+    rows = np.concatenate([np.arange(200), np.repeat(7, 30)])
+    copied = clone(regression).fit(x[rows], y[rows], people=people[rows], at_most=3)
+    assert copied.ledger_.epsilon(1e-4) == once.epsilon(1e-4) <= 1
+    assert copied.scaler_.n == copied.history_.plan.n == 50 and "patient" in copied.history_.statement()
+
+
+def test_the_scaler_of_persons_sees_one_row_each_within_the_bounds():
+    """A person's rows may hold any numbers: what enters the means is one row a person, between the bounds."""
+    x = np.zeros((100, 1), dtype=np.float32)
+    x[:50] = 1e30
+    options = {"lower": 0, "upper": 2, "delta": 1e-4, "batch_size": 10, "epochs": 1, "epsilon": 1e4, "random_state": 0}
+    regression = DPLogisticRegression(**options).fit(x, np.zeros(100), people=np.arange(100) % 50, at_most=2)
+    assert float(regression.scaler_.mean) == pytest.approx(1, abs=0.05)
+
+
+def test_it_is_an_estimator_of_scikit_learn():
+    regression = DPLogisticRegression(**RUN | {"epochs": 2})
+    assert clone(regression).get_params() == regression.get_params()
+    assert "epsilon=8.0" in repr(regression)
+    pipeline = make_pipeline(FunctionTransformer(lambda x: x / 1.0), regression)
+    assert cross_val_score(pipeline, DIGITS, LABELS, cv=2).min() > 0.6
+
+
+def test_without_bounds_columns_are_taken_as_they_are():
+    x = np.random.default_rng(0).normal(size=(100, 2))
+    found = DPLogisticRegression(delta=1e-3, batch_size=10, epochs=1).fit(x, x[:, 0] > 0)
+    assert found.scaler_ is None and found.history_.plan.epsilon(1e-3) <= 1 and found.n_features_in_ == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "named"),
+    [
+        ({}, {"sample_weight": np.ones(100)}, "sample_weight"),
+        ({"lower": 0}, {}, "lower and upper"),
+        ({"classes": (0, 2)}, {}, "classes"),
+        ({"epsilon": -1.0}, {}, "-1"),
+        ({"batch_size": 0}, {}, "batch_size"),
+        ({}, {"people": np.arange(100)}, "at_most"),
+        ({}, {"X": np.full((100, 2), np.nan)}, "X must be finite"),
+        ({}, {"y": np.zeros(99)}, "y must"),
+    ],
+)
+def test_what_it_refuses(options, given, named):
+    data = {"X": np.ones((100, 2)), "y": np.arange(100) % 2}
+    with pytest.raises(ValueError, match=named):
+        DPLogisticRegression(**{"delta": 1e-3} | options).fit(**data | given)
+
+
+def test_without_scikit_learn_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.base", None)
+    monkeypatch.delitem(sys.modules, "dpcompanion.estimator")
+    with pytest.raises(ImportError, match=r"dpcompanion\[data\]"):
+        importlib.import_module("dpcompanion.estimator")
