@@ -21,6 +21,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+import jupytext
 import pytest
 
 BOOK = Path(__file__).resolve().parent.parent / "book"
@@ -40,23 +41,7 @@ class Length(NamedTuple):
 
 GENERAL = Length(words=2500, code=75, tables=1, figures=3)
 #: What is longer, and by how much today: to be lowered with the page, and taken out when it is within the limit.
-LONGER = {
-    "accounting": {"tables": 2},
-    "accounting-in-pictures": {"figures": 5},
-    "attacker": {"tables": 2},
-    "exact-filters": {"figures": 4},
-    "papers/gradients-look-alike": {"code": 108, "tables": 3},
-    "papers/gradients-look-alike-exact": {"tables": 2},
-    "papers/gradients-look-alike-proofs": {"tables": 3},
-    "papers/idp-sgd": {"code": 146, "tables": 2},
-    "papers/idp-sgd-others": {"tables": 2},
-    "papers/individual-accounting": {"code": 117, "figures": 5},
-    "papers/intrinsic-privacy": {"tables": 3},
-    "papers/per-instance-accounting": {"code": 153, "figures": 4, "tables": 2},
-    "run-times": {"tables": 2},
-    "your-epsilon": {"tables": 2},
-    "your-own-model": {"code": 120},
-}
+LONGER = {"accounting-in-pictures": {"figures": 5}, "exact-filters": {"figures": 4}}
 #: What says of itself that it is short.
 SHORTER = {"tour": {"words": 700, "code": 45, "tables": 0, "figures": 0}}
 
@@ -111,6 +96,37 @@ CHAPTERS = sorted(name for name in PAGES if not REFERENCE.fullmatch(name) and no
 def test_a_page_is_within_its_limits(name):
     length, limits = length_of_page(name), GENERAL._replace(**LONGER.get(name, {}), **SHORTER.get(name, {}))
     assert length.words and all(is_ <= limit for is_, limit in zip(length, limits)), (length, limits)
+
+
+#: Columns of code that a page shows without a scroll bar, at a width of 1280 pixels.
+COLUMNS = 76
+
+
+def too_wide(cells):
+    """The lines of visible code, in cells and in the text, that are longer than `COLUMNS`."""
+    hidden = {"hide-input", "remove-input", "hide-cell", "remove-cell"}
+    shown = []
+    for cell in cells:
+        if cell["cell_type"] != "code":
+            shown += re.findall(r"(?ms)^```python$(.*?)^```$", cell["source"])
+        elif not hidden & {*cell["metadata"].get("tags", ())}:
+            shown.append(cell["source"])
+    return [line for code in shown for line in code.splitlines() if len(line) > COLUMNS]
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_visible_code_fits_the_page(name):
+    assert not too_wide(jupytext.read(BOOK / f"{name}.md", fmt="md:myst").cells)
+
+
+def test_code_that_is_too_wide_is_found():
+    def cell(source, *tags):
+        return {"cell_type": "code", "source": source, "metadata": {"tags": tags}}
+
+    wide = "x" * (COLUMNS + 1)
+    assert too_wide([cell(f"{wide}\n{wide[1:]}"), cell(wide, "hide-input"), cell(wide, "hide-output")]) == [wide] * 2
+    text = {"cell_type": "markdown", "source": f"{wide}\n\n```python\n{wide}\n```\n\n```\n{wide}\n```\n"}
+    assert too_wide([text]) == [wide]
 
 
 @pytest.mark.parametrize("name", LONGER)
