@@ -70,8 +70,7 @@ def secure(number):
     return SecureStream(key=number.to_bytes(32, "little"))
 
 
-@pytest.mark.parametrize("source", [generator, secure])
-@pytest.mark.parametrize("block", [1, 1 << 20])
+@pytest.mark.parametrize("source, block", [(generator, 1), (generator, 1 << 20), (secure, 4)])
 @pytest.mark.parametrize("rates", [0.3, [0.1, 0.7, 0.1, 1.0, 0.7, 0.1], [0.1, 0.2, 0.3, 0.4, 0.5, 0.6]])
 def test_draws_by_gaps_have_the_exact_law_of_coins(monkeypatch, rates, block, source):
     """Every subset of six examples has its probability: so the first and the last, and all dependences."""
@@ -160,12 +159,12 @@ def test_seeds_that_agree_in_32_bits_have_different_batches_and_noise():
     assert not torch.equal(*(PoissonSampler(99, 0.5, streams["sampling"]).draw() for streams in (one, other)))
 
 
-@pytest.mark.parametrize("rate", [0.3, torch.tensor([0.1, 0.5, 1.0] * 20, dtype=torch.float64)])
-def test_draws_from_a_cipher_are_poisson(rate):
-    sampler = PoissonSampler(60, rate, SecureStream())
-    counts = torch.stack([torch.bincount(sampler.draw(), minlength=60) for _ in range(2000)]).sum(0)
-    for count, q in zip(counts.tolist(), torch.as_tensor(rate).expand(60).tolist()):
-        assert count == 2000 if q == 1 else stats.binomtest(count, 2000, q).pvalue > 1e-6
+def test_draws_from_a_cipher_are_poisson():
+    rates = torch.tensor([0.1, 0.5, 1.0] * 20, dtype=torch.float64)
+    sampler = PoissonSampler(60, rates, SecureStream())
+    counts = torch.stack([torch.bincount(sampler.draw(), minlength=60) for _ in range(1000)]).sum(0)
+    for count, q in zip(counts.tolist(), rates.tolist()):
+        assert count == 1000 if q == 1 else stats.binomtest(count, 1000, q).pvalue > 1e-6
     assert sampler.masks(4).shape == (4, 60)
 
 

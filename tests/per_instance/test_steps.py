@@ -78,7 +78,7 @@ def test_the_other_direction_agrees_with_quadrature(q, s, size, order):
 
 
 @given(rate=st.floats(-6, 0), noise=st.floats(-1, 2), order=st.floats(1.01, 64))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_the_other_direction_is_never_larger_and_never_negative(rate, noise, order):
     remove, add = (step(10**rate, 10**noise, 1.0, order, direction=d) for d in ("remove", "add"))
     assert 0 <= add <= remove * (1 + 1e-8)
@@ -501,7 +501,7 @@ def test_bad_pools_are_refused_by_name():
 
 def test_adding_at_an_epsilon_of_zero_is_computed_at_every_rate():
     """Rounding made an epsilon that is 0 negative, and refused it, at one rate in 250."""
-    for rate in torch.arange(1, 1000, dtype=torch.float64).tolist():
-        one = coupled_delta([0.5], sample_rate=rate / 1000, noise_std=1.0, epsilon=0.0, direction="add")
-        other = coupled_delta([0.5], sample_rate=rate / 1000, noise_std=1.0, epsilon=0.0, direction="remove")
-        assert float(one) == pytest.approx(float(other), rel=1e-9)  # at 0 both are the total variation
+    rates, sizes = torch.arange(1, 1000, dtype=torch.float64) / 1000, torch.full((1, 999), 0.5)
+    step = dict(sample_rate=rates, noise_std=1.0, epsilon=0.0)
+    add, remove = (coupled_delta(sizes, **step, direction=direction) for direction in ("add", "remove"))
+    torch.testing.assert_close(add, remove, rtol=1e-9, atol=0)  # at 0 both are the total variation

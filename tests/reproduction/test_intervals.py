@@ -142,10 +142,10 @@ def test_perfect_agreement_of_few_groups_is_no_proof_of_it():
     assert intervals.rank_correlation(-1.0, 10).high > -1
 
 
-@pytest.mark.parametrize("r", [0.09, 0.11, 0.35, 0.44, 0.61, 0.62, 0.79])
-def test_the_coin_tosses_of_ten_classes_are_undecided(r):
+def test_rank_correlations_of_ten_classes_are_undecided():
     # What one experiment gave under several roundings, against the criterion 0.5.
-    assert intervals.rank_correlation(r, 10).at_least(0.5) == "undecided"
+    for r in (0.09, 0.11, 0.35, 0.44, 0.61, 0.62, 0.79):
+        assert intervals.rank_correlation(r, 10).at_least(0.5) == "undecided"
 
 
 def test_rounding_does_not_move_an_interval():

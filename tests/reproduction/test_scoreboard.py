@@ -101,12 +101,6 @@ def standing(folder, values, preset="paper", name=NAME):
             "reproduced",
             "3 match, 1 close",
         ),
-        (
-            {"cifar10.individual": 74.1, "cifar10.maximum": 73.9, "mnist.individual": 97.2, "mnist.maximum": 90.0},
-            "paper",
-            "in part",
-            "3 match, 1 differs",
-        ),
         ({"cifar10.individual": 74.1}, "paper", "in part", "1 matches, 3 not run"),
         (
             {
@@ -138,7 +132,6 @@ def test_a_state_follows_from_the_verdicts(tmp_path, values, preset, state, verd
     [
         (["mnist", "cifar10"], {"a": "resnet20", "b": "wrn16-4"}, [], "reproduced", "paper record, stale"),
         (["mnist"], {"a": "resnet20", "b": "wrn16-4"}, [], "in part", "paper record, stale, without cifar10"),
-        (["mnist", "cifar10"], {"a": "resnet20", "b": "cnn"}, [], "in part", "paper record, stale, without wrn16-4"),
         (
             ["mnist", "cifar10"],
             {"a": "resnet20", "b": "wrn16-4"},
@@ -209,11 +202,8 @@ def judged(folder, outcomes, kind="claim"):
 @pytest.mark.parametrize(
     "outcomes, state, verdicts",
     [
-        ([True, False], "in part", "1 holds, 1 fails"),
         ([True, "undecided"], "in part", "1 holds, 1 undecided"),
         ([True, True], "reproduced", "2 hold"),
-        (["undecided"], "undecided", "1 undecided"),
-        ([False], "contradicted", "1 fails"),
         ([False, "undecided"], "contradicted", "1 fails, 1 undecided"),
     ],
 )
