@@ -85,7 +85,7 @@ ANY_ARGUMENT = dict(
 
 
 @given(log_steps=st.floats(0, 5), **ANY_ARGUMENT)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_the_pld_epsilon_is_monotone_in_every_argument(rate, noise, log_steps, log_delta, argument, factor):
     check_monotone(run_of(rate, noise, log_steps), 10**log_delta, argument, factor, "pld")
 
@@ -263,7 +263,7 @@ def test_pld_is_not_above_rdp_at_tiny_deltas(delta):
 
 
 @pytest.mark.parametrize("sample_rate", [0.01, 1.0])
-@pytest.mark.parametrize("noise_multiplier", [1e100, 1e200, 1.7e308])
+@pytest.mark.parametrize("noise_multiplier", [1e155, 1.7e308])
 def test_noise_whose_square_is_no_float_is_accounted_for(noise_multiplier, sample_rate):
     run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=3)
     assert 0 <= compute_delta(**run, epsilon=0.1) <= compute_delta(**run, epsilon=0.0) <= 1e-99
