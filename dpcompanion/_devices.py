@@ -1,4 +1,4 @@
-"""What hangs on the device where numbers lie: whether to look at them waits for it, and whether they are cast."""
+"""Tensors on accelerators: whether reading a value waits for the device, and how tensors are moved and cast."""
 
 import torch
 

@@ -1,8 +1,10 @@
 """What some tests need besides Python: without it they skip and say how to get it; where CI is set they fail."""
 
 import importlib.util
+import json
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import hypothesis
@@ -48,3 +50,18 @@ def chromium():
 def node():
     """The path of node."""
     return needed(shutil.which("node"), "node", "apt-get install nodejs")
+
+
+@pytest.fixture(scope="session")
+def run_script(node):
+    """A function for the value of a JavaScript expression over the book's scripts, each under its name."""
+    static = ROOT / "book" / "_static"
+
+    def run(expression):
+        names = {"accountant": "accountant", "exactFilter": "filter", "planner": "planner", "chart": "chart"}
+        loaded = [f"const {name} = require({str(static / f'{file}.js')!r});" for name, file in names.items()]
+        command = [node, "-e", f"{''.join(loaded)} console.log(JSON.stringify({expression}))"]
+        done = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", check=True)
+        return json.loads(done.stdout)
+
+    return run

@@ -184,7 +184,7 @@ FAULTS = (
         "filters/renyi.py",
         "(after <= self._budgets).all(dim=1)",
         "(self._spent <= self._budgets).all(dim=1)",
-        "filters/test_renyi.py::test_no_budget_is_exceeded_and_whoever_left_stays_away",
+        "filters/test_renyi.py::test_no_budget_is_exceeded_and_inactive_examples_stay_inactive",
     ),
     fault(
         "an exact filter pays for a level below the one it serves",
@@ -415,7 +415,7 @@ FAULTS = (
         "return PateParameters(math.sqrt(2 * queries) / mean, reach / mean)",
         "return PateParameters(math.sqrt(queries) / mean, reach / mean)",
         "test_pate.py::test_moving_a_groups_vote_changes_the_label_by_no_more_than_is_said",
-        "test_pate.py::test_a_label_for_everybody_costs_what_as_many_gaussian_mechanisms_cost",
+        "test_pate.py::test_queries_cost_what_as_many_gaussian_mechanisms_cost",
     ),
     # Attacks and audits
     fault(
@@ -430,7 +430,7 @@ FAULTS = (
         "audit/bounds.py",
         "+ 2 * m * delta * (window / np.arange(1, v + 1)).max()",
         "+ 0 * m * delta * (window / np.arange(1, v + 1)).max()",
-        "test_audit.py::test_a_mechanism_that_now_and_then_tells_everything_is_not_refuted_for_it",
+        "test_audit.py::test_a_mechanism_that_reveals_all_with_probability_delta_is_rarely_refuted",
     ),
     # The reproduction
     fault(

@@ -23,6 +23,8 @@ from dpcompanion.attacks import (
     tpr_at_fpr,
 )
 
+from .refusals import refuses
+
 
 @pytest.mark.parametrize("successes,trials", [(0, 10), (3, 10), (10, 10), (1, 100000)])
 def test_the_interval_is_that_of_the_exact_binomial_test(successes, trials):
@@ -31,7 +33,7 @@ def test_the_interval_is_that_of_the_exact_binomial_test(successes, trials):
     assert lower == pytest.approx(exact.low) and upper == pytest.approx(exact.high)
 
 
-def test_randomised_response_is_not_accused_more_often_than_the_confidence_allows():
+def test_the_bound_for_randomised_response_fails_no_more_often_than_the_confidence_allows():
     epsilon, trials, generator = 1.0, 200, torch.Generator().manual_seed(0)
     tell = math.exp(epsilon) / (1 + math.exp(epsilon))
     right = torch.rand(4000, trials, generator=generator).lt(tell).sum(1)
@@ -71,20 +73,21 @@ def test_chance_refutes_nothing():
     assert epsilon_lower_bound(**counts, delta=1e-5) == 0 and mu_lower_bound(**counts) == 0
 
 
-@pytest.mark.parametrize(
-    "change,said",
-    [
-        (dict(true_positives=11), "successes"),
-        (dict(false_positives=0.5), "successes"),
-        (dict(positives=0), "trials"),
-        (dict(delta=1.0), "delta"),
-        (dict(confidence=1.0), "confidence"),
-    ],
-)
-def test_bad_counts_are_refused(change, said):
-    given = dict(true_positives=1, positives=10, false_positives=1, negatives=10, delta=0.0)
-    with pytest.raises(ValueError, match=said):
-        epsilon_lower_bound(**{**given, **change})
+def test_bad_arguments_are_refused_by_name():
+    counts = dict(true_positives=1, positives=10, false_positives=1, negatives=10, delta=0.0)
+    refuses(epsilon_lower_bound, counts, delta=[1.0], confidence=[1.0])
+    refuses(clopper_pearson, dict(successes=1, trials=10), successes=[11, 0.5], trials=[0], confidence=[[0.9, 0.95]])
+    scores = dict(members=[1.0], nonmembers=[0.0])
+    nothing_of_numbers = [["a"], [None], [[1.0], [2.0, 3.0]], None, "scores"]
+    refuses(auc, scores, members=nothing_of_numbers, nonmembers=nothing_of_numbers, confidence=[[0.9, 0.95]])
+    refuses(tpr_at_fpr, scores, members=[torch.tensor([]), torch.tensor([math.nan])], confidence=[[0.9, 0.95]])
+    losses = dict(members=torch.ones(5), nonmembers=torch.ones(5), generator=generator(), confidence=0.9)
+    refuses(loss_threshold_attack, losses, members=[torch.tensor([math.nan, 1.0]), torch.ones(2, 2)], confidence=[1])
+    with pytest.raises(ValueError, match="two losses"):
+        loss_threshold_attack(torch.ones(1), torch.ones(5), generator=generator())
+    refuses(shadow_masks, dict(models=6, n=50, generator=generator()), models=[5], generator=[None])
+    masks = shadow_masks(2, 3, generator=generator())
+    refuses(shadow_scores, dict(fit=_number_and_mask, masks=masks), jobs=[0])
 
 
 def generator(seed=0):
@@ -104,10 +107,6 @@ def test_log_odds_are_those_of_the_softmax_and_blind_to_a_common_shift_even_wher
 def test_every_example_is_in_half_of_the_shadow_models():
     masks = shadow_masks(6, 50, generator=generator())
     assert (masks.sum(0) == 3).all() and masks.unique(dim=1).shape[1] > 10
-    with pytest.raises(ValueError, match="even"):
-        shadow_masks(5, 50, generator=generator())
-    with pytest.raises(ValueError, match="generator"):
-        shadow_masks(6, 50, generator=None)
 
 
 @pytest.mark.parametrize("variance", ["each", "pooled"])
@@ -142,33 +141,12 @@ def test_lira_finds_the_members_of_gaussian_scores_as_well_as_theory_allows():
     assert lira(target, shadows, masks).isfinite().all()
 
 
-def test_lira_refuses_examples_that_were_never_in_or_never_out():
-    with pytest.raises(ValueError, match="masks"):
-        lira(torch.zeros(2), torch.zeros(4, 2), torch.tensor([[True, True]] * 2 + [[False, True]] * 2))
-    with pytest.raises(ValueError, match="shape"):
-        lira(torch.zeros(3), torch.zeros(4, 2), torch.zeros(4, 2, dtype=torch.bool))
-
-
 @pytest.mark.slow
 def test_shadow_sets_are_the_same_one_by_one_side_by_side_and_in_parallel():
     masks = shadow_masks(6, 9, generator=generator())
     one = shadow_scores(_number_and_mask, masks)
     assert torch.equal(one, shadow_scores(_number_and_mask, masks, size=4))
     assert torch.equal(one, shadow_scores(_number_and_mask, masks, size=2, jobs=2))
-
-
-def test_no_jobs_at_all_are_refused():
-    with pytest.raises(ValueError, match="jobs"):
-        shadow_scores(_number_and_mask, shadow_masks(2, 3, generator=generator()), jobs=0)
-
-
-def test_scores_may_be_a_list_of_numbers_and_of_nothing_else():
-    assert auc([3.0, 2.0, 1], [1.0, 0.0]) == auc(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([1.0, 0.0]))
-    for bad in (["a"], [None], [[1.0], [2.0, 3.0]], None, "scores"):
-        with pytest.raises(ValueError, match="members"):
-            auc(bad, [1.0])
-        with pytest.raises(ValueError, match="nonmembers"):
-            auc([1.0], bad)
 
 
 def _number_and_mask(numbers, masks):
@@ -198,8 +176,8 @@ def test_delongs_interval_covers_as_often_as_it_says():
     assert 0.86 <= covered / 400 <= 0.94
 
 
-@pytest.mark.parametrize("sizes", [(5, 5), (10, 10), (10, 300), (300, 10), (100, 100)])
-@pytest.mark.parametrize("truth", [0.5, 0.95, 0.98, 0.999])
+@pytest.mark.parametrize("sizes", [(5, 5), (10, 300), (300, 10)])
+@pytest.mark.parametrize("truth", [0.5, 0.98, 0.999])
 def test_the_interval_covers_where_scores_are_few_or_nearly_all_apart(sizes, truth):
     shift, missed = math.sqrt(2) * stats.norm.ppf(truth), 0
     for row in torch.randn(300, sum(sizes), dtype=torch.float64, generator=generator()):
@@ -223,15 +201,10 @@ def test_the_interval_is_delongs_where_scores_are_many_and_is_never_a_point():
     assert apart == (1.0, pytest.approx(0.025 ** (1 / 100)), 1.0) and mixed == (0.0, 0.0, pytest.approx(1 - apart.low))
 
 
-def test_a_rate_of_nearly_one_and_confidences_that_are_lists():
+def test_a_rate_of_nearly_one_has_all_its_digits():
     assert tpr_at_fpr(torch.arange(100.0), torch.arange(100.0), fpr=1 - 1e-12)[0] == 0.99
-    for call in (
-        lambda wrong: clopper_pearson(1, 10, confidence=wrong),
-        lambda wrong: auc([1.0], [0.0], confidence=wrong),
-        lambda wrong: tpr_at_fpr([1.0], [0.0], confidence=wrong),
-    ):
-        with pytest.raises(ValueError, match="confidence"):
-            call([0.9, 0.95])
+    false, _ = roc(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 1.5, 2.5]))
+    assert float(false[1]) in (0.0, 1 / 3) and 1 / 3 in false.tolist()
 
 
 def test_the_rate_at_a_low_false_positive_rate_respects_it_with_ties():
@@ -243,9 +216,6 @@ def test_the_rate_at_a_low_false_positive_rate_respects_it_with_ties():
     low, high = tpr_at_fpr(members, others, fpr=0.2)[1:]
     exact = stats.binomtest(3, 4).proportion_ci(confidence_level=0.95, method="exact")
     assert (low, high) == pytest.approx((exact.low, exact.high))
-    for bad in (torch.tensor([]), torch.tensor([math.nan])):
-        with pytest.raises(ValueError, match="members"):
-            tpr_at_fpr(bad, others)
 
 
 def test_a_loss_threshold_is_chosen_on_one_half_and_counted_on_the_other():
@@ -257,7 +227,7 @@ def test_a_loss_threshold_is_chosen_on_one_half_and_counted_on_the_other():
     assert swapped.fitted == 0.5  # a high loss says nothing to this attack
 
 
-def test_a_threshold_fitted_to_noise_promises_more_than_it_keeps():
+def test_a_fitted_threshold_overstates_its_success_on_noise_and_the_interval_does_not():
     """Where members and others have the same losses no attack beats one half."""
     fitted, covered = [], 0
     for seed in range(300):
@@ -268,45 +238,18 @@ def test_a_threshold_fitted_to_noise_promises_more_than_it_keeps():
     assert np.mean(fitted) > 0.56 and min(fitted) >= 0.5 and covered >= 0.93 * 300
 
 
-def test_bad_losses_are_refused():
-    for members, words in (
-        (torch.ones(1), "two losses"),
-        (torch.tensor([math.nan, 1.0]), "members"),
-        (torch.ones(2, 2), "members"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            loss_threshold_attack(members, torch.ones(5), generator=generator())
-    with pytest.raises(ValueError, match="confidence"):
-        loss_threshold_attack(torch.ones(5), torch.ones(5), generator=generator(), confidence=1)
-
-
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"masks": lambda m: m.to(torch.uint8)}, "masks"),
-        ({"masks": lambda m: m.long()}, "masks"),
-        ({"masks": lambda m: m.numpy()}, "masks"),
-        ({"shadows": lambda s: s.long()}, "shadows"),
-        ({"targets": lambda t: t.masked_fill(t > 0, math.nan)}, "targets"),
-    ],
-)
-def test_lira_refuses_what_is_not_scores_and_booleans(change, said):
+@pytest.mark.parametrize("attack", [lira, lira_offline])
+def test_what_is_not_scores_and_booleans_is_refused(attack):
     """Of masks of bytes ~ is true everywhere, and a model that leaks looked private."""
-    generator = torch.Generator().manual_seed(0)
-    given = {
-        "targets": torch.randn(3, generator=generator),
-        "shadows": torch.randn(6, 3, generator=generator),
-        "masks": torch.arange(18).reshape(6, 3) % 2 == 0,
-    }
-    given["masks"] = torch.tensor([[True] * 3, [False] * 3] * 3)
-    assert lira(**given).shape == (3,)
-    with pytest.raises(ValueError, match=said):
-        lira(**{name: change.get(name, lambda value: value)(value) for name, value in given.items()})
-
-
-def test_rates_of_thirds_have_all_their_digits():
-    false, _ = roc(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0.5, 1.5, 2.5]))
-    assert float(false[1]) in (0.0, 1 / 3) and 1 / 3 in false.tolist()
+    shadows = torch.randn(6, 3, generator=generator())
+    masks = torch.tensor([[True] * 3, [False] * 3] * 3)
+    good = dict(targets=torch.zeros(3), shadows=shadows, masks=masks)
+    always_in = torch.tensor([[True, True, True]] * 4 + [[True, False, False]] * 2)
+    refuses(attack, good, masks=[masks.to(torch.uint8), masks.long(), masks.numpy(), torch.ones_like(masks), always_in])
+    refuses(attack, good, targets=[torch.tensor([math.nan, 0.0, 0.0]), torch.tensor([math.inf, 0.0, 0.0])])
+    refuses(attack, good, shadows=[shadows.long(), shadows.masked_fill(~masks, -math.inf)])
+    with pytest.raises(ValueError, match="shape"):
+        attack(torch.zeros(4), shadows, masks)
 
 
 @pytest.mark.parametrize("variance", ["each", "pooled"])
@@ -339,20 +282,9 @@ def test_offline_lira_finds_the_members_of_gaussian_scores_as_well_as_theory_all
     assert auc(scores[member], scores[~member]).value == pytest.approx(stats.norm.cdf(mu / math.sqrt(2)), abs=0.02)
 
 
-@pytest.mark.parametrize("attack", [lira, lira_offline])
-def test_infinite_scores_are_refused_by_name(attack):
-    targets, shadows = torch.zeros(2), torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
-    masks = torch.tensor([[True, True], [False, False]]).repeat(3, 1)
-    with pytest.raises(ValueError, match="targets"):
-        attack(torch.tensor([math.inf, 0.0]), shadows, masks)
-    with pytest.raises(ValueError, match="shadows"):
-        attack(targets, shadows.masked_fill(masks, -math.inf), masks)
-    with pytest.raises(ValueError, match="masks"):
-        attack(targets, shadows, torch.ones(6, 2, dtype=torch.bool))
-
-
 def test_scores_in_pandas_count_in_their_order():
     pandas = pytest.importorskip("pandas")
     members, nonmembers = [2.0, 1.0, 3.0], [1.5, 0.0, 0.5]
     series = [pandas.Series(values, index=[7, 0, 1]) for values in (members, nonmembers)]
-    assert auc(*series) == auc(members, nonmembers) and tpr_at_fpr(*series) == tpr_at_fpr(members, nonmembers)
+    assert auc(*series) == auc(members, nonmembers) == auc(torch.tensor(members), torch.tensor(nonmembers))
+    assert tpr_at_fpr(*series) == tpr_at_fpr(members, nonmembers)

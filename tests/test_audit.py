@@ -49,7 +49,7 @@ def test_gaussian_noise_is_refuted_as_rarely_as_is_said(mu):
 
 
 @pytest.mark.parametrize("delta", [0.04, 0.06, 0.2])
-def test_a_mechanism_that_now_and_then_tells_everything_is_not_refuted_for_it(delta):
+def test_a_mechanism_that_reveals_all_with_probability_delta_is_rarely_refuted(delta):
     # (0, delta): all coins with probability delta, else nothing. Of 30 guesses all are right with that probability.
     trials = 30
     law = (1 - delta) * stats.binom.pmf(np.arange(trials + 1), trials, 0.5)
@@ -75,7 +75,7 @@ def test_extreme_scores_of_gaussian_noise_stay_below_the_truth_and_are_no_toy():
     assert np.median(values) > 0.8 and found.gaussian_epsilon > found.epsilon > 1
 
 
-def test_scores_that_know_nothing_find_nothing_and_those_that_know_all_find_much():
+def test_uninformative_scores_give_a_small_epsilon_and_perfect_ones_a_large_epsilon():
     included = audit.random_inclusion(1000, torch.Generator().manual_seed(0))
     noise = torch.rand(1000, generator=torch.Generator().manual_seed(1))
     nothing, all_ = (audit.audit_scores(scores, included, delta=1e-5)["all"] for scores in (noise, included + noise))
@@ -83,7 +83,7 @@ def test_scores_that_know_nothing_find_nothing_and_those_that_know_all_find_much
 
 
 @pytest.mark.parametrize("members_first", [False, True])
-def test_equal_scores_tell_nothing_wherever_members_are_listed(members_first):
+def test_ties_give_no_evidence_wherever_members_are_listed(members_first):
     included = (torch.arange(1000) < 500) == members_first
     rightly = torch.rand(1000, generator=torch.Generator().manual_seed(0)) < 0.95
     for scores in (torch.zeros(1000), rightly.double(), -rightly.double()):
@@ -106,7 +106,7 @@ def fitted(monkeypatch):
     return audit.audit_training
 
 
-def test_canaries_that_overlap_are_told_apart_together(fitted):
+def test_attacking_all_canaries_together_separates_those_that_overlap(fitted):
     # 120 gradients in 130 dimensions, and next to no noise: by itself each drowns in the others.
     x = torch.randn(120, 130, generator=torch.Generator().manual_seed(0)).double()
     model = torch.nn.Linear(130, 1, bias=False).double()

@@ -4,7 +4,6 @@ import json
 import math
 import random
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -23,34 +22,6 @@ from .soundness.calculator import game_of, promises_of
 
 ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
-
-
-@pytest.fixture(scope="module")
-def run_script(node):
-    """What an expression over `accountant` and `exactFilter` gives."""
-
-    def run(expression):
-        script = f"const accountant = require({str(STATIC / 'accountant.js')!r});"
-        script += f"const exactFilter = require({str(STATIC / 'filter.js')!r});"
-        script += f"console.log(JSON.stringify({expression}))"
-        return json.loads(
-            subprocess.run([node, "-e", script], capture_output=True, text=True, encoding="utf-8", check=True).stdout
-        )
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def run_chart(node):
-    """What an expression over `chart` gives."""
-
-    def run(expression):
-        script = f"const chart = require({str(STATIC / 'chart.js')!r}); console.log(JSON.stringify({expression}))"
-        return json.loads(
-            subprocess.run([node, "-e", script], capture_output=True, text=True, encoding="utf-8", check=True).stdout
-        )
-
-    return run
 
 
 @pytest.fixture
@@ -260,14 +231,14 @@ def test_the_attacker_finds_nothing_beyond_delta_for_nothing_and_everything_for_
         assert 0 <= none <= some <= all_ == 1 and some >= 0.01
 
 
-def test_axes_are_marked_at_round_places(run_chart):
-    assert run_chart("chart.ticks(0, 1.03, false)") == [0, 0.2, 0.4, 0.6, 0.8, 1]
-    assert run_chart("chart.ticks(0, 9375, false)") == [0, 2000, 4000, 6000, 8000]
-    assert run_chart("chart.ticks(1e-4, 1, true)") == [1e-4, 1e-3, 1e-2, 0.1, 1]
-    named = run_chart("[0, 0.0001, 9000, 20000, 1.5e6, 4e8].map(chart.named)")
+def test_axes_are_marked_at_round_places(run_script):
+    assert run_script("chart.ticks(0, 1.03, false)") == [0, 0.2, 0.4, 0.6, 0.8, 1]
+    assert run_script("chart.ticks(0, 9375, false)") == [0, 2000, 4000, 6000, 8000]
+    assert run_script("chart.ticks(1e-4, 1, true)") == [1e-4, 1e-3, 1e-2, 0.1, 1]
+    named = run_script("[0, 0.0001, 9000, 20000, 1.5e6, 4e8].map(chart.named)")
     assert named == ["0", "0.0001", "9000", "20k", "1.5M", "4e8"]
     for high in (1e-6, 0.9, 3.0, 5.6e6):
-        marks = run_chart(f"chart.ticks(0, {high}, false)")
+        marks = run_script(f"chart.ticks(0, {high}, false)")
         assert 3 <= len(marks) <= 8 and marks[0] == 0 and marks[-1] <= high * (1 + 1e-9)
 
 

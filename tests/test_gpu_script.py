@@ -29,7 +29,7 @@ def time_up(monkeypatch, tmp_path_factory):
 
 
 @pytest.fixture
-def told(monkeypatch, tmp_path, capsys):
+def run_tasks(monkeypatch, tmp_path, capsys):
     """A function that runs the script with the given tasks, {name: Python code}: (status, what it said)."""
 
     def call(tasks, *arguments):
@@ -42,15 +42,15 @@ def told(monkeypatch, tmp_path, capsys):
     return call
 
 
-def test_what_is_cut_off_may_keep_what_it_has_and_is_done_by_the_next_call(told, tmp_path, time_up):
+def test_what_is_cut_off_may_keep_what_it_has_and_is_done_by_the_next_call(run_tasks, tmp_path, time_up):
     kept = tmp_path / "kept"
     slow = f"open({str(time_up)!r}, 'w').close()\n{SLEEP}open({str(kept)!r}, 'w').close()"
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as where a shell runs it in the background
-    status, said = told({"first": "pass", "second": slow, "third": "pass"})
+    status, said = run_tasks({"first": "pass", "second": slow, "third": "pass"})
     signal.signal(signal.SIGINT, before)
     assert status == 3 and "left for the next call: second, third" in said and kept.exists()
     time_up.unlink()
-    status, said = told({"first": "raise SystemExit(9)", "second": "pass", "third": "pass"})
+    status, said = run_tasks({"first": "raise SystemExit(9)", "second": "pass", "third": "pass"})
     assert status == 0 and "first" not in said and "second: done" in said and "third: done" in said
 
 
@@ -58,10 +58,10 @@ def test_the_time_is_over_after_so_many_minutes_and_without_them_never():
     assert gpu.deadline(0)() and not gpu.deadline(1e9)() and not gpu.deadline(None)()
 
 
-def test_what_fails_keeps_nothing_else_from_running_and_is_tried_again(told):
-    status, said = told({"first": "raise SystemExit(9)", "second": "pass"})
+def test_what_fails_keeps_nothing_else_from_running_and_is_tried_again(run_tasks):
+    status, said = run_tasks({"first": "raise SystemExit(9)", "second": "pass"})
     assert status == 1 and "first: failed (9)" in said and "second: done" in said
-    assert told({"first": "pass", "second": "raise SystemExit(9)"})[0] == 0
+    assert run_tasks({"first": "pass", "second": "raise SystemExit(9)"})[0] == 0
 
 
 @pytest.mark.slow
@@ -97,13 +97,13 @@ pieces.resumable(work, ["first", "second"], folder=data.data_folder() / "runs" /
 
 
 @pytest.mark.slow
-def test_on_another_machine_pieces_and_their_unfinished_states_are_taken_up(told, monkeypatch, tmp_path, time_up):
+def test_on_another_machine_pieces_and_their_unfinished_states_are_taken_up(run_tasks, monkeypatch, tmp_path, time_up):
     folder, kept, work = tmp_path / "data", tmp_path / "carried" / "kept.tar", PIECES.format(str(time_up))
     monkeypatch.setenv("DPCOMPANION_DATA", str(folder))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     folder.mkdir()
     (folder / "cifar10.npz").write_bytes(b"a data set")
-    status, _ = told({"trial": work}, "--keep", str(kept))
+    status, _ = run_tasks({"trial": work}, "--keep", str(kept))
     with tarfile.open(kept) as tar:
         names = sorted(re.sub(r"\.[0-9a-f]{12}\.", ".", name) for name in tar.getnames())
     assert status == 3
@@ -112,7 +112,7 @@ def test_on_another_machine_pieces_and_their_unfinished_states_are_taken_up(told
     written = state.stat().st_mtime
     shutil.rmtree(folder)
     time_up.unlink()
-    assert told({"trial": work}, "--keep", str(kept))[0] == 0
+    assert run_tasks({"trial": work}, "--keep", str(kept))[0] == 0
     (piece,) = folder.rglob("second.piece.json")
     assert json.loads(piece.read_text())["made"]["earlier"] > 0 and not state.exists()
     with tarfile.open(kept) as tar:
@@ -120,7 +120,7 @@ def test_on_another_machine_pieces_and_their_unfinished_states_are_taken_up(told
         assert not any("unfinished" in name for name in tar.getnames())
     assert list(kept.parent.iterdir()) == [kept] and written < piece.stat().st_mtime
     (tmp_path / "done-cpu-paper.txt").unlink()
-    assert "trial: done" not in told({"trial": "raise SystemExit(9)"}, "--keep", str(kept))[1]
+    assert "trial: done" not in run_tasks({"trial": "raise SystemExit(9)"}, "--keep", str(kept))[1]
 
 
 @pytest.mark.slow
@@ -143,7 +143,9 @@ def test_a_rehearsal_goes_on_from_the_file_with_the_pieces_beside_its_record(mon
     assert experiments.get(name).record("quick", out) is not None
 
 
-def test_a_file_that_leads_out_of_its_folders_is_refused_and_what_is_there_stays(told, monkeypatch, tmp_path, capsys):
+def test_a_file_that_leads_out_of_its_folders_is_refused_and_what_is_there_stays(
+    run_tasks, monkeypatch, tmp_path, capsys
+):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "data"))
     kept, state = tmp_path / "kept.tar", tmp_path / "data" / "a.unfinished"
     state.parent.mkdir()
@@ -157,24 +159,24 @@ def test_a_file_that_leads_out_of_its_folders_is_refused_and_what_is_there_stays
                 tar.addfile(info, io.BytesIO(text))
 
     packed(**{"data/a.unfinished": b"old", "data/b.unfinished": b"b"})
-    told({}, "--keep", str(kept))
+    run_tasks({}, "--keep", str(kept))
     assert state.read_bytes() == b"new" and state.with_name("b.unfinished").read_bytes() == b"b"
     for name in ("data/../../outside", "elsewhere/a", "/outside"):
         packed(**{"data/c.unfinished": b"c", name: b""})
         with pytest.raises(SystemExit):
-            told({}, "--keep", str(kept))
+            run_tasks({}, "--keep", str(kept))
         assert "cannot be read" in capsys.readouterr().err and not state.with_name("c.unfinished").exists()
     kept.write_bytes(b"no tar")
     with pytest.raises(SystemExit):
-        told({}, "--keep", str(kept))
+        run_tasks({}, "--keep", str(kept))
     assert kept.read_bytes() == b"no tar"
 
 
-def test_a_call_that_is_ended_by_a_signal_keeps_what_it_has(told, monkeypatch, tmp_path):
+def test_a_call_that_is_ended_by_a_signal_keeps_what_it_has(run_tasks, monkeypatch, tmp_path):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path / "data"))
     ended = f"import os, signal, time\nos.kill({os.getpid()}, signal.SIGTERM)\ntime.sleep(600)"
     with pytest.raises(KeyboardInterrupt):
-        told({"first": "pass", "second": ended}, "--keep", str(tmp_path / "kept.tar"))
+        run_tasks({"first": "pass", "second": ended}, "--keep", str(tmp_path / "kept.tar"))
     with tarfile.open(tmp_path / "kept.tar") as tar:
         assert tar.getnames() == ["out/done-cpu-paper.txt"]
 
@@ -185,8 +187,8 @@ def test_the_checkouts_own_records_are_not_carried_about(capsys):
     assert "--keep needs an --out of its own" in capsys.readouterr().err
 
 
-def test_what_a_benchmark_prints_is_kept(told, tmp_path):
-    assert told({"benchmarks.one": "print('a table')"})[0] == 0
+def test_what_a_benchmark_prints_is_kept(run_tasks, tmp_path):
+    assert run_tasks({"benchmarks.one": "print('a table')"})[0] == 0
     assert (tmp_path / "benchmarks.one.txt").read_text() == "a table\n"
 
 

@@ -10,6 +10,8 @@ from dpcompanion import accounting, idp
 from dpcompanion.accounting import compute_delta, compute_epsilon, find_noise_multiplier, find_sample_rate
 from dpcompanion.idp.groups import Groups
 
+from .refusals import refuses
+
 # By RDP, the fast one, where a test does not say otherwise.
 RUN = {"target_delta": 1e-5, "sample_rate": 1 / 49, "steps": 490, "accountant": "rdp"}
 
@@ -254,15 +256,9 @@ def test_a_budget_that_no_rate_uses_up_is_refused_and_the_largest_one_that_is_us
         idp.sample_parameters([1.0, 1.02 * largest], [99, 1], **RUN)
 
 
-def test_with_full_batches_nobody_can_be_drawn_more_often():
+def test_full_batches_leave_no_room_for_a_larger_rate():
     with pytest.raises(ValueError, match="must not exceed 1 here"):
         idp.sample_parameters([1.0, 2.0], [1, 1], **{**RUN, "sample_rate": 1.0})
-
-
-@pytest.mark.parametrize("weight", [-0.1, 1.1, math.nan])
-def test_a_bad_weight_is_refused_by_name(weight):
-    with pytest.raises(ValueError, match="sample_weight"):
-        idp.combined_parameters([1.0], [1], max_grad_norm=1.0, sample_weight=weight, **RUN)
 
 
 def test_counts_may_be_counts_or_shares():
@@ -273,46 +269,20 @@ def test_counts_may_be_counts_or_shares():
     assert counts.noise_multiplier == pytest.approx(shares.noise_multiplier, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "budgets, counts, message",
-    [
-        ([], [], "target_epsilons"),
-        ([1.0, 0.0], [1, 1], "target_epsilons"),
-        ([1.0, math.nan], [1, 1], "target_epsilons"),
-        ([1.0, math.inf], [1, 1], "target_epsilons"),
-        ([1.0, 2.0], [1], "length"),
-        ([1.0, 2.0], [1, 0], "counts"),
-        ([1.0, 2.0], [1, -1], "counts"),
-    ],
-)
-@pytest.mark.parametrize("method", [idp.sample_parameters, idp.scale_parameters])
-def test_bad_groups_are_refused_by_name(method, budgets, counts, message):
-    extra = {"max_grad_norm": 1.0} if method is idp.scale_parameters else {}
-    with pytest.raises(ValueError, match=message):
-        method(budgets, counts, **RUN, **extra)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"sample_rate": 0.0}, "sample_rate"),
-        ({"sample_rate": 1.5}, "sample_rate"),
-        ({"steps": 0}, "steps must"),
-        ({"target_delta": 0.0}, "target_delta"),
-        ({"accountant": "gdp"}, "accountant"),
-    ],
-)
-@pytest.mark.parametrize("method", [idp.sample_parameters, idp.scale_parameters])
-def test_a_bad_run_is_refused_by_name(method, change, message):
-    extra = {"max_grad_norm": 1.0} if method is idp.scale_parameters else {}
-    with pytest.raises(ValueError, match=message):
-        method([1.0, 2.0], [1, 1], **{**RUN, **change}, **extra)
-
-
-@pytest.mark.parametrize("norm", [0.0, -1.0, math.nan, math.inf])
-def test_a_bad_clip_norm_is_refused_by_name(norm):
-    with pytest.raises(ValueError, match="max_grad_norm"):
-        idp.scale_parameters([1.0], [1], max_grad_norm=norm, **RUN)
+@pytest.mark.parametrize("method, extra", [(idp.sample_parameters, {}), (idp.scale_parameters, {"max_grad_norm": 1.0})])
+def test_bad_arguments_are_refused_by_name(method, extra):
+    good = dict(target_epsilons=[1.0, 2.0], counts=[1, 1], **RUN, **extra)
+    refuses(method, good, target_epsilons=[[1.0, 0.0], [1.0, math.nan], [1.0, math.inf]])
+    refuses(method, good, counts=[[1], [1, 0], [1, -1]])
+    refuses(method, dict(good, counts=[]), target_epsilons=[[]])
+    refuses(method, good, sample_rate=[0.0, 1.5], steps=[0], target_delta=[0.0], accountant=["gdp"])
+    if extra:
+        refuses(method, good, max_grad_norm=[0.0, -1.0, math.nan, math.inf])
+        refuses(idp.combined_parameters, good, sample_weight=[-0.1, 1.1, math.nan])
+    else:
+        refuses(method, good, noise_range=[(2.0, 1.0), (0.0, 1.0), (1.0, math.inf), 1.0, (1.0,), (1.0, math.nan), "ab"])
+        # A budget that the noise of the range cannot keep.
+        refuses(method, dict(good, noise_range=(0.02, 0.02)), target_epsilons=[[0.01, 2.0]])
 
 
 def test_a_budget_near_zero_beside_a_large_one_is_searched():
@@ -342,7 +312,7 @@ OTHERS = [([1.0], [1]), ([1.0, 0.2], [1, 99]), ([1.0, 8.0], [1, 99]), ([1.0, 0.5
 
 
 @pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
-def test_in_scale_others_budgets_do_not_move_my_curve(accountant):
+def test_scale_parameters_of_a_group_do_not_depend_on_other_budgets(accountant):
     mine = [
         idp.scale_parameters(*others, max_grad_norm=1.0, **{**RUN, "accountant": accountant})
         .noise_multipliers[0]
@@ -357,7 +327,7 @@ def test_in_scale_others_budgets_do_not_move_my_curve(accountant):
 
 
 @pytest.mark.parametrize("accountant", ["rdp", pytest.param("pld", marks=pytest.mark.slow)])
-def test_with_one_noise_sample_is_a_function_of_my_own_budget(accountant):
+def test_with_fixed_noise_sample_rates_depend_on_the_own_budget_only(accountant):
     alone = find_sample_rate(
         target_epsilon=1.0, noise_multiplier=1.5, steps=490, target_delta=1e-5, accountant=accountant
     )
@@ -400,17 +370,6 @@ def test_a_rate_of_one_may_leave_a_budget_over():
     assert found.sample_rates[1] == 1.0 and epsilon(sample_rate=1.0, noise_multiplier=30.0) < 50
 
 
-@pytest.mark.parametrize("noise_range", [(2.0, 1.0), (0.0, 1.0), (1.0, math.inf), 1.0, (1.0,), (1.0, math.nan), "ab"])
-def test_a_bad_range_of_noise_is_refused(noise_range):
-    with pytest.raises(ValueError, match="noise_range must"):
-        idp.sample_parameters([1.0, 2.0], [1, 1], noise_range=noise_range, **RUN)
-
-
-def test_a_budget_that_the_noise_of_a_range_cannot_keep_is_refused():
-    with pytest.raises(ValueError, match="target_epsilons"):
-        idp.sample_parameters([0.01, 2.0], [1, 1], noise_range=(0.02, 0.02), **RUN)
-
-
 def test_budgets_far_apart_are_answered_for_at_the_orders_that_count(monkeypatch):
     """An order beyond 1024 next to little noise decides nothing; there, one look took half a minute."""
     looks, divergence = [], accounting.rdp_sampled_gaussian
@@ -429,7 +388,7 @@ def test_budgets_far_apart_are_answered_for_at_the_orders_that_count(monkeypatch
         idp.combined_parameters([1e-3, 1e4], [1, 1], **run)
 
 
-def test_a_budget_that_hardly_takes_part_is_named():
+def test_a_budget_whose_rate_is_tiny_gets_a_warning():
     run = RUN | {"sample_rate": 0.01, "steps": 1000}
     with pytest.warns(UserWarning, match="budget of 1 "):
         idp.sample_parameters([100.0, 1.0], [50, 50], **run)

@@ -18,6 +18,8 @@ from dpcompanion.individual.divergences import Divergences
 from dpcompanion.individual.levels import finest_levels
 from dpcompanion.training import DPSGDPlan
 
+from .refusals import refuses
+
 RUN = dict(sample_rate=0.02, noise_multiplier=1.5, max_grad_norm=0.7)
 MODES = [
     dict(rounding=0.01, accountant="rdp"),
@@ -92,10 +94,10 @@ def test_a_zero_norm_costs_nothing(mode):
 
 
 def test_without_rounding_the_account_is_the_direct_sum_within_a_thousandth_above():
-    norms = history(30, 40)
-    ours, exact = recorded(norms, steps=5, rounding=None, accountant="rdp").epsilon(1e-5), direct(norms, 5, 1e-5)
+    norms = history(12, 20)
+    ours, exact = recorded(norms, steps=10, rounding=None, accountant="rdp").epsilon(1e-5), direct(norms, 10, 1e-5)
     used = exact > 0.02  # below, orders above 1024 make ours the smaller bound
-    assert used.sum() > 15
+    assert used.sum() > 5
     assert ((ours / exact)[used] <= 1.001).all() and ((ours / exact)[used] >= 1 - 1e-6).all()
 
 
@@ -116,7 +118,7 @@ def test_rounding_is_upwards_and_by_at_most_one_level(norms, rounding, steps):
 
 
 def test_accounts_are_ordered_unrounded_below_rounded_and_pld_below_rdp():
-    norms = history(60, 20, seed=1)
+    norms = history(20, 6, seed=1)
     exact = recorded(norms, rounding=None, accountant="rdp").epsilon(1e-5)
     rounded = recorded(norms, rounding=0.01, accountant="rdp").epsilon(1e-5)
     coarse = recorded(norms, rounding=0.1, accountant="rdp").epsilon(1e-5)
@@ -135,12 +137,12 @@ def test_longer_gradients_and_more_steps_never_cost_less(mode):
 
 @pytest.mark.parametrize("mode", [*MODES, pytest.param(ALL_MODES[3], marks=pytest.mark.slow)])
 def test_state_is_saved_restored_and_merged(mode):
-    norms = history(20, 12, seed=3)
-    whole, first, second = (recorded(part, **mode) for part in (norms, norms[:5], norms[5:]))
-    restored = IndividualAccountant(20, **{**RUN, **mode})
+    norms = history(6, 4, seed=3)
+    whole, first, second = (recorded(part, **mode) for part in (norms, norms[:2], norms[2:]))
+    restored = IndividualAccountant(6, **{**RUN, **mode})
     restored.load_state_dict(first.state_dict())
     restored.merge(second)
-    assert restored.steps == whole.steps == 36
+    assert restored.steps == whole.steps == 12
     assert torch.allclose(restored.epsilon(1e-5), whole.epsilon(1e-5), rtol=1e-12, atol=0)
     before = first.epsilon(1e-5)
     restored.record(norms[0])
@@ -150,7 +152,7 @@ def test_state_is_saved_restored_and_merged(mode):
 @pytest.mark.parametrize("mode", BY_RENYI_FIRST)
 @given(parts=charges(), saved=st.booleans())
 @settings(max_examples=12, deadline=None)
-def test_charging_some_examples_is_charging_everybody_with_norms_of_zero_for_the_others(mode, parts, saved):
+def test_charging_some_examples_equals_charging_all_with_zero_norms_for_the_others(mode, parts, saved):
     some, plain = (IndividualAccountant(5, **{**RUN, **mode}) for _ in range(2))
     taken = [0] * 5
     for examples, norms, steps in parts:
@@ -174,7 +176,7 @@ def test_charging_some_examples_is_charging_everybody_with_norms_of_zero_for_the
 
 
 @pytest.mark.parametrize("mode", BY_RENYI_FIRST)
-def test_everybody_is_charged_alike_by_steps_for_all_for_each_and_by_name(mode):
+def test_steps_for_all_steps_for_each_and_examples_by_index_charge_alike(mode):
     norms = history(50, 3, seed=5)
     whole = recorded(norms, steps=4, **mode)
     order = torch.randperm(50, generator=torch.Generator().manual_seed(1))
@@ -188,7 +190,7 @@ def test_everybody_is_charged_alike_by_steps_for_all_for_each_and_by_name(mode):
         assert torch.allclose(other.epsilon(1e-5), whole.epsilon(1e-5), rtol=1e-12, atol=0)
 
 
-def test_what_waits_does_not_hang_on_the_tensors_of_the_caller():
+def test_pending_charges_do_not_share_tensors_with_the_caller():
     accountant = IndividualAccountant(3, **RUN, rounding=None, accountant="rdp")
     norms, steps, examples = torch.tensor([0.5], dtype=torch.float64), torch.tensor([900]), torch.tensor([1])
     accountant.record(norms, steps=steps, examples=examples)
@@ -197,7 +199,7 @@ def test_what_waits_does_not_hang_on_the_tensors_of_the_caller():
     assert zero == none == 0 and float(some) == pytest.approx(float(direct(torch.tensor([[0.5]]), 900, 1e-5)), rel=1e-3)
 
 
-def test_more_norms_than_may_wait_are_added_up_in_between(monkeypatch):
+def test_pending_norms_are_summed_when_there_are_too_many(monkeypatch):
     norms = history(40, 12, seed=6)
     accounts = []
     for waiting in (divergences.WAITING, 2000):
@@ -245,7 +247,7 @@ def test_arrays_in_low_precision_are_rounded_up_as_tensors_are(precision):
 
 @pytest.mark.parametrize("accountant", ["pld", "rdp"])
 @pytest.mark.parametrize("norm", [1e-30, 1e-160, 1e-310])
-def test_a_norm_of_next_to_nothing_beside_others_costs_next_to_nothing(norm, accountant):
+def test_a_tiny_norm_beside_others_costs_almost_nothing(norm, accountant):
     """Losses of 1e-30 and of 1 have no grid in common: nan could not be made a whole number."""
     some = IndividualAccountant(3, **RUN, rounding=None, accountant=accountant)
     some.record([RUN["max_grad_norm"], norm, 0.0], steps=1000)
@@ -254,7 +256,7 @@ def test_a_norm_of_next_to_nothing_beside_others_costs_next_to_nothing(norm, acc
 
 
 @pytest.mark.slow
-def test_so_much_noise_that_its_square_is_no_float_costs_next_to_nothing():
+def test_noise_whose_square_is_no_float_costs_almost_nothing():
     for mode in ALL_MODES:
         for noise in (1e155, 1e200, 1e300):
             accountant = IndividualAccountant(2, **RUN | mode | dict(noise_multiplier=noise))
@@ -272,7 +274,7 @@ def test_a_delta_that_is_no_normal_float_is_refused_and_the_least_one_is_a_bound
 
 
 @pytest.mark.parametrize("mode", [dict(rounding=0.1), dict(rounding=None)])
-def test_nobody_else_holds_the_levels_of_an_account(mode):
+def test_levels_and_states_are_copies(mode):
     """What was done to `levels`, to a state or to what had been loaded made accounts ten times too small."""
     first = recorded(history(4, 3), **mode)
     before, state = first.epsilon(1e-5), first.state_dict()
@@ -284,7 +286,7 @@ def test_nobody_else_holds_the_levels_of_an_account(mode):
 
 
 @pytest.mark.parametrize("mode", [*ALL_MODES, dict(rounding=None, accountant="pld", noise_multiplier=0.005)])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.slow
 def test_accounts_are_the_same_whatever_pytorch_takes_for_the_usual_precision(mode, dtype):
     """The quotient of two whole numbers is of the default dtype: chords of a table lay far below the divergence."""
@@ -313,7 +315,7 @@ def test_many_examples_in_pieces_give_what_few_give():
         assert torch.allclose(many, few.repeat(1000), rtol=1e-12 if mode["accountant"] == "rdp" else 1e-9, atol=0)
 
 
-def test_the_plan_says_by_which_accountant_and_without_a_plan_it_is_the_one_of_everybody():
+def test_the_accountant_is_that_of_the_plan_and_pld_by_default():
     plan = DPSGDPlan(n=3, sample_rate=0.02, steps=10, max_grad_norm=0.7, noise_multiplier=1.5, delta=1e-5)
     assert IndividualAccountant(3, **RUN).accountant == IndividualAccountant.for_plan(plan).accountant == "pld"
     by_rdp = dataclasses.replace(plan, accountant="rdp")
@@ -354,7 +356,7 @@ def test_many_distinct_norms_are_a_bound_between_the_exact_account_and_a_fine_gr
 @pytest.mark.parametrize(
     "limit", [dict(DISTINCT=50), pytest.param(dict(_COUNTS=50 * 30, _LEAST=1), marks=pytest.mark.slow)]
 )
-def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_bound(limit, monkeypatch):
+def test_too_many_distinct_norms_are_rounded_up_to_a_grid_and_stay_a_bound(limit, monkeypatch):
     for name, value in limit.items():
         monkeypatch.setattr(f"dpcompanion.individual.levels.{name}", value)
     finest = finest_levels(30)
@@ -388,7 +390,7 @@ def test_more_distinct_norms_than_are_kept_are_rounded_up_to_a_grid_and_stay_a_b
     st.sampled_from([(0.02, 1.5), (0.3, 0.8), (1.0, 4.0)]),
 )
 @pytest.mark.slow
-def test_nobody_has_more_than_everybody_by_the_same_accountant(mode, parts, delta, run):
+def test_no_individual_epsilon_exceeds_that_of_the_run(mode, parts, delta, run):
     rate, noise = run
     accountant = IndividualAccountant(5, sample_rate=rate, noise_multiplier=noise, max_grad_norm=0.7, **mode)
     for examples, norms, steps in parts:
@@ -401,7 +403,7 @@ def test_nobody_has_more_than_everybody_by_the_same_accountant(mode, parts, delt
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_who_is_charged_in_full_has_what_everybody_has(mode):
+def test_an_example_at_the_clip_norm_has_the_epsilon_of_the_plan(mode):
     plan = DPSGDPlan(
         n=2,
         sample_rate=0.02,
@@ -417,75 +419,29 @@ def test_who_is_charged_in_full_has_what_everybody_has(mode):
     assert plan.epsilon() * (1 - 1e-3) <= epsilon[0] <= plan.epsilon() and epsilon[1] < 0.5 * epsilon[0]
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(n=0), "^n "),
-        (dict(sample_rate=0), "sample_rate"),
-        (dict(sample_rate=1.1), "sample_rate"),
-        (dict(noise_multiplier=0), "noise_multiplier"),
-        (dict(max_grad_norm=math.inf), "max_grad_norm"),
-        (dict(rounding=0), "rounding"),
-        (dict(rounding=1.5), "rounding"),
-        (dict(rounding=1e-20), "rounding"),
-        (dict(accountant="gdp"), "accountant"),
-    ],
-)
-def test_bad_parameters_are_refused_by_name(change, words):
-    with pytest.raises(ValueError, match=words):
-        IndividualAccountant(**{**dict(n=3), **RUN, **change})
+def test_bad_parameters_are_refused_by_name():
+    numbers = dict(n=[0], sample_rate=[0, 1.1], noise_multiplier=[0], max_grad_norm=[math.inf])
+    refuses(IndividualAccountant, dict(n=3, **RUN), **numbers, rounding=[0, 1.5, 1e-20], accountant=["gdp"])
+    refuses(IndividualAccountant(3, **RUN).epsilon, {}, delta=[1.0])
 
 
-@pytest.mark.parametrize(
-    "norms, words",
-    [
-        ([0.1, 0.2], r"shape \(3,\)"),
-        ([0.1, -0.2, 0.0], "norms"),
-        ([0.1, math.nan, 0.0], "norms"),
-        ([0.1, math.inf, 0.0], "norms"),
-        (["0.1", "0.2", "0.3"], "norms"),
-        ([0.1, 0.2j, 0.0], "norms"),
-        ([[0.1], [0.2, 0.3], 0.0], "norms"),
-        (np.array([0.1, 0.2j, 0.0]), "norms"),
-        (np.array([0.1, 0.2, 0.0], dtype=object), "norms"),
-        (torch.tensor([0.1, 0.2j, 0.0]), "norms"),
-        (torch.tensor([0.1, 0.2, 0.0]).to_sparse(), "norms"),
-    ],
-)
-def test_bad_norms_are_refused_and_leave_the_account_as_it_was(norms, words):
-    accountant = IndividualAccountant(3, **RUN)
-    with pytest.raises(ValueError, match=words):
-        accountant.record(norms)
-    assert accountant.steps == 0 and (accountant.epsilon(1e-5) == 0).all()
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (dict(norms=[0.1], examples=[3]), "examples"),
-        (dict(norms=[0.1], examples=[-1]), "examples"),
-        (dict(norms=[0.1, 0.2], examples=[1]), "norms"),
-        (dict(norms=[0.1], examples=[0.5]), "examples"),
-        (dict(norms=[0.1], examples=1), "examples"),
-        (dict(norms=[0.1] * 3, examples=[True, False, True]), "examples"),
-        (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1, -1])), "steps"),
-        (dict(norms=[0.1, 0.1], examples=[0, 1], steps=torch.tensor([1.0, 2.0])), "steps"),
-        (dict(norms=[0.1] * 3, steps=torch.tensor([1, 2])), "steps"),
-        (dict(norms=[0.1] * 3, steps=1.5), "steps"),
-        (dict(norms=[0.1] * 3, steps=10**400), "steps"),
-        (dict(norms=[0.1] * 4, examples=[0] * 4, steps=torch.tensor([2**62] * 4)), "steps"),
-        (dict(norms=[0.1], examples=[0], steps=torch.tensor([2**63 - 1])), "steps"),
-        (dict(norms=[0.1, 0.1], examples=[0, 0], steps=torch.tensor([2**31 - 1] * 2)), "steps"),
-        (dict(norms=[0.1], examples=[0], steps=torch.tensor([1j])), "steps"),
-        (dict(norms=[0.1] * 3, steps=-1), "steps"),
-    ],
-)
-def test_bad_examples_and_steps_are_refused_and_leave_the_account_as_it_was(arguments, words):
-    for rounding in (0.01, None):
-        accountant = IndividualAccountant(3, **RUN, rounding=rounding)
-        with pytest.raises(ValueError, match=words):
-            accountant.record(**arguments)
-        assert accountant.steps == 0 and (accountant.epsilon(1e-5) == 0).all()
+@pytest.mark.parametrize("rounding", [0.01, None])
+def test_bad_records_are_refused_by_name_and_leave_the_account_as_it_was(rounding):
+    account = IndividualAccountant(3, **RUN, rounding=rounding)
+    lists = [[0.1, 0.2], [0.1, -0.2, 0.0], [0.1, math.nan, 0.0], [0.1, math.inf, 0.0], ["0.1", "0.2", "0.3"]]
+    lists += [[0.1, 0.2j, 0.0], [[0.1], [0.2, 0.3], 0.0]]
+    arrays = [np.array([0.1, 0.2j, 0.0]), np.array([0.1, 0.2, 0.0], dtype=object)]
+    tensors = [torch.tensor([0.1, 0.2j, 0.0]), torch.tensor([0.1, 0.2, 0.0]).to_sparse()]
+    refuses(account.record, {}, norms=[*lists, *arrays, *tensors])
+    all_three, two = dict(norms=[0.1] * 3), dict(norms=[0.1, 0.1], examples=[0, 1])
+    refuses(account.record, all_three, steps=[torch.tensor([1, 2]), 1.5, 10**400, -1], examples=[[True, False, True]])
+    refuses(account.record, two, steps=[torch.tensor([1, -1]), torch.tensor([1.0, 2.0])])
+    refuses(account.record, dict(norms=[0.1]), examples=[[3], [-1], [0.5], 1])
+    refuses(account.record, dict(examples=[1]), norms=[[0.1, 0.2]])
+    refuses(account.record, dict(norms=[0.1], examples=[0]), steps=[torch.tensor([2**63 - 1]), torch.tensor([1j])])
+    refuses(account.record, dict(norms=[0.1] * 4, examples=[0] * 4), steps=[torch.tensor([2**62] * 4)])
+    refuses(account.record, dict(norms=[0.1] * 2, examples=[0] * 2), steps=[torch.tensor([2**31 - 1] * 2)])
+    assert account.steps == 0 and (account.epsilon(1e-5) == 0).all()
 
 
 @pytest.mark.parametrize("mode", BY_RENYI_FIRST)
@@ -510,7 +466,7 @@ def test_a_log_of_sampled_examples_is_refused_as_an_account_and_estimates_what_a
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_who_was_never_seen_is_estimated_at_the_clip_norm(mode):
+def test_an_example_that_was_never_sampled_is_estimated_at_the_clip_norm(mode):
     log = IndividualAccountant(2, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=0.5, **mode)
     log.record([0.0], steps=7, examples=[0])
     estimate = log.estimate_from_sampled(1e-5, steps=100)
@@ -520,7 +476,7 @@ def test_who_was_never_seen_is_estimated_at_the_clip_norm(mode):
         log.estimate_from_sampled(1e-5, steps=6)
 
 
-def test_nobody_is_charged_by_an_empty_batch():
+def test_an_empty_batch_charges_no_example():
     for mode in MODES:
         accountant = IndividualAccountant(3, **{**RUN, **mode})
         accountant.record([], steps=7, examples=[])
@@ -529,25 +485,8 @@ def test_nobody_is_charged_by_an_empty_batch():
 
 def test_the_state_of_another_run_is_refused():
     one, other = IndividualAccountant(3, **RUN), IndividualAccountant(3, **{**RUN, "sample_rate": 0.5})
-    with pytest.raises(ValueError, match="state"):
-        one.load_state_dict(other.state_dict())
-    with pytest.raises(ValueError, match="other"):
-        one.merge(other)
-    with pytest.raises(ValueError, match="delta"):
-        one.epsilon(1.0)
-
-
-@pytest.mark.parametrize("mode", ALL_MODES)
-def test_a_state_without_what_belongs_in_it_is_refused_and_changes_nothing(mode):
-    whole = recorded(history(4, 3), **mode)
-    good, before = whole.state_dict(), whole.epsilon(1e-5)
-    for name in good:
-        for state in ({**good, name: None}, {key: value for key, value in good.items() if key != name}):
-            with pytest.raises(ValueError, match=f"state.*{name}"):
-                whole.load_state_dict(state)
-    with pytest.raises(ValueError, match="state"):
-        whole.load_state_dict(None)
-    assert torch.equal(whole.epsilon(1e-5), before)
+    refuses(one.load_state_dict, {}, state=[other.state_dict(), None])
+    refuses(one.merge, {}, other=[other])
 
 
 def test_more_steps_than_a_count_can_hold_are_refused():
@@ -572,24 +511,20 @@ def test_more_steps_than_a_count_can_hold_are_refused():
 def test_a_state_that_cannot_be_an_account_is_refused_and_changes_nothing(mode):
     whole = recorded(history(4, 3), **mode)
     good, before = whole.state_dict(), whole.epsilon(1e-5)
-    tampered = [
-        dict(accounts=good["accounts"] - 100),
-        dict(steps=-1),
-        dict(steps=2.5),
-        dict(steps=good["steps"][:2]),
-        dict(steps=good["steps"] - 10),
-        dict(steps=good["steps"].double()),
-        dict(accounts=good["accounts"].float()),
-        dict(accounts=good["accounts"][:2]),
-    ]
+    for name in good:
+        for state in ({**good, name: None}, {key: value for key, value in good.items() if key != name}):
+            with pytest.raises(ValueError, match=f"state.*{name}"):
+                whole.load_state_dict(state)
+    steps, accounts = good["steps"], good["accounts"]
+    bad = dict(steps=[-1, 2.5, steps[:2], steps - 10, steps.double()])
+    bad["accounts"] = [accounts - 100, accounts.float(), accounts[:2]]
     if mode["rounding"] or mode["accountant"] == "pld":
-        tampered.append(dict(steps=good["steps"] - 1))  # a count of more steps than there were
-        tampered.append(dict(steps=good["steps"] - torch.tensor([0, 0, 1, 0])))
+        bad["steps"] += [steps - 1, steps - torch.tensor([0, 0, 1, 0])]  # a count of more steps than there were
     else:
-        tampered.append(dict(accounts=torch.full_like(good["accounts"], math.nan)))
-    for change in tampered:
-        with pytest.raises(ValueError, match="state"):
-            whole.load_state_dict({**good, **change})
+        bad["accounts"].append(torch.full_like(accounts, math.nan))
+    refuses(
+        whole.load_state_dict, {}, state=[{**good, name: value} for name, values in bad.items() for value in values]
+    )
     assert torch.equal(whole.epsilon(1e-5), before)
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,64 +13,51 @@ ROOT = Path(__file__).resolve().parent.parent
 STATIC = ROOT / "book" / "_static"
 
 
-@pytest.fixture(scope="module")
-def planned(node):
-    """What an expression over `planner` gives."""
-
-    def run(expression):
-        script = f"const planner = require({str(STATIC / 'planner.js')!r}); console.log(JSON.stringify({expression}))"
-        return json.loads(
-            subprocess.run([node, "-e", script], capture_output=True, text=True, encoding="utf-8", check=True).stdout
-        )
-
-    return run
-
-
-def noise_for(planned, shape, delta, measure, limit):
+def noise_for(run_script, shape, delta, measure, limit):
     run = json.dumps({**shape, "delta": delta, "measure": measure, "limit": limit})
-    return planned(f"planner.finished(planner.noiseFor({run}))")
+    return run_script(f"planner.finished(planner.noiseFor({run}))")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rate, steps, delta, limit", [(0.01, 100, 1e-5, 1.0), (0.2, 5, 1e-6, 3.0)])
-def test_noise_for_an_epsilon_is_enough_by_the_library_and_hardly_more(planned, rate, steps, delta, limit):
-    noise = noise_for(planned, {"rate": rate, "steps": steps}, delta, "epsilon", limit)
+def test_noise_for_an_epsilon_is_enough_by_the_library_and_hardly_more(run_script, rate, steps, delta, limit):
+    noise = noise_for(run_script, {"rate": rate, "steps": steps}, delta, "epsilon", limit)
     least = find_noise_multiplier(target_epsilon=limit, target_delta=delta, sample_rate=rate, steps=steps)
     assert least <= noise <= 1.02 * least
-    odds = noise_for(planned, {"rate": rate, "steps": steps}, delta, "odds", math.exp(limit))
+    odds = noise_for(run_script, {"rate": rate, "steps": steps}, delta, "odds", math.exp(limit))
     assert abs(odds / noise - 1) < 0.01
 
 
 @pytest.mark.slow
-def test_noise_for_an_attacker_keeps_the_attacker_below_the_limit_by_the_library(planned):
+def test_noise_for_an_attacker_keeps_the_attacker_below_the_limit_by_the_library(run_script):
     run = {"sample_rate": 0.01, "steps": 500}
-    found = noise_for(planned, {"rate": 0.01, "steps": 500}, 1e-5, "found", 0.01)
+    found = noise_for(run_script, {"rate": 0.01, "steps": 500}, 1e-5, "found", 0.01)
     exact = float(best_true_positive_rate(noise_multiplier=found, **run, false_positive_rate=0.001))
     assert 0.009 < exact <= 0.01
-    advantage = noise_for(planned, {"rate": 0.01, "steps": 500}, 1e-5, "advantage", 0.1)
+    advantage = noise_for(run_script, {"rate": 0.01, "steps": 500}, 1e-5, "advantage", 0.1)
     assert 0.095 < compute_delta(noise_multiplier=advantage, epsilon=0.0, **run) <= 0.1
 
 
-def test_what_the_planner_says_of_a_plan_is_no_less_than_the_library_says(planned):
-    said = planned("planner.outcome({rate: 0.01, steps: 500, delta: 1e-5, noise: 1})")
+def test_what_the_planner_says_of_a_plan_is_no_less_than_the_library_says(run_script):
+    said = run_script("planner.outcome({rate: 0.01, steps: 500, delta: 1e-5, noise: 1})")
     run = {"sample_rate": 0.01, "steps": 500, "noise_multiplier": 1.0}
     exact = compute_epsilon(**run, delta=1e-5)
     assert exact <= said["epsilon"] <= 1.01 * exact and said["odds"] == pytest.approx(math.exp(said["epsilon"]))
     assert exact < said["byRenyi"] and compute_delta(**run, epsilon=0.0) <= said["advantage"]
-    assert planned("[planner.shown(2.0001), planner.shown(2), planner.shown(0.012345)]") == ["2.01", "2", "0.0124"]
+    assert run_script("[planner.shown(2.0001), planner.shown(2), planner.shown(0.012345)]") == ["2.01", "2", "0.0124"]
 
 
-def test_limits_that_guessing_reaches_and_shapes_of_runs(planned):
+def test_limits_that_guessing_reaches_and_shapes_of_runs(run_script):
     shape = {"rate": 0.01, "steps": 500}
-    assert noise_for(planned, shape, 1e-5, "found", 0.001) is None  # NaN
-    assert noise_for(planned, shape, 1e-5, "odds", 1.0) is None
-    assert planned("planner.runOf(60000, 512, 80)") == {"rate": 512 / 60000, "steps": 9375}
-    assert planned("planner.runOf(1000, 300, 1).steps") == 4
+    assert noise_for(run_script, shape, 1e-5, "found", 0.001) is None  # NaN
+    assert noise_for(run_script, shape, 1e-5, "odds", 1.0) is None
+    assert run_script("planner.runOf(60000, 512, 80)") == {"rate": 512 / 60000, "steps": 9375}
+    assert run_script("planner.runOf(1000, 300, 1).steps") == 4
 
 
-def test_delta_is_proposed_as_a_power_of_ten_at_or_below_a_tenth_of_one_over_n(planned):
+def test_delta_is_proposed_as_a_power_of_ten_at_or_below_a_tenth_of_one_over_n(run_script):
     sizes = [2, 9, 1000, 9_999, 10_000, 10_001, 60_000, 100_000_000]
-    proposed = planned(f"{json.dumps(sizes)}.map(planner.deltaFor)")
+    proposed = run_script(f"{json.dumps(sizes)}.map(planner.deltaFor)")
     assert proposed == [0.01, 0.01, 1e-4, 1e-5, 1e-5, 1e-6, 1e-6, 1e-9]
     assert all(0.01 < 10 * n * delta <= 1 for n, delta in zip(sizes[1:], proposed[1:]))
 
@@ -79,9 +65,9 @@ def test_delta_is_proposed_as_a_power_of_ten_at_or_below_a_tenth_of_one_over_n(p
 @pytest.mark.parametrize(
     "unit, whom", [pytest.param("row", "one row", marks=pytest.mark.slow), ("person", "all rows of that person")]
 )
-def test_the_program_trains_and_its_epsilon_is_the_one_of_the_paragraph(planned, capsys, unit, whom):
+def test_the_program_trains_and_its_epsilon_is_the_one_of_the_paragraph(run_script, capsys, unit, whom):
     plan = {"n": 1000, "batch": 10, "steps": 20, "delta": 1e-4, "noise": 1.0, "unit": unit}
-    program, paragraph = planned(
+    program, paragraph = run_script(
         "(plan => [planner.code(plan), planner.paragraph({...plan, epsilon: "
         f"planner.outcome({{...plan, rate: 0.01}}).epsilon}})])({json.dumps(plan)})"
     )
@@ -94,16 +80,16 @@ def test_the_program_trains_and_its_epsilon_is_the_one_of_the_paragraph(planned,
     assert max(map(len, program.splitlines())) <= 76
 
 
-def test_the_worked_example_is_what_the_planner_gives(planned):
+def test_the_worked_example_is_what_the_planner_gives(run_script):
     text = (ROOT / "book" / "choose-epsilon.md").read_text(encoding="utf-8")
     example = text.partition("## A worked example")[2].partition("\n## ")[0]
-    run, strict = planned(
+    run, strict = run_script(
         "[[1.29, 1e-6], [1.29, 1e-5]].map(([noise, delta]) => "
         "planner.outcome({...planner.runOf(60000, 512, 80), noise, delta}))"
     )
     assert 0.0098 < run["found"] <= 0.01  # noise multipliers have three digits
     for epsilon in (run["epsilon"], strict["epsilon"]):
-        assert planned(f"planner.shown({epsilon})") in example
+        assert run_script(f"planner.shown({epsilon})") in example
 
 
 @pytest.mark.slow

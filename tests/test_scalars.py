@@ -76,7 +76,7 @@ def test_a_list_of_numbers_gives_a_float_and_a_tensor_a_tensor(function, argumen
 @pytest.mark.parametrize(
     "function", {function: 0 for function, _ in CASES + REDUCING}, ids=lambda function: function.__name__
 )
-def test_a_type_checker_is_told_the_same(function):
+def test_overloads_declare_the_same(function):
     def called(signature):
         return [(p.name, p.kind) for p in signature.parameters.values()]
 

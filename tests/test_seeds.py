@@ -4,7 +4,6 @@ import hashlib
 import itertools
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +12,8 @@ from dpcompanion import seeds
 from dpcompanion.output_perturbation.grids import initial_weights
 from dpcompanion.seeds import derive_key, derive_seed, jittered, keyed_generator, seed_torch
 from dpcompanion.training import DPSGDPlan, cross_entropy, models, train
+
+from .refusals import refuses
 
 SEEDS = st.integers(0, 2**600)
 
@@ -48,16 +49,13 @@ def test_two_names_never_share_a_stream(one, other):
             assert (keys[0] == keys[1]) == (one == other)
 
 
-@pytest.mark.parametrize("name", ["1", "-7", "0012", True, None, 1.5, b"noise", ("a",)])
-@pytest.mark.parametrize("derive", [derive_key, derive_seed])
-def test_a_name_that_could_be_taken_for_another_is_refused(derive, name):
-    with pytest.raises(ValueError, match="names"):
-        derive(0, "noise", name)
-
-
-def test_a_slash_within_a_name_of_a_seed_is_refused():
-    with pytest.raises(ValueError, match="names"):
-        derive_seed(0, "a/b")
+def test_bad_arguments_are_refused_by_name():
+    names = ["1", "-7", "0012", True, None, 1.5, b"noise", ("a",)]  # each could be taken for another name
+    for derive in (derive_key, derive_seed):
+        refuses(lambda names, derive=derive: derive(0, "noise", names), {}, names=names)
+        refuses(lambda seed, derive=derive: derive(seed, "noise"), {}, seed=[-1, 0.5, "7", None, True, 2**1024])
+    refuses(lambda names: derive_seed(0, names), {}, names=["a/b"])
+    refuses(keyed_generator, {}, key=[b"", b"short", 5, "0" * 32])
 
 
 def test_the_streams_of_runs_that_were_recorded_stay_as_they_are():
@@ -99,19 +97,6 @@ def test_seeds_of_all_kinds_keep_their_bits():
     assert derive_key(3.0, "x") == derive_key(3, "x")
 
 
-@pytest.mark.parametrize("seed", [-1, 0.5, "7", None, True, 2**1024])
-def test_a_bad_seed_is_refused(seed):
-    for derive in (derive_key, derive_seed):
-        with pytest.raises(ValueError, match="seed"):
-            derive(seed, "noise")
-
-
-@pytest.mark.parametrize("key", [b"", b"short", 5, "0" * 32])
-def test_a_bad_key_is_refused(key):
-    with pytest.raises(ValueError, match="key"):
-        keyed_generator(key)
-
-
 def test_the_jitter_moves_every_fresh_weight_in_its_last_places_and_only_when_it_is_asked_for(monkeypatch):
     plain, start = models.mnist_cnn(seed=0), initial_weights(5, 0, hidden=4)
     wide = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -127,7 +112,7 @@ def test_the_jitter_moves_every_fresh_weight_in_its_last_places_and_only_when_it
     assert torch.equal(jittered(torch.zeros(3)), torch.zeros(3))
 
 
-def test_what_a_seed_draws_is_told_apart_by_a_number():
+def test_a_change_of_what_a_seed_draws_needs_a_new_number():
     """Where this fails, seeded runs draw otherwise than they did: raise `seeds.DRAWS`, which records tell."""
     plan = DPSGDPlan(n=200, sample_rate=0.05, steps=5, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-5)
     model = torch.nn.Linear(3, 2, bias=False)

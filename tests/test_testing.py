@@ -140,7 +140,7 @@ def test_a_broken_accountant_is_named(kind, name):
         check_accountant(kind(3, **RUN), steps=12)
 
 
-def test_what_lacks_methods_is_told_which():
+def test_missing_methods_are_named():
     with pytest.raises(AssertionError, match="clip_norms"):
         check_filter(IndividualAccountant(3, **RUN))
     with pytest.raises(AssertionError, match="before_step"):

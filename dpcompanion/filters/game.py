@@ -1,4 +1,4 @@
-r"""The worst that adaptive choices can do within a budget, by dynamic programming.
+r"""The largest delta of adaptive choices within a budget, by dynamic programming; which levels and costs are allowed.
 
 The game.  A run has stages.  Before each one a player, who sees all outputs so far, chooses one of K mechanisms, with
 dominating pairs :math:`(P_z, Q_z)` and whole costs :math:`c_z \ge 1`, and the costs must not add up to more than a

@@ -1,4 +1,4 @@
-"""`IndividualAccountant`: what each example was charged at each step, and the epsilon of it."""
+"""`IndividualAccountant`: rounds norms up to levels, counts the steps of each example, and computes its epsilon."""
 
 import math
 from typing import TYPE_CHECKING

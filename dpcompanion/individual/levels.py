@@ -1,4 +1,4 @@
-"""The norms that an account keeps count of: a grid, or the distinct ones as long as they are few."""
+"""The levels to which an account rounds norms up: a grid, or the distinct norms as long as there are few of them."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the five papers print: every table, figure and theorem that the book holds itself against.
+"""What the five papers print, and the rule by which a number of ours matches a printed one, is close or differs.
 
 The numbers lie in `papers/*/printed.toml`, one file a paper, as strings, digit for
 digit.  Here they become `Printed` numbers: floats that know how they were

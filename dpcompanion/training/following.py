@@ -1,4 +1,4 @@
-"""What must hold between a run and what follows it; otherwise one ValueError says what does not.
+"""Checks that trackers, filters and accounts fit the run that they follow; a ValueError names what does not fit.
 
 >>> check_clipped([0, 2], [0.5, 1.0], torch.tensor([0.5, 0.5, 0.5]))
 Traceback (most recent call last):

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from dpcompanion.accounting import compute_delta, compute_epsilon, pld
 
+from ..refusals import refuses
 from ..soundness.power import delta_from_below
 
 DIRECTIONS = ("remove", "add")
@@ -127,43 +128,32 @@ def test_the_whole_curve_of_one_step_is_an_upper_bound_wherever_it_was_composed(
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("run", [(0.01, 1.0, 0.5, 1e-5), (0.1, 0.1, 30.0, 1e-6)])
-def test_a_curve_on_a_grid_far_coarser_than_its_losses_is_an_upper_bound_still(run, direction):
-    sample_rate, noise_multiplier, interval, delta = run
-    given = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=1, delta=delta, direction=direction)
-    loss = pld.compose(**given, interval=interval)
+@pytest.mark.parametrize(
+    "sample_rate, noise_multiplier, interval, delta", [(0.01, 1.0, 0.5, 1e-5), (0.1, 0.1, 30.0, 1e-6)]
+)
+def test_a_curve_on_a_grid_far_coarser_than_its_losses_is_an_upper_bound_still(
+    sample_rate, noise_multiplier, interval, delta, direction
+):
+    run = dict(sample_rate=sample_rate, noise_multiplier=noise_multiplier, steps=1)
+    loss = pld.compose(**run, delta=delta, direction=direction, interval=interval)
     for epsilon in (0.0, 0.01, 0.3, 3.0):
-        assert (
-            1 >= loss.delta(epsilon) >= one_step_delta(sample_rate, noise_multiplier, epsilon, direction) * (1 - 1e-9)
-        )
-    with pytest.raises(ValueError, match="^interval must"):
-        pld.compose(**given, interval=1e9)
+        exact = one_step_delta(sample_rate, noise_multiplier, epsilon, direction)
+        assert 1 >= loss.delta(epsilon) >= exact * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("at", [1e-3, 1e-6])
+@pytest.mark.parametrize("at, direction", [(1e-3, "remove"), (1e-6, "add")])
 def test_the_whole_curve_of_many_steps_is_an_upper_bound_far_from_where_it_was_composed(at, direction):
     """Rounding in the transform is relative to the bulk, which lies far above: the total variation was 0.5% short."""
     run = 0.0901988620570045, 4.82130072246411, 128_203
     loss = pld.compose(**dict(zip(("sample_rate", "noise_multiplier", "steps"), run)), delta=at, direction=direction)
     for epsilon in (0.0, 5.0):
         least = delta_from_below([run], epsilon, direction == "remove", 0.9)
-        assert least > 0.8
-        assert loss.delta(epsilon) >= least
+        assert 0.8 < least <= loss.delta(epsilon)
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize(
-    "sample_rate, noise_multiplier, epsilon",
-    [
-        (0.01, 1.0, 0.1),
-        (0.01, 1.0, 1.0),
-        (0.3, 0.8, 0.5),
-        (0.3, 0.8, 6.0),
-        (0.9, 2.0, 0.4),
-        (1e-3, 0.5, 0.001),
-        (0.05, 5.0, 0.02),
-    ],
+    "sample_rate, noise_multiplier, epsilon", [(0.01, 1.0, 1.0), (0.3, 0.8, 6.0), (0.9, 2.0, 0.4), (1e-3, 0.5, 0.001)]
 )
 def test_two_steps_agree_with_quadrature(sample_rate, noise_multiplier, epsilon, direction):
     exact = two_step_delta(sample_rate, noise_multiplier, epsilon, direction)
@@ -211,16 +201,10 @@ def test_epsilon_agrees_with_the_inversion_of_the_laplace_transform(sample_rate,
     "sample_rate, noise_multiplier, steps, delta",
     [
         (512 / 60000, 3.42529, 9375, 1e-5),
-        (0.01, 2.0, 10**4, 1e-9),
-        (0.1, 3.0, 500, 1e-6),
-        (0.5, 5.0, 200, 1e-5),
         (0.9, 10.0, 100, 1e-3),
         (0.001, 2.0, 10**4, 1e-8),
         (0.02, 1.5, 300, 1e-10),
         (0.25, 1.0, 3, 1e-5),
-        (0.01, 1.0, 1000, 1e-5),
-        (0.05, 10.0, 10**4, 1e-6),
-        (1 / 118, 3.4247, 9440, 1e-5),
         (0.2, 20.0, 2000, 1e-7),
     ],
 )
@@ -269,12 +253,6 @@ def test_coarser_grids_only_raise_epsilon_and_the_error_says_by_how_much(run, di
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_chosen_grid_keeps_the_error_that_is_promised(run):
-    loss = pld.compose(**run)
-    assert loss.error <= 2.2 * pld.TOLERANCE * loss.epsilon(run["delta"])
-
-
-@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_composing_near_epsilon_or_near_delta_gives_the_same_point_of_the_curve(run, direction):
     parameters = {k: v for k, v in run.items() if k != "delta"}
@@ -288,15 +266,14 @@ def test_composing_near_epsilon_or_near_delta_gives_the_same_point_of_the_curve(
         assert near.delta(epsilon) * (1 - 5e-3) <= elsewhere.delta(epsilon) <= near.delta(epsilon) * (1 + tolerance)
 
 
-def test_the_account_is_the_worse_of_both_directions():
-    for run in RUNS:
-        each = [pld.compose(**run, direction=direction).epsilon(run["delta"]) for direction in DIRECTIONS]
-        assert compute_epsilon(**run) == pytest.approx(max(each), rel=1e-9)
-
-
-def test_the_composed_masses_are_a_distribution():
-    loss = pld.compose(**RUNS[0])
-    assert (loss.masses >= 0).all() and float(loss.masses.sum()) == pytest.approx(1, abs=1e-9) and loss.slack < 1e-11
+@pytest.mark.parametrize("run", RUNS)
+def test_the_account_is_the_worse_of_both_directions(run):
+    each = [pld.compose(**run, direction=direction) for direction in DIRECTIONS]
+    assert compute_epsilon(**run) == pytest.approx(max(loss.epsilon(run["delta"]) for loss in each), rel=1e-9)
+    for loss in each:  # whose masses are a distribution, on a grid that keeps the promised error
+        assert (loss.masses >= 0).all() and float(loss.masses.sum()) == pytest.approx(1, abs=1e-9)
+        assert loss.slack < 1e-10
+    assert each[0].error <= 2.2 * pld.TOLERANCE * each[0].epsilon(run["delta"])
 
 
 def test_the_largest_loss_of_adding_is_never_exceeded():
@@ -304,43 +281,14 @@ def test_the_largest_loss_of_adding_is_never_exceeded():
     assert loss.epsilon(1e-9) <= -10 * math.log1p(-0.01) * 1.01
 
 
-@pytest.mark.parametrize(
-    "name, value",
-    [
-        ("sample_rate", 0.0),
-        ("sample_rate", 1.0),
-        ("sample_rate", math.nan),
-        ("noise_multiplier", 0.0),
-        ("noise_multiplier", math.inf),
-        ("steps", 0),
-        ("steps", 1.5),
-        ("steps", math.nan),
-        ("steps", True),
-        ("delta", 0.0),
-        ("delta", 1.0),
-        ("delta", None),
-        ("delta", "x"),
-        ("direction", "both"),
-        ("interval", 0.0),
-        ("interval", math.nan),
-        ("interval", -1e-4),
-    ],
-)
-def test_bad_arguments_are_named(name, value):
-    arguments = {**RUNS[0], name: value}
-    with pytest.raises(ValueError, match=name):
-        pld.compose(**arguments)
-
-
-@pytest.mark.parametrize("epsilon", [-1.0, math.nan, math.inf])
-def test_bad_epsilons_are_named(epsilon):
-    with pytest.raises(ValueError, match="epsilon"):
-        pld.compose(sample_rate=0.1, noise_multiplier=1.0, steps=1, epsilon=epsilon)
-
-
-def test_delta_and_epsilon_together_are_refused():
-    with pytest.raises(ValueError, match="delta and epsilon"):
-        pld.compose(**RUNS[0], epsilon=1.0)
+def test_bad_arguments_are_refused_by_name():
+    numbers = dict(sample_rate=[0.0, 1.0, math.nan], noise_multiplier=[0.0, math.inf], delta=[0.0, 1.0, None, "x"])
+    refuses(pld.compose, RUNS[0], **numbers, steps=[0, 1.5, math.nan, True], direction=["both"])
+    # An interval of which the grid does not fit, and an epsilon beside a delta.
+    refuses(pld.compose, RUNS[0], interval=[0.0, math.nan, -1e-4, 1e-10, 1e9], epsilon=[1.0])
+    one_step = dict(sample_rate=0.01, noise_multiplier=1.0, steps=1)
+    refuses(pld.compose, dict(one_step, delta=1e-5), interval=[1e-10, 1e9])
+    refuses(pld.compose, one_step, epsilon=[-1.0, math.nan, math.inf])
 
 
 def test_a_run_that_no_grid_of_reasonable_size_resolves_is_refused_before_the_memory_is_taken():
@@ -386,7 +334,7 @@ def test_without_a_grid_epsilon_lies_between_the_mean_of_the_loss_and_a_little_a
     assert compute_delta(**run, epsilon=found) <= delta * (1 + 1e-6)
 
 
-def test_without_a_grid_a_few_rare_draws_cost_what_those_pay_who_are_drawn_so_often():
+def test_without_a_grid_rare_draws_cost_what_an_example_pays_that_is_sampled_so_often():
     run = dict(sample_rate=7.027523461238453e-10, noise_multiplier=0.015412, steps=1287887224)
     found = compute_epsilon(**run, delta=9.6e-13)
     # Who is drawn k times is found out with even chances at this epsilon, less what it costs not to know when.
@@ -429,9 +377,3 @@ def test_delta_of_a_step_whose_noise_hides_nothing_is_the_sample_rate():
     # The loss of adding has no spread left in float64.
     run = dict(sample_rate=0.9, noise_multiplier=0.011, steps=1)
     assert all(pld.delta(**run, epsilon=epsilon) == pytest.approx(0.9, rel=1e-6) for epsilon in (0.0, 1.0))
-
-
-@pytest.mark.parametrize("steps", [1, 100])
-def test_an_interval_whose_grid_does_not_fit_is_refused(steps):
-    with pytest.raises(ValueError, match="interval"):
-        pld.compose(sample_rate=0.01, noise_multiplier=1.0, steps=steps, delta=1e-5, interval=1e-10)

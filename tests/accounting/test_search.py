@@ -54,7 +54,7 @@ def test_only_points_where_the_function_is_defined_are_looked_at(meets):
     assert found == (17.0 if meets == "below" else 18.0) and all(x == round(x) for x in asked)
 
 
-def test_brackets_are_halved_side_by_side_and_the_good_end_is_kept():
+def test_brackets_are_bisected_side_by_side_and_the_good_end_is_returned():
     roots = torch.tensor([0.3, 2.0, 7.9], dtype=torch.float64)
     low, high = torch.zeros(3, dtype=torch.float64), torch.full((3,), 8.0, dtype=torch.float64)
     below = bisect(lambda x: x <= roots, good=low, bad=high)

@@ -15,6 +15,8 @@ from dpcompanion.filters import ExactFilter, RenyiFilter, adaptive_delta, calibr
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entropy, train
 
+from ..refusals import refuses
+
 RUN = dict(sample_rate=0.1, noise_multiplier=2.0)
 LEVELS = [0.25, 0.5, 1.0]
 FILTER = dict(RUN, max_grad_norm=0.5, levels=LEVELS, costs=[1, 4, 16], steps=100)
@@ -26,7 +28,7 @@ FILTER = dict(RUN, max_grad_norm=0.5, levels=LEVELS, costs=[1, 4, 16], steps=100
     st.lists(st.integers(1, 60), min_size=3, max_size=3),
 )
 @settings(max_examples=25, deadline=None)
-def test_nobody_spends_more_than_the_budget_and_everybody_stays_while_something_is_left(history, block, budgets):
+def test_no_budget_is_exceeded_and_examples_stay_active_while_budget_is_left(history, block, budgets):
     filter = ExactFilter(3, **FILTER, budget=budgets, block=block)
     cost = {0.0: 0, 0.125: 1, 0.25: 4, 0.5: 16}
     spent, limits = [0, 0, 0], None
@@ -150,52 +152,31 @@ def test_states_go_on_and_foreign_ones_are_refused():
             other.load_state_dict({**filter.state_dict(), name: value})
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(n=0), "n must"),
-        (dict(levels=[0.5, 2.0]), "levels"),
-        (dict(levels=[1.0, 0.5, 0.2]), "ascending"),
-        (dict(costs=[1, 2]), "costs"),
-        (dict(costs=[0, 4, 16]), "costs"),
-        (dict(costs=[1, 4.5, 16]), "costs"),
-        (dict(costs=None), "costs"),
-        (dict(budget=None), "either budget"),
-        (dict(budget=[3, 4, 5]), r"shape \(2,\)"),
-        (dict(budget=2.5), "whole"),
-        (dict(costs=[4, 8, 16], budget=[3, 20]), "budget"),
-        (dict(steps=0), "steps"),
-        (dict(block=0), "block"),
-        (dict(max_grad_norm=0.0), "max_grad_norm"),
-        (dict(sample_rate=1.5), "sample_rate"),
-        (dict(noise_multiplier=0.0), "noise_multiplier"),
-        (dict(target_epsilon=1.0), "either budget"),
-        (dict(budget=None, target_epsilon=1e-6, target_delta=1e-9), "target_epsilon"),
-        (dict(budget=None, target_epsilon=1.0), "either budget"),
-        (dict(budget=None, target_epsilon=-1.0, target_delta=0.1), "target_eps"),
-    ],
-)
-def test_bad_parameters_are_refused_by_name(change, words):
-    with pytest.raises(ValueError, match=words):
-        ExactFilter(**{**dict(FILTER, n=2, budget=20), **change})
+def test_bad_parameters_are_refused_by_name():
+    good = dict(FILTER, n=2, budget=20)
+    numbers = dict(n=[0], steps=[0], block=[0], max_grad_norm=[0.0], sample_rate=[1.5], noise_multiplier=[0.0])
+    refuses(ExactFilter, good, **numbers, levels=[[0.5, 2.0], [1.0, 0.5, 0.2]])
+    refuses(ExactFilter, good, costs=[[1, 2], [0, 4, 16], [1, 4.5, 16], [1, 4, 2**70], None])
+    refuses(ExactFilter, good, budget=[None, [3, 4, 5], 2.5], target_epsilon=[1.0])
+    refuses(ExactFilter, dict(good, costs=[4, 8, 16]), budget=[[3, 20]])
+    target = dict(FILTER, n=2, target_epsilon=1.0, target_delta=1e-5)
+    refuses(ExactFilter, dict(target, target_delta=1e-9), target_epsilon=[1e-6, -1.0])
+    refuses(ExactFilter, target, target_delta=[None])
 
 
 def test_bad_norms_and_calls_are_refused():
     filter = ExactFilter(2, **FILTER, budget=20)
-    for norms, words in (([0.1], "shape"), ([-0.1, 0.1], "norms"), ([math.nan, 0.1], "norms")):
-        with pytest.raises(ValueError, match=words):
-            filter.clip_norms(norms)
+    refuses(filter.clip_norms, {}, norms=[[0.1], [-0.1, 0.1], [math.nan, 0.1]])
     assert (filter.spent == 0).all()
-    with pytest.raises(ValueError, match="delta"):
-        filter.epsilon(1.0)
+    refuses(filter.epsilon, {}, delta=[1.0])
+    given = dict(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, levels=LEVELS, steps=9)
     with pytest.raises(ValueError, match="exactly one"):
-        calibrate_filter(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, levels=LEVELS, steps=9)
-    with pytest.raises(ValueError, match="costs"):
-        calibrate_filter(target_epsilon=1.0, target_delta=1e-5, sample_rate=0.1, levels=LEVELS, steps=9, budget=3)
+        calibrate_filter(**given)
+    refuses(calibrate_filter, dict(given, budget=3), costs=[None])
 
 
 @pytest.mark.slow
-def test_training_clips_everybody_to_what_they_can_pay():
+def test_training_clips_each_example_to_the_largest_affordable_level():
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(2, (80,), generator=generator)
     x = torch.randn(80, 3, dtype=torch.float64, generator=generator) + y[:, None]
@@ -275,7 +256,7 @@ def test_more_steps_than_64_bits_hold_are_not_paid_with_less_than_nothing():
         ExactFilter(1, **{**FILTER, "costs": [1, 4, 2**70]}, budget=[20])
 
 
-def test_a_state_without_what_belongs_in_it_is_refused():
+def test_an_incomplete_state_is_refused():
     filter = ExactFilter(1, **FILTER, budget=[20])
     state = filter.state_dict()
     for name in state:
@@ -316,7 +297,7 @@ def mixed():
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.lists(st.floats(0, 3), min_size=4, max_size=4), min_size=1, max_size=60))
-def test_with_costs_of_their_own_nobody_spends_more_than_their_budget(norms):
+def test_no_budget_is_exceeded_where_costs_differ_between_examples(norms):
     filter = copy.deepcopy(mixed())
     prices = [{0.0: 0, 1.0: low, 2.0: full} for low, full in filter.costs]
     assert prices[0] != prices[1]
@@ -340,7 +321,7 @@ def test_a_plan_that_no_filter_fits_is_refused_by_name(make):
         make(SHORT, {1.0: 0.5, 2.0: 0.6})
 
 
-def test_costs_that_are_given_are_those_of_everybody():
+def test_given_costs_apply_to_all_examples():
     filter = ExactFilter.for_plan(SHORT, [1.0, 2.5, 1.0, 2.5], levels=[0.5, 1.0], costs=[1, 4], block=5, progress=False)
     assert filter.costs == (1, 4) and filter.state_dict()["parameters"]["costs"] == [1, 4]
     assert filter.budget[0] == filter.budget[2] < filter.budget[1] == filter.budget[3]

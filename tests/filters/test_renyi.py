@@ -13,6 +13,8 @@ from dpcompanion.filters import RenyiFilter
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entropy, train
 
+from ..refusals import refuses
+
 RUN = dict(sample_rate=0.1, noise_multiplier=2.0, max_grad_norm=0.5)
 
 
@@ -34,7 +36,7 @@ def exact(norm, orders, run=RUN):
     ],
 )
 @pytest.mark.parametrize("epsilon", [2.0, 3.0])
-def test_at_the_full_norm_everybody_leaves_after_find_steps(run, epsilon):
+def test_at_the_full_norm_the_filter_stops_after_as_many_steps_as_find_steps_says(run, epsilon):
     steps = find_steps(
         target_epsilon=epsilon,
         target_delta=1e-5,
@@ -63,7 +65,7 @@ NORMS = st.lists(st.floats(1e-6, 0.5) | st.just(0.0), min_size=3, max_size=3)
 
 @given(st.lists(NORMS, min_size=1, max_size=60), st.sampled_from([2, 3.7, 16]), st.floats(1e-3, 0.1))
 @settings(max_examples=40, deadline=None)
-def test_no_budget_is_exceeded_and_whoever_left_stays_away(history, order, budget):
+def test_no_budget_is_exceeded_and_inactive_examples_stay_inactive(history, order, budget):
     filter = RenyiFilter(3, **RUN, orders=order, budgets=budget)
     truth, before = torch.zeros(3, dtype=torch.float64), torch.ones(3, dtype=torch.bool)
     for norms in history:
@@ -171,7 +173,7 @@ def test_chords_lie_above_the_divergence_by_little():
     assert (ratio >= 1).all() and (ratio[:, :3] <= 1.001).all() and ratio.max() < 1.01
 
 
-def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
+def test_training_leaves_out_examples_whose_budget_is_spent():
     generator = torch.Generator().manual_seed(0)
     y = torch.randint(2, (80,), generator=generator)
     x = torch.randn(80, 3, dtype=torch.float64, generator=generator) + y[:, None]
@@ -218,55 +220,29 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
     assert torch.equal(fresh.budget.active, filter.active) and torch.equal(fresh.epsilon(1e-3), tracker.epsilon(1e-3))
 
 
-@pytest.mark.parametrize(
-    "name, spoilt, words",
-    [
-        ("spent", lambda spent: spent - 5, "spent"),
-        ("spent", lambda spent: spent + 1, "spent"),
-        ("spent", lambda spent: spent * math.nan, "spent"),
-        ("spent", lambda spent: spent[:1], "spent of"),
-        ("spent", lambda spent: spent.float(), "spent of"),
-        ("active", lambda active: active[:1], "active of"),
-        ("active", lambda active: active.double(), "active of"),
-    ],
-)
-def test_a_state_that_no_filter_can_have_is_refused(name, spoilt, words):
+def test_a_state_that_no_filter_can_have_is_refused():
     filter = RenyiFilter(2, **RUN, orders=4, budgets=0.1)
-    state = filter.state_dict()
-    with pytest.raises(ValueError, match=f"state.*{words}"):
-        filter.load_state_dict({**state, name: spoilt(state[name])})
+    spent, active = (filter.state_dict()[name] for name in ("spent", "active"))
+    spoilt = {"spent": [spent - 5, spent + 1, spent * math.nan, spent[:1], spent.float()]}
+    for name, values in {**spoilt, "active": [active[:1], active.double()]}.items():
+        for value in values:
+            with pytest.raises(ValueError, match=f"state.*{name}"):
+                filter.load_state_dict({**filter.state_dict(), name: value})
     assert filter.spent.eq(0).all() and filter.active.all()
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (dict(orders=1.0), "orders"),
-        (dict(orders=[2, 2]), "distinct"),
-        (dict(budgets=0.0), "budgets"),
-        (dict(budgets=math.inf), "budgets"),
-        (dict(budgets=[0.1, 0.2]), "budgets"),
-        (dict(n=0), "n must"),
-        (dict(sample_rate=0.0), "sample_rate"),
-        (dict(noise_multiplier=0.0), "noise_multiplier"),
-        (dict(max_grad_norm=math.inf), "max_grad_norm"),
-    ],
-)
-def test_bad_parameters_are_refused_by_name(change, words):
-    with pytest.raises(ValueError, match=words):
-        RenyiFilter(**{**dict(n=3, orders=4, budgets=0.1), **RUN, **change})
+def test_bad_parameters_are_refused_by_name():
+    numbers = dict(n=[0], sample_rate=[0.0], noise_multiplier=[0.0], max_grad_norm=[math.inf], orders=[1.0, [2, 2]])
+    refuses(RenyiFilter, dict(n=3, orders=4, budgets=0.1, **RUN), **numbers, budgets=[0.0, math.inf, [0.1, 0.2]])
+    target = dict(n=2, target_epsilons=1.0, target_delta=1e-5, **RUN)
+    refuses(RenyiFilter.for_epsilon, target, noise_multiplier=["1", 0.0], sample_rate=["0.1"])
+    refuses(RenyiFilter.for_epsilon, target, target_epsilons=[1e-9, [1.0, 2.0, 3.0]])
 
 
-def test_bad_norms_targets_and_states_are_refused():
+def test_bad_norms_and_states_are_refused():
     filter = RenyiFilter(2, **RUN, orders=4, budgets=0.1)
-    for norms, words in (([0.1], "shape"), ([0.6, 0.1], "norms"), ([-0.1, 0.1], "norms"), ([math.nan, 0.1], "norms")):
-        with pytest.raises(ValueError, match=words):
-            filter.admit(norms)
+    refuses(filter.admit, {}, norms=[[0.1], [0.6, 0.1], [-0.1, 0.1], [math.nan, 0.1]])
     assert (filter.spent == 0).all() and filter.active.all()
-    with pytest.raises(ValueError, match="target_epsilons"):
-        RenyiFilter.for_epsilon(2, target_epsilons=1e-9, target_delta=1e-5, **RUN)
-    with pytest.raises(ValueError, match="target_epsilons"):
-        RenyiFilter.for_epsilon(2, target_epsilons=[1.0, 2.0, 3.0], target_delta=1e-5, **RUN)
     with pytest.raises(ValueError, match="state"):
         filter.load_state_dict(RenyiFilter(2, **RUN, orders=5, budgets=0.1).state_dict())
     with pytest.raises(ValueError, match="same budgets"):
@@ -283,7 +259,7 @@ def test_bad_norms_targets_and_states_are_refused():
         )
 
 
-def test_a_state_without_what_belongs_in_it_is_refused_and_nobody_else_says_who_takes_part():
+def test_an_incomplete_state_is_refused_and_admissions_are_copies():
     filter = RenyiFilter(2, **RUN, orders=[4.0], budgets=[[1e-9], [1.0]])
     assert filter.admit([0.5, 0.5]).logical_not_().tolist() == [True, False] and filter.active.tolist() == [False, True]
     state = filter.state_dict()
@@ -293,34 +269,16 @@ def test_a_state_without_what_belongs_in_it_is_refused_and_nobody_else_says_who_
                 filter.load_state_dict(change)
 
 
-def test_what_is_no_number_is_refused_before_a_target_is_sought():
-    for change in (dict(noise_multiplier="1"), dict(sample_rate="0.1"), dict(noise_multiplier=0.0)):
-        with pytest.raises(ValueError, match=next(iter(change))):
-            RenyiFilter.for_epsilon(2, target_epsilons=1.0, target_delta=1e-5, **{**RUN, **change})
-
-
-def test_nobody_gets_a_budget_back_by_what_a_caller_does_to_what_is_shown():
-    filter = RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, **RUN)
-    spared = RenyiFilter.for_epsilon(2, target_epsilons=2.0, target_delta=1e-5, **RUN)
+def test_attributes_are_copies_so_that_a_caller_restores_no_budget():
+    filter, untouched = (RenyiFilter(2, **RUN, orders=[2, 8], budgets=0.1) for _ in range(2))
     for _ in range(3):
-        filter.admit([RUN["max_grad_norm"]] * 2)
-        spared.admit([RUN["max_grad_norm"]] * 2)
-        for shown in (spared.spent, spared.budgets):
-            shown.zero_()
-        spared.active.fill_(True)
-    assert torch.equal(filter.spent, spared.spent) and torch.equal(filter.budgets, spared.budgets)
-    for name in ("spent", "budgets", "active"):
+        filter.admit([0.5, 0.1])
+        untouched.admit([0.5, 0.1])
+        for part in (filter.spent, filter.budgets, filter.active, filter.orders):
+            part.zero_()
+        filter.active.fill_(True)
+    for name in ("spent", "budgets", "active", "orders"):
+        assert torch.equal(getattr(filter, name), getattr(untouched, name))
         with pytest.raises(AttributeError):
             setattr(filter, name, getattr(filter, name))
-
-
-def test_what_a_filter_hands_out_is_a_copy():
-    filter = RenyiFilter(2, **RUN, orders=[2, 8], budgets=0.1)
-    filter.admit([0.5, 0.1])
-    before = [
-        part.clone() for part in (filter.spent, filter.budgets, filter.active, filter.orders, filter.epsilon(1e-5))
-    ]
-    for part in (filter.spent, filter.budgets, filter.active, filter.orders):
-        part.zero_()
-    after = [filter.spent, filter.budgets, filter.active, filter.orders, filter.epsilon(1e-5)]
-    assert all(map(torch.equal, before, after))
+    assert torch.equal(filter.epsilon(1e-5), untouched.epsilon(1e-5))

@@ -14,34 +14,28 @@ from dpcompanion.mechanism import plan as plan_module
 from dpcompanion.mechanism.secure import SecureStream, grid_of
 from dpcompanion.training import Callbacks, DPSGDPlan, PoissonSampler, cross_entropy, train
 
+from ..refusals import refuses
+
 GOOD = dict(n=10, sample_rate=0.5, steps=20, max_grad_norm=2.0, noise_multiplier=1.5, delta=1e-5)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"n": 0},
-        {"n": 2.5},
-        {"sample_rate": 0.0},
-        {"sample_rate": 1.1},
-        {"sample_rate": [0.5] * 9},
-        {"steps": -1},
-        {"sample_rate": float("nan")},
-        {"max_grad_norm": 0.0},
-        {"max_grad_norm": float("inf")},
-        {"max_grad_norm": [1.0] * 11},
-        {"max_grad_norm": torch.ones(10, 1)},
-        {"noise_multiplier": -1.0},
-        {"noise_multiplier": [1.0] * 10},
-        {"noise_multiplier": float("nan")},
-        {"delta": 0.0},
-        {"delta": 1.0},
-        {"delta": [0.1, 0.2]},
-    ],
-)
-def test_a_bad_argument_is_refused_by_name(change):
-    with pytest.raises(ValueError, match=next(iter(change))):
-        DPSGDPlan(**{**GOOD, **change})
+def test_bad_arguments_are_refused_by_name():
+    refuses(
+        DPSGDPlan,
+        GOOD,
+        n=[0, 2.5],
+        sample_rate=[0.0, 1.1, math.nan, [0.5] * 9],
+        steps=[-1],
+        max_grad_norm=[0.0, math.inf, [1.0] * 11, torch.ones(10, 1)],
+        noise_multiplier=[-1.0, math.nan, [1.0] * 10],
+        delta=[0.0, 1.0, [0.1, 0.2]],
+        unit=[""],
+    )
+    bad_steps_and_deltas = dict(steps=[21], delta=[0.0, [1e-3, 1e-4]])
+    refuses(DPSGDPlan(**GOOD).epsilon, {}, accountant=["gdp"], **bad_steps_and_deltas)
+    batch = dict(target_epsilon=2.0, batch_size=50, epochs=3, **TARGET)
+    refuses(DPSGDPlan.for_epsilon, batch, batch_size=[601, 0], epochs=[0, math.inf])
+    refuses(DPSGDPlan.from_json, {}, source=["{}", '{"plan": 3}', "{", '{"plan": {"n": 3}}', '{"plan": {"m": 3}}'])
 
 
 def test_the_normaliser_is_the_sum_of_the_rates():
@@ -85,12 +79,6 @@ def test_each_distinct_pair_is_accounted_once(monkeypatch):
 def test_no_noise_costs_everything_and_no_step_costs_nothing():
     assert DPSGDPlan(**{**GOOD, "noise_multiplier": 0.0}).epsilon() == math.inf
     assert DPSGDPlan(**GOOD).epsilon(steps=0) == 0.0
-
-
-@pytest.mark.parametrize("arguments", [{"steps": 21}, {"delta": 0.0}, {"delta": [1e-3, 1e-4]}, {"accountant": "gdp"}])
-def test_epsilon_refuses_what_the_plan_does_not_do(arguments):
-    with pytest.raises(ValueError, match=next(iter(arguments))):
-        DPSGDPlan(**GOOD).epsilon(**arguments)
 
 
 def test_a_calibrated_plan_meets_its_target():
@@ -204,7 +192,7 @@ def test_sum_and_noise_lie_on_the_grid_and_have_the_right_size():
     assert torch.equal(noiseless.noisy(total, SecureStream()), total)
 
 
-def test_a_step_moves_by_exactly_its_noise_where_nobody_is_clipped_to_anything():
+def test_a_step_moves_by_exactly_its_noise_where_gradients_are_zero():
     model = torch.nn.Linear(100, 40, bias=False).double()
     moves = []
     before = model.weight.detach().clone()
@@ -286,39 +274,20 @@ def test_a_batch_size_and_epochs_are_a_rate_and_steps():
 
 
 @pytest.mark.parametrize("make", [DPSGDPlan.for_epsilon, DPSGDPlan.for_epsilons])
-@pytest.mark.parametrize(
-    "given",
-    [
-        {},
-        {"sample_rate": 0.1},
-        {"sample_rate": 0.1, "epochs": 2},
-        {"sample_rate": 0.1, "steps": 5, "epochs": 2},
-        {"sample_rate": 0.1, "steps": 5, "batch_size": 60, "epochs": 2},
-    ],
-)
-def test_rate_and_steps_are_given_in_exactly_one_way(make, given):
-    with pytest.raises(ValueError, match="sample_rate and steps or batch_size and epochs"):
-        make(2.0, **TARGET, **given)
+def test_rate_and_steps_are_given_in_exactly_one_way(make):
+    both = {"sample_rate": 0.1, "steps": 5}
+    mixed = {"sample_rate": 0.1, "epochs": 2}
+    for given in ({}, {"sample_rate": 0.1}, mixed, {**both, "epochs": 2}, {**both, "batch_size": 60, "epochs": 2}):
+        with pytest.raises(ValueError, match="sample_rate and steps or batch_size and epochs"):
+            make(2.0, **TARGET, **given)
 
 
-@pytest.mark.parametrize("bad", [{"batch_size": 601}, {"batch_size": 0}, {"epochs": 0}, {"epochs": math.inf}])
-def test_a_batch_that_cannot_be_is_refused_by_name(bad):
-    with pytest.raises(ValueError, match=next(iter(bad))):
-        DPSGDPlan.for_epsilon(2.0, **TARGET, **{"batch_size": 50, "epochs": 3, **bad})
-
-
-@pytest.mark.parametrize(
-    ("targets", "expected"),
-    [(2.0, [2.0] * 4), ([1.0, 2.0, 1.0, 3.0], [1.0, 2.0, 1.0, 3.0]), ({1.0: 0.5, 2.0: 0.5}, [2.0, 2.0, 1.0, 1.0])],
-)
 @pytest.mark.parametrize("method", ["sample", "scale"])
-def test_budgets_of_each_are_used_up_by_the_default_accountant_too(targets, expected, method):
-    plan = DPSGDPlan.for_epsilons(
-        targets, n=4, sample_rate=0.05, steps=100, max_grad_norm=1.0, delta=1e-5, method=method
-    )
-    found = torch.as_tensor(plan.epsilon()).expand(4)
-    expected = torch.tensor(expected, dtype=torch.float64)
-    assert plan.accountant == "pld" and (found <= expected).all() and (found > 0.998 * expected).all()
+def test_budgets_are_used_up_by_the_default_accountant_too(method):
+    run = dict(n=4, sample_rate=0.05, steps=100, max_grad_norm=1.0, delta=1e-5)
+    plan = DPSGDPlan.for_epsilons({1.0: 0.5, 2.0: 0.5}, method=method, **run)
+    budgets = torch.tensor([2.0, 2.0, 1.0, 1.0], dtype=torch.float64)
+    assert plan.accountant == "pld" and (plan.epsilon() <= budgets).all() and (plan.epsilon() > 0.998 * budgets).all()
 
 
 @pytest.mark.parametrize(
@@ -344,16 +313,9 @@ def test_a_plan_comes_back_equal_from_json_and_from_a_pickle(change, tmp_path):
         assert dataclasses.replace(other, steps=1) == dataclasses.replace(plan, steps=1) != plan
 
 
-@pytest.mark.parametrize("text", ["{}", '{"plan": 3}', "{", '{"plan": {"n": 3}}', '{"plan": {"m": 3}}'])
-def test_what_is_no_plan_in_json_is_refused(text):
-    with pytest.raises(ValueError, match="source"):
-        DPSGDPlan.from_json(text)
-
-
 @pytest.mark.parametrize("relation", [{}, {"expected_batch_size": 5}])
 def test_a_statement_names_the_unit_that_is_protected_and_the_run_is_the_same(relation):
     plan, other = (DPSGDPlan(**GOOD, **relation, unit=unit) for unit in ("example", "patient"))
     assert "one patient" in other.statement() and "example" not in other.statement()
-    assert plan.config() == other.config() and plan != other and plan.epsilon() == other.epsilon()
-    with pytest.raises(ValueError, match="unit"):
-        DPSGDPlan(**GOOD, unit="")
+    assert plan.config() == other.config() and plan != other
+    assert plan.epsilon(accountant="rdp") == other.epsilon(accountant="rdp")

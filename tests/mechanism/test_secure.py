@@ -22,22 +22,24 @@ from dpcompanion.attacks import low_bits_tell
 from dpcompanion.mechanism import secure
 from dpcompanion.mechanism.secure import SecureStream, grid_of
 
+from ..refusals import refuses
+
 
 def stream(number=0):
     return SecureStream(key=number.to_bytes(32, "little"))
 
 
-class Told(SecureStream):
-    """A stream that says the words that it is told, then those of the cipher."""
+class Scripted(SecureStream):
+    """A stream that yields the words that it is given, then those of the cipher."""
 
     def __init__(self, *words):
         super().__init__(key=bytes(32))
-        self.told = [np.array(part, dtype=np.uint64) for part in words]
+        self.script = [np.array(part, dtype=np.uint64) for part in words]
 
     def words(self, count):
-        if not self.told:
+        if not self.script:
             return super().words(count)
-        part = self.told.pop(0)
+        part = self.script.pop(0)
         assert len(part) == count
         return part
 
@@ -144,14 +146,16 @@ def test_a_child_that_sets_its_state_first_goes_on_from_there():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 8
 
 
-def test_states_and_shapes_that_are_none_are_refused():
-    for state in ({}, None, {"key": bytes(32)}, {"calls": -1}):
-        with pytest.raises(ValueError, match="state|calls"):
-            stream().set_state(state)
-    with pytest.raises(ValueError, match="shape"):
-        stream().normal(3, 1.0)
-    with pytest.raises(ValueError, match="std"):
-        stream().normal((2,), torch.ones(2))
+def test_bad_arguments_are_refused_by_name():
+    refuses(stream().set_state, {}, state=[{}, None, {"key": bytes(32)}])
+    with pytest.raises(ValueError, match="calls"):
+        stream().set_state({"calls": -1})
+    refuses(SecureStream, {}, key=[b"", b"short", "0" * 32, 7, bytes(33)])
+    refuses(stream().normal, dict(shape=(2,), std=1.0), shape=[3], std=[torch.ones(2), -1.0, math.inf])
+    refuses(stream().normal, dict(shape=(2,), std=1.0), grid=[0.3, 2.0**-41, 0.0])
+    refuses(stream().coins, dict(n=2), rate=[-0.1, 1.1, math.nan, torch.tensor([0.1, 0.2, 0.3])])
+    refuses(secure.snapped, dict(grid=2.0**-20), total=[torch.tensor([0.0, bad]) for bad in (math.nan, math.inf, 1e30)])
+    refuses(low_bits_tell, dict(canary=1.0), releases=[torch.zeros(3), [[0.0]]])
 
 
 def test_threads_that_share_a_stream_draw_different_numbers():
@@ -183,16 +187,10 @@ def test_a_clock_that_stands_still_and_seeds_of_other_generators_repeat_no_noise
     assert not np.intersect1d(*drawn).size
 
 
-@pytest.mark.parametrize("key", [b"", b"short", "0" * 32, 7, bytes(33)])
-def test_a_bad_key_is_refused(key):
-    with pytest.raises(ValueError, match="key"):
-        SecureStream(key)
-
-
 def test_the_inverse_distribution_function_is_as_good_as_is_assumed():
     rng = np.random.default_rng(0)
     probabilities = np.concatenate(
-        [2.0 ** -rng.uniform(1, 65, 300), rng.uniform(0.05, 0.5, 200), 0.5 - 2.0 ** -rng.uniform(2, 40, 100)]
+        [2.0 ** -rng.uniform(1, 65, 80), rng.uniform(0.05, 0.5, 40), 0.5 - 2.0 ** -rng.uniform(2, 40, 40)]
     )
     with mpmath.workdps(60):
         for t in probabilities:
@@ -202,7 +200,7 @@ def test_the_inverse_distribution_function_is_as_good_as_is_assumed():
 
 @pytest.mark.parametrize("std", [1.0, 1.7, 3e-6, 2e5])
 def test_fast_and_exact_multiples_are_the_same(std):
-    words = stream(5).words(300)
+    words = stream(5).words(100)
     scale = std / grid_of(std)
     fast = SecureStream(key=bytes(32))._multiples(words, scale)
     exact = [
@@ -220,14 +218,13 @@ def test_bits_that_leave_a_boundary_open_are_followed_by_more():
         tail, rest = int(mpmath.floor(boundary)), float(boundary % 1)
     below, above = int((rest - 0.01) * 2**64), int((rest + 0.01) * 2**64)
     for more, expected in ((below, 3.0), (above, 2.0)):  # a smaller T lies further out
-        told = Told([more])
-        assert told._multiples(np.array([2 * tail], np.uint64), scale).tolist() == [expected] and not told.told
+        found = Scripted([more])
+        assert found._multiples(np.array([2 * tail], np.uint64), scale).tolist() == [expected] and not found.script
 
 
 def test_the_tail_is_not_cut_off():
     # All 63 bits of T are 0: the next word decides, far beyond what 64 bits reach (9.2).
-    told = Told([0], [2**32])
-    assert told.normal((1,), 1.0)[0] > 11
+    assert Scripted([0], [2**32]).normal((1,), 1.0)[0] > 11
 
 
 def test_ten_million_draws_have_the_law_of_a_rounded_gaussian_far_tails_included():
@@ -270,13 +267,13 @@ def test_noise_on_a_fine_grid_is_gaussian():
 def test_a_coin_follows_every_bit_of_its_rate(rate, word):
     threshold = fractions.Fraction(rate) * 2**64
     whole, rest = math.floor(threshold), threshold % 1
-    assert bool(Told([word]).coins(1, rate)[0]) == (word < whole) if word != whole else True
+    assert bool(Scripted([word]).coins(1, rate)[0]) == (word < whole) if word != whole else True
     if whole < 2**64:
         # A first word equal to the first 64 bits: the next 64 decide.
         more = math.floor(rest * 2**64)
-        assert not Told([whole], [min(more + 1, 2**64 - 1)]).coins(1, rate)[0] or more == 2**64 - 1
+        assert not Scripted([whole], [min(more + 1, 2**64 - 1)]).coins(1, rate)[0] or more == 2**64 - 1
         if more:
-            assert Told([whole], [more - 1]).coins(1, rate)[0]
+            assert Scripted([whole], [more - 1]).coins(1, rate)[0]
 
 
 def exact_gap(numerator, bits, rate):
@@ -286,7 +283,7 @@ def exact_gap(numerator, bits, rate):
         return math.inf if rest == 0 else int(mpmath.floor(mpmath.log(rest) / mpmath.log(1 - mpmath.mpf(rate))))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.one_of(st.floats(1e-12, 0.999), st.sampled_from([0.5, 0.25, 0.75, 1 - 2.0**-53, 1e-300, 2.0**-40])),
     st.one_of(st.integers(0, 2**64 - 1), st.integers(0, 40).map(lambda k: -k - 1)),
@@ -300,7 +297,7 @@ def test_a_gap_is_that_of_all_its_bits(rate, word, off, more):
             word = int((1 - (1 - mpmath.mpf(rate)) ** -word) * 2**64)
         word = min(max(word + off, 0), 2**64 - 1)
     most = 10**9
-    found = int(Told([word], [more]).gaps(1, rate, most)[0])
+    found = int(Scripted([word], [more]).gaps(1, rate, most)[0])
     low, high = (min(exact_gap(word + end, 64, rate), most) for end in (0, 1))
     if low != high:
         low, high = (min(exact_gap((word << 64) + more + end, 128, rate), most) for end in (0, 1))
@@ -322,27 +319,6 @@ def test_coins_come_up_as_often_as_they_should():
     for count, rate in zip(up[1:-1].tolist(), rates[1:5].tolist()):
         assert stats.binomtest(count, 50_000, rate).pvalue > 1e-4
     assert stream(14).coins(3, 1.0).all()
-
-
-@pytest.mark.parametrize(
-    "bad, match",
-    [
-        (dict(std=-1.0), "std"),
-        (dict(std=math.inf), "std"),
-        (dict(std=1.0, grid=0.3), "grid"),
-        (dict(std=1.0, grid=2.0**-41), "grid"),
-        (dict(std=1.0, grid=0.0), "grid"),
-    ],
-)
-def test_bad_noise_is_refused(bad, match):
-    with pytest.raises(ValueError, match=match):
-        stream().normal((2,), **bad)
-
-
-@pytest.mark.parametrize("rate", [-0.1, 1.1, float("nan"), torch.tensor([0.1, 0.2, 0.3])])
-def test_bad_rates_are_refused(rate):
-    with pytest.raises(ValueError, match="rate"):
-        stream().coins(2, rate)
 
 
 def test_no_noise_is_no_noise():
@@ -369,14 +345,8 @@ def test_low_bits_of_float_noise_give_a_canary_away(dtype):
     assert success(release) > 0.9
 
 
-@pytest.mark.parametrize("releases, got", [(torch.zeros(3), r"torch.float32 of shape \(3,\)"), ([[0.0]], "list")])
-def test_low_bits_of_what_is_no_table_of_floats_are_not_read(releases, got):
-    with pytest.raises(ValueError, match=f"releases.*{got}"):
-        low_bits_tell(releases, 1.0)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_low_bits_of_noise_on_a_grid_tell_nothing(dtype):
+def test_low_bits_of_noise_on_a_grid_reveal_nothing(dtype):
     noise, grid = stream(21), grid_of(1.0)
 
     def release(total):
@@ -395,9 +365,3 @@ def test_sums_that_are_snapped_stay_near_and_add_exactly():
     noise = stream(22).normal(total.shape, 1.0)
     exact = [fractions.Fraction(a) + fractions.Fraction(b) for a, b in zip(near.tolist(), noise.tolist())]
     assert [fractions.Fraction(c) for c in (near + noise).tolist()] == exact
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, 1e30])
-def test_sums_that_cannot_be_snapped_are_refused(bad):
-    with pytest.raises(ValueError, match="total"):
-        secure.snapped(torch.tensor([0.0, bad]), 2.0**-20)

@@ -15,6 +15,8 @@ from dpcompanion.per_instance import (
     step_divergence,
 )
 
+from ..refusals import refuses
+
 
 @given(st.floats(1.1, 50), st.floats(1.01, 1e4), st.integers(0, 40))
 @settings(max_examples=100, deadline=None)
@@ -135,27 +137,14 @@ def test_sensitivities_of_zero_cost_nothing_and_single_precision_will_do():
     )
 
 
-@pytest.mark.parametrize(
-    "shape, options, message",
-    [
-        ((3,), {}, "sensitivities"),
-        ((0, 2), {}, "sensitivities"),
-        ((3, 2), {"order": 1}, "order"),
-        ((3, 2), {"p": 1.0}, "^p "),
-        ((30, 2), {"p": 1.5}, "^p "),
-        ((3, 2), {"sample_rate": 0}, "sample_rate"),
-        ((3, 2), {"recursion": "book"}, "recursion"),
-    ],
-)
-def test_bad_runs_are_refused_by_name(shape, options, message):
-    with pytest.raises(ValueError, match=message):
-        compose_sensitivities(torch.ones(shape), **{"sample_rate": 0.1, "noise_std": 1.0, "order": 4, **options})
-
-
-@pytest.mark.parametrize("found", [torch.tensor(0.1), torch.tensor([-0.1]), torch.tensor([math.nan])])
-def test_bad_divergences_are_refused(found):
-    with pytest.raises(ValueError, match="divergence"):
-        compose(lambda t, a: found, steps=2, order=2, p=4)
+def test_bad_arguments_are_refused_by_name():
+    good = dict(sensitivities=torch.ones(3, 2), sample_rate=0.1, noise_std=1.0, order=4)
+    refuses(compose_sensitivities, good, sensitivities=[torch.ones(3), torch.ones(0, 2)], order=[1], p=[1.0])
+    refuses(compose_sensitivities, good, sample_rate=[0], recursion=["book"])
+    refuses(compose_sensitivities, dict(good, sensitivities=torch.ones(30, 2)), p=[1.5])
+    for found in (torch.tensor(0.1), torch.tensor([-0.1]), torch.tensor([math.nan])):
+        with pytest.raises(ValueError, match="divergence"):
+            compose(lambda t, a, found=found: found, steps=2, order=2, p=4)
 
 
 def test_sensitivities_in_lists_keep_their_digits():

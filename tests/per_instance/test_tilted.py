@@ -17,6 +17,8 @@ from dpcompanion.per_instance import (
     tilted_noise,
 )
 
+from ..refusals import refuses
+
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
@@ -170,38 +172,13 @@ def test_sums_beyond_float64_are_no_obstacle():
     assert float(found.estimate) == pytest.approx(5000 - math.log(3)) and found.upper_bound.isfinite()
 
 
-@pytest.mark.parametrize(
-    "sums, options, message",
-    [
-        ([0.5], {"order": 1}, "order"),
-        ([-0.5], {}, "log_masses"),
-        ([], {}, "log_masses"),
-        ([0.5], {"worst_case": 0.4}, "must not exceed"),
-        ([0.5], {"worst_case": -1.0}, "worst_case"),
-        ([math.inf], {}, "log_masses"),
-        ([0.5], {"confidence": 1.0}, "confidence"),
-    ],
-)
-def test_bad_sums_are_refused_by_name(sums, options, message):
-    with pytest.raises(ValueError, match=message):
-        exact_composition(sums, **{"order": 2, **options})
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"order": 2.5}, "order"),
-        ({"order": 1}, "order"),
-        ({"sample_rate": 0.0}, "sample_rate must"),
-        ({"noise_std": 0.0}, "noise_std"),
-        ({"sensitivity": -1.0}, "sensitivity"),
-        ({"generator": None}, "generator"),
-    ],
-)
-def test_bad_counts_are_refused_by_name(options, message):
-    arguments = {"sensitivity": 1.0, "sample_rate": 0.1, "noise_std": 1.0, "order": 2, **options}
-    with pytest.raises(ValueError, match=message):
-        tilted_counts(arguments.pop("sensitivity"), **{"generator": generator(), **arguments})
+def test_bad_arguments_are_refused_by_name():
+    bad = dict(log_masses=[[-0.5], [], [math.inf]], order=[1], worst_case=[0.4, -1.0], confidence=[1.0])
+    refuses(exact_composition, dict(log_masses=[0.5], order=2), **bad)
+    good = dict(sensitivity=1.0, sample_rate=0.1, noise_std=1.0, order=2, generator=generator())
+    refuses(
+        tilted_counts, good, order=[2.5, 1], sample_rate=[0.0], noise_std=[0.0], sensitivity=[-1.0], generator=[None]
+    )
 
 
 def test_masses_that_lie_on_a_device_are_asked_twice_in_a_whole_call(monkeypatch):

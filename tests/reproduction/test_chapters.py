@@ -161,7 +161,7 @@ def test_an_output_without_parts_is_no_output():
     assert format(Chapter("idp-sgd").remains("table-5")) == ({}, {})
 
 
-def test_what_nobody_has_run_is_shown_by_what_remains():
+def test_an_exhibit_that_was_not_run_shows_the_command_that_remains():
     shown = Chapter("idp-sgd").show("table-10")
     assert "table-10 --preset paper --device cuda" in shown.parts[-1]
 

@@ -81,11 +81,6 @@ def test_small_and_large_prints_keep_their_digits():
     assert "9440    differs, +0.69%" in repr(compare("idp-sgd/table-5", live={"mnist.iterations": 9440}))
 
 
-def test_a_bar_in_a_label_does_not_break_the_table():
-    line = compare(live={"a": 1.0}, labels={"a": "|w|"})._repr_markdown_().splitlines()[-1]
-    assert line.startswith("| \\|w\\| |")
-
-
 def test_a_table_shows_each_column_as_the_kind_that_it_is():
     table = Table(["what", "paper", "here"], [["a", "0.1", 0.123456], ["b", "", 2]], kinds=["published", "live"])
     assert repr(table).splitlines() == ["what    paper      here", "a         0.1    0.1235", "b                     2"]
@@ -108,17 +103,12 @@ def test_a_row_can_say_what_its_numbers_are():
         Table(["what", "ours"], [["a", 1]], kinds=["row"])
 
 
-@pytest.mark.parametrize(
-    "heads, rows, kinds, words",
-    [
-        (["a", "b"], [["x"]], ["live"], "same length"),
-        (["a", "b"], [], [], "same length"),
-        (["a", "b"], [], ["dead"], "kinds"),
-    ],
-)
-def test_a_table_that_does_not_fit_is_refused(heads, rows, kinds, words):
-    with pytest.raises(ValueError, match=words):
-        Table(heads, rows, kinds=kinds)
+def test_a_table_that_does_not_fit_is_refused():
+    for heads, rows, kinds in ((["a", "b"], [["x"]], ["live"]), (["a", "b"], [], [])):
+        with pytest.raises(ValueError, match="same length"):
+            Table(heads, rows, kinds=kinds)
+    with pytest.raises(ValueError, match="kinds"):
+        Table(["a", "b"], [], kinds=["dead"])
 
 
 def test_numbers_that_are_proved_wrong_are_called_so_without_being_asked_for():
@@ -145,12 +135,6 @@ def test_an_exhibit_says_how_near_is_close():
         "differs",
     ]
     assert compare("idp-sgd/table-9", live={"sample": 97.3}).rows[0].verdict == "close", "points have no share"
-
-
-def test_a_bar_in_a_cell_does_not_end_it():
-    table = Table(["", "with |x|"], [["rule", "|ours - paper| is small"]], kinds=[None])
-    assert "|   | with \\|x\\| |" in table._repr_markdown_()
-    assert "| rule | \\|ours - paper\\| is small |" in table._repr_markdown_()
 
 
 def test_accuracies_that_are_printed_as_fractions_are_judged_by_points():

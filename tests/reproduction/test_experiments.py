@@ -9,6 +9,8 @@ import pytest
 
 from dpcompanion.reproduction import experiments, provenance, published, records
 
+from ..refusals import refuses
+
 NAME = "individual-accounting/table-1"  # an exhibit to hang a test's own experiment on
 
 
@@ -157,30 +159,19 @@ def test_seeds_are_replaced_and_named_in_the_command(registered):
     assert record.values["mean"].n == 3
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"name": "idp-sgd/table-55"}, "name"),
-        ({"preset": "full"}, "preset"),
-        ({"device": "abacus"}, "device"),
-        ({"device": "meta"}, "device"),
-        ({"device": "cuda:99"}, "device"),
-        ({"out": __file__}, "out"),
-        ({"out": "/proc/results"}, "out"),
-        ({"seeds": []}, "seeds"),
-        ({"seeds": [1, 1]}, "seeds"),
-        ({"seeds": [0.5]}, "seeds"),
-        ({"seeds": [-1]}, "seeds"),
-    ],
-)
-def test_bad_arguments_are_named_before_any_work(arguments, message):
-    with instead(never, quick=Config(), paper=Config()), pytest.raises(ValueError, match=message):
-        experiments.run(**{"name": NAME, "preset": "quick", **arguments})
-
-
-def test_seeds_are_refused_where_nothing_is_random():
-    with pytest.raises(ValueError, match="seeds"):
-        experiments.run("idp-sgd/table-5", seeds=[1])
+def test_bad_arguments_are_refused_by_name_before_any_work():
+    with instead(never, quick=Config(), paper=Config()):
+        refuses(
+            experiments.run,
+            {"name": NAME, "preset": "quick"},
+            name=["idp-sgd/table-55"],
+            preset=["full"],
+            device=["abacus", "meta", "cuda:99"],
+            out=[__file__, "/proc/results"],
+            seeds=[[], [1, 1], [0.5], [-1]],
+        )
+    refuses(experiments.run, {"name": "idp-sgd/table-5"}, seeds=[[1]])  # where nothing is random
+    refuses(experiments.run, {"name": "idp-sgd/table-8"}, preset=["quick"])  # which has none
 
 
 def test_several_seeds_are_refused_before_any_work_where_one_is_used():
@@ -211,25 +202,18 @@ def test_the_preset_comes_from_one_place(monkeypatch):
 
 
 def test_an_experiment_belongs_to_an_exhibit_and_has_a_frozen_configuration(registered):
-    with pytest.raises(ValueError, match="name"):
-        experiments.experiment(registered, quick=Config())
-    with pytest.raises(ValueError, match="name"):
-        experiments.experiment("idp-sgd/table-55", quick=Config())
-    with pytest.raises(ValueError, match="presets"):
-        experiments.experiment("idp-sgd/table-8", quick={"examples": 3})
-    with pytest.raises(ValueError, match="presets"):
-        experiments.experiment("idp-sgd/table-8", large=Config())
-    for version in (0, 1.5, "2"):
-        with pytest.raises(ValueError, match="version must"), experiments.set_aside(NAME):
-            experiments.experiment(NAME, quick=Config(), version=version)
+    refuses(experiments.experiment, {"quick": Config()}, name=[registered, "idp-sgd/table-55"])
+    for presets in ({"quick": {"examples": 3}}, {"large": Config()}):
+        with pytest.raises(ValueError, match="presets"):
+            experiments.experiment("idp-sgd/table-8", **presets)
+    with experiments.set_aside(NAME):
+        refuses(experiments.experiment, {"name": NAME, "quick": Config()}, version=[0, 1.5, "2"])
 
 
 def test_every_registered_experiment_has_a_preset_and_one_without_a_quick_one_says_so():
     assert {"idp-sgd/table-5", "idp-sgd/table-7"} <= set(experiments.names())
     for name in experiments.names():
         assert 0 < len(experiments.get(name).presets) and set(experiments.get(name).presets) <= set(experiments.PRESETS)
-    with pytest.raises(ValueError, match="preset"):
-        experiments.run("idp-sgd/table-8", preset="quick")
 
 
 def test_configurations_survive_json():

@@ -58,7 +58,7 @@ def test_a_cell_leads_to_its_exhibits_place_from_any_page():
             assert tag == "a" and source.is_file() and anchor == one.place.anchor
 
 
-def test_states_are_told_apart_by_their_marks_and_the_legend_counts_them():
+def test_each_state_has_its_own_mark_and_the_legend_counts_them():
     assert set(mosaic.MARKS) == set(scoreboard.STATES) and len(set(mosaic.MARKS.values())) == len(mosaic.MARKS)
     shown = mosaic.Mosaic(everything())
     text = Reader(shown._repr_html_()).text

@@ -45,7 +45,7 @@ def test_parameters_of_budgets_on_mnist():
         np.testing.assert_allclose(np.array(value), np.array(values[key]), rtol=1e-4, err_msg=key)
 
 
-def test_trials_kept_their_budgets_and_were_all_there():
+def test_every_trial_and_class_is_in_the_record():
     record = recorded("idp-sgd/table-2")
     config = record.config
     for kind in config["kinds"]:
@@ -54,7 +54,7 @@ def test_trials_kept_their_budgets_and_were_all_there():
         assert last.mean == pytest.approx(np.mean(finals)) and len(record.values[f"{kind}.classes"]) == 10
 
 
-def test_histograms_of_individual_epsilons_hold_everybody():
+def test_histograms_of_individual_epsilons_count_all_examples():
     record = recorded("individual-accounting/figure-1")
     for name in individual_accounting.reported(record):
         task, value = (

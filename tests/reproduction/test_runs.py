@@ -57,7 +57,7 @@ def keeping(run, names, calls, **options):
     )
 
 
-def test_what_is_short_is_kept_for_the_process_and_shared_by_exhibits(tmp_path, monkeypatch):
+def test_short_runs_are_cached_in_the_process_and_shared_by_exhibits(tmp_path, monkeypatch):
     monkeypatch.setenv("DPCOMPANION_DATA", str(tmp_path))
     runs.forget()
     first, other = (runs.Run(config, torch.device("cpu"), None) for config in (Config(), OneSeed()))

@@ -1,7 +1,6 @@
 """Verdicts do not hang on the last digits: every statistic is moved by a billionth of itself, and none turns."""
 
 import dataclasses
-import inspect
 
 import numpy as np
 import pytest
@@ -63,33 +62,19 @@ def stands(record):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_no_recorded_verdict_hangs_on_the_last_digits(name):
+def test_no_recorded_verdict_depends_on_the_last_digits(name):
     assert dict(stands(records.find(name)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LIVE)
-def test_no_live_verdict_hangs_on_the_last_digits(name):
+def test_no_live_verdict_depends_on_the_last_digits(name):
     found = dict(stands(experiments.run(name, preset="quick")))
     assert found and all(rows for rows in found.values())
     if name in ("per-instance-accounting/figure-7", "individual-accounting/figure-11"):
         # Ten classes of one run: 0.09 to 0.61 and 0.62 to 0.79 under other roundings, against 0.5.
         tossed = [outcome for criterion, _, outcome in found[name] if "rank correlation" in criterion]
         assert tossed == ["undecided"]
-
-
-def test_every_outcome_comes_from_an_interval_or_is_not_random():
-    # What is exact: theorems that are checked, accounts, and enumerated mechanisms.
-    exact = {"theorem-2", "algorithm-1", "figure-4", "theorem-3.1", "theorem-3.2", "figure-9"}
-    for criterion in experiments.criteria():
-        source = inspect.getsource(criterion.judge)
-        code = source + "".join(
-            inspect.getsource(function)
-            for name, function in inspect.getmembers(inspect.getmodule(criterion.judge), inspect.isfunction)
-            if name in source
-        )
-        by_interval = "intervals." in code or "_gain(" in code
-        assert by_interval or criterion.exhibit.partition("/")[2] in exact, f"{criterion.exhibit}: {criterion.text}"
 
 
 def test_kinds_are_those_that_are_counted_apart():

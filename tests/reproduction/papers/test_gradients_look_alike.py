@@ -124,7 +124,7 @@ def test_points_are_looked_at_before_training_at_each_moment_and_at_the_end(run)
     assert (found.norms[0, -1] != found.norms[1, -1]).any()
 
 
-def test_a_run_that_takes_long_is_kept_and_read_again(run, monkeypatch):
+def test_a_long_run_is_cached_on_disk_and_read_back(run, monkeypatch):
     monkeypatch.setattr(runs, "KEPT", 0)
     first = g.watched(TINY, run)
     runs.forget()
@@ -345,7 +345,7 @@ def test_tilted_runs_at_rate_one_are_runs_with_the_point_alpha_times(monkeypatch
 
 
 @pytest.mark.slow
-def test_tilted_runs_are_kept_and_the_exact_value_lies_between_its_bounds(monkeypatch, run):
+def test_tilted_runs_are_cached_and_the_exact_value_lies_between_its_bounds(monkeypatch, run):
     task = dataclasses.replace(TINY, epochs=0.5, points=30)
     values = g.exactly(task, g.Tilted(2, ranks=(0.0, 0.5, 1.0), runs=2), run)
     assert (values["exact"] <= values["upper_bound"]).all() and (values["upper_bound"] <= values["worst_case"]).all()
@@ -376,7 +376,7 @@ def test_without_learning_a_points_own_epsilon_is_that_of_its_one_norm(run):
     assert float(values["still.exact"][0]) > truth
 
 
-def test_the_recorded_epsilons_by_the_loss_lie_within_their_intervals_and_below_everybodys():
+def test_the_recorded_epsilons_by_the_loss_lie_within_their_intervals_and_below_the_uniform_epsilon():
     record = experiments.get("gradients-look-alike/own-epsilon").record("paper")
     for name in record.config["tasks"]:
         low, estimate, high, bound, exact, loose = (

@@ -123,7 +123,7 @@ def test_groups_have_the_shares_of_the_paper_and_another_order_for_each_seed():
     "method,accountant",
     [("dpsgd", "rdp"), ("sample", "rdp"), ("scale", "rdp"), ("combined-50", "rdp"), ("scale", "pld")],
 )
-def test_no_method_exceeds_anybodys_budget_and_all_but_dpsgd_use_it_up(method, accountant):
+def test_no_method_exceeds_a_budget_and_all_but_dpsgd_spend_it(method, accountant):
     budgets = torch.tensor(chapter.BUDGETS, dtype=torch.float64)
     groups = chapter.assign(1000, chapter.GROUPS["B"], seed=0)
     training = chapter.Training(1000, 100, 5, 0.3)
@@ -315,7 +315,7 @@ def test_a_search_for_budgets_that_was_broken_off_goes_on_and_ends_with_the_same
 
 
 @pytest.mark.slow
-def test_lira_finds_more_of_those_who_allow_more(tmp_path):
+def test_lira_identifies_more_members_with_larger_budgets(tmp_path):
     config = dataclasses.replace(experiments.get("idp-sgd/figure-2").presets["quick"], shadows=8, targets=6)
     found = chapter.attacked(config, "sample", run_of(config, tmp_path))
     groups, masks, scores, accuracies = found
@@ -329,7 +329,7 @@ def test_lira_finds_more_of_those_who_allow_more(tmp_path):
     assert (curve[1:] >= curve[:-1]).all() and curve[-1] == 1
 
 
-def test_everybody_is_in_half_of_the_shadow_models_and_the_targets_have_halves_of_their_own():
+def test_each_example_is_in_half_of_the_shadow_models_and_targets_sample_independently():
     config = dataclasses.replace(experiments.get("idp-sgd/figure-2-short").presets["paper"], examples=20_000)
     masks = chapter.memberships(config)
     assert masks.shape == (17, 20_000) and (masks[:12].sum(0) == 6).all()
@@ -451,7 +451,7 @@ def test_a_comparison_that_was_cut_off_goes_on_within_its_runs(tmp_path, monkeyp
     assert [path.name for path in tmp_path.iterdir()] == ["whole"], "nothing is left beside another folder"
 
 
-def test_nobody_is_in_a_filtered_run_beyond_their_budget_and_the_larger_budget_stays_longer(tmp_path):
+def test_a_filtered_run_drops_examples_at_their_budget_and_a_larger_budget_lasts_longer(tmp_path):
     config = dataclasses.replace(experiments.get("idp-sgd/table-4").presets["quick"], task=TINY)
     run, descent = run_of(config, tmp_path), chapter.Descent(1.0, 1.0, 6, 1.0)
     plain = chapter.filtered(config, descent, "dpsgd", 0, run)

@@ -53,7 +53,7 @@ def runs():
 
 
 @pytest.mark.slow
-def test_everybody_has_the_same_promise_and_at_the_same_noise_only_the_renyi_filter_holds_people_to_less(runs):
+def test_promises_are_equal_and_at_the_same_noise_only_the_renyi_filter_shortens_participation(runs):
     config, found = runs
     for kind, one in found.items():
         assert one["promise"] == one["least_promise"] == pytest.approx(config.epsilon, rel=1e-3)

@@ -98,7 +98,7 @@ def test_individual_clipping_changes_the_run_and_accounting_alone_does_not(run, 
 
 
 @pytest.mark.slow
-def test_a_long_run_is_kept_and_read_back(run, monkeypatch):
+def test_a_long_run_is_cached_on_disk_and_read_back(run, monkeypatch):
     first = ia.trained(SHORT, 0, run)
     monkeypatch.setattr(runs, "KEPT", 0)
     kept = ia.trained(SHORT, 0, run)
@@ -221,7 +221,7 @@ def test_plans_are_those_of_the_papers_epsilons():
 
 
 @pytest.mark.parametrize("exhibit, name", [("figure-1", words.MNIST), ("figure-1-resnet20", words.RESNET)])
-def test_what_everybody_has_by_a_records_configuration_is_what_its_run_had(exhibit, name):
+def test_the_uniform_epsilon_of_a_records_configuration_is_that_of_its_run(exhibit, name):
     record = experiments.get(f"{ia.NAME}/{exhibit}").record("paper")
     by = {accountant: words.plain_epsilon(record, name, accountant) for accountant in ("rdp", "pld")}
     assert by["rdp"] == pytest.approx(record.values[f"{name}.worst_case"], rel=1e-9)
@@ -248,7 +248,7 @@ def test_a_record_that_leaves_the_papers_networks_out_neither_reproduces_nor_con
 
 
 @pytest.mark.slow
-def test_the_quick_run_without_noise_does_not_hang_on_the_last_bits(monkeypatch):
+def test_the_quick_run_without_noise_does_not_depend_on_the_last_bits(monkeypatch):
     task = ia.Task("mnist-5k", "mlp", 0, 0, 0.0, 0.0, dtype="float64")
 
     def moved(**settings):

@@ -73,7 +73,7 @@ def test_a_run_charges_what_the_tracker_of_its_setting_charges():
     assert none[0]["passes"] == 0 and (none[1]["epsilon"] >= arrays["epsilon"] * (1 - 1e-9)).mean() > 0.9
 
 
-def test_what_everybody_has_by_a_records_configuration_is_what_its_run_had():
+def test_the_uniform_epsilon_of_a_records_configuration_is_that_of_its_run():
     for exhibit, setting, n, top in (
         ("figure-1", None, None, "worst_case"),
         ("figure-1-short", None, None, "worst_case"),
