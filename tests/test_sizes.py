@@ -49,10 +49,7 @@ EXCEPTIONS = {
     "training.loop.TrainingLoop.__init__": (65, 12, "what `train` takes, checked before any work"),
     "training.loop.TrainingLoop.step": (62, 0, "one step, in its order"),
     "training.loop.train": (0, 21, CHOICES),
-    "training.measuring.Measured.__init__": (0, 12, "what trackers take, by keyword"),
     "training.runs.Ensemble.__init__": (0, 14, "what `train_ensemble` takes"),
-    "training.tracking.NormTracker.__init__": (0, 15, CHOICES),
-    "training.tracking.NormTracker.for_plan": (0, 17, CHOICES),
 }
 
 
