@@ -42,7 +42,6 @@ EXCEPTIONS = {
     "reproduction.papers.gradients_look_alike.by_loss.own_epsilon": (75, 0, "one exhibit from its runs to its values"),
     "reproduction.papers.gradients_look_alike.compositions.side_by_side": (0, 10, RUN),
     "reproduction.papers.idp_sgd.beyond_the_paper.audit": (0, 10, RUN),
-    "reproduction.papers.individual_accounting.runs.run_task": (73, 0, "one run with all that exhibits read of it"),
     "reproduction.papers.intrinsic_privacy.grids.grid_runs": (0, 9, RUN),
     "reproduction.records.make": (0, 12, "the fields of a record"),
     "training.ensembles.train_ensemble": (0, 19, CHOICES),
