@@ -165,9 +165,15 @@ def test_a_step_with_a_tracker_reads_nothing_back(name):
     if "examples" in options:
         own = tuple(part[options["examples"]] for part in own)
     tracker = NormTracker.for_plan(
-        PLAN, found.run.model, cross_entropy, own, device="meta", method="mixed", **{"updates_per_epoch": 2, **options}
+        PLAN,
+        found.run.model,
+        cross_entropy,
+        own,
+        device="meta",
+        performance=Performance(method="mixed"),
+        **{"updates_per_epoch": 2, **options},
     )
-    tracker._proved, found.trackers = passes.state_of(found.run.model), (tracker,)
+    tracker.measuring._proved, found.trackers = passes.state_of(found.run.model), (tracker,)
     with Waits() as waits:
         for _ in range(PLAN.steps):
             found.step()
@@ -209,7 +215,8 @@ def test_a_step_of_runs_side_by_side_reads_nothing_back():
     with Waits() as waits:
         for _ in range(3):
             found._sum_clipped(range(2), network)
-            found._update(None)
+            found._add_noise(range(2), network)
+            found._update()
     assert not waits.seen
 
 
