@@ -57,6 +57,14 @@ sum of the rates. `statement` says so in words. Poisson sampling; each example's
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
 them.  The account is one of real numbers: what floats add to a sum is not in it.
 
+**Persons with several rows.**  With ``people=`` (whose each item of the data set is) and ``at_most=k``, as in
+`dpcompanion.training.train`, the n examples are persons: draws, rates, clip norms, budgets, filters, epsilons and
+statements are theirs, in the order of ``engine.persons``.  A draw names persons, and the loader hands out at most k
+rows of each.  Opacus finds the gradient of every row.  The optimizer adds up those of a person, row after row, before
+any norm is taken, and clips their mean once.  So copies of a row change no epsilon.  The proof and the comparison of
+losses are of rows, which is stricter than persons need.  ``batch_size`` counts persons, since a rate that depended on
+the number of rows would disclose it.  Ghost mode, which knows no norm of a sum over rows, refuses ``people=``.
+
 What the engine cannot see, it takes on trust:
 
 * an item of the data set is made of one example, not mixed with partners drawn at random (a data set that mixes it with

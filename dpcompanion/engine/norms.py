@@ -3,8 +3,8 @@
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from dpcompanion.gradients.clipping import gradient_norms, resolve_method
-from dpcompanion.gradients.passes import undisturbed
+from dpcompanion.gradients import clipping
+from dpcompanion.gradients.passes import norms_of_all, resolve_method, undisturbed
 from dpcompanion.gradients.proof import rows_to_look_through
 
 
@@ -42,10 +42,10 @@ class GradientNorms:
         with undisturbed(self._hooks) as module:
             if self._method is None:
                 ((x, y),) = self._batches(Subset(self._dataset, rows_to_look_through(len(self._dataset)).tolist()))
-                self._method = resolve_method(module, self._loss, x, y)
+                self._method = clipping.resolve_method(module, self._loss, x, y)
             return torch.cat(
                 [
-                    gradient_norms(module, self._loss, x, y, method=self._method)
+                    clipping.gradient_norms(module, self._loss, x, y, method=self._method)
                     for x, y in self._batches(self._dataset, self._size)
                 ]
             )
@@ -63,3 +63,26 @@ class GradientNorms:
                     f"{type(batch).__name__}"
                 )
             yield tuple(t.to(device) for t in batch)
+
+
+class PersonNorms:
+    """Called, it gives the (n,) norms of the persons' gradients, before clipping, in evaluation mode: of each at a
+    choice of at most k of their rows.
+
+    Args:
+        hooks: what Opacus made of the module.
+        loss: (outputs, targets) -> (rows,).
+        examples: the persons (`dpcompanion.training.people.PersonItems`).
+        size: persons that are measured at once.
+        choice: the `RowChoice` of the run, by whose stream rows are chosen.
+    """
+
+    def __init__(self, hooks, loss, examples, *, size, choice):
+        self._hooks, self._loss, self._examples, self._size, self._choice = hooks, loss, examples, size, choice
+        self._method = None
+
+    def __call__(self):
+        with self._choice.drawing("norms"), undisturbed(self._hooks) as module:
+            if self._method is None:
+                self._method = resolve_method(module, self._loss, self._examples, "auto")
+            return norms_of_all(module, self._loss, self._examples, method=self._method, microbatch_size=self._size)

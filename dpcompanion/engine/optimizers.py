@@ -45,6 +45,8 @@ class Following(DPOptimizer):
 
     #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
     shares: list[float] | None = None
+    #: Which rows of persons take part; None where each item is an example.
+    choice: Any = None
     #: Whether the module is used for something else than the loop's passes.
     aside = False
 
@@ -170,12 +172,9 @@ class Following(DPOptimizer):
         """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
         self._accountant.check_budget()
         check_products(norms.device)
-        batch = self._noted.handed_out
-        if batch is None or len(norms) != len(batch):
-            raise ValueError(
-                f"a batch must be what the loader handed out last, {len(batch or [])} examples, got {len(norms)}"
-            )
-        if self._proof is not None and self._proof.open and len(batch) > 1:
+        batch = self._noted.units
+        self._check_handed_out(batch, len(norms))
+        if self._proof is not None and self._proof.open and len(self._noted.handed_out) > 1:
             raise ValueError(
                 "module must take tensors with the examples along one axis, and put out tensors that depend on its "
                 "weights: with this batch it could not be proved that it treats examples one by one, which "
@@ -193,6 +192,12 @@ class Following(DPOptimizer):
                 fits = fits & ~watch.spoilt
         return torch.where(fits, factors, 0.0)
 
+    def _check_handed_out(self, batch, found):
+        if batch is None or found != len(batch):
+            raise ValueError(
+                f"a batch must be what the loader handed out last, {len(batch or [])} examples, got {found}"
+            )
+
     def pre_step(self, closure=None):
         if self._accountant.follower is not self:
             raise ValueError(
@@ -201,7 +206,7 @@ class Following(DPOptimizer):
             )
         self._accountant.check_budget()
         self._check_trained()
-        draw, batch = self._draws.last, self._noted.handed_out
+        draw, batch = self._draws.last, self._noted.units
         if draw is None or batch is None:
             raise ValueError(
                 "a step needs a batch of the loader that make_private_with_budgets returned, fetched after any "
@@ -283,8 +288,18 @@ class Following(DPOptimizer):
 
 
 class HooksOptimizer(Following, DPOptimizer):
+    def _by_unit(self, samples):
+        """The gradients of rows that were found, [(rows, ...)], as those of the examples that are clipped: of persons,
+        in float32 at least, the sums over their rows, which are formed before any norm is taken."""
+        if self._noted.sizes is None:
+            return samples
+        for sample in samples:
+            self._check_handed_out(self._noted.handed_out, len(sample))
+        wide = (sample.to(_wide(p.dtype)) for p, sample in zip(self._noted_parameters(), samples))
+        return [self._noted.combined(sample) for sample in wide]
+
     def clip_and_accumulate(self):
-        samples = self.grad_samples
+        samples = self._by_unit(self.grad_samples)
         squares = [squared_norms(g) if len(g) else g.new_zeros(0, dtype=torch.float64) for g in samples]
         norms = added_up(squares).sqrt()
         factors, bad = self.clip_factors(norms), ~norms.isfinite()

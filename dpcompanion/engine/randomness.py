@@ -53,9 +53,9 @@ def note_origin(path, origin, data):
         note_seeds(path, [(origin, data)])
 
 
-def digest(dataset):
+def digest(dataset, people=None):
     """What tells data sets apart: the tensors and arrays that they hold (TensorDataset's; `data` and `targets`, as in
-    torchvision), behind subsets what is in them too, and else type and length alone."""
+    torchvision), behind subsets what is in them too, and else type and length alone; and whose their rows are."""
     held = [getattr(dataset, name, None) for name in ("tensors", "data", "targets", "indices")]
     parts = [part for item in held if item is not None for part in (item if isinstance(item, tuple) else (item,))]
     try:
@@ -63,7 +63,8 @@ def digest(dataset):
     except (TypeError, ValueError, RuntimeError):
         own = "unknown"
     inner = getattr(dataset, "dataset", None)
-    return f"{type(dataset).__name__} {len(dataset)} {own}" + ("" if inner is None else f" of {digest(inner)}")
+    whose = "" if people is None else f" of persons {digest_of(people.owners)} {len(people)} {people.at_most}"
+    return f"{type(dataset).__name__} {len(dataset)} {own}" + ("" if inner is None else f" of {digest(inner)}") + whose
 
 
 def noisy(sums, std, generator):
