@@ -17,6 +17,7 @@ from dpcompanion.engine.loading import Draws, IndexRecorder, RowChoice, private_
 from dpcompanion.engine.losses import LossWatch
 from dpcompanion.engine.optimizers import HooksOptimizer
 from dpcompanion.engine.proof import Proof
+from dpcompanion.training import distributed
 
 
 def _rearranged(rearrange, *, module, **options):
@@ -73,7 +74,7 @@ def assemble(
     sampling, noise = streams
     rates, ghost = engine.sample_rates.clone(), grad_sample_mode == "ghost"
     loss_reduction = settings.loss_reduction
-    draws = Draws(len(rates), rates, sampling, units.steps_per_epoch)
+    draws = Draws(len(rates), rates, sampling, units.steps_per_epoch, distributed.current().share)
     choice = None if units.ownership is None else RowChoice(units.ownership, draws, engine.accountant)
     noted = IndexRecorder(data_loader.dataset, data_loader, choice)
     engine.dataset, original = data_loader.dataset, module

@@ -29,12 +29,15 @@ class Draws(PoissonSampler, BatchSampler):
     yet: an evaluation sees what will be trained on, and neither a new pass nor a checkpoint is a way to leave out a
     draw by what is in it.
 
+    On several ranks all make the same draws, and each hands out its share of them, `share(n)` of n examples.
+
     `last` is what was handed out last, None where it can become no step any more, `whole` the draw that it is of, and
     `number` counts what was handed out; `passed_over` is how many draws before the last one are no steps.
     """
 
-    def __init__(self, n, rates, generator, steps):
+    def __init__(self, n, rates, generator, steps, share=lambda n: slice(None)):
         PoissonSampler.__init__(self, n, rates, generator)
+        self._share = share
         self._steps, self.number, self.last, self.whole = steps, 0, None, []
         self._taken, self._place = 0, 0  # how many draws became steps; how many come before the last one
         self._ahead = collections.deque()  # the next ones, as far as they are known, each behind the state it came from
@@ -46,8 +49,8 @@ class Draws(PoissonSampler, BatchSampler):
     def __iter__(self):
         place = self._taken
         for _ in range(self._steps):
-            self._place, self.last, self.number = place, self._draw_at(place).tolist(), self.number + 1
-            self.whole = self.last
+            self._place, self.whole, self.number = place, self._draw_at(place).tolist(), self.number + 1
+            self.last = self.whole[self._share(len(self.whole))]
             yield self.last
             place = max(place + 1, self._taken)
 

@@ -19,9 +19,11 @@ from dpcompanion.engine.files import read_sealed, write_sealed
 from dpcompanion.engine.norms import GivenNorms, GradientNorms, PersonNorms
 from dpcompanion.engine.options import Options, Settings
 from dpcompanion.engine.randomness import digest, find_keys, keep_keys, note_origin, sources
+from dpcompanion.engine.ranks import check_resumed, on_all_ranks, share_draws
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp.groups import budgets_for
 from dpcompanion.idp.parameters import Budgets, combined_parameters, sample_parameters, scale_parameters
+from dpcompanion.training import distributed
 
 METHODS = ("sample", "scale", "combined")
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -67,12 +69,13 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             super().__init__(accountant="rdp")
         self.secure_mode = bool(secure_mode)
         self.accountant, self._by = Accountant(), accountant
-        self._people: Any = None
+        #: Whose each item of the data set is (`dpcompanion.training.people.Ownership`); None where each is an example.
+        self.people: Any = None
 
     @property
     def persons(self) -> Any:
         """The names of the persons, (n,), in the order of budgets and epsilons; None where each item is an example."""
-        return None if self._people is None else self._people.persons
+        return None if self.people is None else self.people.persons
 
     def make_private(self, **_: Any) -> NoReturn:
         raise ValueError(
@@ -81,6 +84,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     make_private_with_epsilon = make_private
 
+    @on_all_ranks
     def make_private_with_budgets(
         self,
         *,
@@ -209,7 +213,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             by=self._by,
             unit=units.unit,
         )
-        self._people = units.ownership
+        self.people = units.ownership
         return assemble(
             self,
             fixed,
@@ -227,6 +231,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             units=units,
         )
 
+    @on_all_ranks
     def make_private_with_filter(
         self,
         *,
@@ -337,7 +342,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         )
         every = max(1, math.floor(length / updates))
         budgets = FilteredBudgets(filter, norms, every=every, planned=epochs * length, unit=units.unit)
-        self._people = units.ownership
+        self.people = units.ownership
         made = assemble(
             self,
             budgets,
@@ -355,16 +360,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             units=units,
         )
         follower = self.accountant.follower
+        passes: Any = {"size": data_loader.batch_size, "ranks": follower.ranks}
         if norms is not None:
             budgets.measure = GivenNorms(follower, norms)
         elif units.ownership is not None:
-            budgets.measure = PersonNorms(
-                follower.hooks, loss, units.examples(data_loader), size=data_loader.batch_size, choice=follower.choice
-            )
+            persons = units.examples(data_loader)
+            budgets.measure = PersonNorms(follower.hooks, loss, persons, choice=follower.choice, **passes)
         else:
-            budgets.measure = GradientNorms(
-                follower.hooks, loss, data_loader.dataset, data_loader.collate_fn, size=data_loader.batch_size
-            )
+            rows = data_loader.dataset, data_loader.collate_fn
+            budgets.measure = GradientNorms(follower.hooks, loss, *rows, **passes)
         return made
 
     def _check(self, module, optimizer, data_loader, grad_sample_mode, settings):
@@ -407,12 +411,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         file has nothing beside it. Data sets are told apart by the tensors and arrays that they hold (TensorDataset's;
         `data` and `targets`, as in torchvision), else by type and length alone.
 
-        A batch that was fetched and took no step yet is fetched again by the run that goes on.
+        A batch that was fetched and took no step yet is fetched again by the run that goes on. On several processes
+        rank 0 writes, and the others only look whether all is well.
 
         Raises:
             ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists and dicts of them.
         """
         self.accountant.look()
+        if self.accountant.follower is not None and not self.accountant.follower.ranks.first:
+            return
         buffer = io.BytesIO()
         super().save_checkpoint(path=buffer, **options)
         try:
@@ -422,7 +429,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts of them, which can "
                 f"be read back without running code, but {error!s:.200}"
             ) from error
-        content["data"] = digest(self.dataset, self._people)
+        content["data"] = digest(self.dataset, self.people)
         note_origin(path, self.accountant.origin, content["data"])
         if self.accountant.origin is None:
             keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
@@ -431,19 +438,25 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     def load_checkpoint(self, *, path: Any, **options: Any) -> Any:
         """As in Opacus. Without its keys, or on other data, the run goes on with new ones, and a warning: as private,
         but not the same. Data sets are told apart as far as `save_checkpoint` can. A batch that was fetched before can
-        take no step any more.
+        take no step any more. On several processes each loads it, and rank 0 alone reads the key of the noise.
 
         Raises:
             ValueError: a file that is not as `save_checkpoint` wrote it, or that is of another run, of earlier steps,
                 or of more steps than the budgets were made for.
         """
-        buffer = io.BytesIO()
-        torch.save(read_sealed(path), buffer)
-        buffer.seek(0)
-        found = super().load_checkpoint(path=buffer, **options)
-        if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
-            keys, same = found["privacy_accountant_state_dict"]["generators"], digest(self.dataset, self._people)
-            find_keys(path, self.accountant.generators(), keys, same_data=found.get("data") == same)
+        follower = self.accountant.follower
+        ranks = distributed.current() if follower is None else follower.ranks
+        with ranks.together():
+            buffer = io.BytesIO()
+            torch.save(read_sealed(path), buffer)
+            buffer.seek(0)
+            found = super().load_checkpoint(path=buffer, **options)
+            check_resumed(self)
+            if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
+                keys, same = found["privacy_accountant_state_dict"]["generators"], digest(self.dataset, self.people)
+                if ranks.first:
+                    find_keys(path, self.accountant.generators(), keys, same_data=found.get("data") == same)
+                share_draws(self)
         return found
 
     def statement(self) -> str:
