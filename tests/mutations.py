@@ -248,15 +248,15 @@ FAULTS = (
     fault(
         "the engine adds noise once per two steps",
         "engine/optimizers.py",
-        "noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)",
-        "noisy(sums, (1 - self._accountant.steps % 2) * self.noise_multiplier * self.max_grad_norm, self.generator)",
+        "noisy(sums, std, self.generator, self.ranks)",
+        "noisy(sums, (1 - self._accountant.steps % 2) * std, self.generator, self.ranks)",
         "engine/test_private.py::test_noise_has_the_deviation_that_was_told_and_empty_batches_take_a_step_of_noise",
     ),
     fault(
         "the engine lets a loop leave out one empty batch",
         "engine/optimizers.py",
-        "if self._draws.passed_over > 0:",
-        "if self._draws.passed_over > 1:",
+        "if self.draws.passed_over > 0:",
+        "if self.draws.passed_over > 1:",
         "engine/test_private.py::test_a_single_empty_draw_that_is_left_out_is_refused",
     ),
     fault(
@@ -265,6 +265,20 @@ FAULTS = (
         "if self._ended or (batch and batch[0] <= self._taken):",
         "if self._ended and not batch:",
         "engine/test_private.py::test_a_batch_serves_one_step_only",
+    ),
+    fault(
+        "a person's first row stands for all of them in the engine",
+        "engine/loading.py",
+        "for place in range(max(sizes, default=0)):",
+        "for place in range(min(1, max(sizes, default=0))):",
+        "engine/test_people.py::test_a_person_is_clipped_once_to_the_sum_over_at_most_k_of_their_rows",
+    ),
+    fault(
+        "each rank of the engine takes the whole draw",
+        "engine/loading.py",
+        "self.last = self.whole[self._share(len(self.whole))]",
+        "self.last = self.whole[:]",
+        "training/test_distributed.py::test_the_engine_on_two_ranks_ends_where_it_does_on_one",
     ),
     # Training
     fault(

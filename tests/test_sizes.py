@@ -17,10 +17,10 @@ RUN = "what describes a run, each by keyword"
 EXCEPTIONS = {
     "audit.trained.audit_training": (0, 11, CHOICES),
     "cli._parser": (67, 0, "a list of options"),
-    "engine.assembly.assemble": (75, 17, "everything that the two make_private of the engine take"),
+    "engine.assembly.assemble": (0, 14, "everything that the two make_private of the engine take"),
     "engine.attention.MultiheadAttention.__init__": (0, 11, "the signature of torch.nn.MultiheadAttention"),
-    "engine.private.IndividualizedPrivacyEngine.make_private_with_budgets": (0, 21, "Opacus's arguments and its own"),
-    "engine.private.IndividualizedPrivacyEngine.make_private_with_filter": (0, 17, "Opacus's arguments and its own"),
+    "engine.private.IndividualizedPrivacyEngine.make_private_with_budgets": (0, 16, "Opacus's arguments and its own"),
+    "engine.private.IndividualizedPrivacyEngine.make_private_with_filter": (0, 13, "Opacus's arguments and its own"),
     "engine.recurrence._Recurrent.__init__": (0, 10, "the signature of torch.nn.RNNBase"),
     "filters.calibration._delta": (0, 9, "the question that is cached"),
     "filters.calibration._largest_budget": (0, 9, "the question that is cached"),

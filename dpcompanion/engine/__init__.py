@@ -57,6 +57,23 @@ sum of the rates. `statement` says so in words. Poisson sampling; each example's
 (individualised DP).  The budgets themselves are taken as public, or kept to oneself: rates and clip norms depend on
 them.  The account is one of real numbers: what floats add to a sum is not in it.
 
+**Persons with several rows.**  With ``people=`` (whose each item of the data set is) and ``at_most=k``, as in
+`dpcompanion.training.train`, the n examples are persons: draws, rates, clip norms, budgets, filters, epsilons and
+statements are theirs, in the order of ``engine.persons``.  A draw names persons, and the loader hands out at most k
+rows of each.  Opacus finds the gradient of every row.  The optimizer adds up those of a person, row after row, before
+any norm is taken, and clips their mean once.  So copies of a row change no epsilon.  The proof and the comparison of
+losses are of rows, which is stricter than persons need.  ``batch_size`` counts persons, since a rate that depended on
+the number of rows would disclose it.  Ghost mode, which knows no norm of a sum over rows, refuses ``people=``.
+
+**Several processes.**  Under ``torchrun``, after ``torch.distributed.init_process_group()``, every rank gives the
+engine the same arguments, with the module itself and no ``DistributedDataParallel``, and runs the same loop.  All make
+the same Poisson draws, the loader hands out this rank's share, which may be empty, and ``optimizer.step()`` adds up the
+clipped sums of all ranks.  Rank 0 adds the noise, once, and all receive the same bits.  So the account is that of one
+process, and so is the result up to the order of sums (but for what models draw at random, and for the rows of a person
+that a filter measures).  Ranks that were given different things, or whose weights become different, are refused, and an
+error in a step ends it on all of them.  Sums travel without noise, and the key of the draws goes to all ranks:
+`dpcompanion.training.distributed` says what is trusted.  Every rank takes every step; epsilons may be asked for on one.
+
 What the engine cannot see, it takes on trust:
 
 * an item of the data set is made of one example, not mixed with partners drawn at random (a data set that mixes it with

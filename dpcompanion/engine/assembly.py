@@ -13,10 +13,11 @@ from dpcompanion.engine.checks import StateLeakGuard
 from dpcompanion.engine.criterion import PerExampleCriterion
 from dpcompanion.engine.ghost import GhostOptimizer
 from dpcompanion.engine.layers import ForEachExample, check_packed, mend
-from dpcompanion.engine.loading import Draws, IndexRecorder, private_loader
+from dpcompanion.engine.loading import Draws, IndexRecorder, RowChoice, private_loader
 from dpcompanion.engine.losses import LossWatch
 from dpcompanion.engine.optimizers import HooksOptimizer
 from dpcompanion.engine.proof import Proof
+from dpcompanion.training import distributed
 
 
 def _rearranged(rearrange, *, module, **options):
@@ -27,6 +28,29 @@ def _rearranged(rearrange, *, module, **options):
             "was in evaluation mode, or went back twice: call module.train() first"
         )
     return rearrange(module=module, **options)
+
+
+def _prepared(engine, module, settings, grad_sample_mode, max_grad_norm):
+    """The module with Opacus's hooks, mended."""
+    try:
+        module = engine._prepare_model(
+            module,
+            batch_first=settings.batch_first,
+            max_grad_norm=max_grad_norm,
+            loss_reduction=settings.loss_reduction,
+            grad_sample_mode=grad_sample_mode,
+            wrap_model=settings.wrap_model,
+        )
+    except NotImplementedError as error:
+        raise UnsupportedModuleError(
+            f"module must be one that Opacus takes in the mode {grad_sample_mode!r}, but: "
+            + (str(error) or "batch_first=False is not possible in it")
+        ) from error
+    module.forbid_grad_accumulation()
+    mend(module, int(not settings.batch_first))
+    if hasattr(module, "rearrange_grad_samples"):
+        module.rearrange_grad_samples = functools.partial(_rearranged, module.rearrange_grad_samples)
+    return module
 
 
 def assemble(
@@ -42,38 +66,19 @@ def assemble(
     max_grad_norm,
     shares,
     criterion,
-    batch_first,
-    loss_reduction,
     grad_sample_mode,
-    wrap_model,
-    prove,
-    trust_loss,
+    settings,
+    units,
 ):
     """What the caller gets; from here on the accountant follows the new optimizer."""
     sampling, noise = streams
     rates, ghost = engine.sample_rates.clone(), grad_sample_mode == "ghost"
-    draws = Draws(len(rates), rates, sampling, len(data_loader))
-    noted = IndexRecorder(data_loader.dataset, data_loader)
-    engine.dataset = data_loader.dataset
-    original = module
-    try:
-        module = engine._prepare_model(
-            module,
-            batch_first=batch_first,
-            max_grad_norm=max_grad_norm,
-            loss_reduction=loss_reduction,
-            grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-        )
-    except NotImplementedError as error:
-        raise UnsupportedModuleError(
-            f"module must be one that Opacus takes in the mode {grad_sample_mode!r}, but: "
-            + (str(error) or "batch_first=False is not possible in it")
-        ) from error
-    module.forbid_grad_accumulation()
-    mend(module, int(not batch_first))
-    if hasattr(module, "rearrange_grad_samples"):
-        module.rearrange_grad_samples = functools.partial(_rearranged, module.rearrange_grad_samples)
+    loss_reduction = settings.loss_reduction
+    draws = Draws(len(rates), rates, sampling, units.steps_per_epoch, distributed.current().share)
+    choice = None if units.ownership is None else RowChoice(units.ownership, draws, engine.accountant)
+    noted = IndexRecorder(data_loader.dataset, data_loader, choice)
+    engine.dataset, original = data_loader.dataset, module
+    module = _prepared(engine, module, settings, grad_sample_mode, max_grad_norm)
     optimizer = getattr(optimizer, "original_optimizer", optimizer)
     kind = GhostOptimizer if ghost else HooksOptimizer
     optimizer = kind(
@@ -87,22 +92,22 @@ def assemble(
     proof = (
         Proof(
             module,
-            module if wrap_model else original,
-            batch_first=batch_first,
+            module if settings.wrap_model else original,
+            batch_first=settings.batch_first,
             loss_reduction=loss_reduction,
             ghost=ghost,
             batch_size=lambda: 0 if optimizer.aside else len(noted.handed_out or []),
-            own_loss=None if ghost or criterion is not None else trust_loss,
+            own_loss=None if ghost or criterion is not None else settings.trust_loss,
         )
-        if prove
+        if settings.prove
         else None
     )
     watch = (
         None
-        if trust_loss
+        if settings.trust_loss
         else LossWatch(
             module,
-            module if wrap_model else original,
+            module if settings.wrap_model else original,
             noted,
             loss_reduction=loss_reduction,
             busy=lambda: optimizer.aside or (proof is not None and proof.busy),
@@ -115,10 +120,11 @@ def assemble(
         original, original, lambda: proof.rows if proof is not None and proof.busy else len(noted.handed_out or [])
     )
     engine.accountant.budgets, engine.accountant.origin = budgets, origin
-    engine.accountant.trusts_loss = trust_loss
+    engine.accountant.trusts_loss = settings.trust_loss
     optimizer.follow(draws, noted, engine.accountant, proof, module, watch, StateLeakGuard(original))
+    optimizer.choice = choice
     optimizer.shares = None if shares is None else [shares[p] for p in optimizer.params]
-    loader = private_loader(data_loader, noted, draws, batch_first)
+    loader = private_loader(data_loader, noted, draws, settings.batch_first)
     if isinstance(optimizer, GhostOptimizer):
         criterion = torch.nn.CrossEntropyLoss() if criterion is None else criterion
         return module, optimizer, optimizer.clips(module, criterion, loss_reduction), loader

@@ -15,14 +15,16 @@ class FixedBudgets:
         rates, norms, noises: (n,) float64; `noises` over the example's own clip norm.
         budgets: (n,) epsilons at `target_delta` after `planned` steps.
         by: the accountant, "rdp" or "pld", of the uniform epsilon and of each.
+        unit: what one of the n is called.
     """
 
     _DIFFERENT = 256
 
-    def __init__(self, *, rates, norms, noises, budgets, target_delta, planned, by):
+    def __init__(self, *, rates, norms, noises, budgets, target_delta, planned, by, unit="example"):
         # Its own tensors: what is shown elsewhere may be written to.
         self._rates, self._norms, self._noises, self._budgets = (t.clone() for t in (rates, norms, noises, budgets))
         self._target_delta, self.planned, self._by, self.n = target_delta, planned, by, len(budgets)
+        self._unit = unit
 
     def clip_norms(self):
         """(n,) norms that the present step clips to."""
@@ -70,6 +72,7 @@ class FixedBudgets:
             noise_multiplier=float(self._noises[0] * self._norms[0]) / mean,
             delta=self._target_delta,
             accountant=self._by,
+            unit=self._unit,
         )
         return plan.statement(steps=steps or None)
 
@@ -106,11 +109,12 @@ class FilteredBudgets:
         measure: called, it gives the (n,) norms at the present weights.
         every: how many steps they serve.
         planned: the number of steps.
+        unit: what one of the n is called.
     """
 
-    def __init__(self, filter, measure, *, every, planned):
+    def __init__(self, filter, measure, *, every, planned, unit="example"):
         self._filter, self.measure, self._every, self.planned = filter, measure, every, planned
-        self._measured, self._served, self._paid, self.n = None, 0, None, filter.n
+        self._measured, self._served, self._paid, self.n, self._unit = None, 0, None, filter.n, unit
 
     def clip_norms(self):
         """(n,) norms that the present step clips to; asked for the first time, they are charged."""
@@ -143,9 +147,10 @@ class FilteredBudgets:
             max_grad_norm=self._filter.max_grad_norm,
             noise_multiplier=self._filter.noise_multiplier,
             delta=0.5 / self.n,  # unused: a filter promises an epsilon for each delta
+            unit=self._unit,
         )
         whom, _, _ = plan.statement(steps=steps or None).partition(", delta ")
-        return f"{whom}; each example is charged for its own gradient norms, by {type(self._filter).__name__}."
+        return f"{whom}; each {self._unit} is charged for its own gradient norms, by {type(self._filter).__name__}."
 
     def parameters(self):
         return {"every": self._every, "planned": self.planned}

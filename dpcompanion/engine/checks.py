@@ -17,7 +17,6 @@ from dpcompanion.engine.layers import check_layers
 from dpcompanion.engine.replacements import check_replaced
 from dpcompanion.gradients.checks import check_batched, check_forgets_items, same_items
 from dpcompanion.gradients.traces import check_untouched, equal, noted
-from dpcompanion.training.distributed import check_one_process
 
 
 def trainable(module):
@@ -217,10 +216,9 @@ def check_module(engine, module, optimizer, mode):
         ("DifferentiallyPrivateDistributed", "FSDP")
     ):
         raise ValueError(
-            f"module must not be distributed, got {type(module).__name__}: the engine runs in one process; "
-            "dpcompanion.training.train runs on several, with the module itself"
+            f"module must not be distributed, got {type(module).__name__}: on several processes the engine adds up "
+            "clipped gradients itself; give it the module that is inside"
         )
-    check_one_process("the engine", "dpcompanion.training.train runs one training on all of them")
     check_replaced(module)
     try:
         engine.validate(module=module, optimizer=None, data_loader=None)

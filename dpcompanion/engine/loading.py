@@ -1,13 +1,23 @@
-"""Poisson draws for a loader, and a data set that notes which examples it handed out."""
+"""Poisson draws for a loader, and a data set that notes which examples it handed out.
+
+Where persons are the units a draw is one of persons, and the data set hands out rows of theirs: at most k of each, one
+person's after the other's, so that a draw that is cut into physical batches is cut between persons.
+"""
 
 import collections
+import contextlib
+import hashlib
 import math
+from typing import Any
 
 import torch
 from opacus.data_loader import wrap_collate_with_empty
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
+from dpcompanion._devices import to_device
 from dpcompanion.mechanism.sampling import PoissonSampler
+from dpcompanion.mechanism.secure import SecureStream
+from dpcompanion.seeds import derive_key, seed_torch
 
 
 class Draws(PoissonSampler, BatchSampler):
@@ -19,13 +29,16 @@ class Draws(PoissonSampler, BatchSampler):
     yet: an evaluation sees what will be trained on, and neither a new pass nor a checkpoint is a way to leave out a
     draw by what is in it.
 
-    `last` is what was handed out last, None where it can become no step any more, and `number` counts what was handed
-    out; `passed_over` is how many draws before the last one are no steps.
+    On several ranks all make the same draws, and each hands out its share of them, `share(n)` of n examples.
+
+    `last` is what was handed out last, None where it can become no step any more, `whole` the draw that it is of, and
+    `number` counts what was handed out; `passed_over` is how many draws before the last one are no steps.
     """
 
-    def __init__(self, n, rates, generator, steps):
+    def __init__(self, n, rates, generator, steps, share=lambda n: slice(None)):
         PoissonSampler.__init__(self, n, rates, generator)
-        self._steps, self.number, self.last = steps, 0, None
+        self._share = share
+        self._steps, self.number, self.last, self.whole = steps, 0, None, []
         self._taken, self._place = 0, 0  # how many draws became steps; how many come before the last one
         self._ahead = collections.deque()  # the next ones, as far as they are known, each behind the state it came from
         self.batch_size, self.drop_last = float(self.sample_rate.sum()), False
@@ -36,7 +49,8 @@ class Draws(PoissonSampler, BatchSampler):
     def __iter__(self):
         place = self._taken
         for _ in range(self._steps):
-            self._place, self.last, self.number = place, self._draw_at(place).tolist(), self.number + 1
+            self._place, self.whole, self.number = place, self._draw_at(place).tolist(), self.number + 1
+            self.last = self.whole[self._share(len(self.whole))]
             yield self.last
             place = max(place + 1, self._taken)
 
@@ -68,29 +82,122 @@ class Draws(PoissonSampler, BatchSampler):
 
 class IndexRecorder(Dataset):
     """A data set that notes which examples it handed out last, and the `batch` that was made of them; otherwise as the
-    one that it holds."""
+    one that it holds.
 
-    def __init__(self, dataset, loader):
+    Args:
+        dataset, loader: what was given to the engine.
+        rows: a `RowChoice`, where the examples that are drawn are persons; then it is a data set of these, each a list
+            of rows.
+
+    Attributes:
+        handed_out: the rows of the last batch, each once, as indices of the data set; None before the first.
+        units: the examples (persons) that were asked for.
+        sizes: how many of the rows, which follow one another, are each person's; None where each row is an example.
+    """
+
+    def __init__(self, dataset, loader, rows=None):
         self._dataset, self.handed_out, self.batch = dataset, None, None
+        self._rows: Any = rows
+        self.units, self.sizes = None, None
         self._workers = _Workers(dataset, loader) if loader.num_workers else None
 
     def __len__(self):
-        return len(self._dataset)
+        return len(self._dataset) if self._rows is None else self._rows.n
 
     def __getitem__(self, index):
-        return self._dataset[index]
+        if self._rows is None:
+            return self._dataset[index]
+        return [self._dataset[row] for row in self._rows.of([index])[0]]
 
     def __getitems__(self, indices):
-        self.handed_out = list(indices)
+        self.units = self.handed_out = list(indices)
+        if self._rows is not None:
+            chosen = self._rows.of(self.units)
+            self.handed_out, self.sizes = [row for own in chosen for row in own], [len(own) for own in chosen]
+        indices = self.handed_out
         if self._workers and indices:
-            return self._workers.read(self.handed_out)
+            return self._workers.read(indices)
         together = getattr(self._dataset, "__getitems__", None)
         return together(indices) if together and indices else [self._dataset[i] for i in indices]
+
+    def combined(self, gradients):
+        """Gradients of the rows that were handed out as those of the persons (`RowChoice.combined`)."""
+        return self._rows.combined(gradients, self.sizes)
 
     def __getattr__(self, name):
         if name.startswith("__") or name == "_dataset":
             raise AttributeError(name)
         return getattr(self._dataset, name)
+
+
+class RowChoice:
+    """Which rows of the persons in a draw take part, at most k of each (`dpcompanion.training.people`).
+
+    It depends on the key of the draws and on the number of the draw alone: a draw that is seen again, in another pass,
+    in pieces, by the run that goes on from a checkpoint or on another rank, has the same rows.
+
+    Args:
+        ownership: whose each row is.
+        draws: the `Draws`.
+        accountant: knows how many steps were taken.
+    """
+
+    def __init__(self, ownership, draws, accountant):
+        self._ownership, self._draws, self._accountant, self.n = ownership, draws, accountant, len(ownership)
+        self._seed, self._known = _seed_of(draws.generator), (None, {})
+
+    def of(self, persons):
+        """The rows of these persons, a list for each."""
+        seed, number = self._stream(), self._accountant.steps + self._draws.passed_over
+        if self._known[0] != (seed, number, self._draws.number):
+            drawn = self._draws.whole
+            chosen = self._chosen(drawn, derive_key(seed, "rows", number))
+            self._known = (seed, number, self._draws.number), dict(zip(drawn, chosen))
+        known = self._known[1]
+        if not all(person in known for person in persons):  # another loader asks
+            return self._chosen(persons, derive_key(seed, "rows aside", number))
+        return [known[person] for person in persons]
+
+    def _stream(self):
+        stream = self._draws.generator
+        return _seed_of(stream) if isinstance(stream, SecureStream) else self._seed
+
+    @contextlib.contextmanager
+    def drawing(self, what):
+        """PyTorch's generator draws by the stream of the run, for something in the step at hand."""
+        with torch.random.fork_rng(devices=[]):
+            seed_torch(derive_key(self._stream(), what, self._accountant.steps))
+            yield
+
+    def _chosen(self, persons, key):
+        with torch.random.fork_rng(devices=[]):
+            seed_torch(key)
+            places, present = self._ownership.drawn(torch.tensor(persons, dtype=torch.int64))
+        return [own[: int(count)].tolist() for own, count in zip(places, present.sum(1))]
+
+    def combined(self, gradients, sizes):
+        """Gradients of rows, (rows, ...), as those of the persons whose they are, (persons, ...).
+
+        Sums are made in one order on every device, row after row.
+        """
+        if len(sizes) == len(gradients) and all(size == 1 for size in sizes):
+            return gradients
+        counts = torch.tensor(sizes, dtype=torch.int64)
+        starts = counts.cumsum(0) - counts
+        total = gradients.new_zeros(len(sizes), *gradients.shape[1:])
+        for place in range(max(sizes, default=0)):
+            who = (counts > place).nonzero()[:, 0]
+            here, rows = (to_device(t, gradients.device) for t in (who, starts[who] + place))
+            total[here] = total[here] + gradients[rows]
+        if self._ownership.combine == "mean":
+            total /= to_device(counts.clamp(min=1).to(total.dtype), total.device).view(-1, *[1] * (total.ndim - 1))
+        return total
+
+
+def _seed_of(stream):
+    """A number that is hashed from the key of a stream, or from the state that a generator begins with."""
+    key = stream.key if isinstance(stream, SecureStream) else stream.get_state().cpu().numpy().tobytes()
+    return int.from_bytes(hashlib.sha256(b"dpcompanion rows\0" + key).digest(), "little")
 
 
 class _Workers:
@@ -125,7 +232,7 @@ class _Workers:
 def private_loader(loader, noted, draws, batch_first):
     collate = wrap_collate_with_empty(collate_fn=loader.collate_fn, batch_first=batch_first)
     # It learns here what a batch looks like: the first one may be empty.
-    collate([noted[0]])
+    collate([loader.dataset[0]])
 
     def noting(examples):
         noted.batch = collate(examples)

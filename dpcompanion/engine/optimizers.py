@@ -15,9 +15,11 @@ from dpcompanion._devices import autocasts, on_accelerator, to_device
 from dpcompanion._norms import margin
 from dpcompanion.engine.checks import check_trained, trainable
 from dpcompanion.engine.randomness import noisy, not_finite
+from dpcompanion.engine.ranks import check_weights
 from dpcompanion.gradients.checks import check_products
 from dpcompanion.gradients.passes import undisturbed
 from dpcompanion.gradients.tensors import added_up, squared_norms
+from dpcompanion.training.distributed import current
 
 
 def _wide(dtype):
@@ -46,13 +48,17 @@ class Following(DPOptimizer):
 
     #: Of each parameter in the clip norm, in the order of `params`, for clipping per layer.
     shares: list[float] | None = None
+    #: Which rows of persons take part; None where each item is an example.
+    choice: Any = None
     #: Whether the module is used for something else than the loop's passes.
     aside = False
 
     def follow(self, draws, noted, accountant, proof, hooks, watch, traceless):
-        self._draws, self._noted, self._accountant = draws, noted, accountant
+        self.draws, self._noted, self._accountant = draws, noted, accountant
         self._proof, self.hooks, self._trained, self._watch = proof, hooks, trainable(hooks._module), watch
-        self._traceless = traceless
+        self._traceless, self.ranks = traceless, current()
+        if proof is not None:
+            proof.ranks = self.ranks
         self._own_step = False
         original: Any = self.original_optimizer
         if hasattr(original, "_budgets_guard"):
@@ -130,7 +136,7 @@ class Following(DPOptimizer):
 
     def rewind(self):
         """Before a checkpoint is loaded: draws that are no steps yet are repeated, from where it says."""
-        self._draws.rewind()
+        self.draws.rewind()
 
     def states(self):
         """What a checkpoint keeps of noise and draws; of a stream how far it has come, never its key.
@@ -139,11 +145,11 @@ class Following(DPOptimizer):
         noise to the same draw.
         """
         states = {name: generator.get_state() for name, generator in self._generators().items()}
-        return states | {"sampling": self._draws.state()}
+        return states | {"sampling": self.draws.state()}
 
     def _generators(self):
         """By name, what noise and draws come from."""
-        return {"noise": self.generator, "sampling": self._draws.generator}
+        return {"noise": self.generator, "sampling": self.draws.generator}
 
     def _only_after_noise(self, *_):
         if not self._own_step:
@@ -169,14 +175,15 @@ class Following(DPOptimizer):
 
     def clip_factors(self, norms, share=1.0):
         """What to multiply the gradients of the current physical batch by; norms: (k,), their clip norms by `share`."""
+        with self.ranks.together():
+            return self._clip_factors(norms, share)
+
+    def _clip_factors(self, norms, share):
         self._accountant.check_budget()
         check_products(norms.device)
-        batch = self._noted.handed_out
-        if batch is None or len(norms) != len(batch):
-            raise ValueError(
-                f"a batch must be what the loader handed out last, {len(batch or [])} examples, got {len(norms)}"
-            )
-        if self._proof is not None and self._proof.open and len(batch) > 1:
+        batch = self._noted.units
+        self._check_handed_out(batch, len(norms))
+        if self._proof is not None and self._proof.open and len(self._noted.handed_out) > 1:
             raise ValueError(
                 "module must take tensors with the examples along one axis, and put out tensors that depend on its "
                 "weights: with this batch it could not be proved that it treats examples one by one, which "
@@ -194,7 +201,17 @@ class Following(DPOptimizer):
                 fits = fits & ~watch.spoilt
         return torch.where(fits, factors, 0.0)
 
+    def _check_handed_out(self, batch, found):
+        if batch is None or found != len(batch):
+            raise ValueError(
+                f"a batch must be what the loader handed out last, {len(batch or [])} examples, got {found}"
+            )
+
     def pre_step(self, closure=None):
+        with self.ranks.together():
+            return self._pre_step(closure)
+
+    def _pre_step(self, closure):
         if self._accountant.follower is not self:
             raise ValueError(
                 "a step needs the optimizer of the engine's last call of make_private_with_budgets: it "
@@ -202,23 +219,23 @@ class Following(DPOptimizer):
             )
         self._accountant.check_budget()
         self._check_trained()
-        draw, batch = self._draws.last, self._noted.handed_out
+        draw, batch = self.draws.last, self._noted.units
         if draw is None or batch is None:
             raise ValueError(
                 "a step needs a batch of the loader that make_private_with_budgets returned, fetched after any "
                 "checkpoint was loaded"
             )
-        if self._draws.passed_over > 0:
+        if self.draws.passed_over > 0:
             raise ValueError(
                 f"every draw of the loader must become a step, an empty one too, which is noise alone, but "
-                f"{self._draws.passed_over} before this one did not: to leave draws out by what is in them raises the "
+                f"{self.draws.passed_over} before this one did not: to leave draws out by what is in them raises the "
                 "rate of the others; leave out no batch, as by `if len(x) == 0: continue`"
             )
-        if self._draw != self._draws.number:
+        if self._draw != self.draws.number:
             # What an unfinished draw has left behind belongs to no step.
             for p in self._noted_parameters():
                 p.summed_grad = None
-            self._draw, self._taken, self._ended = self._draws.number, -1, False
+            self._draw, self._taken, self._ended = self.draws.number, -1, False
         if self._ended or (batch and batch[0] <= self._taken):
             raise ValueError("a batch of the loader must be used in one step only, or its examples would count twice")
         self._taken = batch[-1] if batch else self._taken
@@ -232,8 +249,11 @@ class Following(DPOptimizer):
             own = {id(p) for p in self.params}
             for p in (p for group in self.param_groups for p in group["params"] if id(p) not in own):
                 p.grad = None  # what was there before p was frozen, without noise: the step would take it
-            if self._accountant.steps == self._accountant.planned:
+            steps, last = self._accountant.steps, self._accountant.steps == self._accountant.planned
+            if last:
                 self.look()
+            if last or steps % len(self.draws) == 0:
+                check_weights(self.ranks, self.hooks._module, f"before step {steps}")
         return noisy
 
     def _new_state(self):
@@ -243,8 +263,8 @@ class Following(DPOptimizer):
                 "generator must stay the one that noise came from when the module was made private, but the "
                 "optimizer's was exchanged"
             )
-        if not isinstance(self.generator, torch.Generator):
-            return None  # a stream is never set back
+        if not isinstance(self.generator, torch.Generator) or not self.ranks.first:
+            return None  # a stream is never set back, and other ranks add no noise
         state = hash(self.generator.get_state().cpu().numpy().tobytes())
         if state in self._noise_states:
             raise ValueError(
@@ -259,7 +279,8 @@ class Following(DPOptimizer):
         for total in sums:
             _check_processed_flag(total)
         state = self._new_state()
-        released, spoilt = noisy(sums, self.noise_multiplier * self.max_grad_norm, self.generator)
+        std = self.noise_multiplier * self.max_grad_norm
+        released, spoilt = noisy(sums, std, self.generator, self.ranks)
         self._noise_states.add(state)
         self._spoilt = self._spoilt | spoilt
         for p, gradient in zip(parameters, released):
@@ -269,7 +290,7 @@ class Following(DPOptimizer):
     def scale_grad(self):
         # Opacus does this right after the noise. Not in the step hook: one's own takes its place, or fails.
         self._accountant.step()
-        self._draws.step()
+        self.draws.step()
         noise_std = self.noise_multiplier * self.max_grad_norm
         if not noise_std >= self._noise_std:
             self._accountant.void(
@@ -284,8 +305,18 @@ class Following(DPOptimizer):
 
 
 class HooksOptimizer(Following, DPOptimizer):
+    def _by_unit(self, samples):
+        """The gradients of rows that were found, [(rows, ...)], as those of the examples that are clipped: of persons,
+        in float32 at least, the sums over their rows, which are formed before any norm is taken."""
+        if self._noted.sizes is None:
+            return samples
+        for sample in samples:
+            self._check_handed_out(self._noted.handed_out, len(sample))
+        wide = (sample.to(_wide(p.dtype)) for p, sample in zip(self._noted_parameters(), samples))
+        return [self._noted.combined(sample) for sample in wide]
+
     def clip_and_accumulate(self):
-        samples = self.grad_samples
+        samples = self._by_unit(self.grad_samples)
         squares = [squared_norms(g) if len(g) else g.new_zeros(0, dtype=torch.float64) for g in samples]
         norms = added_up(squares).sqrt()
         factors, bad = self.clip_factors(norms), ~norms.isfinite()

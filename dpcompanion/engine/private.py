@@ -4,8 +4,7 @@ import io
 import math
 import pickle
 import warnings
-from collections.abc import Sized
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, Unpack
 
 import torch
 from opacus import PrivacyEngine
@@ -17,11 +16,14 @@ from dpcompanion.engine.assembly import assemble
 from dpcompanion.engine.budgets import FilteredBudgets, FixedBudgets
 from dpcompanion.engine.checks import check_loader, check_module, clip_norms_of
 from dpcompanion.engine.files import read_sealed, write_sealed
-from dpcompanion.engine.norms import GivenNorms, GradientNorms
+from dpcompanion.engine.norms import GivenNorms, GradientNorms, PersonNorms
+from dpcompanion.engine.options import Options, Settings
 from dpcompanion.engine.randomness import digest, find_keys, keep_keys, note_origin, sources
+from dpcompanion.engine.ranks import check_resumed, on_all_ranks, share_draws
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp.groups import budgets_for
 from dpcompanion.idp.parameters import Budgets, combined_parameters, sample_parameters, scale_parameters
+from dpcompanion.training import distributed
 
 METHODS = ("sample", "scale", "combined")
 MODES = ("hooks", "functorch", "ew", "ghost")
@@ -67,6 +69,13 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             super().__init__(accountant="rdp")
         self.secure_mode = bool(secure_mode)
         self.accountant, self._by = Accountant(), accountant
+        #: Whose each item of the data set is (`dpcompanion.training.people.Ownership`); None where each is an example.
+        self.people: Any = None
+
+    @property
+    def persons(self) -> Any:
+        """The names of the persons, (n,), in the order of budgets and epsilons; None where each item is an example."""
+        return None if self.people is None else self.people.persons
 
     def make_private(self, **_: Any) -> NoReturn:
         raise ValueError(
@@ -75,6 +84,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     make_private_with_epsilon = make_private
 
+    @on_all_ranks
     def make_private_with_budgets(
         self,
         *,
@@ -89,16 +99,11 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         sample_weight: float | None = None,
         noise_range: tuple[float, float] | None = None,
         criterion: Any = None,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
         seed: int | None = None,
         noise_generator: torch.Generator | None = None,
         grad_sample_mode: str = "hooks",
         clipping: str = "flat",
-        wrap_model: bool = True,
-        prove: bool = True,
-        trust_loss: bool = False,
-        people: None = None,
+        **options: Unpack[Options],
     ) -> Any:
         """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) that spend each
         budget in `epochs`.
@@ -109,8 +114,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             data_loader: of a map-style data set. It says the mean rate, 1 / len(data_loader), and is replaced by one
                 with Poisson draws, shuffled or not. Its `generator`, if it has one, seeds that of the draws. Worker
                 processes read the examples of one batch side by side; they do not read ahead.
-            target_epsilons: (n,) budgets, one for each example of the data set, in its order; one number for all; or
-                {budget: share}, which is dealt out by a fixed permutation (`dpcompanion.idp.budgets_for`).
+            target_epsilons: (n,) budgets, one for each example of the data set, in its order, or for each person, in
+                that of `persons`; one number for all; or {budget: share}, which is dealt out by a fixed permutation
+                (`dpcompanion.idp.budgets_for`).
             target_delta: in (0, 1).
             epochs: an epoch has len(data_loader) steps.
             max_grad_norm: the mean clip norm; with per-layer clipping a list of them, one for each trainable
@@ -142,9 +148,17 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 examples one by one and uses every weight in its layer only.
             trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
                 on one example, no epsilon holds; `statement` says that your word was taken.
-            people: None: here each item of the data set is one unit, and Opacus clips it by itself. Persons with
-                several rows are the unit of `dpcompanion.training.train` (its `people`, or `by_person`) and of
-                `dpcompanion.huggingface.PersonalTrainer`.
+            people: None where each item of the data set is an example. Or who each item belongs to, (rows,): then
+                draws, clip norms, budgets and epsilons are of persons. A person's gradient is the mean over at most
+                `at_most` of their rows, formed before it is clipped, once; of a person with more rows, so many are
+                drawn anew for each draw, by the run's own stream (`dpcompanion.training.people`). The loader's
+                batch_size counts persons: the mean rate is 1 / ceil(n / batch_size) for n persons, and an epoch has so
+                many steps. It hands out rows, a person's one after the other. Opacus's memory manager cuts a draw
+                between persons, and counts these. Not in ghost mode. Or what `dpcompanion.training.by_person` gives of
+                the same rows, which knows persons without rows, too, and sums in place of means.
+            at_most: with people, how many rows of a person enter a step at most; by_person says it itself.
+            unit: what one of the n is called in statements, such as "patient"; "person" by default with people, else
+                "example".
 
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
@@ -169,21 +183,22 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             raise ValueError(
                 f"noise_range must be None with the method {method!r}, got {noise_range!r}: it is for 'sample'"
             )
-        self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model, people)
-        n, epochs = len(cast(Sized, data_loader.dataset)), _checks.whole_number("epochs", epochs, 1)
+        settings = Settings(**options)
+        units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
+        n, length, epochs = units.n, units.steps_per_epoch, _checks.whole_number("epochs", epochs, 1)
         budgets = budgets_for(target_epsilons, n)
         max_grad_norm, shares = clip_norms_of(max_grad_norm, clipping, module)
         streams, origin = sources(data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode)
         run = {
             "target_delta": target_delta,
-            "sample_rate": 1 / len(data_loader),
-            "steps": epochs * len(data_loader),
+            "sample_rate": 1 / length,
+            "steps": epochs * length,
             "accountant": self._by,
         }
         if target_delta >= 1 / n:
             warnings.warn(
                 f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got {target_delta:g}: a mechanism "
-                "that publishes one example in full has such a delta",
+                f"that publishes one {units.unit} in full has such a delta",
                 UserWarning,
                 stacklevel=2,
             )
@@ -196,7 +211,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             target_delta=float(target_delta),
             planned=run["steps"],
             by=self._by,
+            unit=units.unit,
         )
+        self.people = units.ownership
         return assemble(
             self,
             fixed,
@@ -209,14 +226,12 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             max_grad_norm=max_grad_norm,
             shares=shares,
             criterion=criterion,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
             grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-            prove=prove,
-            trust_loss=trust_loss,
+            settings=settings,
+            units=units,
         )
 
+    @on_all_ranks
     def make_private_with_filter(
         self,
         *,
@@ -229,14 +244,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         norms: Any = None,
         updates_per_epoch: float = 1,
         criterion: Any = None,
-        batch_first: bool = True,
-        loss_reduction: str = "mean",
         seed: int | None = None,
         noise_generator: torch.Generator | None = None,
         grad_sample_mode: str = "hooks",
-        wrap_model: bool = True,
-        prove: bool = True,
-        trust_loss: bool = False,
+        **options: Unpack[Options],
     ) -> Any:
         """Model, optimizer and loader (with a criterion, and in ghost mode, that before the loader) of a run in which
         a filter charges every example for each step, and no budget is exceeded whatever their gradients do.
@@ -252,9 +263,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             data_loader: of a map-style data set; replaced by one with Poisson draws, shuffled or not. Its `generator`,
                 if it has one, seeds that of the draws. Worker processes read the examples of one batch side by side;
                 they do not read ahead.
-            filter: a `dpcompanion.filters.ExactFilter` or `RenyiFilter` of the data set's examples, in its order, with
-                the loader's rate, 1 / len(data_loader). With different targets, different people have different
-                budgets.
+            filter: a `dpcompanion.filters.ExactFilter` or `RenyiFilter` of the data set's examples, in its order, or
+                of its persons, with the loader's rate, 1 / len(data_loader), of persons 1 / ceil(n / batch_size). With
+                different targets, different people have different budgets.
             epochs: an epoch has len(data_loader) steps.
             loss: (outputs, targets) -> (n,), such as `dpcompanion.training.cross_entropy`, by which norms are measured;
                 the loader's batches are then pairs, (inputs, targets).
@@ -281,6 +292,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 examples one by one and uses every weight in its layer only.
             trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
                 on one example, no epsilon holds; `statement` says that your word was taken.
+            people, at_most, unit: see `make_private_with_budgets`. A person's norm is measured at a choice of their
+                rows.
 
         Raises:
             ValueError: bad input; a filter of another rate or number of examples; and what would void the account: a
@@ -311,22 +324,25 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if (loss is None) == (norms is None):
             both = "neither" if loss is None else "both"
             raise ValueError(f"either loss or norms must be given, by which gradients are measured, got {both}")
-        if loss is not None and not batch_first:
+        settings = Settings(**options)
+        if loss is not None and not settings.batch_first:
             raise ValueError("norms must be given where batch_first is False, got loss")
-        self._check(module, optimizer, data_loader, grad_sample_mode, wrap_model)
-        n, length = len(cast(Sized, data_loader.dataset)), len(data_loader)
+        units = self._check(module, optimizer, data_loader, grad_sample_mode, settings)
+        n, length = units.n, units.steps_per_epoch
         epochs = _checks.whole_number("epochs", epochs, 1)
         updates = _checks.number("updates_per_epoch", updates_per_epoch, 0, closed="neither")
         if filter.n != n:
-            raise ValueError(f"filter must be one of the data set's {n} examples, got one of {filter.n}")
+            raise ValueError(f"filter must be one of the data set's {n} {units.unit}s, got one of {filter.n}")
         if not math.isclose(filter.sample_rate * length, 1, rel_tol=1e-9):
-            raise ValueError(f"filter must have the loader's sample_rate, 1 / {length}, got {filter.sample_rate:g}")
+            raise ValueError(f"filter must have the run's sample_rate, 1 / {length}, got {filter.sample_rate:g}")
         streams, origin = sources(data_loader.generator, noise_generator, seed=seed, secure_mode=self.secure_mode)
         full = torch.ones(n, dtype=torch.float64)
         self.sample_rates, self.max_grad_norms, self.noise_multipliers = (
             value * full for value in (filter.sample_rate, filter.max_grad_norm, filter.noise_multiplier)
         )
-        budgets = FilteredBudgets(filter, norms, every=max(1, math.floor(length / updates)), planned=epochs * length)
+        every = max(1, math.floor(length / updates))
+        budgets = FilteredBudgets(filter, norms, every=every, planned=epochs * length, unit=units.unit)
+        self.people = units.ownership
         made = assemble(
             self,
             budgets,
@@ -339,36 +355,32 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
             max_grad_norm=filter.max_grad_norm,
             shares=None,
             criterion=criterion,
-            batch_first=batch_first,
-            loss_reduction=loss_reduction,
             grad_sample_mode=grad_sample_mode,
-            wrap_model=wrap_model,
-            prove=prove,
-            trust_loss=trust_loss,
+            settings=settings,
+            units=units,
         )
         follower = self.accountant.follower
+        passes: Any = {"size": data_loader.batch_size, "ranks": follower.ranks}
         if norms is not None:
             budgets.measure = GivenNorms(follower, norms)
+        elif units.ownership is not None:
+            persons = units.examples(data_loader)
+            budgets.measure = PersonNorms(follower.hooks, loss, persons, choice=follower.choice, **passes)
         else:
-            budgets.measure = GradientNorms(
-                follower.hooks, loss, data_loader.dataset, data_loader.collate_fn, size=data_loader.batch_size
-            )
+            rows = data_loader.dataset, data_loader.collate_fn
+            budgets.measure = GradientNorms(follower.hooks, loss, *rows, **passes)
         return made
 
-    def _check(self, module, optimizer, data_loader, grad_sample_mode, wrap_model, people=None):
-        if people is not None:
-            raise ValueError(
-                "people must be None in the engine, which clips each item of the data set by itself, got a "
-                f"{type(people).__name__}: for persons with several rows use dpcompanion.training.train with people "
-                "and at_most, or PersonalTrainer"
-            )
+    def _check(self, module, optimizer, data_loader, grad_sample_mode, settings):
+        """What the units of the run are, if nothing voids its account."""
         _checks.one_of("grad_sample_mode", grad_sample_mode, MODES)
-        if not wrap_model and grad_sample_mode == "ew":
-            raise ValueError(f"wrap_model must be True with grad_sample_mode 'ew', got {wrap_model!r}: it has no hooks")
+        if not settings.wrap_model and grad_sample_mode == "ew":
+            raise ValueError("wrap_model must be True with grad_sample_mode 'ew', which has no hooks, got False")
         if self.accountant.steps:
             raise ValueError(f"this engine has already accounted for {self.accountant.steps} steps; use a new one")
         check_loader(data_loader)
         check_module(self, module, optimizer, grad_sample_mode)
+        return settings.units_of(data_loader, grad_sample_mode)
 
     def _calibrate(self, method, budgets, run, max_grad_norm, sample_weight, noise_range):
         """Set what each example gets; returns the noise multiplier."""
@@ -399,12 +411,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         file has nothing beside it. Data sets are told apart by the tensors and arrays that they hold (TensorDataset's;
         `data` and `targets`, as in torchvision), else by type and length alone.
 
-        A batch that was fetched and took no step yet is fetched again by the run that goes on.
+        A batch that was fetched and took no step yet is fetched again by the run that goes on. On several processes
+        rank 0 writes, and the others only look whether all is well.
 
         Raises:
             ValueError: a `checkpoint_dict` of other things than numbers, text, tensors, and lists and dicts of them.
         """
         self.accountant.look()
+        if self.accountant.follower is not None and not self.accountant.follower.ranks.first:
+            return
         buffer = io.BytesIO()
         super().save_checkpoint(path=buffer, **options)
         try:
@@ -414,7 +429,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 "checkpoint_dict and states must hold numbers, text, tensors, and lists and dicts of them, which can "
                 f"be read back without running code, but {error!s:.200}"
             ) from error
-        content["data"] = digest(self.dataset)
+        content["data"] = digest(self.dataset, self.people)
         note_origin(path, self.accountant.origin, content["data"])
         if self.accountant.origin is None:
             keep_keys(path, self.accountant.generators(), ended=self.accountant.steps >= self.accountant.planned)
@@ -423,19 +438,25 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
     def load_checkpoint(self, *, path: Any, **options: Any) -> Any:
         """As in Opacus. Without its keys, or on other data, the run goes on with new ones, and a warning: as private,
         but not the same. Data sets are told apart as far as `save_checkpoint` can. A batch that was fetched before can
-        take no step any more.
+        take no step any more. On several processes each loads it, and rank 0 alone reads the key of the noise.
 
         Raises:
             ValueError: a file that is not as `save_checkpoint` wrote it, or that is of another run, of earlier steps,
                 or of more steps than the budgets were made for.
         """
-        buffer = io.BytesIO()
-        torch.save(read_sealed(path), buffer)
-        buffer.seek(0)
-        found = super().load_checkpoint(path=buffer, **options)
-        if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
-            keys = found["privacy_accountant_state_dict"]["generators"]
-            find_keys(path, self.accountant.generators(), keys, same_data=found.get("data") == digest(self.dataset))
+        follower = self.accountant.follower
+        ranks = distributed.current() if follower is None else follower.ranks
+        with ranks.together():
+            buffer = io.BytesIO()
+            torch.save(read_sealed(path), buffer)
+            buffer.seek(0)
+            found = super().load_checkpoint(path=buffer, **options)
+            check_resumed(self)
+            if self.accountant.origin is None and self.accountant.steps < self.accountant.planned:
+                keys, same = found["privacy_accountant_state_dict"]["generators"], digest(self.dataset, self.people)
+                if ranks.first:
+                    find_keys(path, self.accountant.generators(), keys, same_data=found.get("data") == same)
+                share_draws(self)
         return found
 
     def statement(self) -> str:
@@ -457,8 +478,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         return said
 
     def get_epsilons(self, delta: float) -> torch.Tensor:
-        """Epsilon of each example after the steps so far, (n,) float64: an upper bound for real numbers, inf after too
-        little noise. What floats add to a sum is counted by `dpcompanion.training.train` alone.
+        """Epsilon of each example (person) after the steps so far, (n,) float64: an upper bound for real numbers, inf
+        after too little noise. What floats add to a sum is counted by `dpcompanion.training.train` alone.
 
         With a filter it is the filter's promise. By "pld", examples of more than 256 different parameters take the
         epsilon of one that has no less; before the planned end and at the target delta none is said to exceed its

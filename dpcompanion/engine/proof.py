@@ -47,6 +47,7 @@ from dpcompanion.gradients.proof import COMPARED, largest, misfit, norms_of, pro
 from dpcompanion.gradients.states import State
 from dpcompanion.gradients.tensors import added_up, tolerances
 from dpcompanion.gradients.traces import buffers_kept, drawing_alike
+from dpcompanion.training import distributed
 
 _DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout}
 
@@ -64,6 +65,9 @@ class Proof:
         own_loss: of a number that the module puts out for a whole batch (its own loss), None if the loop cannot use it;
             True if it may, whatever it is; False if its use is refused once it is known to mix examples.
     """
+
+    #: Those whom an error ends, too.
+    ranks = distributed.Ranks()
 
     def __init__(self, hooks, watched, *, batch_first, loss_reduction, ghost, batch_size, own_loss):
         self._hooks, self._watched, self._inner = hooks, watched, hooks._module
@@ -86,6 +90,10 @@ class Proof:
         return {"busy": True}  # a copy of the module is none of this training's
 
     def _before(self, module, args, kwargs):
+        with self.ranks.together():
+            self._look(module, args, kwargs)
+
+    def _look(self, module, args, kwargs):
         if self.busy or not torch.is_grad_enabled() or not (n := self._batch_size()):
             return
         if not module.training and hasattr(self._hooks, "hooks_enabled"):  # Opacus's hooks look away

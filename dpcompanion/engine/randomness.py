@@ -53,9 +53,9 @@ def note_origin(path, origin, data):
         note_seeds(path, [(origin, data)])
 
 
-def digest(dataset):
+def digest(dataset, people=None):
     """What tells data sets apart: the tensors and arrays that they hold (TensorDataset's; `data` and `targets`, as in
-    torchvision), behind subsets what is in them too, and else type and length alone."""
+    torchvision), behind subsets what is in them too, and else type and length alone; and whose their rows are."""
     held = [getattr(dataset, name, None) for name in ("tensors", "data", "targets", "indices")]
     parts = [part for item in held if item is not None for part in (item if isinstance(item, tuple) else (item,))]
     try:
@@ -63,28 +63,32 @@ def digest(dataset):
     except (TypeError, ValueError, RuntimeError):
         own = "unknown"
     inner = getattr(dataset, "dataset", None)
-    return f"{type(dataset).__name__} {len(dataset)} {own}" + ("" if inner is None else f" of {digest(inner)}")
+    whose = "" if people is None else f" of persons {digest_of(people.owners)} {len(people)} {people.at_most}"
+    return f"{type(dataset).__name__} {len(dataset)} {own}" + ("" if inner is None else f" of {digest(inner)}") + whose
 
 
-def noisy(sums, std, generator):
-    """Each sum with its noise N(0, std^2), of its shape, type and device; and whether they were not finite.
+def noisy(sums, std, generator, ranks):
+    """Each sum, over all ranks, with its noise N(0, std^2), of its shape, type and device; and whether they were not
+    finite.
 
     On the host a FloatingPointError says so at once. A device is not asked, since the host would wait for it: there the
     answer is a tensor, and where it is yes nothing that comes out is a number, as nothing would have come out here.
     """
-    total = torch.cat([s.detach().flatten().to(device=sums[0].device, dtype=torch.float64) for s in sums])
-    away, spoilt = on_accelerator(total), ~total.isfinite().all()
-    if away:
-        total = torch.where(spoilt, 0.0, total)
-    elif spoilt:
-        raise FloatingPointError(not_finite("total must be finite"))
     _checks.number("std", std, 0, math.inf, closed="left")
-    try:
-        total = mechanism.noisy(total, std, generator)
-    except ValueError as error:
-        raise FloatingPointError(not_finite(error)) from error
-    if away:
-        total = torch.where(spoilt, torch.nan, total)
+
+    def with_noise(total):
+        away, finite = on_accelerator(total), total.isfinite().all()
+        if not away and not finite:
+            raise FloatingPointError(not_finite("total must be finite"))
+        try:
+            found = mechanism.noisy(torch.where(finite, total, 0.0) if away else total, std, generator)
+        except ValueError as error:
+            raise FloatingPointError(not_finite(error)) from error
+        return torch.where(finite, found, torch.nan) if away else found
+
+    total = torch.cat([s.detach().flatten().to(device=sums[0].device, dtype=torch.float64) for s in sums])
+    total = ranks.released(total, with_noise)
+    spoilt = ~total.isfinite().all() if on_accelerator(total) else torch.tensor(False)
     pieces = total.split([s.numel() for s in sums])
     return [piece.view(s.shape).to(device=s.device, dtype=s.dtype) for piece, s in zip(pieces, sums)], spoilt
 

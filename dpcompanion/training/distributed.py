@@ -85,6 +85,15 @@ class Ranks:
     def check_generator(self, device: str | torch.device) -> None:
         """Refuse generators whose numbers depend on the machine."""
 
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """What one rank raises within ends all of them, where they meet next."""
+        try:
+            yield
+        except Exception as error:
+            self._failed(error)
+            raise
+
     def _failed(self, error):
         pass
 
@@ -199,8 +208,11 @@ def current() -> Ranks:
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Ranks]:
+def joined(*, lasting: bool = False) -> Iterator[Ranks]:
     """All ranks of the process group, if one of several is initialised, in one run: what one raises ends all.
+
+    Args:
+        lasting: whether they meet afterwards, too, as in a loop of the user's own.
 
     Raises:
         ValueError: where `torchrun` started several processes that have no process group.
@@ -214,13 +226,12 @@ def joined() -> Iterator[Ranks]:
     ranks = _Several() if processes > 1 else _ALONE
     before = _current.set(ranks)
     try:
-        yield ranks
-    except Exception as error:
-        ranks._failed(error)
-        raise
+        with ranks.together():
+            yield ranks
     finally:
         _current.reset(before)
-        ranks._leave()
+        if not lasting:
+            ranks._leave()
 
 
 def check_one_process(what: str, instead: str) -> None:

@@ -105,14 +105,23 @@ def by_person(
     return PersonItems(Reader(x, collate_fn), people, **options)
 
 
-class OfPersons(abc.ABC):
-    """What `by_person` gives: data whose examples are persons.
+class Ownership:
+    """Whose each of some rows is, and which rows of a person enter a step: what all data of persons share.
+
+    Args:
+        people: (rows,), who each row belongs to.
+        rows: how many there are.
+        at_most, combine, persons: as of `by_person`.
 
     Attributes:
         persons: the names, (n,), in the order of every account and budget.
         counts: how many rows each has, (n,) int64.
         owners: whose each row is, (rows,) int64, as indices of `persons`.
         at_most, combine: as given.
+
+    >>> visits = Ownership(["Ann", "Bob", "Ann"], 3, at_most=2)
+    >>> len(visits), [rows.tolist() for rows in visits.drawn(torch.tensor([0, 1]))]
+    (2, [[[0, 2], [1, 1]], [[True, True], [True, False]]])
     """
 
     def __init__(self, people: Any, rows: int, *, at_most: int, combine: str = "mean", persons: Any = None):
@@ -120,11 +129,6 @@ class OfPersons(abc.ABC):
         self.combine = _checks.one_of("combine", combine, COMBINED)
         self.persons, self.owners = owners_of(people, rows, persons)
         self.counts, self._order, self._starts = grouped(self.owners, len(self.persons))
-
-    @abc.abstractmethod
-    def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
-        """Inputs and targets of some persons, at most k rows of each, drawn from PyTorch's generator where there are
-        more: two `Batch` of (persons, longest, ...), and which places hold a row."""
 
     def per_person(self, values: Array) -> torch.Tensor:
         """A column of the table, (rows,), as one number a person, (n,), such as the budgets that persons consented to.
@@ -138,6 +142,22 @@ class OfPersons(abc.ABC):
         """
         return per_person(values, self.owners, self.persons)
 
+    def drawn(self, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of some persons, at most k of each (`drawn_rows`)."""
+        return drawn_rows(indices.cpu(), self.counts, self._order, self._starts, self.at_most)
+
+    def __len__(self) -> int:
+        return len(self.persons)
+
+
+class OfPersons(Ownership, abc.ABC):
+    """What `by_person` gives: data whose examples are persons. Attributes and names are those of `Ownership`."""
+
+    @abc.abstractmethod
+    def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
+        """Inputs and targets of some persons, at most k rows of each, drawn from PyTorch's generator where there are
+        more: two `Batch` of (persons, longest, ...), and which places hold a row."""
+
     def seen(self, model: torch.nn.Module, loss: Any) -> tuple[torch.nn.Module, Any]:
         """Model and loss, (outputs, targets) -> (rows,), as functions of persons."""
         return PersonNetwork(model), PersonLoss(loss, self.combine)
@@ -149,12 +169,6 @@ class OfPersons(abc.ABC):
     @abc.abstractmethod
     def digest(self) -> str:
         """What a checkpoint knows these data by."""
-
-    def _drawn(self, indices):
-        return drawn_rows(indices.cpu(), self.counts, self._order, self._starts, self.at_most)
-
-    def __len__(self) -> int:
-        return len(self.persons)
 
     def part(self, start: int, stop: int) -> tuple[Batch, Batch]:
         """The persons from `start` to before `stop`."""
@@ -192,7 +206,7 @@ class Persons(OfPersons):
 
     def rows(self, indices: torch.Tensor) -> tuple[Batch, Batch]:
         """See `OfPersons.rows`."""
-        places, present = self._drawn(indices)
+        places, present = self.drawn(indices)
         return self._batch(self.x, places, present), self._batch(self.y, places, present)
 
     def _batch(self, rows, places, present):
@@ -235,7 +249,7 @@ class PersonItems(OfPersons):
         if not len(indices):
             x, y = self.probe
             return x[:0], y[:0]
-        places, present = self._drawn(indices)
+        places, present = self.drawn(indices)
         # In the place of who has none any row stands, which no loss counts: an empty one may be none to the model.
         wanted, where = places.clamp(min=0).unique(return_inverse=True)
         x, y = (

@@ -18,21 +18,6 @@ N, BATCHES, CLIP, NOISE, DELTA = 24, 3, 0.6, 2.0, 1e-3
 BUDGET = torch.tensor([9, 30, 60]).repeat_interleave(N // 3)
 
 
-def test_persons_are_refused_with_the_way_that_takes_them():
-    model = nn.Linear(4, 3)
-    with pytest.raises(ValueError, match="people.*training.train"):
-        IndividualizedPrivacyEngine().make_private_with_budgets(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            data_loader=DataLoader(TensorDataset(torch.zeros(6, 4), torch.zeros(6)), batch_size=2),
-            target_epsilons=1.0,
-            target_delta=1e-3,
-            epochs=1,
-            max_grad_norm=1.0,
-            people=[0, 0, 1, 1, 2, 2],  # pyright: ignore[reportArgumentType]
-        )
-
-
 def data():
     generator = torch.Generator().manual_seed(1)
     # Some have short gradients, some long ones.

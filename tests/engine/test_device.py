@@ -63,6 +63,7 @@ OPTIONS = {
     "a generator": {"seed": torch.Generator().manual_seed(0)},
     "ghost, a generator": {"mode": "ghost", "seed": torch.Generator().manual_seed(0)},
     "per layer": {"clipping": "per_layer", "max_grad_norm": [0.1] * 6},
+    "persons": {"people": [i % 50 for i in range(N)], "at_most": 2, "target_epsilons": 2.0},
 }
 
 

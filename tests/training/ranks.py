@@ -290,19 +290,108 @@ def refused(what):
     model = network()
     if what == "wrapped":
         return fit(model=torch.nn.parallel.DistributedDataParallel(model))
-    if what == "ensemble":
-        return train_ensemble(model, cross_entropy, (x, y), plan_of(), seeds=[0], learning_rate=0.1)
+    return train_ensemble(model, cross_entropy, (x, y), plan_of(), seeds=[0], learning_rate=0.1)
+
+
+def engine(
+    *,
+    seed=5,
+    mode="hooks",
+    method="sample",
+    people=False,
+    filter=None,
+    given=False,
+    norms=None,
+    pieces=None,
+    differs=None,
+    do=None,
+    at=None,
+    path=None,
+    goes_on=False,
+    target_delta=1e-3,
+    **options,
+):
+    """A run of the engine on Opacus on this rank, in a loop of its own; rank 1 may be given something else, or does
+    something at the step `at`."""
+    from opacus.utils.batch_memory_manager import BatchMemoryManager
+
     from dpcompanion.engine import IndividualizedPrivacyEngine
 
-    return IndividualizedPrivacyEngine().make_private_with_budgets(
-        module=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        data_loader=torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8),
-        target_epsilons=2.0,
-        target_delta=1e-3,
-        epochs=2,
-        max_grad_norm=1.0,
-    )
+    other, (x, y) = rank() == 1, data()
+    n, batch = (9, 3) if people else (N, 8)
+    model = network().train()
+    if other and differs == "model":
+        with torch.no_grad():
+            next(model.parameters())[0, 0] += 1e-9
+    if other and differs == "data":
+        x = x + 1
+    if other and differs == "seed":
+        seed = 6
+    if other and differs == "refused":
+        target_delta = 2.0
+    if people:
+        people = [i % 9 for i in range(N)]
+        if other and differs == "people":
+            people = people[::-1]
+        options |= {"people": people, "at_most": 5, "unit": "patient"}
+    budgets = torch.tensor([1.0, 4.0, 8.0], dtype=torch.float64).repeat(N)[:n]
+    if other and differs == "budgets":
+        budgets = budgets.flip(0)
+    made, held = IndividualizedPrivacyEngine(accountant="rdp"), None
+    shared = {
+        "module": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9),
+        "data_loader": torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=batch),
+        "epochs": 3,
+        "seed": seed,
+        "grad_sample_mode": mode,
+        **options,
+    }
+    if filter is None:
+        found = made.make_private_with_budgets(
+            target_epsilons=budgets, target_delta=target_delta, max_grad_norm=0.5, method=method, **shared
+        )
+    else:
+        length = -(-n // batch)
+        held = RenyiFilter(
+            n, sample_rate=1 / length, noise_multiplier=1.0, max_grad_norm=0.5, orders=[8.0], budgets=filter
+        )
+        measured = {"norms": lambda: torch.arange(n) / n} if given else {"loss": cross_entropy}
+        found = made.make_private_with_filter(filter=held, updates_per_epoch=2, **measured, **shared)
+    private, optimizer, *criterion, loader = found
+    loss = criterion[0] if criterion else torch.nn.functional.cross_entropy
+    if goes_on:
+        made.load_checkpoint(path=path, module=private, optimizer=optimizer)
+    drawn, taken = [], made.accountant.steps
+    while made.accountant.steps < made.accountant.planned:
+        with (
+            contextlib.nullcontext(loader)
+            if pieces is None
+            else BatchMemoryManager(data_loader=loader, max_physical_batch_size=pieces, optimizer=optimizer)
+        ) as batches:
+            for a, b in batches:
+                if other and do == "fail" and len(made.accountant) == at:
+                    optimizer.add_noise = None  # an error within the step
+                if other and do == "drift" and len(made.accountant) == at:
+                    with torch.no_grad():
+                        next(model.parameters()).add_(1e-12)
+                optimizer.zero_grad()
+                loss(private(a), b).backward()
+                optimizer.step()
+                drawn.append((list(optimizer.draws.whole), list(loader.dataset.units)))
+                if len(made.accountant) == at and do == "save":
+                    made.save_checkpoint(path=path, module=private, optimizer=optimizer)
+    streams = made.accountant.generators()
+    return {
+        "weights": torch.cat([p.detach().flatten() for p in model.parameters()]),
+        "gradients": torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]),
+        "drawn": drawn,
+        "steps": len(made.accountant) - taken,
+        "statement": made.statement(),
+        "epsilons": made.get_epsilons(1e-3),
+        "spent": None if held is None else held.spent.clone(),
+        "keys": {name: stream.key for name, stream in streams.items()},
+    }
 
 
 if __name__ == "__main__":  # by torchrun, with a folder: a run in which rank 1 dies once

@@ -12,6 +12,7 @@ from scipy import stats
 
 from dpcompanion.training import distributed
 
+pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook")
 FALSE_ALARM = 1e-6  # the probability with which a right trainer would fail
 
 
@@ -232,14 +233,106 @@ def test_a_rank_that_is_lost_and_comes_back_goes_on_from_the_checkpoint(two, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "what, named", [("wrapped", "module"), ("ensemble", "train_ensemble"), ("engine", "the engine")]
-)
+@pytest.mark.parametrize("what, named", [("wrapped", "module"), ("ensemble", "train_ensemble")])
 def test_what_runs_in_one_process_is_refused_on_several(what, named, two):
-    if what == "engine":
-        pytest.importorskip("opacus")
     for text in refusals(two("refused", what=what), "ValueError", "ValueError"):
         assert named in text
+
+
+def check_engine_as_alone(found, alone):
+    """The run of the engine on several ranks is that of one process, up to the order of sums."""
+    first, *others = found
+    assert isinstance(first, dict), first
+    for other in others:
+        assert torch.equal(other["weights"], first["weights"]) and torch.equal(other["gradients"], first["gradients"])
+        assert torch.equal(other["epsilons"], first["epsilons"])
+    for name in ("steps", "statement"):
+        assert all(each[name] == alone[name] for each in found), name
+    for name in ("weights", "gradients", "epsilons"):
+        torch.testing.assert_close(first[name], alone[name], rtol=1e-8, atol=1e-9)
+    if alone["spent"] is not None:
+        assert all(torch.equal(each["spent"], first["spent"]) for each in others)
+        torch.testing.assert_close(first["spent"], alone["spent"], rtol=1e-6, atol=1e-9)
+    return first
+
+
+def test_the_engine_on_two_ranks_ends_where_it_does_on_one(two):
+    pytest.importorskip("opacus")
+    found, alone = two("engine"), ranks.engine()
+    check_engine_as_alone(found, alone)
+    for (whole, one), (again, other), (wanted, all_of_them) in zip(*(each["drawn"] for each in (*found, alone))):
+        assert whole == again == wanted == all_of_them == one + other
+    for text in refusals(two("engine", differs="data"), "ValueError", "ValueError"):
+        assert "data" in text and "rank 1" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "scale"},
+        {"mode": "functorch"},
+        {"mode": "ew"},
+        {"mode": "ghost"},
+        {"pieces": 2},
+        {"people": True},
+        {"people": True, "filter": 0.3},
+        {"filter": 0.3},
+        {"filter": 0.3, "pieces": 2},
+        {"filter": 0.3, "mode": "ghost"},
+        {"filter": 0.3, "given": True},
+    ],
+    ids=str,
+)
+def test_every_kind_of_run_of_the_engine_ends_where_that_of_one_process_does(options, two, four):
+    pytest.importorskip("opacus")
+    alone = ranks.engine(**options)
+    check_engine_as_alone(two("engine", **options), alone)
+    check_engine_as_alone(four("engine", **options), alone)
+
+
+@pytest.mark.slow
+def test_without_a_seed_ranks_of_the_engine_share_the_draws_and_rank_0_keeps_the_key_of_the_noise(two, tmp_path):
+    pytest.importorskip("opacus")
+    one, other = two("engine", seed=None, people=True, do="save", at=4, path=tmp_path / "run.pt")
+    assert torch.equal(one["weights"], other["weights"])
+    assert one["keys"]["sampling"] == other["keys"]["sampling"] and one["keys"]["noise"] != other["keys"]["noise"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [5, None])
+def test_a_run_of_the_engine_goes_on_from_a_checkpoint_on_any_number_of_ranks(seed, two, four, tmp_path):
+    pytest.importorskip("opacus")
+    options = {"seed": seed, "path": tmp_path / "run.pt"}
+    if seed is None:  # as of a run that is cut off: one that ends leaves no keys
+        whole = two("engine", **options, do="save", at=5)
+        assert whole[0]["steps"] == 15 and isinstance(four("engine", **options, goes_on=True)[0], dict)
+        return
+    whole = two("engine", **options, do="save", at=5)
+    for found in (two("engine", **options, goes_on=True), four("engine", **options, goes_on=True)):
+        assert all(torch.equal(each["weights"], found[0]["weights"]) for each in found)
+        assert found[0]["steps"] == 10
+        torch.testing.assert_close(found[0]["weights"], whole[0]["weights"], rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["model", "seed", "budgets", "people"])
+def test_ranks_of_the_engine_that_were_given_different_things_are_refused_on_all_of_them(what, two):
+    pytest.importorskip("opacus")
+    named = {"people": "data"}.get(what, what)
+    for text in refusals(two("engine", differs=what, people=what == "people"), "ValueError", "ValueError"):
+        assert named in text and "rank 1" in text
+
+
+@pytest.mark.slow
+def test_a_rank_of_the_engine_that_fails_ends_all(two):
+    pytest.importorskip("opacus")
+    told, own = refusals(two("engine", differs="refused"), "ValueError", "ValueError")
+    assert "target_delta" in own and "rank 1" in told and own in told
+    told, own = refusals(two("engine", do="fail", at=4), "RuntimeError", "TypeError")
+    assert "rank 1" in told and own in told
+    for text in refusals(two("engine", do="drift", at=6), "ValueError", "ValueError"):
+        assert "weights" in text and "rank 1" in text
 
 
 @pytest.mark.slow
