@@ -42,17 +42,13 @@ EXCEPTIONS = {
     "reproduction.papers.gradients_look_alike.by_loss.own_epsilon": (75, 0, "one exhibit from its runs to its values"),
     "reproduction.papers.gradients_look_alike.compositions.side_by_side": (0, 10, RUN),
     "reproduction.papers.idp_sgd.beyond_the_paper.audit": (0, 10, RUN),
-    "reproduction.papers.individual_accounting.runs.run_task": (73, 0, "one run with all that exhibits read of it"),
     "reproduction.papers.intrinsic_privacy.grids.grid_runs": (0, 9, RUN),
     "reproduction.records.make": (0, 12, "the fields of a record"),
     "training.ensembles.train_ensemble": (0, 19, CHOICES),
     "training.loop.TrainingLoop.__init__": (65, 12, "what `train` takes, checked before any work"),
     "training.loop.TrainingLoop.step": (62, 0, "one step, in its order"),
     "training.loop.train": (0, 21, CHOICES),
-    "training.measuring.Measured.__init__": (0, 12, "what trackers take, by keyword"),
     "training.runs.Ensemble.__init__": (0, 14, "what `train_ensemble` takes"),
-    "training.tracking.NormTracker.__init__": (0, 15, CHOICES),
-    "training.tracking.NormTracker.for_plan": (0, 17, CHOICES),
 }
 
 

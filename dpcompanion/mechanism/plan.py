@@ -79,7 +79,7 @@ from dpcompanion.accounting import (
 from dpcompanion.accounting.items import check_no_delta
 from dpcompanion.mechanism import floats
 from dpcompanion.mechanism.noise import gaussian_noise, noisy
-from dpcompanion.mechanism.sampling import PoissonSampler
+from dpcompanion.mechanism.sampling import PoissonSampler, steps_per_epoch
 from dpcompanion.mechanism.secure import SecureStream
 
 RELATIONS = ("zero-out", "add-remove")
@@ -407,8 +407,7 @@ class DPSGDPlan:
     @property
     def steps_per_epoch(self) -> int:
         """Steps in which an example is seen once on average, as a whole number; of no consequence for the model."""
-        rate = self.sample_rate
-        return max(1, round(1 / (rate.mean().item() if isinstance(rate, torch.Tensor) else rate)))
+        return steps_per_epoch(self.sample_rate)
 
     @property
     def noise_std(self) -> Any:

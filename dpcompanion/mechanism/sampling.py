@@ -36,6 +36,15 @@ _GROUPS = 64  # different rates up to which each group of equal rates has its ow
 _BLOCK = 1 << 20  # gaps, or coins, that are drawn at a time
 
 
+def steps_per_epoch(sample_rate: Any) -> int:
+    """Steps in which an example is seen once on average, as a whole number of at least 1.
+
+    >>> steps_per_epoch(0.03), steps_per_epoch(torch.tensor([0.1, 0.3]))
+    (33, 5)
+    """
+    return max(1, round(1 / (sample_rate.mean().item() if isinstance(sample_rate, torch.Tensor) else sample_rate)))
+
+
 class PoissonSampler:
     """Independent Bernoulli draws of the indices 0..n-1.
 

@@ -75,7 +75,7 @@ def check_follows(tracker, plan, model, loss, data):
 
     Of a data set that is not the run's own items at 64 places are compared (`_check_items`).
     """
-    mine, part = tracker.parameters, tracker.examples
+    mine, part, passes = tracker.parameters, tracker.examples, tracker.measuring
     if plan.individual:
         raise ValueError(
             "trackers follow runs with one rate and one clip norm for all, but the plan has a number for each example: "
@@ -92,13 +92,13 @@ def check_follows(tracker, plan, model, loss, data):
             "trackers must keep accounts of the plan (IndividualAccountant.for_plan), but their n, "
             f"sample_rate, max_grad_norm and noise_multiplier are {tuple(mine.values())}"
         )
-    if getattr(tracker.model, "_module", tracker.model) is not getattr(model, "_module", model):
+    if getattr(passes.model, "_module", passes.model) is not getattr(model, "_module", model):
         raise ValueError("trackers must follow the model that is trained, but one was made with another")
-    if tracker.loss != loss:
+    if passes.loss != loss:
         raise ValueError(
-            f"trackers must follow the loss that is trained, but one was made with {tracker.loss!r}, not {loss!r}"
+            f"trackers must follow the loss that is trained, but one was made with {passes.loss!r}, not {loss!r}"
         )
-    run, own = examples_of(data, plan.n), tracker.data
+    run, own = examples_of(data, plan.n), passes.data
     if (isinstance(run, OfPersons) or isinstance(own, OfPersons)) and run is not own:
         alike = part is None and type(run) is type(own) and run.digest == own.digest
         if not alike or isinstance(run, PersonItems) and _source(own) != _source(run):

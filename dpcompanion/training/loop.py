@@ -60,7 +60,8 @@ from dpcompanion.training.checkpoints import (
     write_keys,
 )
 from dpcompanion.training.examples import Data, Tensors, examples_of
-from dpcompanion.training.options import Performance, Track, performance_of, tracker_of
+from dpcompanion.training.options import Performance, Track, performance_of
+from dpcompanion.training.tracking import tracker_of
 
 _FORMAT = 4
 _KEYS = ("identity", "step", "model", "optimizer", "generators", "stateful", "history")

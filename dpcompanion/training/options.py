@@ -7,18 +7,14 @@ Neither repeats a number of the plan, nor model, loss or data: `train` hands tho
 """
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from dpcompanion import _checks
-from dpcompanion._types import Device, Loss
+from dpcompanion._types import Device
+from dpcompanion.gradients import checks
 from dpcompanion.gradients import clipping as clipping_methods
-from dpcompanion.training.examples import Data
-from dpcompanion.training.tracking import CLIPPINGS, NormTracker
 
-if TYPE_CHECKING:
-    from dpcompanion.mechanism.plan import DPSGDPlan
+CLIPPINGS = ("maximum", "individual")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,16 +25,22 @@ class Track:
         clipping: "individual", which clips each example to what it is charged, so that its epsilon is exact along the
             run (`History.epsilons`); or "maximum", plain DP-SGD, of which there is an estimate only
             (`History.tracker.estimated_epsilon`).
-        updates_per_epoch: full-batch passes in an epoch that measure all norms, such as 0.5, 1 or 3; 0 needs `running`.
+        updates_per_epoch: full-batch passes in an epoch that measure all norms, such as 0.5, 1 or 3; from
+            `plan.steps_per_epoch` on (or math.inf) there is one before every step; 0 needs `running`.
         running: renew an example's norm also when it is sampled; such an account is an estimate.
         rounding: to multiples of which share of the clip norm norms are rounded up, in [1e-6, 1]; None for none.
         accountant: "pld" or "rdp"; None for the plan's.
-        trajectory_delta: keep every example's epsilon at this delta at the end of each epoch.
-        keep_norms: keep the norms of each pass.
-        device: where the account is kept, by default on the processor.
+        trajectory_delta: keep every example's epsilon at this delta at the end of each epoch
+            (`NormTracker.trajectory`): 4 bytes an example and epoch. It is worked out there and then, which waits for
+            the account's device.
+        keep_norms: keep the norms of each pass (`NormTracker.norms_of_passes`): 4 bytes an example and pass, where the
+            account is.
+        device: where the account is kept, by default on the processor; the steps of a model on a GPU wait for one that
+            is not there, too.
 
     Raises:
-        ValueError: an unknown `clipping`; the others are checked when the run begins.
+        ValueError: an argument outside its range, or no passes without `running`; `rounding` and `accountant` are
+            checked when the account is made.
     """
 
     clipping: str = "maximum"
@@ -52,6 +54,15 @@ class Track:
 
     def __post_init__(self):
         _checks.one_of("clipping", self.clipping, CLIPPINGS)
+        if not _checks.number("updates_per_epoch", self.updates_per_epoch, 0) and not self.running:
+            raise ValueError("updates_per_epoch must be above 0 unless running=True, got 0")
+        if self.trajectory_delta is not None:
+            _checks.number("trajectory_delta", self.trajectory_delta, 0, 1, closed="neither")
+
+    @property
+    def exact(self) -> bool:
+        """Whether what is charged is enforced: individual clipping, and no running estimates."""
+        return self.clipping == "individual" and not self.running
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,12 +71,14 @@ class Performance:
 
     Args:
         method: how to clip, see `dpcompanion.gradients.clipping`.
-        precision: None for the model's own, or "bf16" for the way forward and back.
+        precision: None for the model's own, or "bf16" for the way forward and back. Norms are then off by about a
+            hundredth: with clipping "individual" no less is enforced than is charged, and an estimate is as much less
+            accurate.
         microbatch_size: examples in one pass; a draw is cut into such pieces. By default as many as suit the device.
         device: where to train; the model's own by default.
 
     Raises:
-        ValueError: an unknown `method`, or a `microbatch_size` that is not a whole number above 0.
+        ValueError: an unknown `method` or `precision`, or a `microbatch_size` that is not a whole number above 0.
     """
 
     method: str = "auto"
@@ -75,6 +88,7 @@ class Performance:
 
     def __post_init__(self):
         _checks.one_of("method", self.method, clipping_methods.METHODS)
+        _checks.one_of("precision", self.precision, checks.PRECISIONS)
         if self.microbatch_size is not None:
             _checks.whole_number("microbatch_size", self.microbatch_size, 1)
 
@@ -89,39 +103,3 @@ def performance_of(performance: Performance | None, **single: Any) -> Performanc
     if given:
         raise ValueError(f"performance must hold {', '.join(given)}, which must not be given beside it")
     return performance
-
-
-def tracker_of(
-    track: Track | None,
-    filter: Any,
-    plan: "DPSGDPlan",
-    model: torch.nn.Module,
-    loss: Loss,
-    data: Data,
-    performance: Performance,
-) -> NormTracker | None:
-    """The tracker that `track` and `filter` ask for, None if neither is given. A filter clips individually, and by
-    default norms are measured as often as it looks at them."""
-    if track is None and filter is None:
-        return None
-    if not isinstance(track, (Track, type(None))):
-        raise ValueError(f"track must be Track(clipping=..., ...), got {track!r}")
-    if track is None:
-        block = getattr(filter, "block", plan.steps_per_epoch)
-        track = Track(clipping="individual", updates_per_epoch=plan.steps_per_epoch / block)
-    elif filter is not None and (track.clipping != "individual" or track.running):
-        raise ValueError(
-            "track must have clipping='individual' and running=False beside a filter, which must know what is charged, "
-            f"got clipping={track.clipping!r} and running={track.running!r}"
-        )
-    return NormTracker.for_plan(
-        plan,
-        model,
-        loss,
-        data,
-        budget=filter,
-        method=performance.method,
-        microbatch_size=performance.microbatch_size,
-        precision=performance.precision,
-        **{field.name: getattr(track, field.name) for field in dataclasses.fields(track)},
-    )

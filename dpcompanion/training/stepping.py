@@ -21,13 +21,14 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._types import Array
+from dpcompanion.training.measuring import NormPasses
 
 
 class OwnLoop(abc.ABC):
     """`step` and `observe`, from a tracker's `before_step` and `after_step`."""
 
     norms: torch.Tensor
-    _largest: float
+    measuring: NormPasses
 
     @abc.abstractmethod
     def before_step(self) -> torch.Tensor | None:
@@ -74,7 +75,7 @@ class OwnLoop(abc.ABC):
         limits = self.before_step()
         self._observed = []
         try:
-            yield self.norms.new_full(self.norms.shape, self._largest) if limits is None else limits
+            yield torch.full_like(self.norms, self.measuring.largest) if limits is None else limits
             pieces = [[piece[k] for piece in self._observed if piece[k] is not None] for k in range(3)]
             if any(len(column) not in (0, len(self._observed)) for column in pieces):
                 raise ValueError("observe must be given the same arguments for each piece of a step")

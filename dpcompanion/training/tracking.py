@@ -49,21 +49,21 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import to_device
-from dpcompanion._types import Array, Device, Loss, State
+from dpcompanion._types import Array, Loss, State
 from dpcompanion.accounting import LedgerEntry
 from dpcompanion.accounting.items import entry_of
 from dpcompanion.gradients.tensors import rounded_up
 from dpcompanion.individual import IndividualAccountant
 from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.mechanism.sampling import steps_per_epoch
 from dpcompanion.training.examples import Data
 from dpcompanion.training.following import check_budget, check_clipped, check_follows
-from dpcompanion.training.measuring import Measured
+from dpcompanion.training.measuring import NormPasses, pass_is_due
+from dpcompanion.training.options import Performance, Track
 from dpcompanion.training.stepping import OwnLoop
 
-CLIPPINGS = ("maximum", "individual")
 
-
-class NormTracker(Measured, OwnLoop):
+class NormTracker(OwnLoop):
     """Latest known gradient norms of the examples, and what they cost; see the module's text.
 
     Args:
@@ -72,22 +72,13 @@ class NormTracker(Measured, OwnLoop):
         model, loss: what `train` is given: a module and (outputs, targets) -> (n,), such as `cross_entropy`.
         data: (x, y) or a data set, the accountant's n examples, on any device. Where `train` augments a data set, this
             one may be the same without for an estimate; an exact account takes the augmented one itself.
-        steps_per_epoch: steps in an epoch.
-        updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `steps_per_epoch` on (or
-            math.inf) there is one before every step; 0 needs `running`.
-        running: renew an example's norm also when it is sampled.
-        clipping: "maximum" or "individual".
+        track: a `Track`: when norms are measured, to what gradients are clipped and what is kept. Rounding, accountant
+            and device are the account's own.
         examples: (n,) distinct indices, if the accountant and data are a part of what is trained on; such a tracker
             only observes, so clipping is "maximum".
         budget: a `RenyiFilter` or `ExactFilter` (`dpcompanion.filters`) of the n examples: it says to what each step
             clips, and one out of budget takes no part. Needs clipping "individual" without running estimates.
-        trajectory_delta: keep every example's epsilon at this delta at the end of each epoch (`trajectory`): 4 bytes an
-            example and epoch. It is worked out there and then, which waits for the account's device.
-        keep_norms: keep the norms of each pass (`norms_of_passes`): 4 bytes an example and pass, where the account is.
-        method, microbatch_size: how the passes are computed, see `gradient_norms`.
-        precision: None for the model's own, or "bf16": in what the passes go forward and back, see
-            `dpcompanion.gradients.clipping`. Norms are then off by about a hundredth: with clipping "individual" no
-            less is enforced than is charged, and an estimate is as much less accurate.
+        performance: a `Performance`: method, precision and microbatch_size of the passes.
 
     The passes see the model in evaluation mode, without dropout, draw no random numbers and leave gradients,
     modes and Opacus' per-example gradients as they are.  A gradient that is not finite is charged at C.
@@ -102,47 +93,29 @@ class NormTracker(Measured, OwnLoop):
         model: torch.nn.Module,
         loss: Loss,
         data: Data,
+        track: Track | None = None,
         *,
-        steps_per_epoch: int,
-        updates_per_epoch: float = 1,
-        running: bool = False,
-        clipping: str = "maximum",
         examples: Array | None = None,
         budget: Any = None,
-        trajectory_delta: float | None = None,
-        keep_norms: bool = False,
-        method: str = "auto",
-        microbatch_size: int | None = None,
-        precision: str | None = None,
+        performance: Performance | None = None,
     ):
-        Measured.__init__(
-            self,
+        super().__init__()
+        self._accountant, self.track = accountant, Track() if track is None else track
+        self.measuring = NormPasses(
             model,
             loss,
             data,
-            n=accountant.n,
+            Performance() if performance is None else performance,
             largest=accountant.max_grad_norm,
-            steps_per_epoch=steps_per_epoch,
-            updates_per_epoch=updates_per_epoch,
-            keep_norms=keep_norms,
-            method=method,
-            microbatch_size=microbatch_size,
-            precision=precision,
             device=accountant.device,
         )
-        OwnLoop.__init__(self)
-        self._accountant, self.running = accountant, bool(running)
-        if not self.updates_per_epoch and not self.running:
-            raise ValueError("updates_per_epoch must be above 0 unless running=True, got 0")
-        self.clipping = _checks.one_of("clipping", clipping, CLIPPINGS)
+        if len(self.measuring.data) != accountant.n:
+            raise ValueError(f"data must hold the accountant's {accountant.n} examples, got {len(self.measuring.data)}")
+        self.steps_per_epoch = steps_per_epoch(accountant.sample_rate)
+        self.updates_per_epoch = min(float(self.track.updates_per_epoch), self.steps_per_epoch)
+        self.examples = None
         if examples is not None:
-            if clipping != "maximum":
-                raise ValueError(f"clipping must be 'maximum' for a tracker of some examples only, got {clipping!r}")
-            examples = torch.as_tensor(examples, dtype=torch.int64, device="cpu")
-            if examples.shape != (accountant.n,) or len(examples.unique()) != accountant.n:
-                raise ValueError(f"examples must be {accountant.n} distinct indices, got shape {tuple(examples.shape)}")
-            self._sorted, self._order = examples.sort()
-        self.examples = examples
+            self.examples, self._sorted, self._order = self._checked(examples)
         if budget is not None:
             if not self.exact:
                 raise ValueError(
@@ -150,15 +123,16 @@ class NormTracker(Measured, OwnLoop):
                 )
             check_budget(budget, accountant)
         self.budget = budget
-        self.trajectory_delta = (
-            None
-            if trajectory_delta is None
-            else _checks.number("trajectory_delta", trajectory_delta, 0, 1, closed="neither")
+        #: Steps begun.
+        self.steps = 0
+        #: Norms that are charged at the next step, at most C, (n,) float64; running estimates change them in place.
+        self.norms = torch.full(
+            (accountant.n,), accountant.max_grad_norm, dtype=torch.float64, device=accountant.device
         )
         # Of each example: the steps that are in the account. Since then it is charged for `_charged`.
         self._recorded = torch.zeros(accountant.n, dtype=torch.int64, device=accountant.device)
         self._charged, self._limits = self.norms, None
-        self._trajectory = []
+        self._trajectory, self._kept = [], []
         # The limits of a step that has begun and not ended (None: C for all), else False.
         self._begun = False
         # Whether a gradient was longer than its limit, where the device has to be asked for it.
@@ -167,24 +141,15 @@ class NormTracker(Measured, OwnLoop):
     @classmethod
     def for_plan(
         cls,
-        plan: "DPSGDPlan",
+        plan: DPSGDPlan,
         model: torch.nn.Module,
         loss: Loss,
         data: Data,
         *,
-        updates_per_epoch: float = 1,
-        running: bool = False,
-        clipping: str = "maximum",
         examples: Array | None = None,
         budget: Any = None,
-        trajectory_delta: float | None = None,
-        keep_norms: bool = False,
-        method: str = "auto",
-        microbatch_size: int | None = None,
-        precision: str | None = None,
-        rounding: float | None = 0.01,
-        accountant: str | None = None,
-        device: Device = None,
+        performance: Performance | None = None,
+        **choices: Any,
     ) -> "NormTracker":
         """A tracker with an account of its own, both made from the plan of a run.
 
@@ -192,22 +157,10 @@ class NormTracker(Measured, OwnLoop):
             plan: a `DPSGDPlan` with one rate and one clip norm for all, and with noise.
             model, loss: what `train` is given: a module and (outputs, targets) -> (n,), such as `cross_entropy`.
             data: (x, y) or a data set, plan.n examples, on any device; with `examples`, theirs.
-            updates_per_epoch: full-batch passes K in an epoch, such as 0.5, 1 or 3; from `plan.steps_per_epoch` on (or
-                math.inf) there is one before every step; 0 needs `running`.
-            running: renew an example's norm also when it is sampled.
-            clipping: "maximum" or "individual".
-            examples: (m,) distinct indices, if data are a part of what is trained on; such a tracker only observes, so
-                clipping is "maximum".
-            budget: a `RenyiFilter` or `ExactFilter` (`dpcompanion.filters`) of the examples: it says to what each step
-                clips, and one out of budget takes no part. Needs clipping "individual" without running estimates.
-            trajectory_delta: keep every example's epsilon at this delta at the end of each epoch (`trajectory`).
-            keep_norms: keep the norms of each pass (`norms_of_passes`).
-            method, microbatch_size: how the passes are computed, see `gradient_norms`.
-            precision: None for the model's own, or "bf16": in what the passes go forward and back.
-            rounding: of the account, r as a share of C, to whose multiples norms are rounded up; None for none.
-            accountant: "pld" or "rdp"; the plan's by default.
-            device: where the account is kept, by default on the processor; the steps of a model on a GPU wait for one
-                that is not there, too.
+            examples: (m,) distinct indices, if data are a part of what is trained on.
+            budget, performance: as of the class.
+            choices: what a `Track` takes, by keyword: clipping, updates_per_epoch, running, rounding, accountant,
+                trajectory_delta, keep_norms and device.
 
         Raises:
             ValueError: an argument outside its range, or options that contradict each other.
@@ -215,35 +168,40 @@ class NormTracker(Measured, OwnLoop):
         >>> from dpcompanion.training import DPSGDPlan, cross_entropy
         >>> plan = DPSGDPlan(n=4, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
         >>> data = torch.eye(4), torch.arange(4) % 2
-        >>> tracker = NormTracker.for_plan(plan, torch.nn.Linear(4, 2), cross_entropy, data)
-        >>> tracker.accountant.accountant, tracker.steps_per_epoch
-        ('pld', 10)
+        >>> tracker = NormTracker.for_plan(plan, torch.nn.Linear(4, 2), cross_entropy, data, clipping="individual")
+        >>> tracker.accountant.accountant, tracker.steps_per_epoch, tracker.exact
+        ('pld', 10, True)
         """
+        track = Track(**choices)
         account = IndividualAccountant.for_plan(
-            plan, n=None if examples is None else len(examples), rounding=rounding, accountant=accountant, device=device
+            plan,
+            n=None if examples is None else len(examples),
+            rounding=track.rounding,
+            accountant=track.accountant,
+            device=track.device,
         )
-        return cls(
-            account,
-            model,
-            loss,
-            data,
-            steps_per_epoch=plan.steps_per_epoch,
-            updates_per_epoch=updates_per_epoch,
-            running=running,
-            clipping=clipping,
-            examples=examples,
-            budget=budget,
-            trajectory_delta=trajectory_delta,
-            keep_norms=keep_norms,
-            method=method,
-            microbatch_size=microbatch_size,
-            precision=precision,
-        )
+        return cls(account, model, loss, data, track, examples=examples, budget=budget, performance=performance)
+
+    def _checked(self, examples):
+        """The indices of some examples, the same sorted, and their order."""
+        if self.track.clipping != "maximum":
+            raise ValueError(
+                f"clipping must be 'maximum' for a tracker of some examples only, got {self.track.clipping!r}"
+            )
+        examples, n = torch.as_tensor(examples, dtype=torch.int64, device="cpu"), self._accountant.n
+        if examples.shape != (n,) or len(examples.unique()) != n:
+            raise ValueError(f"examples must be {n} distinct indices, got shape {tuple(examples.shape)}")
+        return examples, *examples.sort()
 
     @property
     def exact(self) -> bool:
         """Whether what is charged is enforced: individual clipping, and no running estimates."""
-        return self.clipping == "individual" and not self.running
+        return self.track.exact
+
+    @property
+    def passes(self) -> int:
+        """Full-batch passes made."""
+        return self.measuring.count
 
     @property
     def parameters(self) -> State:
@@ -321,6 +279,14 @@ class NormTracker(Measured, OwnLoop):
         """Every example's epsilon (rounded up, an estimate unless `exact`) after each epoch, (epochs, n) float32."""
         return torch.stack(self._trajectory) if self._trajectory else torch.zeros(0, self._accountant.n)
 
+    @property
+    def norms_of_passes(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(steps, norms): before which step (from 0) each pass was made, and what it found, (passes, n) float32 on
+        the host."""
+        steps = torch.tensor([step for step, _ in self._kept], dtype=torch.int64)
+        norms = [norms.cpu() for _, norms in self._kept]
+        return steps, torch.stack(norms) if norms else torch.zeros(0, len(self.norms))
+
     def before_step(self) -> torch.Tensor | None:
         """Begin a step: renew the norms if a pass is due, and charge all. `train` calls it; see `step` for a loop
         of one's own.
@@ -334,14 +300,16 @@ class NormTracker(Measured, OwnLoop):
         """
         if self.exact and self._begun is not False:
             raise ValueError(f"step {self.steps} must end before another begins, but it was left half done")
-        if self._due():
-            self._measure()
-            self._limits = None
+        if pass_is_due(self.steps, self.updates_per_epoch / self.steps_per_epoch):
+            self.norms, self._limits = self.measuring.measure(), None
+            if self.track.keep_norms:
+                # Where they are: a copy to the host would be waited for.
+                self._kept.append((self.steps, rounded_up(self.norms, torch.float32)))
         charged, limits = self.norms, None
-        if self.clipping == "individual":
+        if self.track.clipping == "individual":
             if self._limits is None:
                 self._limits = self._accountant.charged(self.norms)
-            limits = self._limits.clone() if self.running else self._limits
+            limits = self._limits.clone() if self.track.running else self._limits
             if self.budget is not None:
                 paid = self.budget.clip_norms(limits)
                 charged, limits = torch.where(paid == limits, charged, paid), paid
@@ -373,7 +341,7 @@ class NormTracker(Measured, OwnLoop):
             over = check_clipped(indices, clipped, self._begun)
             if over is not None:
                 self._over = over if self._over is None else self._over | over
-        if self.running:
+        if self.track.running:
             if indices is None or norms is None:
                 raise ValueError("indices and norms must be given (NormTracker.observe) where running=True, got None")
             indices, norms = torch.as_tensor(indices, device="cpu"), torch.as_tensor(norms)
@@ -382,10 +350,10 @@ class NormTracker(Measured, OwnLoop):
                 mine = torch.isin(indices, self._sorted).nonzero()[:, 0]
                 indices = self._order[torch.searchsorted(self._sorted, indices[mine])]
                 norms = norms[to_device(mine, norms.device)]
-            self._renew(to_device(indices, self.norms.device), self._bounded(norms))
+            self._renew(to_device(indices, self.norms.device), self.measuring.bounded(norms))
         self._begun = False
-        if self.trajectory_delta is not None and self.steps % self.steps_per_epoch == 0:
-            epsilon = self.estimated_epsilon(self.trajectory_delta).cpu()
+        if self.track.trajectory_delta is not None and self.steps % self.steps_per_epoch == 0:
+            epsilon = self.estimated_epsilon(self.track.trajectory_delta).cpu()
             self._trajectory.append(rounded_up(epsilon, torch.float32))
 
     def _renew(self, examples, norms):
@@ -396,7 +364,7 @@ class NormTracker(Measured, OwnLoop):
         if self._limits is not None:
             self._limits[examples] = self._accountant.charged(norms)
 
-    def check_run(self, plan: "DPSGDPlan", model: torch.nn.Module, loss: Loss, data: Data) -> None:
+    def check_run(self, plan: DPSGDPlan, model: torch.nn.Module, loss: Loss, data: Data) -> None:
         """Raise ValueError unless this follows a run of `plan` that trains `model` by `loss` on `data`.
 
         Of a data set that is not the run's own 64 items are compared, their targets only where a transform draws at
@@ -437,7 +405,7 @@ class NormTracker(Measured, OwnLoop):
         if self.budget is not None:
             self.budget.load_state_dict(_checks.entry(state, "budget"))
         self.norms.copy_(norms)
-        self.steps, self.passes = steps, passes
+        self.steps, self.measuring.count = steps, passes
         self._charged, self._limits = self.norms, None
         self._begun = False if begun is None else begun.to(self.norms.device)
         self._over = torch.tensor(True) if over else None
@@ -448,10 +416,36 @@ class NormTracker(Measured, OwnLoop):
         return {
             "steps_per_epoch": self.steps_per_epoch,
             "updates_per_epoch": self.updates_per_epoch,
-            "running": self.running,
-            "clipping": self.clipping,
+            "running": self.track.running,
+            "clipping": self.track.clipping,
             "budget": self.budget is not None,
             "examples": None if self.examples is None else self.examples.tolist(),
-            "trajectory_delta": self.trajectory_delta,
-            "keep_norms": self.keep_norms,
+            "trajectory_delta": self.track.trajectory_delta,
+            "keep_norms": self.track.keep_norms,
         }
+
+
+def tracker_of(
+    track: Track | None,
+    filter: Any,
+    plan: DPSGDPlan,
+    model: torch.nn.Module,
+    loss: Loss,
+    data: Data,
+    performance: Performance,
+) -> NormTracker | None:
+    """The tracker that `track` and `filter` ask for, None if neither is given. A filter clips individually, and by
+    default norms are measured as often as it looks at them."""
+    if track is None and filter is None:
+        return None
+    if not isinstance(track, (Track, type(None))):
+        raise ValueError(f"track must be Track(clipping=..., ...), got {track!r}")
+    if track is None:
+        block = getattr(filter, "block", plan.steps_per_epoch)
+        track = Track(clipping="individual", updates_per_epoch=plan.steps_per_epoch / block)
+    elif filter is not None and (not track.exact):
+        raise ValueError(
+            "track must have clipping='individual' and running=False beside a filter, which must know what is charged, "
+            f"got clipping={track.clipping!r} and running={track.running!r}"
+        )
+    return NormTracker.for_plan(plan, model, loss, data, budget=filter, performance=performance, **vars(track))

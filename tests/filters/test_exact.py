@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from dpcompanion.accounting import compute_epsilon, find_steps
 from dpcompanion.filters import ExactFilter, RenyiFilter, adaptive_delta, calibrate_filter, level_costs
-from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entropy, train
 
 RUN = dict(sample_rate=0.1, noise_multiplier=2.0)
@@ -214,16 +213,9 @@ def test_training_clips_everybody_to_what_they_can_pay():
             steps=30,
             block=2,
         )
-        account = IndividualAccountant.for_plan(plan, rounding=None, accountant="rdp")
-        return filter, NormTracker(
-            account,
-            model,
-            cross_entropy,
-            (x, y),
-            steps_per_epoch=4,
-            updates_per_epoch=2,
-            clipping="individual",
-            budget=filter,
+        options = {"rounding": None, "accountant": "rdp", "clipping": "individual"}
+        return filter, NormTracker.for_plan(
+            plan, model, cross_entropy, (x, y), updates_per_epoch=2, budget=filter, **options
         )
 
     filter, tracker = filtered()

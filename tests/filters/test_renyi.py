@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from dpcompanion.accounting import find_steps, rdp_sampled_gaussian
 from dpcompanion.accounting.rdp_interpolation import interpolate, interpolation_table
 from dpcompanion.filters import RenyiFilter
-from dpcompanion.individual import IndividualAccountant
 from dpcompanion.training import Callbacks, DPSGDPlan, NormTracker, cross_entropy, train
 
 RUN = dict(sample_rate=0.1, noise_multiplier=2.0, max_grad_norm=0.5)
@@ -182,16 +181,9 @@ def test_training_with_budgets_leaves_out_whoever_has_spent_its_own():
         filter = RenyiFilter.for_epsilon(
             80, target_epsilons=1.5, target_delta=1e-3, sample_rate=0.2, noise_multiplier=2.0, max_grad_norm=1.0
         )
-        account = IndividualAccountant.for_plan(plan, rounding=None, accountant="rdp")
-        return filter, NormTracker(
-            account,
-            model,
-            cross_entropy,
-            (x, y),
-            steps_per_epoch=5,
-            updates_per_epoch=5,
-            clipping="individual",
-            budget=filter,
+        options = {"rounding": None, "accountant": "rdp", "clipping": "individual"}
+        return filter, NormTracker.for_plan(
+            plan, model, cross_entropy, (x, y), updates_per_epoch=5, budget=filter, **options
         )
 
     filter, tracker = filtered()
@@ -273,14 +265,8 @@ def test_bad_norms_targets_and_states_are_refused():
         filter.load_state_dict(RenyiFilter(2, **RUN, orders=4, budgets=0.2).state_dict())
     plan = DPSGDPlan(n=2, sample_rate=0.1, steps=9, max_grad_norm=0.5, noise_multiplier=2.0, delta=1e-3)
     with pytest.raises(ValueError, match="budget needs"):
-        NormTracker(
-            IndividualAccountant.for_plan(plan),
-            torch.nn.Linear(1, 2),
-            cross_entropy,
-            (torch.ones(2, 1), torch.tensor([0, 1])),
-            steps_per_epoch=3,
-            budget=filter,
-        )
+        data = torch.ones(2, 1), torch.tensor([0, 1])
+        NormTracker.for_plan(plan, torch.nn.Linear(1, 2), cross_entropy, data, budget=filter)
 
 
 def test_a_state_without_what_belongs_in_it_is_refused_and_nobody_else_says_who_takes_part():

@@ -60,15 +60,13 @@ def test_data_that_the_model_cannot_take_are_refused(x, y, message):
 
 
 def test_the_other_ways_in_refuse_such_data_too():
-    from dpcompanion.individual import IndividualAccountant
-
     model = nn.Linear(4, 3)
     with pytest.raises(ValueError, match="tensors"):
         gradient_norms(model, cross_entropy, X.numpy(), Y.numpy())
     with pytest.raises(ValueError, match="float64"):
         gradient_norms(model, cross_entropy, X.double(), Y, method="mixed")
     with pytest.raises(ValueError, match="tensors"):
-        NormTracker(IndividualAccountant.for_plan(PLAN), model, cross_entropy, (X.numpy(), Y), steps_per_epoch=2)
+        NormTracker.for_plan(PLAN, model, cross_entropy, (X.numpy(), Y))
     for data in ((X.numpy(), Y), (X.double(), Y)):
         with pytest.raises(ValueError, match="data must"):
             train_ensemble(model, cross_entropy, data, PLAN, seeds=[0, 1], learning_rate=0.1)
@@ -368,12 +366,13 @@ def test_what_is_of_another_kind_is_refused_in_words(changed, said):
 
 
 def test_a_tracker_of_a_plan_with_a_number_for_each_example_is_refused_in_words():
-    tracker = NormTracker.for_plan(PLAN, nn.Linear(4, 3), cross_entropy, (X, Y))
+    model = nn.Linear(4, 3)
+    tracker = NormTracker.for_plan(PLAN, model, cross_entropy, (X, Y))
     own = dataclasses.replace(PLAN, sample_rate=torch.full((20,), 0.25))
     with pytest.raises(ValueError, match="plan"):
-        tracker.check_run(own, tracker.model, cross_entropy, (X, Y))
+        tracker.check_run(own, model, cross_entropy, (X, Y))
     with pytest.raises(ValueError, match="seeds"):
-        train_ensemble(tracker.model, cross_entropy, (X, Y), PLAN, seeds=3, learning_rate=0.1)
+        train_ensemble(model, cross_entropy, (X, Y), PLAN, seeds=3, learning_rate=0.1)
 
 
 def test_clip_norms_may_be_a_list():

@@ -14,6 +14,7 @@ from dpcompanion.training import (
     Checkpoint,
     DPSGDPlan,
     NormTracker,
+    Performance,
     clipped_sum,
     cross_entropy,
     gradient_norms,
@@ -248,19 +249,17 @@ def test_a_tracker_measures_in_bf16_what_it_would_in_float32():
     plan = DPSGDPlan(n=40, sample_rate=0.25, steps=4, max_grad_norm=100.0, noise_multiplier=1.0, delta=1e-3)
     norms = []
     for precision in (None, "bf16"):
-        tracker = NormTracker.for_plan(plan, model, cross_entropy, (x, y), precision=precision)
+        tracker = NormTracker.for_plan(plan, model, cross_entropy, (x, y), performance=Performance(precision=precision))
         tracker.before_step()
         norms.append(tracker.norms)
     assert not torch.equal(*norms)
     torch.testing.assert_close(*norms, rtol=0.05, atol=0)
 
 
-def test_a_tracker_of_an_unknown_precision_is_refused():
-    plan = DPSGDPlan(n=4, sample_rate=0.25, steps=4, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
-    with pytest.raises(ValueError, match="precision"):
-        NormTracker.for_plan(
-            plan, nn.Linear(2, 2), cross_entropy, (torch.zeros(4, 2), torch.zeros(4).long()), precision="fp8"
-        )
+@pytest.mark.parametrize("name, value", [("precision", "fp8"), ("method", "magic"), ("microbatch_size", 0)])
+def test_an_unknown_way_to_compute_is_refused(name, value):
+    with pytest.raises(ValueError, match=name):
+        Performance(**{name: value})
 
 
 @able

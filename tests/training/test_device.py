@@ -165,9 +165,15 @@ def test_a_step_with_a_tracker_reads_nothing_back(name):
     if "examples" in options:
         own = tuple(part[options["examples"]] for part in own)
     tracker = NormTracker.for_plan(
-        PLAN, found.run.model, cross_entropy, own, device="meta", method="mixed", **{"updates_per_epoch": 2, **options}
+        PLAN,
+        found.run.model,
+        cross_entropy,
+        own,
+        device="meta",
+        performance=Performance(method="mixed"),
+        **{"updates_per_epoch": 2, **options},
     )
-    tracker._proved, found.trackers = passes.state_of(found.run.model), (tracker,)
+    tracker.measuring._proved, found.trackers = passes.state_of(found.run.model), (tracker,)
     with Waits() as waits:
         for _ in range(PLAN.steps):
             found.step()

@@ -48,9 +48,8 @@ def network(dropout=0.0, dtype=torch.float64):
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(dropout), nn.Linear(8, 3)).to(dtype)
 
 
-def tracked(data, plan, model, *, rounding=None, accountant="rdp", **options):
-    account = IndividualAccountant.for_plan(plan, rounding=rounding, accountant=accountant)
-    return NormTracker(account, model, cross_entropy, data, **{"steps_per_epoch": plan.steps_per_epoch, **options})
+def tracked(data, plan, model, **options):
+    return NormTracker.for_plan(plan, model, cross_entropy, data, **{"rounding": None, "accountant": "rdp"} | options)
 
 
 def run(data, plan, model, *trackers, on_step=None, on_epoch=None, **arguments):
@@ -140,16 +139,6 @@ def test_running_estimates_begin_at_the_clip_norm_and_follow_who_is_sampled():
     assert torch.allclose(tracker.estimated_epsilon(1e-3), direct(torch.stack(charged), plan), rtol=1e-9)
 
 
-class Drawn(NormTracker):
-    """A tracker whose passes find what they are given."""
-
-    found = None
-
-    def _measure(self):
-        self.norms, self._limits = self._bounded(self.found[self.steps]), None
-        self.passes += 1
-
-
 @st.composite
 def histories(draw, n=6):
     """A run without a network: its passes an epoch, what each pass would find, and who is sampled with which norm."""
@@ -173,18 +162,14 @@ def test_running_estimates_charge_as_if_everybody_were_charged_at_every_step(mod
     (x, y), plan = problem(n=6)
 
     def fresh():
-        tracker = tracked(
-            (x, y),
-            plan,
-            network(),
-            running=True,
-            updates_per_epoch=per_epoch,
-            clipping=clipping,
-            steps_per_epoch=10,
-            **mode,
-        )
-        tracker.__class__, tracker.found = Drawn, found
+        tracker = tracked((x, y), plan, network(), running=True, updates_per_epoch=per_epoch, clipping=clipping, **mode)
+        tracker.measuring.measure = lambda: measured(tracker)
         return tracker
+
+    def measured(tracker):
+        """A pass that finds what it is given."""
+        tracker.measuring.count += 1
+        return tracker.measuring.bounded(found[tracker.steps])
 
     tracker, plainly = fresh(), IndividualAccountant.for_plan(plan, **{"accountant": "rdp", **mode})
     latest, passes = torch.ones(6, dtype=torch.float64), tracker.passes
@@ -241,7 +226,7 @@ def test_watching_changes_nothing_about_the_run():
 def test_individual_clipping_enforces_what_is_charged(rounding):
     data, plan = problem(n=30, sample_rate=0.4, max_grad_norm=2.0)
     model, limits, own = network(), [], []
-    tracker = tracked(data, plan, model, rounding=rounding, steps_per_epoch=10, clipping="individual")
+    tracker = tracked(data, plan, model, rounding=rounding, updates_per_epoch=0.2, clipping="individual")
     before_step = tracker.before_step
 
     def note():
@@ -355,12 +340,7 @@ def test_a_tracker_of_some_examples_keeps_their_accounts():
     for options in (dict(updates_per_epoch=1), dict(updates_per_epoch=0, running=True)):
         model = network()
         everybody = tracked((x, y), plan, model, **options)
-        account = IndividualAccountant(
-            4, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0, rounding=None, accountant="rdp"
-        )
-        few = NormTracker(
-            account, model, cross_entropy, (x[some], y[some]), steps_per_epoch=10, examples=some, **options
-        )
+        few = tracked((x[some], y[some]), plan, model, examples=some, **options)
         run((x, y), plan, model, everybody, few)
         assert torch.allclose(few.estimated_epsilon(1e-3), everybody.estimated_epsilon(1e-3)[some], rtol=1e-9)
 
@@ -431,13 +411,10 @@ def test_in_a_loop_with_opacus_it_tracks_what_opacus_computes():
     [
         (dict(updates_per_epoch=0), "running=True"),
         (dict(updates_per_epoch=-1), "updates_per_epoch"),
-        (dict(steps_per_epoch=0), "steps_per_epoch"),
         (dict(clipping="both"), "clipping"),
-        (dict(method="magic"), "method"),
-        (dict(examples=[0], clipping="individual"), "some examples"),
-        (dict(examples=[0, 1]), "60 distinct"),
+        (dict(examples=range(60), clipping="individual"), "some examples"),
+        (dict(examples=[0] * 60), "60 distinct"),
         (dict(trajectory_delta=0), "trajectory_delta"),
-        (dict(microbatch_size=0), "microbatch_size"),
     ],
 )
 def test_bad_options_are_refused_by_name(options, words):
@@ -486,25 +463,12 @@ def test_a_tracker_of_another_model_loss_or_data_is_refused():
     with pytest.raises(ValueError, match="model"):
         run((x, y), plan, model, tracked((x, y), plan, other))
     with pytest.raises(ValueError, match="loss"):
-        run(
-            (x, y),
-            plan,
-            model,
-            NormTracker(
-                IndividualAccountant.for_plan(plan), model, lambda out, y: out.sum(1), (x, y), steps_per_epoch=10
-            ),
-        )
+        run((x, y), plan, model, NormTracker.for_plan(plan, model, lambda out, y: out.sum(1), (x, y)))
     for changed in ((x.flip(0), y), (x, y.flip(0)), (x + 1e-12, y), (x.float(), y), (x[:, :3], y)):
         with pytest.raises(ValueError, match="data"):
             attempt(*changed)
     with pytest.raises(ValueError, match="other inputs"):
-        some = IndividualAccountant(3, sample_rate=0.1, noise_multiplier=1.0, max_grad_norm=1.0)
-        run(
-            (x, y),
-            plan,
-            model,
-            NormTracker(some, model, cross_entropy, (x[:3], y[:3]), steps_per_epoch=10, examples=[0, 1, 3]),
-        )
+        run((x, y), plan, model, tracked((x[:3], y[:3]), plan, model, examples=[0, 1, 3]))
     attempt(x.clone(), y.clone())
     x[0] = math.nan
     with pytest.warns(RuntimeWarning, match="not finite"):

@@ -7,7 +7,6 @@ import torch
 
 from dpcompanion.accounting import find_noise_multiplier
 from dpcompanion.filters import RenyiFilter
-from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.idp_sgd.accuracy_tables import gain_of
@@ -78,15 +77,8 @@ def filtered(config, descent, kind, seed, run):
         budgets = torch.tensor(config.assigned[kind], dtype=torch.float64)[assign(n, (1, 1), seed)]
         budget = RenyiFilter.for_epsilon(n, target_epsilons=budgets, target_delta=config.delta, **own)
     # Norms are renewed once an epoch, which in full batches is every step; gradients are clipped to them.
-    tracker = budget and NormTracker(
-        IndividualAccountant.for_plan(plan),
-        model,
-        cross_entropy,
-        examples,
-        clipping="individual",
-        steps_per_epoch=plan.steps_per_epoch,
-        updates_per_epoch=1,
-        budget=budget,
+    tracker = budget and NormTracker.for_plan(
+        plan, model, cross_entropy, examples, clipping="individual", budget=budget
     )
 
     def note(_):

@@ -128,32 +128,16 @@ def run_task(task, seed, device):
     )
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, plan.steps) if task.cosine else None
 
-    whole = NormTracker(
-        IndividualAccountant.for_plan(plan, device=device),
-        model,
-        loss,
-        (x, y),
-        steps_per_epoch=plan.steps_per_epoch,
-        updates_per_epoch=task.refreshes,
-        clipping=task.clipping,
-        keep_norms=True,
+    measured = {"keep_norms": True, "device": device}
+    whole = NormTracker.for_plan(
+        plan, model, loss, (x, y), updates_per_epoch=task.refreshes, clipping=task.clipping, **measured
     )
     trackers = [whole]
     chosen = torch.as_tensor(np.random.RandomState(seed).permutation(len(y))[: task.reference])
     some = x[chosen.to(device)], y[chosen.to(device)]
     if task.reference:
-        theirs = IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen)), device=device)
         trackers.append(
-            NormTracker(
-                theirs,
-                model,
-                loss,
-                some,
-                steps_per_epoch=plan.steps_per_epoch,
-                updates_per_epoch=math.inf,
-                examples=chosen,
-                keep_norms=True,
-            )
+            NormTracker.for_plan(plan, model, loss, some, updates_per_epoch=math.inf, examples=chosen, **measured)
         )
     groups = found.groups[chosen]
 

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from dpcompanion.accounting import rdp_sampled_gaussian, rdp_to_epsilon
-from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.common import named, rank, reported, runnable
 from dpcompanion.reproduction.papers.individual_accounting.clipping import clipped
@@ -139,14 +138,8 @@ def theorem_3_2(config, run):
         run.note(found.provenance)
         model = build(task.model, found, config.seed)
         plan = make_plan(task, len(found.y), float(gradient_norms(model, loss, found.x, found.y).median()))
-        tracker = NormTracker(
-            IndividualAccountant.for_plan(plan),
-            model,
-            loss,
-            (found.x, found.y),
-            clipping="individual",
-            steps_per_epoch=plan.steps_per_epoch,
-            updates_per_epoch=task.refreshes,
+        tracker = NormTracker.for_plan(
+            plan, model, loss, (found.x, found.y), clipping="individual", updates_per_epoch=task.refreshes
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=task.learning_rate / plan.max_grad_norm)
         passes, seen = schedule(plan, task.refreshes), []

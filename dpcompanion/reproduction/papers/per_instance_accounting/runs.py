@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from dpcompanion.accounting import compute_epsilon
-from dpcompanion.individual import IndividualAccountant
 from dpcompanion.reproduction import intervals, published
 from dpcompanion.reproduction.papers import yu as second
 from dpcompanion.reproduction.papers.common import Trace, rank, within_the_piece
@@ -91,28 +90,28 @@ def run_setting(setting, seed, device):
     x, y = found.x.to(device), found.y.to(device)
     limit = setting.median_multiple * float(gradient_norms(model, cross_entropy, x, y).median())
     plan = make_plan(setting, len(y), limit)
-    whole = NormTracker(
-        IndividualAccountant.for_plan(plan, device=device),
+    whole = NormTracker.for_plan(
+        plan,
         model,
         cross_entropy,
         (x, y),
         running=True,
-        steps_per_epoch=plan.steps_per_epoch,
         updates_per_epoch=setting.refreshes,
         clipping=setting.clipping,
+        device=device,
     )
     trackers, chosen = [whole], np.random.RandomState(seed).permutation(len(y))[: setting.reference]
     if setting.reference:
         some = torch.as_tensor(chosen)
         trackers.append(
-            NormTracker(
-                IndividualAccountant.for_plan(dataclasses.replace(plan, n=len(chosen)), device=device),
+            NormTracker.for_plan(
+                plan,
                 model,
                 cross_entropy,
                 (x[some.to(device)], y[some.to(device)]),
-                steps_per_epoch=plan.steps_per_epoch,
                 updates_per_epoch=math.inf,
                 examples=some,
+                device=device,
             )
         )
     trace = Trace("norms", "losses")
