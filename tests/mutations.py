@@ -167,7 +167,7 @@ FAULTS = (
     fault(
         "a norm in single precision is charged as it reads",
         "individual/norm_history.py",
-        "share = share * (1 + 8 * torch.finfo(norms.dtype).eps if norms.is_floating_point() else 1)",
+        "share = share * margin(norms.dtype)",
         "share = share * 1",
         "test_individual.py::test_norms_in_single_precision_are_rounded_up",
     ),
@@ -354,8 +354,8 @@ FAULTS = (
     fault(
         "a gradient may be a hair longer than its clip norm",
         "gradients/sums.py",
-        "slack = 1 + 8 * torch.finfo(norms.dtype).eps",
-        "slack = 1 - 8 * torch.finfo(norms.dtype).eps",
+        "norms * margin(norms.dtype)",
+        "norms / margin(norms.dtype)",
         "gradients/test_clipping.py::test_in_float32_no_clipped_gradient_is_longer_than_the_clip_norm",
     ),
     fault(

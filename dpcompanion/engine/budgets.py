@@ -1,10 +1,9 @@
 """What each step clips to and what it costs: parameters that were fixed beforehand, or a filter that is asked."""
 
-import math
-
 import torch
 
 from dpcompanion import _checks, accounting
+from dpcompanion._norms import raised
 from dpcompanion.idp.parameters import rdp_epsilons
 from dpcompanion.mechanism.plan import DPSGDPlan
 
@@ -122,14 +121,13 @@ class FilteredBudgets:
         return self._paid
 
     def _bounded(self, norms):
-        """Norms as float64, at most the clip norm: a hair up for rounding, and in full where they are not finite."""
-        norms = torch.as_tensor(norms).detach().to(device=self._filter.device)
+        """Norms, one for each example, as `raised` makes them."""
+        norms = torch.as_tensor(norms)
         if norms.shape != (self._filter.n,):
             raise ValueError(
                 f"norms must give shape ({self._filter.n},), one for each example, got {tuple(norms.shape)}"
             )
-        up = 1 + 8 * torch.finfo(norms.dtype).eps if norms.is_floating_point() else 1.0
-        return (norms.double() * up).nan_to_num(nan=math.inf).clamp(max=self._filter.max_grad_norm)
+        return raised(norms, self._filter.max_grad_norm, self._filter.device)
 
     def step_taken(self):
         self._paid, self._served = None, self._served + 1

@@ -12,6 +12,7 @@ from opacus.optimizers.optimizer import _check_processed_flag, _mark_as_processe
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dpcompanion._devices import autocasts, on_accelerator, to_device
+from dpcompanion._norms import margin
 from dpcompanion.engine.checks import check_trained, trainable
 from dpcompanion.engine.randomness import noisy, not_finite
 from dpcompanion.gradients.checks import check_products
@@ -185,8 +186,8 @@ class Following(DPOptimizer):
             self._watch.check()
         own = to_device((share * self._accountant.budgets.clip_norms()[batch]).to(norms.dtype), norms.device)
         # A hair less, so that rounding lifts no gradient above its norm.
-        coarsest = max(torch.finfo(_wide(p.dtype)).eps for p in self.params)
-        factors = (own / (norms * (1 + 8 * coarsest) + 1e-6)).clamp(max=1.0)
+        hair = max(margin(_wide(p.dtype)) for p in self.params)
+        factors = (own / (norms * hair + 1e-6)).clamp(max=1.0)
         fits = norms.isfinite()
         for watch in (self._watch, self._traceless):
             if watch is not None and watch.spoilt is not False:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from dpcompanion._devices import to_device
+from dpcompanion._norms import margin
 from dpcompanion.gradients import checks, independence
 from dpcompanion.gradients.layers import Explicit, float64_sum, layer_gradient
 from dpcompanion.gradients.recording import Recorder
@@ -62,8 +63,7 @@ def clip_factors(norms, max_grad_norm):
         limits = to_device(max_grad_norm.to(norms.dtype), norms.device)
     else:  # filled in where it is needed, without a copy
         limits = torch.full((), max_grad_norm, dtype=norms.dtype, device=norms.device)
-    slack = 1 + 8 * torch.finfo(norms.dtype).eps
-    return torch.where(norms.isfinite() & (limits > 0), (limits / (norms * slack)).clamp(max=1), 0)
+    return torch.where(norms.isfinite() & (limits > 0), (limits / (norms * margin(norms.dtype))).clamp(max=1), 0)
 
 
 def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=None):

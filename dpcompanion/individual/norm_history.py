@@ -16,6 +16,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import to_device
+from dpcompanion._norms import margin
 
 MOST = 2**31 - 1  # steps that a count can hold
 
@@ -69,7 +70,7 @@ class NormHistory:
             _checks.in_interval("norms", norms, 0, math.inf, closed="left")
         if norms.dtype != torch.float64:
             # A norm that was summed in few digits may lie a few of its last places below the true one.
-            share = share * (1 + 8 * torch.finfo(norms.dtype).eps if norms.is_floating_point() else 1)
+            share = share * margin(norms.dtype)
         return share.clamp(max=1.0)
 
     def _indices(self, examples):

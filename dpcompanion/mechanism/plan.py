@@ -60,7 +60,6 @@ import math
 import os
 import pathlib
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,7 +77,7 @@ from dpcompanion.accounting import (
 )
 from dpcompanion.accounting.items import check_no_delta
 from dpcompanion.mechanism import floats
-from dpcompanion.mechanism.noise import gaussian_noise, noisy
+from dpcompanion.mechanism.noise import noisy
 from dpcompanion.mechanism.sampling import PoissonSampler, steps_per_epoch
 from dpcompanion.mechanism.secure import SecureStream
 
@@ -444,17 +443,6 @@ class DPSGDPlan:
         if isinstance(self.max_grad_norm, torch.Tensor):
             return self.max_grad_norm[indices]
         return torch.full((len(indices),), self.max_grad_norm, dtype=torch.float64)
-
-    def noise(
-        self,
-        shape: Sequence[int],
-        generator: torch.Generator | SecureStream,
-        *,
-        dtype: torch.dtype = torch.float64,
-        device: str | torch.device = "cpu",
-    ) -> torch.Tensor:
-        """Noise for a sum of clipped gradients, N(0, noise_std^2), drawn from `generator`."""
-        return gaussian_noise(shape, self.noise_std, generator, dtype=dtype, device=device)
 
     def noisy(self, total: torch.Tensor, generator: torch.Generator | SecureStream) -> torch.Tensor:
         """A sum of clipped gradients with its noise (`dpcompanion.mechanism.noise.noisy`): what leaves the data."""

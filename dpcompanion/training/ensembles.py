@@ -132,13 +132,15 @@ def train_ensemble(
     if checkpoint is not None and checkpoint.exists:
         ensemble._load(checkpoint.path, checkpoint.stateful)
     with (
-        _shared_among(workers, ensemble) as sum_clipped,
+        _shared_among(workers, ensemble) as share,
         bar(ensemble.steps, label="DP-SGD", done=ensemble.step, show=progress) as advance,
         deferred_interrupt() as interrupted,
     ):
         while not ensemble.ended:
-            sum_clipped()
-            ensemble._update(add)
+            share(ensemble._sum_clipped)
+            ensemble._add(add)
+            share(ensemble._add_noise)
+            ensemble._update()
             if callbacks.on_step is not None:
                 callbacks.on_step(ensemble)
             end = ensemble.ended
@@ -168,15 +170,15 @@ def train_ensemble(
 
 @contextlib.contextmanager
 def _shared_among(workers, ensemble):
-    """A function that does the step of all runs up to noise, with threads that have one intra-operation thread each."""
+    """A function that does a piece of work for all runs, with threads that have one intra-operation thread each."""
     bounds = [len(ensemble) * k // workers for k in range(workers + 1)]
     tasks = [(range(*pair), ensemble._workplace()) for pair in zip(bounds, bounds[1:])]
     if workers == 1:
-        yield lambda: ensemble._sum_clipped(*tasks[0])
+        yield lambda work: work(*tasks[0])
         return
     threads = torch.get_num_threads()
     with concurrent.futures.ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         try:
-            yield lambda: list(pool.map(lambda task: ensemble._sum_clipped(*task), tasks))
+            yield lambda work: list(pool.map(lambda task: work(*task), tasks))
         finally:
             torch.set_num_threads(threads)

@@ -2,8 +2,7 @@
 
 import math
 
-import torch
-
+from dpcompanion._norms import raised
 from dpcompanion.gradients import checks, passes
 from dpcompanion.training.distributed import current
 from dpcompanion.training.examples import examples_of
@@ -54,12 +53,6 @@ class NormPasses:
             precision=asked.precision,
             within=ranks.share(len(self.data)),
         )
-        (norms,) = ranks.gathered(len(self.data), self.bounded(norms))
+        (norms,) = ranks.gathered(len(self.data), raised(norms, self.largest, self.device))
         self.count += 1
         return norms
-
-    def bounded(self, norms):
-        """Norms as float64, a few units up for what their summation may have lost, at most C, also where not finite."""
-        up = 1 + 8 * torch.finfo(norms.dtype).eps
-        norms = norms.detach().to(device=self.device, dtype=torch.float64) * up
-        return torch.nan_to_num(norms, nan=math.inf).clamp(max=self.largest)

@@ -20,7 +20,6 @@ from dpcompanion.gradients.stacking import StackedNetwork
 from dpcompanion.gradients.tensors import UnsupportedModel, call_with, tolerances
 from dpcompanion.mechanism import noise
 from dpcompanion.mechanism.plan import DPSGDPlan
-from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
 from dpcompanion.training.callbacks import History
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
 
@@ -102,8 +101,10 @@ class Ensemble:
         self._begun_with = self.learning_rate.tolist()
         self._expected = torch.tensor([plan.expected_batch_size for plan in self.plans], **like)[:, None]
         self._velocity = torch.zeros_like(self.vectors) if self.momentum else None
-        self._sums, self._noise = torch.zeros_like(self.vectors), torch.zeros_like(self.vectors, dtype=torch.float64)
-        self._make_streams(generator_device)
+        self._sums = torch.zeros_like(self.vectors)
+        # What each run draws its batches and its noise from.
+        self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
+        self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
         self.precision, self.method = precision, self._resolved(method, precision)
         self._size = microbatch_size or default_microbatch_size(
             self._template, loss, self.x, self.y, self.method, precision, most=_MOST
@@ -136,20 +137,6 @@ class Ensemble:
             self._shapes[name], self._places[name], end = p.shape, slice(end, end + p.numel()), end + p.numel()
         like = {"dtype": next(iter(own.values())).dtype, "device": self.device}
         self.vectors = torch.stack([self._vector(one) for one in models]).to(**like).expand(len(self), -1).clone()
-
-    def _make_streams(self, generator_device):
-        """What each run draws its batches and its noise from."""
-        self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
-        # Of each run with noise from a cipher the grid on which sum and noise are added, else 0.
-        self._grids = torch.tensor(
-            [
-                [grid_of(plan.noise_std) if plan.noise_std and isinstance(g["noise"], SecureStream) else 0.0]
-                for plan, g in zip(self.plans, self._generators)
-            ],
-            dtype=torch.float64,
-            device=self.device,
-        )
-        self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
 
     def _resolved(self, method, precision):
         """The method, once it is proved for the model; "func" for one whose layers cannot be stacked."""
@@ -403,7 +390,7 @@ class Ensemble:
         return indices, self.plans[run].clip_norms(indices)
 
     def _sum_clipped(self, rows, network):
-        """Draw the batches of the runs in `rows`, sum their clipped gradients and draw their noise."""
+        """Draw the batches of the runs in `rows`, and sum their clipped gradients."""
         going = (self._ends > self.step).tolist()
         none = torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64)
         draws = [self._draw(run) if going[run] else none for run in rows]
@@ -439,29 +426,28 @@ class Ensemble:
         for k, run in enumerate(rows):
             size = len(draws[k][0])
             self.indices[run], self.norms[run] = indices[k, :size], norms[k, :size]
-            if not going[run]:
-                continue
-            self._noise[run] = self.plans[run].noise(
-                (self.vectors.shape[1],), self._generators[run]["noise"], device=self.device
+
+    def _add(self, add):
+        """What `add` gives, to the clipped sums, before noise."""
+        if add is None:
+            return
+        more = add(self)
+        if not isinstance(more, torch.Tensor) or more.shape != self.vectors.shape:
+            raise ValueError(
+                f"add must return a tensor of shape {tuple(self.vectors.shape)}, got "
+                f"{tuple(more.shape) if isinstance(more, torch.Tensor) else type(more).__name__}"
             )
+        self._sums += more
 
-    def _noisy(self):
-        """The sums with their noise, as `DPSGDPlan.noisy` adds them, of all runs at once."""
-        grids = torch.where(self._grids > 0, self._grids, 1)
-        exact = snapped(self._sums, grids) + self._noise
-        return torch.where(self._grids > 0, exact.to(self._sums.dtype), self._sums + self._noise.to(self._sums.dtype))
+    def _add_noise(self, rows, _):
+        """Noise to the sums of those of the runs in `rows` that go on."""
+        for run in rows:
+            if self._ends[run] > self.step:
+                self._sums[run] = self.plans[run].noisy(self._sums[run], self._generators[run]["noise"])
 
-    def _update(self, add):
+    def _update(self):
         """Move every run by its noisy mean gradient."""
-        if add is not None:
-            more = add(self)
-            if not isinstance(more, torch.Tensor) or more.shape != self.vectors.shape:
-                raise ValueError(
-                    f"add must return a tensor of shape {tuple(self.vectors.shape)}, got "
-                    f"{tuple(more.shape) if isinstance(more, torch.Tensor) else type(more).__name__}"
-                )
-            self._sums += more
-        move = self._noisy().div_(self._expected)
+        move = self._sums / self._expected
         if self.weight_decay:
             move.add_(self.vectors, alpha=self.weight_decay)
         if self._velocity is not None:

@@ -49,6 +49,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import to_device
+from dpcompanion._norms import raised
 from dpcompanion._types import Array, Loss, State
 from dpcompanion.accounting import LedgerEntry
 from dpcompanion.accounting.items import entry_of
@@ -350,7 +351,8 @@ class NormTracker(OwnLoop):
                 mine = torch.isin(indices, self._sorted).nonzero()[:, 0]
                 indices = self._order[torch.searchsorted(self._sorted, indices[mine])]
                 norms = norms[to_device(mine, norms.device)]
-            self._renew(to_device(indices, self.norms.device), self.measuring.bounded(norms))
+            largest = self._accountant.max_grad_norm
+            self._renew(to_device(indices, self.norms.device), raised(norms, largest, self.norms.device))
         self._begun = False
         if self.track.trajectory_delta is not None and self.steps % self.steps_per_epoch == 0:
             epsilon = self.estimated_epsilon(self.track.trajectory_delta).cpu()

@@ -3,14 +3,13 @@
 import torch
 
 from dpcompanion.gradients import proof, sums
-from dpcompanion.mechanism import noise, plan
+from dpcompanion.mechanism import noise
 from dpcompanion.training import PoissonSampler
 
 
 def halve_the_noise(monkeypatch, factor=0.5):
     drawn = noise.gaussian_noise
-    for module in (noise, plan):
-        monkeypatch.setattr(module, "gaussian_noise", lambda *args, **kwargs: factor * drawn(*args, **kwargs))
+    monkeypatch.setattr(noise, "gaussian_noise", lambda *args, **kwargs: factor * drawn(*args, **kwargs))
 
 
 def add_no_noise(monkeypatch):

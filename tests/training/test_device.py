@@ -215,7 +215,8 @@ def test_a_step_of_runs_side_by_side_reads_nothing_back():
     with Waits() as waits:
         for _ in range(3):
             found._sum_clipped(range(2), network)
-            found._update(None)
+            found._add_noise(range(2), network)
+            found._update()
     assert not waits.seen
 
 

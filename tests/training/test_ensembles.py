@@ -23,6 +23,7 @@ from dpcompanion.training import (
     DPSGDPlan,
     clipped_sum,
     cross_entropy,
+    gaussian_noise,
     generators,
     gradient_norms,
     models,
@@ -329,7 +330,7 @@ def test_what_add_returns_joins_the_clipped_sum_before_noise_and_division():
             drawn = sampler.draw()
             total = clipped_sum(theta, cross_entropy, data[0][drawn], data[1][drawn], 0.5)
             extra = clipped_sum(theta, cross_entropy, *point, 0.5)
-            draw = one.noise((15,), streams["noise"])
+            draw = gaussian_noise((15,), one.noise_std, streams["noise"])
             with torch.no_grad():
                 for p, g, x, z in zip(
                     theta.parameters(), total.gradients.values(), extra.gradients.values(), (draw[:12], draw[12:])
