@@ -194,8 +194,8 @@ class Chapter:
     ) -> dict[str, Any]:
         """What `compare` takes: recorded and live numbers, which of them are a stand-in's, and what is stale."""
         own = {kind: record for kind, each in found.items() for record in each if record.name == name}
-        recorded = [each for each in (own.get("recorded"), *one.parts) if each is not None]
-        values, stand_in = states.values_of(one.exhibit, own.get("recorded"), one.parts)
+        recorded = [each for each in (own.get("recorded"), *one.evidence.parts) if each is not None]
+        values, stand_in = states.values_of(one.exhibit, own.get("recorded"), one.evidence.parts)
         numbers: dict[str, Any] = {"recorded": values} if recorded else {}
         if isinstance(live, Mapping):
             numbers["live"] = live
@@ -259,9 +259,10 @@ def _verdicts(one: scoreboard.ExhibitStatus) -> str:
     if one.state == "not run":
         return ""
     said = f"**{one.state.capitalize()}** ({one.basis}){f': {one.marked}' if one.marked else ''}."
-    if one.record is not None and one.record.preset == "paper":
-        made = (one.record, *one.parts)
-        commands = ", ".join(dict.fromkeys(f"`{record.command}`" for record in made))
+    record = one.evidence.record
+    if record is not None and record.preset == "paper":
+        made = (record, *one.evidence.parts)
+        commands = ", ".join(dict.fromkeys(f"`{each.command}`" for each in made))
         earlier = ", with the draws of an earlier version" if any(each.has_earlier_draws for each in made) else ""
         return f"{said} Made by {commands}{earlier}."
     if one.exhibit.tests and one.basis == "tests":

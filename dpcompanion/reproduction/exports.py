@@ -45,18 +45,19 @@ def exhibits() -> dict[str, Any]:
 
 
 def _exhibit(one: scoreboard.ExhibitStatus) -> dict[str, Any]:
+    outcomes, record = one.outcomes, one.evidence.record
     return {
         "id": one.exhibit.name,
         "title": scoreboard.label(one.exhibit),
         "state": one.state,
-        "numbers": one.numbers,
-        "claims": one.findings,
-        "claims_of_smaller_runs": one.smaller,
-        "claims_of_ours": one.own,
-        "refutations": one.refutations,
-        "record": None if one.record is None or one.record.preset != "paper" else f"{one.record.name}.paper.json",
-        "stale": one.stale,
-        "missing": list(one.missing),
+        "numbers": outcomes.numbers,
+        "claims": outcomes.findings,
+        "claims_of_smaller_runs": outcomes.smaller,
+        "claims_of_ours": outcomes.own,
+        "refutations": outcomes.refutations,
+        "record": None if record is None or record.preset != "paper" else f"{record.name}.paper.json",
+        "stale": one.evidence.stale,
+        "missing": list(one.evidence.missing),
         "page": None if one.place is None else f"{one.place.page}.html#{one.place.anchor}",
     }
 

@@ -1,7 +1,7 @@
 """The scoreboard: how each exhibit of the five papers stands, from the published numbers and the records alone.
 
-`states` tells which states there are and when an exhibit is in which; an `ExhibitStatus` says the rest, by which record
-it is judged, how many numbers and claims agree, and where the book shows it.
+`states` tells which states there are and when an exhibit is in which; an `ExhibitStatus` says the rest: the `Evidence`
+by which it is judged, its `Outcomes`, how many numbers and claims agree, and where the book shows it.
 `ExhibitStatus.to_do` says what is left to run of an exhibit, and how; `ExhibitStatus.more_seeds` what would decide the
 rest.
 
@@ -23,64 +23,36 @@ from dpcompanion.reproduction.findings import tally
 from dpcompanion.reproduction.states import STATES
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ExhibitStatus:
-    """How an exhibit stands.
+@dataclasses.dataclass(frozen=True)
+class Outcomes:
+    """What came out of an exhibit's numbers and claims.
 
     Attributes:
-        exhibit: the `published.Exhibit`.
-        state: a word of `STATES`.
         numbers: verdict -> how many of its numbers; without a record all of them are "not run".
         findings: {"holds": ..., "fails": ..., "undecided": ...} of the paper's claims, judged by its networks and all
             of its training.
         smaller: the same of the paper's claims, judged by stand-ins or by a part of the training.
         own, refutations: the same of results of ours, and of findings that refute the paper.
-        record: the record that it is judged by, or None.
-        missing: the data sets and networks that the exhibit shows and its record is without.
-        stale: whether that record was made by other code or another configuration than today's.
-        place: where the book shows it, or None.
-        experiment: the `experiments.Experiment` that computes it, or None.
-        parts: records of runs that computed a part of it each (`published.parts`), at full length.
-        shortened: what alone it has, of data and networks that no record has for all of the paper's training.
-        undecided: records that leave claims of the paper undecided, each with how many.
     """
 
-    exhibit: published.Exhibit
-    state: str
     numbers: dict[str, int]
     findings: dict[str, int]
     smaller: dict[str, int]
     own: dict[str, int]
     refutations: dict[str, int]
-    record: records.Record | None
-    missing: tuple[str, ...]
-    stale: bool
-    place: places.Place | None
-    experiment: experiments.Experiment | None
-    parts: tuple[records.Record, ...] = ()
-    shortened: tuple[str, ...] = ()
-    undecided: tuple[tuple[records.Record, int], ...] = ()
 
     @property
-    def verdicts(self) -> str:
-        """All counts in words, such as "12 match, 3 close, 2 hold, 6 not run; ours: 1 holds".
+    def claims(self) -> dict[str, int]:
+        """Those of the paper, judged by whatever was run."""
+        return {word: self.findings.get(word, 0) + self.smaller.get(word, 0) for word in intervals.OUTCOMES}
 
-        >>> [one.verdicts for one in exhibit_statuses("per-instance-accounting") if one.exhibit.id == "algorithm-1"]
-        ['against the paper: 1 holds']
-        """
-        return self._counted(_said)
-
-    @property
-    def marked(self) -> str:
-        """The same with marks, such as "\u2713 12 match, \u2248 3 close"."""
-        return self._counted(tally)
-
-    def _counted(self, said: Callable[[Mapping[str, int]], str]) -> str:
+    def said(self, how: Callable[[Mapping[str, int]], str]) -> str:
+        """All counts, each group of them as `how` says it."""
         counts = {**self.numbers, **self.findings}
         counts["not run"] = counts.pop("not run", 0)
-        parts = [said(counts)]
+        parts = [how(counts)]
         parts += [
-            f"{whose}: {said(found)}"
+            f"{whose}: {how(found)}"
             for whose, found in (
                 ("smaller runs", self.smaller),
                 ("ours", self.own),
@@ -90,22 +62,122 @@ class ExhibitStatus:
         ]
         return "; ".join(filter(None, parts))
 
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evidence:
+    """The records that an exhibit is judged by.
+
+    Attributes:
+        exhibit: the `published.Exhibit`.
+        judged_by: its own record, and those that its claims are judged by, as far as there are some.
+        parts: records of runs that computed a part of it each (`published.parts`), at full length.
+    """
+
+    exhibit: published.Exhibit
+    judged_by: tuple[records.Record, ...]
+    parts: tuple[records.Record, ...]
+
+    @property
+    def record(self) -> records.Record | None:
+        """The first of them, or None."""
+        return next(iter((*self.judged_by, *self.parts)), None)
+
+    @property
+    def own(self) -> records.Record | None:
+        """The exhibit's own record, or None."""
+        return next((record for record in self.judged_by if record.name == self.exhibit.name), None)
+
+    @property
+    def stale(self) -> bool:
+        """Whether `record` was made by other code or another configuration than today's."""
+        record = self.record
+        return (
+            record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
+        )
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The data sets and networks that the exhibit shows and no record has."""
+        return states.missing(self.exhibit, (*self.judged_by, *self.parts))
+
+    @property
+    def shortened(self) -> tuple[str, ...]:
+        """What alone there is, of data and networks that no record has for all of the paper's training."""
+        return states.shortened(self.exhibit, (*self.judged_by, *self.parts))
+
+    @property
+    def undecided(self) -> list[tuple[records.Record, int]]:
+        """The records that leave claims of the paper undecided, each with how many."""
+        found = [(each, experiments.findings(each, self.exhibit.name).counts("claim")) for each in self.judged_by]
+        return [(record, counts["undecided"]) for record, counts in found if counts.get("undecided")]
+
+    def outcomes(self) -> Outcomes:
+        """What they say."""
+        numbers = states.numbers(self.exhibit, self.own, self.parts).counts()
+        if count := numbers.pop("stand-in", 0):
+            numbers["not run"] = numbers.get("not run", 0) + count
+        held: dict[str, dict[str, int]] = {kind: {} for kind in (*published.FINDINGS, "smaller")}
+        for record in self.judged_by:
+            findings = experiments.findings(record, self.exhibit.name)
+            smaller = published.exhibit(record.name).shortened or experiments.is_stand_in(record, self.exhibit.name)
+            for kind in published.FINDINGS:
+                counts = held["smaller" if kind == "claim" and smaller else kind]
+                for word, count in findings.counts(kind).items():
+                    counts[word] = counts.get(word, 0) + count
+        return Outcomes(numbers, held["claim"], held["smaller"], held["own"], held["refutes"])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExhibitStatus:
+    """How an exhibit stands.
+
+    Attributes:
+        exhibit: the `published.Exhibit`.
+        state: a word of `STATES`.
+        outcomes: how many of its numbers and claims agree.
+        evidence: the records that it is judged by.
+        place: where the book shows it, or None.
+        experiment: the `experiments.Experiment` that computes it, or None.
+    """
+
+    exhibit: published.Exhibit
+    state: str
+    outcomes: Outcomes
+    evidence: Evidence
+    place: places.Place | None
+    experiment: experiments.Experiment | None
+
+    @property
+    def verdicts(self) -> str:
+        """All counts in words, such as "12 match, 3 close, 2 hold, 6 not run; ours: 1 holds".
+
+        >>> [one.verdicts for one in exhibit_statuses("per-instance-accounting") if one.exhibit.id == "algorithm-1"]
+        ['against the paper: 1 holds']
+        """
+        return self.outcomes.said(_said)
+
+    @property
+    def marked(self) -> str:
+        """The same with marks, such as "\u2713 12 match, \u2248 3 close"."""
+        return self.outcomes.said(tally)
+
     @property
     def basis(self) -> str:
         """What the state rests on, or what is needed to have one."""
-        if self.exhibit.tests and not (self.numbers or self.findings or self.smaller):
+        held, record = self.evidence, self.evidence.record
+        if self.exhibit.tests and not (self.outcomes.numbers or self.outcomes.findings or self.outcomes.smaller):
             return "tests"
-        if self.record is not None and self.state != "not run":
-            parts = [f"{self.record.preset} record"]
-            if all(experiments.is_stand_in(each, self.exhibit.name) for each in (self.record, *self.parts)):
+        if record is not None and self.state != "not run":
+            parts = [f"{record.preset} record"]
+            if all(experiments.is_stand_in(each, self.exhibit.name) for each in (record, *held.parts)):
                 parts[0] += " of a stand-in"
-            if self.record.seeds:
-                parts.append(_seeds(self.record))
-            if self.stale:
+            if record.seeds:
+                parts.append(_seeds(record))
+            if held.stale:
                 parts.append("stale")
-            parts += [f"with {part}" for part in self.shortened]
-            if self.missing:
-                parts.append(f"without {', '.join(self.missing)}")
+            parts += [f"with {part}" for part in held.shortened]
+            if held.missing:
+                parts.append(f"without {', '.join(held.missing)}")
             if self.exhibit.unprinted:
                 parts.append("settings not printed")
             return ", ".join(parts)
@@ -134,7 +206,7 @@ class ExhibitStatus:
         ("2 claims with 3 seeds", "dpcompanion run ... --seeds 0 1 2 3 4 5"), or None."""
         few = [
             (record, claims)
-            for record, claims in self.undecided
+            for record, claims in self.evidence.undecided
             if record.preset == "paper" and record.config.get("seeds")
         ]
         if self.to_do is not None or not few:
@@ -145,12 +217,13 @@ class ExhibitStatus:
     @property
     def _left(self) -> tuple[str, str] | None:
         """`to_do` without times: first the exhibit's parts, then its own experiment."""
-        recorded = self.record if self.record is not None and self.record.preset == "paper" else None
-        tasks = states.not_run(self.exhibit, recorded, self.parts)
-        missing = ", ".join([*self.missing, *(f"more than {part}" for part in self.shortened)])
+        held, record = self.evidence, self.evidence.record
+        recorded = record if record is not None and record.preset == "paper" else None
+        tasks = states.not_run(self.exhibit, recorded, held.parts)
+        missing = ", ".join([*held.missing, *(f"more than {part}" for part in held.shortened)])
         if self.exhibit.tests or recorded is not None and not (missing or tasks):
             return None
-        done = [record.name for record in self.parts]
+        done = [part.name for part in held.parts]
         parts = [
             _at_full_scale(part.name, part.scale)
             for part in published.parts(self.exhibit.name)
@@ -231,7 +304,7 @@ def sums(statuses: Iterable[ExhibitStatus]) -> dict[str, dict[str, int]]:
     found: dict[str, dict[str, int]] = {part: {} for part in parts}
     for one in statuses:
         for part, attribute in parts.items():
-            for word, count in getattr(one, attribute).items():
+            for word, count in getattr(one.outcomes, attribute).items():
                 found[part][word] = found[part].get(word, 0) + count
     return {part: {word: here[word] for word in published.VERDICTS if word in here} for part, here in found.items()}
 
@@ -314,65 +387,29 @@ def label(exhibit: published.Exhibit) -> str:
 def compared(statuses: Iterable[ExhibitStatus]) -> list[tuple[str, Comparison]]:
     """(exhibit's label and title, `Comparison` of all printed numbers) for each whose record holds some."""
     return [
-        (f"{label(one.exhibit)}: {one.exhibit.title}", states.numbers(one.exhibit, _of_exhibit(one), one.parts))
-        for one in statuses
-        if one.numbers and (_of_exhibit(one) or one.parts)
+        (f"{label(one.exhibit)}: {one.exhibit.title}", states.numbers(one.exhibit, held.own, held.parts))
+        for one, held in ((one, one.evidence) for one in statuses)
+        if one.outcomes.numbers and (held.own or held.parts)
     ]
-
-
-def _of_exhibit(one: ExhibitStatus) -> records.Record | None:
-    """The record that an exhibit is judged by, if it is its own."""
-    return one.record if one.record is not None and one.record.name == one.exhibit.name else None
 
 
 def _exhibit_status(
     exhibit: published.Exhibit, folder: records.Folder | None, place: places.Place | None
 ) -> ExhibitStatus:
-    judged = [exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))]
-    found = {name: _record(name, folder) for name in dict.fromkeys(judged)}
+    judged = dict.fromkeys([exhibit.name, *(criterion.of for criterion in experiments.criteria(exhibit.name))])
     whole = [part for part in published.parts(exhibit.name) if not part.shortened]
-    parts = tuple(filter(None, (records.find(part.name, "paper", folder) for part in whole)))
-    numbers = states.numbers(exhibit, found[exhibit.name], parts).counts()
-    if count := numbers.pop("stand-in", 0):
-        numbers["not run"] = numbers.get("not run", 0) + count
-    held: dict[str, dict[str, int]] = {kind: {} for kind in (*published.FINDINGS, "smaller")}
-    undecided: list[tuple[records.Record, int]] = []
-    for record in filter(None, found.values()):
-        judged_by = experiments.findings(record, exhibit.name)
-        smaller = published.exhibit(record.name).shortened or experiments.is_stand_in(record, exhibit.name)
-        for kind in published.FINDINGS:
-            counts = held["smaller" if kind == "claim" and smaller else kind]
-            for word, count in judged_by.counts(kind).items():
-                counts[word] = counts.get(word, 0) + count
-        if claims := judged_by.counts("claim").get("undecided"):
-            undecided.append((record, claims))
-    record = next(filter(None, (*found.values(), *parts)), None)
-    known = [experiments.get(name) for name in found if name in experiments.names()]
-    experiment = next((one for one in known if not published.exhibit(one.name).shortened), next(iter(known), None))
-    stale = record is not None and record.name in experiments.names() and experiments.get(record.name).is_stale(record)
-    seen = [*filter(None, found.values()), *parts]
-    missing, shortened = states.missing(exhibit, seen), states.shortened(exhibit, seen)
-    left = missing or states.not_run(exhibit, record, parts) or shortened
-    live = place is not None and states.runs_live(exhibit)
-    claims = {word: held["claim"].get(word, 0) + held["smaller"].get(word, 0) for word in intervals.OUTCOMES}
-    state = states.state(exhibit, numbers, claims, record, some_tasks=bool(left), live=live)
-    return ExhibitStatus(
+    held = Evidence(
         exhibit,
-        state,
-        numbers,
-        held["claim"],
-        held["smaller"],
-        held["own"],
-        held["refutes"],
-        record,
-        missing,
-        stale,
-        place,
-        experiment,
-        parts,
-        shortened,
-        tuple(undecided),
+        tuple(filter(None, (_record(name, folder) for name in judged))),
+        tuple(filter(None, (records.find(part.name, "paper", folder) for part in whole))),
     )
+    known = [experiments.get(name) for name in judged if name in experiments.names()]
+    experiment = next((one for one in known if not published.exhibit(one.name).shortened), next(iter(known), None))
+    outcomes = held.outcomes()
+    left = held.missing or states.not_run(exhibit, held.record, held.parts) or held.shortened
+    live = place is not None and states.runs_live(exhibit)
+    state = states.state(exhibit, outcomes.numbers, outcomes.claims, held.record, some_tasks=bool(left), live=live)
+    return ExhibitStatus(exhibit, state, outcomes, held, place, experiment)
 
 
 def _record(name: str, folder: records.Folder | None) -> records.Record | None:

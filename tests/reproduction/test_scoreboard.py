@@ -221,47 +221,51 @@ def judged(folder, outcomes, kind="claim"):
 )
 def test_findings_count_as_numbers_do_and_what_is_open_is_not_reproduced(tmp_path, outcomes, state, verdicts):
     one = judged(tmp_path, outcomes)
-    assert (one.state, one.verdicts) == (state, verdicts) and one.record.name == NAME
+    assert (one.state, one.verdicts) == (state, verdicts) and one.evidence.record.name == NAME
 
 
 @pytest.mark.parametrize("kind, whose", [("own", "ours"), ("refutes", "against the paper")])
 def test_own_results_and_refutations_reproduce_nothing(tmp_path, kind, whose):
     one = judged(tmp_path, [True, True], kind=kind)
-    assert one.state != "reproduced" and one.verdicts == f"{whose}: 2 hold" and one.findings == {}
+    assert one.state != "reproduced" and one.verdicts == f"{whose}: 2 hold" and one.outcomes.findings == {}
     found = scoreboard.sums([one])
     assert found[kind] == {"holds": 2} and found["claim"] == {}
 
 
 def test_what_disagrees_contradicts_nothing_where_settings_are_not_printed():
     one = by_name()["intrinsic-privacy/figures-6-7"]
-    assert one.exhibit.unprinted and set(one.numbers) == {"differs"}
+    assert one.exhibit.unprinted and set(one.outcomes.numbers) == {"differs"}
     assert one.state == "undecided" and one.basis.endswith("settings not printed")
 
 
 def test_a_stand_in_runs_none_of_the_numbers_of_the_paper():
     for paper in ("per-instance-accounting", "individual-accounting"):
         one = by_name()[f"{paper}/table-2"]
-        assert "stand-in" in one.basis and set(one.numbers) == {"not run"}, "one rule for both versions"
+        assert "stand-in" in one.basis and set(one.outcomes.numbers) == {"not run"}, "one rule for both versions"
         # Of the later version the paper's network was run, too, for some of its epochs: findings, and no numbers.
         later = paper == "individual-accounting"
-        assert one.own == {"holds": 1 + later} and one.smaller == {"holds": 1} | ({"fails": 1} if later else {})
+        assert one.outcomes.own == {"holds": 1 + later} and one.outcomes.smaller == {"holds": 1} | (
+            {"fails": 1} if later else {}
+        )
     assert by_name()["per-instance-accounting/text-worst-case-share"].state != "reproduced"
 
 
 def test_statements_that_are_refuted_are_wrong_and_not_reproduced():
     for name in ("per-instance-accounting/algorithm-1", "idp-sgd/algorithms-2-5"):
         assert by_name()[name].state == "wrong in the paper", name
-        assert by_name()[name].findings == {}, name
+        assert by_name()[name].outcomes.findings == {}, name
     for one in everything():
-        if one.refutations.get("holds"):
+        if one.outcomes.refutations.get("holds"):
             assert one.state in ("wrong in the paper", "contradicted", "vacuous"), one.exhibit.name
 
 
 def test_numbers_without_a_record_count_as_not_run_and_times_and_settings_do_not():
-    assert by_name()["idp-sgd/table-10"].numbers == {"not run": 60}
-    assert by_name()["per-instance-accounting/text-cost"].numbers == {}  # seconds and hours of the authors' machine
-    assert by_name()["individual-accounting/table-1"].numbers == {}  # evaluations, which hold by construction
-    assert by_name()["intrinsic-privacy/table-2"].numbers == {}  # hyperparameters
+    assert by_name()["idp-sgd/table-10"].outcomes.numbers == {"not run": 60}
+    assert (
+        by_name()["per-instance-accounting/text-cost"].outcomes.numbers == {}
+    )  # seconds and hours of the authors' machine
+    assert by_name()["individual-accounting/table-1"].outcomes.numbers == {}  # evaluations, which hold by construction
+    assert by_name()["intrinsic-privacy/table-2"].outcomes.numbers == {}  # hyperparameters
 
 
 def test_what_is_no_error_of_a_paper_is_not_called_one():
@@ -274,18 +278,22 @@ def test_what_is_no_error_of_a_paper_is_not_called_one():
     # Criteria of ours that the papers do not state.
     for name in ("gradients-look-alike/figure-1", "gradients-look-alike/figure-2"):
         one = by_name()[name]
-        assert "fails" not in {**one.findings, **one.smaller} and one.own["fails"] > 0
+        assert "fails" not in {**one.outcomes.findings, **one.outcomes.smaller} and one.outcomes.own["fails"] > 0
 
 
 def test_nothing_that_is_open_is_called_reproduced_and_the_sums_are_those_of_the_rows():
     for one in everything():
         if one.state == "reproduced":
-            assert not {"fails", "undecided"} & set(one.findings) and "differs" not in one.numbers, one.exhibit.name
-            assert not one.smaller or one.numbers or one.findings, f"{one.exhibit.name}: smaller runs reproduce nothing"
+            assert not {"fails", "undecided"} & set(one.outcomes.findings) and "differs" not in one.outcomes.numbers, (
+                one.exhibit.name
+            )
+            assert not one.outcomes.smaller or one.outcomes.numbers or one.outcomes.findings, (
+                f"{one.exhibit.name}: smaller runs reproduce nothing"
+            )
     found = scoreboard.sums(everything())
-    assert found["claim"]["holds"] == sum(one.findings.get("holds", 0) for one in everything())
-    assert found["smaller"]["holds"] == sum(one.smaller.get("holds", 0) for one in everything())
-    assert sum(found["numbers"].values()) == sum(sum(one.numbers.values()) for one in everything())
+    assert found["claim"]["holds"] == sum(one.outcomes.findings.get("holds", 0) for one in everything())
+    assert found["smaller"]["holds"] == sum(one.outcomes.smaller.get("holds", 0) for one in everything())
+    assert sum(found["numbers"].values()) == sum(sum(one.outcomes.numbers.values()) for one in everything())
 
 
 def test_without_a_record_and_an_experiment_an_exhibit_says_what_it_needs(tmp_path, monkeypatch):
@@ -363,10 +371,10 @@ def of_part(folder, name, values, model="resnet20", data="mnist"):
 def test_a_part_counts_with_the_exhibits_own_record_and_without_it(tmp_path):
     of_part(tmp_path, "idp-sgd/table-2-cifar10-a", {"cifar10.A.dpsgd": 10.0})
     one = scoreboard.exhibit_status("idp-sgd/table-2", folder=tmp_path)
-    assert one.numbers["differs"] == 1 and one.record.name == "idp-sgd/table-2-cifar10-a"
+    assert one.outcomes.numbers["differs"] == 1 and one.evidence.record.name == "idp-sgd/table-2-cifar10-a"
     assert one.to_do[1].startswith("dpcompanion run idp-sgd/table-2-cifar10-b "), "the parts come first"
     of_part(tmp_path, "idp-sgd/table-2", {"mnist.A.dpsgd": 10.0})
-    assert scoreboard.exhibit_status("idp-sgd/table-2", folder=tmp_path).numbers["differs"] == 2
+    assert scoreboard.exhibit_status("idp-sgd/table-2", folder=tmp_path).outcomes.numbers["differs"] == 2
     assert len(scoreboard.compared([one])[0][1].rows) == 18
 
 
@@ -379,12 +387,14 @@ def test_what_a_part_has_of_the_papers_network_counts_before_a_stand_in(tmp_path
     assert states.values_of(exhibit, own, [part]) == ({first: float(exhibit[first]), second: 1e6}, {second})
     with experiments.set_aside(exhibit.name):  # its criteria ask for more than these records hold
         one = scoreboard.exhibit_status(exhibit.name, folder=tmp_path)
-    assert one.numbers["matches"] == 1 and "differs" not in one.numbers and "stand-in" not in one.basis
+    assert (
+        one.outcomes.numbers["matches"] == 1 and "differs" not in one.outcomes.numbers and "stand-in" not in one.basis
+    )
 
 
 def test_settings_and_numbers_of_other_tables_are_no_results():
     one = by_name()["idp-sgd/table-5"]
-    assert one.state == "reproduced" and sum(one.numbers.values()) == 6
+    assert one.state == "reproduced" and sum(one.outcomes.numbers.values()) == 6
     for exhibit in published.exhibits():
         for pattern in exhibit.given:
             assert any(exhibit.is_given(key) for key in exhibit.flat()), f"{exhibit.name}: {pattern}"
@@ -392,12 +402,12 @@ def test_settings_and_numbers_of_other_tables_are_no_results():
 
 def test_another_exhibits_tasks_that_were_not_run_leave_an_exhibit_whole():
     one = by_name()["idp-sgd/figure-1"]
-    assert one.record.name == "idp-sgd/table-2" and one.record.values["not_run"] and one.to_do is None
+    assert one.evidence.record.name == "idp-sgd/table-2" and one.evidence.record.values["not_run"] and one.to_do is None
 
 
 @pytest.mark.parametrize("sample, left", [([90.0, 96.0, 93.0], True), ([95.0, 95.1, 95.2], False)])
 def test_what_too_few_seeds_leave_undecided_names_more_of_them(tmp_path, sample, left):
-    kept = by_name()["idp-sgd/table-14"].record
+    kept = by_name()["idp-sgd/table-14"].evidence.record
     accuracies = {f"weight_{weight}": [90.0, 90.1, 90.2] for weight in (0, 25, 50, 75)} | {"weight_100": sample}
     values = {key: records.mean_and_sd(each) for key, each in accuracies.items()}
     values |= {f"{key}.final": each for key, each in accuracies.items()}
@@ -431,7 +441,7 @@ def test_a_shortened_run_of_what_judges_an_exhibit_leaves_the_whole_one_to_do(tm
         )
         and one.to_do[1] == whole
     )
-    assert sum(one.smaller.values()) == 1 and not sum(one.findings.values())
+    assert sum(one.outcomes.smaller.values()) == 1 and not sum(one.outcomes.findings.values())
 
 
 @pytest.mark.parametrize(
@@ -460,5 +470,7 @@ def test_shortened_runs_of_classes_leave_whole_ones_to_do(tmp_path, exhibit, lef
     assert todo.startswith(left)
     assert [part.split()[2] for part in commands.split(" && ")] == [f"idp-sgd/{name}" for name in whole]
     # Budgets that our search found are ours; the printed ones were tuned for all epochs, and five do not judge them.
-    assert (one.smaller if exhibit == "figures-5-6" else one.own)["holds"] >= 1 and not sum(one.findings.values())
-    assert exhibit == "figures-5-6" or not one.smaller
+    assert (one.outcomes.smaller if exhibit == "figures-5-6" else one.outcomes.own)["holds"] >= 1 and not sum(
+        one.outcomes.findings.values()
+    )
+    assert exhibit == "figures-5-6" or not one.outcomes.smaller

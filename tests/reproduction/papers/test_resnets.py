@@ -195,8 +195,11 @@ def shortened(folder, **values):
 
 def test_a_shortened_run_counts_and_leaves_its_exhibit_unfinished(tmp_path):
     one = shortened(tmp_path)
-    assert one.smaller == {"holds": 1} and one.findings == {} and one.state == "in part"
-    assert one.missing == () and one.basis == "paper record, stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10"
+    assert one.outcomes.smaller == {"holds": 1} and one.outcomes.findings == {} and one.state == "in part"
+    assert (
+        one.evidence.missing == ()
+        and one.basis == "paper record, stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10"
+    )
     what, command = one.to_do
     assert what == "more than 10 of 100 epochs of ResNet-20 on CIFAR-10"
     assert command == "dpcompanion run individual-accounting/figure-3 --preset paper --device cuda"
@@ -212,12 +215,12 @@ def test_a_shortened_run_beside_a_stand_in_leaves_the_tasks_that_it_was_without(
         arrays={"mnist_cnn.medians": np.linspace(1, 3, 10) * np.ones((3, 1))},
     )
     records.write(record, tmp_path)
-    assert scoreboard.exhibit_status("individual-accounting/figure-3", folder=tmp_path).missing == (
+    assert scoreboard.exhibit_status("individual-accounting/figure-3", folder=tmp_path).evidence.missing == (
         "cifar10",
         "resnet20",
     )
     one = shortened(tmp_path)
-    assert one.state == "in part" and one.smaller == {"holds": 2} and one.missing == ()
+    assert one.state == "in part" and one.outcomes.smaller == {"holds": 2} and one.evidence.missing == ()
     assert one.basis.endswith("stale, with 10 of 100 epochs of ResNet-20 on CIFAR-10") and "stand-in" in one.basis
     assert one.to_do[0] == "cifar10 (a GPU)" and one.to_do[1].startswith(
         "dpcompanion run individual-accounting/figure-3"
@@ -236,7 +239,7 @@ def test_with_the_whole_of_it_a_shortened_run_is_no_limit(tmp_path):
     )
     records.write(record, tmp_path)
     one = scoreboard.exhibit_status("individual-accounting/figure-3", folder=tmp_path)
-    assert one.state == "reproduced" and one.shortened == () and one.to_do is None
+    assert one.state == "reproduced" and one.evidence.shortened == () and one.to_do is None
 
 
 def test_numbers_of_a_shortened_run_are_not_held_against_the_print(tmp_path):
@@ -246,7 +249,7 @@ def test_numbers_of_a_shortened_run_are_not_held_against_the_print(tmp_path):
     part, whole = "individual-accounting/figure-1-resnet20", "individual-accounting/figure-1"
     records.write(records.make(whole, "paper", {"x": 1.0}, config=config, data=[{"name": "mnist"}]), tmp_path)
     records.write(records.make(part, "paper", values, config=config, data=[{"name": "cifar10"}]), tmp_path)
-    assert set(scoreboard.exhibit_status(whole, folder=tmp_path).numbers) == {"not run"}
+    assert set(scoreboard.exhibit_status(whole, folder=tmp_path).outcomes.numbers) == {"not run"}
 
 
 def test_the_record_of_six_epochs_follows_from_its_plan_where_everybody_is_clipped():
