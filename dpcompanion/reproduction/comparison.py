@@ -199,8 +199,10 @@ def compare(
         beside = stand_in if isinstance(stand_in, bool) else key in stand_in
         word = verdicts.get(key) or ("stand-in" if beside else None)
         tolerance = paper.tolerance if paper else 0.1
-        for label, *values in _entries(labels.get(key, key), printed.get(key), then.get(key), now.get(key)):
-            rows.append(_row(label, *values, word=word, points=point, tolerance=tolerance, stale=stale, task=task))
+        for label, print_, old, new in _entries(labels.get(key, key), printed.get(key), then.get(key), now.get(key)):
+            candidates = (old,) if task else (new, old) if stale else (old, new)
+            ours = next((value for value in candidates if value is not None), None)
+            rows.append(_row(label, print_, old, new, ours, word=word, points=point, tolerance=tolerance))
     return Comparison(rows, stale, task)
 
 
@@ -226,19 +228,9 @@ def _entries(label: str, printed: Any, recorded: Any, live: Any) -> list[tuple[s
 
 
 def _row(
-    label: str,
-    paper: Any,
-    recorded: Any,
-    live: Any,
-    *,
-    word: str | None,
-    points: float,
-    tolerance: float,
-    stale: bool,
-    task: str | None,
+    label: str, paper: Any, recorded: Any, live: Any, ours: Any, *, word: str | None, points: float, tolerance: float
 ) -> Row:
-    candidates = (recorded,) if task else (live, recorded) if stale else (recorded, live)
-    ours = next((value for value in candidates if value is not None), None)
+    """A row, in which `ours` is held against the paper."""
     deviation = ""
     if word == "stand-in" and (paper is None or ours is None):
         word = None  # nothing stands beside anything

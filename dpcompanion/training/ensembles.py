@@ -46,6 +46,7 @@ from dpcompanion.training.callbacks import Callbacks, check_extras
 from dpcompanion.training.checkpoints import Checkpoint, note_seeds
 from dpcompanion.training.distributed import check_one_process
 from dpcompanion.training.loop import deferred_interrupt
+from dpcompanion.training.options import Performance
 from dpcompanion.training.runs import Ensemble
 
 
@@ -118,10 +119,7 @@ def train_ensemble(
         momentum=momentum,
         weight_decay=weight_decay,
         members=members,
-        device=device,
-        method=method,
-        precision=precision,
-        microbatch_size=microbatch_size,
+        performance=Performance(method=method, precision=precision, microbatch_size=microbatch_size, device=device),
         generator_device=generator_device,
     )
     if workers is None:

@@ -228,7 +228,8 @@ class TrainingLoop:
         stateful: Mapping[str, Any] = types.MappingProxyType({}),
         generator_device: str | torch.device = "cpu",
     ):
-        method, precision, device = performance.method, performance.precision, performance.device
+        self.asked, self.precision = performance.method, performance.precision
+        self.microbatch_size, device = performance.microbatch_size, performance.device
         if not isinstance(plan, DPSGDPlan):
             raise ValueError(f"plan must be a DPSGDPlan, got {plan!r}")
         examples = examples_of(data, plan.n)
@@ -238,7 +239,6 @@ class TrainingLoop:
         if plan.arithmetic == "real":
             checks.check_sums(model)
         checks.check_optimizer(optimizer, model)
-        self.microbatch_size = performance.microbatch_size
         self.seed = seed if seed is None else _checks.seed("seed", seed)
         # What the model itself draws is no secret that privacy rests on.
         self.forward_seed = secrets.randbits(256) if self.seed is None else self.seed
@@ -251,10 +251,7 @@ class TrainingLoop:
         self.trackers = (*trackers, *(() if own is None else (own,)))
         for tracker in self.trackers:
             tracker.check_run(plan, model, loss, data)
-        self.stateful = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)}
-        for name in self.stateful.keys() & stateful.keys():
-            raise ValueError(f"stateful must not be called {name!r}, as a tracker of the run is saved")
-        self.stateful |= dict(stateful)
+        self.stateful = self.with_trackers(stateful)
         self.ranks = distributed.current()
         self.ranks.check_generator(generator_device)
         self.generators = noise.generators(seed, generator_device)
@@ -263,13 +260,12 @@ class TrainingLoop:
         self.numbers = sum(p.numel() for p in self.parameters.values())
         self.dtype = next(iter(self.parameters.values())).dtype
         self.modes = {module: module.training for module in model.modules()}
-        self.float64, self.precision = plan.arithmetic == "float", precision
+        self.float64 = plan.arithmetic == "float"
         if self.float64 and (self.seed is not None or self.numbers != plan.parameters):
             raise ValueError(
                 f"plan with arithmetic='float' must have as many parameters as the model, {self.numbers}, "
                 f"and takes no seed, got {plan.parameters} and seed {self.seed}"
             )
-        self.asked = method
         self.network, self.loss = self.examples.seen(model, loss)
         self.called = {name: name if self.network is model else f"model.{name}" for name in self.parameters}
         self.prove(model)
@@ -280,13 +276,12 @@ class TrainingLoop:
             *(float(group.get("initial_lr", group.get("lr", 0))) for group in optimizer.param_groups),
         ]
         self.dropped = torch.zeros((), dtype=torch.int64, device=self.device)
-        losses = torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device)
         history = History(
-            losses,
+            torch.full((plan.steps,), math.nan, dtype=torch.float64, device=self.device),
             torch.zeros(plan.steps, dtype=torch.int64, device=self.device),
             seed=self.seed,
             guarantee=plan.statement(steps=0),
-            precision=precision or str(self.dtype).removeprefix("torch."),
+            precision=self.precision or str(self.dtype).removeprefix("torch."),
             plan=plan,
             tracker=own,
         )
@@ -295,6 +290,13 @@ class TrainingLoop:
         self.looked = False  # whether a step was seen to leave no trace, by values of parameters
         self.later = {}  # what was seen of that on a device, to be looked at when there is time
         self.stepping = False
+
+    def with_trackers(self, stateful):
+        """What is saved with the run, its trackers among it."""
+        own = {f"tracker {i}": tracker for i, tracker in enumerate(self.trackers)}
+        for name in own.keys() & stateful.keys():
+            raise ValueError(f"stateful must not be called {name!r}, as a tracker of the run is saved")
+        return own | dict(stateful)
 
     def prove(self, model):
         """How to clip, proved for the state that the model is in."""
@@ -351,14 +353,8 @@ class TrainingLoop:
         with self._own_randomness("tracking"):
             lower = [tracker.before_step() for tracker in self.trackers]
         drawn = self.sampler.draw().cpu()
-        limits, indices = plan.clip_norms(drawn), to_device(drawn, self.device)
-        # Avoid host syncs: never read GPU values here.
-        away = any(norms is not None and on_accelerator(norms) for norms in lower)
-        for norms in lower:
-            if norms is not None:
-                there = self.device if away else norms.device
-                own = norms.to(there)[indices if away else drawn]
-                limits = torch.minimum(to_device(limits, there), own)
+        indices = to_device(drawn, self.device)
+        limits, away = self.least_limits(lower, drawn, indices)
         taking = limits > 0
         if not away and not taking.all():
             # Examples clipped to nothing take no part, so that clipping need not divide by zero. On a GPU they stay,
@@ -412,6 +408,18 @@ class TrainingLoop:
         clipped = torch.where(norms.isfinite(), norms, 0) * sums.clip_factors(norms, limits)
         for tracker in self.trackers:
             tracker.after_step(drawn, norms, clipped=clipped)
+
+    def least_limits(self, lower, drawn, indices):
+        """To what each example drawn is clipped, by the plan and by what its trackers ask for, and whether that lies on
+        the device."""
+        # Avoid host syncs: never read GPU values here.
+        limits, away = self.plan.clip_norms(drawn), any(norms is not None and on_accelerator(norms) for norms in lower)
+        for norms in lower:
+            if norms is not None:
+                there = self.device if away else norms.device
+                own = norms.to(there)[indices if away else drawn]
+                limits = torch.minimum(to_device(limits, there), own)
+        return limits, away
 
     def take_step(self):
         """Move by the gradients that `step` has left."""

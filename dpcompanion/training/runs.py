@@ -13,7 +13,7 @@ import torch
 
 from dpcompanion import _checks
 from dpcompanion._devices import to_device
-from dpcompanion._types import Array, Device, Loss, Numbers
+from dpcompanion._types import Array, Loss, Numbers
 from dpcompanion.gradients import checks, clipping, independence, proof, states, sums, traces
 from dpcompanion.gradients.microbatches import default_microbatch_size
 from dpcompanion.gradients.stacking import StackedNetwork
@@ -22,6 +22,7 @@ from dpcompanion.mechanism import noise
 from dpcompanion.mechanism.plan import DPSGDPlan
 from dpcompanion.training.callbacks import History
 from dpcompanion.training.checkpoints import digest_of, plain, read_checkpoint, write_checkpoint
+from dpcompanion.training.options import Performance
 
 _FORMAT = 4
 # Examples of all runs in one pass at most, by default.
@@ -34,7 +35,8 @@ class Ensemble:
     Args:
         model, loss, data, plans: as in `dpcompanion.training.train_ensemble`, which makes the ensemble.
         seeds, learning_rate, momentum, weight_decay, members: as there.
-        device, method, precision, microbatch_size, generator_device: as there.
+        performance: device, method, precision and microbatch_size.
+        generator_device: as there.
 
     Attributes:
         plans, seeds: of each run.
@@ -65,10 +67,7 @@ class Ensemble:
         momentum: float = 0.0,
         weight_decay: float = 0.0,
         members: Array | None = None,
-        device: Device = None,
-        method: str = "auto",
-        precision: str | None = None,
-        microbatch_size: int | None = None,
+        performance: Performance,
         generator_device: str | torch.device = "cpu",
     ):
         self.seeds = _checked_seeds(seeds)
@@ -84,14 +83,12 @@ class Ensemble:
         x, y = data
         checks.check_data(x, y, n)
         self.members = None if members is None else _checked_members(members, runs, n)
-        _checks.one_of("method", method, clipping.METHODS)
-        if microbatch_size is not None:
-            _checks.whole_number("microbatch_size", microbatch_size, 1)
         _checks.in_interval("learning_rate", learning_rate, 0, math.inf, closed="left")
         self.momentum = _checks.number("momentum", momentum, 0, math.inf, closed="left")
         self.weight_decay = _checks.number("weight_decay", weight_decay, 0, math.inf, closed="left")
 
-        self.device = torch.device(device) if device is not None else next(models[0].parameters()).device
+        there = performance.device
+        self.device = next(models[0].parameters()).device if there is None else torch.device(there)
         self._take_model(models, loss, x, y)
         like = {"dtype": self.vectors.dtype, "device": self.device}
         rates = torch.as_tensor(learning_rate, dtype=torch.float64)
@@ -105,9 +102,10 @@ class Ensemble:
         # What each run draws its batches and its noise from.
         self._generators = [noise.generators(seed, generator_device) for seed in self.seeds]
         self._samplers = [plan.sampler(g["sampling"]) for plan, g in zip(self.plans, self._generators)]
-        self.precision, self.method = precision, self._resolved(method, precision)
-        self._size = microbatch_size or default_microbatch_size(
-            self._template, loss, self.x, self.y, self.method, precision, most=_MOST
+        self.precision = performance.precision
+        self.method = self._resolved(performance.method, self.precision)
+        self._size = performance.microbatch_size or default_microbatch_size(
+            self._template, loss, self.x, self.y, self.method, self.precision, most=_MOST
         )
         self._begun = {}
         self._later, self._mixed = (torch.zeros((), dtype=torch.bool, device=self.device) for _ in range(2))

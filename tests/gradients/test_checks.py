@@ -17,6 +17,7 @@ from dpcompanion.training import (
     Checkpoint,
     DPSGDPlan,
     NormTracker,
+    Performance,
     clipped_sum,
     cross_entropy,
     gradient_norms,
@@ -247,7 +248,7 @@ def test_a_callback_that_changes_the_plan_is_refused(change):
             progress=False,
         )
     assert steps == [1]
-    ensemble = Ensemble(model, cross_entropy, (X, Y), PLAN, seeds=[0, 1], learning_rate=0.1)
+    ensemble = Ensemble(model, cross_entropy, (X, Y), PLAN, seeds=[0, 1], learning_rate=0.1, performance=Performance())
     with pytest.raises((TypeError, AttributeError)):
         ensemble.plans[:] = [change]
     with pytest.raises(AttributeError):

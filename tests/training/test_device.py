@@ -205,6 +205,7 @@ def test_a_step_of_runs_side_by_side_reads_nothing_back():
         learning_rate=0.1,
         momentum=0.5,
         members=torch.arange(64) % 3 > torch.tensor([[0], [1]]),
+        performance=Performance(),
     )
     found.device = torch.device("meta")
     found._template.to("meta")
