@@ -38,7 +38,7 @@ class Pool:
     def __init__(self, size, folder, backend="gloo"):
         # What takes long to import is imported once; the package is that of this process.
         context = torch.multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "scipy.stats", "mpmath"])
+        context.set_forkserver_preload(["torch._dynamo", "scipy.stats", "mpmath", "opacus"])
         self.size, self.pipes, self.processes = size, [], []
         for rank in range(size):
             ours, theirs = context.Pipe()
