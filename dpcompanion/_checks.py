@@ -69,6 +69,9 @@ def in_interval(name: str, value: _T, low: float = -math.inf, high: float = math
 
     `closed` says which ends are allowed: "both", "left", "right" or "neither".
     """
+    # Most values are plain numbers inside the interval, which need no array. All others are examined below.
+    if type(value) is float and low < value < high:
+        return value
     entries = flat_doubles(name, value)
     above = entries >= low if closed in ("both", "left") else entries > low
     below = entries <= high if closed in ("both", "right") else entries < high
@@ -85,6 +88,8 @@ def in_interval(name: str, value: _T, low: float = -math.inf, high: float = math
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, closed: str = "both") -> float:
     """`value` is one number (or an array scalar) between `low` and `high`; returned as float."""
+    if type(value) is float and low < value < high:
+        return value
     entries = flat_doubles(name, value)
     if entries.size != 1:
         raise ValueError(f"{name} must be one number, got {value!r}")
@@ -94,6 +99,8 @@ def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf
 
 def whole_number(name: str, value: Any, low: float = 0, high: float = math.inf) -> int:
     """`value` is one whole number (an int, or a float or array scalar without a fraction); returned as int."""
+    if type(value) is int and low <= value <= high and abs(value) < 2**53:
+        return value
     entries = flat_doubles(name, value)
     if (
         entries.size != 1

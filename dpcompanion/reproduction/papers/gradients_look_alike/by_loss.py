@@ -289,7 +289,7 @@ def own_epsilon(config, run):
             for key in ("estimate", "low", "high", "upper_bound")
         }
         values |= {f"{name}.{key}": one for key, one in zip(("exact", "exact_low", "exact_high"), exact)}
-        loose = torch.stack([theorem_3_3(ordinary, plan, order) for order in task.moments], -1)
+        loose = theorem_3_3(ordinary, plan, task.moments)
         schedules = [scheduled(ordinary[..., k], plan) for k in range(task.points)]
         values |= {
             f"{name}.theorem_3_3": rdp_to_epsilon(loose, task.moments, task.delta)[0],

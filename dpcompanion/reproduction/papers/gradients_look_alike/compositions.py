@@ -8,12 +8,13 @@ import torch
 import torch.nn.functional as F
 
 from dpcompanion.accounting import rdp_to_epsilon
-from dpcompanion.per_instance import holder_order, naive_unlearning, tilted_counts, tilted_noise
+from dpcompanion.per_instance import naive_unlearning, tilted_counts, tilted_noise
 from dpcompanion.reproduction import intervals, records
 from dpcompanion.reproduction.experiments import experiment, finding
 from dpcompanion.reproduction.papers.gradients_look_alike.runs import (
     DIRECTIONS,
     composed_exactly,
+    costs_and_weights,
     divergence,
     plan_of,
     soft_maximum,
@@ -72,6 +73,7 @@ def batches(runs, n, rate, generator):
         gaps = 1 + torch.floor(torch.log1p(-uniform) / log_missed).clamp(max=n).long()
         places = torch.cat((places, places[:, -1:] + gaps.cumsum(1)), 1)
     places = places[:, 1:]
+    places = places[:, : max(1, int((places < n).sum(1).max()))]  # no column that no run has
     return places.clamp(max=n - 1), places < n
 
 
@@ -120,11 +122,11 @@ _SIDE_BY_SIDE = (shrunk, batches, side_by_side)
 
 
 def theorem_3_3(norms, plan, order):
-    """Theorem 3.3 at p = 3n along runs whose norms these are, (steps, runs, points): (points,), an estimate."""
-    n = plan.steps
-    orders = holder_order(order, 3 * n, torch.arange(n - 1, -1, -1))
-    costs = torch.stack([divergence(step, plan, g) for step, g in zip(norms, orders.tolist())])
-    return soft_maximum(costs, 3 * n * (orders - 1)).sum(0)
+    """Theorem 3.3 at p = 3n along runs whose norms these are, (steps, runs, points): (points,), an estimate.
+
+    At K orders (points, K).
+    """
+    return soft_maximum(*costs_and_weights(norms, plan, order, torch.arange(plan.steps - 1, -1, -1))).sum(0)
 
 
 @experiment(
@@ -189,13 +191,11 @@ def composition(config, run):
     def epsilon(rdp):
         return rdp_to_epsilon(rdp, config.orders, config.delta)[0]
 
-    trajectory = torch.stack([divergence(seen["remove"], plan, order).sum(0) for order in config.orders], -1)
+    trajectory = divergence(seen["remove"], plan, config.orders).sum(0)
     values |= {
         "epsilon.worst_case": epsilon(worst),
         "epsilon.trajectory": records.mean_and_sd(epsilon(trajectory).mean(1)),
-        "epsilon.theorem_3_3": epsilon(
-            torch.stack([theorem_3_3(seen["remove"], plan, order) for order in config.orders], -1)
-        ),
+        "epsilon.theorem_3_3": epsilon(theorem_3_3(seen["remove"], plan, config.orders)),
         "epsilon.exact": epsilon(torch.stack([found.estimate for found in tilted.values()], -1)),
         "epsilon.upper_bound": epsilon(torch.stack([found.upper_bound for found in tilted.values()], -1)),
         "epsilon.trajectory_mean": epsilon(trajectory).mean(0),

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -215,6 +216,20 @@ def share_of(norms, plan, order):
     return divergence(norms, plan, order) / divergence(plan.max_grad_norm, plan, order)
 
 
+def costs_and_weights(norms, plan, order, after):
+    """Divergences of steps that have `after` others after them, (steps,), at their orders in theorem 3.3, p = 3n.
+
+    The norms are (steps, runs, points), and so are the divergences; the weights are (steps,). With K orders in place of
+    one both have a last axis of K.
+    """
+    p = 3 * plan.steps
+    if isinstance(order, Sequence):
+        orders = torch.stack([holder_order(each, p, after) for each in order], -1)
+    else:
+        orders = holder_order(order, p, after)
+    return torch.stack([divergence(step, plan, own) for step, own in zip(norms, orders)]), p * (orders - 1)
+
+
 def weighted_costs(found, direction, order):
     """Divergences of the steps at their orders in theorem 3.3, p = 3n, and weights.
 
@@ -222,33 +237,30 @@ def weighted_costs(found, direction, order):
     The theorem reads D <= sum_t ln E exp(w_t D_t) / w_t, where D_t is the divergence of step t at the order
     g_t = 1 + (p/(p-1))^(n-t) (order-1), w_t = p (g_t - 1), and E the mean over runs: an estimate of their expectation.
     """
-    n, norms = found.plan.steps, found.seen(direction)
-    orders = holder_order(order, 3 * n, n - 1 - torch.tensor(found.moments[:-1]))
-    costs = torch.stack([divergence(norms[:, index], found.plan, g) for index, g in enumerate(orders.tolist())])
-    return costs, 3 * n * (orders - 1)
+    after = found.plan.steps - 1 - torch.tensor(found.moments[:-1])
+    return costs_and_weights(found.seen(direction)[:, :-1].movedim(1, 0), found.plan, order, after)
 
 
 def soft_maximum(costs, weights):
     """ln E exp(w D) / w over the runs: between their mean and their maximum."""
     weights = weights[:, None]
-    return (torch.logsumexp(weights[..., None] * costs, 1) - math.log(costs.shape[1])) / weights
+    return (torch.logsumexp(weights[:, None] * costs, 1) - math.log(costs.shape[1])) / weights
 
 
 def contributions(found, direction, order):
-    """What each step adds to the sum of theorem 3.3: (moments but the last, points)."""
+    """What each step adds to the sum of theorem 3.3: (moments but the last, points), and K where there are K orders."""
     return soft_maximum(*weighted_costs(found, direction, order))
 
 
 def composed(found, direction, order):
     """Theorem 3.3 for the whole run, (points,): every step between two moments costs what the first of them costs."""
     steps = torch.as_tensor(np.diff(found.moments), dtype=torch.float64)
-    return steps @ contributions(found, direction, order)
+    return torch.tensordot(steps, contributions(found, direction, order), 1)
 
 
 def epsilons(found, direction, orders=ORDERS):
     """Epsilon of each point by theorem 3.3 at its best order, and that order."""
-    total = torch.stack([composed(found, direction, order) for order in orders], -1)
-    return rdp_to_epsilon(total, orders, found.plan.delta)
+    return rdp_to_epsilon(composed(found, direction, orders), orders, found.plan.delta)
 
 
 def composed_exactly(norms, plan, order, direction, confidence=0.95):
