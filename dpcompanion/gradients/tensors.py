@@ -58,11 +58,13 @@ def outputs_in(precision, model, x):
     return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, outputs)
 
 
-def in_best_format(model, x):
+def in_best_format(model, x, precision=None):
     """Images of several channels in float32 with these side by side in memory (`torch.channels_last`), which all layers
-    follow, where the model has convolutions: these are faster so. Only the last bits of results depend on it."""
+    follow, where the model has convolutions: these are faster so, but for networks that go through a processor in
+    bfloat16. Only the last bits of results depend on it."""
     if (
-        x.ndim == 4
+        (precision is None or x.device.type != "cpu")
+        and x.ndim == 4
         and x.shape[1] > 1
         and x.dtype == torch.float32
         and any(isinstance(module, nn.Conv2d) for module in model.modules())
