@@ -499,8 +499,10 @@ def test_other_inputs_stay_as_they_are():
     ):
         assert sums.in_best_format(model, x, None) is x
     colours = torch.randn(2, 3, 8, 8)
-    assert sums.in_best_format(conv, colours, None) is not colours
-    assert sums.in_best_format(conv, colours, "bf16") is colours
+    normed = nn.Sequential(conv, nn.GroupNorm(1, 2))
+    assert sums.in_best_format(normed, colours, "bf16") is colours
+    for model, precision in ((conv, None), (conv, "bf16"), (normed, None)):
+        assert sums.in_best_format(model, colours, precision) is not colours
 
 
 def test_dropout_draws_anew_for_each_example():
