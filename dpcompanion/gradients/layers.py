@@ -70,8 +70,9 @@ def _in_float(g, axis=0):
     if g.dtype != torch.bfloat16:
         yield slice(None), g
         return
-    # A quarter: they lie beside what they are made from, and are read at once.
-    rows = rows_at_once(g.device, 4 * g.numel() // max(1, g.shape[axis]), g.shape[axis])
+    # A quarter: they lie beside what they are made from, and are read at once. Four at least: fewer are added up
+    # several times slower, even where no cache holds them.
+    rows = max(4, rows_at_once(g.device, 4 * g.numel() // max(1, g.shape[axis]), g.shape[axis]))
     place = torch.empty_like(g.narrow(axis, 0, min(rows, g.shape[axis])), dtype=torch.float32)
     for start in range(0, max(1, g.shape[axis]), rows):
         part = g.narrow(axis, start, min(rows, g.shape[axis] - start))
@@ -124,12 +125,18 @@ def _rounded_on(squares, length, terms, dtype):
     return (squares.sqrt() + (terms + 4) * unit * length).square()
 
 
+def _before_rounding(squares):
+    """Squared norms that what was rounded to bfloat16, each number to nearest, had before."""
+    return squares / (1 - torch.finfo(torch.bfloat16).eps / 2) ** 2
+
+
 class Ghost:
     """A linear layer or convolution of which only inputs and output gradients are held.
 
     The norm comes from Gram matrices, or from explicit gradients of a few examples at a time where that is less
-    work.  Gram products are added up in float64: their terms can cancel, and a norm must not come out too small. Nor
-    must it where the sum, which is added up in the type of the weight, rounds what cancels.
+    work: in bfloat16 if the layer computed in it, and then what their rounding may hide, 0.4%, is added.  Gram products
+    are added up in float64: their terms can cancel, and a norm must not come out too small. Nor must it where the sum,
+    which is added up in the type of the weight, rounds what cancels.
     """
 
     def __init__(self, module, uses):
@@ -165,13 +172,15 @@ class Ghost:
         return next(iter(own_parameters(self.module).values())).dtype
 
     def blocks(self, uses, numbers=_BLOCK):
-        """The uses of a few examples at a time, such that their gradients or patches take that many numbers."""
-        weight = self.module.weight
-        rows = max(1, numbers // max(weight.numel(), count_positions(self.module, uses) * weight[0].numel()))
-        return (
-            [(in_full(self.module, a[i : i + rows]), in_full(self.module, g[i : i + rows])) for a, g in uses]
-            for i in range(0, len(uses[0][0]), rows)
-        )
+        """The uses of a few examples at a time, such that their gradients or patches take that many numbers; in the
+        precision in which they are multiplied for norms."""
+        weight, positions = self.module.weight, count_positions(self.module, uses)
+        rows = max(1, numbers // max(weight.numel(), positions * weight[0].numel()))
+        short = positions > 1 and not gram_is_cheaper(self.module, positions, kept=False, dtype=uses[0][1].dtype)
+        for i in range(0, len(uses[0][0]), rows):
+            block = [(a[i : i + rows], g[i : i + rows]) for a, g in uses]
+            full = [(in_full(self.module, a), in_full(self.module, g)) for a, g in block] if not short else []
+            yield in_one_precision(self.module, block) if short else full
 
     def bias_squares(self):
         """What the bias adds to the squared norms; 0 if it has none to train."""
@@ -184,10 +193,11 @@ class Ghost:
         length = (positions * added_up(squared_norms(g) for _, g in self.uses)).sqrt()
         return _rounded_on(squares, length, positions, self._dtype)
 
-    def _weight_squares(self, uses):
-        positions = count_positions(self.module, uses)
-        if positions > 1 and not gram_is_cheaper(self.module, positions, kept=False):
-            return squared_norms(weight_gradients(self.module, uses))
+    def _weight_squares(self, uses) -> torch.Tensor:
+        positions, dtype = count_positions(self.module, uses), uses[0][1].dtype
+        if positions > 1 and (dtype == torch.bfloat16 or not gram_is_cheaper(self.module, positions, kept=False)):
+            squares = torch.cat([squared_norms(g) for _, g in _in_float(weight_gradients(self.module, uses))])
+            return _before_rounding(squares) if dtype == torch.bfloat16 else squares
         pairs = [matrices(self.module, a, g) for a, g in uses]
         inputs, outputs = torch.cat([p[0] for p in pairs], 2), torch.cat([p[1] for p in pairs], 3)
         if positions == 1:
@@ -229,33 +239,83 @@ class Ghost:
 
 class GhostReparametrized:
     """A layer whose weight is computed from parameters: gradients of the weight it uses, a few examples at a time, are
-    pulled back to the parameters for the norms; for the sum, one weighted gradient of each run is."""
+    pulled back to the parameters for the norms; for the sum, one weighted gradient of each run is.
+
+    Where gradients are made in bfloat16, they may be held as they are, before they are pulled back (`hold`).
+    """
 
     def __init__(self, module, uses, stacked):
         self.module, self.stacked = module, stacked
-        self.ghost = Ghost(module.ordinary(), uses)
+        self.ghost, self.held, self._squares = Ghost(module.ordinary(), uses), None, None
 
-    def _pull_back(self, run):
-        pull_back = self.module.pull_back(**self.module.weight_parameters(self.stacked, run))
-        trainable = own_parameters(self.module)
-        return lambda gradients: {name: g for name, g in pull_back(gradients).items() if name in trainable}
+    @property
+    def gradients(self):
+        return self.held.gradients if self.held else {}
 
-    def pulled(self):
-        """Gradients of the parameters, {name: (n, *shape)}, a few examples at a time."""
+    def hold(self):
+        """This, with gradients of the effective weight held for the sum, the very numbers that are measured."""
+        self.held = _explicit_matrices(self.ghost.module, self.ghost.uses)
+        self._squares, self.ghost.uses = self.squared_norms(), []
+        return self
+
+    @property
+    def _is_short(self):
+        return self.ghost.uses[0][1].dtype == torch.bfloat16
+
+    def _parameters(self, run):
+        return self.module.weight_parameters(self.stacked, run)
+
+    def _trained(self, found):
+        return {name: found[name] for name in own_parameters(self.module) if name in found}
+
+    def _effective(self):
+        """Pairs of a run and gradients of its effective weight, as the parameters' are laid out, in float32 or more,
+        a few examples at a time; and by how much their norms may have been rounded, of them."""
         ghost, runs = self.ghost, len(next(iter(self.stacked.values()))) if self.stacked else 1
         examples = len(ghost.uses[0][0]) // runs
         for run in range(runs):
-            mine, pull_back = slice(run * examples, (run + 1) * examples), self._pull_back(run)
-            for block in ghost.blocks([(a[mine], g[mine]) for a, g in ghost.uses], CACHED):
-                gradients = weight_gradients(ghost.module, block)
-                yield pull_back(gradients.permute(AXES) if gradients.ndim == 5 else gradients)
+            mine = slice(run * examples, (run + 1) * examples)
+            if self.held:
+                blocks = [self.held.gradients["weight"][mine]]
+            else:
+                uses = [(a[mine], g[mine]) for a, g in ghost.uses]
+                blocks = ghost.blocks(uses, CACHED * (8 if self._is_short else 1))
+                blocks = (weight_gradients(ghost.module, block) for block in blocks)
+            for block in blocks:
+                short = block.dtype == torch.bfloat16
+                for _, part in _in_float(block):
+                    yield run, part.permute(AXES) if part.ndim == 5 else part, short and not self.held
+
+    def pulled(self):
+        """Gradients of the parameters, {name: (n, *shape)}, a few examples at a time."""
+        runs = len(next(iter(self.stacked.values()))) if self.stacked else 1
+        back = [self.module.pull_back(**self._parameters(run)) for run in range(runs)]
+        for run, gradients, _ in self._effective():
+            gradients = gradients.clone() if self._is_short else gradients  # the next ones take their place
+            yield self._trained(back[run](gradients))
 
     def squared_norms(self):
-        squares = torch.cat([added_up(squared_norms(g) for g in pulled.values()) for pulled in self.pulled()])
+        if self._squares is not None:
+            return self._squares
         runs = len(next(iter(self.stacked.values()))) if self.stacked else 1
-        stretches = [self.module.stretch(**self.module.weight_parameters(self.stacked, run)) for run in range(runs)]
-        stretch = torch.stack(stretches).double().repeat_interleave(len(squares) // runs)
+        stretches = [self.module.stretch(**self._parameters(run)).double() for run in range(runs)]
+        if self._is_short:
+            squares = torch.cat(list(self._squares_in_short(stretches)))
+        else:
+            squares = torch.cat([added_up(squared_norms(g) for g in pulled.values()) for pulled in self.pulled()])
+        stretch = torch.stack(stretches).repeat_interleave(len(squares) // runs)
         return self.ghost.rounded_on(squares, stretch) + self.ghost.bias_squares()
+
+    def _squares_in_short(self, stretches):
+        """Squared norms of the gradients that `_effective` gives, or were before they were rounded."""
+        measures = [self.module.pulled_squares(**self._parameters(run)) for run in range(len(stretches))]
+        for run, gradients, rounded in self._effective():
+            whole = squared_norms(gradients) if rounded else None
+            squares = added_up(self._trained(measures[run](gradients)).values())
+            if whole is not None:
+                lost = _before_rounding(whole).sqrt() - whole.sqrt()
+                squares = (squares.sqrt() + stretches[run] * lost).square()
+            yield squares
 
     def explicit(self):
         """The same, with the gradients held."""
@@ -271,11 +331,14 @@ class GhostReparametrized:
         return Explicit(gradients, axes)
 
     def keep_only(self, rows):
-        self.ghost.keep_only(rows)
+        (self.held or self.ghost).keep_only(rows)
 
     def weighted_sum(self, factors):
-        sums = self.ghost.weighted_sum(factors)
-        runs = [self._pull_back(run)(g[None]) for run, g in enumerate(sums.pop("weight"))]
+        sums = (self.held or self.ghost).weighted_sum(factors)
+        runs = [
+            self._trained(self.module.pull_back(**self._parameters(run))(g[None]))
+            for run, g in enumerate(sums.pop("weight"))
+        ]
         return sums | {name: torch.cat([pulled[name] for pulled in runs]) for name in runs[0]}
 
 
@@ -443,6 +506,8 @@ def layer_gradient(module, uses, method, budget, stacked=None, kept=True):
         layer = GhostReparametrized(module, uses, stacked)
         explicit = sum(p.numel() for p in own_parameters(module).values()) * len(uses[0][0])
         fits = explicit <= min(budget, sum(a.numel() + g.numel() for a, g in uses))
+        if method == "mixed" and fits and len(uses) == 1 and uses[0][1].dtype == torch.bfloat16:
+            return layer.hold()
         return layer.explicit() if method == "materialized" or method == "mixed" and fits else layer
     uses = [(in_full(module, a), in_full(module, g)) for a, g in uses]
     if type(module) in (nn.GroupNorm, nn.LayerNorm):

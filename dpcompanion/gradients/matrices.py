@@ -24,41 +24,67 @@ def padded(conv, a):
     return F.pad(a, conv._reversed_padding_repeated_twice, mode=conv.padding_mode)
 
 
-def _patches(conv, a):
+def _image(conv, a, room):
+    """(n, channels, height, width) -> padded, with the channels last, (n, height, width, channels)."""
+    if conv.padding_mode != "zeros":
+        return padded(conv, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    left, right, top, bottom = conv._reversed_padding_repeated_twice
+    n, channels, height, width = a.shape
+    if "image" not in room:
+        room["image"] = a.new_zeros(n, top + height + bottom, left + width + right, channels)
+    image = room["image"][:n]
+    image[:, top : top + height, left : left + width].copy_(a.permute(0, 2, 3, 1))
+    return image
+
+
+def _copied(windows, room):
+    """What the windows look at, side by side."""
+    if "windows" not in room:
+        room["windows"] = windows.new_empty(windows.shape)
+    return room["windows"][: len(windows)].copy_(windows)
+
+
+def _patches(conv, a, room=None):
     """(n, channels, height, width) -> (n, groups, positions, in), what each position of the output sees.
 
     The channels of a patch lie side by side, which is several times faster to copy than the order of the weight.
+    Examples that are worked on a few at a time go to the same `room`, a dict that is empty at first: to memory that is
+    new a processor takes twice as long to write.
     """
-    windows = padded(conv, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    room = {} if room is None else room
+    windows = _image(conv, a, room)
     for axis, (size, stride, dilation) in enumerate(zip(conv.kernel_size, conv.stride, conv.dilation), start=1):
         windows = windows.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
     n, height, width = windows.shape[:3]
     windows = windows.unflatten(3, (conv.groups, -1)).permute(0, 3, 1, 2, 5, 6, 4)
-    return windows.reshape(n, conv.groups, height * width, -1)
+    return _copied(windows, room).view(n, conv.groups, height * width, -1)
 
 
-def _strips(conv, a):
+def _strips(conv, a, room):
     """(n, channels, height, width) -> (n * groups, rows x columns of the output, in): what lies before each column of
     the output in one row of the (padded) input.  A patch is as many of them as its kernel has rows."""
-    windows = padded(conv, a).contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    windows = _image(conv, a, room)
     (_, width), stride, dilation = conv.kernel_size, conv.stride[1], conv.dilation[1]
     windows = windows.unfold(2, dilation * (width - 1) + 1, stride)[..., ::dilation]
     n, rows, columns = windows.shape[:3]
     windows = windows.unflatten(3, (conv.groups, -1)).permute(0, 3, 1, 2, 5, 4)
-    return windows.reshape(n * conv.groups, rows * columns, -1)
+    return _copied(windows, room).view(n * conv.groups, rows * columns, -1)
 
 
-def _by_strips(conv, positions):
+def _by_strips(conv, positions, dtype):
     """Whether strips are faster than patches (measured): where the kernel goes down row by row, over more positions
-    than there are channels to copy a gradient for; not where they are as narrow as those of an image's colours."""
+    than there are channels to copy a gradient for; not where they are as narrow as those of an image's colours, and not
+    in bfloat16, whose products are so fast that three in the place of one cost more than they save."""
     out, inside, height, width = conv.weight.shape
-    return conv.stride[0] == 1 and height > 1 and inside * width >= 16 and positions > 2 * out
+    whole = dtype != torch.bfloat16
+    return whole and conv.stride[0] == 1 and height > 1 and inside * width >= 16 and positions > 2 * out
 
 
-def matrices(module, a, g):
-    """Inputs (n, groups, positions, in) and output gradients (n, groups, out, positions) of one use of a layer."""
+def matrices(module, a, g, room=None):
+    """Inputs (n, groups, positions, in) and output gradients (n, groups, out, positions) of one use of a layer. `room`
+    is what patches were copied to before, and are again."""
     if type(module) is nn.Conv2d:
-        return _patches(module, a), g.reshape(len(g), module.groups, -1, g[0, 0].numel())
+        return _patches(module, a, room), g.reshape(len(g), module.groups, -1, g[0, 0].numel())
     return a.reshape(len(a), 1, -1, a.shape[-1]), g.reshape(len(g), 1, -1, g.shape[-1]).transpose(2, 3)
 
 
@@ -122,35 +148,30 @@ def weight_gradients(module, uses):
 
     def of_use(a, g):
         found, positions = g.new_empty(len(a), out, *kernel, inside), count_positions(module, [(a, g)])
-        strips = bool(kernel) and _by_strips(module, positions)
+        strips = bool(kernel) and _by_strips(module, positions, g.dtype)
         seen = module.weight[0].numel() // (kernel[0] if strips else 1)
-        rows = rows_at_once(a.device, positions * seen, len(a))
+        # More in bfloat16: of few examples its products are too short for what it takes to begin them (measured).
+        numbers = positions * seen // (4 if g.dtype == torch.bfloat16 else 1)
+        rows, room = rows_at_once(a.device, numbers, len(a)), {}
+        rows = max(1, -(-len(a) // max(1, -(-len(a) // rows))))  # as many each time
         for i in range(0, len(a), rows):
             multiply = _by_rows if strips else _at_once
-            multiply(module, a[i : i + rows], g[i : i + rows], found[i : i + rows])
+            multiply(module, a[i : i + rows], g[i : i + rows], found[i : i + rows], room)
         return found
 
     return added_up(of_use(a, g) for a, g in uses)
 
 
-def _at_once(module, a, g, found):
-    inputs, outputs = matrices(module, a, g)
+def _at_once(module, a, g, found, room):
+    inputs, outputs = matrices(module, a, g, room)
     torch.matmul(outputs, inputs, out=found.view(*outputs.shape[:3], -1))
 
 
-def _by_rows(conv, a, g, found):
+def _by_rows(conv, a, g, found, room):
     """Of patches of 3 x 3 pixels only a third is copied, with one product for each row of the kernel."""
-    inputs, positions, per_row = _strips(conv, a), g[0, 0].numel(), conv.dilation[0] * g.shape[3]
+    inputs, positions, per_row = _strips(conv, a, room), g[0, 0].numel(), conv.dilation[0] * g.shape[3]
     outputs = g.reshape(len(inputs), -1, positions)
     found = found.view(len(inputs), outputs.shape[1], conv.kernel_size[0], -1)
-    if g.dtype == torch.bfloat16:
-        # oneDNN copies a part of the strips before it multiplies, and multiplies large matrices several times faster:
-        # one product with output gradients that are shifted by each row of the kernel, side by side.
-        shifted = outputs.new_zeros(*inputs.shape[:2], conv.kernel_size[0], outputs.shape[1])
-        for row in range(conv.kernel_size[0]):
-            shifted[:, row * per_row : row * per_row + positions, row] = outputs.mT
-        found.copy_((shifted.flatten(2).mT @ inputs).view(len(inputs), *shifted.shape[2:], -1).transpose(1, 2))
-        return
     for row in range(conv.kernel_size[0]):
         # Written where it is to go, products would be made one by one.
         found[:, :, row] = outputs @ inputs[:, row * per_row : row * per_row + positions]

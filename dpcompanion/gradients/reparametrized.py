@@ -27,6 +27,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from dpcompanion.gradients.tensors import squared_norms
+
 _ROUNDS = 6  # of the power method
 
 
@@ -57,6 +59,13 @@ class Reparametrized(nn.Module):
         :math:`J^T g_i`, {name: (n, \*shape)}; it may overwrite what it is given."""
         back = torch.func.vjp(lambda parameters: self.effective_weight(**parameters), parameters)[1]
         return torch.func.vmap(lambda g: back(g)[0])
+
+    def pulled_squares(self, **parameters):
+        r"""The function that takes gradients :math:`g_i` of the effective weight, (n, \*shape of it), to the squared
+        norms of :math:`J^T g_i`, {name: (n,)} in float64; no smaller than they are, and it may overwrite what it is
+        given. A layer may do so without making :math:`J^T g_i`."""
+        pull_back = self.pull_back(**parameters)
+        return lambda gradients: {name: squared_norms(g) for name, g in pull_back(gradients).items()}
 
     def stretch(self, **parameters) -> torch.Tensor:
         """How many times longer :math:`J^T` makes a gradient, at most: what the power method finds, doubled."""

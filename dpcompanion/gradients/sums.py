@@ -86,7 +86,7 @@ def layerwise(model, loss, x, y, max_grad_norm, method, runs=None, precision=Non
             layers[module] = layer
             budget -= sum(g.numel() for g in getattr(layer, "gradients", {}).values())
 
-    x = in_best_format(model, x.detach())
+    x = in_best_format(model, x.detach(), precision)
     with recorder.listening(group.rows if group else len(x)), torch.enable_grad():
         outputs = outputs_in(precision, model, x)
         losses = checks.check_losses(loss(outputs, y), len(x))

@@ -58,15 +58,14 @@ def outputs_in(precision, model, x):
     return tree_map_only(torch.Tensor, lambda t: t.float() if t.is_floating_point() else t, outputs)
 
 
-def in_best_format(model, x):
+def in_best_format(model, x, precision=None):
     """Images of several channels in float32 with these side by side in memory (`torch.channels_last`), which all layers
-    follow, where the model has convolutions: these are faster so. Only the last bits of results depend on it."""
-    if (
-        x.ndim == 4
-        and x.shape[1] > 1
-        and x.dtype == torch.float32
-        and any(isinstance(module, nn.Conv2d) for module in model.modules())
-    ):
+    follow, where the model has convolutions: these are faster so. Not where a processor goes through group norms in
+    bfloat16, whose way back takes longer so (measured). Only the last bits of results depend on it."""
+    kinds = {type(module) for module in model.modules()}
+    slower = precision is not None and x.device.type == "cpu" and any(issubclass(k, nn.GroupNorm) for k in kinds)
+    convolutions = any(issubclass(kind, nn.Conv2d) for kind in kinds)
+    if x.ndim == 4 and x.shape[1] > 1 and x.dtype == torch.float32 and convolutions and not slower:
         return x.contiguous(memory_format=torch.channels_last)
     return x
 

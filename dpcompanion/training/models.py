@@ -35,6 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpcompanion.gradients.reparametrized import Reparametrized
+from dpcompanion.gradients.tensors import squared_norms
 from dpcompanion.seeds import derive_key, jittered, seed_torch
 
 
@@ -200,20 +201,48 @@ class StandardizedConv2d(Reparametrized, nn.Conv2d):
         scale = 1 / size.clamp(min=1e-2)
         return ((gain * scale).square() + (size * scale).square()).max().sqrt()
 
-    def pull_back(self, weight, gain):
-        """As of any `Reparametrized` layer, in closed form."""
-        # The inputs' channels last, as the gradients of a convolution are held.
+    @staticmethod
+    def _directions(weight, gain):
+        """Unit vectors, what of them depends on the weight, and by what the rest is multiplied: (out, height, width,
+        in) and (out, 1, 1, 1), as the gradients of a convolution are held."""
         centred = (weight - weight.mean((1, 2, 3), keepdim=True)).permute(0, 2, 3, 1).contiguous()
         size = torch.linalg.vector_norm(centred, dim=(1, 2, 3), keepdim=True)
         scale = 1 / size.clamp(min=1e-2)
         unit, gain = centred * scale, gain.permute(0, 2, 3, 1)
-        depends, of_gain = unit * (size >= 1e-2), gain * scale
+        return unit, unit * (size >= 1e-2), gain * scale
+
+    def pull_back(self, weight, gain):
+        """As of any `Reparametrized` layer, in closed form."""
+        unit, depends, of_gain = self._directions(weight, gain)
 
         def pulled(gradients):
             g = gradients.permute(0, 1, 3, 4, 2)
             mean, along = g.mean((2, 3, 4), keepdim=True), (g * unit).sum((2, 3, 4), keepdim=True)
             g = g.addcmul_(along, depends, value=-1).sub_(mean).mul_(of_gain)
             return {"weight": g.permute(0, 1, 4, 2, 3), "gain": along.permute(0, 1, 4, 2, 3)}
+
+        return pulled
+
+    def pulled_squares(self, weight, gain):
+        r"""As of any `Reparametrized` layer, by Pythagoras: of :math:`\lVert g\rVert^2` the squares of what is taken
+        away, in the directions of ones and of :math:`\hat w`. What rounding may hide in these sums is added."""
+        unit, depends, of_gain = self._directions(weight, gain)
+        places = unit[0].numel()
+        directions = torch.stack([torch.ones_like(unit) / math.sqrt(places), unit], -1).flatten(1, 3)
+        squares = depends.double().square().sum((1, 2, 3)).round(), of_gain.double().square().flatten()
+        # Twice: two sums of so many products, each rounded in every step, are squared.
+        slack = 8 * (places + 2) * torch.finfo(weight.dtype).eps / 2
+
+        def pulled(gradients):
+            g = gradients.permute(0, 1, 3, 4, 2).flatten(2)  # (n, out, places)
+            parts = torch.matmul(g.transpose(0, 1), directions).double().square().transpose(0, 1)
+            whole = squared_norms(g.flatten(0, 1)).view(g.shape[:2])
+            rest = whole - parts[..., 0] - squares[0] * parts[..., 1]
+            lengths = {
+                "weight": squares[1] * (rest.clamp(min=0) + slack * whole),
+                "gain": parts[..., 1] + slack * whole,
+            }
+            return {name: length.sum(1) for name, length in lengths.items()}
 
         return pulled
 

@@ -481,7 +481,7 @@ def test_colour_images_go_through_with_channels_last_and_nothing_else_changes(ma
     found = clipped_sum(model, cross_entropy, x, y, 0.5, method=method)
     assert all(module.last for module in model if isinstance(module, Seen))
     assert x.is_contiguous() and all(p.is_contiguous() for p in model.parameters())
-    monkeypatch.setattr(sums, "in_best_format", lambda model, x: x)
+    monkeypatch.setattr(sums, "in_best_format", lambda model, x, precision: x)
     other = clipped_sum(model, cross_entropy, x, y, 0.5, method=method)
     assert not any(module.last for module in model if isinstance(module, Seen))
     torch.testing.assert_close(found.norms, other.norms)
@@ -497,7 +497,12 @@ def test_other_inputs_stay_as_they_are():
         (linear, torch.randn(2, 3, 8, 8)),
         (linear, torch.randn(2, 8)),
     ):
-        assert sums.in_best_format(model, x) is x
+        assert sums.in_best_format(model, x, None) is x
+    colours = torch.randn(2, 3, 8, 8)
+    normed = nn.Sequential(conv, nn.GroupNorm(1, 2))
+    assert sums.in_best_format(normed, colours, "bf16") is colours
+    for model, precision in ((conv, None), (conv, "bf16"), (normed, None)):
+        assert sums.in_best_format(model, colours, precision) is not colours
 
 
 def test_dropout_draws_anew_for_each_example():

@@ -66,9 +66,10 @@ def test_gradients_of_convolutions_in_bfloat16(monkeypatch, options, channels_la
 
 def test_strips_are_chosen_where_they_are_faster():
     def chosen(positions, *sizes, **options):
-        return matrices._by_strips(nn.Conv2d(*sizes, **options), positions)
+        return matrices._by_strips(nn.Conv2d(*sizes, **options), positions, torch.float32)
 
     assert chosen(1024, 16, 16, 3)
+    assert not matrices._by_strips(nn.Conv2d(16, 16, 3), 1024, torch.bfloat16)
     assert not chosen(64, 64, 64, 3)  # a gradient has more numbers than its patches
     assert not chosen(1024, 3, 16, 3)  # three colours
     assert not chosen(1024, 16, 16, 3, stride=2)
