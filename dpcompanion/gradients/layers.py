@@ -177,6 +177,7 @@ class Ghost:
         weight, positions = self.module.weight, count_positions(self.module, uses)
         rows = max(1, numbers // max(weight.numel(), positions * weight[0].numel()))
         short = positions > 1 and not gram_is_cheaper(self.module, positions, kept=False, dtype=uses[0][1].dtype)
+        short &= uses[0][1].device.type == "cpu"  # a GPU may add up parts of one product in bfloat16, too
         for i in range(0, len(uses[0][0]), rows):
             block = [(a[i : i + rows], g[i : i + rows]) for a, g in uses]
             full = [(in_full(self.module, a), in_full(self.module, g)) for a, g in block] if not short else []
@@ -260,7 +261,8 @@ class GhostReparametrized:
 
     @property
     def _is_short(self):
-        return self.ghost.uses[0][1].dtype == torch.bfloat16
+        g = self.ghost.uses[0][1]
+        return g.dtype == torch.bfloat16 and g.device.type == "cpu"
 
     def _parameters(self, run):
         return self.module.weight_parameters(self.stacked, run)
