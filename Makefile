@@ -49,7 +49,7 @@ $(INSTALLED): constraints.txt pyproject.toml
 	  echo "the module venv of $(PYTHON) is missing (on Debian: apt-get install python3-venv)"; exit 1; }
 	@echo "installing into .venv (a minute or more)"
 	@test -x $(PY) || $(PYTHON) -m venv .venv
-	@$(PY) -m pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@$(PY) -m pip install -q -c constraints.txt $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX) torchvision) torch
 	@$(PY) -m pip install -q -c constraints.txt -e ".[test]"
 	@$(PY) -c 'import matplotlib.font_manager'  # else the first figure warns that it builds a font cache
 	@touch $@

@@ -80,7 +80,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         """Fit to X, (rows, d), and y, (rows,).
 
         Args:
-            budgets: an epsilon for each example in place of `epsilon`: (n,) or {budget: share}.
+            budgets: an epsilon for each example in place of `epsilon`, for scaler and training together: (n,), or
+                {budget: share}. With `people` one a person, as `by_person(...).per_person(column)` makes of a column.
             people: whose each row is, (rows,); the examples are then persons, sorted, of whom at most `at_most` rows
                 enter a step (`by_person`).
             sample_weight: must be None.
@@ -90,6 +91,8 @@ class DPLogisticRegression(ClassifierMixin, BaseEstimator):
         """
         if sample_weight is not None:
             raise ValueError("sample_weight must be None: weights void the account; give budgets= to protect some more")
+        if (people is None) != (at_most is None):
+            raise ValueError(f"people and at_most must be given together, got at_most={at_most!r}")
         if (self.lower is None) != (self.upper is None):
             raise ValueError(f"lower and upper must be given together, got {self.lower!r} and {self.upper!r}")
         x, labels = _columns(X), np.asarray(_checks.unlabelled(y))

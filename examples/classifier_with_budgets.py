@@ -6,12 +6,11 @@ a tiny BERT on made-up notes, in seconds and without a download: put your own mo
 
 import sys
 
+from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer  # <- (before transformers and peft)
+
+# isort: split
 import torch
-from transformers import BertConfig, TrainingArguments, default_data_collator
-
-from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer  # <- (and before a model is imported)
-
-from transformers import BertForSequenceClassification  # isort: skip
+from transformers import BertConfig, BertForSequenceClassification, TrainingArguments, default_data_collator
 
 FOLDER = sys.argv[1] if len(sys.argv) > 1 else "classifier"
 

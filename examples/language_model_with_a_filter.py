@@ -7,13 +7,12 @@ a download.
 
 import sys
 
-import torch
-from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, TrainingArguments, default_data_collator
-
 from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer
 
-from transformers import LlamaForCausalLM  # isort: skip
+# isort: split
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments, default_data_collator
 
 FOLDER = sys.argv[1] if len(sys.argv) > 1 else "language-model"
 

@@ -6,6 +6,7 @@ from dpcompanion import _checks, accounting
 from dpcompanion._norms import raised
 from dpcompanion.idp.parameters import rdp_epsilons
 from dpcompanion.mechanism.plan import DPSGDPlan
+from dpcompanion.training.callbacks import rounded_up
 
 
 class FixedBudgets:
@@ -61,10 +62,10 @@ class FixedBudgets:
             epsilons = torch.minimum(epsilons, self._budgets)
         return epsilons
 
-    def statement(self, steps):
-        """What the epsilons after so many steps are about; before the first, those of all that are planned."""
+    def plan(self, steps):
+        """The plan of all planned steps, or of those that were taken if they are more."""
         mean = float(self._norms.mean())
-        plan = DPSGDPlan(
+        return DPSGDPlan(
             n=self.n,
             sample_rate=_one_if_alike(self._rates),
             steps=max(steps, self.planned),
@@ -74,7 +75,16 @@ class FixedBudgets:
             accountant=self._by,
             unit=self._unit,
         )
-        return plan.statement(steps=steps or None)
+
+    def statement(self, steps):
+        """What the epsilons after so many steps are about, and how large they are; before the first, those of all that
+        are planned."""
+        epsilons = self._budgets if steps in (0, self.planned) else self.epsilons(steps, self._target_delta)
+        return f"{self.plan(steps).statement(steps=steps or None)} Epsilon at most {rounded_up(epsilons)}."
+
+    def ledger_entry(self, steps, delta):
+        """What the run counts as in a ledger."""
+        return self.plan(steps).ledger_entry(delta)
 
     def parameters(self):
         """What must be the same in a run that goes on."""
@@ -151,6 +161,9 @@ class FilteredBudgets:
         )
         whom, _, _ = plan.statement(steps=steps or None).partition(", delta ")
         return f"{whom}; each {self._unit} is charged for its own gradient norms, by {type(self._filter).__name__}."
+
+    def ledger_entry(self, steps, delta):
+        return self._filter.ledger_entry(delta)
 
     def parameters(self):
         return {"every": self._every, "planned": self.planned}

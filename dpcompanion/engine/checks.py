@@ -223,7 +223,14 @@ def check_module(engine, module, optimizer, mode):
     try:
         engine.validate(module=module, optimizer=None, data_loader=None)
     except Exception as error:
-        raise UnsupportedModuleError(f"module must compute each example by itself, but: {error}") from error
+        frozen = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) for part in module.modules())
+        cure = (
+            " A pretrained BatchNorm is taken in evaluation mode and with frozen weights, eval() and "
+            "requires_grad_(False), after each module.train()."
+        )
+        raise UnsupportedModuleError(
+            f"module must compute each example by itself, but: {error}{cure if frozen else ''}"
+        ) from error
     check_layers(module, mode)
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if held - {id(p) for p in module.parameters()}:

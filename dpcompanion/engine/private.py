@@ -11,6 +11,7 @@ from opacus import PrivacyEngine
 
 from dpcompanion import _checks, accounting
 from dpcompanion._types import Loss
+from dpcompanion.accounting import LedgerEntry
 from dpcompanion.engine.account import Accountant
 from dpcompanion.engine.assembly import assemble
 from dpcompanion.engine.budgets import FilteredBudgets, FixedBudgets
@@ -200,7 +201,7 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 f"target_delta must be below 1 / n = {1 / n:.3g} to mean anything, got {target_delta:g}: a mechanism "
                 f"that publishes one {units.unit} in full has such a delta",
                 UserWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
         multiplier = self._calibrate(method, budgets, run, max_grad_norm, sample_weight, noise_range)
         fixed = FixedBudgets(
@@ -461,8 +462,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     def statement(self) -> str:
         """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
-        public constants, sampler, noise, and delta and accountant, or the filter. It is of the steps that were taken;
-        before the first, of those that are planned. With trust_loss=True it says that the loss was not checked.
+        public constants, sampler, noise, and delta, accountant and epsilons, or the filter. It is of the steps that
+        were taken; before the first, of those that are planned. It says so if the noise came from a seed, and with
+        trust_loss=True that the loss was not checked.
 
         Raises:
             ValueError: before the module was made private.
@@ -470,12 +472,25 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         if self.accountant.budgets is None:
             raise ValueError("there are no budgets yet: call make_private_with_budgets first")
         said = self.accountant.budgets.statement(self.accountant.steps)
+        if self.accountant.origin is not None:
+            said += " The noise came from a seed: anyone who knows it can subtract the noise."
         if self.accountant.trusts_loss:
             said += (
                 " It takes on trust that the loss of the training loop was made of losses of which each depends on one "
                 "example; if one did not, no epsilon holds."
             )
         return said
+
+    def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
+        """What the run counts as in `accounting.Ledger.add`: all planned steps, or those that were taken if they are
+        more, for each example (person); with a filter what it promised at `delta`.
+
+        Raises:
+            ValueError: before the module was made private, for a delta that is missing with a filter, or given without.
+        """
+        if self.accountant.budgets is None:
+            raise ValueError("there are no budgets yet: call make_private_with_budgets first")
+        return self.accountant.budgets.ledger_entry(self.accountant.steps, delta)
 
     def get_epsilons(self, delta: float) -> torch.Tensor:
         """Epsilon of each example (person) after the steps so far, (n,) float64: an upper bound for real numbers, inf

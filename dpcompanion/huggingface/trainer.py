@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from dpcompanion import _checks, _files
+from dpcompanion.accounting import LedgerEntry
 from dpcompanion.huggingface.losses import per_example_loss
 from dpcompanion.huggingface.privacy import PersonalPrivacy
 from dpcompanion.huggingface.rows import collator_of, column_of
@@ -387,21 +388,20 @@ class PersonalTrainer(Trainer):
 
     def statement(self) -> str:
         """What an epsilon of the steps that were taken is about, and of a run that ended early which epsilon holds."""
-        said = self.plan.statement(steps=self.taken)
-        return f"{said} {self._ended_early()}" if self.stopped else said
+        return self.plan.statement(steps=0) if self._loop is None else self.history.statement()
+
+    def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
+        """What the run counts as in `accounting.Ledger.add`, see `History.ledger_entry`."""
+        return (self.plan if self._loop is None else self.history).ledger_entry(delta)
 
     @property
     def stopped(self) -> bool:
         """Whether the run ended before the plan's last step."""
         return 0 < self.taken < self.plan.steps
 
-    def _ended_early(self):
-        # When to stop, and which checkpoint is best, are read off the models: the fewer steps promise nothing then.
-        taken, planned = (rounded_up(self.plan.epsilon(steps=steps)) for steps in (self.taken, self.plan.steps))
-        return (
-            f"Of the {self.plan.steps} planned steps {self.taken} were taken: if what ended the run looked at the "
-            f"model, as early stopping does, the epsilon of all planned steps holds, {planned}, and otherwise {taken}."
-        )
+    def _promised(self):
+        found = torch.as_tensor(self.plan.epsilon(), dtype=torch.float64).expand(self.plan.n)
+        return found if self._filter is None else torch.minimum(found, self._filter.epsilon(self.plan.delta).cpu())
 
     def epsilons(self, delta: float | None = None) -> torch.Tensor:
         """Epsilon of each person after the steps that were taken, (n,) float64, in the order of `persons`.
@@ -421,25 +421,21 @@ class PersonalTrainer(Trainer):
 
     def card(self) -> dict[str, Any]:
         """What may be published of the run, as plain JSON values: the statement, the largest epsilon of the steps that
-        were taken and of those that were planned, how many persons have which of the latter, the plan. No person's
-        number is in it."""
+        were taken and of those that were planned, by the filter if there is one, how many persons have which of the
+        latter, the plan. No person's number is in it."""
         model: Any = self.model
-        plan, planned = self.plan, self.plan.epsilon()
-        by_budget = None
-        if isinstance(planned, torch.Tensor):
+        plan, promised, by_budget = self.plan, self._promised(), None
+        if len(promised.unique()) > 1:
             by_budget = [
                 {"epsilon": float(epsilon), "persons": int(count)}
-                for epsilon, count in zip(*planned.unique(return_counts=True))
+                for epsilon, count in zip(*promised.unique(return_counts=True))
             ]
-        taken, planned = (
-            float(torch.as_tensor(epsilons, dtype=torch.float64).max())
-            for epsilons in (plan.epsilon(steps=self.taken), planned)
-        )
+        taken = torch.as_tensor(plan.epsilon(steps=self.taken), dtype=torch.float64)
         return {
             "statement": self.statement(),
             "unit": self.privacy.unit,
-            "epsilon": taken,
-            "epsilon_of_planned_steps": planned,
+            "epsilon": float(torch.minimum(taken, promised).max()),
+            "epsilon_of_planned_steps": float(promised.max()),
             "by_budget": by_budget,
             "delta": plan.delta,
             "steps": self.taken,
@@ -472,13 +468,8 @@ class PersonalTrainer(Trainer):
             card["statement"],
         ]
         if card["by_budget"]:
-            lines += ["", "| epsilon | persons |", "|--:|--:|"]
+            lines += ["", f"| epsilon | {card['unit']}, how many |", "|--:|--:|"]
             lines += [f"| {rounded_up(each['epsilon'])} | {each['persons']} |" for each in card["by_budget"]]
-        if card["filter"]:
-            budgets = ", ".join(f"{each:g}" for each in card["filter_budgets"])
-            lines += ["", f"A filter ({card['filter']}) keeps the budgets {budgets}, whatever the gradients are."]
-        if card["seeded"]:
-            lines += ["", "**The noise was seeded, for research: anyone who knows the seed can subtract it.**"]
         return "\n".join([*lines, "", f"Not covered: {card['not_covered']}.", ""])
 
     def _write_card(self):

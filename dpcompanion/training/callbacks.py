@@ -99,9 +99,18 @@ class History:
                 found = torch.minimum(found, self.tracker.budget.epsilon(delta).cpu())
         return found
 
-    def _promised(self, delta):
-        """What was promised beforehand to each example, (n,): by the plan, and by a filter if there is one."""
+    def promised(self, delta: float | None = None) -> torch.Tensor:
+        """The epsilon that was promised to each example before training, (n,) float64: by all steps of the plan, and
+        by the filter if there is one.
+
+        Args:
+            delta: in (0, 1); by default the plan's.
+
+        Raises:
+            ValueError: a delta outside its range.
+        """
         plan = self._own_plan()
+        delta = plan.delta if delta is None else delta
         found = torch.as_tensor(plan.epsilon(delta), dtype=torch.float64).expand(plan.n)
         filter = None if self.tracker is None else self.tracker.budget
         return found if filter is None else torch.minimum(found, filter.epsilon(delta).cpu())
@@ -137,15 +146,17 @@ class History:
         """What the run guarantees, in words: relation, sampler, constants, the steps that were taken, delta, accountant
         and epsilon; of a run that was stopped also that of all planned steps, and of one with a filter its promise."""
         plan = self._own_plan()
-        said = [plan.statement(steps=self.steps), f"Epsilon {rounded_up(plan.epsilon(steps=self.steps))}."]
+        filter = None if self.tracker is None else self.tracker.budget
+        spent = rounded_up(plan.epsilon(steps=self.steps))
+        said = [plan.statement(steps=self.steps)]
+        said.append(f"Epsilon {spent}." if filter is None else f"Without its filter the epsilon would be {spent}.")
         if self.steps < plan.steps:
             said.append(
                 f"If what ended the run looked at the model, the epsilon of all planned steps holds, "
                 f"{rounded_up(plan.epsilon())}."
             )
-        filter = None if self.tracker is None else self.tracker.budget
         if filter is not None:
-            promised = rounded_up(self._promised(plan.delta))
+            promised = rounded_up(self.promised())
             said.append(f"By its filter ({type(filter).__name__}) it promised beforehand epsilon {promised}.")
         if self.seed is not None:
             said.append("The noise came from a seed: anyone who knows it can subtract the noise.")
@@ -185,7 +196,7 @@ class History:
                     "gaussian_dp": {"mu": _finite(mu.mu), "regret": mu.regret},
                     "true_positive_rates": {f"{rate:g}": 1 - ledger.trade_off(rate) for rate in (0.001, 0.01)},
                 }
-        promised = self._promised(plan.delta)
+        promised = self.promised()
         at = torch.tensor((0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0), dtype=torch.float64)
         filter = None if self.tracker is None else self.tracker.budget
         card = {

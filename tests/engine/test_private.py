@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from dpcompanion import idp
-from dpcompanion.accounting import compute_epsilon
+from dpcompanion.accounting import Ledger, compute_epsilon
 from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.idp import IndividualizedPrivacyEngine, budgets_for
 from dpcompanion.training.checkpoints import write_checkpoint
@@ -672,9 +672,26 @@ def test_the_engine_states_what_its_plan_would(method):
         "60, is public, and so is the divisor 15); Poisson sampling at rate 0."
     )
     assert ("rate 0.25, " in said) == (method == "scale") and ("clip norm 0.5," in said) == (method == "sample")
-    assert "8 steps" in said and said.endswith("delta 1e-05, accountant rdp.")
+    assert "8 steps" in said and "delta 1e-05, accountant rdp. Epsilon at most " in said
     with pytest.raises(ValueError, match="budgets"):
         IndividualizedPrivacyEngine(accountant="rdp").statement()
+
+
+@pytest.mark.parametrize("method", ["sample", "scale"])
+def test_a_ledger_takes_the_engine_with_all_of_its_planned_steps(method):
+    engine, model, optimizer, loader = private(method=method, engine=IndividualizedPrivacyEngine())
+    ledger = Ledger().add(engine)
+    own = ledger.epsilons(DELTA)
+    assert (own <= BUDGETS + 1e-9).all() and (own > 0.98 * BUDGETS).all()
+    steps(model, optimizer, loader)
+    assert torch.equal(Ledger().add(engine).epsilons(DELTA), own)
+    with pytest.raises(ValueError, match="no budgets"):
+        Ledger().add(IndividualizedPrivacyEngine())
+
+
+def test_only_a_seeded_run_says_that_its_noise_can_be_subtracted():
+    assert "seed" in private()[0].statement()
+    assert "seed" not in private(noise_generator=None)[0].statement()
 
 
 def test_a_checkpoint_that_was_damaged_is_refused_before_anything_is_loaded(tmp_path):

@@ -11,6 +11,7 @@ from peft import PromptTuningConfig, get_peft_model
 from tiny import MODELS, bert, llama, model_of, rows_of
 from transformers import EarlyStoppingCallback, TrainerCallback, TrainingArguments, default_data_collator
 
+from dpcompanion.accounting import Ledger
 from dpcompanion.gradients.proof import rows_to_look_through
 from dpcompanion.huggingface import PersonalPrivacy, PersonalTrainer
 from dpcompanion.training import DPSGDPlan, Track
@@ -240,7 +241,12 @@ def test_a_filter_keeps_budgets_and_an_exact_account_goes_below_the_uniform_one(
     epsilons = trainer.epsilons()
     assert trainer.tracker.exact and epsilons.shape == (trainer.plan.n,)
     assert epsilons.max() <= 1.5 < trainer.plan.epsilon() and epsilons.min() > 0
-    assert json.loads((tmp_path / "privacy.json").read_text())["filter_budgets"] == [1.5]
+    card = json.loads((tmp_path / "privacy.json").read_text())
+    assert card["filter_budgets"] == [1.5] and 0 < card["epsilon"] <= card["epsilon_of_planned_steps"] <= 1.5
+    assert float(re.findall(r"epsilon at most (\S+)", trainer.card_text())[0]) <= 1.5
+    assert "By its filter (ExactFilter)" in trainer.statement()
+    delta = trainer.plan.delta
+    assert Ledger().add(trainer, delta=delta).epsilon(delta) <= 1.5 < Ledger().add(trainer).epsilon(delta)
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 on this processor")
