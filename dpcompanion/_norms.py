@@ -19,7 +19,7 @@ def raised(norms, largest, device=None):
     """Norms as float64, each raised by its margin, at most `largest`, which those have that are not finite.
 
     >>> raised(torch.tensor([0.5, math.inf, math.nan], dtype=torch.float64), 1.0) - 0.5
-    tensor([1.7764e-15, 5.0000e-01, 5.0000e-01], dtype=torch.float64)
+    tensor([8.8818e-16, 5.0000e-01, 5.0000e-01], dtype=torch.float64)
     """
     wide = norms.detach().to(device=device, dtype=torch.float64) * margin(norms.dtype)
     return torch.nan_to_num(wide, nan=math.inf).clamp(max=largest)

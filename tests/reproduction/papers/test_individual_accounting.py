@@ -244,7 +244,7 @@ def test_a_record_that_leaves_the_papers_networks_out_neither_reproduces_nor_con
         )
         records.write(record, tmp_path)
         board = {one.exhibit.id: one for one in scoreboard.exhibit_statuses(ia.NAME, folder=tmp_path)}
-        assert (board["figure-5"].state, board["figure-5"].findings) == (state, {outcome: 1})
+        assert (board["figure-5"].state, board["figure-5"].outcomes.findings) == (state, {outcome: 1})
 
 
 @pytest.mark.slow
