@@ -9,6 +9,7 @@ from opacus.accountants.accountant import IAccountant
 
 from dpcompanion import _checks
 from dpcompanion.engine.randomness import restore
+from dpcompanion.training.callbacks import rounded_up
 
 
 class Accountant(IAccountant):
@@ -52,11 +53,40 @@ class Accountant(IAccountant):
         if self.follower is not None:
             self.follower.look()
 
-    def get_epsilons(self, delta):
-        delta = _checks.number("delta", delta, 0, 1, closed="neither")
+    def _looked(self):
+        """The budgets, once it is said what was left unasked."""
         self.look()
         if self.budgets is None:
             raise ValueError("there are no budgets yet: call make_private_with_budgets first")
+        return self.budgets
+
+    def statement(self):
+        budgets = self._looked()
+        said = [budgets.statement(self.steps)]
+        if self.voided:
+            said.append("Less noise was added than was accounted for: no epsilon holds.")
+        elif (epsilons := budgets.stated(self.steps)) is not None:
+            said.append(f"Epsilon at most {rounded_up(epsilons)}.")
+        if self.origin is not None:
+            said.append("The noise came from a seed: anyone who knows it can subtract the noise.")
+        if self.trusts_loss:
+            said.append(
+                "It takes on trust that the loss of the training loop was made of losses of which each depends on one "
+                "example; if one did not, no epsilon holds."
+            )
+        return " ".join(said)
+
+    def ledger_entry(self, delta):
+        budgets = self._looked()
+        if self.voided:
+            raise ValueError(
+                "the engine must have added the noise that was accounted for, but added less: no epsilon holds"
+            )
+        return budgets.ledger_entry(self.steps, delta)
+
+    def get_epsilons(self, delta):
+        delta = _checks.number("delta", delta, 0, 1, closed="neither")
+        self._looked()
         if self.steps == 0 or self.voided:
             return torch.full((self.budgets.n,), math.inf if self.voided else 0.0, dtype=torch.float64)
         return self.budgets.epsilons(self.steps, delta)

@@ -6,7 +6,6 @@ from dpcompanion import _checks, accounting
 from dpcompanion._norms import raised
 from dpcompanion.idp.parameters import rdp_epsilons
 from dpcompanion.mechanism.plan import DPSGDPlan
-from dpcompanion.training.callbacks import rounded_up
 
 
 class FixedBudgets:
@@ -77,10 +76,12 @@ class FixedBudgets:
         )
 
     def statement(self, steps):
-        """What the epsilons after so many steps are about, and how large they are; before the first, those of all that
-        are planned."""
-        epsilons = self._budgets if steps in (0, self.planned) else self.epsilons(steps, self._target_delta)
-        return f"{self.plan(steps).statement(steps=steps or None)} Epsilon at most {rounded_up(epsilons)}."
+        """What the epsilons after so many steps are about; before the first, those of all that are planned."""
+        return self.plan(steps).statement(steps=steps or None)
+
+    def stated(self, steps):
+        """The epsilons that `statement` is about, (n,) float64: no larger than the budgets, by calibration."""
+        return self._budgets if steps in (0, self.planned) else self.epsilons(steps, self._target_delta)
 
     def ledger_entry(self, steps, delta):
         """What the run counts as in a ledger."""
@@ -161,6 +162,9 @@ class FilteredBudgets:
         )
         whom, _, _ = plan.statement(steps=steps or None).partition(", delta ")
         return f"{whom}; each {self._unit} is charged for its own gradient norms, by {type(self._filter).__name__}."
+
+    def stated(self, steps):
+        """None: the filter promises an epsilon at each delta (`epsilons`), and knows of no one delta."""
 
     def ledger_entry(self, steps, delta):
         return self._filter.ledger_entry(delta)

@@ -464,33 +464,22 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
         """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
         public constants, sampler, noise, and delta, accountant and epsilons, or the filter. It is of the steps that
         were taken; before the first, of those that are planned. It says so if the noise came from a seed, and with
-        trust_loss=True that the loss was not checked.
+        trust_loss=True that the loss was not checked; after too little noise that no epsilon holds.
 
         Raises:
             ValueError: before the module was made private.
         """
-        if self.accountant.budgets is None:
-            raise ValueError("there are no budgets yet: call make_private_with_budgets first")
-        said = self.accountant.budgets.statement(self.accountant.steps)
-        if self.accountant.origin is not None:
-            said += " The noise came from a seed: anyone who knows it can subtract the noise."
-        if self.accountant.trusts_loss:
-            said += (
-                " It takes on trust that the loss of the training loop was made of losses of which each depends on one "
-                "example; if one did not, no epsilon holds."
-            )
-        return said
+        return self.accountant.statement()
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
         """What the run counts as in `accounting.Ledger.add`: all planned steps, or those that were taken if they are
         more, for each example (person); with a filter what it promised at `delta`.
 
         Raises:
-            ValueError: before the module was made private, for a delta that is missing with a filter, or given without.
+            ValueError: before the module was made private, after too little noise, and for a delta that is missing
+                with a filter, or given without.
         """
-        if self.accountant.budgets is None:
-            raise ValueError("there are no budgets yet: call make_private_with_budgets first")
-        return self.accountant.budgets.ledger_entry(self.accountant.steps, delta)
+        return self.accountant.ledger_entry(delta)
 
     def get_epsilons(self, delta: float) -> torch.Tensor:
         """Epsilon of each example (person) after the steps so far, (n,) float64: an upper bound for real numbers, inf

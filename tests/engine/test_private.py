@@ -216,6 +216,9 @@ def test_after_a_step_with_less_noise_than_planned_no_epsilon_is_claimed(schedul
     again, *_ = private(grad_sample_mode=mode)
     again.accountant.load_state_dict(engine.accountant.state_dict())
     assert again.get_epsilon(DELTA) == math.inf
+    assert "no epsilon holds" in engine.statement() and "Epsilon" not in engine.statement()
+    with pytest.raises(ValueError, match="no epsilon holds"):
+        Ledger().add(engine)
 
 
 @pytest.mark.parametrize("mode", ["hooks", "ghost"])
