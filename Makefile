@@ -1,4 +1,4 @@
-# Two commands: `make book` computes and shows the book, `make test` proves it, in about ten minutes; `make prove` does the rest.
+# Two commands: `make book` computes and shows the book, `make test` proves it, in ten to twenty minutes; `make prove` does the rest.
 # Where PyPI's torch is too large (CUDA), install the CPU build instead:
 #   make book TORCH_INDEX=https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
@@ -26,7 +26,7 @@ help:
 	@echo "make book      install, compute every chapter here and now, render the book"
 	@echo "make site      render the book from the committed outputs"
 	@echo "make pdf       the same as one PDF, by a Chromium, and checked"
-	@echo "make test      prove it, in about ten minutes: tests, notebooks executed again (nbval), pages without a warning"
+	@echo "make test      prove it, in ten to twenty minutes: tests, notebooks executed again (nbval), pages without a warning"
 	@echo "make prove     the rest, half an hour more: slow tests, faults, another arithmetic, pages in a browser"
 	@echo "make notebooks the part of make test that executes the notebooks again (PAGES=book/accounting.ipynb: this one)"
 	@echo "make portable  the same under the arithmetics of other processors: does a number move?"
