@@ -58,7 +58,6 @@ batch sizes or losses that are given   no: not looked at
 """
 
 from dpcompanion.audit.bounds import (
-    Finding,
     GaussianCurve,
     PlanCurve,
     audit,
@@ -68,19 +67,6 @@ from dpcompanion.audit.bounds import (
     random_inclusion,
     refutes,
 )
-from dpcompanion.audit.trained import Canaries, audit_training, make_canaries
+from dpcompanion.audit.trained import audit_training, make_canaries
 
-__all__ = [
-    "Canaries",
-    "Finding",
-    "GaussianCurve",
-    "PlanCurve",
-    "audit",
-    "audit_training",
-    "random_inclusion",
-    "make_canaries",
-    "audit_scores",
-    "one_run_epsilon",
-    "one_run_mu",
-    "refutes",
-]
+__all__ = ["PlanCurve", "audit", "audit_training", "random_inclusion", "make_canaries", "audit_scores"]

@@ -114,18 +114,8 @@ except ImportError as error:
     raise ImportError("the engine stands on Opacus: pip install 'dpcompanion[opacus]'") from error
 
 from dpcompanion.engine.attention import MultiheadAttention
-from dpcompanion.engine.private import CLIPPINGS, METHODS, MODES, IndividualizedPrivacyEngine
+from dpcompanion.engine.private import MODES, IndividualizedPrivacyEngine
 from dpcompanion.engine.recurrence import GRU, LSTM, RNN
 from dpcompanion.engine.replacements import replace_layers
 
-__all__ = [
-    "CLIPPINGS",
-    "GRU",
-    "LSTM",
-    "METHODS",
-    "MODES",
-    "RNN",
-    "IndividualizedPrivacyEngine",
-    "MultiheadAttention",
-    "replace_layers",
-]
+__all__ = ["GRU", "LSTM", "RNN", "IndividualizedPrivacyEngine", "MultiheadAttention", "replace_layers"]

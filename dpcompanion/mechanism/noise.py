@@ -30,7 +30,6 @@ from dpcompanion._devices import to_device
 from dpcompanion.mechanism.secure import SecureStream, grid_of, snapped
 from dpcompanion.seeds import derive_key, keyed_generator
 
-__all__ = ["STREAMS", "gaussian_noise", "generators", "noisy"]
 STREAMS = ("sampling", "noise")
 
 
