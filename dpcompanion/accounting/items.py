@@ -42,7 +42,11 @@ def _noise(name, value):
 @dataclasses.dataclass(frozen=True)
 class SampledGaussian:
     """`steps` steps of the sampled Gaussian mechanism: Poisson sampling at `sample_rate` in (0, 1], then noise of
-    `noise_multiplier`, above 0, times the clip norm."""
+    `noise_multiplier`, above 0, times the clip norm.
+
+    >>> SampledGaussian(0.01, 1, 500)
+    SampledGaussian(sample_rate=0.01, noise_multiplier=1.0, steps=500)
+    """
 
     sample_rate: float
     noise_multiplier: float
@@ -61,6 +65,9 @@ class Gaussian:
 
     One example that replaces another moves the output by at most `replaced` times as much, in [1, 2]: 2 always holds,
     and 1 does for a mean of values between 0 and a public bound.
+
+    >>> Gaussian(noise_multiplier=4, replaced=1)
+    Gaussian(noise_multiplier=4.0, count=1, replaced=1.0)
     """
 
     noise_multiplier: float
@@ -76,7 +83,11 @@ class Gaussian:
 @dataclasses.dataclass(frozen=True)
 class Laplace:
     """`count` releases with Laplace noise of scale `scale` times the sensitivity to one example that is added or
-    removed: each is 1 / scale-DP. `replaced` is as in `Gaussian`."""
+    removed: each is 1 / scale-DP. `replaced` is as in `Gaussian`.
+
+    >>> Laplace(scale=2)
+    Laplace(scale=2.0, count=1, replaced=2.0)
+    """
 
     scale: float
     count: int = 1
@@ -91,7 +102,11 @@ class Laplace:
 @dataclasses.dataclass(frozen=True)
 class Guarantee:
     """A mechanism of which nothing is known but that it is (epsilon, delta)-DP, with delta in [0, 1), for one example
-    that is added or removed."""
+    that is added or removed.
+
+    >>> Guarantee(epsilon=1, delta=0)
+    Guarantee(epsilon=1.0, delta=0.0)
+    """
 
     epsilon: float
     delta: float

@@ -14,11 +14,6 @@ such a bound is refuted; a bound below a claim proves nothing.
 
 The guess, its threshold included, must be fixed before the trials that are counted.
 
->>> epsilon_lower_bound(true_positives=900, positives=1000, false_positives=10, negatives=1000, delta=1e-5)
-3.8719...
->>> mu_lower_bound(true_positives=900, positives=1000, false_positives=10, negatives=1000)
-3.2634...
-
 **LiRA** (Carlini et al. 2022) asks of one example whether a model was trained on it.  Shadow models are trained on
 random halves of the data; what an example scores under those that saw it, and under those that did not,
 is taken as two Gaussians, and the target's score is weighed between them::

@@ -61,6 +61,10 @@ def lira(targets: torch.Tensor, shadows: torch.Tensor, masks: torch.Tensor, *, v
 
     Returns (..., n). Raises ValueError for an example with fewer than two shadow models in or out, and for scores that
     are not finite: where a probability was rounded to 1, `log_odds` of the logits says how sure the model is.
+
+    >>> masks = torch.tensor([[True, False], [True, False], [False, True], [False, True]])
+    >>> lira(torch.tensor([3.0, 0.0]), torch.tensor([[3.0, 0.0], [4.0, 1.0], [0.0, 3.0], [1.0, 4.0]]), masks)
+    tensor([  6., -12.])
     """
     _check_scores(targets, shadows, masks, variance)
     ratio = 0

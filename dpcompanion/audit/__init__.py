@@ -48,13 +48,6 @@ low bits that floats give away         no: not looked at
 a seed that can be guessed             no: not looked at
 batch sizes or losses that are given   no: not looked at
 =====================================  ==================
-
->>> import torch
->>> included = random_inclusion(1000, torch.Generator().manual_seed(0))
->>> noise = torch.randn(1000, generator=torch.Generator().manual_seed(1))
->>> found = audit_scores(included + 0.5 * noise, included, delta=1e-5)["all"]     # a Gaussian with mu = 2
->>> found.guesses, found.correct, round(found.epsilon, 2), round(found.mu, 2)
-(200, 197, 3.08, 1.11)
 """
 
 from dpcompanion.audit.bounds import (

@@ -18,22 +18,6 @@ inequalities of (epsilon, delta) hold with the smaller delta of a filter of budg
 same.  That is ``epsilon(delta, spent=b)``.  A threshold that is read off the run afterwards has no such promise.
 
 What an example has `spent` is as private as the example.
-
->>> filter = ExactFilter(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, levels=[0.5, 1.0], costs=[1, 8],
-...                      budget=20, steps=100)
->>> levels = filter.levels_for([3.0, 0.2, 0.0])
->>> filter.record(levels, steps=1)
->>> levels.tolist(), filter.spent.tolist()
-([1.0, 0.5, 0.0], [8, 1, 0])
->>> for _ in range(5):
-...     filter.clip_norms([3.0, 0.2, 0.0]).tolist()
-[1.0, 0.5, 0.0]
-[0.5, 0.5, 0.0]
-[0.5, 0.5, 0.0]
-[0.5, 0.5, 0.0]
-[0.5, 0.5, 0.0]
->>> filter.spent.tolist(), filter.active.tolist()
-([20, 6, 0], [False, True, True])
 """
 
 import math
@@ -73,6 +57,22 @@ class ExactFilter(NormInput):
 
     Raises:
         ValueError: an argument outside its range, or a target that cannot be met.
+
+    >>> filter = ExactFilter(3, sample_rate=0.01, noise_multiplier=1.0, max_grad_norm=1.0, levels=[0.5, 1.0],
+    ...                      costs=[1, 8], budget=20, steps=100)
+    >>> levels = filter.levels_for([3.0, 0.2, 0.0])
+    >>> filter.record(levels, steps=1)
+    >>> levels.tolist(), filter.spent.tolist()
+    ([1.0, 0.5, 0.0], [8, 1, 0])
+    >>> for _ in range(5):
+    ...     filter.clip_norms([3.0, 0.2, 0.0]).tolist()
+    [1.0, 0.5, 0.0]
+    [0.5, 0.5, 0.0]
+    [0.5, 0.5, 0.0]
+    [0.5, 0.5, 0.0]
+    [0.5, 0.5, 0.0]
+    >>> filter.spent.tolist(), filter.active.tolist()
+    ([20, 6, 0], [False, True, True])
     """
 
     def __init__(

@@ -22,12 +22,6 @@ is clipped at step t: a function of i and of the models so far, and of nothing e
 The guarantee is the budget, for every data set and run (individual DP, add/remove; others' budgets may differ).  What
 an example has `spent` is an account along the trajectory, as private as the example.  So is the list of those who
 have left.
-
->>> filter = RenyiFilter.for_epsilon(3, target_epsilons=2.0, target_delta=1e-5, sample_rate=0.01, noise_multiplier=1.0,
-...                                  max_grad_norm=1.0)
->>> steps = sum(filter.admit(torch.tensor([1.0, 0.5, 0.0])) for _ in range(1000))
->>> steps.tolist(), filter.active.tolist(), float(filter.epsilon(1e-5)[0]) <= 2
-([881, 1000, 1000], [False, True, True], True)
 """
 
 import math
@@ -63,6 +57,12 @@ class RenyiFilter(NormInput):
     Raises:
         ValueError: an argument outside its range, or a fractional order at which the divergence is not convex in the
             squared norm (none is known).
+
+    >>> filter = RenyiFilter.for_epsilon(3, target_epsilons=2.0, target_delta=1e-5, sample_rate=0.01,
+    ...                                  noise_multiplier=1.0, max_grad_norm=1.0)
+    >>> steps = sum(filter.admit(torch.tensor([1.0, 0.5, 0.0])) for _ in range(1000))
+    >>> steps.tolist(), filter.active.tolist(), float(filter.epsilon(1e-5)[0]) <= 2
+    ([881, 1000, 1000], [False, True, True], True)
     """
 
     def __init__(

@@ -14,14 +14,6 @@ that was cut off goes on where it stopped and ends bit for bit where it would ha
 
 The history holds training losses and batch sizes.  They are not private: the
 guarantee covers the model's weights, not what is logged beside them.
-
->>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
->>> model = torch.nn.Linear(2, 2)
->>> data = torch.randn(100, 2), torch.arange(100) % 2
->>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
->>> history = train(model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
->>> len(history.batch_sizes), len(history.epochs)
-(20, 2)
 """
 
 import contextlib
@@ -150,6 +142,14 @@ def train(
             things, read another checkpoint, or come to have different weights; what one rank raises ends all the
             others.
         RuntimeError: another rank ended the run by an error that is no ValueError.
+
+    >>> from dpcompanion.training import DPSGDPlan, cross_entropy, train
+    >>> model = torch.nn.Linear(2, 2)
+    >>> data = torch.randn(100, 2), torch.arange(100) % 2
+    >>> plan = DPSGDPlan(n=100, sample_rate=0.1, steps=20, max_grad_norm=1.0, noise_multiplier=1.0, delta=1e-3)
+    >>> history = train(model, cross_entropy, data, plan, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), seed=0)
+    >>> len(history.batch_sizes), len(history.epochs)
+    (20, 2)
     """
     with distributed.joined() as ranks:
         callbacks, checkpoint = check_extras(callbacks, checkpoint)
