@@ -272,6 +272,14 @@ def _parser() -> argparse.ArgumentParser:
         help="how neighbours differ; the runs of the files are meant for add-remove, the default",
     )
     ledger.set_defaults(do=_ledger)
+    _add_experiments(commands)
+    for sub in commands.choices.values():
+        sub.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_experiments(commands):
+    """The commands that make and list records."""
     run = commands.add_parser(
         "run", help="make a record of an experiment", description="Run an experiment and write its record."
     )
@@ -300,9 +308,6 @@ def _parser() -> argparse.ArgumentParser:
     listing.set_defaults(do=_list)
     for sub in (run, merge, listing):
         sub.add_argument("--out", metavar="FOLDER", help="where records lie; ./results by default")
-    for sub in commands.choices.values():
-        sub.add_argument("--json", action="store_true", help="print JSON")
-    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
