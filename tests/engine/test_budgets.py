@@ -13,6 +13,8 @@ from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp import IndividualizedPrivacyEngine
 from dpcompanion.training import cross_entropy, gradient_norms
 
+from ..refusals import refuses
+
 pytestmark = pytest.mark.filterwarnings("ignore:Full backward hook", "ignore:mean of empty")
 N, BATCHES, CLIP, NOISE, DELTA = 24, 3, 0.6, 2.0, 1e-3
 BUDGET = torch.tensor([9, 30, 60]).repeat_interleave(N // 3)
@@ -314,37 +316,16 @@ class Dictionaries(Dataset):
         return {"x": torch.ones(4, dtype=torch.float64), "y": 0}
 
 
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"filter": object()}, "filter"),
-        ({"filter": exact(sample_rate=0.3)}, "filter"),
-        (
-            {
-                "filter": ExactFilter(
-                    3,
-                    sample_rate=1 / 3,
-                    noise_multiplier=2.0,
-                    max_grad_norm=1.0,
-                    levels=[1.0],
-                    costs=[1],
-                    budget=3,
-                    steps=3,
-                )
-            },
-            "filter",
-        ),
-        ({"loss": None}, "loss or norms"),
-        ({"loss": cross_entropy, "norms": list}, "loss or norms"),
-        ({"updates_per_epoch": 0}, "updates_per_epoch"),
-        ({"epochs": 0}, "epochs must"),
-        ({"mode": "no_op"}, "grad_sample_mode"),
-        ({"batch_first": False}, "norms"),
-    ],
-)
-def test_bad_input_is_refused_by_name(change, message):
-    with pytest.raises(ValueError, match=message):
-        private(**{"filter": exact(), **change})
+def test_bad_input_is_refused_by_name():
+    run = dict(sample_rate=1 / 3, noise_multiplier=2.0, max_grad_norm=1.0, steps=3)
+    few, good = ExactFilter(3, **run, levels=[1.0], costs=[1], budget=3), {"filter": exact()}
+    refuses(
+        private, good, filter=[object(), exact(sample_rate=0.3), few], loss=[None], updates_per_epoch=[0], epochs=[0]
+    )
+    refuses(private, good | {"loss": cross_entropy}, norms=[list])
+    for change, message in (({"mode": "no_op"}, "grad_sample_mode"), ({"batch_first": False}, "norms")):
+        with pytest.raises(ValueError, match=message):
+            private(exact(), **change)
 
 
 def test_batches_that_are_no_pairs_need_norms_of_ones_own():

@@ -10,6 +10,8 @@ from torch.nn import functional as F
 from dpcompanion.gradients import checks, clipping, layers, sums
 from dpcompanion.training import clipped_sum, cross_entropy, gradient_norms, models
 
+from ..refusals import refuses
+
 METHODS = ("auto", "mixed", "ghost", "func")
 
 
@@ -415,22 +417,13 @@ def test_a_layer_whose_weight_is_used_beside_it_is_found_out():
     assert clipping.resolve_method(model, cross_entropy, x, y) == "func"
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"max_grad_norm": 0.0}, "max_grad_norm"),
-        ({"max_grad_norm": torch.ones(3)}, "max_grad_norm"),
-        ({"method": "magic"}, "method"),
-        ({"microbatch_size": 0}, "microbatch_size"),
-        ({"y": torch.zeros(4, dtype=torch.int64)}, "y"),
-        ({"loss": F.cross_entropy}, "reduction='none'"),
-    ],
-)
-def test_bad_input_is_refused_by_name(arguments, message):
+def test_bad_input_is_refused_by_name():
     model, x, y = build("linear")
-    given = {"loss": cross_entropy, "y": y, "max_grad_norm": 1.0, "method": "mixed", **arguments}
-    with pytest.raises(ValueError, match=message):
-        clipped_sum(model, given.pop("loss"), x, given.pop("y"), given.pop("max_grad_norm"), **given)
+    good = dict(model=model, loss=cross_entropy, x=x, y=y, max_grad_norm=1.0, method="mixed")
+    refuses(clipped_sum, good, max_grad_norm=[0.0, torch.ones(3)], method=["magic"], microbatch_size=[0])
+    for words, change in (("as many inputs as targets", {"y": y[:4]}), ("reduction='none'", {"loss": F.cross_entropy})):
+        with pytest.raises(ValueError, match=words):
+            clipped_sum(**good | change)
 
 
 def test_clipping_leaves_no_hook_no_gradient_and_no_mode_behind():
