@@ -274,27 +274,9 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 example must depend on the weights and on this example alone. It may use the module itself, which is in
                 evaluation mode then, and keeps nothing of it.
             updates_per_epoch: measurements an epoch, above 0; from len(data_loader) on there is one before each step.
-            criterion: a loss of outputs and targets: a module or function with a `reduction`, which the engine calls
-                without, or a function to (n,). Class weights and `ignore_index` are allowed: of one example's tokens
-                the mean counts those that are not ignored. With it a criterion is returned before the loader, in every
-                mode, through which every loss must come. In ghost mode it is cross entropy by default; else, without
-                one, the loop's own loss must be a standard one (`dpcompanion.engine.losses`).
-            batch_first: whether inputs have the examples along their first axis, or else along their second.
-            loss_reduction: "mean" or "sum", what the loop's loss (or the criterion that is returned) makes of the
-                examples' losses. A mean is one over all of them: what divides by the weights or tokens of a batch is
-                refused at the step.
-            seed: None, for a model that is released: noise and draws come from ciphers under keys that the operating
-                system draws. Or a whole number below 2^1024, for research, from which the keys are hashed: whoever
-                knows it can subtract the noise.
-            noise_generator: in place of a seed, a `torch.Generator`: noise comes from it, draws from one that it seeds.
-            grad_sample_mode: "hooks", "functorch", "ew" or "ghost"; see `make_private_with_budgets`.
-            wrap_model: False leaves the module as it is and returns Opacus's hooks in its place (not in "ew" mode).
-            prove: False leaves out the proof with the first batches, and takes it on your word that the module treats
-                examples one by one and uses every weight in its layer only.
-            trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
-                on one example, no epsilon holds; `statement` says that your word was taken.
-            people, at_most, unit: see `make_private_with_budgets`. A person's norm is measured at a choice of their
-                rows.
+            criterion, seed, noise_generator, grad_sample_mode, batch_first, loss_reduction, wrap_model, prove,
+                trust_loss, people, at_most, unit: as in `make_private_with_budgets`. A person's norm is measured at a choice of
+                their rows.
 
         Raises:
             ValueError: bad input; a filter of another rate or number of examples; and what would void the account: a
