@@ -149,14 +149,15 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 examples one by one and uses every weight in its layer only.
             trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
                 on one example, no epsilon holds; `statement` says that your word was taken.
-            people: None where each item of the data set is an example. Or who each item belongs to, (rows,): then
-                draws, clip norms, budgets and epsilons are of persons. A person's gradient is the mean over at most
-                `at_most` of their rows, formed before it is clipped, once; of a person with more rows, so many are
-                drawn anew for each draw, by the run's own stream (`dpcompanion.training.people`). The loader's
-                batch_size counts persons: the mean rate is 1 / ceil(n / batch_size) for n persons, and an epoch has so
-                many steps. It hands out rows, a person's one after the other. Opacus's memory manager cuts a draw
-                between persons, and counts these. Not in ghost mode. Or what `dpcompanion.training.by_person` gives of
-                the same rows, which knows persons without rows, too, and sums in place of means.
+            people: None where each item of the data set is an example. Or who each item belongs to, (rows,), by names
+                of any type that `dpcompanion.training.by_person` takes: then draws, clip norms, budgets and epsilons
+                are of persons. A person's gradient is the mean over at most `at_most` of their rows, formed before it
+                is clipped, once; of a person with more rows, so many are drawn anew for each draw, by the run's own
+                stream (`dpcompanion.training.people`). The loader's batch_size counts persons: the mean rate is
+                1 / ceil(n / batch_size) for n persons, and an epoch has so many steps. It hands out rows, a person's
+                one after the other. Opacus's memory manager cuts a draw between persons, and counts these. Not in
+                ghost mode. Or what `dpcompanion.training.by_person` gives of the same rows, which knows persons
+                without rows, too, and sums in place of means.
             at_most: with people, how many rows of a person enter a step at most; by_person says it itself.
             unit: what one of the n is called in statements, such as "patient"; "person" by default with people, else
                 "example".

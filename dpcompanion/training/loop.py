@@ -117,7 +117,7 @@ def train(
             targets) or a mapping, nested as it may be, of tensors with the examples first. It may pad to the longest
             of a draw (`dpcompanion.training.collating`).
         people: who each row of the data belongs to, (rows,), where the plan's n examples are persons; with `at_most`
-            as of `by_person`, which knows persons without rows, too.
+            as of `by_person`, which knows persons without rows, too. Data may then be arrays or pandas columns.
         at_most: with people, how many rows of a person enter a step at most.
         track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
         filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to what each example is
