@@ -1,5 +1,7 @@
 """What each step clips to and what it costs: parameters that were fixed beforehand, or a filter that is asked."""
 
+import dataclasses
+
 import torch
 
 from dpcompanion import _checks, accounting
@@ -167,7 +169,7 @@ class FilteredBudgets:
         """None: the filter promises an epsilon at each delta (`epsilons`), and knows of no one delta."""
 
     def ledger_entry(self, steps, delta):
-        return self._filter.ledger_entry(delta)
+        return dataclasses.replace(self._filter.ledger_entry(delta), relation="zero-out", unit=self._unit)
 
     def parameters(self):
         return {"every": self._every, "planned": self.planned}

@@ -194,7 +194,7 @@ class ExactFilter(NormInput):
             block=max(1, plan.steps_per_epoch // 2) if block is None else block,
             device=device,
             progress=progress,
-        )
+        )._about(plan)
 
     @property
     def costs(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:

@@ -229,7 +229,7 @@ class RenyiFilter(NormInput):
             target_delta=plan.delta,
             order=order,
             device=device,
-        )
+        )._about(plan)
 
     def admit(self, norms: Array) -> torch.Tensor:
         """Which examples take part in the next step, and are charged for it: (n,) booleans.

@@ -132,8 +132,7 @@ class DPSGDPlan:
             object.__setattr__(self, name, value)
 
         _checks.one_of("accountant", self.accountant, ACCOUNTANTS)
-        if not isinstance(self.unit, str) or not self.unit.strip():
-            raise ValueError(f"unit must be a word such as 'example' or 'patient', got {self.unit!r}")
+        _checks.unit("unit", self.unit)
         fix("n", _checks.whole_number("n", self.n, 1))
         fix("steps", _checks.whole_number("steps", self.steps, 0))
         for name, high in (("sample_rate", 1.0), ("max_grad_norm", math.inf)):
@@ -541,8 +540,9 @@ class DPSGDPlan:
             raise ValueError("delta must be given for arithmetic='float', which counts what floats add at it, got None")
         else:
             worst = Guarantee(float(torch.as_tensor(self.epsilon(delta)).max()), delta)
+        whom: dict[str, Any] = {"relation": self.relation, "unit": self.unit}
         if not self.individual:
-            return LedgerEntry(worst)
+            return LedgerEntry(worst, **whom)
         if delta is not None:
             distinct, which = self.epsilon(delta).unique(return_inverse=True)
             items: list[Any] = [Guarantee(epsilon, delta) for epsilon in distinct.tolist()]
@@ -550,7 +550,7 @@ class DPSGDPlan:
             pairs = torch.stack(torch.broadcast_tensors(rates, noises), dim=-1)
             distinct, which = pairs.unique(dim=0, return_inverse=True)
             items = [SampledGaussian(rate, noise, self.steps) for rate, noise in distinct.tolist()]
-        return LedgerEntry(worst, promised=PersonalCosts.each(items, which))
+        return LedgerEntry(worst, promised=PersonalCosts.each(items, which), **whom)
 
     def config(self) -> State:
         """What the run does, as plain JSON values: all but `unit`; arrays as their length, mean and sha256. Equal plans

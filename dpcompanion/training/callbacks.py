@@ -140,7 +140,7 @@ class History:
         account = tracker.ledger_entry().account if known else None
         filtered = tracker.budget is not None and delta is not None
         promise = entry_of(tracker.budget, delta) if filtered else plan.ledger_entry(delta)
-        return dataclasses.replace(promise, account=account)
+        return dataclasses.replace(promise, account=account, relation=plan.relation, unit=plan.unit)
 
     def statement(self) -> str:
         """What the run guarantees, in words: relation, sampler, constants, the steps that were taken, delta, accountant
