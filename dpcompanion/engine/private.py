@@ -463,9 +463,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     def statement(self) -> str:
         """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
-        public constants, sampler, noise, and delta, accountant and epsilons, or the filter. It is of the steps that
-        were taken; before the first, of those that are planned. It says so if the noise came from a seed, and with
-        trust_loss=True that the loss was not checked; after too little noise that no epsilon holds.
+        public constants, sampler, noise, and delta, accountant and epsilons, or what the filter promised: its epsilons
+        at the delta of its targets, if it was made for targets. It is of the steps that were taken; before the first,
+        of those that are planned. It says so if the noise came from a seed, and with trust_loss=True that the loss was
+        not checked; after too little noise that no epsilon holds.
 
         Raises:
             ValueError: before the module was made private.

@@ -22,6 +22,8 @@ class NormInput:
 
     #: Of what a ledger is told: "zero-out", which what holds for adding or removing implies, unless a plan says more.
     relation, unit = "zero-out", "example"
+    #: The delta at which the targets are meant that the budgets were made from; None where budgets were given.
+    target_delta: float | None = None
 
     def __init__(self, n, *, device):
         self.n = _checks.whole_number("n", n, 1)
