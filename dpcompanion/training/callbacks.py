@@ -109,11 +109,7 @@ class History:
         Raises:
             ValueError: a delta outside its range.
         """
-        plan = self._own_plan()
-        delta = plan.delta if delta is None else delta
-        found = torch.as_tensor(plan.epsilon(delta), dtype=torch.float64).expand(plan.n)
-        filter = None if self.tracker is None else self.tracker.budget
-        return found if filter is None else torch.minimum(found, filter.epsilon(delta).cpu())
+        return promised(self._own_plan(), None if self.tracker is None else self.tracker.budget, delta)
 
     def ledger_entry(self, delta: float | None = None) -> LedgerEntry:
         """What the run cost, for `accounting.Ledger.add`.
@@ -226,6 +222,13 @@ class History:
         if path is not None:
             pathlib.Path(path).write_text(text + "\n", encoding="utf-8")
         return text
+
+
+def promised(plan: DPSGDPlan, filter: Any = None, delta: float | None = None) -> torch.Tensor:
+    """The epsilon that a run promises to each example beforehand, (n,) float64, see `History.promised`."""
+    delta = plan.delta if delta is None else delta
+    found = torch.as_tensor(plan.epsilon(delta), dtype=torch.float64).expand(plan.n)
+    return found if filter is None else torch.minimum(found, filter.epsilon(delta).cpu())
 
 
 def _largest(epsilons):
