@@ -164,7 +164,8 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
-                a collate_fn that changes the order, drop_last, an iterable data set, a distributed module, an engine
+                a collate_fn that changes the order, drop_last, an iterable data set, a module that is spread over
+                processes (``DistributedDataParallel``, ``fully_shard``) or holds DTensors, an engine
                 that has taken steps. A second call before any step replaces the first, whose optimizer then takes no
                 step.
             ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes examples, here

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 
 from dpcompanion import _checks, _files
 from dpcompanion.accounting import LedgerEntry
+from dpcompanion.gradients.checks import check_alone
 from dpcompanion.huggingface.losses import per_example_loss
 from dpcompanion.huggingface.privacy import PersonalPrivacy
 from dpcompanion.huggingface.rows import collator_of, column_of
@@ -94,8 +95,9 @@ class PersonalTrainer(Trainer):
         privacy: as given.
 
     Raises:
-        ValueError: naming the argument, for what would void the account: several processes or devices, float16, an
-            iterable data set, a collator or a model that mixes rows, a model that no method takes.
+        ValueError: naming the argument, for what would void the account: several processes or devices, a model that is
+            spread over them (`fully_shard`), float16, an iterable data set, a collator or a model that mixes rows, a
+            model that no method takes.
 
     >>> from transformers import BertConfig, BertForSequenceClassification, default_data_collator
     >>> config = BertConfig(vocab_size=20, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -124,6 +126,8 @@ class PersonalTrainer(Trainer):
     ):
         args = TrainingArguments("tmp_trainer") if args is None else args
         _check(args, train_dataset, privacy, options)
+        if isinstance(model, torch.nn.Module):
+            check_alone(model, opacus=True)
         self.privacy = privacy
         self._loop: Any = None
         self._tracker: NormTracker | None = None

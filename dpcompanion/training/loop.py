@@ -101,7 +101,8 @@ def train(
 
     Args:
         model: a module that treats examples one by one: no batch norm, unless it is in evaluation mode and stays there,
-            and nothing that is spread over processes, such as DistributedDataParallel: give the module itself.
+            and nothing that is spread over processes, such as DistributedDataParallel, `fully_shard` (FSDP) and models
+            with DTensors: give the module itself.
         loss: (outputs, targets) -> (n,), such as `cross_entropy`; outputs are whatever the model returns. Where a batch
             is a mapping: (outputs, batch) -> (n,), such as `dpcompanion.huggingface.per_example_loss` gives.
         data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y) or mappings, of
