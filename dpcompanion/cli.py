@@ -30,6 +30,11 @@ from collections.abc import Callable, Sequence
 from dpcompanion import __version__
 
 RELATION, SAMPLER = "add or remove one example", "Poisson"
+RELATIONS = {
+    "add-remove": RELATION,
+    "zero-out": "leave out the data of one example, the number of examples public",
+    "replace": "replace one example by another",
+}
 
 # Each quantity: option, its other spelling if any, how it is read, and what it is.
 _OPTIONS = {
@@ -169,7 +174,7 @@ def _ledger(arguments: argparse.Namespace) -> None:
             "epsilon": epsilon if math.isfinite(epsilon) else str(epsilon),
             "delta": arguments.delta,
             "accountant": "pld",
-            "neighbouring_relation": RELATION if ledger.relation == "add-remove" else "replace one example by another",
+            "neighbouring_relation": RELATIONS[ledger.neighbours],
             "sampler": SAMPLER,
             **json.loads(ledger.to_json()),
         }
@@ -269,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
         "--relation",
         choices=("add-remove", "replace"),
         default="add-remove",
-        help="how neighbours differ; the runs of the files are meant for add-remove, the default",
+        help="how neighbours differ: in one example that takes part or not (default), or by one that replaces another",
     )
     ledger.set_defaults(do=_ledger)
     _add_experiments(commands)

@@ -31,7 +31,7 @@ EXCEPTIONS = {
     "gradients.clipping._in_microbatches": (0, 9, "what `clipped_sum` takes"),
     "gradients.clipping.clipped_sum": (0, 9, CHOICES),
     "mechanism.plan.DPSGDPlan.for_epsilon": (0, 14, RUN),
-    "mechanism.plan.DPSGDPlan.for_epsilons": (0, 13, RUN),
+    "mechanism.plan.DPSGDPlan.for_epsilons": (0, 15, RUN),
     "output_perturbation.grids.train_grid": (0, 13, CHOICES),
     "per_instance.batches.holder_epsilon": (0, 9, RUN),
     "per_instance.updates.update_divergence": (0, 9, RUN),

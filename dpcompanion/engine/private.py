@@ -149,21 +149,23 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
                 examples one by one and uses every weight in its layer only.
             trust_loss: True leaves the loop's loss unchecked. If it is no mean (or sum) of losses of which each depends
                 on one example, no epsilon holds; `statement` says that your word was taken.
-            people: None where each item of the data set is an example. Or who each item belongs to, (rows,): then
-                draws, clip norms, budgets and epsilons are of persons. A person's gradient is the mean over at most
-                `at_most` of their rows, formed before it is clipped, once; of a person with more rows, so many are
-                drawn anew for each draw, by the run's own stream (`dpcompanion.training.people`). The loader's
-                batch_size counts persons: the mean rate is 1 / ceil(n / batch_size) for n persons, and an epoch has so
-                many steps. It hands out rows, a person's one after the other. Opacus's memory manager cuts a draw
-                between persons, and counts these. Not in ghost mode. Or what `dpcompanion.training.by_person` gives of
-                the same rows, which knows persons without rows, too, and sums in place of means.
+            people: None where each item of the data set is an example. Or who each item belongs to, (rows,), by names
+                of any type that `dpcompanion.training.by_person` takes: then draws, clip norms, budgets and epsilons
+                are of persons. A person's gradient is the mean over at most `at_most` of their rows, formed before it
+                is clipped, once; of a person with more rows, so many are drawn anew for each draw, by the run's own
+                stream (`dpcompanion.training.people`). The loader's batch_size counts persons: the mean rate is
+                1 / ceil(n / batch_size) for n persons, and an epoch has so many steps. It hands out rows, a person's
+                one after the other. Opacus's memory manager cuts a draw between persons, and counts these. Not in
+                ghost mode. Or what `dpcompanion.training.by_person` gives of the same rows, which knows persons
+                without rows, too, and sums in place of means.
             at_most: with people, how many rows of a person enter a step at most; by_person says it itself.
             unit: what one of the n is called in statements, such as "patient"; "person" by default with people, else
                 "example".
 
         Raises:
             ValueError: bad input; budgets that cannot be met; and what would void the account: a sampler of one's own,
-                a collate_fn that changes the order, drop_last, an iterable data set, a distributed module, an engine
+                a collate_fn that changes the order, drop_last, an iterable data set, a module that is spread over
+                processes (``DistributedDataParallel``, ``fully_shard``) or holds DTensors, an engine
                 that has taken steps. A second call before any step replaces the first, whose optimizer then takes no
                 step.
             ValueError: Opacus's `UnsupportedModuleError`, which is one, for a module that mixes examples, here
@@ -444,9 +446,10 @@ class IndividualizedPrivacyEngine(PrivacyEngine):
 
     def statement(self) -> str:
         """What an epsilon of this run is about, in the words of `dpcompanion.training.DPSGDPlan.statement`: relation,
-        public constants, sampler, noise, and delta, accountant and epsilons, or the filter. It is of the steps that
-        were taken; before the first, of those that are planned. It says so if the noise came from a seed, and with
-        trust_loss=True that the loss was not checked; after too little noise that no epsilon holds.
+        public constants, sampler, noise, and delta, accountant and epsilons, or what the filter promised: its epsilons
+        at the delta of its targets, if it was made for targets. It is of the steps that were taken; before the first,
+        of those that are planned. It says so if the noise came from a seed, and with trust_loss=True that the loss was
+        not checked; after too little noise that no epsilon holds.
 
         Raises:
             ValueError: before the module was made private.

@@ -103,7 +103,7 @@ class ExactFilter(NormInput):
                 "either budget, or target_epsilon and target_delta must be given, "
                 f"got budget={budget!r}, target_epsilon={target_epsilon!r}, target_delta={target_delta!r}"
             )
-        self._targets, self._progress = {}, progress
+        self._targets, self._progress, self.target_delta = {}, progress, target_delta
         if budget is None:
             run: dict[str, Any] = dict(
                 sample_rate=self.sample_rate,
@@ -194,7 +194,7 @@ class ExactFilter(NormInput):
             block=max(1, plan.steps_per_epoch // 2) if block is None else block,
             device=device,
             progress=progress,
-        )
+        )._about(plan)
 
     @property
     def costs(self) -> tuple[int, ...] | tuple[tuple[int, ...], ...]:

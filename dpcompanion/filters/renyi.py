@@ -186,7 +186,7 @@ class RenyiFilter(NormInput):
         chosen, column = best.unique(return_inverse=True)
         budgets = torch.full((len(distinct), len(chosen)), math.inf, dtype=torch.float64)
         budgets.scatter_(1, column[:, None], budget * (1 - 1e-12))
-        return cls(
+        made = cls(
             n,
             sample_rate=sample_rate,
             noise_multiplier=noise_multiplier,
@@ -195,6 +195,8 @@ class RenyiFilter(NormInput):
             budgets=budgets[which],
             device=device,
         )
+        made.target_delta = delta
+        return made
 
     @classmethod
     def for_plan(
@@ -229,7 +231,7 @@ class RenyiFilter(NormInput):
             target_delta=plan.delta,
             order=order,
             device=device,
-        )
+        )._about(plan)
 
     def admit(self, norms: Array) -> torch.Tensor:
         """Which examples take part in the next step, and are charged for it: (n,) booleans.

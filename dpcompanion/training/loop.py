@@ -93,7 +93,8 @@ def train(
 
     Args:
         model: a module that treats examples one by one: no batch norm, unless it is in evaluation mode and stays there,
-            and nothing that is spread over processes, such as DistributedDataParallel: give the module itself.
+            and nothing that is spread over processes, such as DistributedDataParallel, `fully_shard` (FSDP) and models
+            with DTensors: give the module itself.
         loss: (outputs, targets) -> (n,), such as `cross_entropy`; outputs are whatever the model returns. Where a batch
             is a mapping: (outputs, batch) -> (n,), such as `dpcompanion.huggingface.per_example_loss` gives.
         data: (x, y), tensors of plan.n examples each; or a map-style data set with plan.n items (x, y) or mappings, of
@@ -109,7 +110,7 @@ def train(
             targets) or a mapping, nested as it may be, of tensors with the examples first. It may pad to the longest
             of a draw (`dpcompanion.training.collating`).
         people: who each row of the data belongs to, (rows,), where the plan's n examples are persons; with `at_most`
-            as of `by_person`, which knows persons without rows, too.
+            as of `by_person`, which knows persons without rows, too. Data may then be arrays or pandas columns.
         at_most: with people, how many rows of a person enter a step at most.
         track: a `Track`: keep an account of each example, of which `History.epsilons` tells.
         filter: an `ExactFilter` or `RenyiFilter` of the plan (`ExactFilter.for_plan`): it says to what each example is

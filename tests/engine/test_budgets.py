@@ -1,6 +1,7 @@
 """The engine with a filter: everybody pays for what their own gradients are clipped to, and no budget is exceeded."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
+from dpcompanion.accounting import Ledger
 from dpcompanion.attacks import epsilon_lower_bound
 from dpcompanion.filters import ExactFilter, RenyiFilter
 from dpcompanion.idp import IndividualizedPrivacyEngine
-from dpcompanion.training import cross_entropy, gradient_norms
+from dpcompanion.training import DPSGDPlan, cross_entropy, gradient_norms
 
 from ..refusals import refused, refuses
 
@@ -254,6 +256,24 @@ def test_a_model_that_is_not_wrapped_is_measured_alike(mode):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("kind", [ExactFilter, RenyiFilter])
+def test_the_statement_names_the_filter_s_epsilons_at_the_delta_of_its_targets(kind):
+    delta, targets = 1e-3, torch.where(torch.arange(N) % 2 == 0, 1.0, 2.0)
+    run = dict(n=N, sample_rate=1 / BATCHES, steps=12, max_grad_norm=CLIP, noise_multiplier=NOISE, delta=delta)
+    filter = kind.for_plan(DPSGDPlan(**run), targets)
+    engine, model, *parts = private(filter, unit="patient")
+    found = re.findall(r"promised beforehand epsilon (\S+) to (\S+) at delta 0.001\.", engine.statement())
+    low, high = map(float, found[0])
+    assert low - 1e-3 <= float(filter.epsilon(delta).min()) <= low <= 1.001
+    assert high - 1e-3 <= float(filter.epsilon(delta).max()) <= high <= 2.001
+    assert f"({kind.__name__})" in engine.statement() and "each patient is charged" in engine.statement()
+    ledger = Ledger().add(engine, delta=delta)
+    assert (ledger.neighbours, ledger.units) == ("zero-out", ("patient",))
+    with pytest.warns(RuntimeWarning, match="less noise"):
+        engine.accountant.void("less noise")
+    assert "no epsilon holds" in engine.statement() and "promised" not in engine.statement()
+
+
 @pytest.mark.parametrize("make", [exact, renyi])
 def test_a_run_with_a_filter_goes_on_from_a_checkpoint(make, tmp_path):
     def made():
@@ -262,7 +282,8 @@ def test_a_run_with_a_filter_goes_on_from_a_checkpoint(make, tmp_path):
 
     filter, engine, model, optimizer, *rest = made()
     assert "(zero-out; the number of examples, " in engine.statement()
-    assert f"own gradient norms, by {type(filter).__name__}." in engine.statement()
+    promise = f"By its filter ({type(filter).__name__}) it promised beforehand an epsilon at each delta"
+    assert promise in engine.statement() and "Epsilon at most" not in engine.statement()
     train(model, optimizer, *rest, epochs=1)  # three steps: in the middle of a block
     engine.save_checkpoint(path=tmp_path / "run.pt", module=model, optimizer=optimizer)
     train(model, optimizer, *rest, epochs=3)

@@ -681,6 +681,7 @@ def test_a_ledger_takes_the_engine_with_all_of_its_planned_steps(method):
     assert (own <= BUDGETS + 1e-9).all() and (own > 0.98 * BUDGETS).all()
     steps(model, optimizer, loader)
     assert torch.equal(Ledger().add(engine).epsilons(DELTA), own)
+    assert ledger.neighbours == "zero-out" and ledger.units == ("example",)
     with pytest.raises(ValueError, match="no budgets"):
         Ledger().add(IndividualizedPrivacyEngine())
 

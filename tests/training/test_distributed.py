@@ -235,7 +235,15 @@ def test_a_rank_that_is_lost_and_comes_back_goes_on_from_the_checkpoint(two, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what, named", [("wrapped", "module"), ("ensemble", "train_ensemble")])
+@pytest.mark.parametrize(
+    "what, named",
+    [
+        ("wrapped", "module"),
+        ("ensemble", "train_ensemble"),
+        ("sharded", "FSDPModule"),
+        ("sharded engine", "module must be a plain module, whole on each process, but it is or holds FSDPModule"),
+    ],
+)
 def test_what_runs_in_one_process_is_refused_on_several(what, named, two):
     for text in refusals(two("refused", what=what), "ValueError", "ValueError"):
         assert named in text
