@@ -30,7 +30,7 @@ PAGES = {
     "pipes": "# Pipes\n\n| a | b |\n|:--|--:|--:|\n| 1 | 2 |\n",
     "faint": '# Faint\n\n<p style="color: #999; background: #fff">words</p>\n',
     "heavy": '# A heavy page\n\n<img src="../_static/noise.png" alt="Noise." style="width: 100px">\n',
-    "skips": "# A level is missing\n\n<h4>words</h4>\n",
+    "titles": "# A title\n\n<h1>words</h1>\n",
     "family": '# A font of the machine\n\n<p style="font-family: serif">words</p>\n',
     "letter": "# A character that no font of the book has\n\nA \N{CJK UNIFIED IDEOGRAPH-4E00}.\n",
     "missing": '# A font that is not there\n\n<style>@font-face { font-family: X; src: url("x.woff2") }</style>'
@@ -124,7 +124,7 @@ def verdicts(rendered, chromium, browser_check):
         ("pipes", "| a | b |"),
         ("faint", "contrast of 2.8"),
         ("heavy", "MB"),
-        ("skips", "h4"),
+        ("titles", "more than one title"),
         ("family", "font of this machine"),
         ("letter", "\N{CJK UNIFIED IDEOGRAPH-4E00}"),
         ("missing", "x.woff2"),

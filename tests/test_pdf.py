@@ -86,6 +86,8 @@ def test_the_pages_come_in_the_order_of_the_contents_with_numbers_and_what_paper
     assert "Everything holds." in one and "folded: in the notebook" in one and "secret" not in one
     assert one.count("One") == 2 and "#" not in one  # the heading and the foot; no sign of a link
     assert "Words that are far away." in far and "Words that" not in two
+    for number, (page, foot) in enumerate(zip((one, two, far), ("One", "Two", "Two")), 1):
+        assert page.startswith(f"{number}{foot}"), page
 
 
 def test_the_outline_has_parts_pages_and_sections(printed):
@@ -130,6 +132,21 @@ def test_a_wide_table_is_fitted_to_the_paper(printed, pdf):
     assert len(ends) == 8 and max(ends) < (pdf.PAPER[0] - pdf.SIDE) * pdf.POINTS
 
 
+def test_a_long_formula_is_fitted_to_the_paper(pdf, chromium, browser_check, tmp_path):
+    formula = " + ".join(f"a_{{{number}}}" for number in range(99))
+    site = site_of(tmp_path, long=rf'<h1>Long</h1><p>Here: <span class="math">\({formula}\)</span></p>')
+    long = site / "long.html"
+    long.write_text(long.read_text().replace("<body>", '<body class="bd-content">'))
+    ends = "[document.querySelector('mjx-container svg').getBoundingClientRect().right, innerWidth]"
+    with browser_check.browser(chromium) as context, browser_check.visit(context, site, "long.html", []) as page:
+        page.set_viewport_size({"width": int((pdf.PAPER[0] - 2 * pdf.SIDE) * pdf.PIXELS), "height": 900})
+        right, width = page.evaluate(ends)
+        assert right > width
+        page.emulate_media(media="print")
+        right, width = page.evaluate(ends)
+        assert right <= width
+
+
 def test_what_is_broken_is_said_page_by_page(pdf, chromium, tmp_path):
     site = site_of(tmp_path, broken=BROKEN, empty=EMPTY)
     toc = {"root": "broken", "chapters": [{"file": "empty"}, {"file": "missing"}]}
@@ -143,6 +160,7 @@ def test_what_is_broken_is_said_page_by_page(pdf, chromium, tmp_path):
         "empty.html: page 3 is empty",
     ):
         assert any(line.startswith(words) for line in said), (words, said)
+    assert sum(line.endswith("is empty") for line in said) == 1
     assert not any("HOME" in line for line in said)
 
 

@@ -3,12 +3,12 @@
     python tools/browser_check.py [PAGE ...]                    check _build/html, or these pages of it
     python tools/browser_check.py --draw DIR [PAGE ...]         pictures of pages, for a person to look at
     python tools/browser_check.py --draw DIR --of ".moving svg" book/intro.html
-                                                                one element of a page, in twice its size: README's
-                                                                picture, book/_static/everybody.png, is this one
+                                                                of one element of a page: README's picture,
+                                                                book/_static/everybody.png, is this at 640 px
 
 Each page is opened from its file, in both colour schemes, at the widths of a phone, a tablet, a laptop and a desktop,
 and once more over http.  It must ask no other machine for anything, raise no console error, show no broken formula and
-no TeX, never scroll sideways, describe every picture, keep its headings in order, set its text off against what is
+no TeX, never scroll sideways, describe every picture, have one title at most, set its text off against what is
 behind it (WCAG's AA), link only to pages and anchors that exist and load no more than 2 MB, MathJax not counted.  Every
 character must be set in a font that the book brings along, so that a page looks the same on every machine.
 
@@ -17,6 +17,7 @@ Without a Chromium the check says so and ends well, except where CI is set.
 
 import argparse
 import contextlib
+import itertools
 import os
 import shutil
 import sys
@@ -65,12 +66,6 @@ CONTENT = """() => {
         const alt = (image.getAttribute("alt") || "").trim();
         if (!alt || name.endsWith(alt)) found.push("a picture has no alternative text: " + name);
         if (!(image.complete && image.naturalWidth)) found.push("a picture is missing: " + name);
-    }
-    let level = 0;
-    for (const heading of article.querySelectorAll("h1, h2, h3, h4, h5, h6")) {
-        const next = Number(heading.tagName[1]);
-        if (next > level + 1) found.push(`"${heading.textContent.slice(0, 40)}" skips from h${level} to h${next}`);
-        level = next;
     }
     if (article.querySelectorAll("h1").length > 1) found.push("has more than one title");
     return found;
@@ -260,26 +255,18 @@ def dead_links(site, links, anchors):
     return problems
 
 
-def draw(site, folder, pages, element=None):
-    """PNGs of whole pages in each scheme, as a phone and a desktop show them; or of one element of each."""
+def draw(site, folder, pages, element):
+    """PNGs, in twice their size, of an element of each page, in both schemes, at three widths."""
     folder.mkdir(parents=True, exist_ok=True)
-    looks = (
-        [(scheme, width) for scheme in SCHEMES for width in (WIDTHS[0], WIDTHS[-1])]
-        if not element
-        else [("light", 640)]
-    )
-    with browser(device_scale_factor=2 if element else 1) as context:
+    with browser(device_scale_factor=2) as context:
         for name in pages:
             with visit(context, site.resolve(), name, []) as page:
-                for scheme, width in looks:
+                for scheme, width in itertools.product(SCHEMES, (WIDTHS[0], 640, WIDTHS[-1])):
                     page.emulate_media(color_scheme=scheme)
                     page.set_viewport_size({"width": width, "height": 900})
                     page.evaluate(THEME)
                     file = folder / f"{name.removesuffix('.html').replace('/', '-')}-{width}-{scheme}.png"
-                    if element:
-                        page.locator(element).first.screenshot(path=file)
-                    else:
-                        page.screenshot(path=file, full_page=True)
+                    page.locator(element).first.screenshot(path=file)
                     print(file)
 
 
@@ -288,7 +275,7 @@ def main(arguments=None):
     parser.add_argument("pages", nargs="*", help="such as book/intro.html (default: all)")
     parser.add_argument("--site", type=Path, default=ROOT / "_build" / "html")
     parser.add_argument("--draw", type=Path, metavar="DIR", help="pictures of the pages instead of checks")
-    parser.add_argument("--of", metavar="SELECTOR", help="the one element to draw")
+    parser.add_argument("--of", metavar="SELECTOR", default="body", help="the element to draw (default: all of a page)")
     options = parser.parse_args(arguments)
 
     if not (options.site / "index.html").is_file():

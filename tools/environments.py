@@ -11,7 +11,6 @@ What cannot be made here (a locale without its sources, a Python that is not ins
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -21,107 +20,77 @@ from pathlib import Path
 import arithmetic
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "node", "nodejs", "npm")
-FONTS = "<?xml version='1.0'?><fontconfig><dir>{0}</dir><cachedir>{0}/cache</cachedir></fontconfig>"
+MISSING = 77  # the exit status of an environment that cannot be made here, which says why
 
+# No other fonts than those of a pattern; the files are the ones that matplotlib brings.
+FONTS = """
+cp "$("$TOOLS_PYTHON" -c 'import matplotlib; print(matplotlib.get_data_path())')"/fonts/ttf/{0} "$MADE"
+echo "<fontconfig><dir>$MADE</dir><cachedir>$MADE/cache</cachedir></fontconfig>" > "$MADE/fonts.conf"
+export FONTCONFIG_FILE="$MADE/fonts.conf"
+"""
+# Neither a Chromium nor node on the path; links to all other programs.
+NO_BROWSER = """
+mkdir "$MADE/programs"
+for place in ${PATH//:/ }; do ln -s "$place"/* "$MADE/programs" 2>/dev/null || true; done
+cd "$MADE/programs"; rm -f chromium chromium-browser google-chrome google-chrome-stable node nodejs npm; cd - >/dev/null
+export PATH="$MADE/programs" CHROMIUM= CI=
+"""
+# A locale whose small and capital i are other letters than elsewhere.
+TURKISH = """
+localedef -i tr_TR -f UTF-8 "$MADE/tr_TR.UTF-8" >/dev/null 2>&1 || true
+[ -d "$MADE/tr_TR.UTF-8" ] || { echo "localedef cannot make tr_TR.UTF-8"; exit 77; }
+export LOCPATH="$MADE" LC_ALL=tr_TR.UTF-8 LANG=tr_TR.UTF-8
+"""
+PYTHON = """
+command -v {0} >/dev/null || {{ echo "{0} is not installed"; exit 77; }}
+export PYTHON={0}
+"""
+LOAD = """
+for process in 1 2 3 4 5 6; do "$TOOLS_PYTHON" -c 'while True: pass' & done
+trap 'kill $(jobs -p); wait 2>/dev/null' EXIT
+"""
 
-class NotHere(Exception):
-    """The environment cannot be made on this machine."""
-
-
-def only_fonts(folder, pattern):
-    """No other fonts than those of a pattern; the files are the ones that matplotlib brings."""
-    import matplotlib
-
-    for font in Path(matplotlib.get_data_path(), "fonts", "ttf").glob(pattern):
-        shutil.copy(font, folder)
-    (folder / "fonts.conf").write_text(FONTS.format(folder), encoding="utf-8")
-    return {"FONTCONFIG_FILE": str(folder / "fonts.conf")}
-
-
-def turkish(folder):
-    """A locale whose small and capital i are other letters than elsewhere."""
-    made = folder / "tr_TR.UTF-8"
-    if shutil.which("localedef"):
-        subprocess.run(["localedef", "-i", "tr_TR", "-f", "UTF-8", str(made)], capture_output=True)
-    if not made.is_dir():
-        raise NotHere("localedef cannot make tr_TR.UTF-8")
-    return {"LOCPATH": str(folder), "LC_ALL": made.name, "LANG": made.name}
-
-
-def no_browser(folder):
-    """Neither a Chromium nor node on the path; links to all other programs."""
-    for place in os.environ["PATH"].split(os.pathsep):
-        for program in Path(place).glob("*"):
-            link = folder / program.name
-            if program.name not in PROGRAMS and not link.is_symlink() and os.access(program, os.X_OK):
-                link.symlink_to(program)
-    return {"PATH": str(folder), "CHROMIUM": "", "CI": ""}
-
-
-def python(version):
-    if not shutil.which(version):
-        raise NotHere(f"{version} is not installed")
-    return {"PYTHON": version}
-
-
-# {name: variables, or a function of an empty folder that makes them}; three of them are for `run` itself: the folder
-# of the CLONE, the number of the CORES, and the LOAD, processes that compute for as long as the run takes.
+# {name: lines of bash that come before the clone is made}; $MADE is an empty folder, $CLONE the name of the clone.
 ENVIRONMENTS = {
-    "as it is": {},
-    "DejaVu alone": lambda folder: only_fonts(folder, "DejaVu*.ttf"),
-    "serif font": lambda folder: only_fonts(folder, "STIXGeneral.ttf"),
-    "C locale": {"LC_ALL": "C", "LANG": "C"},
-    "turkish": turkish,
-    "Kiritimati": {"TZ": "Pacific/Kiritimati"},
-    "one core": {"CORES": "1"},
-    "load": {"LOAD": "6"},
-    "no browser": no_browser,
-    "no home": {"HOME": "/dev/null/home"},
-    "odd path": {"CLONE": "ein Weg für Übungen"},
-    "3.11": lambda folder: python("python3.11"),
-    "3.12": lambda folder: python("python3.12"),
-    "3.13": lambda folder: python("python3.13"),
+    "as it is": "",
+    "DejaVu alone": FONTS.format("DejaVu*.ttf"),
+    "serif font": FONTS.format("STIXGeneral.ttf"),
+    "C locale": "export LC_ALL=C LANG=C",
+    "turkish": TURKISH,
+    "Kiritimati": "export TZ=Pacific/Kiritimati",
+    "one core": "taskset -cp $(taskset -cp $$ | grep -oE '[0-9]+' | tail -1) $$ >/dev/null",
+    "load": LOAD,
+    "no browser": NO_BROWSER,
+    "no home": "export HOME=/dev/null/home",
+    "odd path": "CLONE='ein Weg für Übungen'",
+    "3.11": PYTHON.format("python3.11"),
+    "3.12": PYTHON.format("python3.12"),
+    "3.13": PYTHON.format("python3.13"),
 }
-
-
-def variables(name, folder):
-    """The variables of an environment, or of several that are joined by "+". Raises NotHere."""
-    found = {}
-    for number, part in enumerate(name.split("+")):
-        inside = folder / f"made-{number}"
-        inside.mkdir()
-        made = ENVIRONMENTS[part]
-        found |= made(inside) if callable(made) else made
-    return found
+INSTALL = """
+git clone -q "$ROOT" "$CLONE" && cd "$CLONE" && make .venv/.installed || { echo "ERROR: the install failed"; exit 1; }
+"""
 
 
 def run(name, command, folder):
-    """(whether it went well, or None where it could not be tried; seconds; what there is to say)."""
-    try:
-        made = variables(name, folder)
-    except NotHere as error:
-        return None, 0, str(error)
-    clone, log = folder / made.get("CLONE", "clone"), folder / "log.txt"
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-    environment = {key: value for key, value in (os.environ | made).items() if key != "PYTHONPATH"}
-    if subprocess.run(["make", ".venv/.installed"], cwd=clone, env=environment).returncode:
-        return False, 0, "the install failed"
-    cores = os.sched_getaffinity(0)
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(int(made.get("LOAD", 0)))]
-    started = time.monotonic()
-    try:
-        os.sched_setaffinity(0, sorted(cores)[: int(made.get("CORES", len(cores)))])
-        with log.open("wb") as stream:
-            streams = {"stdin": subprocess.DEVNULL, "stdout": stream, "stderr": stream}
-            status = subprocess.run(command, shell=True, cwd=clone, env=environment, **streams).returncode
-    finally:
-        os.sched_setaffinity(0, cores)
-        for process in busy:
-            process.kill()
+    """(the exit status; what there is to say) of a command in an environment, or in several joined by "+"."""
+    (folder / "made").mkdir()
+    made = "".join(f"{ENVIRONMENTS[part]}\n" for part in name.split("+"))
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    variables |= {"ROOT": str(ROOT), "MADE": str(folder / "made"), "CLONE": "clone", "TOOLS_PYTHON": sys.executable}
+    log = folder / "log.txt"
+    with log.open("wb") as stream:
+        done = subprocess.run(
+            ["bash", "-c", f"{made}{INSTALL}{command}"],
+            cwd=folder,
+            env=variables,
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=subprocess.STDOUT,
+        )
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     wrong = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return status == 0, time.monotonic() - started, "; ".join(wrong[:5] or lines[-1:])
+    return done.returncode, "; ".join(wrong[:5] or lines[-1:])
 
 
 def main():
@@ -133,15 +102,16 @@ def main():
     if unknown := {part for name in names for part in name.split("+")} - set(ENVIRONMENTS):
         parser.error(f"no such environment: {', '.join(sorted(unknown))} (there are {', '.join(ENVIRONMENTS)})")
     print(f"{options.command}, on {arithmetic.processor()}, {os.cpu_count()} cores\n")
-    print("| environment | outcome | minutes | |\n|:--|:--|--:|:--|", flush=True)
-    outcomes = []
+    print("| environment | outcome | minutes, with the install | |\n|:--|:--|--:|:--|", flush=True)
+    outcomes = set()
     for name in names:
+        started = time.monotonic()
         with tempfile.TemporaryDirectory() as folder:
-            fine, seconds, said = run(name, options.command, Path(folder))
-        outcomes.append(fine)
-        outcome = {True: "green", False: "RED", None: "not tried"}[fine]
-        print(f"| {name} | {outcome} | {seconds / 60:.1f} | {said} |", flush=True)
-    return 1 if False in outcomes else 0
+            status, said = run(name, options.command, Path(folder))
+        outcome = {0: "green", MISSING: "not tried"}.get(status, "RED")
+        outcomes.add(outcome)
+        print(f"| {name} | {outcome} | {(time.monotonic() - started) / 60:.1f} | {said} |", flush=True)
+    return 1 if "RED" in outcomes else 0
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def blank_twin(source):
 
 
 def execute(root, source, preset, timeout, folder):
-    """Execute one source and bring its twin up to date: (the progress line, what there is to say below it, success)."""
+    """Execute one source and bring its twin up to date: (lines to print, success)."""
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
     from traitlets.config import Config
@@ -115,16 +115,17 @@ def execute(root, source, preset, timeout, folder):
     try:
         client.execute(env={**arithmetic.environment("as it is"), **kernel_environment(preset, folder)})
     except (CellExecutionError, CellTimeoutError, DeadKernelError, RuntimeError) as error:
-        return f"{name}: FAILED after {time.monotonic() - started:.0f} s", str(error), False
+        return [f"{name}: FAILED after {time.monotonic() - started:.0f} s", *str(error).splitlines()], False
     fresh.metadata = nbformat.from_dict(metadata)
     below, verdict = [], "new"
     if twin.exists():
         moved, added, below = adopt(fresh, nbformat.read(twin, as_version=4))
         verdict = f"CHANGED: cell {', '.join(moved)}" if moved else "reproduced"
         verdict += f", new code: cell {', '.join(added)}" if added else ""
-    write_if_different(twin, fresh)
+    twin.parent.mkdir(parents=True, exist_ok=True)
+    nbformat.write(fresh, twin)
     said = f"{name}: {time.monotonic() - started:.0f} s, {len(code_cells(fresh))} code cells, {verdict}"
-    return said, "\n".join(below), True
+    return [said, *below], True
 
 
 def adopt(fresh, committed):
@@ -157,7 +158,7 @@ def take_over_prose(source):
         return "its code has changed: execute it"
     for cell, old in zip(code_cells(fresh), code_cells(executed)):
         cell.outputs, cell.execution_count = old.outputs, old.execution_count
-    write_if_different(twin, fresh)
+    nbformat.write(fresh, twin)
     return None
 
 
@@ -187,16 +188,6 @@ def kernel_environment(preset, folder):
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "JUPYTER_PREFER_ENV_PATH": "1",
     }
-
-
-def write_if_different(path, notebook):
-    text = nbformat.writes(notebook) + "\n"
-    if path.exists() and path.read_text(encoding="utf-8") == text:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
 
 
 def check(root):
@@ -252,21 +243,35 @@ def check_cell(cell):
     return [fault for fault, there in faults.items() if there]
 
 
+def execute_all(root, pages, jobs, timeout):
+    """Execute pages, some papers at a time, and print what there is to say: whether all went well."""
+    preset = os.environ.get("DPCOMPANION_PRESET", "quick")
+    print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
+    good = True
+    with ProcessPoolExecutor(max_workers=jobs) as pool:
+        for done in pool.map(in_turn, *zip(*[(root, paper, preset, timeout) for paper in papers(pages)])):
+            for lines, fine in done:
+                print("  " + "\n    ".join(lines), flush=True)
+                good = good and fine
+    return good
+
+
+def in_turn(root, pages, preset, timeout):
+    """Execute the pages of one paper one after the other, with a folder that they share."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkdir(f"{folder}/live")
+        return [execute(root, page, preset, timeout, folder) for page in pages]
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(
         description="Execute the book's notebooks, or check what is committed.", allow_abbrev=False
     )
+    parser.add_argument("command", choices=("execute", "prose", "check"), help="see the head of this file")
+    parser.add_argument("names", nargs="*", help="pages to execute or to write again, by stem or path (default: all)")
     parser.add_argument("--root", type=Path, default=ROOT, help="the folder that holds book/")
-    commands = parser.add_subparsers(dest="command", required=True)
-    live = commands.add_parser("execute", help="execute sources into their notebooks", allow_abbrev=False)
-    live.add_argument("names", nargs="*", help="which ones, by stem or path (default: all)")
-    live.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="how many at a time (%(default)s)")
-    live.add_argument("--timeout", type=int, default=2000, help="seconds that one cell may take (%(default)s)")
-    words = commands.add_parser(
-        "prose", help="take over new prose where the code is what was executed", allow_abbrev=False
-    )
-    words.add_argument("names", nargs="+", help="which ones, by stem or path")
-    commands.add_parser("check", help="check that notebooks and sources are one thing", allow_abbrev=False)
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="papers at a time (%(default)s)")
+    parser.add_argument("--timeout", type=int, default=2000, help="seconds that one cell may take (%(default)s)")
     options = parser.parse_args(arguments)
     root = options.root.resolve()
 
@@ -274,33 +279,13 @@ def main(arguments=None):
         problems = check(root)
         print("\n".join([*problems, f"{len(sources(root))} notebooks checked, {len(problems)} problems"]))
         return 1 if problems else 0
-
     pages = choose(root, options.names)
-    if options.command == "prose":
-        problems = {name_of(root, page): take_over_prose(page) for page in pages}
-        for name, problem in problems.items():
-            print(f"{name}: {problem or 'its words are up to date'}")
-        return 1 if any(problems.values()) else 0
-
-    preset = os.environ.get("DPCOMPANION_PRESET", "quick")
-    print(f"executing {len(pages)} notebooks at the {preset} preset", flush=True)
-    good = True
-    with ProcessPoolExecutor(max_workers=options.jobs) as pool:
-        jobs = [[(root, page, preset, options.timeout) for page in paper] for paper in papers(pages)]
-        for job in [pool.submit(in_turn, calls) for calls in jobs]:
-            for line, below, fine in job.result():
-                good = good and fine
-                print(f"  {line}", flush=True)
-                if below:
-                    print("    " + below.replace("\n", "\n    "), flush=True)
-    return 0 if good else 1
-
-
-def in_turn(calls):
-    """Execute the pages of one paper one after the other, with a folder that they share."""
-    with tempfile.TemporaryDirectory() as folder:
-        os.mkdir(f"{folder}/live")
-        return [execute(*arguments, folder) for arguments in calls]
+    if options.command == "execute":
+        return 0 if execute_all(root, pages, options.jobs, options.timeout) else 1
+    problems = {name_of(root, page): take_over_prose(page) for page in pages}
+    for name, problem in problems.items():
+        print(f"{name}: {problem or 'its words are up to date'}")
+    return 1 if any(problems.values()) else 0
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ moving picture are printed as they open. Tables and formulas that are wider than
 
 Before a page is printed it is looked at as `browser_check.py` does: a formula that MathJax did not set or could not
 read is a problem, and so are TeX in the text and a picture that is missing; and a table that would become illegible.
-The printed pages are read back: one without content or without its number is a problem too. With a problem the command
-ends badly.
+A printed page without content is a problem too. With a problem the command ends badly.
 """
 
 import argparse
@@ -21,7 +20,6 @@ import itertools
 import json
 import subprocess
 import sys
-import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urldefrag
@@ -64,25 +62,16 @@ UNFOLD = """async () => {
     await Promise.all([...document.images].map(image => image.decode().catch(() => null)));
 }"""
 
-# What is wider than the paper shrinks; what is not much lower than a page is not torn apart.
+# A table that is wider than the paper shrinks; what is not much lower than a page is not torn apart.
 FIT = """height => {
     const article = document.querySelector("article"), shrunk = [];
-    const scaled = (node, available) => {
-        for (let turn = 0; turn < 4; turn++) {
-            const wide = node.getBoundingClientRect().width;
-            if (wide <= available + 0.5) break;
-            node.style.zoom = (Number(node.style.zoom) || 1) * available / wide;
-        }
-        return Number(node.style.zoom) || 1;
-    };
     for (const table of article.querySelectorAll("table:not(table table)")) {
-        const by = scaled(table, table.parentElement.clientWidth);
+        let by = 1;
+        for (let turn = 0; turn < 4; turn++) {
+            by *= Math.min(1, (table.parentElement.clientWidth + 0.5) / table.getBoundingClientRect().width);
+            table.style.zoom = by;
+        }
         if (by < 1) shrunk.push([by, table.textContent.trim().replace(/\\s+/g, " ").slice(0, 40)]);
-    }
-    for (const formula of article.querySelectorAll("mjx-container:not(table *)")) {
-        const line = formula.closest("p, li, dd, figcaption, h1, h2, h3, div.math");
-        const svg = formula.querySelector("svg");
-        if (line && svg) scaled(svg, line.clientWidth);
     }
     const whole = "table, figure, pre, .cell, .cell_input, .cell_output, .admonition, .mosaic, .moving, details";
     for (const block of article.querySelectorAll(whole))
@@ -212,7 +201,7 @@ def print_book(site, toc, about, chromium=None, say=lambda line: None):
     writer.add_metadata({"/Title": about["title"], "/Author": about["authors"]})
     stream = io.BytesIO()
     writer.write(stream)
-    problems += read_back(stream, front.length, sheets)
+    problems += empty_pages(writer, front.length, sheets)
     return stream.getvalue(), {"pages": len(writer.pages), "links within": links}, problems
 
 
@@ -272,24 +261,14 @@ def lead(writer, page, name, site, places):
     return inside
 
 
-def read_back(stream, offset, sheets):
-    """What is wrong with the joined PDF, whose first `offset` pages are title and contents."""
-    from pypdf import PdfReader
-
-    problems, pages = [], PdfReader(stream).pages
-    for sheet in sheets:
-        for number in range(sheet.before + 1, sheet.before + sheet.length + 1):
-            page = pages[offset + number - 1]
-            # Without spaces: words that are set one by one come back without them. The foot comes back first.
-            words, foot = (
-                "".join(unicodedata.normalize("NFKC", text).split())
-                for text in (page.extract_text(), f"{number}{sheet.title}")
-            )
-            if not words.startswith(foot):
-                problems.append((sheet.name, f"page {number} does not bear its number and title"))
-            elif words == foot and not page.images:
-                problems.append((sheet.name, f"page {number} is empty"))
-    return problems
+def empty_pages(writer, offset, sheets):
+    """The pages without content: whatever is printed, but for the foot, is marked for those who listen to a page."""
+    return [
+        (sheet.name, f"page {number} is empty")
+        for sheet in sheets
+        for number in range(sheet.before + 1, sheet.before + sheet.length + 1)
+        if b"/MCID" not in writer.pages[offset + number - 1].get_contents().get_data()
+    ]
 
 
 def about_the_book():

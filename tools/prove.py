@@ -45,30 +45,24 @@ STEPS = {
 
 def run(title, command, live):
     """Run a step and show what it prints: (whether it went well, its lines, the minutes that it took)."""
-    printed = [f"== {title}"]
     if live:
-        print(printed.pop(), flush=True)
-    started = time.monotonic()
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    lines = []
+        print(f"== {title}", flush=True)
+    started, lines = time.monotonic(), []
     with subprocess.Popen(
         command,
         cwd=ROOT,
-        env=environment,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        text=True,
         encoding="utf-8",
     ) as process:
         for line in process.stdout or ():
             if live:
                 print(line, end="", flush=True)
-            else:
-                printed.append(line.rstrip("\n"))
-            lines += [line.strip()] if line.strip() else []
+            lines.append(line.rstrip())
     if not live:
-        print("\n".join(printed), flush=True)
-    return process.returncode == 0, lines, (time.monotonic() - started) / 60
+        print("\n".join([f"== {title}", *lines]), flush=True)
+    return process.returncode == 0, [line.strip() for line in lines if line.strip()], (time.monotonic() - started) / 60
 
 
 def main(which):
